@@ -1,0 +1,138 @@
+"""How long does the offline route take? Moments to stored basis for a model of Llama-2-13B's shape.
+
+    python -m benchmarks.bench_calibration --tokens 1000000
+
+Weights are random bf16 (time does not depend on them). The forward pass alone is timed beside the moments, and
+the paper's route (prune half of the sequences, K-means, decomposition) runs on the same tokens and device.
+"""
+
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from benchmarks.common import RESULTS, write_result
+from convert.basis import make_basis
+from convert.calibrate import add_moments, collect_moments, zero_sums
+from convert.kmeans import kmeans_moments
+from convert.moments import Moments
+from zdc_jax.config import ModelConfig, RopeConfig
+from zdc_jax.model.params import embedding_shapes, layer_shapes, num_params, random_tree
+from zdc_jax.model.transformer import Transformer
+from zdc_jax.plan import CompressionPlan
+
+LLAMA_2_13B = ModelConfig(
+    family="llama",
+    num_layers=40,
+    embed_dim=5120,
+    ffn_dim=13824,
+    vocab_size=32000,
+    num_heads=40,
+    num_kv_heads=40,
+    head_dim=128,
+    max_positions=4096,
+    norm_eps=1e-5,
+    activation="silu",
+    dtype="bfloat16",
+    tie_embeddings=False,
+    rope=RopeConfig(theta=10_000.0),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """`layers` shortens the model for a trial; `kmeans` adds the paper's route."""
+
+    tokens: int = 1_000_000
+    batch: int = 2
+    clusters: int = 1024
+    layers: int = 40
+    kmeans: bool = True
+    overhead_windows: int = 16
+    name: str = "calibration-llama-2-13b-shape"
+    results: Path = RESULTS
+
+
+def random_network(config: ModelConfig) -> Transformer:
+    """Random weights made layer by layer on the device."""
+    key = jax.random.key(0)
+    make = jax.jit(lambda key: random_tree(layer_shapes(config), config, key))
+    layers: Iterator[Any] = (
+        make(jax.random.fold_in(key, 1 + index)) for index in range(config.num_layers)
+    )
+    embeddings = random_tree(embedding_shapes(config), config, key)
+    return Transformer(config, CompressionPlan.full(config), embeddings, layers)
+
+
+def seconds_per_window(network: Transformer, windows: np.ndarray, batch: int) -> dict[str, Any]:
+    """Alternates forward alone and forward with moments; medians over batches, seconds a window."""
+    forward = jax.jit(lambda network, tokens: network.hidden(tokens).sum())
+    sums, weight = zero_sums(network), jnp.ones(batch)
+    raw: dict[str, list[float]] = {"forward": [], "with_moments": []}
+    for start in range(0, len(windows), batch):
+        tokens = jnp.asarray(windows[start : start + batch])
+        began = time.perf_counter()
+        jax.block_until_ready(forward(network, tokens))
+        middle = time.perf_counter()
+        sums = jax.block_until_ready(add_moments(network, sums, tokens, weight))
+        raw["forward"].append((middle - began) / batch)
+        raw["with_moments"].append((time.perf_counter() - middle) / batch)
+    medians = {name: float(np.median(times[1:])) for name, times in raw.items()}
+    return {**medians, "overhead": medians["with_moments"] / medians["forward"] - 1, "raw": raw}
+
+
+def main(options: Options) -> None:
+    """Times each stage and writes one JSON."""
+    config = replace(LLAMA_2_13B, num_layers=options.layers)
+    network = random_network(config)
+    context = config.max_positions
+    rng = np.random.default_rng(0)
+    shape = (options.tokens // context // options.batch * options.batch, context)
+    windows = rng.integers(config.vocab_size, size=shape, dtype=np.int32)
+    flops = 2 * num_params(config) * windows.size
+    print(f"{num_params(config):,} parameters, {windows.size:,} tokens, ceiling (matrix products at 714 "
+          f"TFLOP/s): {flops / 714e12:.1f} s")  # fmt: skip
+    results: dict[str, Any] = {
+        "per_window": seconds_per_window(network, windows[: options.overhead_windows], options.batch)
+    }
+    print({k: v for k, v in results["per_window"].items() if k != "raw"}, flush=True)
+
+    began = time.perf_counter()
+    moments = collect_moments(network, windows, fingerprint="random", batch=options.batch)
+    results["seconds_moments"] = time.perf_counter() - began
+    print(f"moments {results['seconds_moments']:.1f} s", flush=True)
+    output_weights = [np.asarray(o, np.float64) for o in network.runs[0].attention.o[...]]
+    results |= store_basis(moments, output_weights)
+    results["seconds_total"] = results["seconds_moments"] + results["seconds_basis"]
+    print(f"basis {results['seconds_basis']:.1f} s, total {results['seconds_total']:.1f} s", flush=True)
+    if options.kmeans:
+        topics = [str(i % 16) for i in range(len(windows))]
+        began = time.perf_counter()
+        paper = kmeans_moments(
+            network, windows, topics, prune=0.5, clusters=options.clusters, seed=0, fingerprint="random"
+        )
+        results["kmeans_seconds_moments"] = time.perf_counter() - began
+        stored = store_basis(paper, output_weights, qk="stacked", vo="stacked")
+        results["kmeans_seconds_total"] = results["kmeans_seconds_moments"] + stored["seconds_basis"]
+        print(f"K-means route, total {results['kmeans_seconds_total']:.1f} s", flush=True)
+    settings = {k: v for k, v in asdict(options).items() if k not in ("results", "name")}
+    print(write_result(options.name, settings | {"model": config.to_json()}, results, options.results))
+
+
+def store_basis(moments: Moments, output_weights: list[np.ndarray], **kinds: Any) -> dict[str, float]:
+    """Seconds from moments to a stored basis."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        make_basis(moments, output_weights, **kinds).save(Path(folder) / "basis")
+        return {"seconds_basis": time.perf_counter() - began}
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

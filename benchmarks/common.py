@@ -1,0 +1,46 @@
+"""What every benchmark shares: the record of where a figure was seen, and where it is written."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def environment() -> dict[str, Any]:
+    """Device, versions, commit and time of this run."""
+    packages = ("jax", "jaxlib", "flax", "orbax-checkpoint", "numpy")
+    return {
+        "device": jax.devices()[0].device_kind,
+        "devices": len(jax.devices()),
+        "commit": os.environ.get("ZDC_COMMIT") or commit(),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def commit() -> str:
+    """The commit of the working tree, marked when it is not clean; `unknown` outside a repository."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return described.stdout.strip() or "unknown"
+
+
+def write_result(name: str, config: dict[str, Any], results: Any, folder: Path = RESULTS) -> Path:
+    """Writes one run as `folder/name.json`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    run = {"benchmark": name, **environment(), "config": config, "results": results}
+    path.write_text(json.dumps(run, indent=1) + "\n")
+    return path

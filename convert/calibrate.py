@@ -1,0 +1,260 @@
+"""Calibration: text → moments of q, k, v, o → basis, stored in the converted folder (ZDC §4.3, §5.1)."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from rich.progress import track
+
+from convert.basis import make_basis
+from convert.kmeans import kmeans_moments
+from convert.moments import Moments
+from zdc_jax.axes import Array
+from zdc_jax.basis import Basis
+from zdc_jax.checkpoint import Checkpoint
+from zdc_jax.errors import CalibrationError
+from zdc_jax.evaluate import window_nll
+from zdc_jax.loading import LanguageModel, load
+from zdc_jax.model.transformer import Transformer
+from zdc_jax.ops.contract import einsum_f32
+from zdc_jax.plan import CompressionPlan, allowed_ranks
+from zdc_jax.text import read_documents, token_windows
+
+QkChoice = Literal["auto", "stacked", "balanced", "pairs"]
+VoChoice = Literal["auto", "stacked", "balanced", "output"]
+
+AUTO_WINDOWS = 4
+"""Calibration windows on which `auto` compares bases."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions:
+    """What `calibrate` does; lengths and counts are in tokens.
+
+    `reduction="kmeans"` is the paper's route: drop a share `prune` of each topic's windows, replace the
+    vectors of each head by `clusters` weighted centroids. `tokens` and `context` default to 1 M and the
+    model's positions (at most 4096).
+    """
+
+    qk: QkChoice = "auto"
+    vo: VoChoice = "auto"
+    center: bool = False
+    tokens: int = 1_000_000
+    context: int | None = None
+    batch: int = 1
+    seed: int = 0
+    reduction: Literal["moments", "kmeans"] = "moments"
+    prune: float = 0.5
+    clusters: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "batch", "clusters"):
+            if (value := getattr(self, name)) < 1:
+                raise CalibrationError(f"{name}={value} must be >= 1")
+        if self.context is not None and self.context < 2:
+            raise CalibrationError(f"context={self.context} must be >= 2 tokens")
+        if not 0 <= self.prune < 1:
+            raise CalibrationError(f"prune={self.prune} must lie in [0, 1), a share of the sequences")
+
+
+def calibrate(
+    path: str | Path,
+    texts: Sequence[str | Path],
+    options: CalibrationOptions | None = None,
+    *,
+    dtype: str | None = None,
+    progress: bool = True,
+) -> Basis:
+    """Calibrates a converted folder on text and stores moments and basis in it.
+
+    Args:
+      path: folder written by `zdc convert`.
+      texts: files or folders, see `zdc_jax.text.read_documents`; topics are folder names. Empty: a new basis
+        from the moments stored by an earlier calibration.
+      dtype: dtype the model runs in; default that of the stored weights.
+
+    Raises:
+      CalibrationError, TextError, CheckpointError: bad options, text or folder, before anything is written.
+    """
+    options = options or CalibrationOptions()
+    checkpoint = Checkpoint.open(path)
+    context = options.context or min(checkpoint.config.max_positions, 4096)
+    if context > checkpoint.config.max_positions:
+        raise CalibrationError(
+            f"{context=} exceeds the model's {checkpoint.config.max_positions} positions"
+        )
+    stored = checkpoint.calibration_path / "moments"
+    if not texts:
+        moments, windows, record = Moments.load(stored), None, {}
+    else:
+        windows, topics = calibration_windows(checkpoint, texts, context, options)
+        began = time.perf_counter()
+        network = load(path, dtype=dtype).network
+        if options.reduction == "kmeans":
+            moments = kmeans_moments(
+                network,
+                windows,
+                topics,
+                prune=options.prune,
+                clusters=options.clusters,
+                seed=options.seed,
+                fingerprint=checkpoint.fingerprint,
+            )
+        else:
+            moments = collect_moments(
+                network,
+                windows,
+                fingerprint=checkpoint.fingerprint,
+                batch=options.batch,
+                progress=progress,
+            )
+        del network
+        moments.save(stored)
+        record = {"seconds_moments": time.perf_counter() - began, "topics": sorted(set(topics))}
+    basis = choose_basis(checkpoint, moments, windows, options, dtype=dtype)
+    record |= {"reduction": options.reduction, "seed": options.seed, "center": options.center}
+    basis = replace(basis, record={**basis.record, **record})
+    basis.save(checkpoint.calibration_path / "basis")
+    return basis
+
+
+def calibration_windows(
+    checkpoint: Checkpoint, texts: Sequence[str | Path], context: int, options: CalibrationOptions
+) -> tuple[np.ndarray, list[str]]:
+    """Token windows [W, context] of the texts and their topics, about `options.tokens` tokens."""
+    tokenizer = checkpoint.tokenizer()
+    if tokenizer is None:
+        raise CalibrationError(f"{checkpoint.path} has no tokenizer, so text cannot be read")
+    return token_windows(
+        read_documents(texts),
+        tokenizer,
+        length=context,
+        num_windows=max(1, options.tokens // context),
+        seed=options.seed,
+        eos_id=next(iter(checkpoint.config.eos_ids), None),
+    )
+
+
+def collect_moments(
+    network: Transformer,
+    windows: np.ndarray,
+    *,
+    fingerprint: str,
+    batch: int = 1,
+    progress: bool = False,
+) -> Moments:
+    """Exact second moments and sums of q, k, v, o over all tokens of `windows` [W, T], in one pass.
+
+    Grams are accumulated in float32 from activations in the model's dtype; batches are sharded over the
+    devices present.
+    """
+    devices = jax.devices()
+    batch = -(-batch // len(devices)) * len(devices)
+    mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    network = jax.device_put(network, replicated)
+    sums = jax.device_put(zero_sums(network), replicated)
+    steps = range(0, len(windows), batch)
+    for start in track(steps, "moments", disable=not progress):
+        piece = windows[start : start + batch]
+        weight = np.arange(batch) < len(piece)
+        whole = np.concatenate([piece, np.repeat(piece[-1:], batch - len(piece), axis=0)])
+        sums = add_moments(
+            network, sums, jax.device_put(whole, rows), jax.device_put(weight, rows)
+        )
+    host = {name: np.asarray(value, np.float64) for name, value in sums.items()}
+    return Moments(
+        **host,
+        num_tokens=windows.size,
+        context_length=windows.shape[1],
+        group_size=network.config.group_size,
+        fingerprint=fingerprint,
+    )
+
+
+def zero_sums(network: Transformer) -> dict[str, Array]:
+    """Empty sums for `add_moments`: q, k, v, o [L, K, H, H] and q_sum, … [L, K, H], float32."""
+    config = network.config
+    L, K, H = config.num_layers, config.num_kv_heads, config.head_dim
+    grams = {name: jnp.zeros((L, K, H, H), jnp.float32) for name in "qkvo"}
+    return grams | {f"{name}_sum": jnp.zeros((L, K, H), jnp.float32) for name in "qkvo"}
+
+
+@partial(jax.jit, donate_argnums=1)
+def add_moments(
+    network: Transformer, sums: dict[str, Array], tokens: Array, weight: Array
+) -> dict[str, Array]:
+    """Adds the moments of windows `tokens` [B, T] that have `weight` [B] 1 to the running sums."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    x = network.embed(tokens, positions)
+    K, full = network.config.num_kv_heads, network.plan.layers[0]
+
+    def layer(x: Array, block: Any) -> tuple[Array, dict[str, Array]]:
+        seen: dict[str, Array] = {}
+
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            o = network.attend_whole(q, k, v, full, None)
+            for name, value in (("q", q), ("k", k), ("v", v), ("o", o)):
+                seen.update(_gram(name, value, weight, K))
+            return o
+
+        return block(x, positions, attend), seen
+
+    (run,) = network.runs
+    _, new = jax.lax.scan(layer, x, run)
+    return jax.tree.map(jnp.add, sums, new)
+
+
+def _gram(name: str, x: Array, weight: Array, num_kv_heads: int) -> dict[str, Array]:
+    """Gram matrix [K, H, H] and sum [K, H] of x [B, T, N or K, H], added over a group's heads."""
+    B, T, _, H = x.shape
+    x = x.reshape(B, T, num_kv_heads, -1, H) * weight[:, None, None, None, None].astype(x.dtype)
+    with jax.default_matmul_precision("highest"):
+        gram = einsum_f32("BTKGH,BTKGI->KHI", x, x)
+    return {name: gram, f"{name}_sum": x.sum((0, 1, 3), dtype=jnp.float32)}
+
+
+def choose_basis(
+    checkpoint: Checkpoint,
+    moments: Moments,
+    windows: np.ndarray | None,
+    options: CalibrationOptions,
+    *,
+    dtype: str | None = None,
+) -> Basis:
+    """The basis of the options; `auto` takes, for QK and VO apart, the lower perplexity at half rank.
+
+    Without windows there is nothing to compare on: `auto` then means `balanced`.
+    """
+    output_weights = [
+        np.asarray(checkpoint.layer(index)["attention"]["o"], np.float64)
+        for index in range(checkpoint.config.num_layers)
+    ]
+    make = partial(make_basis, moments, output_weights, center=options.center)
+    fixed = {"qk": options.qk, "vo": options.vo}
+    if windows is None or "auto" not in fixed.values():
+        return make(**{side: "balanced" if kind == "auto" else kind for side, kind in fixed.items()})
+    perplexities: dict[str, dict[str, float]] = {}
+    H = checkpoint.config.head_dim
+    half = min(allowed_ranks(H), key=lambda rank: abs(rank - H / 2) if rank else H)
+    for side, ranks in (("qk", {"qk": half, "v": H}), ("vo", {"qk": H, "v": half})):
+        if fixed[side] != "auto":
+            continue
+        plan = CompressionPlan.uniform(checkpoint.config, **ranks)
+        perplexities[side] = {}
+        for kind in ("stacked", "balanced"):
+            basis = make(**{"qk": "balanced", "vo": "balanced", side: kind})
+            model: LanguageModel = load(checkpoint.path, plan, basis=basis, dtype=dtype)
+            nll = window_nll(model.network, windows[:AUTO_WINDOWS]).mean()
+            perplexities[side][kind] = float(np.exp(nll))
+        fixed[side] = min(perplexities[side], key=perplexities[side].__getitem__)
+    basis = make(**fixed)
+    return replace(basis, record={**basis.record, "auto": perplexities, "auto_rank": half})

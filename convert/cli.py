@@ -1,0 +1,319 @@
+"""The `zdc` command."""
+
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from convert.calibrate import CalibrationOptions, calibrate, calibration_windows
+from convert.conversion import convert, verify_against_transformers
+from convert.demo import demo
+from zdc_jax.basis import Basis
+from zdc_jax.checkpoint import Checkpoint
+from zdc_jax.errors import PlanError, PromptError, ZDCError
+from zdc_jax.evaluate import compare, window_nll
+from zdc_jax.generate.api import generate, stream
+from zdc_jax.generate.sampling import Sampling
+from zdc_jax.loading import load, stored_basis
+from zdc_jax.plan import CompressionPlan
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Arg = tyro.conf.Positional
+
+
+@dataclass
+class Convert:
+    """Convert a Hugging Face folder (Llama or OPT, safetensors) without torch."""
+
+    source: Arg[Path]
+    """Folder with config.json, *.safetensors and a tokenizer."""
+    output: Arg[Path]
+    """Folder to write; it appears only when complete."""
+    dtype: Dtype | None = None
+    """Dtype to store; default that of the source."""
+    overwrite: bool = False
+    """Replace an existing output."""
+    verify: bool = False
+    """Compare logits with transformers afterwards (needs torch)."""
+    calibrate: tuple[Path, ...] = ()
+    """Text files or folders to calibrate on right after converting."""
+
+    def run(self, console: Console) -> None:
+        checkpoint = convert(
+            self.source, self.output, dtype=self.dtype, overwrite=self.overwrite
+        )
+        console.print(f"converted {self.source} -> {self.output} ({checkpoint.fingerprint})")
+        if self.verify:
+            with jax.default_matmul_precision("highest"):
+                network = load(self.output, dtype="float32").network
+                logits = lambda tokens: np.asarray(network(tokens))  # noqa: E731
+                error = verify_against_transformers(self.source, self.output, logits)
+            console.print(f"largest difference of logits from transformers: {error:.2e} of the largest logit")
+        if self.calibrate:
+            _report_basis(console, calibrate(self.output, self.calibrate))
+
+
+@dataclass
+class Calibrate:
+    """Calibrate a converted folder on text: moments, basis, spectrum, error certificate."""
+
+    path: Arg[Path]
+    """Converted folder."""
+    texts: Arg[tuple[Path, ...]] = ()
+    """.txt, .jsonl, .md, .rst, .py files (also .xz, .gz) or folders of them; topics are folder names. None: a
+    new basis from the moments of an earlier calibration."""
+    options: Annotated[CalibrationOptions, tyro.conf.arg(name="")] = field(
+        default_factory=CalibrationOptions
+    )
+    dtype: Dtype | None = None
+    """Dtype to run in; default that of the stored weights."""
+
+    def run(self, console: Console) -> None:
+        _report_basis(console, calibrate(self.path, self.texts, self.options, dtype=self.dtype))
+
+
+@dataclass(kw_only=True)
+class PlanFlags:
+    """A plan: from a file, uniform ranks, or per-layer ranks for a budget."""
+
+    plan: Path | None = None
+    """Plan JSON."""
+    qk: int | None = None
+    """Uniform coordinates kept of Q and K; default all."""
+    v: int | None = None
+    """Uniform coordinates kept of V and O; default all."""
+    budget: float | None = None
+    """Share of the KV coordinates to keep outside the window; ranks per layer from the spectrum."""
+    window: int = 0
+    """Recent tokens kept at full rank."""
+    sinks: int = 0
+    """First tokens kept at full rank."""
+
+    def build(self, path: Path) -> CompressionPlan | None:
+        """The plan these flags describe for the folder at `path`; None without any flag."""
+        uniform = self.qk is not None or self.v is not None
+        if sum([self.plan is not None, uniform, self.budget is not None]) > 1:
+            raise PlanError("give one of --plan, --qk/--v, --budget")
+        near = {"window": self.window, "sinks": self.sinks}
+        if self.plan is not None:
+            if self.window or self.sinks:
+                raise PlanError("--plan already says window and sinks; drop --window and --sinks")
+            return CompressionPlan.load(self.plan)
+        checkpoint = Checkpoint.open(path)
+        if self.budget is not None:
+            basis = stored_basis(checkpoint)
+            return CompressionPlan.from_spectrum(
+                basis.qk_spectrum,
+                basis.vo_spectrum,
+                budget=self.budget,
+                fingerprint=checkpoint.fingerprint,
+                **near,
+            )
+        if not uniform and not self.window and not self.sinks:
+            return None
+        H = checkpoint.config.head_dim
+        return CompressionPlan.uniform(
+            checkpoint.config,
+            qk=H if self.qk is None else self.qk,
+            v=H if self.v is None else self.v,
+            **near,
+        ).for_model(checkpoint.fingerprint)
+
+
+@dataclass
+class Plan:
+    """Write a plan's JSON and print it."""
+
+    path: Arg[Path]
+    """Converted and calibrated folder."""
+    output: Arg[Path]
+    """JSON file to write."""
+    flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
+
+    def run(self, console: Console) -> None:
+        plan = self.flags.build(self.path)
+        if plan is None:
+            raise PlanError("say what to keep: --qk/--v, --budget, --window")
+        checkpoint = Checkpoint.open(self.path)
+        plan.check_model(checkpoint.config, checkpoint.fingerprint)
+        plan.save(self.output)
+        console.print_json(self.output.read_text())
+
+
+@dataclass
+class Generate:
+    """Continue prompts."""
+
+    path: Arg[Path]
+    """Converted folder."""
+    prompts: Arg[tuple[str, ...]]
+    """Texts to continue; `-` reads one from standard input."""
+    flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    """Strings that end the text."""
+    stream: bool = False
+    """Print text as it comes (one prompt only)."""
+    dtype: Dtype | None = None
+
+    def run(self, console: Console) -> None:
+        prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in self.prompts]
+        sampling = Sampling(self.temperature, self.top_k, self.top_p, self.seed)
+        if self.stream and len(prompts) != 1:
+            raise PromptError(f"--stream takes one prompt, got {len(prompts)}")
+        model = load(self.path, self.flags.build(self.path), dtype=self.dtype)
+        arguments: dict[str, Any] = {"sampling": sampling, "stop": self.stop}
+        if self.stream:
+            for delta in stream(model, prompts, self.max_new_tokens, **arguments):
+                print(delta.text, end="", flush=True)
+            print()
+            return
+        result = generate(model, prompts, self.max_new_tokens, **arguments)
+        for prompt, completion in zip(prompts, result.completions, strict=True):
+            console.print(prompt, style="dim", end="", markup=False, highlight=False)
+            console.print(completion.text, markup=False, highlight=False)
+        tokens = sum(len(completion.tokens) - 1 for completion in result.completions)
+        console.print(
+            f"[dim]KV cache {result.kv_bytes:,} bytes for {len(prompts)} x {result.capacity} tokens; "
+            f"prefill {result.timings.prefill:.2f} s, decode "
+            f"{result.timings.tokens_per_second(tokens):.1f} tokens/s (with compilation)[/dim]"
+        )
+
+
+@dataclass
+class Perplexity:
+    """Perplexity of a plan beside the unmodified model's, on the same windows of text."""
+
+    path: Arg[Path]
+    """Converted folder."""
+    texts: Arg[tuple[Path, ...]]
+    """Text files or folders, as for calibrate; take text that calibration did not see."""
+    flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
+    windows: int = 24
+    """Windows drawn round robin over topics."""
+    context: int | None = None
+    """Tokens a window; default the model's positions, at most 4096."""
+    seed: int = 0
+    batch: int = 1
+    dtype: Dtype | None = None
+    output: Path | None = None
+    """JSON file to write; default standard output."""
+
+    def run(self, console: Console) -> None:
+        checkpoint = Checkpoint.open(self.path)
+        plan = self.flags.build(self.path)
+        context = self.context or min(checkpoint.config.max_positions, 4096)
+        options = CalibrationOptions(tokens=self.windows * context, seed=self.seed)
+        windows, topics = calibration_windows(checkpoint, self.texts, context, options)
+        dense = load(self.path, dtype=self.dtype)
+        dense_nll = window_nll(dense.network, windows, batch=self.batch)
+        model = dense if plan is None else load(self.path, plan, dtype=self.dtype)
+        report = compare(model, dense_nll, windows, batch=self.batch).to_json() | {
+            "texts": [str(path) for path in self.texts],
+            "topics": sorted(set(topics)),
+            "seed": self.seed,
+        }
+        text = json.dumps(report, indent=2)
+        if self.output is not None:
+            self.output.write_text(text + "\n")
+        console.print_json(text)
+
+
+@dataclass
+class Inspect:
+    """Print what a converted folder holds; --check recomputes its hashes."""
+
+    path: Arg[Path]
+    check: bool = False
+
+    def run(self, console: Console) -> None:
+        checkpoint = Checkpoint.open(self.path)
+        if self.check:
+            checkpoint.check()
+            console.print("all hashes match")
+        console.print_json(data=checkpoint.config.to_json() | {"fingerprint": checkpoint.fingerprint})
+        if (checkpoint.calibration_path / "basis").exists():
+            _report_basis(console, stored_basis(checkpoint))
+
+
+@dataclass
+class Demo:
+    """Convert, calibrate and generate with the checkpoint that ships with the package."""
+
+    output: Path = Path("demo-output")
+    """Folder for the converted model and the report."""
+
+    def run(self, console: Console) -> None:
+        demo(self.output, console)
+
+
+COMMANDS: dict[str, type] = {
+    "convert": Convert,
+    "calibrate": Calibrate,
+    "plan": Plan,
+    "generate": Generate,
+    "perplexity": Perplexity,
+    "inspect": Inspect,
+    "demo": Demo,
+}
+
+
+def _report_basis(console: Console, basis: Basis) -> None:
+    """Prints the certificate: relative error of scores and outputs at each eighth of the coordinates."""
+    H = basis.k_map.shape[-1]
+    table = Table(title=f"basis: QK {basis.qk_kind}, VO {basis.vo_kind}, {basis.num_tokens:,} tokens")
+    for column in ("kept", "score error, mean", "worst head", "value error, mean", "worst head"):
+        table.add_column(column, justify="right")
+    for kept in range(H // 4, H + 1, H // 4):
+        scores, values = basis.qk_error[..., kept], basis.vo_error[..., kept]
+        table.add_row(
+            str(kept), *(f"{x:.3f}" for x in (scores.mean(), scores.max(), values.mean(), values.max()))
+        )
+    console.print(table)
+    worst = max(float(basis.qk_condition.max()), float(basis.vo_condition.max()))
+    console.print(f"worst condition number of a head's basis: {worst:.3g}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs `zdc`; exit status 2 with one line on standard error for any error the user can mend."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    for name in ("jax", "absl", "orbax", "root"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+    command = tyro.extras.subcommand_cli_from_dict(
+        COMMANDS, prog="zdc", args=arguments, config=(tyro.conf.FlagConversionOff,)[:0]
+    )
+    return _run(command.run)
+
+
+def main_convert() -> int:
+    """Runs `zdc convert` under its alias `zdc-convert`."""
+    return main(["convert", *sys.argv[1:]])
+
+
+def _run(action: Callable[[Console], None]) -> int:
+    try:
+        action(Console())
+    except ZDCError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

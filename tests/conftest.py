@@ -1,0 +1,117 @@
+"""Shared fixtures: exact matrix products, tiny models, and the reference data where it is present."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from convert.basis import make_basis
+from convert.calibrate import collect_moments
+from zdc_jax.basis import Basis
+from zdc_jax.config import ModelConfig, RopeConfig
+from zdc_jax.loading import LanguageModel, prepared_layers
+from zdc_jax.model.params import random_params
+from zdc_jax.model.transformer import Transformer
+from zdc_jax.plan import CompressionPlan
+
+jax.config.update("jax_default_matmul_precision", "highest")
+
+LLAMA = ModelConfig(
+    family="llama",
+    num_layers=3,
+    embed_dim=64,
+    ffn_dim=96,
+    vocab_size=97,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    max_positions=256,
+    norm_eps=1e-6,
+    activation="silu",
+    dtype="float32",
+    tie_embeddings=True,
+    rope=RopeConfig(theta=10_000.0),
+    eos_ids=(2,),
+)
+OPT = replace(
+    LLAMA,
+    family="opt",
+    num_kv_heads=4,
+    activation="relu",
+    rope=None,
+    position_offset=2,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+)
+CONFIGS = {"llama": LLAMA, "opt": OPT}
+
+
+def reference_data() -> Path | None:
+    """The folder of reference models and text: `ZDC_TEST_DATA`, else a sibling `shared/data`."""
+    default = Path(__file__).parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("ZDC_TEST_DATA", default))
+    return folder if folder.exists() else None
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """Reference data, or a skip by name (a failure where `ZDC_REQUIRE_DATA` is set)."""
+    folder = reference_data()
+    if folder is None:
+        refuse = pytest.fail if os.environ.get("ZDC_REQUIRE_DATA") else pytest.skip
+        refuse("reference data absent: set ZDC_TEST_DATA to the folder that holds models/")
+    return folder
+
+
+class TinyModel:
+    """A random model large enough in its weights for attention to matter, with its calibration."""
+
+    def __init__(self, config: ModelConfig, seed: int = 0):
+        self.config = config
+        key = jax.random.key(seed)
+        params = random_params(config, key)
+        grow = lambda x: 8 * x if x.ndim > 1 else x + 0.1 * jax.random.normal(key, x.shape)  # noqa: E731
+        self.layers = [jax.tree.map(grow, layer) for layer in params["layers"]]
+        self.embeddings = params["embeddings"]
+        self.dense = Transformer(
+            config, CompressionPlan.full(config), self.embeddings, self.layers
+        )
+
+    def tokens(self, batch: int, length: int, seed: int = 0) -> np.ndarray:
+        rng = np.random.default_rng(seed)
+        return rng.integers(3, self.config.vocab_size, (batch, length), dtype=np.int32)
+
+    def basis(self, **options: Any) -> Basis:
+        moments = collect_moments(self.dense, self.tokens(4, 64, seed=1), fingerprint="tiny")
+        weights = [np.asarray(layer["attention"]["o"]) for layer in self.layers]
+        return make_basis(moments, weights, **options)
+
+    def model(self, plan: CompressionPlan, basis: Basis | None = None) -> LanguageModel:
+        layers = prepared_layers(
+            iter(self.layers), self.config, plan, basis or self.basis(), jnp.float32
+        )
+        return LanguageModel(Transformer(self.config, plan, self.embeddings, layers), None, basis)
+
+
+@pytest.fixture(scope="session", params=["llama", "opt"])
+def tiny(request: pytest.FixtureRequest) -> TinyModel:
+    """A tiny model of each family."""
+    return TinyModel(CONFIGS[request.param])
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> TinyModel:
+    """The tiny Llama: rotary, two query heads per KV head."""
+    return TinyModel(LLAMA)
+
+
+@pytest.fixture(scope="session")
+def tiny_opt() -> TinyModel:
+    """The tiny OPT: learned positions, biases."""
+    return TinyModel(OPT)

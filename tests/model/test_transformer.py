@@ -1,0 +1,139 @@
+"""Cached = uncached, chunked = whole, ragged = one by one; arrays are physically smaller."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TinyModel
+
+from zdc_jax.cache import KVCache
+from zdc_jax.plan import CompressionPlan, LayerRanks
+
+PLANS = {
+    "full": {"qk": 32, "v": 32},
+    "truncated": {"qk": 16, "v": 16},
+    "window": {"qk": 16, "v": 16, "window": 8, "sinks": 2},
+    "sinks only": {"qk": 16, "v": 32, "sinks": 3},
+    "no far attention": {"qk": 0, "v": 0, "window": 20, "sinks": 2},
+    "window past the end": {"qk": 16, "v": 16, "window": 300, "sinks": 2},
+}
+LENGTHS = np.array([70, 33, 50])
+
+
+@jax.jit
+def extend(network, cache, tokens, end):
+    return network.extend(cache, tokens, end)
+
+
+def replay(network, tokens, pieces):
+    """Logits [B, T, V] of right-padded rows, prefilled in `pieces` and then decoded token by token."""
+    B, T = tokens.shape
+    cache = KVCache.create(network.plan, batch=B, capacity=96, dtype=jnp.float32)
+    assert cache.bytes() == network.plan.bytes(96, B, 4)
+    logits = np.full((B, T, network.config.vocab_size), np.nan, np.float32)
+    start = 0
+    for width in pieces:
+        cache = KVCache(cache.segments, jnp.full(B, start), cache.sinks, cache.window)
+        end = np.minimum(LENGTHS - 3, start + width)
+        hidden, cache = extend(network, cache, tokens[:, start : start + width], jnp.asarray(end))
+        logits[:, start : start + width] = network.unembed(hidden)
+        start += width
+    held = np.minimum(LENGTHS - 3, start)
+    while (held < LENGTHS).any():
+        column = np.minimum(held, T - 1)
+        end = np.minimum(held + 1, LENGTHS)
+        cache = KVCache(cache.segments, jnp.asarray(held), cache.sinks, cache.window)
+        one = jnp.asarray(tokens[np.arange(B), column][:, None])
+        hidden, cache = extend(network, cache, one, jnp.asarray(end))
+        step = np.asarray(network.unembed(hidden[:, 0]))
+        for row in np.flatnonzero(held < LENGTHS):
+            logits[row, held[row]] = step[row]
+        held = end
+    return logits
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_cached_equals_uncached(tiny: TinyModel, name):
+    network = tiny.model(CompressionPlan.uniform(tiny.config, **PLANS[name])).network
+    tokens = tiny.tokens(3, 70)
+    whole = np.asarray(network(jnp.asarray(tokens)))
+    cached = replay(network, tokens, (32, 32))
+    for row, length in enumerate(LENGTHS):
+        error = np.abs(cached[row, :length] - whole[row, :length]).max()
+        assert error <= 1e-5 * np.abs(whole).max()
+
+
+@pytest.mark.parametrize("pieces", [(70,), (16, 48)])
+def test_ranks_per_layer(tiny: TinyModel, pieces):
+    ranks = (LayerRanks(16, 16), LayerRanks(16, 32), LayerRanks(32, 16))
+    plan = CompressionPlan(ranks, tiny.config.num_kv_heads, 32, sinks=1, window=5)
+    network = tiny.model(plan).network
+    tokens = tiny.tokens(3, 70)
+    whole = np.asarray(network(jnp.asarray(tokens)))
+    cached = replay(network, tokens, pieces)
+    for row, length in enumerate(LENGTHS):
+        assert np.abs(cached[row, :length] - whole[row, :length]).max() <= 1e-5 * np.abs(whole).max()
+
+
+def test_a_row_does_not_see_its_batch(tiny: TinyModel):
+    plan = CompressionPlan.uniform(tiny.config, qk=16, v=16, window=8, sinks=2)
+    network = tiny.model(plan).network
+    tokens = jnp.asarray(tiny.tokens(3, 40))
+    together = network(tokens)
+    alone = jnp.concatenate([network(row[None]) for row in tokens])
+    np.testing.assert_allclose(together, alone, atol=1e-5 * float(jnp.abs(alone).max()))
+
+
+def test_arrays_without_a_window_are_smaller(tiny: TinyModel):
+    network = tiny.model(CompressionPlan.uniform(tiny.config, qk=16, v=16)).network
+    attention = network.runs[0].attention
+    L, D, N, K = 3, 64, tiny.config.num_heads, tiny.config.num_kv_heads
+    assert attention.v[...].shape == (L, D, K, 16)
+    assert attention.o[...].shape == (L, N, 16, D)
+    if tiny.config.rope is None:
+        assert attention.q[...].shape == (L, D, N, 16)
+        assert attention.k[...].shape == (L, D, K, 16)
+        assert attention.q_rotation is None
+    else:
+        assert attention.q_rotation[...].shape == (L, K, 32, 16)
+
+
+def test_folded_at_full_rank_is_the_same_program(tiny_opt: TinyModel):
+    rotated = tiny_opt.model(CompressionPlan.full(tiny_opt.config)).network
+    tokens = jnp.asarray(tiny_opt.tokens(1, 16))
+    program = lambda network: str(jax.make_jaxpr(lambda n, t: n(t))(network, tokens))  # noqa: E731
+    assert program(rotated) == program(tiny_opt.dense)
+
+
+@pytest.mark.parametrize("kind", ["balanced", "stacked", "pairs"])
+@pytest.mark.parametrize("center", [False, True])
+def test_full_rank_in_another_basis_is_the_same_model(tiny: TinyModel, kind, center):
+    if kind == "pairs" and tiny.config.rope is None:
+        pytest.skip("pairs are for rotary models")
+    basis = tiny.basis(qk=kind, vo="balanced", center=center)
+    plan = CompressionPlan.full(tiny.config)
+    rotated = tiny.model(plan, basis).network
+    tokens = jnp.asarray(tiny.tokens(2, 48))
+    expected, out = np.asarray(tiny.dense(tokens)), np.asarray(rotated(tokens))
+    condition = max(basis.qk_condition.max(), basis.vo_condition.max())
+    assert np.abs(out - expected).max() <= 32 * 1.2e-7 * condition * np.abs(expected).max()
+
+    def cached_keys(network):
+        cache = KVCache.create(plan, batch=2, capacity=48, dtype=jnp.float32)
+        _, cache = network.extend(cache, tokens, jnp.array([48, 48]))
+        return np.asarray(cache.segments[0].k)
+
+    assert np.abs(cached_keys(rotated) - cached_keys(tiny.dense)).max() > 0.1
+
+
+def test_truncation_costs_what_was_truncated(tiny: TinyModel):
+    """Fewer coordinates, larger error; a window brings it down."""
+    tokens = jnp.asarray(tiny.tokens(2, 64))
+    expected = np.asarray(tiny.dense(tokens))
+    basis = tiny.basis()
+
+    def error(**plan):
+        network = tiny.model(CompressionPlan.uniform(tiny.config, **plan), basis).network
+        return np.abs(np.asarray(network(tokens)) - expected).mean()
+
+    assert error(qk=16, v=16) > error(qk=16, v=16, window=32) > error(qk=32, v=32, window=32)

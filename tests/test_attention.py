@@ -1,0 +1,106 @@
+"""The attention contract: every implementation against the plain reference in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels_pallas import attention_reference
+from zdc_jax.ops import attention as ops
+
+H = 32
+
+
+def inputs(B=2, T=24, N=4, K=2, seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    draw = lambda heads: rng.normal(size=(B, T, heads, H)).astype(dtype)  # noqa: E731
+    return draw(N), draw(K), draw(K)
+
+
+def truth(q, k, v, **options):
+    with jax.enable_x64(True):
+        arrays = (jnp.asarray(x, jnp.float64) for x in (q, k, v))
+        return np.asarray(attention_reference(*arrays, scale=H**-0.5, **options))
+
+
+def near_keys(k, v, sinks, window):
+    """Whole sequences: sinks, an empty past of `window`, own tokens."""
+    B, T, K, _ = k.shape
+    # Absent keys hold large junk, which must not leak.
+    pad = lambda x: jnp.asarray(  # noqa: E731
+        np.concatenate([x[:, :sinks], np.full((B, window, K, H), 1e4, x.dtype), x], 1).swapaxes(1, 2)
+    )
+    own = np.where(np.arange(T) >= sinks, np.arange(T), -1)
+    positions = np.concatenate([np.arange(sinks), np.full(window, -1), own])
+    return ops.NearKeys(pad(k), pad(v), jnp.broadcast_to(jnp.asarray(positions), (B, len(positions))))
+
+
+def run(q, k, v, qk_rank, v_rank, sinks, window):
+    B, T = q.shape[:2]
+    whole = lambda x, rank: jnp.asarray(x.swapaxes(1, 2)[..., :rank])  # noqa: E731
+    near = near_keys(k, v, sinks, window) if sinks or window else None
+    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+    return ops.attention(
+        jnp.asarray(q if near is not None else q[..., :qk_rank]),
+        whole(k, qk_rank),
+        whole(v, v_rank),
+        positions,
+        scale=H**-0.5,
+        near=near,
+        sinks=sinks,
+        window=window,
+        implementation="xla",
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    qk_rank=st.sampled_from([0, 16, 32]),
+    v_rank=st.sampled_from([16, 32]),
+    sinks=st.integers(0, 5),
+    window=st.integers(0, 30),
+    length=st.sampled_from([1, 7, 24]),
+    heads=st.sampled_from([(4, 4), (4, 2), (4, 1)]),
+)
+def test_xla_equals_the_reference(qk_rank, v_rank, sinks, window, length, heads):
+    if qk_rank == 0:
+        v_rank = 0
+        window = max(window, 1)
+    q, k, v = inputs(T=length, N=heads[0], K=heads[1])
+    sinks = min(sinks, length)
+    expected = truth(q, k, v, qk_rank=qk_rank, v_rank=v_rank, sinks=sinks, window=window)
+    out = np.asarray(run(q, k, v, qk_rank, v_rank, sinks, window))
+    assert np.abs(out - expected[..., : out.shape[-1]]).max() < 3e-6
+    assert not np.any(expected[..., out.shape[-1] :])
+
+
+@pytest.mark.parametrize(("sinks", "window"), [(0, 0), (3, 0), (0, 5), (2, 9)])
+def test_blocks_of_queries_change_nothing(monkeypatch, sinks, window):
+    q, k, v = inputs(T=61)
+    whole = run(q, k, v, 16, 16, sinks, window)
+    monkeypatch.setattr(ops, "_LOGITS_BYTES", 1)
+    blocked = run(q, k, v, 16, 16, sinks, window)
+    np.testing.assert_allclose(blocked, whole, atol=2e-6)
+
+
+def test_half_precision_loses_what_its_dtype_loses():
+    q, k, v = (x.astype(jnp.bfloat16) for x in inputs(T=48))
+    expected = truth(q, k, v, qk_rank=16, v_rank=16, sinks=2, window=8)
+    out = np.asarray(run(q, k, v, 16, 16, 2, 8), np.float64)
+    plain = attention_reference(
+        *(jnp.asarray(x) for x in (q, k, v)), scale=H**-0.5, qk_rank=16, v_rank=16, sinks=2, window=8
+    )
+    own_error = np.abs(np.asarray(plain, np.float64) - expected).max()
+    assert np.abs(out - expected).max() <= 2 * own_error
+
+
+def test_explicit_cudnn_never_falls_back():
+    q, k, v = inputs()
+    if jax.default_backend() == "gpu":
+        pytest.skip("refusals for lack of a GPU show only without one")
+    with pytest.raises(NotImplementedError, match="needs a GPU"):
+        ops.causal_self_attention(
+            *(jnp.asarray(x) for x in (q, k, v)), scale=1.0, implementation="cudnn"
+        )

@@ -1,0 +1,21 @@
+"""ZDC-JAX: zero-delay QKV compression for long-prompt LLM inference.
+
+    model = zdc_jax.load("converted-folder", plan="plan.json")
+    result = zdc_jax.generate(model, ["Once upon a time"], max_new_tokens=64)
+"""
+
+from zdc_jax.basis import Basis as Basis
+from zdc_jax.cache import KVCache as KVCache
+from zdc_jax.checkpoint import Checkpoint as Checkpoint
+from zdc_jax.config import ModelConfig as ModelConfig
+from zdc_jax.errors import ZDCError as ZDCError
+from zdc_jax.generate.api import Completion as Completion
+from zdc_jax.generate.api import Delta as Delta
+from zdc_jax.generate.api import Generation as Generation
+from zdc_jax.generate.api import generate as generate
+from zdc_jax.generate.api import stream as stream
+from zdc_jax.generate.sampling import Sampling as Sampling
+from zdc_jax.loading import LanguageModel as LanguageModel
+from zdc_jax.loading import load as load
+from zdc_jax.plan import CompressionPlan as CompressionPlan
+from zdc_jax.plan import LayerRanks as LayerRanks

@@ -1,0 +1,24 @@
+"""The axis alphabet used in einsums, shapes, comments and sharding tables.
+
+| letter | axis                          | letter | axis                      |
+|--------|-------------------------------|--------|---------------------------|
+| B      | batch                         | N      | query heads               |
+| T      | query tokens                  | K      | KV heads                  |
+| S      | key tokens                    | G      | N / K, queries per KV head|
+| D      | model width                   | H      | head dim                  |
+| E      | embedding width (OPT-350m)    | R      | kept q/k coordinates      |
+| F      | FFN width                     | Z      | kept v/o coordinates      |
+| V      | vocabulary                    | L      | layers                    |
+| M      | near keys: sinks + window     | P      | learned positions         |
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+Array = jax.Array
+AnyArray = jax.Array | np.ndarray
+Params = Mapping[str, Any]
+"""Nested dict of arrays; the leaves' names and shapes are listed in `zdc_jax.model.params`."""

@@ -1,0 +1,178 @@
+"""`Basis`: the calibrated rotations of every head, and the folder format of calibration results."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self
+from uuid import uuid4
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from zdc_jax.config import ModelConfig
+from zdc_jax.errors import CalibrationError, CheckpointError
+
+QKKind = Literal["stacked", "balanced", "pairs"]
+VOKind = Literal["stacked", "balanced", "output"]
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """Coordinates of Q/K and V/O by importance, per layer and KV head (ZDC §4.3, and ours).
+
+    Row vectors map as k' = k A_K, q' = q A_Q with A_Q A_Kᵀ = I, and v' = v C, W_O' = C⁻¹ W_O, so
+    nothing changes until trailing coordinates are dropped. The G query heads of a group share their
+    KV head's basis.
+
+    Attributes:
+      k_map, v_map: A_K and C, float64 [L, K, H, H]; columns are the new coordinates.
+      qk_kind, vo_kind: how they were chosen (`convert.basis`).
+      qk_spectrum, vo_spectrum: σ, float64 [L, K, H]. σ_i² is what coordinate i takes off the
+        squared error (0 where it adds to it). For Q/K the error is that of a score, q kᵀ/√H, so
+        Σσ² is the mean squared score over all query-key pairs. For V/O it is that of a token's
+        v W_O,n, summed over the group (o W_O,n for `output`). For `balanced`, σ are the singular
+        values of C_Q^½ C_K^½/√H, descending; other kinds keep the order of their coordinates.
+      qk_error, vo_error: the certificate, float64 [L, K, H + 1]: relative root-mean-square error of
+        those products when r coordinates are kept. 1 at r = 0, about 0 at r = H; measured on the
+        calibration moments without ridge, all query-key pairs, after centring if there is any.
+      qk_condition, vo_condition: cond₂ of A_K and C, float64 [L, K].
+      num_tokens, context_length: tokens seen by calibration, and the length of its windows.
+      fingerprint: of the calibrated model.
+      record: how the basis came about, as JSON (options, candidates' perplexities).
+      pairs: rotary pair order for `qk_kind="pairs"`, int32 [L, K, H/2]. Column 2i of `k_map` takes
+        old dimension p_i and column 2i + 1 takes p_i + H/2.
+      key_mean, value_mean: shifts taken off keys and values before the maps, float64 [L, K, H], in
+        original coordinates; None where nothing is centred.
+    """
+
+    k_map: np.ndarray
+    v_map: np.ndarray
+    qk_kind: QKKind
+    vo_kind: VOKind
+    qk_spectrum: np.ndarray
+    vo_spectrum: np.ndarray
+    qk_error: np.ndarray
+    vo_error: np.ndarray
+    qk_condition: np.ndarray
+    vo_condition: np.ndarray
+    num_tokens: int
+    context_length: int
+    fingerprint: str
+    record: dict[str, Any] = field(default_factory=dict)
+    pairs: np.ndarray | None = None
+    key_mean: np.ndarray | None = None
+    value_mean: np.ndarray | None = None
+
+    @cached_property
+    def q_map(self) -> np.ndarray:
+        """A_Q, the inverse transpose of A_K: float64 [L, K, H, H]; columns are new coordinates."""
+        return np.linalg.inv(self.k_map).swapaxes(-1, -2)
+
+    @cached_property
+    def o_map(self) -> np.ndarray:
+        """C⁻¹, float64 [L, K, H, H]; rows are new coordinates."""
+        return np.linalg.inv(self.v_map)
+
+    def check_model(self, fingerprint: str, config: ModelConfig) -> None:
+        """Raises `CalibrationError` when this basis was calibrated on another model."""
+        expected = (config.num_layers, config.num_kv_heads, config.head_dim)
+        if self.k_map.shape[:3] != expected:
+            raise CalibrationError(
+                f"the basis has (layers, KV heads, head dim) = {self.k_map.shape[:3]}, "
+                f"the model {expected}"
+            )
+        if self.fingerprint != fingerprint:
+            raise CalibrationError(
+                f"the basis was calibrated on model {self.fingerprint!r}, "
+                f"this one is {fingerprint!r}"
+            )
+
+    def save(self, folder: str | Path) -> None:
+        """Writes `basis.safetensors` and `basis.json`; a crash never leaves half a folder.
+
+        Raises:
+          CheckpointError: the folder exists and holds something that is not a basis.
+        """
+        save_fields(folder, "basis", {f.name: getattr(self, f.name) for f in fields(self)})
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Self:
+        """Reads what `save` wrote.
+
+        Raises:
+          CheckpointError: missing, corrupt, or of another format version.
+        """
+        values = load_fields(folder, "basis", {f.name for f in fields(cls)})
+        basis = cls(**values)
+        square = (*basis.k_map.shape[:2], basis.k_map.shape[-1], basis.k_map.shape[-1])
+        if not basis.k_map.shape == basis.v_map.shape == square:
+            raise CheckpointError(
+                f"{folder}: k_map {basis.k_map.shape} and v_map {basis.v_map.shape} "
+                "are not [L, K, H, H]"
+            )
+        return basis
+
+
+def save_fields(folder: str | Path, kind: str, values: Mapping[str, Any]) -> None:
+    """Writes arrays to `{kind}.safetensors`, other JSON values to `{kind}.json`, replacing an older
+    save.
+
+    Both files are written to a sibling folder first, which then takes the name.
+
+    Raises:
+      CheckpointError: the folder exists and holds other files, which replacing would delete.
+    """
+    folder = Path(folder).absolute()
+    names = {f"{kind}.json", f"{kind}.safetensors"}
+    if folder.exists() and (
+        not folder.is_dir() or not {path.name for path in folder.iterdir()} <= names
+    ):
+        raise CheckpointError(f"{folder} exists and is not a saved {kind}; it is left untouched")
+    # Non-contiguous arrays would be stored by their memory order, not by their values.
+    arrays = {
+        name: np.ascontiguousarray(x) for name, x in values.items() if isinstance(x, np.ndarray)
+    }
+    scalars = {name: x for name, x in values.items() if name not in arrays}
+    temporary = folder.with_name(f".{folder.name}.{uuid4().hex}")
+    replaced = folder.with_name(f"{temporary.name}.old")
+    temporary.mkdir(parents=True)
+    try:
+        save_file(arrays, temporary / f"{kind}.safetensors")
+        text = json.dumps({"format_version": FORMAT_VERSION, **scalars}, indent=2, allow_nan=False)
+        (temporary / f"{kind}.json").write_text(text + "\n")
+        if folder.exists():
+            folder.rename(replaced)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def load_fields(folder: str | Path, kind: str, names: set[str]) -> dict[str, Any]:
+    """Reads what `save_fields` wrote; `names` are the fields that must be there, and no others.
+
+    Raises:
+      CheckpointError: missing, corrupt, or of another format version.
+    """
+    path = Path(folder) / f"{kind}.json"
+    try:
+        values = json.loads(path.read_text())
+        arrays = load_file(path.with_suffix(".safetensors"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {kind} {folder}: {error}") from error
+    version = values.pop("format_version", None) if isinstance(values, dict) else None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: format_version={version!r}, this release reads {FORMAT_VERSION}"
+        )
+    values |= arrays
+    if values.keys() != names:
+        wrong = ", ".join(sorted(values.keys() ^ names))
+        raise CheckpointError(f"{folder}: missing or unknown fields: {wrong}")
+    return values

@@ -1,0 +1,206 @@
+"""The KV cache: a prefix of the first coordinates of all tokens, a ring of the trailing ones of near tokens.
+
+Because the basis is nested, a token leaves the window by being overwritten in the ring: its prefix coordinates
+are already where far attention reads them. Nothing is copied, nothing is recomputed (ours).
+"""
+
+import os
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from zdc_jax.axes import Array
+from zdc_jax.errors import CacheMemoryError
+from zdc_jax.ops.attention import NearKeys
+from zdc_jax.plan import CompressionPlan
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "ring_k", "ring_v"], meta_fields=[])
+@dataclass(frozen=True)
+class CacheSegment:
+    """Cache of one run of n layers with equal ranks.
+
+    k [n, B, K, S, R], v [n, B, K, S, Z]: first coordinates of all tokens; ring_k [n, B, K, M, H-R],
+    ring_v [n, B, K, M, H-Z]: trailing coordinates of the sinks (slots 0 … sinks-1) and of the last tokens
+    (position p in slot sinks + (p - sinks) mod window).
+    """
+
+    k: Array
+    v: Array
+    ring_k: Array
+    ring_v: Array
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["segments", "lengths"],
+    meta_fields=["sinks", "window"],
+)
+@dataclass(frozen=True)
+class KVCache:
+    """Cache of a whole model: one segment a run of layers, `lengths` [B] int32 tokens held per row.
+
+    Row b holds positions 0 … lengths[b]-1; slots past that are unspecified and never attended to.
+    """
+
+    segments: tuple[CacheSegment, ...]
+    lengths: Int[Array, " B"]
+    sinks: int
+    window: int
+
+    @classmethod
+    def create(
+        cls, plan: CompressionPlan, *, batch: int, capacity: int, dtype: jnp.dtype
+    ) -> "KVCache":
+        """An empty cache for `batch` rows of up to `capacity` tokens.
+
+        Raises:
+          CacheMemoryError: when it cannot fit in free device memory, before anything is allocated.
+        """
+        check_fits(plan, batch=batch, capacity=capacity, dtype=dtype, free=free_bytes())
+        ring, H = plan.ring_slots(capacity), plan.head_dim
+        segments = []
+        for ranks, start, stop in plan.runs():
+            shape = (stop - start, batch, plan.num_kv_heads)
+            segments.append(
+                CacheSegment(
+                    k=jnp.zeros((*shape, capacity, ranks.qk), dtype),
+                    v=jnp.zeros((*shape, capacity, ranks.v), dtype),
+                    ring_k=jnp.zeros((*shape, ring, H - ranks.qk), dtype),
+                    ring_v=jnp.zeros((*shape, ring, H - ranks.v), dtype),
+                )
+            )
+        sinks = min(plan.sinks, ring)
+        return cls(tuple(segments), jnp.zeros(batch, jnp.int32), sinks, ring - sinks)
+
+    @property
+    def capacity(self) -> int:
+        """S, tokens a row can hold."""
+        return self.segments[0].k.shape[3]
+
+    def bytes(self) -> int:
+        """Bytes of all arrays; equals `plan.bytes(capacity, batch, itemsize)`."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+
+def free_bytes() -> int | None:
+    """Free memory of the first device (on CPU: of the host), None where it cannot be told."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+
+
+def check_fits(
+    plan: CompressionPlan, *, batch: int, capacity: int, dtype: jnp.dtype, free: int | None
+) -> None:
+    """Raises `CacheMemoryError` naming bytes needed, bytes free and the largest batch and length that fit."""
+    itemsize = jnp.dtype(dtype).itemsize
+    needed = plan.bytes(capacity, batch, itemsize)
+    if free is None or needed <= free:
+        return
+    largest_batch = free // plan.bytes(capacity, 1, itemsize)
+    low, high = 0, capacity
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (
+            (middle, high) if plan.bytes(middle, batch, itemsize) <= free else (low, middle - 1)
+        )
+    raise CacheMemoryError(
+        f"a KV cache of {batch=} x {capacity=} tokens needs {needed:,} bytes, {free:,} are free; "
+        f"what fits: batch {largest_batch} at this length, or length {low} at this batch"
+    )
+
+
+def append(
+    segment: CacheSegment,
+    layer: Int[Array, ""],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    positions: Int[Array, "B T"],
+    end: Int[Array, " B"],
+    *,
+    sinks: int,
+    window: int,
+) -> tuple[CacheSegment, NearKeys | None]:
+    """Stores tokens `positions < end` of layer `layer` of the run and gives the keys near to them.
+
+    Without a ring (`sinks == window == 0`) k and v come already truncated and there are no near keys.
+    """
+    near_past = _read_recent(segment, layer, positions[:, 0], sinks, window) if window else None
+    segment = _write(segment, layer, k, v, positions, end, sinks, window)
+    if not (sinks or window):
+        return segment, None
+    own = NearKeys(
+        k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.where(positions >= sinks, positions, -1)
+    )
+    parts = [_read_sinks(segment, layer, sinks), near_past, own]
+    return segment, NearKeys(
+        *(
+            jnp.concatenate([part[i] for part in parts if part is not None], axis=axis)
+            for i, axis in enumerate((2, 2, 1))
+        )
+    )
+
+
+def _write(
+    segment: CacheSegment,
+    layer: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    end: Array,
+    sinks: int,
+    window: int,
+) -> CacheSegment:
+    rows = jnp.arange(k.shape[0])[:, None]
+    end = end[:, None]
+    R, Z = segment.k.shape[-1], segment.v.shape[-1]
+    store = lambda buffer, slot, x: buffer.at[layer, rows, :, slot].set(x, mode="drop")  # noqa: E731
+    # Out-of-range slots are dropped by the scatter: padding goes nowhere.
+    slot = jnp.where(positions < end, positions, segment.k.shape[3])
+    prefix = {"k": store(segment.k, slot, k[..., :R]), "v": store(segment.v, slot, v[..., :Z])}
+    if not (sinks or window):
+        return replace(segment, **prefix)
+    recent = (positions >= end - window) & (positions >= sinks) & (positions < end)
+    ring_slot = jnp.where(recent, sinks + (positions - sinks) % max(window, 1), sinks + window)
+    ring_slot = jnp.where((positions < sinks) & (positions < end), positions, ring_slot)
+    return CacheSegment(
+        **prefix,
+        ring_k=store(segment.ring_k, ring_slot, k[..., R:]),
+        ring_v=store(segment.ring_v, ring_slot, v[..., Z:]),
+    )
+
+
+def _read_recent(
+    segment: CacheSegment, layer: Array, start: Array, sinks: int, window: int
+) -> NearKeys:
+    """All coordinates of the `window` positions before `start` [B]; position -1 marks an absent one."""
+    positions = start[:, None] - window + jnp.arange(window)  # [B, W]
+    slots = sinks + (positions - sinks) % window
+    rows = jnp.arange(start.shape[0])[:, None]
+    gather = lambda buffer, slot: buffer[layer, rows, :, slot].swapaxes(1, 2)  # noqa: E731
+    prefix = jnp.maximum(positions, 0)
+    return NearKeys(
+        jnp.concatenate([gather(segment.k, prefix), gather(segment.ring_k, slots)], -1),
+        jnp.concatenate([gather(segment.v, prefix), gather(segment.ring_v, slots)], -1),
+        jnp.where(positions >= sinks, positions, -1),
+    )
+
+
+def _read_sinks(segment: CacheSegment, layer: Array, sinks: int) -> NearKeys:
+    batch = segment.k.shape[1]
+    join = lambda prefix, ring: jnp.concatenate(  # noqa: E731
+        [prefix[layer, :, :, :sinks], ring[layer, :, :, :sinks]], -1
+    )
+    return NearKeys(
+        join(segment.k, segment.ring_k),
+        join(segment.v, segment.ring_v),
+        jnp.broadcast_to(jnp.arange(sinks), (batch, sinks)),
+    )

@@ -1,0 +1,85 @@
+"""`ModelConfig`: everything about a model that is not a weight."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding; `factor` is used by `linear` and `llama3`, the last three by `llama3` only."""
+
+    theta: float
+    kind: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Architecture of one decoder-only model (Llama or OPT family).
+
+    Widths are counts of coordinates, `max_positions` counts tokens, `dtype` is that of the stored weights.
+    `rope is None` means learned positions, whose table is read at `position + position_offset`.
+    """
+
+    family: Literal["llama", "opt"]
+    num_layers: int
+    embed_dim: int
+    ffn_dim: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    norm_eps: float
+    activation: Activation
+    dtype: Literal["float32", "bfloat16", "float16"]
+    tie_embeddings: bool
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    rope: RopeConfig | None = None
+    position_offset: int = 0
+    pre_norm: bool = True
+    final_norm: bool = True
+    token_embed_dim: int | None = None
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}: query heads share KV heads"
+            )
+        if self.rope is not None and self.head_dim % 2:
+            raise ValueError(f"{self.head_dim=} must be even: rotary embedding turns pairs")
+
+    @property
+    def group_size(self) -> int:
+        """G, query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_position_rows(self) -> int:
+        """P, rows of the learned position table (0 for rotary models)."""
+        return 0 if self.rope is not None else self.max_positions + self.position_offset
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON value; `from_json` is its inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        """Inverse of `to_json`; unknown or missing fields raise `TypeError`."""
+        rope = value["rope"]
+        return cls(
+            **{
+                **value,
+                "rope": None if rope is None else RopeConfig(**rope),
+                "eos_ids": tuple(value["eos_ids"]),
+            }
+        )

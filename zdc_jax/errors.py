@@ -1,0 +1,33 @@
+"""Every error this project raises on purpose, so callers can catch one family."""
+
+
+class ZDCError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConversionError(ZDCError, ValueError):
+    """A Hugging Face folder cannot be converted; the message names file, key and what is allowed."""
+
+
+class CheckpointError(ZDCError, ValueError):
+    """A converted folder is missing, unfinished, corrupt or of another format version."""
+
+
+class CalibrationError(ZDCError, ValueError):
+    """Calibration text or options cannot give a basis."""
+
+
+class TextError(ZDCError, ValueError):
+    """Text for calibration or evaluation is missing, unreadable or too short."""
+
+
+class PlanError(ZDCError, ValueError):
+    """A compression plan is impossible, corrupt or made for another model."""
+
+
+class PromptError(ZDCError, ValueError):
+    """A prompt is empty, too long or has ids outside the vocabulary."""
+
+
+class CacheMemoryError(ZDCError, MemoryError):
+    """A KV cache does not fit; the message says what would."""

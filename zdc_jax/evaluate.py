@@ -1,0 +1,104 @@
+"""Perplexity of a plan against the unmodified model, on the same windows, with a paired interval."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from zdc_jax.axes import Array
+from zdc_jax.loading import LanguageModel
+from zdc_jax.model.transformer import Transformer
+
+_POSITIONS_PER_BLOCK = 512
+"""Positions whose logits are in memory at once."""
+BOOTSTRAP_SAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class PerplexityReport:
+    """Perplexity per token with and without a plan; `increase` is the relative degradation Q of ZDC §5.2.
+
+    `interval` is the 95 % paired bootstrap interval of `increase` over windows.
+    """
+
+    perplexity: float
+    dense_perplexity: float
+    increase: float
+    interval: tuple[float, float]
+    windows: int
+    window_length: int
+    kv_bytes: int
+    dense_kv_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON value."""
+        return asdict(self)
+
+
+@jax.jit
+def _window_nll(network: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, " B"]:
+    """Sum over positions of the negative log likelihood of the next token, float32 [B]."""
+    hidden = network.hidden(tokens)[:, :-1]
+    targets = tokens[:, 1:]
+    length = targets.shape[1]
+    blocks = -(-length // _POSITIONS_PER_BLOCK)
+    pad = blocks * _POSITIONS_PER_BLOCK - length
+    hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0)))
+    targets = jnp.pad(targets, ((0, 0), (0, pad)))
+    valid = jnp.arange(blocks * _POSITIONS_PER_BLOCK) < length
+
+    def block(start: Array) -> Array:
+        cut = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, start, _POSITIONS_PER_BLOCK, axis)  # noqa: E731
+        logits = network.unembed(cut(hidden, 1))
+        chosen = jnp.take_along_axis(logits, cut(targets, 1)[..., None], axis=-1)[..., 0]
+        nll = jax.nn.logsumexp(logits, axis=-1) - chosen
+        return jnp.where(cut(valid, 0), nll, 0).sum(1)
+
+    return jax.lax.map(block, jnp.arange(blocks) * _POSITIONS_PER_BLOCK).sum(0)
+
+
+def window_nll(
+    network: Transformer, windows: Int[np.ndarray, "W T"], *, batch: int = 1
+) -> Float[np.ndarray, " W"]:
+    """Mean negative log likelihood (nats a token) of each window, float64 [W]."""
+    sums = []
+    for start in range(0, len(windows), batch):
+        piece = windows[start : start + batch]
+        whole = np.concatenate([piece, np.repeat(piece[-1:], batch - len(piece), axis=0)])
+        sums.append(np.asarray(_window_nll(network, jnp.asarray(whole)))[: len(piece)])
+    return np.concatenate(sums).astype(np.float64) / (windows.shape[1] - 1)
+
+
+def compare(
+    model: LanguageModel, dense_nll: np.ndarray, windows: np.ndarray, *, batch: int = 1
+) -> PerplexityReport:
+    """Perplexity of `model` on `windows` [W, T], beside the unmodified model's `dense_nll` [W] on the same."""
+    nll = window_nll(model.network, windows, batch=batch)
+    length, itemsize = windows.shape[1], model.network.dtype.itemsize
+    config = model.config
+    return PerplexityReport(
+        perplexity=float(np.exp(nll.mean())),
+        dense_perplexity=float(np.exp(dense_nll.mean())),
+        increase=float(np.exp(nll.mean() - dense_nll.mean()) - 1),
+        interval=bootstrap_interval(nll - dense_nll),
+        windows=len(windows),
+        window_length=length,
+        kv_bytes=model.plan.bytes(length, 1, itemsize),
+        dense_kv_bytes=type(model.plan).full(config).bytes(length, 1, itemsize),
+    )
+
+
+def bootstrap_interval(
+    differences: np.ndarray, *, level: float = 0.95, seed: int = 0
+) -> tuple[float, float]:
+    """Percentile interval of exp(mean difference) - 1 over resampled windows [W]."""
+    picks = np.random.default_rng(seed).integers(
+        len(differences), size=(BOOTSTRAP_SAMPLES, len(differences))
+    )
+    increases = np.expm1(differences[picks].mean(1))
+    tail = (1 - level) / 2
+    low, high = np.quantile(increases, [tail, 1 - tail])
+    return float(low), float(high)

@@ -1,0 +1,109 @@
+"""Folding a calibrated basis into attention weights, and slicing them to a plan's ranks (ZDC §4.1–4.2).
+
+All linear algebra is float64; the caller rounds once to the model's dtype. Three placements of the q/k basis:
+
+- `folded` (learned positions): inside W_Q and W_K, exact, no run-time cost.
+- `post_rope` (rotary models): a general basis does not commute with the rotary embedding, so q and k are
+  rotated after it: q' = RoPE(q) A_Q[:, :R].
+- `pairs` (rotary models): the basis only reorders rotary pairs, which commutes; W_Q and W_K are permuted.
+
+V and O are always folded.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+
+from zdc_jax.basis import Basis
+from zdc_jax.config import ModelConfig
+from zdc_jax.model.layers import rope_frequencies
+from zdc_jax.plan import LayerRanks
+
+Placement = Literal["folded", "post_rope", "pairs"]
+
+
+def placement(config: ModelConfig, basis: Basis) -> Placement:
+    """Where this basis acts on q and k of this model."""
+    if config.rope is None:
+        return "folded"
+    return "pairs" if basis.qk_kind == "pairs" else "post_rope"
+
+
+def fold_attention(
+    weights: Mapping[str, np.ndarray],
+    config: ModelConfig,
+    basis: Basis,
+    layer: int,
+    ranks: LayerRanks,
+    *,
+    full_width: bool,
+) -> dict[str, np.ndarray]:
+    """The attention parameters of one layer in the rotated basis, physically sliced.
+
+    Args:
+      weights: unmodified parameters (`zdc_jax.model.params`, attention).
+      ranks: coordinates to keep.
+      full_width: keep all H coordinates, rotated; for plans with a window.
+
+    Returns:
+      float64 (integer-free) arrays: q [D, N, R], k [D, K, R], v [D, K, Z], o [N, Z, D], their biases, and
+      `q_rotation`/`k_rotation`/`k_shift` or `frequencies` where the placement needs them. Centring adds an
+      `o_bias` (values) to models that had none.
+    """
+    R, Z = (config.head_dim,) * 2 if full_width else (ranks.qk, ranks.v)
+    old = {name: np.asarray(x, np.float64) for name, x in weights.items()}
+    return _fold_qk(old, config, basis, layer, R) | _fold_vo(old, config, basis, layer, Z)
+
+
+def _fold_qk(
+    old: Mapping[str, np.ndarray], config: ModelConfig, basis: Basis, layer: int, R: int
+) -> dict[str, np.ndarray]:
+    k_map = basis.k_map[layer, :, :, :R]
+    q_map = basis.q_map[layer, :, :, :R]
+    shift = None
+    if basis.key_mean is not None:
+        shift = -np.einsum("KH,KHR->KR", basis.key_mean[layer], k_map)
+    names = [name for name in ("q", "k", "q_bias", "k_bias") if name in old]
+    where = placement(config, basis)
+    if where == "post_rope":
+        new = {name: old[name] for name in names} | {"q_rotation": q_map, "k_rotation": k_map}
+        return new if shift is None else new | {"k_shift": shift}
+    group_map = np.repeat(q_map, config.group_size, axis=0)
+    new = {
+        name: np.einsum("...NH,NHR->...NR", old[name], group_map if name[0] == "q" else k_map)
+        for name in names
+    }
+    if where == "pairs":
+        assert config.rope is not None
+        assert basis.pairs is not None
+        angles = rope_frequencies(config.rope, config.head_dim)
+        new["frequencies"] = angles[basis.pairs[layer, :, : R // 2]]
+    elif shift is not None:
+        new["k_bias"] = new.get("k_bias", 0) + shift
+    return new
+
+
+def _fold_vo(
+    old: Mapping[str, np.ndarray], config: ModelConfig, basis: Basis, layer: int, Z: int
+) -> dict[str, np.ndarray]:
+    v_map, o_map = basis.v_map[layer, :, :, :Z], basis.o_map[layer, :, :Z]
+    N, H, D = old["o"].shape
+    grouped = old["o"].reshape(config.num_kv_heads, config.group_size, H, D)
+    new = {
+        "v": np.einsum("DKH,KHZ->DKZ", old["v"], v_map, optimize=True),
+        "o": np.einsum("KZH,KGHD->KGZD", o_map, grouped, optimize=True).reshape(N, Z, D),
+    }
+    bias = old.get("v_bias")
+    out_bias = old.get("o_bias")
+    if basis.value_mean is not None:
+        mean = basis.value_mean[layer]
+        bias = (0 if bias is None else bias) - mean
+        # Rows of softmax sum to one, so what every value lost comes back as a constant of the output.
+        moved = np.einsum("KH,KGHD->D", mean, grouped)
+        out_bias = moved if out_bias is None else out_bias + moved
+    if bias is not None:
+        new["v_bias"] = np.einsum("KH,KHZ->KZ", bias, v_map)
+    if out_bias is not None:
+        new["o_bias"] = out_bias
+    return new

@@ -1,0 +1,1 @@
+"""Text generation over a compressed KV cache."""

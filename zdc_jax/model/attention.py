@@ -1,0 +1,70 @@
+"""The attention layer: projections that come out compressed, and the output projection that absorbs the way back."""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float, Int
+
+from zdc_jax.axes import Array
+from zdc_jax.config import ModelConfig
+from zdc_jax.model.layers import add_bias, param, rope_frequencies, rotate
+
+
+class Attention(nnx.Module):
+    """W_Q, W_K, W_V, W_O of one layer, as folded by `zdc_jax.fold` (or unmodified).
+
+    Where the basis of q and k acts is told by which weights are present:
+    `q_rotation`/`k_rotation` [K, H, R]: after the rotary embedding (`post_rope`);
+    `frequencies` [K, R/2]: weights hold chosen rotary pairs, interleaved (`pairs`);
+    neither: inside W_Q and W_K (`folded`), or no basis at all.
+    """
+
+    def __init__(self, weights: Mapping[str, Array], config: ModelConfig):
+        self.q, self.q_bias = nnx.Param(weights["q"]), param(weights, "q_bias")
+        self.k, self.k_bias = nnx.Param(weights["k"]), param(weights, "k_bias")
+        self.v, self.v_bias = nnx.Param(weights["v"]), param(weights, "v_bias")
+        self.o, self.o_bias = nnx.Param(weights["o"]), param(weights, "o_bias")
+        self.q_rotation = param(weights, "q_rotation")
+        self.k_rotation, self.k_shift = param(weights, "k_rotation"), param(weights, "k_shift")
+        self.frequencies = param(weights, "frequencies")
+        self.config = config
+
+    def project(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T N R"], Float[Array, "B T K R"], Float[Array, "B T K Z"]]:
+        """q, k, v as attention and the cache see them."""
+        q = add_bias(jnp.einsum("BTD,DNH->BTNH", x, self.q[...]), self.q_bias)
+        k = add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.k[...]), self.k_bias)
+        v = add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.v[...]), self.v_bias)
+        if self.config.rope is not None:
+            q, k = self._turn(q, k, positions)
+        if self.q_rotation is not None and self.k_rotation is not None:
+            B, T, N, H = q.shape
+            groups = q.reshape(B, T, self.config.num_kv_heads, -1, H)
+            q = jnp.einsum("BTKGH,KHR->BTKGR", groups, self.q_rotation[...]).reshape(B, T, N, -1)
+            k = add_bias(jnp.einsum("BTKH,KHR->BTKR", k, self.k_rotation[...]), self.k_shift)
+        return q, k, v
+
+    def _turn(self, q: Array, k: Array, positions: Array) -> tuple[Array, Array]:
+        if self.frequencies is not None:
+            per_head = self.frequencies[...]
+            q = rotate(
+                q,
+                positions,
+                jnp.repeat(per_head, self.config.group_size, axis=0),
+                interleaved=True,
+            )
+            return q, rotate(k, positions, per_head, interleaved=True)
+        assert self.config.rope is not None
+        angles = jnp.asarray(
+            rope_frequencies(self.config.rope, self.config.head_dim), jnp.float32
+        )
+        return (
+            rotate(q, positions, angles, interleaved=False),
+            rotate(k, positions, angles, interleaved=False),
+        )
+
+    def output(self, o: Float[Array, "B T N Z"]) -> Float[Array, "B T D"]:
+        """W_O applied to the heads' outputs in the rotated basis."""
+        return add_bias(jnp.einsum("BTNZ,NZD->BTD", o, self.o[...]), self.o_bias)

@@ -1,0 +1,113 @@
+"""The one table of parameter names and shapes; conversion, checkpoints and models all read it.
+
+Per layer (`layer_shapes`), `?` = only where the config has it:
+
+    attention/{q,k,v}    [D, N|K|K, H]      attention/{q,k,v}_bias?  [N|K|K, H]
+    attention/o          [N, H, D]          attention/o_bias?        [D]
+    mlp/gate (Llama)     [D, F]             mlp/{gate,up}_bias?      [F]
+    mlp/up               [D, F]             mlp/down                 [F, D]      mlp/down_bias?  [D]
+    attention_norm/scale [D]                attention_norm/bias (OPT) [D]        mlp_norm likewise
+
+Outside the layers (`embedding_shapes`):
+
+    tokens [V, E]   positions [P, D] (OPT)   project_in? [E, D]   project_out? [D, E]
+    final_norm/scale? [D]   final_norm/bias (OPT) [D]   lm_head? [E, V] (absent when tied)
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zdc_jax.config import ModelConfig
+
+Shape = tuple[int, ...]
+
+
+def layer_shapes(config: ModelConfig) -> dict[str, dict[str, Shape]]:
+    """Shapes of one layer's parameters, nested as they are stored."""
+    D, F, H = config.embed_dim, config.ffn_dim, config.head_dim
+    N, K = config.num_heads, config.num_kv_heads
+    attention: dict[str, Shape] = {"q": (D, N, H), "k": (D, K, H), "v": (D, K, H), "o": (N, H, D)}
+    if config.qkv_bias:
+        attention |= {"q_bias": (N, H), "k_bias": (K, H), "v_bias": (K, H)}
+    if config.out_bias:
+        attention["o_bias"] = (D,)
+    mlp: dict[str, Shape] = {"up": (D, F), "down": (F, D)}
+    if config.family == "llama":
+        mlp["gate"] = (D, F)
+    if config.mlp_bias:
+        mlp |= {f"{name}_bias": (F,) for name in mlp if name != "down"} | {"down_bias": (D,)}
+    return {
+        "attention": attention,
+        "mlp": mlp,
+        "attention_norm": _norm(config),
+        "mlp_norm": _norm(config),
+    }
+
+
+def embedding_shapes(config: ModelConfig) -> dict[str, Any]:
+    """Shapes of the parameters outside the layers."""
+    D, V = config.embed_dim, config.vocab_size
+    E = config.token_embed_dim or D
+    shapes: dict[str, Any] = {"tokens": (V, E)}
+    if config.rope is None:
+        shapes["positions"] = (config.num_position_rows, D)
+    if E != D:
+        shapes |= {"project_in": (E, D), "project_out": (D, E)}
+    if config.final_norm:
+        shapes["final_norm"] = _norm(config)
+    if not config.tie_embeddings:
+        shapes["lm_head"] = (E, V)
+    return shapes
+
+
+def _norm(config: ModelConfig) -> dict[str, Shape]:
+    D = config.embed_dim
+    return {"scale": (D,)} if config.family == "llama" else {"scale": (D,), "bias": (D,)}
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple)
+
+
+def num_params(config: ModelConfig) -> int:
+    """Count of parameters of the unmodified model."""
+    count = lambda tree: sum(math.prod(s) for s in jax.tree.leaves(tree, is_leaf=_is_shape))  # noqa: E731
+    return config.num_layers * count(layer_shapes(config)) + count(embedding_shapes(config))
+
+
+def random_params(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
+    """Random parameters `{"embeddings": …, "layers": [...]}` in `config.dtype`, for training and benchmarks.
+
+    Matrices are N(0, 0.02²) with the two that write to the residual stream scaled by 1/√(2L), as in GPT-2;
+    norm scales are 1 and biases 0.
+    """
+    return {
+        "embeddings": random_tree(embedding_shapes(config), config, jax.random.fold_in(key, 0)),
+        "layers": [
+            random_tree(layer_shapes(config), config, jax.random.fold_in(key, 1 + i))
+            for i in range(config.num_layers)
+        ],
+    }
+
+
+def random_tree(shapes: Any, config: ModelConfig, key: jax.Array) -> Any:
+    """Random parameters of the given shapes (`layer_shapes` or `embedding_shapes`), see `random_params`."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=_is_shape)
+    leaves = [
+        _random_leaf(path[-1].key, shape, config, jax.random.fold_in(key, i))
+        for i, (path, shape) in enumerate(flat)
+    ]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _random_leaf(name: str, shape: Shape, config: ModelConfig, key: jax.Array) -> jax.Array:
+    dtype = jnp.dtype(config.dtype)
+    if name == "scale":
+        return jnp.ones(shape, dtype)
+    if name.endswith("bias"):
+        return jnp.zeros(shape, dtype)
+    std = 0.02 / (2 * config.num_layers) ** 0.5 if name in ("o", "down") else 0.02
+    return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)

@@ -1,0 +1,226 @@
+"""The decoder-only transformer of both families, over runs of stacked layers."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float, Int
+
+from zdc_jax.axes import Array
+from zdc_jax.cache import CacheSegment, KVCache, append
+from zdc_jax.config import ModelConfig
+from zdc_jax.model.attention import Attention
+from zdc_jax.model.layers import FeedForward, Norm, param
+from zdc_jax.ops.attention import Implementation, NearKeys, attention, causal_self_attention
+from zdc_jax.ops.contract import einsum_f32
+from zdc_jax.plan import CompressionPlan, LayerRanks
+
+Attend = Callable[[Array, Array, Array], Array]
+"""(q [B, T, N, R], k [B, T, K, R], v [B, T, K, Z]) → o [B, T, N, Z]."""
+
+
+class Block(nnx.Module):
+    """One layer; norms come before each half (`pre_norm`) or after its residual sum (OPT-350m)."""
+
+    def __init__(self, weights: Mapping[str, Any], config: ModelConfig):
+        self.attention_norm = Norm(weights["attention_norm"], config.norm_eps)
+        self.attention = Attention(weights["attention"], config)
+        self.mlp_norm = Norm(weights["mlp_norm"], config.norm_eps)
+        self.mlp = FeedForward(weights["mlp"], config.activation)
+        self.pre_norm = config.pre_norm
+
+    def __call__(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], attend: Attend
+    ) -> Float[Array, "B T D"]:
+        with jax.named_scope("attention"):
+            hidden = self.attention_norm(x) if self.pre_norm else x
+            q, k, v = self.attention.project(hidden, positions)
+            x = x + self.attention.output(attend(q, k, v))
+            x = x if self.pre_norm else self.attention_norm(x)
+        with jax.named_scope("mlp"):
+            x = x + self.mlp(self.mlp_norm(x) if self.pre_norm else x)
+            return x if self.pre_norm else self.mlp_norm(x)
+
+
+class Transformer(nnx.Module):
+    """Embeddings, runs of layers with equal ranks, final norm and head.
+
+    Each entry of `runs` is one `Block` whose parameters carry a leading layer axis; it is scanned, so compile
+    time grows with the number of runs, not of layers. `plan` is that of the arrays (`full` if unmodified).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: CompressionPlan,
+        embeddings: Mapping[str, Any],
+        layers: Iterable[Mapping[str, Any]],
+    ):
+        """Stacks `layers` (in order, consumed one at a time) into the plan's runs on the default device."""
+        self.config, self.plan = config, plan
+        self.tokens = nnx.Param(jnp.asarray(embeddings["tokens"]))
+        self.positions = param(embeddings, "positions")
+        self.project_in = param(embeddings, "project_in")
+        self.project_out = param(embeddings, "project_out")
+        self.final_norm = (
+            Norm(embeddings["final_norm"], config.norm_eps) if config.final_norm else None
+        )
+        self.lm_head = param(embeddings, "lm_head")
+        source = iter(layers)
+        self.runs = nnx.List(
+            [Block(_stack(source, stop - start), config) for _, start, stop in plan.runs()]
+        )
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of weights, activations and cache."""
+        return self.tokens[...].dtype
+
+    def embed(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
+        """Token (and learned position) embeddings."""
+        x = self.tokens[...][tokens]
+        if self.project_in is not None:
+            x = x @ self.project_in[...]
+        if self.positions is not None:
+            x = x + self.positions[...][positions + self.config.position_offset]
+        return x
+
+    def unembed(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        """Float32 logits."""
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+        if self.project_out is not None:
+            x = x @ self.project_out[...]
+        head = self.tokens[...].T if self.lm_head is None else self.lm_head[...]
+        return einsum_f32("...D,DV->...V", x, head)
+
+    def hidden(
+        self, tokens: Int[Array, "B T"], implementation: Implementation | None = None
+    ) -> Float[Array, "B T D"]:
+        """Last hidden states of whole sequences, without a cache."""
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        x = self.embed(tokens, positions)
+        for run, (ranks, _, _) in zip(self.runs, self.plan.runs(), strict=True):
+
+            def layer(x: Array, block: Block, ranks: LayerRanks = ranks) -> tuple[Array, None]:
+                attend = lambda q, k, v: self.attend_whole(q, k, v, ranks, implementation)  # noqa: E731
+                return block(x, positions, attend), None
+
+            x, _ = jax.lax.scan(layer, x, run)
+        return x
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], implementation: Implementation | None = None
+    ) -> Float[Array, "B T V"]:
+        """Float32 logits of whole sequences, without a cache."""
+        return self.unembed(self.hidden(tokens, implementation))
+
+    def attend_whole(
+        self, q: Array, k: Array, v: Array, ranks: LayerRanks, implementation: Implementation | None
+    ) -> Array:
+        """Attention of whole sequences on themselves, in a layer of these ranks."""
+        scale, plan = self.config.head_dim**-0.5, self.plan
+        if not plan.keeps_full_width:
+            return causal_self_attention(q, k, v, scale=scale, implementation=implementation)
+        B, T = q.shape[:2]
+        sinks = min(plan.sinks, T)
+        window = min(plan.window, T)
+        positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H]
+        lead = lambda x: jnp.pad(x[:, :, :sinks], ((0, 0), (0, 0), (0, window), (0, 0)))  # noqa: E731
+        lead_positions = jnp.pad(positions[:, :sinks], ((0, 0), (0, window)), constant_values=-1)
+        near = NearKeys(
+            jnp.concatenate([lead(k), k], 2),
+            jnp.concatenate([lead(v), v], 2),
+            jnp.concatenate([lead_positions, jnp.where(positions >= sinks, positions, -1)], 1),
+        )
+        return attention(
+            q,
+            k[..., : ranks.qk],
+            v[..., : ranks.v],
+            positions,
+            scale=scale,
+            near=near,
+            sinks=sinks,
+            window=window,
+            implementation=implementation,
+        )
+
+    def extend(
+        self, cache: KVCache, tokens: Int[Array, "B T"], end: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """Appends tokens after what the cache holds; serves prefill, chunked prefill and decode.
+
+        Args:
+          tokens: padded on the right; token i of row b stands at position `cache.lengths[b] + i`.
+          end: tokens each row holds afterwards; positions from `end[b]` on are padding and are not stored.
+
+        Returns:
+          hidden states (those of padding are unspecified) and the longer cache.
+        """
+        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
+        x = self.embed(tokens, positions)
+        segments = []
+        for run, segment in zip(self.runs, cache.segments, strict=True):
+
+            def layer(carry: Any, inputs: Any) -> tuple[Any, None]:
+                x, segment = carry
+                block, index = inputs
+
+                def attend(q: Array, k: Array, v: Array) -> Array:
+                    nonlocal segment
+                    segment, o = self._attend_cached(q, k, v, segment, index, positions, end, cache)
+                    return o
+
+                x = block(x, positions, attend)
+                return (x, segment), None
+
+            indices = jnp.arange(segment.k.shape[0])
+            (x, segment), _ = jax.lax.scan(layer, (x, segment), (run, indices))
+            segments.append(segment)
+        return x, KVCache(tuple(segments), end, cache.sinks, cache.window)
+
+    def _attend_cached(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        segment: CacheSegment,
+        index: Array,
+        positions: Array,
+        end: Array,
+        cache: KVCache,
+    ) -> tuple[CacheSegment, Array]:
+        near_set = {"sinks": cache.sinks, "window": cache.window}
+        segment, near = append(segment, index, k, v, positions, end, **near_set)
+        o = attention(
+            q,
+            segment.k[index],
+            segment.v[index],
+            positions,
+            scale=self.config.head_dim**-0.5,
+            near=near,
+            **near_set,
+        )
+        return segment, o
+
+
+@jax.jit(donate_argnums=0)
+def _put(buffer: Array, index: Array, value: Array) -> Array:
+    return buffer.at[index].set(value)
+
+
+def _stack(layers: Any, count: int) -> Any:
+    """The next `count` layers stacked on a leading axis; device memory peaks at the stack and one layer."""
+    first = next(layers)
+    if count == 1:
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], first)
+    stack = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), first)
+    for index in range(count):
+        layer = first if index == 0 else next(layers)
+        stack = jax.tree.map(lambda buffer, x: _put(buffer, index, x), stack, layer)  # noqa: B023
+    return stack

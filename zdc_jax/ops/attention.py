@@ -1,0 +1,196 @@
+"""Attention on truncated coordinates: the one dispatch point of every implementation.
+
+Each query t sees near keys, {j < sinks} ∪ {t - window < j ≤ t}, at full rank and far keys, the remaining
+j ≤ t, through their first R (scores) and Z (values) coordinates, all under one softmax. The semantics are
+written plainly in `kernels_pallas.reference`.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from zdc_jax.axes import Array
+from zdc_jax.ops.contract import einsum_f32
+
+Implementation = Literal["xla", "cudnn"]
+
+_LOGITS_BYTES = 256 * 2**20
+"""Float32 logits that one block of queries may take."""
+
+
+class NearKeys(NamedTuple):
+    """Keys and values at full rank, in the order sinks, past window, queries' own tokens.
+
+    k, v [B, K, M, H]; positions [B, M] int32, -1 for an absent key. M = sinks + window + T.
+    """
+
+    k: Array
+    v: Array
+    positions: Array
+
+
+def attention(
+    q: Float[Array, "B T N Hq"],
+    k: Float[Array, "B K S R"],
+    v: Float[Array, "B K S Z"],
+    positions: Int[Array, "B T"],
+    *,
+    scale: float,
+    near: NearKeys | None = None,
+    sinks: int = 0,
+    window: int = 0,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T N Hv"]:
+    """Causal attention of queries at `positions` over keys 0 … S-1 (Hq = R, Hv = Z without near keys, else H).
+
+    Args:
+      q: queries; with near keys at full rank, whose first R coordinates meet the far keys.
+      k, v: first coordinates of all keys, slot = position; slots past a query's position are ignored.
+      positions: position of each query in its row; consecutive within a row.
+      scale: factor on the scores, 1/√H of the original head dim.
+      near: full-rank keys, whose last T entries are the queries' own tokens; None where all keys are far.
+      sinks, window: near set, in tokens; both 0 without near keys.
+      implementation: `xla`, or `cudnn` (only square, causal, R = Z, no near keys, 16-bit, on a GPU);
+        None chooses. An explicit choice never falls back.
+
+    Raises:
+      NotImplementedError: when the chosen implementation cannot do this call, with the reason.
+    """
+    if implementation == "cudnn":
+        return _cudnn(q, k, v, near, scale)
+    return _xla(q, k, v, positions, scale=scale, near=near, sinks=sinks, window=window)
+
+
+def causal_self_attention(
+    q: Float[Array, "B T N R"],
+    k: Float[Array, "B T K R"],
+    v: Float[Array, "B T K Z"],
+    *,
+    scale: float,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T N Z"]:
+    """`attention` of a whole sequence on itself; None takes cuDNN where it can, XLA elsewhere."""
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    if implementation is None:
+        implementation = "cudnn" if _cudnn_refusal(q, k, v, None) is None else "xla"
+    positions = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
+    return attention(q, k, v, positions, scale=scale, implementation=implementation)
+
+
+def _cudnn_refusal(q: Array, k: Array, v: Array, near: NearKeys | None) -> str | None:
+    if jax.default_backend() != "gpu":
+        return f"it needs a GPU, the default backend is {jax.default_backend()!r}"
+    if near is not None:
+        return "it has no second rank for near keys"
+    if k.shape != v.shape or q.shape[1] != k.shape[2]:
+        return f"it needs R = Z and T = S, got {q.shape=}, {k.shape=}, {v.shape=}"
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it needs bfloat16 or float16, got {q.dtype}"
+    if q.shape[-1] % 8 or q.shape[-1] > 128:
+        return f"it needs a head dim that is a multiple of 8 up to 128, got {q.shape[-1]}"
+    return None
+
+
+def _cudnn(q: Array, k: Array, v: Array, near: NearKeys | None, scale: float) -> Array:
+    if (reason := _cudnn_refusal(q, k, v, near)) is not None:
+        raise NotImplementedError(f"implementation='cudnn': {reason}")
+    return jax.nn.dot_product_attention(
+        q, k.swapaxes(1, 2), v.swapaxes(1, 2), scale=scale, is_causal=True, implementation="cudnn"
+    )
+
+
+def _xla(
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    *,
+    scale: float,
+    near: NearKeys | None,
+    sinks: int,
+    window: int,
+) -> Array:
+    """Blocks of queries one after another, so that logits never take more than `_LOGITS_BYTES`."""
+    B, T, N, _ = q.shape
+    row_bytes = 4 * B * N * (k.shape[2] + (0 if near is None else sinks + window))
+    block = min(T, 1 << max(4, (_LOGITS_BYTES // row_bytes).bit_length() - 1))
+    pad = -T % block
+    # Padded queries repeat the last position, so that they see keys and stay finite; they are cut off below.
+    q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
+    positions = jnp.pad(positions, ((0, 0), (0, pad)), mode="edge")
+    if near is not None:
+        near = NearKeys(
+            jnp.pad(near.k, ((0, 0), (0, 0), (0, pad), (0, 0))),
+            jnp.pad(near.v, ((0, 0), (0, 0), (0, pad), (0, 0))),
+            jnp.pad(near.positions, ((0, 0), (0, pad)), constant_values=-1),
+        )
+
+    def one_block(index: Array) -> Array:
+        start = index * block
+        take = lambda x: jax.lax.dynamic_slice_in_dim(x, start, block, axis=1)  # noqa: E731
+        near_block = None if near is None else _near_block(near, start, sinks, window + block)
+        return _xla_block(take(q), k, v, take(positions), scale, near_block, sinks, window)
+
+    if T <= block:
+        return one_block(jnp.int32(0))
+    out = jax.lax.map(one_block, jnp.arange((T + pad) // block))  # [T / block, B, block, N, Z]
+    return jnp.moveaxis(out, 0, 1).reshape(B, T + pad, N, -1)[:, :T]
+
+
+def _near_block(near: NearKeys, start: Array, sinks: int, size: int) -> NearKeys:
+    """The sinks and the `size` keys that queries from `start` on can be near to."""
+
+    def cut(x: Array, axis: int) -> Array:
+        head = jax.lax.slice_in_dim(x, 0, sinks, axis=axis)
+        tail = jax.lax.dynamic_slice_in_dim(x, sinks + start, size, axis=axis)
+        return jnp.concatenate([head, tail], axis=axis)
+
+    return NearKeys(cut(near.k, 2), cut(near.v, 2), cut(near.positions, 1))
+
+
+def _xla_block(
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    scale: float,
+    near: NearKeys | None,
+    sinks: int,
+    window: int,
+) -> Array:
+    B, T, N, _ = q.shape
+    K, S, R = k.shape[1:]
+    q = q.reshape(B, T, K, N // K, -1)
+    t = positions[:, :, None]
+    j = jnp.arange(S)
+    visible = j <= t
+    if near is not None:
+        visible &= (j >= sinks) & (j <= t - window)
+    parts = [(k, v, visible)] if R else []
+    if near is not None:
+        j = near.positions[:, None, :]
+        visible = (j >= 0) & (j <= t) & ((j < sinks) | (j > t - window))
+        parts.append((near.k, near.v, visible))
+    logits = [
+        jnp.where(
+            visible[:, None, None],
+            scale
+            * einsum_f32("BTKGR,BKSR->BKGTS", q[..., : key.shape[-1]], key),
+            jnp.finfo(jnp.float32).min,
+        )
+        for key, _, visible in parts
+    ]
+    highest = jnp.stack([part.max(-1) for part in logits]).max(0)[..., None]
+    weights = [
+        jnp.where(visible[:, None, None], jnp.exp(part - highest), 0.0)
+        for part, (_, _, visible) in zip(logits, parts, strict=True)
+    ]
+    total = sum(part.sum(-1, keepdims=True) for part in weights)
+    width = parts[-1][1].shape[-1]
+    out = jnp.zeros((B, T, K, N // K, width), jnp.float32)
+    for part, (_, value, _) in zip(weights, parts, strict=True):
+        share = einsum_f32("BKGTS,BKSZ->BTKGZ", (part / total).astype(value.dtype), value)
+        out = out.at[..., : value.shape[-1]].add(share)
+    return out.reshape(B, T, N, width).astype(v.dtype)

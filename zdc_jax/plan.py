@@ -1,0 +1,258 @@
+"""`CompressionPlan`: which coordinates of Q, K, V each layer keeps (DESIGN: near and far, nested ranks)."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from zdc_jax.config import ModelConfig
+from zdc_jax.errors import PlanError
+
+FORMAT_VERSION = 1
+RANK_STEP = 16
+"""Ranks are multiples of this: it is the contraction step that tensor cores charge for."""
+MAX_DISTINCT_RANKS = 6
+"""Distinct (R, Z) pairs `from_spectrum` may use; each is compiled separately."""
+LENGTH_BYTES = 4
+"""Every row of a cache stores its length as one int32."""
+
+
+@dataclass(frozen=True)
+class LayerRanks:
+    """R (`qk`) and Z (`v`) of one layer: coordinates kept per head for keys outside the window."""
+
+    qk: int
+    v: int
+
+
+class Run(NamedTuple):
+    """Consecutive layers `start:stop` with equal ranks; they are stacked and scanned."""
+
+    ranks: LayerRanks
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class CompressionPlan:
+    """Per-layer ranks, and the sinks and recent window (in tokens) that keep all coordinates.
+
+    Without a window (`window == sinks == 0`) the projections and W_O shrink with the cache. With one, every
+    token is near somebody once, so projections stay full and the cache and far attention shrink.
+    `fingerprint` names the calibrated model (empty: any model of this shape).
+
+    Raises:
+      PlanError: on any impossible value, naming it and what is allowed.
+    """
+
+    layers: tuple[LayerRanks, ...]
+    num_kv_heads: int
+    head_dim: int
+    sinks: int = 0
+    window: int = 0
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("sinks", "window"):
+            if (value := getattr(self, name)) < 0:
+                raise PlanError(f"{name}={value} must be >= 0 tokens")
+        if not self.layers:
+            raise PlanError("layers=() must name the ranks of at least one layer")
+        for index, ranks in enumerate(self.layers):
+            self._check_ranks(index, ranks)
+
+    def _check_ranks(self, index: int, ranks: LayerRanks) -> None:
+        allowed = allowed_ranks(self.head_dim)
+        for name, rank in (("qk", ranks.qk), ("v", ranks.v)):
+            if rank not in allowed:
+                raise PlanError(f"layer {index}: rank {name}={rank} is not one of {allowed}")
+        if (ranks.qk == 0) != (ranks.v == 0):
+            raise PlanError(
+                f"layer {index}: qk={ranks.qk}, v={ranks.v}: a layer without far attention needs both at 0"
+            )
+        if ranks.qk == 0 and self.window == 0:
+            raise PlanError(f"layer {index}: rank 0 leaves nothing to attend to with window=0")
+
+    @classmethod
+    def uniform(
+        cls, config: ModelConfig, *, qk: int, v: int, window: int = 0, sinks: int = 0
+    ) -> Self:
+        """The same R=`qk` and Z=`v` in every layer."""
+        return cls(
+            (LayerRanks(qk, v),) * config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            sinks=sinks,
+            window=window,
+        )
+
+    @classmethod
+    def full(cls, config: ModelConfig) -> Self:
+        """All coordinates: the calibrated basis is applied, nothing is dropped."""
+        return cls.uniform(config, qk=config.head_dim, v=config.head_dim)
+
+    @classmethod
+    def from_spectrum(
+        cls,
+        qk_spectrum: np.ndarray,
+        vo_spectrum: np.ndarray,
+        *,
+        budget: float,
+        qk_share: float = 0.4,
+        window: int = 0,
+        sinks: int = 0,
+        fingerprint: str = "",
+    ) -> Self:
+        """Per-layer ranks by greedy choice of the largest σ² over all layers (ours).
+
+        Args:
+          qk_spectrum, vo_spectrum: σ [L, K, H] of a calibrated basis, comparable between layers.
+          budget: share of the dense K and V coordinates to keep outside the window, in (0, 1].
+          qk_share: share of the kept coordinates given to Q/K; the rest goes to V/O.
+          window, sinks, fingerprint: as in the plan.
+        """
+        if not 0 < budget <= 1:
+            raise PlanError(f"budget={budget} must lie in (0, 1], a share of the dense KV coordinates")
+        if not 0 < qk_share < 1:
+            raise PlanError(f"qk_share={qk_share} must lie strictly between 0 and 1")
+        num_layers, num_kv_heads, head_dim = qk_spectrum.shape
+        total = round(budget * 2 * head_dim * num_layers)
+        qk_total = min(round(total * qk_share), head_dim * num_layers)
+        v_total = min(total - qk_total, head_dim * num_layers)
+        lowest = 0 if window > 0 else RANK_STEP
+        qk = _greedy_ranks(qk_spectrum, qk_total, np.full(num_layers, lowest))
+        v = _greedy_ranks(vo_spectrum, v_total, np.where(qk > 0, RANK_STEP, 0), closed=qk == 0)
+        ranks = _merge_ranks([LayerRanks(int(r), int(z)) for r, z in zip(qk, v, strict=True)])
+        return cls(ranks, num_kv_heads, head_dim, sinks, window, fingerprint)
+
+    @property
+    def keeps_full_width(self) -> bool:
+        """Whether projections stay full because some keys are near (a window or sinks)."""
+        return self.window > 0 or self.sinks > 0
+
+    @property
+    def mean_ranks(self) -> tuple[float, float]:
+        """Mean over layers of (R, Z)."""
+        return (
+            float(np.mean([r.qk for r in self.layers])),
+            float(np.mean([r.v for r in self.layers])),
+        )
+
+    def runs(self) -> Iterator[Run]:
+        """Maximal runs of consecutive layers with equal ranks, in order."""
+        start = 0
+        for ranks, group in groupby(self.layers):
+            stop = start + len(list(group))
+            yield Run(ranks, start, stop)
+            start = stop
+
+    def ring_slots(self, capacity: int) -> int:
+        """Slots of the ring of trailing coordinates for a cache of `capacity` tokens."""
+        return min(self.sinks + self.window, capacity)
+
+    def bytes(self, capacity: int, batch: int = 1, itemsize: int = 2) -> int:
+        """Bytes of a KV cache for `batch` rows of `capacity` tokens, lengths included."""
+        ring = self.ring_slots(capacity)
+        coordinates = sum(
+            capacity * (r.qk + r.v) + ring * (2 * self.head_dim - r.qk - r.v) for r in self.layers
+        )
+        return batch * (coordinates * self.num_kv_heads * itemsize + LENGTH_BYTES)
+
+    def check_model(self, config: ModelConfig, fingerprint: str) -> None:
+        """Raises `PlanError` when this plan was made for another model."""
+        for name, mine, theirs in (
+            ("layers", len(self.layers), config.num_layers),
+            ("num_kv_heads", self.num_kv_heads, config.num_kv_heads),
+            ("head_dim", self.head_dim, config.head_dim),
+        ):
+            if mine != theirs:
+                raise PlanError(f"the plan has {name}={mine}, the model {theirs}")
+        if self.fingerprint and self.fingerprint != fingerprint:
+            raise PlanError(
+                f"the plan was made for model {self.fingerprint!r}, this one is {fingerprint!r}"
+            )
+
+    def for_model(self, fingerprint: str) -> Self:
+        """The same plan bound to the model with this fingerprint."""
+        return replace(self, fingerprint=fingerprint)
+
+    def save(self, path: str | Path) -> None:
+        """Writes readable, versioned JSON (one line a layer)."""
+        value = {"format_version": FORMAT_VERSION, **asdict(self)}
+        layers = ",\n".join(f"    {json.dumps(layer)}" for layer in value.pop("layers"))
+        head = json.dumps(value, indent=2).removesuffix("\n}")
+        Path(path).write_text(f'{head},\n  "layers": [\n{layers}\n  ]\n}}\n')
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads what `save` wrote; raises `PlanError` on a missing, corrupt or foreign file."""
+        try:
+            value = json.loads(Path(path).read_text())
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise PlanError(f"cannot read plan {path}: {error}") from error
+        return cls._from_json(value, path)
+
+    @classmethod
+    def _from_json(cls, value: Any, path: str | Path) -> Self:
+        if not isinstance(value, dict) or value.get("format_version") != FORMAT_VERSION:
+            found = value.get("format_version") if isinstance(value, dict) else type(value).__name__
+            raise PlanError(f"{path}: format_version={found!r}, this release reads {FORMAT_VERSION}")
+        fields = {key: item for key, item in value.items() if key != "format_version"}
+        try:
+            layers = tuple(LayerRanks(**layer) for layer in fields.pop("layers"))
+            plan = cls(layers, **fields)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise PlanError(f"{path} is not a compression plan: {error}") from error
+        return plan
+
+
+def allowed_ranks(head_dim: int) -> tuple[int, ...]:
+    """0, 16, 32, … and the head dim itself."""
+    return (*range(0, head_dim, RANK_STEP), head_dim)
+
+
+def _greedy_ranks(
+    spectrum: np.ndarray, total: int, lowest: np.ndarray, closed: np.ndarray | None = None
+) -> np.ndarray:
+    """Ranks [L] whose sum stays within `total`, raised step by step where a step adds most σ² per coordinate."""
+    num_layers, _, head_dim = spectrum.shape
+    steps = np.array(allowed_ranks(head_dim))
+    energy = np.concatenate([np.zeros((num_layers, 1)), np.cumsum((spectrum**2).sum(1), axis=1)], 1)
+    level = np.searchsorted(steps, lowest)
+    if steps[level].sum() > total:
+        raise PlanError(
+            f"the budget gives {total} coordinates to {num_layers} layers; the least possible is "
+            f"{steps[level].sum()} ({RANK_STEP} a layer that attends at all)"
+        )
+    open_layers = np.ones(num_layers, bool) if closed is None else ~closed
+    while True:
+        raised = np.minimum(level + 1, len(steps) - 1)
+        rows = np.arange(num_layers)
+        cost = steps[raised] - steps[level]
+        gain = np.where(
+            open_layers & (cost > 0) & (steps[level].sum() + cost <= total),
+            (energy[rows, steps[raised]] - energy[rows, steps[level]]) / np.maximum(cost, 1),
+            -np.inf,
+        )
+        best = int(np.argmax(gain))
+        if gain[best] == -np.inf:
+            return steps[level]
+        level[best] += 1
+
+
+def _merge_ranks(layers: list[LayerRanks]) -> tuple[LayerRanks, ...]:
+    """Moves the rarest rank pairs to their nearest neighbour until few distinct pairs are left."""
+    while len(set(layers)) > MAX_DISTINCT_RANKS:
+        rarest = min(sorted(set(layers), key=lambda r: (r.qk, r.v)), key=layers.count)
+        others = [r for r in set(layers) if r != rarest and (r.qk == 0) == (rarest.qk == 0)]
+        pool = others or [r for r in set(layers) if r != rarest]
+        nearest = min(
+            pool,
+            key=lambda r: (abs(r.qk - rarest.qk) + abs(r.v - rarest.v), r.qk + r.v, r.qk),
+        )
+        layers = [nearest if ranks == rarest else ranks for ranks in layers]
+    return tuple(layers)
