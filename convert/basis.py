@@ -7,11 +7,14 @@ and summed over the group its mean square is tr(M E C_V Eᵀ) with M = Σ_n W_O,
 the place of K, M that of C_Q, C that of A_K and C⁻ᵀ that of A_Q.
 """
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, get_args
 
 import numpy as np
 from jaxtyping import Float64, Int32
+from threadpoolctl import threadpool_limits
 
 from convert.moments import QUANTITIES, Moments, Quantity
 from zdc_jax.basis import Basis, QKKind, VOKind
@@ -133,12 +136,15 @@ def make_basis(
         head), weights of other shapes than the moments', an unknown kind, or `pairs` with an odd H.
     """
     _check_inputs(moments, output_weights, qk, vo)
-    # One layer at a time: numpy's BLAS has its own threads, and a pool on top of them is slower.
-    solved = [
-        _solve_qk(moments, layer, qk, center, ridge)
-        | _solve_vo(moments, layer, W_O, vo, center, ridge)
-        for layer, W_O in enumerate(output_weights)
-    ]
+
+    def solve(layer: int) -> dict[str, np.ndarray]:
+        return _solve_qk(moments, layer, qk, center, ridge) | _solve_vo(
+            moments, layer, output_weights[layer], vo, center, ridge
+        )
+
+    # Matrices are too small for BLAS's own threads: one thread each, layers side by side.
+    with threadpool_limits(1), ThreadPoolExecutor(os.cpu_count()) as pool:
+        solved = list(pool.map(solve, range(len(output_weights))))
     arrays: dict[str, Any] = {name: np.stack([one[name] for one in solved]) for name in solved[0]}
     return Basis(
         **arrays,

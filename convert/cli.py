@@ -57,7 +57,9 @@ class Convert:
             with jax.default_matmul_precision("highest"):
                 network = load(self.output, dtype="float32").network
                 logits = lambda tokens: np.asarray(network(tokens))  # noqa: E731
-                error = verify_against_transformers(self.source, self.output, logits)
+                error = verify_against_transformers(
+                    self.source, logits, vocab_size=checkpoint.config.vocab_size
+                )
             console.print(f"largest difference of logits from transformers: {error:.2e} of the largest logit")
         if self.calibrate:
             _report_basis(console, calibrate(self.output, self.calibrate))

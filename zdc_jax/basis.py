@@ -120,10 +120,10 @@ class Basis:
 
 
 def save_fields(folder: str | Path, kind: str, values: Mapping[str, Any]) -> None:
-    """Writes arrays to `{kind}.safetensors`, other JSON values to `{kind}.json`, replacing an older
-    save.
+    """Writes arrays to `{kind}.safetensors` and other values to `{kind}.json`.
 
-    Both files are written to a sibling folder first, which then takes the name.
+    Both files are written to a sibling folder first, which then takes the name, and the place of an
+    older save.
 
     Raises:
       CheckpointError: the folder exists and holds other files, which replacing would delete.
@@ -144,7 +144,7 @@ def save_fields(folder: str | Path, kind: str, values: Mapping[str, Any]) -> Non
     temporary.mkdir(parents=True)
     try:
         save_file(arrays, temporary / f"{kind}.safetensors")
-        text = json.dumps({"format_version": FORMAT_VERSION, **scalars}, indent=2, allow_nan=False)
+        text = json.dumps({"format_version": FORMAT_VERSION, **scalars}, indent=2)
         (temporary / f"{kind}.json").write_text(text + "\n")
         if folder.exists():
             folder.rename(replaced)

@@ -175,7 +175,7 @@ def main(options: Options) -> None:
     params = unstack(network)
     options.output.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(options.output / "tokenizer.json"))
-    export_hf(params, CONFIG, options.output, None)
+    export_hf(params, CONFIG, options.output)
     record = {
         "topics": TOPICS,
         "tokens_seen": options.tokens,
