@@ -10,7 +10,6 @@ full rank.
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ TOKENS_STUDY = (10_000, 100_000, 1_000_000)
 
 @dataclass(frozen=True)
 class Options:
-    """`threads` compile plans side by side."""
+    """`tokens` are for calibration, `windows` of held-out text for perplexity."""
 
     model: Path
     corpus: Path
@@ -51,7 +50,6 @@ class Options:
     tokens: int = 1_000_000
     seed: int = 0
     batch: int = 4
-    threads: int = 8
     results: Path = RESULTS
 
 
@@ -112,8 +110,8 @@ class Bench:
     def model(self, plan: CompressionPlan, basis: Basis) -> LanguageModel:
         dtype = jnp.dtype(self.config.dtype)
         layers = prepared_layers(iter(self.layers), self.config, plan, basis, dtype)
-        embeddings = {k: v for k, v in self.checkpoint.embeddings().items()}
-        return LanguageModel(Transformer(self.config, plan, embeddings, layers), None, basis)
+        network = Transformer(self.config, plan, self.checkpoint.embeddings(), layers)
+        return LanguageModel(network, None, basis)
 
     def run(self, case: Case) -> dict[str, Any]:
         began = time.perf_counter()
@@ -216,9 +214,7 @@ def main(options: Options) -> None:
             kinds["pairs"] = {"qk": "pairs", "vo": "balanced"}
         for name, kind in kinds.items():
             bench.bases[name] = bench.make_basis(bench.moments, **kind)
-        with ThreadPoolExecutor(options.threads) as pool:
-            rows = list(pool.map(bench.run, cases(bench)))
-        rows += tokens_study(bench)
+        rows = [bench.run(case) for case in cases(bench)] + tokens_study(bench)
         config = {k: str(v) for k, v in asdict(options).items() if k != "results"} | {
             "model": options.model.name,
             "corpus": options.corpus.name,
