@@ -10,7 +10,7 @@ full rank.
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,14 @@ from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.evaluate import compare, window_nll
 from zdc_jax.loading import LanguageModel, load, prepared_layers
 from zdc_jax.model.transformer import Transformer
-from zdc_jax.plan import CompressionPlan
+from zdc_jax.plan import CompressionPlan, LayerRanks
 from zdc_jax.text import read_documents, token_windows
 
 SINKS = 4
 CONTEXT = 4096
 TOPICS_LEFT_OUT = ("tinystories",)
 """Too short for one window."""
+FAR_COST_WINDOWS = 8
 TOKENS_STUDY = (10_000, 100_000, 1_000_000)
 
 
@@ -113,6 +114,21 @@ class Bench:
         network = Transformer(self.config, plan, self.checkpoint.embeddings(), layers)
         return LanguageModel(network, None, basis)
 
+    def layers_by_far_cost(self, window: int) -> list[int]:
+        """Layers by what cutting off their far attention alone costs on calibration text, cheapest first."""
+        H = self.config.head_dim
+        windows = self.train[:FAR_COST_WINDOWS]
+        costs = []
+        for layer in range(self.config.num_layers):
+            ranks = [LayerRanks(H, H)] * self.config.num_layers
+            ranks[layer] = LayerRanks(0, 0)
+            plan = replace(
+                CompressionPlan.full(self.config), layers=tuple(ranks), window=window, sinks=SINKS
+            )
+            network = self.model(plan, self.bases["balanced"]).network
+            costs.append(window_nll(network, windows, batch=self.options.batch).mean())
+        return np.argsort(costs).tolist()
+
     def run(self, case: Case) -> dict[str, Any]:
         began = time.perf_counter()
         model = self.model(case.plan, self.bases[case.basis])
@@ -143,13 +159,13 @@ def cases(bench: Bench) -> Iterator[Case]:
     uniform = lambda **kw: CompressionPlan.uniform(config, **kw)  # noqa: E731
     spectrum = bench.bases["balanced"]
 
-    def spread(qk: float, v: float, **near: int) -> CompressionPlan:
+    def spread(qk: float, v: float, **options: Any) -> CompressionPlan:
         return CompressionPlan.from_spectrum(
             spectrum.qk_spectrum,
             spectrum.vo_spectrum,
             budget=(qk + v) / (2 * H),
             qk_share=qk / (qk + v),
-            **near,
+            **options,
         )
 
     for basis in bench.bases:
@@ -168,10 +184,15 @@ def cases(bench: Bench) -> Iterator[Case]:
             yield Case("window", f"W={window} R={qk} Z={v}", "balanced", plan)
     for window in (128, 256, 512):
         near = {"window": window, "sinks": SINKS}
+        order = bench.layers_by_far_cost(window)
         yield Case("window", f"W={window} R=16 Z=16", "balanced", uniform(qk=16, v=16, **near))
         for qk, v in ((16, 24), (12, 16), (8, 12), (4, 8)):
             label = f"W={window} mean R={qk} Z={v}"
-            yield Case("window+per layer", label, "balanced", spread(qk, v, **near))
+            # 16 is the least a layer can keep, so a smaller mean cuts the cheapest layers off.
+            cut = order[: config.num_layers - min(config.num_layers, qk * config.num_layers // 16)]
+            far = [layer not in cut for layer in range(config.num_layers)]
+            plan = spread(qk, v, far=far, **near)
+            yield Case("window+per layer", label, "balanced", plan, {"layers_cut_off": cut})
 
 
 def tokens_study(bench: Bench) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ def demo(output: Path, console: Console) -> None:
         "dense (unmodified)": None,
         "R=48 Z=48, window 128": CompressionPlan.uniform(checkpoint.config, qk=48, v=48, **near),
         "per layer 3/8, window 128": CompressionPlan.from_spectrum(*spectra, budget=0.375, **near),
-        "per layer 1/4, window 128": CompressionPlan.from_spectrum(*spectra, budget=0.25, **near),
+        "R=16 Z=16, window 128": CompressionPlan.uniform(checkpoint.config, qk=16, v=16, **near),
     }
     rows: list[dict[str, Any]] = []
     for name, plan in plans.items():

@@ -126,6 +126,16 @@ def test_from_spectrum_gives_ranks_where_the_energy_is():
     assert sum(r.qk for r in plan.layers) == 64
 
 
+def test_layers_cut_off_keep_nothing_beyond_the_window():
+    far = [True] * 6 + [False] * 6
+    plan = CompressionPlan.from_spectrum(
+        spectra(), spectra(), budget=0.15, qk_share=0.5, window=64, far=far
+    )
+    assert all((r.qk > 0) == is_far == (r.v > 0) for r, is_far in zip(plan.layers, far, strict=True))
+    with pytest.raises(PlanError, match="far must name 12 layers, got 2"):
+        CompressionPlan.from_spectrum(spectra(), spectra(), budget=0.5, far=[True, False])
+
+
 @pytest.mark.parametrize(("field", "value"), [("budget", 0), ("budget", 1.5), ("qk_share", 1.0)])
 def test_from_spectrum_names_bad_shares(field, value):
     with pytest.raises(PlanError, match=field):

@@ -1,7 +1,7 @@
 """`CompressionPlan`: which coordinates of Q, K, V each layer keeps (DESIGN: near and far, nested ranks)."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -105,15 +105,20 @@ class CompressionPlan:
         qk_share: float = 0.4,
         window: int = 0,
         sinks: int = 0,
+        far: Sequence[bool] | None = None,
         fingerprint: str = "",
     ) -> Self:
         """Per-layer ranks by greedy choice of the largest σ² over all layers (ours).
+
+        Every layer that attends beyond the window keeps at least 16 coordinates: σ² says how sharply a layer
+        scores, not whether it needs distant tokens, so it cannot choose layers to cut off.
 
         Args:
           qk_spectrum, vo_spectrum: σ [L, K, H] of a calibrated basis, comparable between layers.
           budget: share of the dense K and V coordinates to keep outside the window, in (0, 1].
           qk_share: share of the kept coordinates given to Q/K; the rest goes to V/O.
           window, sinks, fingerprint: as in the plan.
+          far: [L] which layers attend beyond the window at all; default every one.
         """
         if not 0 < budget <= 1:
             raise PlanError(f"budget={budget} must lie in (0, 1], a share of the dense KV coordinates")
@@ -123,9 +128,11 @@ class CompressionPlan:
         total = round(budget * 2 * head_dim * num_layers)
         qk_total = min(round(total * qk_share), head_dim * num_layers)
         v_total = min(total - qk_total, head_dim * num_layers)
-        lowest = 0 if window > 0 else RANK_STEP
-        qk = _greedy_ranks(qk_spectrum, qk_total, np.full(num_layers, lowest))
-        v = _greedy_ranks(vo_spectrum, v_total, np.where(qk > 0, RANK_STEP, 0), closed=qk == 0)
+        open_layers = np.ones(num_layers, bool) if far is None else np.array(far, bool)
+        if open_layers.shape != (num_layers,):
+            raise PlanError(f"far must name {num_layers} layers, got {len(open_layers)}")
+        qk = _greedy_ranks(qk_spectrum, qk_total, open_layers)
+        v = _greedy_ranks(vo_spectrum, v_total, open_layers)
         ranks = _merge_ranks([LayerRanks(int(r), int(z)) for r, z in zip(qk, v, strict=True)])
         return cls(ranks, num_kv_heads, head_dim, sinks, window, fingerprint)
 
@@ -215,20 +222,17 @@ def allowed_ranks(head_dim: int) -> tuple[int, ...]:
     return (*range(0, head_dim, RANK_STEP), head_dim)
 
 
-def _greedy_ranks(
-    spectrum: np.ndarray, total: int, lowest: np.ndarray, closed: np.ndarray | None = None
-) -> np.ndarray:
-    """Ranks [L] whose sum stays within `total`, raised step by step where a step adds most σ² per coordinate."""
+def _greedy_ranks(spectrum: np.ndarray, total: int, open_layers: np.ndarray) -> np.ndarray:
+    """Ranks [L] within `total`, raised step by step where a step adds most σ² per coordinate."""
     num_layers, _, head_dim = spectrum.shape
     steps = np.array(allowed_ranks(head_dim))
     energy = np.concatenate([np.zeros((num_layers, 1)), np.cumsum((spectrum**2).sum(1), axis=1)], 1)
-    level = np.searchsorted(steps, lowest)
+    level = open_layers.astype(int)
     if steps[level].sum() > total:
         raise PlanError(
-            f"the budget gives {total} coordinates to {num_layers} layers; the least possible is "
-            f"{steps[level].sum()} ({RANK_STEP} a layer that attends at all)"
+            f"the budget gives {total} coordinates to {open_layers.sum()} layers that attend beyond the "
+            f"window; the least possible is {steps[level].sum()} ({steps[1]} a layer)"
         )
-    open_layers = np.ones(num_layers, bool) if closed is None else ~closed
     while True:
         raised = np.minimum(level + 1, len(steps) - 1)
         rows = np.arange(num_layers)
