@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
 
@@ -27,7 +26,7 @@ from convert.moments import Moments
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.evaluate import compare, window_nll
-from zdc_jax.loading import LanguageModel, load, prepared_layers
+from zdc_jax.loading import LanguageModel, cast, load, prepared_layers
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
 from zdc_jax.text import read_documents, token_windows
@@ -42,7 +41,7 @@ TOKENS_STUDY = (10_000, 100_000, 1_000_000)
 
 @dataclass(frozen=True)
 class Options:
-    """`tokens` are for calibration, `windows` of held-out text for perplexity."""
+    """`tokens` are for calibration, `windows` of held-out text for perplexity; `dtype` None: as stored."""
 
     model: Path
     corpus: Path
@@ -51,6 +50,7 @@ class Options:
     tokens: int = 1_000_000
     seed: int = 0
     batch: int = 4
+    dtype: str | None = None
     results: Path = RESULTS
 
 
@@ -74,7 +74,7 @@ class Bench:
         self.checkpoint = Checkpoint.open(folder / "converted")
         self.config = self.checkpoint.config
         self.layers = [self.checkpoint.layer(i) for i in range(self.config.num_layers)]
-        self.dense = load(folder / "converted")
+        self.dense = load(folder / "converted", dtype=options.dtype)
         self.train, _ = self.windows("train", options.tokens // CONTEXT)
         self.heldout, self.topics = self.windows("heldout", options.windows)
         self.dense_nll = window_nll(self.dense.network, self.heldout, batch=options.batch)
@@ -109,9 +109,10 @@ class Bench:
         return make_basis(moments, weights, **kinds)
 
     def model(self, plan: CompressionPlan, basis: Basis) -> LanguageModel:
-        dtype = jnp.dtype(self.config.dtype)
+        dtype = self.dense.network.dtype
         layers = prepared_layers(iter(self.layers), self.config, plan, basis, dtype)
-        network = Transformer(self.config, plan, self.checkpoint.embeddings(), layers)
+        embeddings = cast(self.checkpoint.embeddings(), dtype)
+        network = Transformer(self.config, plan, embeddings, layers)
         return LanguageModel(network, None, basis)
 
     def layers_by_far_cost(self, window: int) -> list[int]:
@@ -220,7 +221,9 @@ def certificate_on(moments: Moments, basis: Basis) -> float:
 
 
 def main(options: Options) -> None:
-    """Runs all rows and writes one JSON."""
+    """Runs all rows and writes one JSON; float32 means exact float32 products."""
+    if options.dtype == "float32":
+        jax.config.update("jax_default_matmul_precision", "highest")
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(options, Path(folder))
@@ -241,7 +244,7 @@ def main(options: Options) -> None:
             "corpus": options.corpus.name,
             "heldout_topics": bench.topics,
             "calibration_tokens": int(bench.train.size),
-            "dtype": bench.config.dtype,
+            "dtype": str(bench.dense.network.dtype),
             "seconds": time.perf_counter() - began,
         }
         print(write_result(options.name, config, rows, options.results))

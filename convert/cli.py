@@ -193,7 +193,7 @@ class Generate:
         console.print(
             f"[dim]KV cache {result.kv_bytes:,} bytes for {len(prompts)} x {result.capacity} tokens; "
             f"prefill {result.timings.prefill:.2f} s, decode "
-            f"{result.timings.tokens_per_second(tokens):.1f} tokens/s (with compilation)[/dim]"
+            f"{result.timings.tokens_per_second(tokens):.1f} tokens/s, of which {result.timings.compile:.2f} s compiling[/dim]"
         )
 
 

@@ -82,7 +82,7 @@ def load(
     network = Transformer(
         config,
         plan,
-        _cast(checkpoint.embeddings(), target),
+        cast(checkpoint.embeddings(), target),
         prepared_layers(layers, config, plan, basis, target),
     )
     return LanguageModel(network, checkpoint.tokenizer(), basis)
@@ -118,13 +118,13 @@ def prepared_layers(
                 full_width=plan.keeps_full_width,
             )
             layer = {**layer, "attention": folded}
-        yield _cast(layer, dtype)
+        yield cast(layer, dtype)
 
 
-def _cast(tree: Any, dtype: jnp.dtype) -> Any:
-    """Rounds once to the model's dtype; rotary frequencies stay float32."""
+def cast(tree: Any, dtype: jnp.dtype) -> Any:
+    """A nested dict of arrays rounded once to the model's dtype; rotary frequencies stay float32."""
     return {
-        name: _cast(value, dtype)
+        name: cast(value, dtype)
         if isinstance(value, dict)
         else np.asarray(value).astype(np.float32 if name == "frequencies" else dtype)
         for name, value in tree.items()

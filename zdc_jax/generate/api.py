@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from zdc_jax.cache import KVCache
 from zdc_jax.errors import PromptError
+from zdc_jax.generate.compile_time import compile_seconds
 from zdc_jax.generate.loop import MAX_STOP_TOKENS, PREFILL_CHUNK, DecodeState, bucket, decode, prefill
 from zdc_jax.generate.sampling import Sampling
 from zdc_jax.loading import LanguageModel
@@ -26,10 +28,11 @@ SMALLEST_CAPACITY = 128
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of wall time; compilation included where a shape is new."""
+    """Seconds of wall time. `compile` is the part of both that XLA took where a shape was new."""
 
     prefill: float
     decode: float
+    compile: float
 
     def tokens_per_second(self, tokens: int) -> float:
         """Decode rate; the first token of each row belongs to prefill."""
@@ -145,11 +148,23 @@ class _Session:
                 f"{model.basis.context_length}; quality beyond that is unmeasured",
                 stacklevel=4,
             )
-        self.seconds = {"prefill": 0.0, "decode": 0.0}
+        self.seconds = {"prefill": 0.0, "decode": 0.0, "compile": 0.0}
         self.kv_bytes = 0
 
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        began, compiled = time.perf_counter(), compile_seconds()
+        yield
+        self.seconds[stage] += time.perf_counter() - began
+        self.seconds["compile"] += compile_seconds() - compiled
+
     def prefill(self) -> DecodeState:
-        began = time.perf_counter()
+        with self._timed("prefill"):
+            state = self._prefill()
+            jax.block_until_ready(state.last)
+        return state
+
+    def _prefill(self) -> DecodeState:
         cache = KVCache.create(
             self.model.plan,
             batch=len(self.prompts),
@@ -157,7 +172,7 @@ class _Session:
             dtype=self.model.network.dtype,
         )
         self.kv_bytes = cache.bytes()
-        state = prefill(
+        return prefill(
             self.model.network,
             cache,
             self.prompts,
@@ -166,18 +181,14 @@ class _Session:
             bucket(self.limit),
             chunk=self.chunk,
         )
-        jax.block_until_ready(state.last)
-        self.seconds["prefill"] = time.perf_counter() - began
-        return state
 
     def decode(self, state: DecodeState, steps: int) -> DecodeState:
-        began = time.perf_counter()
-        limit = jnp.int32(min(self.limit, int(state.count.max()) + steps))
-        state = decode(self.model.network, state, limit, self.sampling, self.stop_ids)
-        if self.stop:
-            state = self._mark_stopped(state)
-        jax.block_until_ready(state.last)
-        self.seconds["decode"] += time.perf_counter() - began
+        with self._timed("decode"):
+            limit = jnp.int32(min(self.limit, int(state.count.max()) + steps))
+            state = decode(self.model.network, state, limit, self.sampling, self.stop_ids)
+            if self.stop:
+                state = self._mark_stopped(state)
+            jax.block_until_ready(state.last)
         return state
 
     def finished(self, state: DecodeState) -> bool:

@@ -1,0 +1,82 @@
+"""Writes the README's tables from `benchmarks/results/*.json`, between their markers.
+
+    python -m benchmarks.tables
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS
+
+README = Path(__file__).parents[1] / "README.md"
+MODELS = ("ref-llama-23m", "ref-opt-26m")
+
+
+def read(name: str) -> dict[str, Any]:
+    """One result file."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def percent(value: float) -> str:
+    """Signed, with the digits that 24 windows can bear."""
+    return f"{100 * value:+.1f} %" if abs(value) >= 0.01 else f"{100 * value:+.2f} %"
+
+
+def cell(row: dict[str, Any] | None) -> str:
+    """Increase of perplexity with its interval."""
+    if row is None:
+        return "–"
+    low, high = row["interval"]
+    return f"{percent(row['increase'])} [{percent(low)}, {percent(high)}]"
+
+
+def quality_table() -> str:
+    """Perplexity by basis, ranks and window, both reference models side by side."""
+    results = {name: read(f"quality-{name}")["results"] for name in MODELS}
+    index = {
+        name: {(r["group"], r["label"], r["basis"]): r for r in rows} for name, rows in results.items()
+    }
+    keys = list(dict.fromkeys(key for rows in index.values() for key in rows if key[0] != "tokens"))
+    lines = [
+        f"| plan | basis | KV bytes | {MODELS[0]} | {MODELS[1]} |",
+        "|---|---|---|---|---|",
+    ]
+    for key in keys:
+        rows = [index[name].get(key) for name in MODELS]
+        share = next(row["bytes_share"] for row in rows if row is not None)
+        group, label, basis = key
+        lines.append(f"| {group}, {label} | {basis} | {share:.1%} | {cell(rows[0])} | {cell(rows[1])} |")
+    return "\n".join(lines)
+
+
+def calibration_table() -> str:
+    """The offline route."""
+    results = read("calibration-llama-2-13b-shape")["results"]
+    per_window = results["per_window"]
+    rows = [
+        ("moments of 1 M tokens", f"{results['seconds_moments']:.1f} s"),
+        ("moments to stored basis", f"{results['seconds_basis']:.1f} s"),
+        ("**total**", f"**{results['seconds_total']:.1f} s**"),
+        ("moments on top of the forward pass", percent(per_window["overhead"])),
+        ("the paper's K-means route, same tokens and GPU", f"{results['kmeans_seconds_total']:.1f} s"),
+    ]
+    return "\n".join(["| stage | measured |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows)])
+
+
+TABLES = {"quality": quality_table, "calibration": calibration_table}
+
+
+def main() -> None:
+    """Replaces what stands between `<!-- table NAME -->` and `<!-- end NAME -->`."""
+    text = README.read_text()
+    for name, table in TABLES.items():
+        start, end = f"<!-- table {name} -->", f"<!-- end {name} -->"
+        head, _, rest = text.partition(start)
+        _, _, tail = rest.partition(end)
+        text = f"{head}{start}\n{table()}\n{end}{tail}"
+    README.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
