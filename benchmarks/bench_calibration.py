@@ -64,9 +64,7 @@ def random_network(config: ModelConfig) -> Transformer:
     """Random weights made layer by layer on the device."""
     key = jax.random.key(0)
     make = jax.jit(lambda key: random_tree(layer_shapes(config), config, key))
-    layers: Iterator[Any] = (
-        make(jax.random.fold_in(key, 1 + index)) for index in range(config.num_layers)
-    )
+    layers: Iterator[Any] = (make(jax.random.fold_in(key, 1 + index)) for index in range(config.num_layers))
     embeddings = random_tree(embedding_shapes(config), config, key)
     return Transformer(config, CompressionPlan.full(config), embeddings, layers)
 

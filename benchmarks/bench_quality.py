@@ -35,7 +35,9 @@ SINKS = 4
 CONTEXT = 4096
 TOPICS_LEFT_OUT = ("tinystories",)
 """Too short for one window."""
-FAR_COST_WINDOWS = 8
+CHOICE_WINDOWS = 8
+"""Calibration windows on which layers to cut off are chosen, with a window of `CHOICE_WINDOW` tokens."""
+CHOICE_WINDOW = 256
 TOKENS_STUDY = (10_000, 100_000, 1_000_000)
 
 
@@ -115,19 +117,22 @@ class Bench:
         network = Transformer(self.config, plan, embeddings, layers)
         return LanguageModel(network, None, basis)
 
-    def layers_by_far_cost(self, window: int) -> list[int]:
+    def training_nll(self, plan: CompressionPlan) -> float:
+        """Mean negative log likelihood on a few calibration windows."""
+        network = self.model(plan, self.bases["balanced"]).network
+        return window_nll(network, self.train[:CHOICE_WINDOWS], batch=self.options.batch).mean()
+
+    def layers_by_far_cost(self) -> list[int]:
         """Layers by what cutting off their far attention alone costs on calibration text, cheapest first."""
         H = self.config.head_dim
-        windows = self.train[:FAR_COST_WINDOWS]
         costs = []
         for layer in range(self.config.num_layers):
             ranks = [LayerRanks(H, H)] * self.config.num_layers
             ranks[layer] = LayerRanks(0, 0)
             plan = replace(
-                CompressionPlan.full(self.config), layers=tuple(ranks), window=window, sinks=SINKS
+                CompressionPlan.full(self.config), layers=tuple(ranks), window=CHOICE_WINDOW, sinks=SINKS
             )
-            network = self.model(plan, self.bases["balanced"]).network
-            costs.append(window_nll(network, windows, batch=self.options.batch).mean())
+            costs.append(self.training_nll(plan))
         return np.argsort(costs).tolist()
 
     def run(self, case: Case) -> dict[str, Any]:
@@ -183,17 +188,29 @@ def cases(bench: Bench) -> Iterator[Case]:
             near = {"window": window, "sinks": SINKS}
             plan = uniform(qk=qk, v=v, **near)
             yield Case("window", f"W={window} R={qk} Z={v}", "balanced", plan)
+    order = bench.layers_by_far_cost()
+    L = config.num_layers
+
+    def cut_plan(qk: float, v: float, cut: int, window: int) -> CompressionPlan:
+        far = [layer not in order[:cut] for layer in range(L)]
+        return spread(qk, v, far=far, window=window, sinks=SINKS)
+
+    means = ((16, 24), (12, 16), (8, 12), (4, 8))
+    choices = {}
+    for qk, v in means:
+        # 16 is the least a layer can keep, so small means need layers without far attention.
+        possible = [cut for cut in range(0, L, L // 4) if 16 * (L - cut) <= min(qk, v) * L]
+        choices[qk, v] = min(
+            possible, key=lambda cut: bench.training_nll(cut_plan(qk, v, cut, CHOICE_WINDOW))
+        )
     for window in (128, 256, 512):
         near = {"window": window, "sinks": SINKS}
-        order = bench.layers_by_far_cost(window)
         yield Case("window", f"W={window} R=16 Z=16", "balanced", uniform(qk=16, v=16, **near))
-        for qk, v in ((16, 24), (12, 16), (8, 12), (4, 8)):
+        for qk, v in means:
+            cut = choices[qk, v]
+            plan = cut_plan(qk, v, cut, window)
             label = f"W={window} mean R={qk} Z={v}"
-            # 16 is the least a layer can keep, so a smaller mean cuts the cheapest layers off.
-            cut = order[: config.num_layers - min(config.num_layers, qk * config.num_layers // 16)]
-            far = [layer not in cut for layer in range(config.num_layers)]
-            plan = spread(qk, v, far=far, **near)
-            yield Case("window+per layer", label, "balanced", plan, {"layers_cut_off": cut})
+            yield Case("window+per layer", label, "balanced", plan, {"layers_cut_off": order[:cut]})
 
 
 def tokens_study(bench: Bench) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Writes the README's tables from `benchmarks/results/*.json`, between their markers.
 
-    python -m benchmarks.tables
+python -m benchmarks.tables
 """
 
 import json
@@ -34,9 +34,7 @@ def cell(row: dict[str, Any] | None) -> str:
 def quality_table() -> str:
     """Perplexity by basis, ranks and window, both reference models side by side."""
     results = {name: read(f"quality-{name}")["results"] for name in MODELS}
-    index = {
-        name: {(r["group"], r["label"], r["basis"]): r for r in rows} for name, rows in results.items()
-    }
+    index = {name: {(r["group"], r["label"], r["basis"]): r for r in rows} for name, rows in results.items()}
     keys = list(dict.fromkeys(key for rows in index.values() for key in rows if key[0] != "tokens"))
     lines = [
         f"| plan | basis | KV bytes | {MODELS[0]} | {MODELS[1]} |",

@@ -28,21 +28,23 @@ def convert(
 ) -> Checkpoint:
     """Converts a Hugging Face folder; everything that headers can tell is checked before anything is written.
 
-    Streams: at most the largest tensor and two layers are in memory. The output appears complete or not at
+    Streams: only the embeddings or one layer are in memory at a time. The output appears complete or not at
     all.
 
     Args:
       source: folder with config.json, safetensors (one file or shards) and a tokenizer.
       output: folder to write.
       dtype: dtype to store; default that of most source tensors.
-      overwrite: replace an existing output.
+      overwrite: replace an existing converted folder, its calibration included.
       progress: show a progress bar.
 
     Raises:
-      ConversionError: the source is not supported, damaged or incomplete.
+      ConversionError: the source is not supported, damaged or incomplete, or lies in the output.
       CheckpointError: the output exists, or the disk is full.
     """
     source = Path(source)
+    if source.resolve().is_relative_to(Path(output).resolve()):
+        raise ConversionError(f"output={str(output)!r} must not be or hold the source {str(source)!r}")
     if dtype is not None and dtype not in DTYPES:
         raise ConversionError(f"dtype={dtype!r} must be one of {DTYPES}")
     parse_config(source, "float32")  # An unsupported model is refused before its weights are looked at.
@@ -87,7 +89,9 @@ def _cast(value: np.ndarray, dtype: str, key: str) -> np.ndarray:
     with np.errstate(over="ignore"):
         cast = value.astype(target)
     if not is_finite(cast):
-        raise ConversionError(f"{key!r} holds values beyond {dtype}'s range; store it as bfloat16 or float32")
+        raise ConversionError(
+            f"{key!r} holds values beyond the range of dtype={dtype!r}; choose 'bfloat16' or 'float32'"
+        )
     return cast
 
 
@@ -146,7 +150,7 @@ def verify_against_transformers(
         import torch
         from transformers import AutoModelForCausalLM
     except ImportError as error:
-        raise ConversionError(f"verifying needs torch and transformers: {error}") from error
+        raise ConversionError(f"--verify needs torch: {error}") from error
     tokens = np.random.default_rng(seed).integers(vocab_size, size=shape, dtype=np.int32)
     with torch.no_grad():
         reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()

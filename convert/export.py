@@ -27,10 +27,10 @@ def source_tensors(params: Mapping[str, Any], config: ModelConfig) -> dict[str, 
 
 
 def export_hf(params: Mapping[str, Any], config: ModelConfig, folder: str | Path) -> None:
-    """Writes `config.json` and `model.safetensors` of a plain Llama model; the tokenizer is the caller's.
+    """Writes `config.json` and `model.safetensors`, which `convert` reads; the tokenizer is the caller's.
 
     Raises:
-      ConversionError: a model that `hf_config` does not write.
+      ConversionError: a model that Hugging Face's configuration of the family cannot describe.
     """
     folder = Path(folder)
     described = hf_config(config)

@@ -1,4 +1,4 @@
-"""Hugging Face weights: one key table per family, shards read lazily, every departure from the table an error."""
+"""Hugging Face weights: one key table per family, shards read lazily, every departure from it an error."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -112,17 +112,11 @@ def entries(config: ModelConfig, layer: int | None) -> list[Entry]:
     else:
         names, shapes = inside, layer_shapes(config)
         prefix = f"{PREFIXES[config.family][0]}layers.{layer}."
-    return [
-        Entry(path, _source_key("/".join(path), names, prefix), shape)
-        for path, shape in flatten(shapes)
-    ]
+    return [Entry(path, _source_key("/".join(path), names, prefix), shape) for path, shape in flatten(shapes)]
 
 
 def _source_key(path: str, names: Mapping[str, str], prefix: str) -> str:
-    if path in names:
-        key = names[path]
-    else:
-        key = names[path.removesuffix("_bias")].removesuffix("weight") + "bias"
+    key = names.get(path) or names[path.removesuffix("_bias")].removesuffix("weight") + "bias"
     return key if key.startswith("lm_head") else prefix + key
 
 
@@ -140,7 +134,7 @@ class HFWeights:
 
     Raises:
       ConversionError: no safetensors (or only `.bin`), a shard missing, cut off or left as a Git-LFS
-        pointer, a key in two shards, a dtype that is not supported.
+        pointer, no tensors at all, a key in two shards, a dtype that is not supported.
     """
 
     def __init__(self, folder: Path):
@@ -149,6 +143,8 @@ class HFWeights:
         self._header: dict[str, tuple[str, tuple[int, ...]]] = {}
         for shard in _shards(folder):
             self._read_header(shard)
+        if not self._header:
+            raise ConversionError(f"{folder}: its safetensors hold no tensors")
 
     @property
     def dtype(self) -> str:
@@ -172,16 +168,12 @@ class HFWeights:
                 self._shard[key], self._header[key] = shard, (dtype, shape)
 
     def resolve(self, config: ModelConfig) -> dict[str, str]:
-        """Table key → key in this folder, after checking that all are there, with their shapes, and no others.
+        """Table key → key in this folder, once all are known to be there, with their shapes, and no others.
 
         Raises:
           ConversionError: missing, unknown or duplicate keys, or a wrong shape, naming them.
         """
-        wanted = [
-            entry
-            for layer in (None, *range(config.num_layers))
-            for entry in entries(config, layer)
-        ]
+        wanted = [entry for layer in (None, *range(config.num_layers)) for entry in entries(config, layer)]
         found: dict[str, str] = {}
         for key in self._shard:
             name = _canonical(key, config)
@@ -214,7 +206,7 @@ class HFWeights:
 
 
 def is_finite(value: np.ndarray) -> bool:
-    """Whether an array of a supported dtype holds no NaN or Inf (all ones in the exponent), in little memory."""
+    """Whether an array of a supported dtype has no NaN or Inf (exponent all ones), in little memory."""
     bits, exponent = _EXPONENTS[str(value.dtype)]
     flat = value.reshape(-1).view(bits)
     pieces = range(0, len(flat), _PIECE)
@@ -240,7 +232,10 @@ def _canonical(key: str, config: ModelConfig) -> str:
 
 def _shards(folder: Path) -> list[Path]:
     if (folder / INDEX).exists():
-        names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ConversionError(f"{folder / INDEX}: weight_map must list keys and their shards")
+        names = sorted(set(weight_map.values()))
         if absent := [name for name in names if not (folder / name).exists()]:
             raise ConversionError(f"{folder} lacks shards that {INDEX} lists: {', '.join(absent)}")
         return [folder / name for name in names]

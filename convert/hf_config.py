@@ -16,6 +16,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+HF_ACTIVATIONS = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
 DTYPES = ("float32", "bfloat16", "float16")
 OPT_POSITION_OFFSET = 2
 """OPT's position table starts with two rows that no token uses."""
@@ -49,15 +50,14 @@ def parse_config(folder: Path, dtype: str) -> ModelConfig:
         raise ConversionError(
             f"architectures={names} is not supported; supported are {sorted(ARCHITECTURES)}"
         )
-    if "quantization_config" in raw:
-        kind = (raw["quantization_config"] or {}).get("quant_method", "unknown")
+    if quantization := raw.get("quantization_config"):
+        kind = quantization.get("quant_method", "unknown")
         raise ConversionError(
             f"quantization_config (quant_method={kind!r}) is not supported; convert the unquantised "
             f"model, whose weights are one of {DTYPES}"
         )
-    parse = _parse_llama if family == "llama" else _parse_opt
     try:
-        return parse(raw, dtype=dtype, bos_id=raw.get("bos_token_id"), eos_ids=_eos(raw, folder))
+        return _parse(family, raw, dtype=dtype, eos_ids=_eos(raw, folder))
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, ConversionError):
             raise
@@ -75,11 +75,14 @@ def _eos(raw: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def _parse(family: str, raw: Mapping[str, Any], **common: Any) -> ModelConfig:
+    parse = _parse_llama if family == "llama" else _parse_opt
+    return parse(raw, bos_id=raw.get("bos_token_id"), **common)
+
+
 def _activation(name: str) -> Activation:
     if name not in ACTIVATIONS:
-        raise ConversionError(
-            f"activation {name!r} is not supported; supported are {sorted(ACTIVATIONS)}"
-        )
+        raise ConversionError(f"activation {name!r} is not supported; supported are {sorted(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
@@ -165,31 +168,67 @@ def _parse_opt(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
-    """`config.json` of a Llama model of ours; inverse of `parse_config` for that family.
+    """`config.json` of a model of ours; inverse of `parse_config`.
 
     Raises:
-      ConversionError: another family (only the demo checkpoint's is written).
+      ConversionError: a model that Hugging Face's configuration of the family cannot describe.
     """
-    if config.family != "llama" or config.rope is None or config.rope.kind != "default":
-        raise ConversionError(f"only plain Llama models are written, not {config.family!r}")
+    raw = {
+        "bos_token_id": config.bos_id,
+        "dtype": config.dtype,
+        "eos_token_id": list(config.eos_ids),
+        "hidden_size": config.embed_dim,
+        "max_position_embeddings": config.max_positions,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "tie_word_embeddings": config.tie_embeddings,
+        "vocab_size": config.vocab_size,
+    } | (_llama_settings(config) if config.family == "llama" else _opt_settings(config))
+    ours = config.to_json()
+    described = _parse(config.family, raw, dtype=config.dtype, eos_ids=config.eos_ids).to_json()
+    if lost := {name: value for name, value in ours.items() if described[name] != value}:
+        raise ConversionError(f"{config.family} models of Hugging Face have no setting for {lost}")
+    return raw
+
+
+def _llama_settings(config: ModelConfig) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "attention_bias": config.qkv_bias,
-        "bos_token_id": config.bos_id,
-        "dtype": config.dtype,
-        "eos_token_id": list(config.eos_ids),
         "head_dim": config.head_dim,
-        "hidden_act": config.activation,
-        "hidden_size": config.embed_dim,
+        "hidden_act": HF_ACTIVATIONS[config.activation],
         "intermediate_size": config.ffn_dim,
-        "max_position_embeddings": config.max_positions,
         "mlp_bias": config.mlp_bias,
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
         "num_key_value_heads": config.num_kv_heads,
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": {"rope_theta": config.rope.theta, "rope_type": "default"},
-        "tie_word_embeddings": config.tie_embeddings,
-        "vocab_size": config.vocab_size,
+        "rope_parameters": _rope_settings(config.rope),
+    }
+
+
+def _rope_settings(rope: RopeConfig | None) -> dict[str, Any]:
+    if rope is None:
+        return {}
+    settings: dict[str, Any] = {"rope_theta": rope.theta, "rope_type": rope.kind}
+    if rope.kind != "default":
+        settings["factor"] = rope.factor
+    if rope.kind == "llama3":
+        settings |= {
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_positions,
+        }
+    return settings
+
+
+def _opt_settings(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "activation_function": HF_ACTIVATIONS[config.activation],
+        "do_layer_norm_before": config.pre_norm,
+        "enable_bias": config.qkv_bias,
+        "ffn_dim": config.ffn_dim,
+        "_remove_final_layer_norm": config.pre_norm and not config.final_norm,
+        "word_embed_proj_dim": config.token_embed_dim or config.embed_dim,
     }

@@ -58,8 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-linear-new": LLAMA
     | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}},
     "llama3-old": LLAMA | {"rope_scaling": {"rope_type": "llama3", **LLAMA3_ROPE}},
-    "llama3-new": LLAMA
-    | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **LLAMA3_ROPE}},
+    "llama3-new": LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **LLAMA3_ROPE}},
     "llama-head-dim-80": LLAMA | {"head_dim": 80, "num_key_value_heads": 2},
     "llama-gelu": LLAMA | {"hidden_act": "gelu"},
     "opt": OPT,
@@ -77,8 +76,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     D, F, N, K = (
-        c[k]
-        for k in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        c[k] for k in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     )
     H = c.get("head_dim", D // N)
     keys: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, D), "model.norm.weight": (D,)}
@@ -146,6 +144,16 @@ def write_variant(name: str, folder: Path) -> Path:
     save_file(weights(config), folder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(folder)
     return folder
+
+
+def write_sharded(folder: Path, tensors: dict[str, np.ndarray], count: int) -> None:
+    """Writes `count` shards, keys dealt round robin, and their index."""
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    weight_map = {key: names[i % count] for i, key in enumerate(sorted(tensors))}
+    for name in names:
+        part = {key: tensors[key] for key, shard in weight_map.items() if shard == name}
+        save_file(part, folder / name, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def write_tokenizer(folder: Path, size: int = VOCAB) -> None:

@@ -1,6 +1,6 @@
 """Writes `golden/*.npz`: logits of transformers, for machines where torch is not installed.
 
-    python tests/make_golden.py REFERENCE_MODELS_FOLDER
+python tests/make_golden.py REFERENCE_MODELS_FOLDER
 """
 
 import sys

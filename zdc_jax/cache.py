@@ -52,9 +52,7 @@ class KVCache:
     window: int
 
     @classmethod
-    def create(
-        cls, plan: CompressionPlan, *, batch: int, capacity: int, dtype: jnp.dtype
-    ) -> "KVCache":
+    def create(cls, plan: CompressionPlan, *, batch: int, capacity: int, dtype: jnp.dtype) -> "KVCache":
         """An empty cache for `batch` rows of up to `capacity` tokens.
 
         Raises:
@@ -109,9 +107,7 @@ def check_fits(
     low, high = 0, capacity
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (
-            (middle, high) if plan.bytes(middle, batch, itemsize) <= free else (low, middle - 1)
-        )
+        low, high = (middle, high) if plan.bytes(middle, batch, itemsize) <= free else (low, middle - 1)
     raise CacheMemoryError(
         f"a KV cache of {batch=} x {capacity=} tokens needs {needed:,} bytes, {free:,} are free; "
         f"what fits: batch {largest_batch} at this length, or length {low} at this batch"
@@ -137,9 +133,7 @@ def append(
     segment = _write(segment, layer, k, v, positions, end, sinks, window)
     if not (sinks or window):
         return segment, None
-    own = NearKeys(
-        k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.where(positions >= sinks, positions, -1)
-    )
+    own = NearKeys(k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.where(positions >= sinks, positions, -1))
     parts = [_read_sinks(segment, layer, sinks), near_past, own]
     return segment, NearKeys(
         *(
@@ -178,9 +172,7 @@ def _write(
     )
 
 
-def _read_recent(
-    segment: CacheSegment, layer: Array, start: Array, sinks: int, window: int
-) -> NearKeys:
+def _read_recent(segment: CacheSegment, layer: Array, start: Array, sinks: int, window: int) -> NearKeys:
     """All coordinates of the `window` positions before `start` [B]; position -1 marks an absent one."""
     positions = start[:, None] - window + jnp.arange(window)  # [B, W]
     slots = sinks + (positions - sinks) % window
@@ -196,8 +188,10 @@ def _read_recent(
 
 def _read_sinks(segment: CacheSegment, layer: Array, sinks: int) -> NearKeys:
     batch = segment.k.shape[1]
-    join = lambda prefix, ring: jnp.concatenate(  # noqa: E731
-        [prefix[layer, :, :, :sinks], ring[layer, :, :, :sinks]], -1
+    join = (
+        lambda prefix, ring: jnp.concatenate(  # noqa: E731
+            [prefix[layer, :, :, :sinks], ring[layer, :, :, :sinks]], -1
+        )
     )
     return NearKeys(
         join(segment.k, segment.ring_k),

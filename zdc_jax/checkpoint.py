@@ -1,20 +1,21 @@
 """The converted folder: unmodified weights in our layout, complete or not there at all.
 
-    manifest.json      format version, config, source, hash of every item; written last
-    embeddings/        one Orbax item: everything outside the layers
-    layers/000/ …      one Orbax item a layer (`zdc_jax.model.params` lists names and shapes)
-    tokenizer.json …   copied from the source
-    calibration/       moments and basis, written by `zdc calibrate`
+manifest.json      format version, config, source, fingerprint, hash of every item; written last
+embeddings/        one Orbax item: everything outside the layers
+layers/000/ …      one Orbax item a layer (`zdc_jax.model.params` lists names and shapes)
+tokenizer.json …   copied from the source
+calibration/       moments and basis, written by `zdc calibrate`
 """
 
 import errno
+import glob
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -54,7 +55,8 @@ class Checkpoint:
         """
         path = Path(path)
         if not path.is_dir():
-            raise CheckpointError(f"{path} is not a folder; give one written by `zdc convert`")
+            what = "is not a folder" if path.exists() else "does not exist"
+            raise CheckpointError(f"{path} {what}; give a folder written by `zdc convert`")
         try:
             manifest = json.loads((path / MANIFEST).read_text())
         except FileNotFoundError:
@@ -73,16 +75,17 @@ class Checkpoint:
             config = ModelConfig.from_json(manifest["config"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path / MANIFEST}: corrupt config: {error}") from error
+        if absent := {"fingerprint", "sha256"} - manifest.keys():
+            raise CheckpointError(f"{path / MANIFEST} lacks {sorted(absent)}; convert again")
         for item in _items(config):
-            if item not in manifest.get("sha256", {}) or not (path / item).is_dir():
+            if item not in manifest["sha256"] or not (path / item).is_dir():
                 raise CheckpointError(f"{path}: item {item} is missing; convert again")
         return cls(path, config, manifest)
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
-        """Short hash of all weights; plans and bases name the model by it."""
-        joined = "".join(self.manifest["sha256"][item] for item in _items(self.config))
-        return hashlib.sha256(joined.encode()).hexdigest()[:16]
+        """Short hash of all weights, equal for equal weights; plans and bases name the model by it."""
+        return self.manifest["fingerprint"]
 
     @property
     def calibration_path(self) -> Path:
@@ -110,42 +113,55 @@ class Checkpoint:
 
     def _read(self, item: str, shapes: dict[str, Any]) -> dict[str, Any]:
         try:
-            tree = ocp.StandardCheckpointer().restore((self.path / item).resolve())
+            with closing(ocp.StandardCheckpointer()) as orbax:
+                tree = orbax.restore((self.path / item).resolve())
         except Exception as error:
             # Orbax raises many kinds for a damaged item; all mean the same here.
             raise CheckpointError(f"{self.path}: item {item} cannot be read: {error}") from error
         found = jax.tree.map(np.shape, tree)
         if found != shapes:
             raise CheckpointError(f"{self.path}: item {item} holds {found}, expected {shapes}")
+        if wrong := {str(x.dtype) for x in jax.tree.leaves(tree)} - {self.config.dtype}:
+            raise CheckpointError(
+                f"{self.path}: item {item} holds {sorted(wrong)}, expected {self.config.dtype}"
+            )
         return jax.tree.map(np.asarray, tree)
 
 
 class CheckpointWriter:
     """Writes a converted folder beside its final place and renames it there when complete.
 
-    Used as a context manager; leaving it without `finish` (an error, an interrupt) removes what was written.
+    Used as a context manager; leaving it without `finish` (an error, an interrupt) removes what was written,
+    entering it what killed processes left. Overwriting replaces the whole folder, its calibration included,
+    and only ever a converted (or empty) one.
 
     Raises:
-      CheckpointError: the output exists and `overwrite` is False, its parent is no folder, or the disk is
-        full.
+      CheckpointError: the output exists and `overwrite` is False or it is no converted folder, it cannot be
+        made, or the disk is full.
     """
 
     def __init__(self, output: str | Path, *, overwrite: bool = False):
-        self.output = Path(output).absolute()
+        self.output = Path(output).resolve()
         self.overwrite = overwrite
-        self.partial = self.output.with_name(f".{self.output.name}.partial-{os.getpid()}")
-        self._orbax = ocp.StandardCheckpointer()
+        self.partial = self._sibling("partial", os.getpid())
+        self._weights: dict[str, str] = {}
 
     def __enter__(self) -> Self:
-        if self.output.exists() and not self.overwrite:
-            raise CheckpointError(f"{self.output} exists; choose another folder or pass --overwrite")
-        if self.output.is_file():
-            raise CheckpointError(f"{self.output} is a file; give a folder")
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        for stale in self.output.parent.glob(f".{self.output.name}.partial-*"):
-            if not _is_alive(stale.name.rpartition("-")[2]):
-                shutil.rmtree(stale, ignore_errors=True)
-        self.partial.mkdir()
+        if self.output.exists():
+            if not self.overwrite:
+                raise CheckpointError(f"{self.output} exists; choose another folder or pass --overwrite")
+            if not _is_replaceable(self.output):
+                raise CheckpointError(
+                    f"{self.output} is not a converted folder, so --overwrite leaves it alone; "
+                    "choose another or delete it yourself"
+                )
+        try:
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            self._remove_stale()
+            self.partial.mkdir()
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.output}: {error}") from error
+        self._orbax = ocp.StandardCheckpointer()
         return self
 
     def __exit__(
@@ -154,12 +170,12 @@ class CheckpointWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._orbax.close()
-        shutil.rmtree(self.partial, ignore_errors=True)
+        try:
+            self._orbax.close()
+        finally:
+            shutil.rmtree(self.partial, ignore_errors=True)
         if _is_disk_full(error):
-            raise CheckpointError(
-                f"no space left for {self.output}; nothing was written there"
-            ) from error
+            raise CheckpointError(f"no space left for {self.output}; nothing was written there") from error
 
     def write_embeddings(self, tree: Mapping[str, Any]) -> None:
         """Writes the parameters outside the layers."""
@@ -175,29 +191,57 @@ class CheckpointWriter:
         (self.partial / name).write_bytes(data)
 
     def finish(self, config: ModelConfig, source: Mapping[str, Any]) -> Checkpoint:
-        """Hashes every item, writes the manifest last, and renames the folder into place."""
+        """Hashes every item, writes the manifest last, and renames the folder into place.
+
+        Raises:
+          CheckpointError: an item of this config was not written.
+        """
+        items = _items(config)
+        if absent := [item for item in items if item not in self._weights]:
+            raise CheckpointError(f"{self.output}: items never written: {', '.join(absent)}")
+        weights = "".join(self._weights[item] for item in items)
         manifest = {
             "format_version": FORMAT_VERSION,
             "config": config.to_json(),
             "source": dict(source),
-            "sha256": {item: _hash_folder(self.partial / item) for item in _items(config)},
+            "fingerprint": hashlib.sha256(weights.encode()).hexdigest()[:16],
+            "sha256": {item: _hash_folder(self.partial / item) for item in items},
         }
-        with (self.partial / MANIFEST).open("w") as file:
-            json.dump(manifest, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        if self.output.exists():
-            aside = self.output.with_name(f".{self.output.name}.replaced-{os.getpid()}")
-            self.output.rename(aside)
-            self.partial.rename(self.output)
-            shutil.rmtree(aside)
-        else:
-            self.partial.rename(self.output)
+        (self.partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        for path in (*self.partial.rglob("*"), self.partial):
+            _sync(path)
+        self._publish()
         return Checkpoint.open(self.output)
 
     def _write(self, item: str, tree: Mapping[str, Any]) -> None:
+        self._weights[item] = _hash_arrays(tree)
         self._orbax.save(self.partial / item, tree)
         self._orbax.wait_until_finished()
+
+    def _publish(self) -> None:
+        """Renames the finished folder into place; a failure leaves the old one where it was."""
+        if self.overwrite and self.output.exists():
+            aside = self._sibling("replaced", os.getpid())
+            self.output.rename(aside)
+            try:
+                self.partial.rename(self.output)
+            except BaseException:
+                aside.rename(self.output)
+                raise
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            self.partial.rename(self.output)
+        _sync(self.output.parent)
+
+    def _sibling(self, role: str, pid: int | str) -> Path:
+        return self.output.with_name(f".{self.output.name}.{role}-{pid}")
+
+    def _remove_stale(self) -> None:
+        """Removes what dead processes left; a replaced folder only if its successor is in place."""
+        for role in ("partial", "replaced") if self.output.exists() else ("partial",):
+            for stale in self.output.parent.glob(glob.escape(self._sibling(role, "").name) + "*"):
+                if not _is_other_process(stale.name.rpartition("-")[2]):
+                    shutil.rmtree(stale, ignore_errors=True)
 
 
 def _items(config: ModelConfig) -> list[str]:
@@ -214,14 +258,40 @@ def _hash_folder(folder: Path) -> str:
     return total.hexdigest()
 
 
-def _is_alive(pid: str) -> bool:
+def _hash_arrays(tree: Mapping[str, Any]) -> str:
+    """sha256 over paths, dtypes, shapes and values; the files differ between runs, as Orbax dates them."""
+    total = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(tree)):
+        total.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}\n".encode())
+        total.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
+    return total.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_replaceable(path: Path) -> bool:
+    """Whether a folder is empty or was written by `CheckpointWriter`, of whatever version."""
+    try:
+        return not any(path.iterdir()) or "format_version" in json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _is_other_process(pid: str) -> bool:
+    """Whether another process has this id; our own may be a killed one's, as containers all start at 1."""
     try:
         os.kill(int(pid), 0)
     except (ValueError, ProcessLookupError):
         return False
     except PermissionError:
         return True
-    return True
+    return int(pid) != os.getpid()
 
 
 def _is_disk_full(error: BaseException | None) -> bool:

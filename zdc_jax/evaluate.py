@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from zdc_jax.axes import Array
 from zdc_jax.loading import LanguageModel
 from zdc_jax.model.transformer import Transformer
+from zdc_jax.plan import CompressionPlan
 
 _POSITIONS_PER_BLOCK = 512
 """Positions whose logits are in memory at once."""
@@ -21,7 +22,7 @@ BOOTSTRAP_SAMPLES = 10_000
 class PerplexityReport:
     """Perplexity per token with and without a plan; `increase` is the relative degradation Q of ZDC §5.2.
 
-    `interval` is the 95 % paired bootstrap interval of `increase` over windows.
+    `interval` is the 95 % paired bootstrap interval of `increase` over windows, `window_increases` their own.
     """
 
     perplexity: float
@@ -32,6 +33,7 @@ class PerplexityReport:
     window_length: int
     kv_bytes: int
     dense_kv_bytes: int
+    window_increases: tuple[float, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON value."""
@@ -78,7 +80,6 @@ def compare(
     """Perplexity of `model` on `windows` [W, T], beside the unmodified model's `dense_nll` [W] on the same."""
     nll = window_nll(model.network, windows, batch=batch)
     length, itemsize = windows.shape[1], model.network.dtype.itemsize
-    config = model.config
     return PerplexityReport(
         perplexity=float(np.exp(nll.mean())),
         dense_perplexity=float(np.exp(dense_nll.mean())),
@@ -87,17 +88,14 @@ def compare(
         windows=len(windows),
         window_length=length,
         kv_bytes=model.plan.bytes(length, 1, itemsize),
-        dense_kv_bytes=type(model.plan).full(config).bytes(length, 1, itemsize),
+        dense_kv_bytes=CompressionPlan.full(model.config).bytes(length, 1, itemsize),
+        window_increases=tuple(np.expm1(nll - dense_nll).tolist()),
     )
 
 
-def bootstrap_interval(
-    differences: np.ndarray, *, level: float = 0.95, seed: int = 0
-) -> tuple[float, float]:
+def bootstrap_interval(differences: np.ndarray, *, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
     """Percentile interval of exp(mean difference) - 1 over resampled windows [W]."""
-    picks = np.random.default_rng(seed).integers(
-        len(differences), size=(BOOTSTRAP_SAMPLES, len(differences))
-    )
+    picks = np.random.default_rng(seed).integers(len(differences), size=(BOOTSTRAP_SAMPLES, len(differences)))
     increases = np.expm1(differences[picks].mean(1))
     tail = (1 - level) / 2
     low, high = np.quantile(increases, [tail, 1 - tail])

@@ -78,9 +78,7 @@ class CompressionPlan:
             raise PlanError(f"layer {index}: rank 0 leaves nothing to attend to with window=0")
 
     @classmethod
-    def uniform(
-        cls, config: ModelConfig, *, qk: int, v: int, window: int = 0, sinks: int = 0
-    ) -> Self:
+    def uniform(cls, config: ModelConfig, *, qk: int, v: int, window: int = 0, sinks: int = 0) -> Self:
         """The same R=`qk` and Z=`v` in every layer."""
         return cls(
             (LayerRanks(qk, v),) * config.num_layers,
@@ -179,9 +177,7 @@ class CompressionPlan:
             if mine != theirs:
                 raise PlanError(f"the plan has {name}={mine}, the model {theirs}")
         if self.fingerprint and self.fingerprint != fingerprint:
-            raise PlanError(
-                f"the plan was made for model {self.fingerprint!r}, this one is {fingerprint!r}"
-            )
+            raise PlanError(f"the plan was made for model {self.fingerprint!r}, this one is {fingerprint!r}")
 
     def for_model(self, fingerprint: str) -> Self:
         """The same plan bound to the model with this fingerprint."""

@@ -195,9 +195,7 @@ class _Session:
         return bool(np.all(np.asarray(state.done) | (np.asarray(state.count) >= self.limit)))
 
     def _mark_stopped(self, state: DecodeState) -> DecodeState:
-        done = np.asarray(state.done) | [
-            self._cut(self._text(row)) is not None for row in self._rows(state)
-        ]
+        done = np.asarray(state.done) | [self._cut(self._text(row)) is not None for row in self._rows(state)]
         return DecodeState(state.cache, state.tokens, state.count, state.last, jnp.asarray(done))
 
     def _rows(self, state: DecodeState) -> list[np.ndarray]:

@@ -84,9 +84,7 @@ def _prefill_chunk(
     hidden, cache = network.extend(cache, tokens, jnp.minimum(lengths, start + tokens.shape[1]))
     last = lengths - 1 - start
     inside = (last >= 0) & (last < tokens.shape[1])
-    picked = jnp.take_along_axis(
-        hidden, jnp.clip(last, 0, tokens.shape[1] - 1)[:, None, None], axis=1
-    )
+    picked = jnp.take_along_axis(hidden, jnp.clip(last, 0, tokens.shape[1] - 1)[:, None, None], axis=1)
     return jnp.where(inside[:, None], picked[:, 0], last_hidden), cache
 
 

@@ -57,9 +57,7 @@ class Attention(nnx.Module):
             )
             return q, rotate(k, positions, per_head, interleaved=True)
         assert self.config.rope is not None
-        angles = jnp.asarray(
-            rope_frequencies(self.config.rope, self.config.head_dim), jnp.float32
-        )
+        angles = jnp.asarray(rope_frequencies(self.config.rope, self.config.head_dim), jnp.float32)
         return (
             rotate(q, positions, angles, interleaved=False),
             rotate(k, positions, angles, interleaved=False),

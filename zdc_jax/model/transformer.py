@@ -64,23 +64,17 @@ class Transformer(nnx.Module):
         self.positions = param(embeddings, "positions")
         self.project_in = param(embeddings, "project_in")
         self.project_out = param(embeddings, "project_out")
-        self.final_norm = (
-            Norm(embeddings["final_norm"], config.norm_eps) if config.final_norm else None
-        )
+        self.final_norm = Norm(embeddings["final_norm"], config.norm_eps) if config.final_norm else None
         self.lm_head = param(embeddings, "lm_head")
         source = iter(layers)
-        self.runs = nnx.List(
-            [Block(_stack(source, stop - start), config) for _, start, stop in plan.runs()]
-        )
+        self.runs = nnx.List([Block(_stack(source, stop - start), config) for _, start, stop in plan.runs()])
 
     @property
     def dtype(self) -> jnp.dtype:
         """Dtype of weights, activations and cache."""
         return self.tokens[...].dtype
 
-    def embed(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
-    ) -> Float[Array, "B T D"]:
+    def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Token (and learned position) embeddings."""
         x = self.tokens[...][tokens]
         if self.project_in is not None:

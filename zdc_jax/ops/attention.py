@@ -176,8 +176,7 @@ def _xla_block(
     logits = [
         jnp.where(
             visible[:, None, None],
-            scale
-            * einsum_f32("BTKGR,BKSR->BKGTS", q[..., : key.shape[-1]], key),
+            scale * einsum_f32("BTKGR,BKSR->BKGTS", q[..., : key.shape[-1]], key),
             jnp.finfo(jnp.float32).min,
         )
         for key, _, visible in parts

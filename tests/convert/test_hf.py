@@ -1,0 +1,388 @@
+"""Hugging Face folders: what their configs mean, and that every departure is refused by name."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hf_variants import LLAMA3_ROPE, VARIANTS, VOCAB, weights, write_sharded, write_tokenizer, write_variant
+from safetensors.numpy import load_file, save_file
+
+import convert.conversion
+from convert.conversion import convert as convert_folder
+from convert.hf import INDEX, SINGLE, Entry, HFWeights, entries
+from convert.hf_config import hf_config, parse_config
+from zdc_jax.config import RopeConfig
+from zdc_jax.errors import ConversionError
+
+Change = Callable[[Path], object]
+
+
+def edit_config(folder: Path, **changes: Any) -> Path:
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | changes))
+    return folder
+
+
+def edit_tensors(folder: Path, **changes: np.ndarray | None) -> Path:
+    """Replaces, adds or (None) removes tensors; `__` stands for a dot."""
+    tensors = load_file(folder / SINGLE)
+    for name, value in changes.items():
+        key = name.replace("__", ".")
+        if value is None:
+            del tensors[key]
+        else:
+            tensors[key] = value
+    save_file(tensors, folder / SINGLE)
+    return folder
+
+
+def rename_tensors(folder: Path, old: str, new: str) -> None:
+    tensors = load_file(folder / SINGLE)
+    save_file({key.replace(old, new): value for key, value in tensors.items()}, folder / SINGLE)
+
+
+def parse(name: str, folder: Path, **changes: Any) -> Any:
+    return parse_config(edit_config(write_variant(name, folder), **changes), "float32")
+
+
+# --- What a config means ---------------------------------------------------------------------------------
+
+MEANINGS: dict[str, dict[str, Any]] = {
+    "llama-mha": {"num_kv_heads": 4, "head_dim": 12, "tie_embeddings": False, "rope": RopeConfig(theta=1e4)},
+    "llama-gqa": {"num_kv_heads": 2, "group_size": 2},
+    "llama-mqa": {"num_kv_heads": 1, "group_size": 4},
+    "llama-tied": {"tie_embeddings": True},
+    "llama-biases": {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+    "llama-linear-old": {"rope": RopeConfig(theta=1e4, kind="linear", factor=4.0)},
+    "llama-linear-new": {"rope": RopeConfig(theta=5e3, kind="linear", factor=4.0)},
+    "llama-head-dim-80": {"head_dim": 80, "embed_dim": 48},
+    "llama-gelu": {"activation": "gelu"},
+    "opt": {
+        "rope": None,
+        "num_position_rows": 130,
+        "qkv_bias": True,
+        "final_norm": True,
+        "token_embed_dim": None,
+        "tie_embeddings": True,
+    },
+    "opt-350m-like": {"pre_norm": False, "final_norm": False, "token_embed_dim": 32},
+    "opt-no-bias": {"qkv_bias": False, "out_bias": False, "mlp_bias": False},
+    "opt-no-final-norm": {"pre_norm": True, "final_norm": False},
+}
+
+
+@pytest.mark.parametrize("name", MEANINGS)
+def test_meaning_of_configs(name, tmp_path):
+    config = parse(name, tmp_path)
+    assert {field: getattr(config, field) for field in MEANINGS[name]} == MEANINGS[name]
+
+
+@pytest.mark.parametrize("kind_key", ["type", "rope_type"])
+def test_old_and_new_rope_settings_mean_the_same(kind_key, tmp_path):
+    scaling = {kind_key: "llama3", **LLAMA3_ROPE}
+    old = parse("llama-mha", tmp_path / "old", rope_theta=7e3, rope_scaling=scaling)
+    new = parse("llama-mha", tmp_path / "new", rope_parameters={"rope_theta": 7e3, **scaling})
+    assert old.rope == new.rope
+    assert old.rope == RopeConfig(
+        theta=7e3,
+        kind="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_positions=32,
+    )
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("silu", "silu"),
+        ("relu", "relu"),
+        ("gelu", "gelu"),
+        ("gelu_new", "gelu_tanh"),
+        ("gelu_pytorch_tanh", "gelu_tanh"),
+    ],
+)
+def test_activations(theirs, ours, tmp_path):
+    assert parse("llama-mha", tmp_path / "llama", hidden_act=theirs).activation == ours
+    assert parse("opt", tmp_path / "opt", activation_function=theirs).activation == ours
+
+
+def test_null_means_the_default(tmp_path):
+    nulls = dict.fromkeys(
+        ("head_dim", "rope_scaling", "num_key_value_heads", "attention_bias", "quantization_config")
+    )
+    assert parse("llama-mha", tmp_path / "null", **nulls) == parse("llama-mha", tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    ("own", "generation", "expected"),
+    [(2, None, (2,)), ([3, 4], None, (3, 4)), (None, None, ()), (2, [2, 9], (2, 9)), (None, 5, (5,))],
+)
+def test_end_ids_of_both_files(own, generation, expected, tmp_path):
+    write_variant("llama-mha", tmp_path)
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert parse_config(edit_config(tmp_path, eos_token_id=own), "float32").eos_ids == expected
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_hf_config_is_the_inverse(name, tmp_path):
+    config = parse(name, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(config)))
+    assert parse_config(tmp_path, config.dtype) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("opt", {"norm_eps": 1e-6}, "opt models .* no setting for {'norm_eps': 1e-06}"),
+        ("llama-mha", {"qkv_bias": True}, "llama models .* no setting for {'out_bias': False}"),
+    ],
+)
+def test_hf_config_refuses_what_it_cannot_say(name, change, message, tmp_path):
+    config = parse(name, tmp_path)
+    with pytest.raises(ConversionError, match=message):
+        hf_config(type(config)(**{**vars(config), **change}))
+
+
+# --- The key table ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_key_table_covers_exactly_the_checkpoint(name, tmp_path):
+    config = parse(name, tmp_path)
+    table = {
+        entry.key: entry.source_shape
+        for layer in (None, *range(config.num_layers))
+        for entry in entries(config, layer)
+    }
+    assert table == {key: value.shape for key, value in weights(VARIANTS[name]).items()}
+
+
+@pytest.mark.parametrize(
+    ("path", "ours", "theirs"),
+    [
+        (("attention", "q"), (5, 2, 3), (6, 5)),
+        (("attention", "o"), (2, 3, 5), (5, 6)),
+        (("attention", "k_bias"), (2, 3), (6,)),
+        (("mlp", "up"), (5, 7), (7, 5)),
+        (("mlp_norm", "scale"), (5,), (5,)),
+        (("tokens",), (9, 5), (9, 5)),
+    ],
+)
+def test_entries_transpose_and_split_heads(path, ours, theirs):
+    entry = Entry(path, "key", ours)
+    assert entry.source_shape == theirs
+    source = np.arange(np.prod(theirs), dtype=np.float32).reshape(theirs)
+    turned = entry.to_ours(source)
+    assert turned.shape == ours
+    np.testing.assert_array_equal(entry.to_source(turned), source)
+    if path == ("attention", "q"):  # Head n owns rows 3n … 3n + 2 of the source.
+        np.testing.assert_array_equal(turned[:, 1], source[3:6].T)
+    if path == ("attention", "o"):
+        np.testing.assert_array_equal(turned[1], source[:, 3:6].T)
+
+
+def test_both_opt_prefixes_are_read(tmp_path):
+    first = convert_folder(write_variant("opt", tmp_path / "a"), tmp_path / "A", progress=False)
+    rename_tensors(write_variant("opt", tmp_path / "b"), "model.decoder.", "decoder.")
+    second = convert_folder(tmp_path / "b", tmp_path / "B", progress=False)
+    assert first.fingerprint == second.fingerprint
+
+
+def test_known_buffers_and_a_tied_head_are_ignored(tmp_path):
+    plain = convert_folder(write_variant("llama-tied", tmp_path / "a"), tmp_path / "A", progress=False)
+    extra = {
+        "model__layers__0__self_attn__rotary_emb__inv_freq": np.ones(6, np.float32),
+        "lm_head__weight": np.ones((VOCAB, 48), np.float32),
+    }
+    edit_tensors(write_variant("llama-tied", tmp_path / "b"), **extra)
+    assert convert_folder(tmp_path / "b", tmp_path / "B", progress=False).fingerprint == plain.fingerprint
+
+
+@pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_stored_dtypes_are_read_as_they_are(stored, tmp_path):
+    write_variant("llama-gqa", tmp_path)
+    tensors = {key: value.astype(stored) for key, value in load_file(tmp_path / SINGLE).items()}
+    save_file(tensors, tmp_path / SINGLE)
+    source = HFWeights(tmp_path)
+    assert source.dtype == np.dtype(stored).name
+    for key, value in tensors.items():
+        np.testing.assert_array_equal(source.read(key).view(np.uint8), value.view(np.uint8))
+
+
+# --- Refusals --------------------------------------------------------------------------------------------
+
+CONFIG_ERRORS: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "llama-mha",
+        {"architectures": ["GPT2LMHeadModel"]},
+        r"GPT2LMHeadModel.*supported are .*LlamaForCausalLM",
+    ),
+    ("llama-mha", {"architectures": None}, r"architectures=\[\] is not supported"),
+    ("llama-mha", {"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq'.*float32"),
+    ("llama-mha", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'.*'default', 'linear'"),
+    ("llama-mha", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'.*'llama3'"),
+    ("llama-mha", {"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported"),
+    ("llama-mha", {"rope_scaling": {"type": "linear"}}, "config.json: missing 'factor'"),
+    ("llama-mha", {"hidden_act": "swiglu"}, "'swiglu' is not supported; supported are .*'silu'"),
+    ("llama-mha", {"hidden_size": "wide"}, "config.json: "),
+    ("llama-mha", {"num_key_value_heads": 3}, "multiple of self.num_kv_heads=3"),
+    ("opt", {"activation_function": "elu"}, "'elu' is not supported"),
+    ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=False"),
+]
+
+
+def refuse(folder: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Converting raises with this message before a writer is even made."""
+
+    def no_writer(*_: Any, **__: Any) -> None:
+        raise AssertionError("an error that headers could tell came after writing began")
+
+    monkeypatch.setattr(convert.conversion, "CheckpointWriter", no_writer)
+    with pytest.raises(ConversionError, match=message):
+        convert_folder(folder, folder.parent / "output", progress=False)
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), CONFIG_ERRORS)
+def test_unsupported_configs_are_refused(name, changes, message, tmp_path, monkeypatch):
+    refuse(edit_config(write_variant(name, tmp_path / "hf"), **changes), message, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: (p / "config.json").unlink(), "hf has no config.json"),
+        (lambda p: (p / "config.json").write_text("{"), "cannot read .*config.json"),
+        (lambda p: (p / "config.json").write_text("[]"), "must hold a JSON object, found list"),
+        (lambda p: p.rename(p.parent / "gone"), "hf is not a folder"),
+    ],
+)
+def test_unreadable_configs_are_refused(change, message, tmp_path, monkeypatch):
+    change(write_variant("llama-gqa", tmp_path / "hf"))
+    refuse(tmp_path / "hf", message, monkeypatch)
+
+
+NORM = "model__norm__weight"
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+
+
+def lose_shard(folder: Path) -> None:
+    write_sharded(folder, load_file(folder / SINGLE), 3)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+
+
+def repeat_key(folder: Path) -> None:
+    tensors = load_file(folder / SINGLE)
+    write_sharded(folder, tensors, 2)
+    shard = folder / "model-00002-of-00002.safetensors"
+    save_file(load_file(shard) | {"model.embed_tokens.weight": tensors["lm_head.weight"]}, shard)
+
+
+def only_bin(folder: Path) -> None:
+    (folder / SINGLE).rename(folder / "pytorch_model.bin")
+
+
+def cut_off(folder: Path) -> None:
+    (folder / SINGLE).write_bytes((folder / SINGLE).read_bytes()[:-100])
+
+
+WEIGHT_ERRORS: dict[str, tuple[Change, str]] = {
+    "unknown": (
+        lambda p: edit_tensors(p, model__extra=np.ones(2, np.float32)),
+        r"unknown keys \(1\): model.extra",
+    ),
+    "unknown layer": (lambda p: edit_config(p, num_hidden_layers=1), r"unknown keys \(9\): model.layers.1"),
+    "untied head": (lambda p: edit_tensors(p, lm_head__weight=None), r"missing keys \(1\): lm_head.weight"),
+    "missing": (lambda p: edit_tensors(p, **{NORM: None}), r"missing keys \(1\): model.norm.weight"),
+    "missing layer": (lambda p: edit_config(p, num_hidden_layers=3), r"missing keys \(9\): model.layers.2"),
+    "shape": (
+        lambda p: edit_tensors(p, **{NORM: np.ones(47, np.float32)}),
+        r"'model.norm.weight' has shape \(47,\), the config asks for \(48,\)",
+    ),
+    "integers": (
+        lambda p: edit_tensors(p, **{NORM: np.ones(48, np.int8)}),
+        r"'model.norm.weight' has dtype I8; supported are \['BF16', 'F16', 'F32'\]",
+    ),
+    "doubles": (lambda p: edit_tensors(p, **{NORM: np.ones(48)}), "'model.norm.weight' has dtype F64"),
+    "lost shard": (lose_shard, "lacks shards that .*index.json lists: model-00002-of-00003.safetensors"),
+    "two shards": (repeat_key, "duplicate key 'model.embed_tokens.weight': in model-00001.* in model-00002"),
+    "empty index": (lambda p: (p / INDEX).write_text("{}"), "weight_map must list keys"),
+    "no tensors": (lambda p: save_file({}, p / SINGLE), "hold no tensors"),
+    "pointer": (lambda p: (p / SINGLE).write_text(LFS_POINTER), "Git-LFS pointer.*git lfs pull"),
+    "cut off": (cut_off, "model.safetensors is not a whole safetensors file"),
+    "only .bin": (only_bin, r"only .bin weights; .*python -c .*from_pretrained\('.*hf'\).*save_pretrained"),
+    "no weights": (lambda p: (p / SINGLE).unlink(), "neither model.safetensors nor"),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHT_ERRORS)
+def test_wrong_weights_are_refused_before_writing(name, tmp_path, monkeypatch):
+    change, message = WEIGHT_ERRORS[name]
+    change(write_variant("llama-gqa", tmp_path / "hf"))
+    refuse(tmp_path / "hf", message, monkeypatch)
+
+
+def test_one_weight_under_both_prefixes_is_refused(tmp_path, monkeypatch):
+    write_variant("opt", tmp_path / "hf")
+    extra = {"decoder.embed_tokens.weight": np.ones((VOCAB, 48), np.float32)}
+    save_file(weights(VARIANTS["opt"]) | extra, tmp_path / "hf" / SINGLE)
+    refuse(tmp_path / "hf", "duplicate key: .*decoder.embed_tokens.weight.* are the same weight", monkeypatch)
+
+
+@pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_not_finite_weights_are_named_and_leave_nothing(value, stored, tmp_path):
+    tensors = {key: x.astype(stored) for key, x in weights(VARIANTS["llama-gqa"]).items()}
+    tensors["model.layers.1.mlp.down_proj.weight"][-1, -1] = value
+    write_variant("llama-gqa", tmp_path / "hf")
+    save_file(tensors, tmp_path / "hf" / SINGLE)
+    with pytest.raises(ConversionError, match=r"'model.layers.1.mlp.down_proj.weight' holds NaN or Inf"):
+        convert_folder(tmp_path / "hf", tmp_path / "output", progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+# --- Tokenizers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: (p / "tokenizer.json").unlink(), "hf has no tokenizer: expected tokenizer.json"),
+        (lambda p: (p / "tokenizer.json").write_text("{}"), "cannot read the tokenizer of"),
+        (lambda p: write_tokenizer(p, VOCAB + 1), "the tokenizer has 97 tokens.*vocabulary of 96"),
+    ],
+)
+def test_wrong_tokenizers_are_refused_before_writing(change, message, tmp_path, monkeypatch):
+    change(write_variant("llama-gqa", tmp_path / "hf"))
+    refuse(tmp_path / "hf", message, monkeypatch)
+
+
+def test_a_smaller_tokenizer_is_copied(tmp_path):
+    write_tokenizer(write_variant("llama-gqa", tmp_path / "hf"), 10)
+    tokenizer = convert_folder(tmp_path / "hf", tmp_path / "output", progress=False).tokenizer()
+    assert tokenizer is not None
+    assert tokenizer.encode("w3 w9").ids == [3, 9]
+
+
+def test_vocab_and_merges_become_a_tokenizer(tmp_path):
+    write_variant("opt", tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "a", "b", "c", "ab", "abc"]
+    (tmp_path / "hf" / "vocab.json").write_text(json.dumps({piece: i for i, piece in enumerate(pieces)}))
+    (tmp_path / "hf" / "merges.txt").write_text("#version: 0.2\na b\nab c\n")
+    names = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "bos_token": "</s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(names))
+    tokenizer = convert_folder(tmp_path / "hf", tmp_path / "output", progress=False).tokenizer()
+    assert tokenizer is not None
+    assert tokenizer.encode("abcab", add_special_tokens=False).ids == [8, 7]

@@ -1,0 +1,317 @@
+"""The converted folder: what is written is read back, damage is named, and it is complete or absent."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from conftest import CONFIGS, LLAMA
+from hf_variants import write_tokenizer
+
+from convert.hf_config import DTYPES
+from zdc_jax.checkpoint import MANIFEST, Checkpoint, CheckpointWriter
+from zdc_jax.config import ModelConfig
+from zdc_jax.errors import CheckpointError
+from zdc_jax.model.params import random_params
+
+ITEMS = ("embeddings", "layers/000", "layers/001", "layers/002")
+
+
+def parameters(config: ModelConfig, seed: int = 0) -> dict:
+    return jax.tree.map(np.asarray, random_params(config, jax.random.key(seed)))
+
+
+def write(path: Path, config: ModelConfig = LLAMA, *, seed: int = 0, overwrite: bool = False) -> Checkpoint:
+    params = parameters(config, seed)
+    with CheckpointWriter(path, overwrite=overwrite) as writer:
+        writer.write_embeddings(params["embeddings"])
+        for index, layer in enumerate(params["layers"]):
+            writer.write_layer(index, layer)
+        return writer.finish(config, {"name": "random"})
+
+
+def interrupt(path: Path, error: BaseException | type[BaseException], *, overwrite: bool = False) -> None:
+    """Writes one item, then fails."""
+    with CheckpointWriter(path, overwrite=overwrite) as writer:
+        writer.write_embeddings(parameters(LLAMA, 1)["embeddings"])
+        raise error
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def assert_equal_trees(found: dict, expected: dict) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert isinstance(ours, np.ndarray)
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours.astype(np.float32), theirs.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_items_are_read_back_as_numpy(family, dtype, tmp_path):
+    config = replace(CONFIGS[family], dtype=dtype)
+    write(tmp_path / "model", config)
+    checkpoint, expected = Checkpoint.open(tmp_path / "model"), parameters(config)
+    assert checkpoint.config == config
+    assert checkpoint.manifest["source"] == {"name": "random"}
+    assert_equal_trees(checkpoint.embeddings(), expected["embeddings"])
+    for index, layer in enumerate(expected["layers"]):
+        assert_equal_trees(checkpoint.layer(index), layer)
+    checkpoint.check()
+
+
+def test_fingerprint_names_the_weights(tmp_path):
+    first, again = write(tmp_path / "a"), write(tmp_path / "b")
+    assert first.fingerprint == again.fingerprint == Checkpoint.open(tmp_path / "a").fingerprint
+    assert write(tmp_path / "c", seed=1).fingerprint != first.fingerprint
+    assert write(tmp_path / "d", replace(LLAMA, dtype="bfloat16")).fingerprint != first.fingerprint
+
+
+def test_tokenizer_and_calibration_lie_beside(tmp_path):
+    checkpoint = write(tmp_path / "model")
+    assert checkpoint.tokenizer() is None
+    write_tokenizer(checkpoint.path, 7)
+    tokenizer = checkpoint.tokenizer()
+    assert tokenizer is not None
+    assert tokenizer.get_vocab_size() == 7
+    assert checkpoint.calibration_path == tmp_path / "model" / "calibration"
+
+
+# --- Opening what is not a converted folder --------------------------------------------------------------
+
+
+def edit_manifest(path: Path, **changes: object) -> None:
+    manifest = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps(manifest | changes))
+
+
+def remove_folder(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no manifest": (lambda p: (p / MANIFEST).unlink(), "conversion did not finish.*zdc convert"),
+    "manifest is no JSON": (lambda p: (p / MANIFEST).write_text("{"), "cannot read .*manifest.json"),
+    "manifest is a list": (lambda p: (p / MANIFEST).write_text("[]"), "format_version=None"),
+    "other version": (lambda p: edit_manifest(p, format_version=2), "format_version=2, this release reads 1"),
+    "config lacks fields": (lambda p: edit_manifest(p, config={"rope": None}), "corrupt config"),
+    "no hashes": (lambda p: edit_manifest(p, sha256={}), "item embeddings is missing"),
+    "no layer": (lambda p: remove_folder(p / "layers/001"), "item layers/001 is missing"),
+    "no embeddings": (lambda p: remove_folder(p / "embeddings"), "item embeddings is missing"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_open_names_what_is_wrong(name, tmp_path):
+    write(tmp_path / "model")
+    damage, message = DAMAGE[name]
+    damage(tmp_path / "model")
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(tmp_path / "model")
+
+
+def test_open_names_paths_that_are_no_folder(tmp_path):
+    with pytest.raises(CheckpointError, match="absent does not exist"):
+        Checkpoint.open(tmp_path / "absent")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file is not a folder"):
+        Checkpoint.open(tmp_path / "file")
+
+
+@pytest.mark.parametrize("item", ITEMS)
+def test_check_catches_one_flipped_byte_in_any_file(item, tmp_path):
+    checkpoint = write(tmp_path / "model")
+    for path in sorted(path for path in (checkpoint.path / item).rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        if not content:
+            continue
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        with pytest.raises(CheckpointError, match=f"item {item} is damaged"):
+            checkpoint.check()
+        path.write_bytes(content)
+    checkpoint.check()
+
+
+def test_check_catches_lost_files(tmp_path):
+    checkpoint = write(tmp_path / "model")
+    next(path for path in (checkpoint.path / "layers/002").rglob("*") if path.is_file()).unlink()
+    with pytest.raises(CheckpointError, match="item layers/002 is damaged"):
+        checkpoint.check()
+
+
+def test_reading_a_gutted_item_names_it(tmp_path):
+    checkpoint = write(tmp_path / "model")
+    for path in (checkpoint.path / "layers/001").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    with pytest.raises(CheckpointError, match="item layers/001 cannot be read"):
+        checkpoint.layer(1)
+
+
+def test_shapes_and_dtypes_are_checked_against_the_config(tmp_path):
+    checkpoint = write(tmp_path / "model")
+    wider = Checkpoint(checkpoint.path, replace(LLAMA, ffn_dim=100), checkpoint.manifest)
+    with pytest.raises(CheckpointError, match=r"item layers/000 holds .*96.*expected .*100"):
+        wider.layer(0)
+    half = Checkpoint(checkpoint.path, replace(LLAMA, dtype="float16"), checkpoint.manifest)
+    with pytest.raises(CheckpointError, match=r"embeddings holds \['float32'\], expected float16"):
+        half.embeddings()
+
+
+# --- Complete or not there at all ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_leaves_nothing(error, tmp_path):
+    with pytest.raises(error):
+        interrupt(tmp_path / "model", error)
+    assert names(tmp_path) == []
+
+
+def test_leaving_without_finish_leaves_nothing(tmp_path):
+    with CheckpointWriter(tmp_path / "model") as writer:
+        writer.write_embeddings(parameters(LLAMA)["embeddings"])
+    assert names(tmp_path) == []
+
+
+def test_finish_names_items_never_written(tmp_path):
+    params = parameters(LLAMA)
+    with CheckpointWriter(tmp_path / "model") as writer:
+        writer.write_embeddings(params["embeddings"])
+        writer.write_layer(0, params["layers"][0])
+        with pytest.raises(CheckpointError, match="never written: layers/001, layers/002"):
+            writer.finish(LLAMA, {})
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "full",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
+        ValueError("RESOURCE_EXHAUSTED: write failed [No space left on device]"),
+    ],
+    ids=["ENOSPC", "EDQUOT", "tensorstore"],
+)
+def test_a_full_disk_is_named_and_leaves_nothing(full, tmp_path):
+    with pytest.raises(CheckpointError, match=r"no space left for .*model; nothing was written"):
+        interrupt(tmp_path / "model", full)
+    assert names(tmp_path) == []
+
+
+KILLED = """
+import os, signal, sys
+from zdc_jax.checkpoint import CheckpointWriter
+with CheckpointWriter(sys.argv[1]) as writer:
+    writer.write_file("tokenizer.json", "{}")
+    print(writer.partial.name, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_process_leaves_nothing_that_loads_and_is_cleaned_up(tmp_path):
+    output = tmp_path / "model [1]"  # A name that is also a glob pattern.
+    killed = subprocess.run([sys.executable, "-c", KILLED, output], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL
+    assert names(tmp_path) == [killed.stdout.strip()]
+    with pytest.raises(CheckpointError, match="conversion did not finish"):
+        Checkpoint.open(tmp_path / killed.stdout.strip())
+    write(output)
+    assert names(tmp_path) == [output.name]
+
+
+def test_only_leftovers_of_dead_processes_are_removed(tmp_path):
+    alive, own = f".model.partial-{os.getppid()}", f".model.partial-{os.getpid()}"
+    for name in (alive, own, ".model.partial-notes", ".other.partial-1"):
+        (tmp_path / name).mkdir()
+    write(tmp_path / "model")
+    assert names(tmp_path) == sorted([alive, ".other.partial-1", "model"])
+
+
+# --- Overwriting -----------------------------------------------------------------------------------------
+
+
+def test_an_existing_output_is_refused(tmp_path):
+    before = write(tmp_path / "model").fingerprint
+    with pytest.raises(CheckpointError, match=r"exists; .*--overwrite"):
+        write(tmp_path / "model", seed=1)
+    assert Checkpoint.open(tmp_path / "model").fingerprint == before
+
+
+def test_overwrite_replaces_the_whole_folder(tmp_path):
+    before = write(tmp_path / "model")
+    before.calibration_path.mkdir()
+    after = write(tmp_path / "model", seed=1, overwrite=True)
+    assert after.fingerprint != before.fingerprint
+    assert not after.calibration_path.exists()
+    assert names(tmp_path) == ["model"]
+
+
+def test_overwrite_fills_an_empty_folder(tmp_path):
+    (tmp_path / "model").mkdir()
+    write(tmp_path / "model", overwrite=True).check()
+
+
+def test_overwrite_follows_a_link(tmp_path):
+    write(tmp_path / "model")
+    (tmp_path / "link").symlink_to("model")
+    after = write(tmp_path / "link", seed=1, overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert Checkpoint.open(tmp_path / "model").fingerprint == after.fingerprint
+
+
+@pytest.mark.parametrize("content", ["letter.txt", MANIFEST])
+def test_overwrite_leaves_other_folders_alone(content, tmp_path):
+    kept = tmp_path / "home" / content
+    kept.parent.mkdir()
+    kept.write_text('{"name": "another program"}')
+    with pytest.raises(CheckpointError, match="not a converted folder, so --overwrite leaves it alone"):
+        write(tmp_path / "home", overwrite=True)
+    assert kept.exists()
+    with pytest.raises(CheckpointError, match="not a converted folder"):
+        write(kept, overwrite=True)
+
+
+def test_an_output_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot write .*file/model"):
+        write(tmp_path / "file" / "model")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failed_overwrite_keeps_the_old(error, tmp_path):
+    before = write(tmp_path / "model").fingerprint
+    with pytest.raises(error):
+        interrupt(tmp_path / "model", error, overwrite=True)
+    after = Checkpoint.open(tmp_path / "model")
+    after.check()
+    assert after.fingerprint == before
+    assert names(tmp_path) == ["model"]
+
+
+def test_a_failed_rename_puts_the_old_back(tmp_path, monkeypatch):
+    before = write(tmp_path / "model").fingerprint
+    rename = Path.rename
+
+    def failing(path: Path, target: Path) -> Path:
+        if ".partial-" in path.name and target.name == "model":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(CheckpointError, match="no space left"):
+        write(tmp_path / "model", seed=1, overwrite=True)
+    assert Checkpoint.open(tmp_path / "model").fingerprint == before
+    assert names(tmp_path) == ["model"]
