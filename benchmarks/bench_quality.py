@@ -2,9 +2,8 @@
 
     python -m benchmarks.bench_quality --model HF_FOLDER --corpus CORPUS --name quality-NAME
 
-`CORPUS/<topic>/{train,heldout}.txt.xz`: calibration reads train, perplexity reads heldout. Every plan is a model
-of physically smaller arrays. The first rows are the noise floor: the unmodified model and the rotated one at
-full rank.
+`CORPUS/<topic>/{train,heldout}.txt.xz`: calibration reads train, perplexity reads heldout. Every plan is a
+model of physically smaller arrays. The rotated model at full rank shows the noise floor.
 """
 
 import tempfile
@@ -162,7 +161,7 @@ class Bench:
 def cases(bench: Bench) -> Iterator[Case]:
     """The rows, in the order of the report."""
     config, H = bench.config, bench.config.head_dim
-    uniform = lambda **kw: CompressionPlan.uniform(config, **kw)  # noqa: E731
+    uniform = lambda **kw: CompressionPlan.uniform(config, **kw)
     spectrum = bench.bases["balanced"]
 
     def spread(qk: float, v: float, **options: Any) -> CompressionPlan:

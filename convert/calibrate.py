@@ -1,7 +1,7 @@
 """Calibration: text → moments of q, k, v, o → basis, stored in the converted folder (ZDC §4.3, §5.1)."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import CalibrationError
 from zdc_jax.evaluate import window_nll
-from zdc_jax.loading import LanguageModel, load
+from zdc_jax.loading import load
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.contract import einsum_f32
 from zdc_jax.plan import CompressionPlan, allowed_ranks
@@ -87,9 +87,7 @@ def calibrate(
     checkpoint = Checkpoint.open(path)
     context = options.context or min(checkpoint.config.max_positions, 4096)
     if context > checkpoint.config.max_positions:
-        raise CalibrationError(
-            f"{context=} exceeds the model's {checkpoint.config.max_positions} positions"
-        )
+        raise CalibrationError(f"{context=} exceeds the model's {checkpoint.config.max_positions} positions")
     stored = checkpoint.calibration_path / "moments"
     if not texts:
         moments, windows, record = Moments.load(stored), None, {}
@@ -167,9 +165,7 @@ def collect_moments(
         piece = windows[start : start + batch]
         weight = np.arange(batch) < len(piece)
         whole = np.concatenate([piece, np.repeat(piece[-1:], batch - len(piece), axis=0)])
-        sums = add_moments(
-            network, sums, jax.device_put(whole, rows), jax.device_put(weight, rows)
-        )
+        sums = add_moments(network, sums, jax.device_put(whole, rows), jax.device_put(weight, rows))
     host = {name: np.asarray(value, np.float64) for name, value in sums.items()}
     return Moments(
         **host,
@@ -238,23 +234,24 @@ def choose_basis(
         np.asarray(checkpoint.layer(index)["attention"]["o"], np.float64)
         for index in range(checkpoint.config.num_layers)
     ]
-    make = partial(make_basis, moments, output_weights, center=options.center)
-    fixed = {"qk": options.qk, "vo": options.vo}
-    if windows is None or "auto" not in fixed.values():
-        return make(**{side: "balanced" if kind == "auto" else kind for side, kind in fixed.items()})
+    make: Callable[..., Basis] = partial(make_basis, moments, output_weights, center=options.center)
+    kinds: dict[str, str] = {"qk": options.qk, "vo": options.vo}
     perplexities: dict[str, dict[str, float]] = {}
     H = checkpoint.config.head_dim
     half = min(allowed_ranks(H), key=lambda rank: abs(rank - H / 2) if rank else H)
     for side, ranks in (("qk", {"qk": half, "v": H}), ("vo", {"qk": H, "v": half})):
-        if fixed[side] != "auto":
+        if kinds[side] != "auto":
+            continue
+        kinds[side] = "balanced"
+        if windows is None:
             continue
         plan = CompressionPlan.uniform(checkpoint.config, **ranks)
-        perplexities[side] = {}
-        for kind in ("stacked", "balanced"):
+        scores = {}
+        for kind in ("balanced", "stacked"):
             basis = make(**{"qk": "balanced", "vo": "balanced", side: kind})
-            model: LanguageModel = load(checkpoint.path, plan, basis=basis, dtype=dtype)
-            nll = window_nll(model.network, windows[:AUTO_WINDOWS]).mean()
-            perplexities[side][kind] = float(np.exp(nll))
-        fixed[side] = min(perplexities[side], key=perplexities[side].__getitem__)
-    basis = make(**fixed)
+            network = load(checkpoint.path, plan, basis=basis, dtype=dtype).network
+            scores[kind] = float(np.exp(window_nll(network, windows[:AUTO_WINDOWS]).mean()))
+        perplexities[side] = scores
+        kinds[side] = min(scores, key=scores.__getitem__)
+    basis = make(**kinds)
     return replace(basis, record={**basis.record, "auto": perplexities, "auto_rank": half})

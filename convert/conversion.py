@@ -28,8 +28,8 @@ def convert(
 ) -> Checkpoint:
     """Converts a Hugging Face folder; everything that headers can tell is checked before anything is written.
 
-    Streams: only the embeddings or one layer are in memory at a time. The output appears complete or not at
-    all.
+    Streams: the embeddings, then one layer at a time; the peak is about three times the larger of the two,
+    whatever the depth. The output appears complete or not at all.
 
     Args:
       source: folder with config.json, safetensors (one file or shards) and a tokenizer.

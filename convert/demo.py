@@ -1,7 +1,7 @@
 """`zdc demo`: the whole path on the checkpoint that ships with the package, and a table of what it gave.
 
-Text comes from the Python sources of installed dependencies: calibration reads one set of packages, perplexity
-another, and neither is what the checkpoint was trained on.
+Text comes from the Python sources of installed dependencies: calibration reads one set of packages,
+perplexity another, and neither is what the checkpoint was trained on.
 """
 
 import importlib.util
@@ -49,13 +49,12 @@ def demo(output: Path, console: Console) -> None:
     heldout = CalibrationOptions(tokens=HELDOUT_WINDOWS * CONTEXT, context=CONTEXT)
     windows, _ = calibration_windows(checkpoint, [heldout_text], CONTEXT, heldout)
 
-    spectra = basis.qk_spectrum, basis.vo_spectrum
-    near = {"window": 128, "sinks": 4}
+    config, spectra = checkpoint.config, (basis.qk_spectrum, basis.vo_spectrum)
     plans = {
-        "dense (unmodified)": None,
-        "R=48 Z=48, window 128": CompressionPlan.uniform(checkpoint.config, qk=48, v=48, **near),
-        "per layer 3/8, window 128": CompressionPlan.from_spectrum(*spectra, budget=0.375, **near),
-        "R=16 Z=16, window 128": CompressionPlan.uniform(checkpoint.config, qk=16, v=16, **near),
+        "dense": None,
+        "per layer 3/4": CompressionPlan.from_spectrum(*spectra, budget=0.75, window=256, sinks=4),
+        "per layer 3/8": CompressionPlan.from_spectrum(*spectra, budget=0.375, window=256, sinks=4),
+        "R=16 Z=16": CompressionPlan.uniform(config, qk=16, v=16, window=256, sinks=4),
     }
     rows: list[dict[str, Any]] = []
     for name, plan in plans.items():
@@ -68,7 +67,7 @@ def demo(output: Path, console: Console) -> None:
     report = {"basis": [basis.qk_kind, basis.vo_kind], "rows": rows}
     (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     console.print(f"wrote {output / 'report.json'}; {time.perf_counter() - began:.0f} s in all")
-    console.print("next: zdc generate demo-output/model 'def ' --budget 0.375 --window 128 --sinks 4")
+    console.print(f"next: zdc generate {model_path} 'def ' --budget 0.75 --window 256 --sinks 4")
 
 
 def _collect_sources(packages: tuple[str, ...], folder: Path) -> Path:
@@ -111,7 +110,7 @@ def _row(
     return {
         "plan": name,
         "ranks": [[r.qk, r.v] for r in model.plan.layers],
-        "kv_bytes_per_token": report.kv_bytes / CONTEXT,
+        "kv_bytes_per_token": round(report.kv_bytes / CONTEXT),
         "kv_share": report.kv_bytes / report.dense_kv_bytes,
         "perplexity": report.perplexity,
         "increase": report.increase,
@@ -126,7 +125,7 @@ def _print(console: Console, rows: list[dict[str, Any]]) -> None:
     for row in rows[:: len(rows) - 1]:
         console.print(f"[bold]{row['plan']}[/bold]")
         console.print(row["text"], markup=False, highlight=False, style="dim")
-    table = Table(title=f"{DTYPE}, contexts of {CONTEXT} tokens")
+    table = Table(title=f"{DTYPE}, contexts of {CONTEXT} tokens, window of 256 and 4 sinks at full rank")
     for column in ("plan", "KV bytes/token", "of dense", "perplexity", "increase", "tokens/s"):
         table.add_column(column, justify="left" if column == "plan" else "right")
     for row in rows:

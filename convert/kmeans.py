@@ -1,4 +1,4 @@
-"""The paper's calibration route: prune each topic's sequences, replace vectors by K-means centroids (ZDC §5.1)."""
+"""The paper's calibration route: prune each topic's sequences, K-means the vectors of each head (ZDC §5.1)."""
 
 from functools import partial
 from typing import Any
@@ -89,7 +89,7 @@ def _layer(
     block = jax.tree.map(lambda leaf: leaf[index], run)
     K, full = network.config.num_kv_heads, network.plan.layers[0]
 
-    def one(row: Array) -> tuple[Array, dict[str, Array], Array]:
+    def one(row: Array) -> tuple[Array, dict[str, Array], Array, Array]:
         positions = jnp.arange(row.shape[0])[None]
         seen: dict[str, Array] = {}
 
@@ -103,10 +103,7 @@ def _layer(
         return out, seen, jnp.einsum("KPH,KPI->KHI", o, o), o.sum(1)
 
     x, vectors, gram, total = jax.lax.map(one, x)
-    flat = {
-        name: value.swapaxes(0, 1).reshape(K, -1, value.shape[-1])
-        for name, value in vectors.items()
-    }
+    flat = {name: value.swapaxes(0, 1).reshape(K, -1, value.shape[-1]) for name, value in vectors.items()}
     return x, flat, {"o": gram.sum(0), "o_sum": total.sum(0)}
 
 
@@ -117,9 +114,7 @@ def _by_head(x: Array, num_kv_heads: int) -> Array:
 
 
 @partial(jax.jit, static_argnames="clusters")
-def _centroid_moments(
-    keys: Array, points: Float[Array, "K P H"], clusters: int
-) -> tuple[Array, Array]:
+def _centroid_moments(keys: Array, points: Float[Array, "K P H"], clusters: int) -> tuple[Array, Array]:
     def one(head: tuple[Array, Array]) -> tuple[Array, Array]:
         centroids, sizes = kmeans(head[0], head[1], clusters)
         weighted = centroids * sizes[:, None]
@@ -144,7 +139,7 @@ def kmeans(
     valid = (jnp.arange(blocks * _POINTS_PER_BLOCK) < count).reshape(blocks, -1)
 
     def step(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
-        centroids, _ = carry
+        centroids = carry[0]
         half_norm = 0.5 * jnp.square(centroids).sum(1)
 
         def assign(total: tuple[Array, Array], block: tuple[Array, Array]) -> tuple[Any, None]:

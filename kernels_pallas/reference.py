@@ -22,13 +22,13 @@ def attention_reference(
     `qk_rank` for scores and the first `v_rank` for values, the rest of whose output is zero. `qk_rank=0`
     means that far keys are not seen at all. Computed in the inputs' dtype; give float64 for truth.
     """
-    (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
+    (T, N, H), (S, K) = q.shape[1:], k.shape[1:3]
     k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
     t = jnp.arange(S - T, S)[:, None]
     j = jnp.arange(S)
     near = (j <= t) & ((j < sinks) | (j > t - window))
     far = (j <= t) & ~near & (qk_rank > 0)
-    score = lambda rank: scale * jnp.einsum("BTNH,BSNH->BNTS", q[..., :rank], k[..., :rank])  # noqa: E731
+    score = lambda rank: scale * jnp.einsum("BTNH,BSNH->BNTS", q[..., :rank], k[..., :rank])
     logits = jnp.where(near, score(H), jnp.where(far, score(qk_rank), -jnp.inf))
     weights = jnp.exp(logits - logits.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)

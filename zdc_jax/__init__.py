@@ -1,7 +1,7 @@
 """ZDC-JAX: zero-delay QKV compression for long-prompt LLM inference.
 
-    model = zdc_jax.load("converted-folder", plan="plan.json")
-    result = zdc_jax.generate(model, ["Once upon a time"], max_new_tokens=64)
+model = zdc_jax.load("converted-folder", plan="plan.json")
+result = zdc_jax.generate(model, ["Once upon a time"], max_new_tokens=64)
 """
 
 from zdc_jax.basis import Basis as Basis

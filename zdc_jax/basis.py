@@ -84,13 +84,11 @@ class Basis:
         expected = (config.num_layers, config.num_kv_heads, config.head_dim)
         if self.k_map.shape[:3] != expected:
             raise CalibrationError(
-                f"the basis has (layers, KV heads, head dim) = {self.k_map.shape[:3]}, "
-                f"the model {expected}"
+                f"the basis has (layers, KV heads, head dim) = {self.k_map.shape[:3]}, the model {expected}"
             )
         if self.fingerprint != fingerprint:
             raise CalibrationError(
-                f"the basis was calibrated on model {self.fingerprint!r}, "
-                f"this one is {fingerprint!r}"
+                f"the basis was calibrated on model {self.fingerprint!r}, this one is {fingerprint!r}"
             )
 
     def save(self, folder: str | Path) -> None:
@@ -113,8 +111,7 @@ class Basis:
         square = (*basis.k_map.shape[:2], basis.k_map.shape[-1], basis.k_map.shape[-1])
         if not basis.k_map.shape == basis.v_map.shape == square:
             raise CheckpointError(
-                f"{folder}: k_map {basis.k_map.shape} and v_map {basis.v_map.shape} "
-                "are not [L, K, H, H]"
+                f"{folder}: k_map {basis.k_map.shape} and v_map {basis.v_map.shape} are not [L, K, H, H]"
             )
         return basis
 
@@ -130,14 +127,10 @@ def save_fields(folder: str | Path, kind: str, values: Mapping[str, Any]) -> Non
     """
     folder = Path(folder).absolute()
     names = {f"{kind}.json", f"{kind}.safetensors"}
-    if folder.exists() and (
-        not folder.is_dir() or not {path.name for path in folder.iterdir()} <= names
-    ):
+    if folder.exists() and (not folder.is_dir() or not {path.name for path in folder.iterdir()} <= names):
         raise CheckpointError(f"{folder} exists and is not a saved {kind}; it is left untouched")
     # Non-contiguous arrays would be stored by their memory order, not by their values.
-    arrays = {
-        name: np.ascontiguousarray(x) for name, x in values.items() if isinstance(x, np.ndarray)
-    }
+    arrays = {name: np.ascontiguousarray(x) for name, x in values.items() if isinstance(x, np.ndarray)}
     scalars = {name: x for name, x in values.items() if name not in arrays}
     temporary = folder.with_name(f".{folder.name}.{uuid4().hex}")
     replaced = folder.with_name(f"{temporary.name}.old")
@@ -168,9 +161,7 @@ def load_fields(folder: str | Path, kind: str, names: set[str]) -> dict[str, Any
         raise CheckpointError(f"cannot read {kind} {folder}: {error}") from error
     version = values.pop("format_version", None) if isinstance(values, dict) else None
     if version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path}: format_version={version!r}, this release reads {FORMAT_VERSION}"
-        )
+        raise CheckpointError(f"{path}: format_version={version!r}, this release reads {FORMAT_VERSION}")
     values |= arrays
     if values.keys() != names:
         wrong = ", ".join(sorted(values.keys() ^ names))

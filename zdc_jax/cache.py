@@ -1,7 +1,7 @@
 """The KV cache: a prefix of the first coordinates of all tokens, a ring of the trailing ones of near tokens.
 
-Because the basis is nested, a token leaves the window by being overwritten in the ring: its prefix coordinates
-are already where far attention reads them. Nothing is copied, nothing is recomputed (ours).
+Because the basis is nested, a token leaves the window by being overwritten in the ring: its prefix
+coordinates are already where far attention reads them. Nothing is copied, nothing is recomputed (ours).
 """
 
 import os
@@ -156,7 +156,7 @@ def _write(
     rows = jnp.arange(k.shape[0])[:, None]
     end = end[:, None]
     R, Z = segment.k.shape[-1], segment.v.shape[-1]
-    store = lambda buffer, slot, x: buffer.at[layer, rows, :, slot].set(x, mode="drop")  # noqa: E731
+    store = lambda buffer, slot, x: buffer.at[layer, rows, :, slot].set(x, mode="drop")
     # Out-of-range slots are dropped by the scatter: padding goes nowhere.
     slot = jnp.where(positions < end, positions, segment.k.shape[3])
     prefix = {"k": store(segment.k, slot, k[..., :R]), "v": store(segment.v, slot, v[..., :Z])}
@@ -177,7 +177,7 @@ def _read_recent(segment: CacheSegment, layer: Array, start: Array, sinks: int, 
     positions = start[:, None] - window + jnp.arange(window)  # [B, W]
     slots = sinks + (positions - sinks) % window
     rows = jnp.arange(start.shape[0])[:, None]
-    gather = lambda buffer, slot: buffer[layer, rows, :, slot].swapaxes(1, 2)  # noqa: E731
+    gather = lambda buffer, slot: buffer[layer, rows, :, slot].swapaxes(1, 2)
     prefix = jnp.maximum(positions, 0)
     return NearKeys(
         jnp.concatenate([gather(segment.k, prefix), gather(segment.ring_k, slots)], -1),
@@ -188,11 +188,7 @@ def _read_recent(segment: CacheSegment, layer: Array, start: Array, sinks: int, 
 
 def _read_sinks(segment: CacheSegment, layer: Array, sinks: int) -> NearKeys:
     batch = segment.k.shape[1]
-    join = (
-        lambda prefix, ring: jnp.concatenate(  # noqa: E731
-            [prefix[layer, :, :, :sinks], ring[layer, :, :, :sinks]], -1
-        )
-    )
+    join = lambda prefix, ring: jnp.concatenate([prefix[layer, :, :, :sinks], ring[layer, :, :, :sinks]], -1)
     return NearKeys(
         join(segment.k, segment.ring_k),
         join(segment.v, segment.ring_v),

@@ -53,7 +53,7 @@ def _window_nll(network: Transformer, tokens: Int[Array, "B T"]) -> Float[Array,
     valid = jnp.arange(blocks * _POSITIONS_PER_BLOCK) < length
 
     def block(start: Array) -> Array:
-        cut = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, start, _POSITIONS_PER_BLOCK, axis)  # noqa: E731
+        cut = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, start, _POSITIONS_PER_BLOCK, axis)
         logits = network.unembed(cut(hidden, 1))
         chosen = jnp.take_along_axis(logits, cut(targets, 1)[..., None], axis=-1)[..., 0]
         nll = jax.nn.logsumexp(logits, axis=-1) - chosen
@@ -77,7 +77,7 @@ def window_nll(
 def compare(
     model: LanguageModel, dense_nll: np.ndarray, windows: np.ndarray, *, batch: int = 1
 ) -> PerplexityReport:
-    """Perplexity of `model` on `windows` [W, T], beside the unmodified model's `dense_nll` [W] on the same."""
+    """Perplexity of `model` on `windows` [W, T], beside the unmodified model's `dense_nll` [W] on them."""
     nll = window_nll(model.network, windows, batch=batch)
     length, itemsize = windows.shape[1], model.network.dtype.itemsize
     return PerplexityReport(

@@ -90,9 +90,7 @@ def _suffixes(path: Path) -> tuple[str, str]:
     return path.suffix, ""
 
 
-def _read_file(
-    path: Path, field: str, topic_field: str | None, separator: str
-) -> Iterator[Document]:
+def _read_file(path: Path, field: str, topic_field: str | None, separator: str) -> Iterator[Document]:
     kind = _suffixes(path)[0]
     folder = path.absolute().parent.name
     if kind in PLAIN_SUFFIXES:
@@ -110,9 +108,7 @@ def _read_file(
                 yield _json_document(f"{path}:{number}", line, folder, field, topic_field)
     else:
         allowed = ", ".join(PLAIN_SUFFIXES + JSON_SUFFIXES)
-        raise TextError(
-            f"{path}: unsupported extension, allowed are {allowed}, each with .xz or .gz too"
-        )
+        raise TextError(f"{path}: unsupported extension, allowed are {allowed}, each with .xz or .gz too")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -130,9 +126,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise TextError(f"cannot read {path} after line {number}: {error}") from error
 
 
-def _json_document(
-    where: str, line: str, folder: str, field: str, topic_field: str | None
-) -> Document:
+def _json_document(where: str, line: str, folder: str, field: str, topic_field: str | None) -> Document:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
@@ -192,8 +186,7 @@ def token_windows(
     if not chosen:
         most = max((len(stream.tokens) for stream in streams.values()), default=0)
         raise TextError(
-            f"not one whole window of {length} tokens: "
-            f"the longest of {len(streams)} topics has {most} tokens"
+            f"not one whole window of {length} tokens: the longest of {len(streams)} topics has {most} tokens"
         )
     return np.stack([window for _, window in chosen]), [topic for topic, _ in chosen]
 

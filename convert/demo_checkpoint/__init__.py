@@ -1,4 +1,4 @@
-"""A small real checkpoint in Hugging Face layout that ships with the package; `README.md` is its model card."""
+"""A small real checkpoint in Hugging Face layout that ships with the package; README.md is its model card."""
 
 from pathlib import Path
 

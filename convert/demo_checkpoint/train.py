@@ -2,8 +2,8 @@
 
     python -m convert.demo_checkpoint.train --corpus CORPUS --output convert/demo_checkpoint
 
-`CORPUS/<topic>/train.txt.xz` holds documents between lines `<|endoftext|>`; only the topics of `TOPICS`, whose
-text is in the public domain or under a permissive licence, are read. Minutes on one GPU.
+`CORPUS/<topic>/train.txt.xz` holds documents between lines `<|endoftext|>`; only the topics of `TOPICS`,
+whose text is in the public domain or under a permissive licence, are read. Minutes on one GPU.
 """
 
 import json
@@ -96,7 +96,7 @@ def optimizer(options: Options, steps: int) -> optax.GradientTransformation:
         max(2, steps),
         options.learning_rate / 10,
     )
-    decayed = lambda params: jax.tree.map(lambda x: x.ndim > 2, params)  # noqa: E731
+    decayed = lambda params: jax.tree.map(lambda x: x.ndim > 2, params)
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=decayed),
@@ -142,10 +142,10 @@ def train(options: Options, windows: np.ndarray) -> Transformer:
 def unstack(network: Transformer) -> dict:
     """Parameters of a trained network in the layout of `zdc_jax.model.params`, bfloat16."""
     (run,) = network.runs
-    cast = lambda x: np.asarray(x[...].astype(jnp.bfloat16))  # noqa: E731
+    cast = lambda x: np.asarray(x[...].astype(jnp.bfloat16))
     layers = []
     for index in range(CONFIG.num_layers):
-        take = lambda x, index=index: cast(x[...][index])  # noqa: E731
+        take = lambda x, index=index: cast(x[...][index])
         layers.append(
             {
                 "attention": {name: take(getattr(run.attention, name)) for name in "qkvo"},
@@ -176,19 +176,18 @@ def main(options: Options) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(options.output / "tokenizer.json"))
     export_hf(params, CONFIG, options.output)
+    final = Transformer(CONFIG, CompressionPlan.full(CONFIG), params["embeddings"], params["layers"])
+    perplexity = {}
+    for topic, path in zip(TOPICS, heldout, strict=True):
+        held, _ = cut(read_documents([path]), num_windows=16)
+        perplexity[topic] = round(float(np.exp(window_nll(final, held, batch=4).mean())), 2)
     record = {
         "topics": TOPICS,
         "tokens_seen": options.tokens,
         "tokens_distinct": int(windows.size),
         "parameters": num_params(CONFIG),
-        "heldout_perplexity": {},
+        "heldout_perplexity": perplexity,
     }
-    final = Transformer(CONFIG, CompressionPlan.full(CONFIG), params["embeddings"], params["layers"])
-    for topic, path in zip(TOPICS, heldout, strict=True):
-        held, _ = cut(read_documents([path]), num_windows=16)
-        record["heldout_perplexity"][topic] = round(
-            float(np.exp(window_nll(final, held, batch=4).mean())), 2
-        )
     (options.output / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(record))
 

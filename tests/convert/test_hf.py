@@ -281,7 +281,7 @@ def repeat_key(folder: Path) -> None:
     tensors = load_file(folder / SINGLE)
     write_sharded(folder, tensors, 2)
     shard = folder / "model-00002-of-00002.safetensors"
-    save_file(load_file(shard) | {"model.embed_tokens.weight": tensors["lm_head.weight"]}, shard)
+    save_file(load_file(shard) | {"lm_head.weight": tensors["lm_head.weight"]}, shard)
 
 
 def only_bin(folder: Path) -> None:
@@ -311,7 +311,7 @@ WEIGHT_ERRORS: dict[str, tuple[Change, str]] = {
     ),
     "doubles": (lambda p: edit_tensors(p, **{NORM: np.ones(48)}), "'model.norm.weight' has dtype F64"),
     "lost shard": (lose_shard, "lacks shards that .*index.json lists: model-00002-of-00003.safetensors"),
-    "two shards": (repeat_key, "duplicate key 'model.embed_tokens.weight': in model-00001.* in model-00002"),
+    "two shards": (repeat_key, "duplicate key 'lm_head.weight': in model-00001.* in model-00002"),
     "empty index": (lambda p: (p / INDEX).write_text("{}"), "weight_map must list keys"),
     "no tensors": (lambda p: save_file({}, p / SINGLE), "hold no tensors"),
     "pointer": (lambda p: (p / SINGLE).write_text(LFS_POINTER), "Git-LFS pointer.*git lfs pull"),

@@ -60,7 +60,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Delta:
-    """One piece of a stream: row of the prompt, new token ids, new text, and why the row ended (else None)."""
+    """One piece of a stream: row of the prompt, new token ids and text, and why the row ended (else None)."""
 
     row: int
     tokens: tuple[int, ...]
@@ -258,7 +258,7 @@ class _Session:
 
 
 def capacity_for(tokens: int, max_positions: int) -> int:
-    """Cache capacity for so many tokens: powers of two up to 2048, then multiples of 2048, so shapes repeat."""
+    """Cache capacity for so many tokens: powers of two to 2048, then multiples of 2048, so shapes repeat."""
     rounded = bucket(tokens, SMALLEST_CAPACITY) if tokens <= 2048 else -(-tokens // 2048) * 2048
     return max(tokens, min(rounded, max_positions))
 

@@ -1,4 +1,4 @@
-"""The attention layer: projections that come out compressed, and the output projection that absorbs the way back."""
+"""The attention layer: projections that come out compressed, and W_O that absorbs the way back."""
 
 from collections.abc import Mapping
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.config import ModelConfig, RopeConfig
+from zdc_jax.config import RopeConfig
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -60,10 +60,8 @@ class FeedForward(nnx.Module):
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         act = ACTIVATIONS[self.activation]
         up = add_bias(x @ self.up[...], self.up_bias)
-        if self.gate is None:
-            hidden = act(up)
-        else:
-            hidden = act(add_bias(x @ self.gate[...], self.gate_bias)) * up
+        gate = None if self.gate is None else add_bias(x @ self.gate[...], self.gate_bias)
+        hidden = act(up) if gate is None else act(gate) * up
         return add_bias(hidden @ self.down[...], self.down_bias)
 
 

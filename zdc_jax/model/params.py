@@ -74,7 +74,7 @@ def _is_shape(value: Any) -> bool:
 
 def num_params(config: ModelConfig) -> int:
     """Count of parameters of the unmodified model."""
-    count = lambda tree: sum(math.prod(s) for s in jax.tree.leaves(tree, is_leaf=_is_shape))  # noqa: E731
+    count = lambda tree: sum(math.prod(s) for s in jax.tree.leaves(tree, is_leaf=_is_shape))
     return config.num_layers * count(layer_shapes(config)) + count(embedding_shapes(config))
 
 

@@ -101,7 +101,7 @@ class Transformer(nnx.Module):
         for run, (ranks, _, _) in zip(self.runs, self.plan.runs(), strict=True):
 
             def layer(x: Array, block: Block, ranks: LayerRanks = ranks) -> tuple[Array, None]:
-                attend = lambda q, k, v: self.attend_whole(q, k, v, ranks, implementation)  # noqa: E731
+                attend = lambda q, k, v: self.attend_whole(q, k, v, ranks, implementation)
                 return block(x, positions, attend), None
 
             x, _ = jax.lax.scan(layer, x, run)
@@ -125,7 +125,7 @@ class Transformer(nnx.Module):
         window = min(plan.window, T)
         positions = jnp.broadcast_to(jnp.arange(T), (B, T))
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H]
-        lead = lambda x: jnp.pad(x[:, :, :sinks], ((0, 0), (0, 0), (0, window), (0, 0)))  # noqa: E731
+        lead = lambda x: jnp.pad(x[:, :, :sinks], ((0, 0), (0, 0), (0, window), (0, 0)))
         lead_positions = jnp.pad(positions[:, :sinks], ((0, 0), (0, window)), constant_values=-1)
         near = NearKeys(
             jnp.concatenate([lead(k), k], 2),
@@ -189,8 +189,8 @@ class Transformer(nnx.Module):
         end: Array,
         cache: KVCache,
     ) -> tuple[CacheSegment, Array]:
-        near_set = {"sinks": cache.sinks, "window": cache.window}
-        segment, near = append(segment, index, k, v, positions, end, **near_set)
+        sinks, window = cache.sinks, cache.window
+        segment, near = append(segment, index, k, v, positions, end, sinks=sinks, window=window)
         o = attention(
             q,
             segment.k[index],
@@ -198,7 +198,8 @@ class Transformer(nnx.Module):
             positions,
             scale=self.config.head_dim**-0.5,
             near=near,
-            **near_set,
+            sinks=sinks,
+            window=window,
         )
         return segment, o
 

@@ -43,7 +43,7 @@ def attention(
     window: int = 0,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N Hv"]:
-    """Causal attention of queries at `positions` over keys 0 … S-1 (Hq = R, Hv = Z without near keys, else H).
+    """Causal attention of queries at `positions` over keys 0 … S-1; Hq = R, Hv = Z without near keys, else H.
 
     Args:
       q: queries; with near keys at full rank, whose first R coordinates meet the far keys.
@@ -129,11 +129,11 @@ def _xla(
 
     def one_block(index: Array) -> Array:
         start = index * block
-        take = lambda x: jax.lax.dynamic_slice_in_dim(x, start, block, axis=1)  # noqa: E731
+        take = lambda x: jax.lax.dynamic_slice_in_dim(x, start, block, axis=1)
         near_block = None if near is None else _near_block(near, start, sinks, window + block)
         return _xla_block(take(q), k, v, take(positions), scale, near_block, sinks, window)
 
-    if T <= block:
+    if block >= T:
         return one_block(jnp.int32(0))
     out = jax.lax.map(one_block, jnp.arange((T + pad) // block))  # [T / block, B, block, N, Z]
     return jnp.moveaxis(out, 0, 1).reshape(B, T + pad, N, -1)[:, :T]
