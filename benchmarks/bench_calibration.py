@@ -3,7 +3,7 @@
     python -m benchmarks.bench_calibration --tokens 1000000
 
 Weights are random bf16 (time does not depend on them). The forward pass alone is timed beside the moments,
-and the paper's route (prune half of the sequences, K-means, decomposition) runs on the same tokens and device.
+and the paper's route (prune half of the sequences, K-means, decomposition) runs on the same tokens.
 """
 
 import tempfile

@@ -169,10 +169,7 @@ def _solve_qk(
         if center:
             C_K = moments.covariance("k", layer)
             extra["key_mean"] = moments.mean("k", layer)
-        if kind == "stacked":
-            A_K = stacked(moments.group_size * C_Q, C_K)
-        else:
-            A_K = balanced(C_Q, C_K, ridge)
+        A_K = stacked(moments.group_size * C_Q, C_K) if kind == "stacked" else balanced(C_Q, C_K, ridge)
     return extra | {"k_map": A_K} | _measures("qk", C_Q, C_K, A_K, scale=1 / C_Q.shape[-1])
 
 

@@ -61,7 +61,7 @@ TABLES = {"llama": (LLAMA_EMBEDDINGS, LLAMA_LAYER), "opt": (OPT_EMBEDDINGS, OPT_
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 """Buffers that old checkpoints carry and that follow from the config."""
-AS_STORED = ("tokens", "positions")
+AS_STORED = ("tokens", "positions", "lm_head")
 """Tables that are not transposed: rows are looked up."""
 
 

@@ -1,4 +1,4 @@
-"""The paper's calibration route: prune each topic's sequences, K-means the vectors of each head (ZDC §5.1)."""
+"""The paper's calibration route: prune each topic's sequences, K-means each head's vectors (ZDC §5.1)."""
 
 from functools import partial
 from typing import Any

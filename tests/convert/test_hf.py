@@ -108,8 +108,11 @@ def test_old_and_new_rope_settings_mean_the_same(kind_key, tmp_path):
     ],
 )
 def test_activations(theirs, ours, tmp_path):
-    assert parse("llama-mha", tmp_path / "llama", hidden_act=theirs).activation == ours
-    assert parse("opt", tmp_path / "opt", activation_function=theirs).activation == ours
+    for name, setting in (("llama-mha", "hidden_act"), ("opt", "activation_function")):
+        config = parse(name, tmp_path / name, **{setting: theirs})
+        assert config.activation == ours
+        (tmp_path / name / "config.json").write_text(json.dumps(hf_config(config)))
+        assert parse_config(tmp_path / name, "float32") == config
 
 
 def test_null_means_the_default(tmp_path):

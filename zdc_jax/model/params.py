@@ -11,7 +11,7 @@ Per layer (`layer_shapes`), `?` = only where the config has it:
 Outside the layers (`embedding_shapes`):
 
     tokens [V, E]   positions [P, D] (OPT)   project_in? [E, D]   project_out? [D, E]
-    final_norm/scale? [D]   final_norm/bias (OPT) [D]   lm_head? [E, V] (absent when tied)
+    final_norm/scale? [D]   final_norm/bias (OPT) [D]   lm_head? [V, E] (absent when tied)
 """
 
 import math
@@ -59,7 +59,7 @@ def embedding_shapes(config: ModelConfig) -> dict[str, Any]:
     if config.final_norm:
         shapes["final_norm"] = _norm(config)
     if not config.tie_embeddings:
-        shapes["lm_head"] = (E, V)
+        shapes["lm_head"] = (V, E)
     return shapes
 
 

@@ -89,8 +89,8 @@ class Transformer(nnx.Module):
             x = self.final_norm(x)
         if self.project_out is not None:
             x = x @ self.project_out[...]
-        head = self.tokens[...].T if self.lm_head is None else self.lm_head[...]
-        return einsum_f32("...D,DV->...V", x, head)
+        head = self.tokens[...] if self.lm_head is None else self.lm_head[...]
+        return einsum_f32("...D,VD->...V", x, head)
 
     def hidden(
         self, tokens: Int[Array, "B T"], implementation: Implementation | None = None
