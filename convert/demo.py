@@ -21,6 +21,7 @@ from convert.calibrate import CalibrationOptions, calibrate, calibration_windows
 from convert.conversion import convert
 from zdc_jax.evaluate import compare, window_nll
 from zdc_jax.generate.api import Generation, generate
+from zdc_jax.generate.sampling import Sampling
 from zdc_jax.loading import LanguageModel, load
 from zdc_jax.plan import CompressionPlan
 
@@ -28,10 +29,11 @@ CALIBRATION_PACKAGES = ("numpy", "rich", "safetensors", "tyro")
 HELDOUT_PACKAGES = ("flax", "optax", "jaxtyping")
 TEXT_BYTES = 400_000
 """Of Python source copied from each package."""
-CONTEXT = 2048
+CONTEXT = 1024
 CALIBRATION_TOKENS = 16 * CONTEXT
-HELDOUT_WINDOWS = 6
+HELDOUT_WINDOWS = 10
 NEW_TOKENS = 48
+SAMPLING = Sampling(temperature=0.7, top_p=0.9, seed=1)
 PROMPT = "def moving_average(values, window):\n"
 DTYPE = "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
@@ -49,12 +51,12 @@ def demo(output: Path, console: Console) -> None:
     heldout = CalibrationOptions(tokens=HELDOUT_WINDOWS * CONTEXT, context=CONTEXT)
     windows, _ = calibration_windows(checkpoint, [heldout_text], CONTEXT, heldout)
 
-    config, spectra = checkpoint.config, (basis.qk_spectrum, basis.vo_spectrum)
+    spectra = basis.qk_spectrum, basis.vo_spectrum
     plans = {
         "dense": None,
-        "per layer 3/4": CompressionPlan.from_spectrum(*spectra, budget=0.75, window=256, sinks=4),
-        "per layer 3/8": CompressionPlan.from_spectrum(*spectra, budget=0.375, window=256, sinks=4),
-        "R=16 Z=16": CompressionPlan.uniform(config, qk=16, v=16, window=256, sinks=4),
+        "per layer 3/4": CompressionPlan.from_spectrum(*spectra, budget=0.75, window=128, sinks=4),
+        "per layer 1/2": CompressionPlan.from_spectrum(*spectra, budget=0.5, window=128, sinks=4),
+        "per layer 3/8": CompressionPlan.from_spectrum(*spectra, budget=0.375, window=128, sinks=4),
     }
     rows: list[dict[str, Any]] = []
     for name, plan in plans.items():
@@ -67,7 +69,7 @@ def demo(output: Path, console: Console) -> None:
     report = {"basis": [basis.qk_kind, basis.vo_kind], "rows": rows}
     (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     console.print(f"wrote {output / 'report.json'}; {time.perf_counter() - began:.0f} s in all")
-    console.print(f"next: zdc generate {model_path} 'def ' --budget 0.75 --window 256 --sinks 4")
+    console.print(f"next: zdc generate {model_path} 'def ' --budget 0.75 --window 128 --sinks 4")
 
 
 def _collect_sources(packages: tuple[str, ...], folder: Path) -> Path:
@@ -94,7 +96,7 @@ def _collect_sources(packages: tuple[str, ...], folder: Path) -> Path:
 def _timed_generation(model: LanguageModel) -> tuple[Generation, float]:
     """Generates twice: the first call compiles, the second is timed."""
     for _ in range(2):
-        result = generate(model, PROMPT, NEW_TOKENS, stop_tokens=())
+        result = generate(model, PROMPT, NEW_TOKENS, stop_tokens=(), sampling=SAMPLING)
     return result, result.timings.tokens_per_second(NEW_TOKENS - 1)
 
 
@@ -125,9 +127,10 @@ def _print(console: Console, rows: list[dict[str, Any]]) -> None:
     for row in rows[:: len(rows) - 1]:
         console.print(f"[bold]{row['plan']}[/bold]")
         console.print(row["text"], markup=False, highlight=False, style="dim")
-    table = Table(title=f"{DTYPE}, contexts of {CONTEXT} tokens, window of 256 and 4 sinks at full rank")
-    for column in ("plan", "KV bytes/token", "of dense", "perplexity", "increase", "tokens/s"):
-        table.add_column(column, justify="left" if column == "plan" else "right")
+    table = Table(title=f"{DTYPE}, contexts of {CONTEXT} tokens, window of 128 and 4 sinks at full rank")
+    table.add_column("plan", no_wrap=True)
+    for column in ("KV bytes/token", "of dense", "perplexity", "increase", "95 %", "tokens/s"):
+        table.add_column(column, justify="right", no_wrap=column != "KV bytes/token")
     for row in rows:
         low, high = row["interval"]
         table.add_row(
@@ -135,7 +138,8 @@ def _print(console: Console, rows: list[dict[str, Any]]) -> None:
             f"{row['kv_bytes_per_token']:,.0f}",
             f"{row['kv_share']:.1%}",
             f"{row['perplexity']:.2f}",
-            f"{row['increase']:+.2%} [{low:+.2%}, {high:+.2%}]",
+            f"{row['increase']:+.1%}",
+            f"{low:+.1%} … {high:+.1%}",
             f"{row['tokens_per_second']:.0f}",
         )
     console.print(table)

@@ -1,5 +1,6 @@
 """Hugging Face weights: one key table per family, shards read lazily, every departure from it an error."""
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,32 +232,40 @@ def _canonical(key: str, config: ModelConfig) -> str:
 
 
 def _shards(folder: Path) -> list[Path]:
+    """The files of weights; one whole file comes before an index, as in transformers."""
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
     if (folder / INDEX).exists():
         weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
+        is_map = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
+        if not is_map or not weight_map:
             raise ConversionError(f"{folder / INDEX}: weight_map must list keys and their shards")
         names = sorted(set(weight_map.values()))
         if absent := [name for name in names if not (folder / name).exists()]:
             raise ConversionError(f"{folder} lacks shards that {INDEX} lists: {', '.join(absent)}")
         return [folder / name for name in names]
-    if (folder / SINGLE).exists():
-        return [folder / SINGLE]
     if list(folder.glob("*.bin")):
+        code = (
+            f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({str(folder)!r})"
+            f".save_pretrained({str(folder)!r}, safe_serialization=True)"
+        )
         raise ConversionError(
-            f"{folder} holds only .bin weights; re-save them once, where torch is installed: python -c "
-            f"\"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{folder}')"
-            f".save_pretrained('{folder}', safe_serialization=True)\""
+            f"{folder} holds only .bin weights; re-save them once, where torch is installed: "
+            f"python -c {shlex.quote(code)}"
         )
     raise ConversionError(f"{folder} has neither {SINGLE} nor {INDEX}")
 
 
 def _open(shard: Path) -> Any:
-    with shard.open("rb") as file:
-        if file.read(64).startswith(b"version https://git-lfs"):
+    try:
+        with shard.open("rb") as file:
+            start = file.read(64)
+        if start.startswith(b"version https://git-lfs"):
             raise ConversionError(
                 f"{shard} is a Git-LFS pointer, not weights; run `git lfs pull` in its folder"
             )
-    try:
         return safe_open(shard, framework="numpy")
+    except OSError as error:
+        raise ConversionError(f"cannot read {shard}: {error}") from error
     except SafetensorError as error:
         raise ConversionError(f"{shard} is not a whole safetensors file: {error}") from error

@@ -29,8 +29,10 @@ def near_keys(k, v, sinks, window):
     """Whole sequences: sinks, an empty past of `window`, own tokens."""
     B, T, K, _ = k.shape
     # Absent keys hold large junk, which must not leak.
-    pad = lambda x: jnp.asarray(  # noqa: E731
-        np.concatenate([x[:, :sinks], np.full((B, window, K, H), 1e4, x.dtype), x], 1).swapaxes(1, 2)
+    pad = (
+        lambda x: jnp.asarray(  # noqa: E731
+            np.concatenate([x[:, :sinks], np.full((B, window, K, H), 1e4, x.dtype), x], 1).swapaxes(1, 2)
+        )
     )
     own = np.where(np.arange(T) >= sinks, np.arange(T), -1)
     positions = np.concatenate([np.arange(sinks), np.full(window, -1), own])
@@ -80,7 +82,7 @@ def test_xla_equals_the_reference(qk_rank, v_rank, sinks, window, length, heads)
 def test_blocks_of_queries_change_nothing(monkeypatch, sinks, window):
     q, k, v = inputs(T=61)
     whole = run(q, k, v, 16, 16, sinks, window)
-    monkeypatch.setattr(ops, "_LOGITS_BYTES", 1)
+    monkeypatch.setitem(ops._LOGITS_BYTES, jax.default_backend(), 1)
     blocked = run(q, k, v, 16, 16, sinks, window)
     np.testing.assert_allclose(blocked, whole, atol=2e-6)
 
@@ -101,6 +103,4 @@ def test_explicit_cudnn_never_falls_back():
     if jax.default_backend() == "gpu":
         pytest.skip("refusals for lack of a GPU show only without one")
     with pytest.raises(NotImplementedError, match="needs a GPU"):
-        ops.causal_self_attention(
-            *(jnp.asarray(x) for x in (q, k, v)), scale=1.0, implementation="cudnn"
-        )
+        ops.causal_self_attention(*(jnp.asarray(x) for x in (q, k, v)), scale=1.0, implementation="cudnn")

@@ -96,6 +96,10 @@ def edit_manifest(path: Path, **changes: object) -> None:
     (path / MANIFEST).write_text(json.dumps(manifest | changes))
 
 
+def edit_config(path: Path, **changes: object) -> None:
+    edit_manifest(path, config=json.loads((path / MANIFEST).read_text())["config"] | changes)
+
+
 def remove_folder(folder: Path) -> None:
     folder.rename(folder.with_name("elsewhere"))
 
@@ -106,7 +110,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "manifest is a list": (lambda p: (p / MANIFEST).write_text("[]"), "format_version=None"),
     "other version": (lambda p: edit_manifest(p, format_version=2), "format_version=2, this release reads 1"),
     "config lacks fields": (lambda p: edit_manifest(p, config={"rope": None}), "corrupt config"),
+    "a count is text": (lambda p: edit_config(p, num_layers="3"), "corrupt config: "),
+    "no KV heads": (lambda p: edit_config(p, num_kv_heads=0), "corrupt config: "),
     "no hashes": (lambda p: edit_manifest(p, sha256={}), "item embeddings is missing"),
+    "hashes are no table": (lambda p: edit_manifest(p, sha256=None), "sha256 must be a table"),
     "no layer": (lambda p: remove_folder(p / "layers/001"), "item layers/001 is missing"),
     "no embeddings": (lambda p: remove_folder(p / "embeddings"), "item embeddings is missing"),
 }
@@ -158,6 +165,21 @@ def test_reading_a_gutted_item_names_it(tmp_path):
             path.unlink()
     with pytest.raises(CheckpointError, match="item layers/001 cannot be read"):
         checkpoint.layer(1)
+
+
+def test_reading_cut_off_arrays_names_the_item(tmp_path):
+    checkpoint = write(tmp_path / "model")
+    for path in (checkpoint.path / "embeddings").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match="item embeddings cannot be read"):
+        checkpoint.embeddings()
+
+
+def test_an_unreadable_tokenizer_is_named(tmp_path):
+    checkpoint = write(tmp_path / "model")
+    (checkpoint.path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"cannot read .*tokenizer.json"):
+        checkpoint.tokenizer()
 
 
 def test_shapes_and_dtypes_are_checked_against_the_config(tmp_path):

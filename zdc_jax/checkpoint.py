@@ -73,11 +73,14 @@ class Checkpoint:
             )
         try:
             config = ModelConfig.from_json(manifest["config"])
-        except (KeyError, TypeError, ValueError) as error:
+            items = _items(config)
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise CheckpointError(f"{path / MANIFEST}: corrupt config: {error}") from error
         if absent := {"fingerprint", "sha256"} - manifest.keys():
             raise CheckpointError(f"{path / MANIFEST} lacks {sorted(absent)}; convert again")
-        for item in _items(config):
+        if not isinstance(manifest["sha256"], dict):
+            raise CheckpointError(f"{path / MANIFEST}: sha256 must be a table of items; convert again")
+        for item in items:
             if item not in manifest["sha256"] or not (path / item).is_dir():
                 raise CheckpointError(f"{path}: item {item} is missing; convert again")
         return cls(path, config, manifest)
@@ -101,9 +104,13 @@ class Checkpoint:
         return self._read(_layer_name(index), layer_shapes(self.config))
 
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, None where the folder has none."""
+        """The tokenizer, None where the folder has none; raises `CheckpointError` for an unreadable one."""
         path = self.path / "tokenizer.json"
-        return Tokenizer.from_file(str(path)) if path.exists() else None
+        try:
+            return Tokenizer.from_file(str(path)) if path.exists() else None
+        except Exception as error:
+            # The library raises bare exceptions.
+            raise CheckpointError(f"cannot read {path}: {error}") from error
 
     def check(self) -> None:
         """Recomputes all hashes; raises `CheckpointError` naming the first damaged item."""

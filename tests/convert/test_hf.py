@@ -1,6 +1,8 @@
 """Hugging Face folders: what their configs mean, and that every departure is refused by name."""
 
+import ast
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -250,11 +252,25 @@ def refuse(folder: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert.conversion, "CheckpointWriter", no_writer)
     with pytest.raises(ConversionError, match=message):
         convert_folder(folder, folder.parent / "output", progress=False)
+    assert not list(folder.parent.glob("*output*"))
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), CONFIG_ERRORS)
 def test_unsupported_configs_are_refused(name, changes, message, tmp_path, monkeypatch):
     refuse(edit_config(write_variant(name, tmp_path / "hf"), **changes), message, monkeypatch)
+
+
+FIELDS = {
+    "llama-gqa": ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
+    "opt": ("ffn_dim", "num_hidden_layers", "max_position_embeddings"),
+}
+
+
+@pytest.mark.parametrize(("name", "field"), [(name, field) for name in FIELDS for field in FIELDS[name]])
+def test_missing_fields_are_named(name, field, tmp_path, monkeypatch):
+    path = write_variant(name, tmp_path / "hf") / "config.json"
+    path.write_text(json.dumps({key: value for key, value in VARIANTS[name].items() if key != field}))
+    refuse(tmp_path / "hf", f"config.json: missing '{field}'", monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -275,14 +291,26 @@ NORM = "model__norm__weight"
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
 
+def deal(folder: Path, count: int) -> dict[str, np.ndarray]:
+    """Replaces the single file by shards; returns the tensors."""
+    tensors = load_file(folder / SINGLE)
+    (folder / SINGLE).unlink()
+    write_sharded(folder, tensors, count)
+    return tensors
+
+
+def write_index(folder: Path, content: str) -> None:
+    (folder / SINGLE).unlink()
+    (folder / INDEX).write_text(content)
+
+
 def lose_shard(folder: Path) -> None:
-    write_sharded(folder, load_file(folder / SINGLE), 3)
+    deal(folder, 3)
     (folder / "model-00002-of-00003.safetensors").unlink()
 
 
 def repeat_key(folder: Path) -> None:
-    tensors = load_file(folder / SINGLE)
-    write_sharded(folder, tensors, 2)
+    tensors = deal(folder, 2)
     shard = folder / "model-00002-of-00002.safetensors"
     save_file(load_file(shard) | {"lm_head.weight": tensors["lm_head.weight"]}, shard)
 
@@ -315,11 +343,21 @@ WEIGHT_ERRORS: dict[str, tuple[Change, str]] = {
     "doubles": (lambda p: edit_tensors(p, **{NORM: np.ones(48)}), "'model.norm.weight' has dtype F64"),
     "lost shard": (lose_shard, "lacks shards that .*index.json lists: model-00002-of-00003.safetensors"),
     "two shards": (repeat_key, "duplicate key 'lm_head.weight': in model-00001.* in model-00002"),
-    "empty index": (lambda p: (p / INDEX).write_text("{}"), "weight_map must list keys"),
+    "corrupt index": (lambda p: write_index(p, "{"), "cannot read .*index.json"),
+    "empty index": (lambda p: write_index(p, "{}"), "weight_map must list keys"),
+    "index of numbers": (
+        lambda p: write_index(p, '{"weight_map": {"model.norm.weight": 5}}'),
+        "weight_map must list keys and their shards",
+    ),
+    "folder as shard": (
+        lambda p: ((p / SINGLE).unlink(), (p / SINGLE).mkdir()),
+        "cannot read .*model.safetensors",
+    ),
+    "empty file": (lambda p: (p / SINGLE).write_bytes(b""), "not a whole safetensors file"),
     "no tensors": (lambda p: save_file({}, p / SINGLE), "hold no tensors"),
     "pointer": (lambda p: (p / SINGLE).write_text(LFS_POINTER), "Git-LFS pointer.*git lfs pull"),
     "cut off": (cut_off, "model.safetensors is not a whole safetensors file"),
-    "only .bin": (only_bin, r"only .bin weights; .*python -c .*from_pretrained\('.*hf'\).*save_pretrained"),
+    "only .bin": (only_bin, "only .bin weights; .*python -c .*from_pretrained.*hf.*save_pretrained"),
     "no weights": (lambda p: (p / SINGLE).unlink(), "neither model.safetensors nor"),
 }
 
@@ -329,6 +367,24 @@ def test_wrong_weights_are_refused_before_writing(name, tmp_path, monkeypatch):
     change, message = WEIGHT_ERRORS[name]
     change(write_variant("llama-gqa", tmp_path / "hf"))
     refuse(tmp_path / "hf", message, monkeypatch)
+
+
+def test_the_single_file_comes_before_an_index_as_in_transformers(tmp_path):
+    tensors = weights(VARIANTS["llama-gqa"])
+    write_variant("llama-gqa", tmp_path)
+    write_sharded(tmp_path, {key: value + 1 for key, value in tensors.items()}, 2)
+    np.testing.assert_array_equal(HFWeights(tmp_path).read("lm_head.weight"), tensors["lm_head.weight"])
+
+
+@pytest.mark.parametrize("name", ["it's", 'a "quoted" one', "with space"])
+def test_the_command_for_bin_weights_survives_the_shell(name, tmp_path):
+    only_bin(write_variant("llama-gqa", tmp_path / name))
+    with pytest.raises(ConversionError, match=r"only .bin weights") as raised:
+        HFWeights(tmp_path / name)
+    python, flag, code = shlex.split(str(raised.value).partition("is installed: ")[2])
+    assert (python, flag) == ("python", "-c")
+    loaded = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+    assert loaded.count(str(tmp_path / name)) == 2
 
 
 def test_one_weight_under_both_prefixes_is_refused(tmp_path, monkeypatch):
