@@ -83,9 +83,7 @@ def pair_map(order: Int32[np.ndarray, "*K h"]) -> Matrices:
     return np.eye(2 * half)[columns].swapaxes(-1, -2)
 
 
-def residual(
-    C_Q: Matrices, C_K: Matrices, A_Q: Matrices, A_K: Matrices
-) -> Float64[np.ndarray, "*K H+1"]:
+def residual(C_Q: Matrices, C_K: Matrices, A_Q: Matrices, A_K: Matrices) -> Float64[np.ndarray, "*K H+1"]:
     """tr(C_Q E C_K Eᵀ) for every number r = 0…H of kept coordinates.
 
     As A_Q A_Kᵀ = I, E is made of the dropped columns alone, and the trace is the sum over dropped
@@ -97,9 +95,7 @@ def residual(
     return np.concatenate([np.maximum(sums, 0), np.zeros_like(sums[..., :1])], axis=-1)
 
 
-def certificate(
-    C_Q: Matrices, C_K: Matrices, A_Q: Matrices, A_K: Matrices
-) -> Float64[np.ndarray, "*K H+1"]:
+def certificate(C_Q: Matrices, C_K: Matrices, A_Q: Matrices, A_K: Matrices) -> Float64[np.ndarray, "*K H+1"]:
     """Relative score error sqrt(tr(C_Q E C_K Eᵀ)/tr(C_Q C_K)) for r = 0…H kept coordinates (ours).
 
     Products that are zero throughout have no error.
@@ -208,16 +204,12 @@ def _measures(
     }
 
 
-def _check_inputs(
-    moments: Moments, output_weights: Sequence[np.ndarray], qk: QKKind, vo: VOKind
-) -> None:
+def _check_inputs(moments: Moments, output_weights: Sequence[np.ndarray], qk: QKKind, vo: VOKind) -> None:
     for name, kind, kinds in (("qk", qk, get_args(QKKind)), ("vo", vo, get_args(VOKind))):
         if kind not in kinds:
             raise CalibrationError(f"{name}={kind!r} must be one of {kinds}")
     if moments.num_tokens <= 0:
-        raise CalibrationError(
-            f"the moments are of num_tokens={moments.num_tokens}; give some text"
-        )
+        raise CalibrationError(f"the moments are of num_tokens={moments.num_tokens}; give some text")
     for quantity in QUANTITIES:
         for name in (quantity, f"{quantity}_sum"):
             _check_finite(f"moments of {name}", getattr(moments, name))

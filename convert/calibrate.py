@@ -36,23 +36,28 @@ AUTO_WINDOWS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationOptions:
-    """What `calibrate` does; lengths and counts are in tokens.
-
-    `reduction="kmeans"` is the paper's route: drop a share `prune` of each topic's windows, replace the
-    vectors of each head by `clusters` weighted centroids. `tokens` and `context` default to 1 M and the
-    model's positions (at most 4096).
-    """
+    """What `calibrate` does; lengths and counts are in tokens."""
 
     qk: QkChoice = "auto"
+    """Basis of Q and K; auto takes the lower calibration perplexity of stacked and balanced."""
     vo: VoChoice = "auto"
+    """Basis of V and O, likewise."""
     center: bool = False
+    """Take the means off keys and values first."""
     tokens: int = 1_000_000
+    """Tokens of text to read."""
     context: int | None = None
+    """Length of the windows; default the model's positions, at most 4096."""
     batch: int = 1
+    """Windows at a time, rounded up to a multiple of the devices."""
     seed: int = 0
+    """Chooses the windows, and K-means' starts."""
     reduction: Literal["moments", "kmeans"] = "moments"
+    """Exact moments of all tokens, or the paper's route: prune sequences and cluster vectors."""
     prune: float = 0.5
+    """Share of each topic's windows that kmeans drops."""
     clusters: int = 1024
+    """Centroids per head and kind for kmeans."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "batch", "clusters"):

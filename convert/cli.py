@@ -14,6 +14,7 @@ import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
+from tyro.conf import Positional
 
 from convert.calibrate import CalibrationOptions, calibrate, calibration_windows
 from convert.conversion import convert, verify_against_transformers
@@ -28,16 +29,15 @@ from zdc_jax.loading import load, stored_basis
 from zdc_jax.plan import CompressionPlan
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Arg = tyro.conf.Positional
 
 
 @dataclass
 class Convert:
     """Convert a Hugging Face folder (Llama or OPT, safetensors) without torch."""
 
-    source: Arg[Path]
+    source: Positional[Path]
     """Folder with config.json, *.safetensors and a tokenizer."""
-    output: Arg[Path]
+    output: Positional[Path]
     """Folder to write; it appears only when complete."""
     dtype: Dtype | None = None
     """Dtype to store; default that of the source."""
@@ -49,14 +49,12 @@ class Convert:
     """Text files or folders to calibrate on right after converting."""
 
     def run(self, console: Console) -> None:
-        checkpoint = convert(
-            self.source, self.output, dtype=self.dtype, overwrite=self.overwrite
-        )
+        checkpoint = convert(self.source, self.output, dtype=self.dtype, overwrite=self.overwrite)
         console.print(f"converted {self.source} -> {self.output} ({checkpoint.fingerprint})")
         if self.verify:
             with jax.default_matmul_precision("highest"):
                 network = load(self.output, dtype="float32").network
-                logits = lambda tokens: np.asarray(network(tokens))  # noqa: E731
+                logits = lambda tokens: np.asarray(network(tokens))
                 error = verify_against_transformers(
                     self.source, logits, vocab_size=checkpoint.config.vocab_size
                 )
@@ -69,14 +67,12 @@ class Convert:
 class Calibrate:
     """Calibrate a converted folder on text: moments, basis, spectrum, error certificate."""
 
-    path: Arg[Path]
+    path: Positional[Path]
     """Converted folder."""
-    texts: Arg[tuple[Path, ...]] = ()
+    texts: Positional[tuple[Path, ...]] = ()
     """.txt, .jsonl, .md, .rst, .py files (also .xz, .gz) or folders of them; topics are folder names. None: a
     new basis from the moments of an earlier calibration."""
-    options: Annotated[CalibrationOptions, tyro.conf.arg(name="")] = field(
-        default_factory=CalibrationOptions
-    )
+    options: Annotated[CalibrationOptions, tyro.conf.arg(name="")] = field(default_factory=CalibrationOptions)
     dtype: Dtype | None = None
     """Dtype to run in; default that of the stored weights."""
 
@@ -106,7 +102,6 @@ class PlanFlags:
         uniform = self.qk is not None or self.v is not None
         if sum([self.plan is not None, uniform, self.budget is not None]) > 1:
             raise PlanError("give one of --plan, --qk/--v, --budget")
-        near = {"window": self.window, "sinks": self.sinks}
         if self.plan is not None:
             if self.window or self.sinks:
                 raise PlanError("--plan already says window and sinks; drop --window and --sinks")
@@ -119,7 +114,8 @@ class PlanFlags:
                 basis.vo_spectrum,
                 budget=self.budget,
                 fingerprint=checkpoint.fingerprint,
-                **near,
+                window=self.window,
+                sinks=self.sinks,
             )
         if not uniform and not self.window and not self.sinks:
             return None
@@ -128,7 +124,8 @@ class PlanFlags:
             checkpoint.config,
             qk=H if self.qk is None else self.qk,
             v=H if self.v is None else self.v,
-            **near,
+            window=self.window,
+            sinks=self.sinks,
         ).for_model(checkpoint.fingerprint)
 
 
@@ -136,9 +133,9 @@ class PlanFlags:
 class Plan:
     """Write a plan's JSON and print it."""
 
-    path: Arg[Path]
+    path: Positional[Path]
     """Converted and calibrated folder."""
-    output: Arg[Path]
+    output: Positional[Path]
     """JSON file to write."""
     flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
 
@@ -156,9 +153,9 @@ class Plan:
 class Generate:
     """Continue prompts."""
 
-    path: Arg[Path]
+    path: Positional[Path]
     """Converted folder."""
-    prompts: Arg[tuple[str, ...]]
+    prompts: Positional[tuple[str, ...]]
     """Texts to continue; `-` reads one from standard input."""
     flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
     max_new_tokens: int = 64
@@ -192,8 +189,8 @@ class Generate:
         tokens = sum(len(completion.tokens) - 1 for completion in result.completions)
         console.print(
             f"[dim]KV cache {result.kv_bytes:,} bytes for {len(prompts)} x {result.capacity} tokens; "
-            f"prefill {result.timings.prefill:.2f} s, decode "
-            f"{result.timings.tokens_per_second(tokens):.1f} tokens/s, of which {result.timings.compile:.2f} s compiling[/dim]"
+            f"prefill {result.timings.prefill:.2f} s, decode {result.timings.decode:.2f} s for {tokens} "
+            f"tokens, {result.timings.compile:.2f} s of both compiling[/dim]"
         )
 
 
@@ -201,9 +198,9 @@ class Generate:
 class Perplexity:
     """Perplexity of a plan beside the unmodified model's, on the same windows of text."""
 
-    path: Arg[Path]
+    path: Positional[Path]
     """Converted folder."""
-    texts: Arg[tuple[Path, ...]]
+    texts: Positional[tuple[Path, ...]]
     """Text files or folders, as for calibrate; take text that calibration did not see."""
     flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
     windows: int = 24
@@ -240,7 +237,7 @@ class Perplexity:
 class Inspect:
     """Print what a converted folder holds; --check recomputes its hashes."""
 
-    path: Arg[Path]
+    path: Positional[Path]
     check: bool = False
 
     def run(self, console: Console) -> None:
@@ -264,7 +261,7 @@ class Demo:
         demo(self.output, console)
 
 
-COMMANDS: dict[str, type] = {
+COMMANDS: dict[str, Callable[..., Any]] = {
     "convert": Convert,
     "calibrate": Calibrate,
     "plan": Plan,
@@ -297,24 +294,17 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("jax", "absl", "orbax", "root"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
-    command = tyro.extras.subcommand_cli_from_dict(
-        COMMANDS, prog="zdc", args=arguments, config=(tyro.conf.FlagConversionOff,)[:0]
-    )
-    return _run(command.run)
+    try:
+        tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="zdc", args=arguments).run(Console())
+    except ZDCError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def main_convert() -> int:
     """Runs `zdc convert` under its alias `zdc-convert`."""
     return main(["convert", *sys.argv[1:]])
-
-
-def _run(action: Callable[[Console], None]) -> int:
-    try:
-        action(Console())
-    except ZDCError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
 
 
 if __name__ == "__main__":

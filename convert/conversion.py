@@ -62,7 +62,7 @@ def convert(
     with CheckpointWriter(output, overwrite=overwrite) as writer:
         writer.write_file("tokenizer.json", tokenizer)
         for name in COPIED:
-            if (source / name).exists():
+            if (source / name).is_file():
                 writer.write_file(name, (source / name).read_bytes())
         writer.write_embeddings(read(None))
         for index in track(range(config.num_layers), "layers", disable=not progress):

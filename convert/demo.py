@@ -129,8 +129,8 @@ def _print(console: Console, rows: list[dict[str, Any]]) -> None:
         console.print(row["text"], markup=False, highlight=False, style="dim")
     table = Table(title=f"{DTYPE}, contexts of {CONTEXT} tokens, window of 128 and 4 sinks at full rank")
     table.add_column("plan", no_wrap=True)
-    for column in ("KV bytes/token", "of dense", "perplexity", "increase", "95 %", "tokens/s"):
-        table.add_column(column, justify="right", no_wrap=column != "KV bytes/token")
+    for column in ("KV bytes/token", "of dense", "perplexity", "increase", "95 % interval", "tokens/s"):
+        table.add_column(column, justify="right")
     for row in rows:
         low, high = row["interval"]
         table.add_row(
@@ -139,7 +139,7 @@ def _print(console: Console, rows: list[dict[str, Any]]) -> None:
             f"{row['kv_share']:.1%}",
             f"{row['perplexity']:.2f}",
             f"{row['increase']:+.1%}",
-            f"{low:+.1%} … {high:+.1%}",
+            f"{low:+.1%} {high:+.1%}",
             f"{row['tokens_per_second']:.0f}",
         )
     console.print(table)

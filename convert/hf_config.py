@@ -58,7 +58,7 @@ def parse_config(folder: Path, dtype: str) -> ModelConfig:
         )
     try:
         return _parse(family, raw, dtype=dtype, eos_ids=_eos(raw, folder))
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         if isinstance(error, ConversionError):
             raise
         what = f"missing {error}" if isinstance(error, KeyError) else str(error)

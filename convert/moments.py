@@ -73,9 +73,7 @@ class Moments:
                     f"cannot merge moments of {name}={mine!r} and {theirs!r}: they must be equal"
                 )
         if self.q.shape != other.q.shape:
-            raise CalibrationError(
-                f"cannot merge moments of shapes {self.q.shape} and {other.q.shape}"
-            )
+            raise CalibrationError(f"cannot merge moments of shapes {self.q.shape} and {other.q.shape}")
         sums = {
             name: getattr(self, name) + getattr(other, name)
             for quantity in QUANTITIES

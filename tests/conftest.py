@@ -76,12 +76,10 @@ class TinyModel:
         self.config = config
         key = jax.random.key(seed)
         params = random_params(config, key)
-        grow = lambda x: 8 * x if x.ndim > 1 else x + 0.1 * jax.random.normal(key, x.shape)  # noqa: E731
+        grow = lambda x: 8 * x if x.ndim > 1 else x + 0.1 * jax.random.normal(key, x.shape)
         self.layers = [jax.tree.map(grow, layer) for layer in params["layers"]]
         self.embeddings = params["embeddings"]
-        self.dense = Transformer(
-            config, CompressionPlan.full(config), self.embeddings, self.layers
-        )
+        self.dense = Transformer(config, CompressionPlan.full(config), self.embeddings, self.layers)
 
     def tokens(self, batch: int, length: int, seed: int = 0) -> np.ndarray:
         rng = np.random.default_rng(seed)
@@ -93,9 +91,7 @@ class TinyModel:
         return make_basis(moments, weights, **options)
 
     def model(self, plan: CompressionPlan, basis: Basis | None = None) -> LanguageModel:
-        layers = prepared_layers(
-            iter(self.layers), self.config, plan, basis or self.basis(), jnp.float32
-        )
+        layers = prepared_layers(iter(self.layers), self.config, plan, basis or self.basis(), jnp.float32)
         return LanguageModel(Transformer(self.config, plan, self.embeddings, layers), None, basis)
 
 

@@ -15,7 +15,7 @@ H = 32
 
 def inputs(B=2, T=24, N=4, K=2, seed=0, dtype=np.float32):
     rng = np.random.default_rng(seed)
-    draw = lambda heads: rng.normal(size=(B, T, heads, H)).astype(dtype)  # noqa: E731
+    draw = lambda heads: rng.normal(size=(B, T, heads, H)).astype(dtype)
     return draw(N), draw(K), draw(K)
 
 
@@ -29,10 +29,8 @@ def near_keys(k, v, sinks, window):
     """Whole sequences: sinks, an empty past of `window`, own tokens."""
     B, T, K, _ = k.shape
     # Absent keys hold large junk, which must not leak.
-    pad = (
-        lambda x: jnp.asarray(  # noqa: E731
-            np.concatenate([x[:, :sinks], np.full((B, window, K, H), 1e4, x.dtype), x], 1).swapaxes(1, 2)
-        )
+    pad = lambda x: jnp.asarray(
+        np.concatenate([x[:, :sinks], np.full((B, window, K, H), 1e4, x.dtype), x], 1).swapaxes(1, 2)
     )
     own = np.where(np.arange(T) >= sinks, np.arange(T), -1)
     positions = np.concatenate([np.arange(sinks), np.full(window, -1), own])
@@ -41,7 +39,7 @@ def near_keys(k, v, sinks, window):
 
 def run(q, k, v, qk_rank, v_rank, sinks, window):
     B, T = q.shape[:2]
-    whole = lambda x, rank: jnp.asarray(x.swapaxes(1, 2)[..., :rank])  # noqa: E731
+    whole = lambda x, rank: jnp.asarray(x.swapaxes(1, 2)[..., :rank])
     near = near_keys(k, v, sinks, window) if sinks or window else None
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
     return ops.attention(

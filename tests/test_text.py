@@ -37,9 +37,7 @@ def texts(*paths, **options):
 def test_plain_text_is_split_at_separator_lines(tmp_path):
     path = tmp_path / "tales" / "a.txt"
     path.parent.mkdir()
-    path.write_bytes(
-        b"\xef\xbb\xbfone\r\nmore <|endoftext|>\r\n<|endoftext|>\r\n\n<|endoftext|>\ntwo"
-    )
+    path.write_bytes(b"\xef\xbb\xbfone\r\nmore <|endoftext|>\r\n<|endoftext|>\r\n\n<|endoftext|>\ntwo")
     assert texts(path) == [("tales", "one\nmore <|endoftext|>"), ("tales", "two")]
     assert texts(path, separator="two") == [
         ("tales", "one\nmore <|endoftext|>\n<|endoftext|>\n\n<|endoftext|>")
@@ -120,13 +118,9 @@ def test_all_windows_are_the_documents_joined_by_eos():
 )
 def test_sampled_windows_are_pure_fair_and_reproducible(sizes, length, num_windows, seed):
     documents = [
-        Document(topic, (f"{topic * 4} " * size)[:size])
-        for topic, many in sizes.items()
-        for size in many
+        Document(topic, (f"{topic * 4} " * size)[:size]) for topic, many in sizes.items() for size in many
     ]
-    sample = partial(
-        token_windows, documents, Bytes(), length=length, num_windows=num_windows, seed=seed
-    )
+    sample = partial(token_windows, documents, Bytes(), length=length, num_windows=num_windows, seed=seed)
     windows, topics = sample()
     np.testing.assert_array_equal(windows, sample()[0])
     for window, topic in zip(windows, topics, strict=True):

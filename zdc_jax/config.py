@@ -18,6 +18,18 @@ class RopeConfig:
     original_max_positions: int = 8192
 
 
+_COUNTS = (
+    "num_layers",
+    "embed_dim",
+    "ffn_dim",
+    "vocab_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_positions",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Architecture of one decoder-only model (Llama or OPT family).
@@ -51,6 +63,15 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r} must be an integer >= 1")
+        if not isinstance(self.norm_eps, float) or not self.norm_eps > 0:
+            raise ValueError(f"norm_eps={self.norm_eps!r} must be a number > 0")
+        for token in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
+            if not isinstance(token, int):
+                raise ValueError(f"special token id {token!r} must be an integer")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}: query heads share KV heads"

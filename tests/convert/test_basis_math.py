@@ -58,9 +58,7 @@ def sample_moments(seed=0, L=2, K=2, G=2, H=8, tokens=50, spread=0.5):
     sums = {name: np.einsum("LKGTH,LKGTI->LKHI", a, a) for name, a in x.items()}
     sums |= {f"{name}_sum": a.sum((2, 3)) for name, a in x.items()}
     weights = [rng.normal(size=(K * G, H, 9)) for _ in range(L)]
-    moments = Moments(
-        **sums, group_size=G, num_tokens=tokens, context_length=tokens, fingerprint="abc"
-    )
+    moments = Moments(**sums, group_size=G, num_tokens=tokens, context_length=tokens, fingerprint="abc")
     return moments, x, weights
 
 
@@ -202,9 +200,7 @@ def test_value_certificate_is_the_error_of_values_times_output_weights(kind):
             assert basis.vo_error[layer, head, z] == pytest.approx(error, abs=1e-7)
             if kind == "balanced":
                 best = np.linalg.svd(whole, compute_uv=False)[z:]
-                assert error == pytest.approx(
-                    np.linalg.norm(best) / np.linalg.norm(whole), abs=1e-7
-                )
+                assert error == pytest.approx(np.linalg.norm(best) / np.linalg.norm(whole), abs=1e-7)
 
 
 def test_output_moments_are_optimal_for_the_heads_outputs_when_nothing_is_shared():
@@ -215,9 +211,7 @@ def test_output_moments_are_optimal_for_the_heads_outputs_when_nothing_is_shared
     C, inverse = basis.v_map[0, 0], basis.o_map[0, 0]
     for z in range(9):
         kept = (x["o"][0, 0, 0] @ C[:, :z]) @ (inverse[:z] @ weights[0][0])
-        assert np.linalg.norm(whole - kept) == pytest.approx(
-            np.linalg.norm(sigma[z:]), abs=1e-6 * sigma[0]
-        )
+        assert np.linalg.norm(whole - kept) == pytest.approx(np.linalg.norm(sigma[z:]), abs=1e-6 * sigma[0])
         assert basis.vo_error[0, 0, z] == pytest.approx(
             np.linalg.norm(whole - kept) / np.linalg.norm(whole), abs=1e-7
         )

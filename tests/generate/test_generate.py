@@ -135,9 +135,7 @@ def test_bad_prompts_are_refused(model, prompt, options, named):
         generate(model, prompt, **options)
 
 
-@pytest.mark.parametrize(
-    "options", [{"temperature": -1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}]
-)
+@pytest.mark.parametrize("options", [{"temperature": -1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}])
 def test_bad_samplings_are_refused(options):
     with pytest.raises(PromptError, match=next(iter(options))):
         Sampling(**options)

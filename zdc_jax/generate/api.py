@@ -139,12 +139,11 @@ class _Session:
         self.prompts = [_encode(model, prompt, max_new_tokens) for prompt in _as_list(prompts)]
         self.stop_ids = _stop_ids(model, stop_tokens)
         self.sampling = (sampling or Sampling()).arrays(model.config.vocab_size)
-        self.capacity = capacity_for(
-            max(len(p) for p in self.prompts) + max_new_tokens, model.config.max_positions
-        )
-        if model.basis is not None and self.capacity > model.basis.context_length:
+        longest = max(len(prompt) for prompt in self.prompts) + max_new_tokens
+        self.capacity = capacity_for(longest, model.config.max_positions)
+        if model.basis is not None and longest > model.basis.context_length:
             warnings.warn(
-                f"the cache holds {self.capacity} tokens, the basis was calibrated on contexts of "
+                f"a row may hold {longest} tokens, the basis was calibrated on contexts of "
                 f"{model.basis.context_length}; quality beyond that is unmeasured",
                 stacklevel=4,
             )
