@@ -19,6 +19,7 @@ from convert.moments import Moments
 from zdc_jax.axes import Array
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
+from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError
 from zdc_jax.evaluate import window_nll
 from zdc_jax.loading import load
@@ -60,13 +61,20 @@ class CalibrationOptions:
     """Centroids per head and kind for kmeans."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "batch", "clusters"):
-            if (value := getattr(self, name)) < 1:
-                raise CalibrationError(f"{name}={value} must be >= 1")
+        for name, least in (("tokens", 1), ("batch", 1), ("clusters", 1), ("seed", 0)):
+            if (value := getattr(self, name)) < least:
+                raise CalibrationError(f"{name}={value} must be >= {least}")
         if self.context is not None and self.context < 2:
             raise CalibrationError(f"context={self.context} must be >= 2 tokens")
         if not 0 <= self.prune < 1:
             raise CalibrationError(f"prune={self.prune} must lie in [0, 1), a share of the sequences")
+
+    def window_length(self, config: ModelConfig) -> int:
+        """Tokens a window for this model; raises `CalibrationError` beyond its positions."""
+        context = self.context or min(config.max_positions, 4096)
+        if context > config.max_positions:
+            raise CalibrationError(f"{context=} exceeds the model's {config.max_positions} positions")
+        return context
 
 
 def calibrate(
@@ -90,12 +98,10 @@ def calibrate(
     """
     options = options or CalibrationOptions()
     checkpoint = Checkpoint.open(path)
-    context = options.context or min(checkpoint.config.max_positions, 4096)
-    if context > checkpoint.config.max_positions:
-        raise CalibrationError(f"{context=} exceeds the model's {checkpoint.config.max_positions} positions")
-    stored = checkpoint.calibration_path / "moments"
+    context = options.window_length(checkpoint.config)
+    windows: np.ndarray | None = None
     if not texts:
-        moments, windows, record = Moments.load(stored), None, {}
+        moments, record = stored_moments(checkpoint)
     else:
         windows, topics = calibration_windows(checkpoint, texts, context, options)
         began = time.perf_counter()
@@ -119,13 +125,35 @@ def calibrate(
                 progress=progress,
             )
         del network
-        moments.save(stored)
-        record = {"seconds_moments": time.perf_counter() - began, "topics": sorted(set(topics))}
+        moments.save(checkpoint.calibration_path / "moments")
+        record = {
+            "reduction": options.reduction,
+            "seed": options.seed,
+            "topics": sorted(set(topics)),
+            "seconds_moments": time.perf_counter() - began,
+        }
     basis = choose_basis(checkpoint, moments, windows, options, dtype=dtype)
-    record |= {"reduction": options.reduction, "seed": options.seed, "center": options.center}
-    basis = replace(basis, record={**basis.record, **record})
+    basis = replace(basis, record={**basis.record, **record, "center": options.center})
     basis.save(checkpoint.calibration_path / "basis")
     return basis
+
+
+def stored_moments(checkpoint: Checkpoint) -> tuple[Moments, dict[str, Any]]:
+    """The folder's moments, and what the record of its basis says of them.
+
+    Raises:
+      CheckpointError: no moments, or unreadable ones.
+      CalibrationError: they are another model's.
+    """
+    folder = checkpoint.calibration_path
+    moments = Moments.load(folder / "moments")
+    if moments.fingerprint != checkpoint.fingerprint:
+        raise CalibrationError(
+            f"the moments are of model {moments.fingerprint!r}, this one is {checkpoint.fingerprint!r}"
+        )
+    record = Basis.load(folder / "basis").record if (folder / "basis").exists() else {}
+    kept = ("reduction", "seed", "topics", "seconds_moments")
+    return moments, {name: record[name] for name in kept if name in record}
 
 
 def calibration_windows(

@@ -5,7 +5,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ from convert.conversion import convert, verify_against_transformers
 from convert.demo import demo
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
-from zdc_jax.errors import PlanError, PromptError, ZDCError
+from zdc_jax.errors import PlanError, PromptError, TextError, ZDCError
 from zdc_jax.evaluate import compare, window_nll
 from zdc_jax.generate.api import generate, stream
 from zdc_jax.generate.sampling import Sampling
@@ -50,7 +50,7 @@ class Convert:
 
     def run(self, console: Console) -> None:
         checkpoint = convert(self.source, self.output, dtype=self.dtype, overwrite=self.overwrite)
-        console.print(f"converted {self.source} -> {self.output} ({checkpoint.fingerprint})")
+        console.out(f"converted {self.source} -> {self.output} ({checkpoint.fingerprint})")
         if self.verify:
             with jax.default_matmul_precision("highest"):
                 network = load(self.output, dtype="float32").network
@@ -159,16 +159,21 @@ class Generate:
     """Texts to continue; `-` reads one from standard input."""
     flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
     max_new_tokens: int = 64
+    """Most tokens to add to each prompt."""
     temperature: float = 0.0
     """0 is greedy."""
     top_k: int | None = None
+    """Choose among this many most likely tokens."""
     top_p: float | None = None
+    """Choose among the fewest most likely tokens of this much probability."""
     seed: int = 0
+    """Seed of the choice."""
     stop: tuple[str, ...] = ()
     """Strings that end the text."""
     stream: bool = False
     """Print text as it comes (one prompt only)."""
     dtype: Dtype | None = None
+    """Dtype to run in; default that of the stored weights."""
 
     def run(self, console: Console) -> None:
         prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in self.prompts]
@@ -184,8 +189,8 @@ class Generate:
             return
         result = generate(model, prompts, self.max_new_tokens, **arguments)
         for prompt, completion in zip(prompts, result.completions, strict=True):
-            console.print(prompt, style="dim", end="", markup=False, highlight=False)
-            console.print(completion.text, markup=False, highlight=False)
+            console.out(prompt, style="dim", end="", highlight=False)
+            print(completion.text)
         tokens = sum(len(completion.tokens) - 1 for completion in result.completions)
         console.print(
             f"[dim]KV cache {result.kv_bytes:,} bytes for {len(prompts)} x {result.capacity} tokens; "
@@ -208,16 +213,22 @@ class Perplexity:
     context: int | None = None
     """Tokens a window; default the model's positions, at most 4096."""
     seed: int = 0
+    """Chooses the windows."""
     batch: int = 1
+    """Windows at a time."""
     dtype: Dtype | None = None
+    """Dtype to run in; default that of the stored weights."""
     output: Path | None = None
-    """JSON file to write; default standard output."""
+    """JSON file to write the printed report to."""
 
     def run(self, console: Console) -> None:
         checkpoint = Checkpoint.open(self.path)
         plan = self.flags.build(self.path)
-        context = self.context or min(checkpoint.config.max_positions, 4096)
-        options = CalibrationOptions(tokens=self.windows * context, seed=self.seed)
+        if self.windows < 1:
+            raise TextError(f"windows={self.windows} must be >= 1")
+        options = CalibrationOptions(context=self.context, batch=self.batch, seed=self.seed)
+        context = options.window_length(checkpoint.config)
+        options = replace(options, tokens=self.windows * context)
         windows, topics = calibration_windows(checkpoint, self.texts, context, options)
         dense = load(self.path, dtype=self.dtype)
         dense_nll = window_nll(dense.network, windows, batch=self.batch)
@@ -228,9 +239,9 @@ class Perplexity:
             "seed": self.seed,
         }
         text = json.dumps(report, indent=2)
+        console.print_json(text)
         if self.output is not None:
             self.output.write_text(text + "\n")
-        console.print_json(text)
 
 
 @dataclass
@@ -238,7 +249,9 @@ class Inspect:
     """Print what a converted folder holds; --check recomputes its hashes."""
 
     path: Positional[Path]
+    """Converted folder."""
     check: bool = False
+    """Recompute the hashes of its files."""
 
     def run(self, console: Console) -> None:
         checkpoint = Checkpoint.open(self.path)
@@ -290,15 +303,14 @@ def _report_basis(console: Console, basis: Basis) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs `zdc`; exit status 2 with one line on standard error for any error the user can mend."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for name in ("jax", "absl", "orbax", "root"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
-    try:
-        tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="zdc", args=arguments).run(Console())
-    except ZDCError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+        try:
+            tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="zdc", args=arguments).run(Console())
+        except (ZDCError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     return 0
 
 

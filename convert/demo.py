@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -127,10 +128,11 @@ def _print(console: Console, rows: list[dict[str, Any]]) -> None:
     for row in rows[:: len(rows) - 1]:
         console.print(f"[bold]{row['plan']}[/bold]")
         console.print(row["text"], markup=False, highlight=False, style="dim")
-    table = Table(title=f"{DTYPE}, contexts of {CONTEXT} tokens, window of 128 and 4 sinks at full rank")
+    title = f"{DTYPE}, contexts of {CONTEXT} tokens, window of 128 and 4 sinks at full rank"
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title)
     table.add_column("plan", no_wrap=True)
-    for column in ("KV bytes/token", "of dense", "perplexity", "increase", "95 % interval", "tokens/s"):
-        table.add_column(column, justify="right")
+    for column in ("KV B/token", "of dense", "ppl", "increase", "95 % interval", "tok/s"):
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         low, high = row["interval"]
         table.add_row(

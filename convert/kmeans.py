@@ -99,8 +99,10 @@ def _layer(
             return o
 
         out = block(row[None], positions, attend)[0]
-        o = seen.pop("o").astype(jnp.float32)
-        return out, seen, jnp.einsum("KPH,KPI->KHI", o, o), o.sum(1)
+        o = seen.pop("o")
+        with jax.default_matmul_precision("highest"):
+            gram = einsum_f32("KPH,KPI->KHI", o, o)
+        return out, seen, gram, o.sum(1, dtype=jnp.float32)
 
     x, vectors, gram, total = jax.lax.map(one, x)
     flat = {name: value.swapaxes(0, 1).reshape(K, -1, value.shape[-1]) for name, value in vectors.items()}
@@ -118,7 +120,8 @@ def _centroid_moments(keys: Array, points: Float[Array, "K P H"], clusters: int)
     def one(head: tuple[Array, Array]) -> tuple[Array, Array]:
         centroids, sizes = kmeans(head[0], head[1], clusters)
         weighted = centroids * sizes[:, None]
-        return jnp.einsum("MH,MI->HI", weighted, centroids), weighted.sum(0)
+        with jax.default_matmul_precision("highest"):
+            return jnp.einsum("MH,MI->HI", weighted, centroids), weighted.sum(0)
 
     return jax.lax.map(one, (keys, points))
 
@@ -147,7 +150,8 @@ def kmeans(
             score = einsum_f32("PH,MH->PM", x, centroids.astype(x.dtype))
             chosen = jax.nn.one_hot(jnp.argmax(score - half_norm, 1), clusters, dtype=x.dtype)
             chosen *= mask[:, None].astype(x.dtype)
-            sums = einsum_f32("PM,PH->MH", chosen, x)
+            with jax.default_matmul_precision("highest"):
+                sums = einsum_f32("PM,PH->MH", chosen, x)
             return (total[0] + sums, total[1] + chosen.sum(0, dtype=jnp.float32)), None
 
         empty = (jnp.zeros((clusters, dim), jnp.float32), jnp.zeros(clusters, jnp.float32))

@@ -1,127 +1,214 @@
-"""Folding commutes with the layer it is folded into, for random weights and bases, in float64."""
+"""Folding commutes with the layer it is folded into, for random shapes, weights and bases, in float64."""
 
 from dataclasses import replace
+from typing import NamedTuple, Self
 
 import numpy as np
+import pytest
 from conftest import LLAMA, OPT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convert.basis import pair_map
 from zdc_jax.basis import Basis
-from zdc_jax.fold import fold_attention
+from zdc_jax.config import ModelConfig
+from zdc_jax.fold import fold_attention, placement
 from zdc_jax.model.layers import rope_frequencies
 from zdc_jax.plan import LayerRanks
 
-N, K, H, D = 4, 2, 32, 24
-G = N // K
-FULL = LayerRanks(H, H)
+T = 7
 
 
-def random_basis(rng, *, center=False, pairs=False) -> Basis:
-    """One layer with well-conditioned maps that no calibration would give."""
+class Layer(NamedTuple):
+    """One random attention layer, its input, and a well-conditioned basis no calibration would give."""
+
+    config: ModelConfig
+    weights: dict[str, np.ndarray]
+    basis: Basis
+    x: np.ndarray
+
+    @classmethod
+    def draw(cls, family, shape, seed, *, biases=False, center=False, pairs=False) -> Self:
+        K, G, H, D = shape
+        rng, N = np.random.default_rng(seed), K * G
+        config = replace(family, num_heads=N, num_kv_heads=K, head_dim=H, embed_dim=D)
+        shapes = {"q": (D, N, H), "k": (D, K, H), "v": (D, K, H), "o": (N, H, D)}
+        if biases:
+            shapes |= {"q_bias": (N, H), "k_bias": (K, H), "v_bias": (K, H), "o_bias": (D,)}
+        weights = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+        return cls(config, weights, random_basis(rng, K, H, center, pairs), rng.normal(size=(T, D)))
+
+    def fold(self, qk: int | None = None, v: int | None = None, *, full_width=False) -> dict[str, np.ndarray]:
+        H = self.config.head_dim
+        ranks = LayerRanks(H if qk is None else qk, H if v is None else v)
+        return fold_attention(self.weights, self.config, self.basis, 0, ranks, full_width=full_width)
+
+    def project(self, weights, name) -> np.ndarray:
+        return np.einsum("TD,DNH->TNH", self.x, weights[name]) + weights.get(f"{name}_bias", 0)
+
+    def attend(self, weights, q, k) -> np.ndarray:
+        """Output of the layer, causal, from these queries and keys."""
+        share = lambda x: np.repeat(x, self.config.group_size, axis=1)
+        scores = np.einsum("TNH,SNH->NTS", q, share(k)) / 10
+        probabilities = np.exp(np.where(np.tri(T, dtype=bool), scores, -np.inf))
+        probabilities /= probabilities.sum(-1, keepdims=True)
+        o = np.einsum("NTS,SNZ->TNZ", probabilities, share(self.project(weights, "v")))
+        return np.einsum("TNZ,NZD->TD", o, weights["o"]) + weights.get("o_bias", 0)
+
+    def turned(self, x, frequencies=None) -> np.ndarray:
+        """Rotary embedding of x [T, N, H] in float64: of halves, or of interleaved pairs at `frequencies`."""
+        H, woven = x.shape[-1], frequencies is not None
+        angles = frequencies if woven else rope_frequencies(self.config.rope, H)
+        a, b = (x[..., 0::2], x[..., 1::2]) if woven else (x[..., : H // 2], x[..., H // 2 :])
+        z = (a + 1j * b) * np.exp(1j * np.arange(T)[:, None, None] * angles)
+        join = np.stack if woven else np.concatenate
+        return join([z.real, z.imag], axis=-1).reshape(x.shape)
+
+
+def random_basis(rng, K: int, H: int, center: bool, pairs: bool) -> Basis:
+    # A rotation, scaled: condition number at most 4.
     draw = lambda: np.linalg.qr(rng.normal(size=(1, K, H, H)))[0] * rng.uniform(0.5, 2, (1, K, 1, H))
     order = np.stack([rng.permutation(H // 2) for _ in range(K)])[None].astype(np.int32)
-    nothing = np.zeros((1, K, H))
+    unused = np.zeros((1, K, H))
     return Basis(
         k_map=pair_map(order) if pairs else draw(),
         v_map=draw(),
         qk_kind="pairs" if pairs else "balanced",
         vo_kind="balanced",
-        qk_spectrum=nothing,
-        vo_spectrum=nothing,
-        qk_error=nothing,
-        vo_error=nothing,
-        qk_condition=nothing,
-        vo_condition=nothing,
+        **dict.fromkeys(("qk_spectrum", "vo_spectrum", "qk_error", "vo_error"), unused),
+        **dict.fromkeys(("qk_condition", "vo_condition"), unused[..., 0]),
         num_tokens=1,
         context_length=1,
         fingerprint="",
         pairs=order if pairs else None,
-        key_mean=rng.normal(size=(1, K, H)) if center else None,
+        key_mean=rng.normal(size=(1, K, H)) if center and not pairs else None,
         value_mean=rng.normal(size=(1, K, H)) if center else None,
     )
 
 
-def random_weights(rng, biases: bool) -> dict[str, np.ndarray]:
-    shapes = {"q": (D, N, H), "k": (D, K, H), "v": (D, K, H), "o": (N, H, D)}
-    if biases:
-        shapes |= {"q_bias": (N, H), "k_bias": (K, H), "v_bias": (K, H), "o_bias": (D,)}
-    return {name: rng.normal(size=shape) for name, shape in shapes.items()}
+def equal(actual, expected) -> None:
+    np.testing.assert_allclose(actual, expected, atol=1e-10 * np.abs(expected).max(initial=1))
 
 
-def project(x, weights, name):
-    return np.einsum("TD,DNH->TNH", x, weights[name]) + weights.get(f"{name}_bias", 0)
+shapes = st.tuples(st.integers(1, 3), st.integers(1, 3), st.sampled_from([4, 6, 16]), st.integers(3, 12))
+"""K, G, H, D."""
+seeds = st.integers(0, 10_000)
+random_layers = settings(max_examples=40, deadline=None)
 
 
-def attend(x, weights, scores):
-    """Output of a causal layer in float64, and its softmax's rows."""
-    v = np.repeat(project(x, weights, "v"), G, axis=1)
-    mask = np.tril(np.ones((len(x), len(x)), bool))
-    weight = np.exp(np.where(mask[:, None], scores, -np.inf))
-    weight /= weight.sum(-1, keepdims=True)
-    o = np.einsum("TNS,SNZ->TNZ", weight, v)
-    return np.einsum("TNZ,NZD->TD", o, weights["o"]) + weights.get("o_bias", 0)
+@random_layers
+@given(shape=shapes, seed=seeds, biases=st.booleans())
+def test_projections_come_out_rotated(shape, seed, biases):
+    layer = Layer.draw(OPT, shape, seed, biases=biases)
+    old, new, G = layer.weights, layer.fold(), layer.config.group_size
+    assert placement(layer.config, layer.basis) == "folded"
+    assert new.keys() == old.keys()
+    A_K, C = layer.basis.k_map[0], layer.basis.v_map[0]
+    A_Q = np.linalg.inv(A_K).swapaxes(-1, -2)
+    of = lambda name: layer.project(old, name)
+    equal(layer.project(new, "q"), np.einsum("TNH,NHR->TNR", of("q"), A_Q.repeat(G, axis=0)))
+    equal(layer.project(new, "k"), np.einsum("TKH,KHR->TKR", of("k"), A_K))
+    equal(layer.project(new, "v"), np.einsum("TKH,KHZ->TKZ", of("v"), C))
+    equal(np.einsum("NHZ,NZD->NHD", C.repeat(G, axis=0), new["o"]), old["o"])
 
 
-def scores_of(q, k):
-    return np.einsum("TNH,SNH->TNS", q, np.repeat(k, G, axis=1)) / np.sqrt(H) / 10
+@random_layers
+@given(shape=shapes, seed=seeds, biases=st.booleans(), center=st.booleans())
+def test_folded_layers_are_the_same_function(shape, seed, biases, center):
+    """Whole outputs, so that centred values must come back in the bias, and centred keys not matter."""
+    layer = Layer.draw(OPT, shape, seed, biases=biases, center=center)
+    output = lambda weights: layer.attend(weights, layer.project(weights, "q"), layer.project(weights, "k"))
+    new = layer.fold()
+    equal(output(new), output(layer.weights))
+    assert not np.allclose(new["k"], layer.weights["k"])
+    assert ("o_bias" in new) == (biases or center)
 
 
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10_000), biases=st.booleans(), center=st.booleans())
-def test_folded_layers_are_the_same_function(seed, biases, center):
-    rng = np.random.default_rng(seed)
-    config = replace(OPT, num_kv_heads=K, embed_dim=D)
-    old, basis = random_weights(rng, biases), random_basis(rng, center=center)
-    new = fold_attention(old, config, basis, 0, FULL, full_width=False)
-    x = rng.normal(size=(7, D))
-    before = attend(x, old, scores_of(project(x, old, "q"), project(x, old, "k")))
-    after = attend(x, new, scores_of(project(x, new, "q"), project(x, new, "k")))
-    np.testing.assert_allclose(after, before, atol=1e-9 * np.abs(before).max())
-    assert not np.allclose(new["k"], old["k"])
+@random_layers
+@given(shape=shapes, seed=seeds, center=st.booleans())
+def test_scores_only_lose_what_softmax_ignores(shape, seed, center):
+    """Scores are equal; centring takes q·μ off a whole row of them."""
+    layer = Layer.draw(OPT, shape, seed, biases=True, center=center)
+    share = lambda x: np.repeat(x, layer.config.group_size, axis=1)
+    scores = lambda weights: np.einsum(
+        "TNH,SNH->NTS", layer.project(weights, "q"), share(layer.project(weights, "k"))
+    )
+    lost = scores(layer.weights) - scores(layer.fold())
+    equal(lost, np.broadcast_to(lost[..., :1], lost.shape))
+    if center:
+        mean = np.repeat(layer.basis.key_mean[0], layer.config.group_size, axis=0)
+        equal(lost[..., 0], np.einsum("TNH,NH->NT", layer.project(layer.weights, "q"), mean))
+    else:
+        equal(lost, np.zeros_like(lost))
 
 
-@settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 10_000), qk=st.sampled_from([0, 16]), v=st.sampled_from([0, 16]))
-def test_ranks_are_nested(seed, qk, v):
-    rng = np.random.default_rng(seed)
-    config = replace(OPT, num_kv_heads=K, embed_dim=D)
-    old, basis = random_weights(rng, biases=True), random_basis(rng)
-    full = fold_attention(old, config, basis, 0, FULL, full_width=True)
-    cut = fold_attention(old, config, basis, 0, LayerRanks(qk, v), full_width=False)
-    kept = {"q": qk, "k": qk, "q_bias": qk, "k_bias": qk, "v": v, "v_bias": v}
-    for name, rank in kept.items():
-        np.testing.assert_allclose(cut[name], full[name][..., :rank], atol=1e-12)
-    np.testing.assert_allclose(cut["o"], full["o"][:, :v], atol=1e-12)
-    np.testing.assert_array_equal(cut["o_bias"], old["o_bias"])
+@random_layers
+@given(shape=shapes, seed=seeds, kept=st.tuples(st.integers(0, 16), st.integers(0, 16)), center=st.booleans())
+@pytest.mark.parametrize("family", [OPT, LLAMA], ids=lambda config: config.family)
+def test_ranks_are_nested(family, shape, seed, kept, center):
+    """Weights of a lower rank are a prefix of those at full rank; what is not cut is equal."""
+    layer = Layer.draw(family, shape, seed, biases=True, center=center)
+    qk, v = (min(rank, layer.config.head_dim) for rank in kept)
+    full, cut = layer.fold(), layer.fold(qk, v)
+    names = {"k_rotation", "q_rotation", "k_shift"} if family is LLAMA else {"q", "k", "q_bias", "k_bias"}
+    for name, whole in full.items():
+        if name in names:
+            equal(cut[name], whole[..., :qk])
+        elif name in ("v", "v_bias"):
+            equal(cut[name], whole[..., :v])
+        elif name == "o":
+            equal(cut[name], whole[:, :v])
+        else:
+            equal(cut[name], whole)
+    for name, whole in layer.fold(qk, v, full_width=True).items():
+        np.testing.assert_array_equal(whole, full[name])
 
 
-def test_post_rope_leaves_the_projections_alone():
-    rng = np.random.default_rng(0)
-    config = replace(LLAMA, embed_dim=D)
-    old, basis = random_weights(rng, biases=False), random_basis(rng, center=True)
-    new = fold_attention(old, config, basis, 0, LayerRanks(16, 32), full_width=False)
-    np.testing.assert_array_equal(new["q"], old["q"])
-    assert new["q_rotation"].shape == new["k_rotation"].shape == (K, H, 16)
-    q, k = rng.normal(size=(5, H)), rng.normal(size=(6, H))
-    full = fold_attention(old, config, basis, 0, FULL, full_width=False)
-    shifted = k - basis.key_mean[0, 1]
-    rotated = (q @ full["q_rotation"][1]) @ (k @ full["k_rotation"][1] + full["k_shift"][1]).T
-    np.testing.assert_allclose(rotated, q @ shifted.T, atol=1e-9)
+@random_layers
+@given(shape=shapes, seed=seeds, biases=st.booleans(), center=st.booleans())
+def test_post_rope_rotates_after_the_rotary_embedding(shape, seed, biases, center):
+    layer = Layer.draw(LLAMA, shape, seed, biases=biases, center=center)
+    old, new, G = layer.weights, layer.fold(), layer.config.group_size
+    assert placement(layer.config, layer.basis) == "post_rope"
+    for name in {"q", "k", "q_bias", "k_bias"} & old.keys():
+        np.testing.assert_array_equal(new[name], old[name])
+    assert ("k_shift" in new) == center
+    q, k = layer.turned(layer.project(old, "q")), layer.turned(layer.project(old, "k"))
+    rotated_q = np.einsum("TNH,NHR->TNR", q, new["q_rotation"].repeat(G, axis=0))
+    rotated_k = np.einsum("TKH,KHR->TKR", k, new["k_rotation"]) + new.get("k_shift", 0)
+    equal(layer.attend(new, rotated_q, rotated_k), layer.attend(old, q, k))
 
 
-def test_pairs_commute_with_the_rotary_embedding():
+@random_layers
+@given(shape=shapes, seed=seeds, biases=st.booleans(), center=st.booleans())
+def test_pairs_commute_with_the_rotary_embedding(shape, seed, biases, center):
     """Rotate halves, then permute = permute into interleaved pairs, then rotate at the stored frequencies."""
-    rng = np.random.default_rng(0)
-    config = replace(LLAMA, embed_dim=D)
-    old, basis = random_weights(rng, biases=False), random_basis(rng, pairs=True)
-    new = fold_attention(old, config, basis, 0, FULL, full_width=False)
-    x, angles = rng.normal(size=(9, D)), rope_frequencies(LLAMA.rope, H)
-    turn = lambda z, theta: z * np.exp(1j * np.arange(9)[:, None, None] * theta)
-    halves = project(x, old, "k")
-    before = turn(halves[..., : H // 2] + 1j * halves[..., H // 2 :], angles)
-    woven = project(x, new, "k")
-    after = turn(woven[..., 0::2] + 1j * woven[..., 1::2], new["frequencies"])
-    for head in range(K):
-        np.testing.assert_allclose(after[:, head], before[:, head][:, basis.pairs[0, head]], atol=1e-9)
+    layer = Layer.draw(LLAMA, shape, seed, biases=biases, center=center, pairs=True)
+    old, new, G = layer.weights, layer.fold(), layer.config.group_size
+    assert placement(layer.config, layer.basis) == "pairs"
+    assert not {"q_rotation", "k_rotation", "k_shift"} & new.keys()
+    q, k = layer.turned(layer.project(old, "q")), layer.turned(layer.project(old, "k"))
+    after_q = layer.turned(layer.project(new, "q"), new["frequencies"].repeat(G, axis=0))
+    after_k = layer.turned(layer.project(new, "k"), new["frequencies"])
+    order, half = layer.basis.pairs[0], layer.config.head_dim // 2
+    for head, chosen in enumerate(order):
+        equal(after_k[:, head, 0::2], k[:, head][:, chosen])
+        equal(after_k[:, head, 1::2], k[:, head][:, chosen + half])
+    equal(layer.attend(new, after_q, after_k), layer.attend(old, q, k))
+
+
+@random_layers
+@given(shape=shapes, seed=seeds)
+def test_pairs_are_nested_in_whole_pairs(shape, seed):
+    layer = Layer.draw(LLAMA, shape, seed, pairs=True)
+    full, cut = layer.fold(), layer.fold(2, 1)
+    np.testing.assert_array_equal(cut["frequencies"], full["frequencies"][:, :1])
+    for name in "qk":
+        np.testing.assert_array_equal(cut[name], full[name][..., :2])
+
+
+@given(biases=st.booleans())
+def test_everything_is_float64(biases):
+    layer = Layer.draw(OPT, (2, 2, 4, 8), 0, biases=biases, center=True)
+    rounded = {name: x.astype(np.float16) for name, x in layer.weights.items()}
+    assert {x.dtype for x in layer._replace(weights=rounded).fold().values()} == {np.dtype("float64")}

@@ -5,46 +5,82 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TinyModel
+from conftest import LLAMA, TinyModel
 from hf_variants import write_variant
 
-from convert.calibrate import CalibrationOptions, calibrate, collect_moments
+from convert.basis import make_basis
+from convert.calibrate import (
+    CalibrationOptions,
+    _gram,
+    calibrate,
+    calibration_windows,
+    choose_basis,
+    collect_moments,
+    stored_moments,
+)
 from convert.conversion import convert
-from zdc_jax import Checkpoint, CompressionPlan, generate, load
+from convert.moments import Moments
+from zdc_jax import Checkpoint, CompressionPlan, LanguageModel, generate, load
 from zdc_jax.errors import CalibrationError, CheckpointError, PlanError, TextError
+from zdc_jax.loading import stored_basis
 
-VARIANT = "llama-gqa"
+VARIANT = "llama-head-dim-80"  # Heads large enough to be cut in half.
 
 
-def brute_force(tiny: TinyModel, tokens: np.ndarray) -> list[dict[str, np.ndarray]]:
-    """q, k, v, o [K, P, H] of every layer over all tokens, taken from the network one layer at a time."""
-    network = tiny.dense
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    x = network.embed(jnp.asarray(tokens), positions)
-    K, seen = tiny.config.num_kv_heads, []
-    for index in range(tiny.config.num_layers):
-        block = jax.tree.map(lambda leaf, index=index: leaf[index], network.runs[0])
+def reference(tiny: TinyModel, tokens: np.ndarray) -> list[dict[str, np.ndarray]]:
+    """q, k, v, o [K, P, H] of every layer over all tokens: a plain float64 model on the layers' weights."""
+    config, seen = tiny.config, []
+    H, K = config.head_dim, config.num_kv_heads
+    layers, embeddings = jax.tree.map(lambda x: np.asarray(x, np.float64), (tiny.layers, tiny.embeddings))
+    time = np.arange(tokens.shape[1])
+    x = embeddings["tokens"][tokens]
+    if config.rope is None:
+        x = x + embeddings["positions"][time + config.position_offset]
 
-        def attend(q, k, v):
-            G = q.shape[2] // K
-            keys, values = (jnp.repeat(a, G, axis=2) for a in (k, v))
-            scores = jnp.einsum("BTNH,BSNH->BNTS", q, keys) / np.sqrt(q.shape[-1])
-            mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-            weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
-            o = jnp.einsum("BNTS,BSNH->BTNH", weights, values)
-            split = lambda a: np.moveaxis(
-                np.asarray(a, np.float64).reshape(*a.shape[:2], K, -1, a.shape[-1]), 2, 0
-            )
-            seen.append({n: split(a).reshape(K, -1, a.shape[-1]) for n, a in zip("qkvo", (q, k, v, o))})  # noqa: B905
-            return o
+    def norm(x, weights):
+        x = x - x.mean(-1, keepdims=True) if "bias" in weights else x
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps)
+        return x * weights["scale"] + weights.get("bias", 0)
 
-        x = block(x, positions, attend)
+    def turned(x):
+        if config.rope is None:
+            return x
+        turn = np.exp(1j * np.outer(time, config.rope.theta ** -(np.arange(0, H, 2) / H)))
+        z = (x[..., : H // 2] + 1j * x[..., H // 2 :]) * turn[:, None]
+        return np.concatenate([z.real, z.imag], -1)
+
+    def attend(q, k, v):
+        k, v = (np.repeat(a, config.group_size, axis=2) for a in (k, v))
+        scores = np.einsum("BTNH,BSNH->BNTS", q, k) / np.sqrt(H)
+        weights = np.exp(np.where(np.tri(len(time), dtype=bool), scores, -np.inf))
+        return np.einsum("BNTS,BSNH->BTNH", weights / weights.sum(-1, keepdims=True), v)
+
+    def feed_forward(x, weights):
+        through = lambda name, x: x @ weights[name] + weights.get(f"{name}_bias", 0)
+        if config.family == "opt":
+            return through("down", np.maximum(through("up", x), 0))
+        gate = through("gate", x)
+        return through("down", gate / (1 + np.exp(-gate)) * through("up", x))
+
+    for layer in layers:
+        weights, hidden = layer["attention"], norm(x, layer["attention_norm"])
+        q, k, v = (
+            np.einsum("BTD,DNH->BTNH", hidden, weights[name]) + weights.get(f"{name}_bias", 0)
+            for name in "qkv"
+        )
+        q, k = turned(q), turned(k)
+        o = attend(q, k, v)
+        rows = lambda a: a.reshape(tokens.size, K, -1, H).swapaxes(0, 1).reshape(K, -1, H)
+        seen.append({"q": rows(q), "k": rows(k), "v": rows(v), "o": rows(o)})
+        x = x + np.einsum("BTNH,NHD->BTD", o, weights["o"]) + weights.get("o_bias", 0)
+        x = x + feed_forward(norm(x, layer["mlp_norm"]), layer["mlp"])
     return seen
 
 
@@ -52,13 +88,35 @@ def brute_force(tiny: TinyModel, tokens: np.ndarray) -> list[dict[str, np.ndarra
 def test_moments_equal_brute_force(tiny: TinyModel, batch):
     tokens = tiny.tokens(3, 32)  # Three windows: batches of two leave a remainder.
     moments = collect_moments(tiny.dense, tokens, fingerprint="x", batch=batch)
-    for index, vectors in enumerate(brute_force(tiny, tokens)):
+    for index, vectors in enumerate(reference(tiny, tokens)):
         for name, x in vectors.items():
             gram = np.einsum("KPH,KPI->KHI", x, x)
             np.testing.assert_allclose(getattr(moments, name)[index], gram, atol=2e-5 * np.abs(gram).max())
             sums = getattr(moments, f"{name}_sum")[index]
             np.testing.assert_allclose(sums, x.sum(1), atol=2e-5 * np.abs(x).sum(1).max())
     assert moments.num_tokens == 96
+
+
+def test_bfloat16_activations_are_summed_in_float32():
+    """Of 4096 values near one, a bfloat16 sum would stop at 256."""
+    x = 1 + 0.1 * jax.random.normal(jax.random.key(0), (1, 2048, 4, 8), jnp.bfloat16)
+    sums = _gram("q", x, jnp.ones(1), num_kv_heads=2)
+    assert {value.dtype for value in sums.values()} == {jnp.dtype("float32")}
+    exact = np.asarray(x, np.float64).reshape(2048, 2, 2, 8)
+    np.testing.assert_allclose(sums["q"], np.einsum("TKGH,TKGI->KHI", exact, exact), rtol=1e-5)
+    np.testing.assert_allclose(sums["q_sum"], exact.sum((0, 2)), rtol=1e-5)
+
+
+def test_bfloat16_models_keep_running_sums_in_float32(tiny_opt: TinyModel):
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny_opt.dense)
+    tokens = tiny_opt.tokens(1, 16)
+    once = collect_moments(half, tokens, fingerprint="x")
+    often = collect_moments(half, np.repeat(tokens, 99, axis=0), fingerprint="x")
+    for name in ("q", "k", "v", "o", "q_sum", "k_sum", "v_sum", "o_sum"):
+        expected = 99 * getattr(once, name)
+        np.testing.assert_allclose(getattr(often, name), expected, atol=1e-5 * np.abs(expected).max())
+    exact = collect_moments(tiny_opt.dense, tokens, fingerprint="x")
+    assert 1e-4 < np.abs(once.q - exact.q).max() / np.abs(exact.q).max() < 3e-2
 
 
 FOUR_DEVICES = """
@@ -78,8 +136,7 @@ def test_four_devices_equal_one(tiny_llama: TinyModel, tmp_path):
     out = tmp_path / "four.npz"
     script = FOUR_DEVICES.format(tests=str(Path(__file__).parents[1]), out=str(out))
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    environment = {**os.environ, **flags}
-    subprocess.run([sys.executable, "-c", script], check=True, env=environment)
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, **flags})
     one = collect_moments(tiny_llama.dense, tiny_llama.tokens(6, 32), fingerprint="x")
     for name, value in np.load(out).items():
         expected = getattr(one, name)
@@ -114,30 +171,81 @@ def model(converted, tmp_path) -> Path:
 OPTIONS = CalibrationOptions(tokens=1024, context=64)
 
 
-def test_end_to_end(model, texts):
-    basis = calibrate(model, [texts], OPTIONS, progress=False)
-    assert basis.num_tokens == 1024
+@pytest.fixture(scope="module")
+def calibrated(converted, texts, tmp_path_factory) -> Path:
+    """A calibrated copy; not to be changed."""
+    folder = shutil.copytree(converted, tmp_path_factory.mktemp("calibrated") / "model")
+    calibrate(folder, [texts], OPTIONS, progress=False)
+    return Path(folder)
+
+
+def test_end_to_end(calibrated):
+    checkpoint = Checkpoint.open(calibrated)
+    basis, moments = stored_basis(checkpoint), Moments.load(checkpoint.calibration_path / "moments")
+    for stored in (basis, moments):
+        assert (stored.num_tokens, stored.context_length) == (1024, 64)
+        assert stored.fingerprint == checkpoint.fingerprint
     assert basis.record["topics"] == ["a", "b"]
-    for side, chosen in (("qk", basis.qk_kind), ("vo", basis.vo_kind)):
-        candidates = basis.record["auto"][side]
-        assert set(candidates) == {"stacked", "balanced"}
-        assert candidates[chosen] == min(candidates.values())
-    plan = CompressionPlan.full(Checkpoint.open(model).config)
+    plan = CompressionPlan.full(checkpoint.config)
     tokens = jnp.asarray(np.random.default_rng(1).integers(3, 96, (1, 20)))
-    dense = np.asarray(load(model).network(tokens))
-    rotated = np.asarray(load(model, plan).network(tokens))
+    dense = np.asarray(load(calibrated).network(tokens))
+    rotated = np.asarray(load(calibrated, plan).network(tokens))
     assert np.abs(rotated - dense).max() < 1e-4 * np.abs(dense).max()
 
 
-def test_a_new_basis_from_stored_moments(model, texts):
-    calibrate(model, [texts], OPTIONS, progress=False)
-    again = calibrate(model, [], CalibrationOptions(qk="pairs", vo="output"), progress=False)
+def test_auto_records_what_it_compared(calibrated, texts):
+    """The recorded perplexity of a candidate is that of its plan at half rank on the first windows."""
+    checkpoint = Checkpoint.open(calibrated)
+    basis = stored_basis(checkpoint)
+    assert basis.record["auto_rank"] == 32
+    for side, chosen in (("qk", basis.qk_kind), ("vo", basis.vo_kind)):
+        candidates = basis.record["auto"][side]
+        assert set(candidates) == {"stacked", "balanced"}
+        assert candidates[chosen] == min(candidates.values()) < max(candidates.values())
+    windows, _ = calibration_windows(checkpoint, [texts], 64, OPTIONS)
+    moments, _ = stored_moments(checkpoint)
+    weights = [checkpoint.layer(index)["attention"]["o"] for index in range(checkpoint.config.num_layers)]
+    plan = CompressionPlan.uniform(checkpoint.config, qk=32, v=80)
+    candidate = make_basis(moments, weights, qk="stacked", vo="balanced")
+    logits = np.asarray(load(calibrated, plan, basis=candidate).network(windows[:4]), np.float64)[:, :-1]
+    log_p = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+    nll = -np.take_along_axis(log_p, windows[:4, 1:, None], -1).mean()
+    assert basis.record["auto"]["qk"]["stacked"] == pytest.approx(np.exp(nll), rel=1e-5)
+
+
+@pytest.mark.parametrize("kinds", [("stacked", "balanced"), ("balanced", "stacked")])
+def test_auto_chooses_each_side_apart(calibrated, monkeypatch, kinds):
+    checkpoint = Checkpoint.open(calibrated)
+    moments, _ = stored_moments(checkpoint)
+    # The basis stands in for its network: perplexity falls with every side of the wanted kind.
+    monkeypatch.setattr(
+        "convert.calibrate.load", lambda *_, basis, dtype: LanguageModel((basis.qk_kind, basis.vo_kind))
+    )
+    wrong = lambda found: sum(one != other for one, other in zip(found, kinds, strict=True))
+    monkeypatch.setattr("convert.calibrate.window_nll", lambda found, _: np.array([float(wrong(found))]))
+    basis = choose_basis(checkpoint, moments, np.zeros((1, 64), np.int32), OPTIONS)
+    assert (basis.qk_kind, basis.vo_kind) == kinds
+
+
+def test_a_new_basis_from_stored_moments(calibrated, tmp_path):
+    model = shutil.copytree(calibrated, tmp_path / "model")
+    before = stored_basis(Checkpoint.open(model)).record
+    options = CalibrationOptions(qk="pairs", vo="output", reduction="kmeans", seed=5, center=True)
+    again = calibrate(model, [], options, progress=False)
     assert (again.qk_kind, again.vo_kind) == ("pairs", "output")
+    # The moments are still those of the first call, whatever the options of the second say.
+    for name in ("reduction", "seed", "topics", "seconds_moments"):
+        assert again.record[name] == before[name]
+    assert again.record["center"]
     assert load(model, CompressionPlan.full(Checkpoint.open(model).config)).basis.qk_kind == "pairs"
+    automatic = calibrate(model, [], progress=False)
+    assert (automatic.qk_kind, automatic.vo_kind) == ("balanced", "balanced")
 
 
 def test_kmeans_route(model, texts):
-    options = CalibrationOptions(tokens=1024, context=64, reduction="kmeans", clusters=32, qk="stacked")
+    options = CalibrationOptions(
+        tokens=1024, context=64, reduction="kmeans", clusters=32, qk="stacked", vo="balanced"
+    )
     basis = calibrate(model, [texts], options, progress=False)
     assert basis.num_tokens == 512
     assert json.loads(json.dumps(basis.record))["reduction"] == "kmeans"
@@ -149,7 +257,10 @@ def test_kmeans_route(model, texts):
         ({"tokens": 0}, "tokens=0"),
         ({"batch": 0}, "batch=0"),
         ({"context": 1}, "context=1"),
+        ({"context": 0}, "context=0"),
+        ({"seed": -1}, "seed=-1"),
         ({"prune": 1.0}, "prune=1.0"),
+        ({"prune": -0.1}, "prune=-0.1"),
         ({"clusters": 0}, "clusters=0"),
     ],
 )
@@ -158,34 +269,52 @@ def test_impossible_options_are_refused(options, named):
         CalibrationOptions(**options)
 
 
+def test_windows_are_as_long_as_the_model_reads():
+    assert CalibrationOptions().window_length(LLAMA) == 256
+    assert CalibrationOptions().window_length(replace(LLAMA, max_positions=131_072)) == 4096
+    assert CalibrationOptions(context=100).window_length(LLAMA) == 100
+    with pytest.raises(CalibrationError, match="context=257 exceeds the model's 256 positions"):
+        CalibrationOptions(context=257).window_length(LLAMA)
+
+
 def test_refusals_leave_nothing(model, texts, tmp_path):
     with pytest.raises(CalibrationError, match="128 positions"):
         calibrate(model, [texts], CalibrationOptions(context=129), progress=False)
     short = tmp_path / "short.txt"
     short.write_text("w3 w4")
-    with pytest.raises((CalibrationError, TextError), match="2"):
+    with pytest.raises(TextError, match=r"not one whole window of 64 tokens.* has 2 tokens"):
         calibrate(model, [short], OPTIONS, progress=False)
     with pytest.raises(CheckpointError, match="moments"):
         calibrate(model, [], OPTIONS, progress=False)
+    with pytest.raises(CheckpointError, match="float99"):
+        calibrate(model, [texts], OPTIONS, dtype="float99", progress=False)
+    too_many = replace(OPTIONS, reduction="kmeans", clusters=10_000)
+    with pytest.raises(CalibrationError, match="clusters=10000"):
+        calibrate(model, [texts], too_many, progress=False)
     assert not (model / "calibration").exists()
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(CalibrationError, match="no tokenizer"):
+        calibrate(model, [texts], OPTIONS, progress=False)
 
 
-def test_plans_need_a_basis_of_the_same_model(model, texts, tmp_path):
-    config = Checkpoint.open(model).config
-    with pytest.raises(CalibrationError, match="zdc calibrate"):
-        load(model, CompressionPlan.full(config))
-    calibrate(model, [texts], OPTIONS, progress=False)
-    convert(write_variant("llama-tied", tmp_path / "hf"), tmp_path / "other", progress=False)
-    shutil.copytree(model / "calibration", tmp_path / "other" / "calibration")
-    other = Checkpoint.open(tmp_path / "other").config
-    with pytest.raises(CalibrationError):
-        load(tmp_path / "other", CompressionPlan.full(other))
+def test_plans_need_a_basis_of_the_same_model(calibrated, converted, tmp_path):
+    config = Checkpoint.open(converted).config
+    with pytest.raises(CalibrationError, match="run: zdc calibrate"):
+        load(converted, CompressionPlan.full(config))
+    # The same model at another precision: equal shapes, other weights.
+    other = tmp_path / "other"
+    convert(converted.parent / "hf", other, dtype="float16", progress=False)
+    shutil.copytree(calibrated / "calibration", other / "calibration")
+    with pytest.raises(CalibrationError, match="calibrated on model"):
+        load(other, CompressionPlan.full(config))
+    with pytest.raises(CalibrationError, match="moments are of model"):
+        calibrate(other, [], progress=False)
     with pytest.raises(PlanError, match="'elsewhere'"):
-        load(model, CompressionPlan.full(config).for_model("elsewhere"))
+        load(calibrated, CompressionPlan.full(config).for_model("elsewhere"))
 
 
-def test_contexts_beyond_the_calibration_warn(model, texts):
-    calibrate(model, [texts], OPTIONS, progress=False)
-    compressed = load(model, CompressionPlan.full(Checkpoint.open(model).config))
+def test_contexts_beyond_the_calibration_warn(calibrated):
+    compressed = load(calibrated, CompressionPlan.full(Checkpoint.open(calibrated).config))
     with pytest.warns(UserWarning, match="contexts of 64"):
         generate(compressed, "w3 w4 w5", 62)
+    generate(compressed, "w3 w4 w5", 61)  # Warnings are errors: 64 tokens are what calibration saw.

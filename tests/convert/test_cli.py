@@ -1,7 +1,10 @@
 """The `zdc` command from end to end on a tiny model, and one line for every user error."""
 
+import io
 import json
-import logging
+import re
+import shutil
+import sys
 import warnings
 from pathlib import Path
 
@@ -9,15 +12,9 @@ import numpy as np
 import pytest
 from hf_variants import write_variant
 
-from convert.cli import COMMANDS, main
+from convert.cli import COMMANDS, main, main_convert
 from zdc_jax import CompressionPlan
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    """`main` sets up logging and warnings for a terminal; put both back."""
-    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+from zdc_jax.generate.api import Completion, Generation, Timings
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +31,15 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def test_plan_perplexity_and_generate(folder, tmp_path, capsys):
+def test_plan_and_perplexity(folder, tmp_path, capsys):
     model, text = str(folder / "model"), str(folder / "text")
     plan, report = tmp_path / "plan.json", tmp_path / "report.json"
     near = ["--window", "16", "--sinks", "2"]
     assert main(["plan", model, str(plan), "--budget", "0.5", *near]) == 0
     assert CompressionPlan.load(plan).window == 16
+
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads(plan.read_text())
 
     options = ["--windows", "3", "--context", "64", "--plan", str(plan), "--output", str(report)]
     assert main(["perplexity", model, text, *options]) == 0
@@ -48,13 +48,72 @@ def test_plan_perplexity_and_generate(folder, tmp_path, capsys):
     assert result["interval"][0] <= result["increase"] <= result["interval"][1]
     assert result["kv_bytes"] == CompressionPlan.load(plan).bytes(64, 1, 4) < result["dense_kv_bytes"]
 
-    capsys.readouterr()
+
+def test_perplexity_prints_what_it_writes(folder, tmp_path, capsys):
+    report = tmp_path / "report.json"
+    options = ["--windows", "2", "--context", "32", "--output", str(report)]
+    assert main(["perplexity", str(folder / "model"), str(folder / "text"), *options]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result == json.loads(report.read_text())
+    assert result["increase"] == 0
+    assert result["topics"] == ["text"]
+    # Nothing is lost where the report cannot be written.
+    options[-1] = str(tmp_path / "nowhere" / "report.json")
+    assert main(["perplexity", str(folder / "model"), str(folder / "text"), *options]) == 2
+    assert json.loads(capsys.readouterr().out) == result
+
+
+def test_generate(folder, capsys, monkeypatch):
+    model = str(folder / "model")
     assert main(["generate", model, "w3 w4 w5", "w6", "--qk", "16", "--max-new-tokens", "4"]) == 0
-    assert "KV cache" in capsys.readouterr().out
+    assert "for 2 x 128 tokens" in capsys.readouterr().out
     assert main(["generate", model, "w3 w4", "--max-new-tokens", "6"]) == 0
-    whole = capsys.readouterr().out
+    first, rest = capsys.readouterr().out.split("\n", 1)
+    assert "KV cache" in rest
     assert main(["generate", model, "w3 w4", "--max-new-tokens", "6", "--stream"]) == 0
-    assert capsys.readouterr().out.strip() in whole
+    assert "w3 w4" + capsys.readouterr().out == first + "\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w3 w4"))
+    assert main(["generate", model, "-", "--max-new-tokens", "6"]) == 0
+    assert capsys.readouterr().out.startswith(first + "\n")
+
+
+def test_generated_text_is_printed_as_it_is(folder, capsys, monkeypatch):
+    """No markup, emoji, wrapping or expanded tabs."""
+    text = "\t[bold]a[/bold] :heart: " + "word " * 40 + "\nend "
+    result = Generation((Completion((3, 4), text, "length"),), 0, 128, Timings(0.0, 0.0, 0.0))
+    monkeypatch.setattr("convert.cli.generate", lambda *_, **__: result)
+    assert main(["generate", str(folder / "model"), "[red]w3[/red] :heart:"]) == 0
+    assert capsys.readouterr().out.startswith(f"[red]w3[/red] :heart:{text}\n")
+
+
+def test_calibrating_while_converting(folder, tmp_path, capsys):
+    """And from a path that would be markup."""
+    source, output = shutil.copytree(folder / "hf", tmp_path / "[red]hf"), tmp_path / "model"
+    arguments = [str(source), str(output), "--dtype", "float16"]
+    assert main(["convert", *arguments, "--calibrate", str(folder / "text")]) == 0
+    out = capsys.readouterr().out
+    assert f"converted {source} -> {output} (" in out
+    assert "worst condition number" in out
+    assert (output / "calibration" / "basis").is_dir()
+
+
+def test_warnings_are_one_line_and_hooks_are_put_back(folder, capsys):
+    before = warnings.showwarning
+    arguments = ["generate", str(folder / "model"), "w3", "--qk", "16", "--max-new-tokens", "100"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        hook = warnings.showwarning
+        assert main(arguments) == 0
+        assert warnings.showwarning is hook
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: a row may hold 101 tokens")
+    assert warnings.showwarning is before
+
+
+def test_the_alias_converts(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["zdc-convert", str(folder / "hf"), str(tmp_path / "model")])
+    assert main_convert() == 0
+    assert "\nconverted " in capsys.readouterr().out
 
 
 def test_inspect_checks_hashes(folder, capsys):
@@ -78,25 +137,64 @@ def test_inspect_checks_hashes(folder, capsys):
         (["plan", "{}/model", "{}/plan.json", "--budget", "0.01"], "least possible"),
         (["calibrate", "{}/model", "{}/nowhere.txt"], "nowhere.txt"),
         (["calibrate", "{}/model", "{}/text", "--prune", "1.5"], "prune=1.5"),
-        (["perplexity", "{}/model", "{}/text", "--context", "100000"], "100000"),
+        (["calibrate", "{}/hf", "{}/text"], "zdc convert"),
+        (["calibrate", "{}/model", "{}/text", "--seed", "-1"], "seed=-1"),
+        (["perplexity", "{}/model", "{}/text", "--context", "129"], "128 positions"),
+        (["perplexity", "{}/model", "{}/text", "--context", "0"], "context=0"),
+        (["perplexity", "{}/model", "{}/text", "--windows", "0"], "windows=0"),
+        (["perplexity", "{}/model", "{}/text", "--batch", "0"], "batch=0"),
+        (["perplexity", "{}/model"], "no text"),
+        (["plan", "{}/model", "{}/no/plan.json", "--qk", "16"], "plan.json"),
+        (["generate", "{}/model", "w3", "--plan", "{}/no.json"], "no.json"),
+        (["generate", "{}/model", "w3", "--temperature", "-1"], "temperature=-1"),
+        (["generate", "{}/model"], "prompt"),
+        (["inspect", "{}/text"], "zdc convert"),
     ],
 )
 def test_user_errors_are_one_line(folder, capsys, arguments, named):
     capsys.readouterr()
     assert main([argument.format(folder) for argument in arguments]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
+    (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ")
     assert named in error
     assert not (folder / "out").exists()
     assert not (folder / "plan.json").exists()
 
 
+PLAN_FLAGS = "plan qk v budget window sinks"
+FLAGS = {
+    "convert": "dtype overwrite verify calibrate",
+    "calibrate": "qk vo center tokens context batch seed reduction prune clusters dtype",
+    "plan": PLAN_FLAGS,
+    "generate": f"{PLAN_FLAGS} max-new-tokens temperature top-k top-p seed stop stream dtype",
+    "perplexity": f"{PLAN_FLAGS} windows context seed batch dtype output",
+    "inspect": "check",
+    "demo": "output",
+}
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help(command, capsys):
+def test_help_lists_flat_flags(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
     assert stopped.value.code == 0
     out = capsys.readouterr().out
     assert f"zdc {command}" in out
-    assert "--flags" not in out
-    assert "--options" not in out
+    flags = set(re.findall(r"--([a-z][\w.-]*)", out)) - {"help"}
+    assert {flag for flag in flags if not flag.startswith("no-")} == set(FLAGS[command].split())
+
+
+def test_help_lists_every_command(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["inspect"], ["plan", "a", "b", "--flags.qk", "16"]])
+def test_bad_usage_exits_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
