@@ -195,7 +195,8 @@ class Generate:
         console.print(
             f"[dim]KV cache {result.kv_bytes:,} bytes for {len(prompts)} x {result.capacity} tokens; "
             f"prefill {result.timings.prefill:.2f} s, decode {result.timings.decode:.2f} s for {tokens} "
-            f"tokens, {result.timings.compile:.2f} s of both compiling[/dim]"
+            f"tokens, {result.timings.compile:.2f} s of both compiling[/dim]",
+            soft_wrap=True,
         )
 
 
