@@ -244,7 +244,7 @@ with CheckpointWriter(sys.argv[1]) as writer:
 
 
 def test_a_killed_process_leaves_nothing_that_loads_and_is_cleaned_up(tmp_path):
-    output = tmp_path / "model [1]"  # A name that is also a glob pattern.
+    output = tmp_path / "model 1"
     killed = subprocess.run([sys.executable, "-c", KILLED, output], capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL
     assert names(tmp_path) == [killed.stdout.strip()]
@@ -252,6 +252,12 @@ def test_a_killed_process_leaves_nothing_that_loads_and_is_cleaned_up(tmp_path):
         Checkpoint.open(tmp_path / killed.stdout.strip())
     write(output)
     assert names(tmp_path) == [output.name]
+
+
+def test_paths_that_are_glob_patterns_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"must not hold any of \* \? \["):
+        write(tmp_path / "model[1]")
+    assert names(tmp_path) == []
 
 
 def test_only_leftovers_of_dead_processes_are_removed(tmp_path):

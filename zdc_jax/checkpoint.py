@@ -154,6 +154,9 @@ class CheckpointWriter:
         self._weights: dict[str, str] = {}
 
     def __enter__(self) -> Self:
+        if glob.has_magic(str(self.output)):
+            # Orbax globs inside the folder it writes and would leave out arrays without a word.
+            raise CheckpointError(f"{self.output}: the path must not hold any of * ? [")
         if self.output.exists():
             if not self.overwrite:
                 raise CheckpointError(f"{self.output} exists; choose another folder or pass --overwrite")
