@@ -1,3 +1,12 @@
 """GPU kernels on plain arrays; `reference` holds the plain semantics that every implementation must meet."""
 
+from kernels_pallas.decode import DecodeConfig as DecodeConfig
+from kernels_pallas.decode import Ring as Ring
+from kernels_pallas.decode import decode_attention as decode_attention
+from kernels_pallas.post_rope import PostRopeConfig as PostRopeConfig
+from kernels_pallas.post_rope import post_rope as post_rope
+from kernels_pallas.prefill import TAIL_ALIGNMENT as TAIL_ALIGNMENT
+from kernels_pallas.prefill import PrefillConfig as PrefillConfig
+from kernels_pallas.prefill import Trailing as Trailing
+from kernels_pallas.prefill import prefill_attention as prefill_attention
 from kernels_pallas.reference import attention_reference as attention_reference

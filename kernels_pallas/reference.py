@@ -36,3 +36,34 @@ def attention_reference(
     return jnp.einsum("BNTS,BSNH->BTNH", jnp.where(near, weights, 0), v) + jnp.einsum(
         "BNTS,BSNH->BTNH", jnp.where(far, weights, 0), kept
     )
+
+
+def post_rope_reference(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    angles_cos: Float[Array, "B T H/2"],
+    angles_sin: Float[Array, "B T H/2"],
+    q_rotation: Float[Array, "K H C"],
+    k_rotation: Float[Array, "K H C"],
+    k_shift: Float[Array, "K C"] | None = None,
+    *,
+    qk_rank: int,
+) -> tuple[Float[Array, "B T N C"], Float[Array, "B K T R"], Float[Array, "B K T C-R"]]:
+    """RoPE on pairs (i, i + H/2), then each KV head's rotation, for keys plus a shift: q', prefix and tail.
+
+    The rotary embedding is computed in at least float32 and rounded to q's dtype, the products in q's dtype;
+    give float64 for truth.
+    """
+    B, T, N, H = q.shape
+
+    def turn(x: Array) -> Array:
+        cos, sin = angles_cos[:, :, None], angles_sin[:, :, None]
+        low, high = jnp.split(x.astype(jnp.promote_types(x.dtype, cos.dtype)), 2, axis=-1)
+        return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+
+    groups = turn(q).reshape(B, T, k.shape[2], -1, H)
+    rotated = jnp.einsum("BTKGH,KHC->BTKGC", groups, q_rotation).reshape(B, T, N, -1)
+    keys = jnp.einsum("BTKH,KHC->BKTC", turn(k), k_rotation)
+    if k_shift is not None:
+        keys += k_shift[:, None].astype(keys.dtype)
+    return rotated, keys[..., :qk_rank], keys[..., qk_rank:]

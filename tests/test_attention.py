@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_pallas import attention_reference
-from zdc_jax.ops import attention as ops
+from zdc_jax.ops import xla
+from zdc_jax.ops.attention import self_attention
+from zdc_jax.ops.xla import NearKeys, xla_attention
 
 H = 32
 
@@ -34,7 +36,7 @@ def near_keys(k, v, sinks, window):
     )
     own = np.where(np.arange(T) >= sinks, np.arange(T), -1)
     positions = np.concatenate([np.arange(sinks), np.full(window, -1), own])
-    return ops.NearKeys(pad(k), pad(v), jnp.broadcast_to(jnp.asarray(positions), (B, len(positions))))
+    return NearKeys(pad(k), pad(v), jnp.broadcast_to(jnp.asarray(positions), (B, len(positions))))
 
 
 def run(q, k, v, qk_rank, v_rank, sinks, window):
@@ -42,7 +44,7 @@ def run(q, k, v, qk_rank, v_rank, sinks, window):
     whole = lambda x, rank: jnp.asarray(x.swapaxes(1, 2)[..., :rank])
     near = near_keys(k, v, sinks, window) if sinks or window else None
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-    return ops.attention(
+    return xla_attention(
         jnp.asarray(q if near is not None else q[..., :qk_rank]),
         whole(k, qk_rank),
         whole(v, v_rank),
@@ -51,7 +53,6 @@ def run(q, k, v, qk_rank, v_rank, sinks, window):
         near=near,
         sinks=sinks,
         window=window,
-        implementation="xla",
     )
 
 
@@ -80,7 +81,7 @@ def test_xla_equals_the_reference(qk_rank, v_rank, sinks, window, length, heads)
 def test_blocks_of_queries_change_nothing(monkeypatch, sinks, window):
     q, k, v = inputs(T=61)
     whole = run(q, k, v, 16, 16, sinks, window)
-    monkeypatch.setitem(ops._LOGITS_BYTES, jax.default_backend(), 1)
+    monkeypatch.setitem(xla._LOGITS_BYTES, jax.default_backend(), 1)
     blocked = run(q, k, v, 16, 16, sinks, window)
     np.testing.assert_allclose(blocked, whole, atol=2e-6)
 
@@ -101,4 +102,4 @@ def test_explicit_cudnn_never_falls_back():
     if jax.default_backend() == "gpu":
         pytest.skip("refusals for lack of a GPU show only without one")
     with pytest.raises(NotImplementedError, match="needs a GPU"):
-        ops.causal_self_attention(*(jnp.asarray(x) for x in (q, k, v)), scale=1.0, implementation="cudnn")
+        self_attention(*(jnp.asarray(x) for x in (q, k, v)), scale=1.0, implementation="cudnn")

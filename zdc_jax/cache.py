@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.errors import CacheMemoryError
-from zdc_jax.ops.attention import NearKeys
+from zdc_jax.ops.xla import NearKeys
 from zdc_jax.plan import CompressionPlan
 
 
@@ -24,8 +24,8 @@ class CacheSegment:
     """Cache of one run of n layers with equal ranks.
 
     k [n, B, K, S, R], v [n, B, K, S, Z]: first coordinates of all tokens; ring_k [n, B, K, M, H-R],
-    ring_v [n, B, K, M, H-Z]: trailing coordinates of the sinks (slots 0 … sinks-1) and of the last tokens
-    (position p in slot sinks + (p - sinks) mod window).
+    ring_v [n, B, K, M, H-Z]: trailing coordinates of the last tokens, position p ≥ sinks in slot p mod
+    window, and of the sinks, position p in slot window + p.
     """
 
     k: Array
@@ -71,8 +71,8 @@ class KVCache:
                     ring_v=jnp.zeros((*shape, ring, H - ranks.v), dtype),
                 )
             )
-        sinks = min(plan.sinks, ring)
-        return cls(tuple(segments), jnp.zeros(batch, jnp.int32), sinks, ring - sinks)
+        lengths = jnp.zeros(batch, jnp.int32)
+        return cls(tuple(segments), lengths, min(plan.sinks, capacity), min(plan.window, capacity))
 
     @property
     def capacity(self) -> int:
@@ -130,11 +130,11 @@ def append(
     Without a ring (`sinks == window == 0`) k and v come already truncated and there are no near keys.
     """
     near_past = _read_recent(segment, layer, positions[:, 0], sinks, window) if window else None
-    segment = _write(segment, layer, k, v, positions, end, sinks, window)
+    segment = write(segment, layer, k, v, positions, end, sinks=sinks, window=window)
     if not (sinks or window):
         return segment, None
     own = NearKeys(k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.where(positions >= sinks, positions, -1))
-    parts = [_read_sinks(segment, layer, sinks), near_past, own]
+    parts = [_read_sinks(segment, layer, sinks, window), near_past, own]
     return segment, NearKeys(
         *(
             jnp.concatenate([part[i] for part in parts if part is not None], axis=axis)
@@ -143,16 +143,18 @@ def append(
     )
 
 
-def _write(
+def write(
     segment: CacheSegment,
-    layer: Array,
-    k: Array,
-    v: Array,
-    positions: Array,
-    end: Array,
+    layer: Int[Array, ""],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    positions: Int[Array, "B T"],
+    end: Int[Array, " B"],
+    *,
     sinks: int,
     window: int,
 ) -> CacheSegment:
+    """Stores tokens `positions < end` of layer `layer` of the run; without a ring they come truncated."""
     rows = jnp.arange(k.shape[0])[:, None]
     end = end[:, None]
     R, Z = segment.k.shape[-1], segment.v.shape[-1]
@@ -163,8 +165,9 @@ def _write(
     if not (sinks or window):
         return replace(segment, **prefix)
     recent = (positions >= end - window) & (positions >= sinks) & (positions < end)
-    ring_slot = jnp.where(recent, sinks + (positions - sinks) % max(window, 1), sinks + window)
-    ring_slot = jnp.where((positions < sinks) & (positions < end), positions, ring_slot)
+    dropped = segment.ring_k.shape[3]
+    ring_slot = jnp.where(recent, positions % max(window, 1), dropped)
+    ring_slot = jnp.where((positions < sinks) & (positions < end), window + positions, ring_slot)
     return CacheSegment(
         **prefix,
         ring_k=store(segment.ring_k, ring_slot, k[..., R:]),
@@ -175,7 +178,7 @@ def _write(
 def _read_recent(segment: CacheSegment, layer: Array, start: Array, sinks: int, window: int) -> NearKeys:
     """All coordinates of the `window` positions before `start` [B]; position -1 marks an absent one."""
     positions = start[:, None] - window + jnp.arange(window)  # [B, W]
-    slots = sinks + (positions - sinks) % window
+    slots = positions % window
     rows = jnp.arange(start.shape[0])[:, None]
     gather = lambda buffer, slot: buffer[layer, rows, :, slot].swapaxes(1, 2)
     prefix = jnp.maximum(positions, 0)
@@ -186,11 +189,35 @@ def _read_recent(segment: CacheSegment, layer: Array, start: Array, sinks: int, 
     )
 
 
-def _read_sinks(segment: CacheSegment, layer: Array, sinks: int) -> NearKeys:
+def _read_sinks(segment: CacheSegment, layer: Array, sinks: int, window: int) -> NearKeys:
     batch = segment.k.shape[1]
-    join = lambda prefix, ring: jnp.concatenate([prefix[layer, :, :, :sinks], ring[layer, :, :, :sinks]], -1)
+    join = lambda prefix, ring: jnp.concatenate(
+        [prefix[layer, :, :, :sinks], ring[layer, :, :, window : window + sinks]], -1
+    )
     return NearKeys(
         join(segment.k, segment.ring_k),
         join(segment.v, segment.ring_v),
         jnp.broadcast_to(jnp.arange(sinks), (batch, sinks)),
     )
+
+
+def recent_rows(
+    ring: Float[Array, "n B K M C"],
+    layer: Int[Array, ""],
+    new: Float[Array, "B T K C"],
+    start: Int[Array, " B"],
+    first: Int[Array, " B"],
+    *,
+    window: int,
+    past: int,
+) -> Float[Array, "B K past+T C"]:
+    """Trailing coordinates by position, row i for position first + i: the ring's up to `start`, then `new`.
+
+    Rows of positions before start - window are unspecified; start - first is at most `past`.
+    """
+    B = start.shape[0]
+    slots = (first[:, None] + jnp.arange(past)) % window
+    old = ring[layer, jnp.arange(B)[:, None], :, slots].swapaxes(1, 2)
+    rows = jnp.concatenate([old, jnp.zeros_like(new.swapaxes(1, 2))], axis=2)
+    put = lambda rows, new, at: jax.lax.dynamic_update_slice_in_dim(rows, new, at, axis=1)
+    return jax.vmap(put)(rows, new.swapaxes(1, 2), start - first)

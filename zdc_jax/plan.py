@@ -156,8 +156,11 @@ class CompressionPlan:
             start = stop
 
     def ring_slots(self, capacity: int) -> int:
-        """Slots of the ring of trailing coordinates for a cache of `capacity` tokens."""
-        return min(self.sinks + self.window, capacity)
+        """Slots of the ring of trailing coordinates for a cache of `capacity` tokens.
+
+        The window's and, rounded up to the 8 rows that a GPU copies at a time, the sinks'.
+        """
+        return min(self.window, capacity) + -(-min(self.sinks, capacity) // 8) * 8
 
     def bytes(self, capacity: int, batch: int = 1, itemsize: int = 2) -> int:
         """Bytes of a KV cache for `batch` rows of `capacity` tokens, lengths included."""

@@ -17,6 +17,7 @@ from zdc_jax.generate.compile_time import compile_seconds
 from zdc_jax.generate.loop import MAX_STOP_TOKENS, PREFILL_CHUNK, DecodeState, bucket, decode, prefill
 from zdc_jax.generate.sampling import Sampling
 from zdc_jax.loading import LanguageModel
+from zdc_jax.ops.attention import Implementation
 
 Prompt = str | Sequence[int]
 FinishReason = Literal["length", "stop"]
@@ -77,6 +78,7 @@ def generate(
     stop_tokens: Sequence[int] | None = None,
     stop: Sequence[str] = (),
     prefill_chunk: int = PREFILL_CHUNK,
+    implementation: Implementation | None = None,
 ) -> Generation:
     """Continues each prompt by up to `max_new_tokens` tokens.
 
@@ -86,12 +88,16 @@ def generate(
       stop_tokens: ids that end a row (checked on the device); default the model's end-of-sequence ids.
       stop: strings that end a row (checked every few steps; what was decoded past one is trimmed).
       prefill_chunk: longest prompt piece of one prefill call, a power of two >= 32.
+      implementation: of attention: `pallas`, `xla`, or None for the first that can (`zdc_jax.ops.attention`).
 
     Raises:
       PromptError: empty prompt, too many tokens for the model, id outside the vocabulary, bad option.
       CacheMemoryError: the KV cache does not fit; says what would.
+      NotImplementedError: the chosen implementation cannot do this call, with the reason.
     """
-    session = _Session(model, prompts, max_new_tokens, sampling, stop_tokens, stop, prefill_chunk)
+    session = _Session(
+        model, prompts, max_new_tokens, sampling, stop_tokens, stop, prefill_chunk, implementation
+    )
     state = session.prefill()
     step = STREAM_STEPS if stop else max_new_tokens
     while not session.finished(state):
@@ -108,9 +114,12 @@ def stream(
     stop_tokens: Sequence[int] | None = None,
     stop: Sequence[str] = (),
     prefill_chunk: int = PREFILL_CHUNK,
+    implementation: Implementation | None = None,
 ) -> Iterator[Delta]:
     """As `generate`, giving the pieces of each row as they come; joined, they equal `generate`'s result."""
-    session = _Session(model, prompts, max_new_tokens, sampling, stop_tokens, stop, prefill_chunk)
+    session = _Session(
+        model, prompts, max_new_tokens, sampling, stop_tokens, stop, prefill_chunk, implementation
+    )
     return session.deltas()
 
 
@@ -126,6 +135,7 @@ class _Session:
         stop_tokens: Sequence[int] | None,
         stop: Sequence[str],
         prefill_chunk: int,
+        implementation: Implementation | None,
     ):
         if max_new_tokens < 1:
             raise PromptError(f"{max_new_tokens=} must be >= 1")
@@ -136,6 +146,7 @@ class _Session:
         if any(not text for text in stop):
             raise PromptError(f"stop={list(stop)} must not hold an empty string")
         self.model, self.limit, self.stop, self.chunk = model, max_new_tokens, stop, prefill_chunk
+        self.implementation = implementation
         self.prompts = [_encode(model, prompt, max_new_tokens) for prompt in _as_list(prompts)]
         self.stop_ids = _stop_ids(model, stop_tokens)
         self.sampling = (sampling or Sampling()).arrays(model.config.vocab_size)
@@ -179,12 +190,20 @@ class _Session:
             self.stop_ids,
             bucket(self.limit),
             chunk=self.chunk,
+            implementation=self.implementation,
         )
 
     def decode(self, state: DecodeState, steps: int) -> DecodeState:
         with self._timed("decode"):
             limit = jnp.int32(min(self.limit, int(state.count.max()) + steps))
-            state = decode(self.model.network, state, limit, self.sampling, self.stop_ids)
+            state = decode(
+                self.model.network,
+                state,
+                limit,
+                self.sampling,
+                self.stop_ids,
+                implementation=self.implementation,
+            )
             if self.stop:
                 state = self._mark_stopped(state)
             jax.block_until_ready(state.last)

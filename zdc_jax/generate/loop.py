@@ -11,6 +11,7 @@ from zdc_jax.axes import Array
 from zdc_jax.cache import KVCache
 from zdc_jax.generate.sampling import SamplingArrays, choose
 from zdc_jax.model.transformer import Transformer
+from zdc_jax.ops.attention import Implementation
 
 PREFILL_CHUNK = 2048
 """Longest prompt piece of one prefill call, in tokens."""
@@ -49,6 +50,7 @@ def prefill(
     max_new_tokens: int,
     *,
     chunk: int = PREFILL_CHUNK,
+    implementation: Implementation | None = None,
 ) -> DecodeState:
     """Fills an empty cache with right-padded prompts, `chunk` tokens at a time, and chooses the first token.
 
@@ -64,12 +66,18 @@ def prefill(
             piece = prompt[start : start + width]
             tokens[row, : len(piece)] = piece
         last_hidden, cache = _prefill_chunk(
-            network, cache, last_hidden, jnp.asarray(tokens), jnp.int32(start), jnp.asarray(lengths)
+            network,
+            cache,
+            last_hidden,
+            jnp.asarray(tokens),
+            jnp.int32(start),
+            jnp.asarray(lengths),
+            implementation=implementation,
         )
     return _first_token(network, cache, last_hidden, sampling, stop_tokens, max_new_tokens)
 
 
-@partial(jax.jit, donate_argnums=(1, 2))
+@partial(jax.jit, donate_argnums=(1, 2), static_argnames="implementation")
 def _prefill_chunk(
     network: Transformer,
     cache: KVCache,
@@ -77,11 +85,15 @@ def _prefill_chunk(
     tokens: Array,
     start: Array,
     lengths: Array,
+    *,
+    implementation: Implementation | None,
 ) -> tuple[Array, KVCache]:
     # Rows that ended in an earlier chunk keep their length; their padding stands past it and is dropped.
     rows = jnp.full_like(lengths, start)
     cache = KVCache(cache.segments, rows, cache.sinks, cache.window)
-    hidden, cache = network.extend(cache, tokens, jnp.minimum(lengths, start + tokens.shape[1]))
+    hidden, cache = network.extend(
+        cache, tokens, jnp.minimum(lengths, start + tokens.shape[1]), implementation
+    )
     last = lengths - 1 - start
     inside = (last >= 0) & (last < tokens.shape[1])
     picked = jnp.take_along_axis(hidden, jnp.clip(last, 0, tokens.shape[1] - 1)[:, None, None], axis=1)
@@ -108,13 +120,15 @@ def _first_token(
     )
 
 
-@partial(jax.jit, donate_argnums=1)
+@partial(jax.jit, donate_argnums=1, static_argnames="implementation")
 def decode(
     network: Transformer,
     state: DecodeState,
     limit: Array,
     sampling: SamplingArrays | None,
     stop_tokens: Array,
+    *,
+    implementation: Implementation | None = None,
 ) -> DecodeState:
     """Decodes on the device until every row is done or holds `limit` tokens; no host round trip per token."""
 
@@ -124,7 +138,7 @@ def decode(
     def step(state: DecodeState) -> DecodeState:
         active = ~state.done & (state.count < limit)
         end = state.cache.lengths + active
-        hidden, cache = network.extend(state.cache, state.last[:, None], end)
+        hidden, cache = network.extend(state.cache, state.last[:, None], end, implementation)
         token = choose(network.unembed(hidden[:, 0]), sampling, end)
         token = jnp.where(active, token, state.last)
         column = jnp.where(active, state.count, state.tokens.shape[1])

@@ -9,11 +9,11 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache import CacheSegment, KVCache, append
+from zdc_jax.cache import KVCache
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.attention import Attention
 from zdc_jax.model.layers import FeedForward, Norm, param
-from zdc_jax.ops.attention import Implementation, NearKeys, attention, causal_self_attention
+from zdc_jax.ops.attention import Implementation, cached_attention, self_attention
 from zdc_jax.ops.contract import einsum_f32
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
@@ -117,35 +117,25 @@ class Transformer(nnx.Module):
         self, q: Array, k: Array, v: Array, ranks: LayerRanks, implementation: Implementation | None
     ) -> Array:
         """Attention of whole sequences on themselves, in a layer of these ranks."""
-        scale, plan = self.config.head_dim**-0.5, self.plan
-        if not plan.keeps_full_width:
-            return causal_self_attention(q, k, v, scale=scale, implementation=implementation)
-        B, T = q.shape[:2]
-        sinks = min(plan.sinks, T)
-        window = min(plan.window, T)
-        positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H]
-        lead = lambda x: jnp.pad(x[:, :, :sinks], ((0, 0), (0, 0), (0, window), (0, 0)))
-        lead_positions = jnp.pad(positions[:, :sinks], ((0, 0), (0, window)), constant_values=-1)
-        near = NearKeys(
-            jnp.concatenate([lead(k), k], 2),
-            jnp.concatenate([lead(v), v], 2),
-            jnp.concatenate([lead_positions, jnp.where(positions >= sinks, positions, -1)], 1),
-        )
-        return attention(
+        plan = self.plan
+        near = {"sinks": plan.sinks, "window": plan.window} if plan.keeps_full_width else {}
+        return self_attention(
             q,
-            k[..., : ranks.qk],
-            v[..., : ranks.v],
-            positions,
-            scale=scale,
-            near=near,
-            sinks=sinks,
-            window=window,
+            k,
+            v,
+            scale=self.config.head_dim**-0.5,
+            qk_rank=ranks.qk,
+            v_rank=ranks.v,
             implementation=implementation,
+            **near,
         )
 
     def extend(
-        self, cache: KVCache, tokens: Int[Array, "B T"], end: Int[Array, " B"]
+        self,
+        cache: KVCache,
+        tokens: Int[Array, "B T"],
+        end: Int[Array, " B"],
+        implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache]:
         """Appends tokens after what the cache holds; serves prefill, chunked prefill and decode.
 
@@ -167,7 +157,19 @@ class Transformer(nnx.Module):
 
                 def attend(q: Array, k: Array, v: Array) -> Array:
                     nonlocal segment
-                    segment, o = self._attend_cached(q, k, v, segment, index, positions, end, cache)
+                    segment, o = cached_attention(
+                        q,
+                        k,
+                        v,
+                        segment,
+                        index,
+                        positions,
+                        end,
+                        scale=self.config.head_dim**-0.5,
+                        sinks=cache.sinks,
+                        window=cache.window,
+                        implementation=implementation,
+                    )
                     return o
 
                 x = block(x, positions, attend)
@@ -177,31 +179,6 @@ class Transformer(nnx.Module):
             (x, segment), _ = jax.lax.scan(layer, (x, segment), (run, indices))
             segments.append(segment)
         return x, KVCache(tuple(segments), end, cache.sinks, cache.window)
-
-    def _attend_cached(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        segment: CacheSegment,
-        index: Array,
-        positions: Array,
-        end: Array,
-        cache: KVCache,
-    ) -> tuple[CacheSegment, Array]:
-        sinks, window = cache.sinks, cache.window
-        segment, near = append(segment, index, k, v, positions, end, sinks=sinks, window=window)
-        o = attention(
-            q,
-            segment.k[index],
-            segment.v[index],
-            positions,
-            scale=self.config.head_dim**-0.5,
-            near=near,
-            sinks=sinks,
-            window=window,
-        )
-        return segment, o
 
 
 @jax.jit(donate_argnums=0)

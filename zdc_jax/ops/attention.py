@@ -1,195 +1,269 @@
-"""Attention on truncated coordinates: the one dispatch point of every implementation.
+"""Attention on truncated coordinates: the one place where an implementation is chosen.
 
 Each query t sees near keys, {j < sinks} ∪ {t - window < j ≤ t}, at full rank and far keys, the remaining
 j ≤ t, through their first R (scores) and Z (values) coordinates, all under one softmax. The semantics are
-written plainly in `kernels_pallas.reference`.
+written plainly in `kernels_pallas.reference`. Three implementations meet them:
+
+`pallas`: the kernels of `kernels_pallas`, on GPUs of compute capability 9.0 (H100, H200), 16-bit;
+`cudnn`: one rank for queries, keys and values, no near keys, no cache, 16-bit;
+`xla`: everything, everywhere.
+
+An explicit choice that cannot serve a call raises; None takes the first of them that can, and says which in
+the log (`zdc_jax.ops`, once a kind of call).
 """
 
-from typing import Literal, NamedTuple
+import functools
+import logging
+from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from kernels_pallas import TAIL_ALIGNMENT, Ring, Trailing, decode_attention, prefill_attention
 from zdc_jax.axes import Array
-from zdc_jax.ops.contract import einsum_f32
+from zdc_jax.cache import CacheSegment, append, recent_rows, write
+from zdc_jax.ops.xla import NearKeys, xla_attention
 
-Implementation = Literal["xla", "cudnn"]
+Implementation = Literal["pallas", "cudnn", "xla"]
 
-_LOGITS_BYTES = {"cpu": 4 * 2**20, "gpu": 256 * 2**20}
-"""Float32 logits that one block of queries may take; on a CPU they stay in its cache (7 times faster)."""
-
-
-class NearKeys(NamedTuple):
-    """Keys and values at full rank, in the order sinks, past window, queries' own tokens.
-
-    k, v [B, K, M, H]; positions [B, M] int32, -1 for an absent key. M = sinks + window + T.
-    """
-
-    k: Array
-    v: Array
-    positions: Array
+log = logging.getLogger("zdc_jax.ops")
 
 
-def attention(
+def self_attention(
     q: Float[Array, "B T N Hq"],
-    k: Float[Array, "B K S R"],
-    v: Float[Array, "B K S Z"],
-    positions: Int[Array, "B T"],
+    k: Float[Array, "B T K Hq"],
+    v: Float[Array, "B T K Hv"],
     *,
     scale: float,
-    near: NearKeys | None = None,
+    qk_rank: int | None = None,
+    v_rank: int | None = None,
     sinks: int = 0,
     window: int = 0,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N Hv"]:
-    """Causal attention of queries at `positions` over keys 0 … S-1; Hq = R, Hv = Z without near keys, else H.
+    """Causal attention of whole sequences on themselves.
 
     Args:
-      q: queries; with near keys at full rank, whose first R coordinates meet the far keys.
-      k, v: first coordinates of all keys, slot = position; slots past a query's position are ignored.
-      positions: position of each query in its row; consecutive within a row.
+      q, k, v: with near keys (`sinks` or `window`) at full rank, H coordinates each; else truncated already.
       scale: factor on the scores, 1/√H of the original head dim.
-      near: full-rank keys, whose last T entries are the queries' own tokens; None where all keys are far.
-      sinks, window: near set, in tokens; both 0 without near keys.
-      implementation: `xla`, or `cudnn` (only square, causal, R = Z, no near keys, 16-bit, on a GPU);
-        None chooses. An explicit choice never falls back.
+      qk_rank, v_rank: coordinates that far keys count with; None (or no near keys) means all that are given.
+        0 for both means that far keys are not seen.
+      sinks, window: near set, in tokens.
+      implementation: see the module; None chooses.
 
     Raises:
-      NotImplementedError: when the chosen implementation cannot do this call, with the reason.
+      NotImplementedError: the chosen implementation cannot do this call, with the reason.
     """
-    if implementation == "cudnn":
-        return _cudnn(q, k, v, near, scale)
-    return _xla(q, k, v, positions, scale=scale, near=near, sinks=sinks, window=window)
+    R = q.shape[-1] if qk_rank is None or not (sinks or window) else qk_rank
+    Z = v.shape[-1] if v_rank is None or not (sinks or window) else v_rank
+    near = R < q.shape[-1] or Z < v.shape[-1]
+    sinks, window = (min(n, q.shape[1]) if near else 0 for n in (sinks, window))
+    refusals: dict[Implementation, Callable[[], str | None]] = {
+        "pallas": lambda: _pallas_refusal(q, R, Z, v.shape[-1], near, sinks, window),
+        "cudnn": lambda: _cudnn_refusal(q, k, v, near),
+    }
+    match _choose("self_attention", implementation, refusals):
+        case "pallas":
+            return _pallas_whole(q, k, v, R, Z, scale, sinks, window)
+        case "cudnn":
+            return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, implementation="cudnn")
+    return _xla_whole(q, k, v, R, Z, scale, sinks, window)
 
 
-def causal_self_attention(
-    q: Float[Array, "B T N R"],
-    k: Float[Array, "B T K R"],
-    v: Float[Array, "B T K Z"],
+def cached_attention(
+    q: Float[Array, "B T N Hq"],
+    k: Float[Array, "B T K Hq"],
+    v: Float[Array, "B T K Hv"],
+    segment: CacheSegment,
+    layer: Int[Array, ""],
+    positions: Int[Array, "B T"],
+    end: Int[Array, " B"],
     *,
     scale: float,
+    sinks: int,
+    window: int,
     implementation: Implementation | None = None,
-) -> Float[Array, "B T N Z"]:
-    """`attention` of a whole sequence on itself; None takes cuDNN where it can, XLA elsewhere."""
-    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    if implementation is None:
-        implementation = "cudnn" if _cudnn_refusal(q, k, v, None) is None else "xla"
-    positions = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
-    return attention(q, k, v, positions, scale=scale, implementation=implementation)
+) -> tuple[CacheSegment, Float[Array, "B T N Hv"]]:
+    """Stores new tokens in layer `layer` of a cache segment and lets them attend to all the cache holds.
+
+    Args:
+      q, k, v: of the new tokens; at full rank where the cache has a ring, else truncated.
+      positions: consecutive in each row; tokens at or past `end` [B] are padding, not stored, and their
+        results are unspecified.
+      sinks, window: those of the cache. implementation: see the module; None chooses.
+
+    Raises:
+      NotImplementedError: the chosen implementation cannot do this call, with the reason.
+    """
+    R, Z = segment.k.shape[-1], segment.v.shape[-1]
+    near = R < q.shape[-1] or Z < v.shape[-1]
+    if not near:
+        sinks = window = 0
+    refusals: dict[Implementation, Callable[[], str | None]] = {
+        "pallas": lambda: _pallas_refusal(q, R, Z, v.shape[-1], near, sinks, window, segment),
+        "cudnn": lambda: "it does not read this cache",
+    }
+    kind = "decode" if q.shape[1] == 1 else "prefill"
+    step = {"sinks": sinks, "window": window}
+    if _choose(kind, implementation, refusals) == "xla":
+        segment, keys = append(segment, layer, k, v, positions, end, **step)
+        prefix = segment.k[layer], segment.v[layer]
+        return segment, xla_attention(q, *prefix, positions, scale=scale, near=keys, **step)
+    if q.shape[1] == 1:
+        segment = write(segment, layer, k, v, positions, end, **step)
+        ring = Ring(segment.ring_k, segment.ring_v) if near else None
+        lengths = positions[:, 0] + 1
+        o = decode_attention(
+            q[:, 0], segment.k, segment.v, lengths, scale=scale, ring=ring, layer=layer, **step
+        )
+        return segment, o[:, None]
+    return _pallas_prefill(q, k, v, segment, layer, positions, end, scale, sinks, window)
 
 
-def _cudnn_refusal(q: Array, k: Array, v: Array, near: NearKeys | None) -> str | None:
+def _choose(
+    kind: str,
+    implementation: Implementation | None,
+    refusals: dict[Implementation, Callable[[], str | None]],
+) -> Implementation:
+    if implementation not in (None, "xla", *refusals):
+        raise ValueError(f"implementation={implementation!r}: must be None, 'pallas', 'cudnn' or 'xla'")
+    if implementation in refusals and (reason := refusals[implementation]()) is not None:
+        raise NotImplementedError(f"implementation={implementation!r} cannot do this call: {reason}")
+    if implementation is not None:
+        return implementation
+    passed_over = []
+    for name, refusal in refusals.items():
+        if (reason := refusal()) is None:
+            _log_choice(kind, name, tuple(passed_over))
+            return name
+        passed_over.append(f"not {name}: {reason}")
+    _log_choice(kind, "xla", tuple(passed_over))
+    return "xla"
+
+
+@functools.lru_cache(maxsize=256)
+def _log_choice(kind: str, name: str, passed_over: tuple[str, ...]) -> None:
+    """Once a kind of call and reason: the cache is what remembers."""
+    log.info("%s runs on %s%s", kind, name, "".join(f" ({reason})" for reason in passed_over))
+
+
+def _needs_gpu(q: Array) -> str | None:
     if jax.default_backend() != "gpu":
         return f"it needs a GPU, the default backend is {jax.default_backend()!r}"
-    if near is not None:
-        return "it has no second rank for near keys"
-    if k.shape != v.shape or q.shape[1] != k.shape[2]:
-        return f"it needs R = Z and T = S, got {q.shape=}, {k.shape=}, {v.shape=}"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it needs bfloat16 or float16, got {q.dtype}"
+    return None
+
+
+def _cudnn_refusal(q: Array, k: Array, v: Array, near: bool) -> str | None:
+    if (reason := _needs_gpu(q)) is not None:
+        return reason
+    if near:
+        return "it has no second rank for near keys"
+    if k.shape != v.shape:
+        return f"it needs R = Z, got {k.shape=}, {v.shape=}"
     if q.shape[-1] % 8 or q.shape[-1] > 128:
         return f"it needs a head dim that is a multiple of 8 up to 128, got {q.shape[-1]}"
     return None
 
 
-def _cudnn(q: Array, k: Array, v: Array, near: NearKeys | None, scale: float) -> Array:
-    if (reason := _cudnn_refusal(q, k, v, near)) is not None:
-        raise NotImplementedError(f"implementation='cudnn': {reason}")
-    return jax.nn.dot_product_attention(
-        q, k.swapaxes(1, 2), v.swapaxes(1, 2), scale=scale, is_causal=True, implementation="cudnn"
+def _pallas_refusal(
+    q: Array,
+    R: int,
+    Z: int,
+    H: int,
+    near: bool,
+    sinks: int,
+    window: int,
+    segment: CacheSegment | None = None,
+) -> str | None:
+    if (reason := _needs_gpu(q)) is not None:
+        return reason
+    if (capability := jax.devices()[0].compute_capability) != "9.0":
+        return f"it is written for compute capability 9.0, the device has {capability}"
+    ranks = {"R": R, "Z": Z} | ({"H - R": H - R, "H - Z": H - Z} if near else {})
+    for name, rank in ranks.items():
+        if rank % 16 or not 16 <= rank <= 256:
+            return f"it needs ranks that are multiples of 16 from 16 to 256, got {name}={rank}"
+    if near and (not window or sinks > 64):
+        return f"it needs a window, and at most 64 sinks, got {window=}, {sinks=}"
+    if segment is None:
+        return None
+    if segment.k.shape[3] % 8 or window % 64:
+        return f"it needs a capacity in multiples of 8 and a window of 64, got {segment.k.shape[3]}, {window}"
+    if q.shape[2] // segment.k.shape[2] > 56:
+        return f"it packs at most 56 query heads of a KV head, got {q.shape[2] // segment.k.shape[2]}"
+    return None
+
+
+def _xla_whole(q: Array, k: Array, v: Array, R: int, Z: int, scale: float, sinks: int, window: int) -> Array:
+    B, T = q.shape[:2]
+    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H]
+    near = None
+    if sinks or window:
+        lead = lambda x: jnp.pad(x[:, :, :sinks], ((0, 0), (0, 0), (0, window), (0, 0)))
+        lead_positions = jnp.pad(positions[:, :sinks], ((0, 0), (0, window)), constant_values=-1)
+        near = NearKeys(
+            jnp.concatenate([lead(k), k], 2),
+            jnp.concatenate([lead(v), v], 2),
+            jnp.concatenate([lead_positions, jnp.where(positions >= sinks, positions, -1)], 1),
+        )
+    return xla_attention(
+        q, k[..., :R], v[..., :Z], positions, scale=scale, near=near, sinks=sinks, window=window
     )
 
 
-def _xla(
+def _pallas_whole(
+    q: Array, k: Array, v: Array, R: int, Z: int, scale: float, sinks: int, window: int
+) -> Array:
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    trailing = None
+    if window:
+        tails = k[..., R:], v[..., Z:]
+        heads = (x[:, :, :sinks] for x in tails) if sinks else (None, None)
+        trailing = Trailing(*tails, jnp.zeros(q.shape[0], jnp.int32), *heads)
+    return prefill_attention(
+        q, k[..., :R], v[..., :Z], scale=scale, trailing=trailing, sinks=sinks, window=window
+    )
+
+
+def _pallas_prefill(
     q: Array,
     k: Array,
     v: Array,
+    segment: CacheSegment,
+    layer: Array,
     positions: Array,
-    *,
+    end: Array,
     scale: float,
-    near: NearKeys | None,
     sinks: int,
     window: int,
-) -> Array:
-    """Blocks of queries one after another, so that logits take about `_LOGITS_BYTES`."""
-    B, T, N, _ = q.shape
-    row_bytes = 4 * B * N * (k.shape[2] + (0 if near is None else sinks + window))
-    block = min(T, 1 << max(4, (_LOGITS_BYTES[jax.default_backend()] // row_bytes).bit_length() - 1))
-    pad = -T % block
-    # Padded queries repeat the last position, so that they see keys and stay finite; they are cut off below.
-    q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
-    positions = jnp.pad(positions, ((0, 0), (0, pad)), mode="edge")
-    if near is not None:
-        near = NearKeys(
-            jnp.pad(near.k, ((0, 0), (0, 0), (0, pad), (0, 0))),
-            jnp.pad(near.v, ((0, 0), (0, 0), (0, pad), (0, 0))),
-            jnp.pad(near.positions, ((0, 0), (0, pad)), constant_values=-1),
-        )
-
-    def one_block(index: Array) -> Array:
-        start = index * block
-        take = lambda x: jax.lax.dynamic_slice_in_dim(x, start, block, axis=1)
-        near_block = None if near is None else _near_block(near, start, sinks, window + block)
-        return _xla_block(take(q), k, v, take(positions), scale, near_block, sinks, window)
-
-    if block >= T:
-        return one_block(jnp.int32(0))
-    out = jax.lax.map(one_block, jnp.arange((T + pad) // block))  # [T / block, B, block, N, Z]
-    return jnp.moveaxis(out, 0, 1).reshape(B, T + pad, N, -1)[:, :T]
-
-
-def _near_block(near: NearKeys, start: Array, sinks: int, size: int) -> NearKeys:
-    """The sinks and the `size` keys that queries from `start` on can be near to."""
-
-    def cut(x: Array, axis: int) -> Array:
-        head = jax.lax.slice_in_dim(x, 0, sinks, axis=axis)
-        tail = jax.lax.dynamic_slice_in_dim(x, sinks + start, size, axis=axis)
-        return jnp.concatenate([head, tail], axis=axis)
-
-    return NearKeys(cut(near.k, 2), cut(near.v, 2), cut(near.positions, 1))
-
-
-def _xla_block(
-    q: Array,
-    k: Array,
-    v: Array,
-    positions: Array,
-    scale: float,
-    near: NearKeys | None,
-    sinks: int,
-    window: int,
-) -> Array:
-    B, T, N, _ = q.shape
-    K, S, R = k.shape[1:]
-    q = q.reshape(B, T, K, N // K, -1)
-    t = positions[:, :, None]
-    j = jnp.arange(S)
-    visible = j <= t
-    if near is not None:
-        visible &= (j >= sinks) & (j <= t - window)
-    parts = [(k, v, visible)] if R else []
-    if near is not None:
-        j = near.positions[:, None, :]
-        visible = (j >= 0) & (j <= t) & ((j < sinks) | (j > t - window))
-        parts.append((near.k, near.v, visible))
-    logits = [
-        jnp.where(
-            visible[:, None, None],
-            scale * einsum_f32("BTKGR,BKSR->BKGTS", q[..., : key.shape[-1]], key),
-            jnp.finfo(jnp.float32).min,
-        )
-        for key, _, visible in parts
-    ]
-    highest = jnp.stack([part.max(-1) for part in logits]).max(0)[..., None]
-    weights = [
-        jnp.where(visible[:, None, None], jnp.exp(part - highest), 0.0)
-        for part, (_, _, visible) in zip(logits, parts, strict=True)
-    ]
-    total = sum(part.sum(-1, keepdims=True) for part in weights)
-    width = parts[-1][1].shape[-1]
-    out = jnp.zeros((B, T, K, N // K, width), jnp.float32)
-    for part, (_, value, _) in zip(weights, parts, strict=True):
-        share = einsum_f32("BKGTS,BKSZ->BTKGZ", (part / total).astype(value.dtype), value)
-        out = out.at[..., : value.shape[-1]].add(share)
-    return out.reshape(B, T, N, width).astype(v.dtype)
+) -> tuple[CacheSegment, Array]:
+    """A piece of the prompt on what the cache holds: the ring is read before the new tokens overwrite it."""
+    start, trailing = positions[:, 0], None
+    R, Z = segment.k.shape[-1], segment.v.shape[-1]
+    if window:
+        past = -(-window // TAIL_ALIGNMENT) * TAIL_ALIGNMENT + TAIL_ALIGNMENT
+        first = jnp.maximum(start - window + 1, 0) // TAIL_ALIGNMENT * TAIL_ALIGNMENT
+        rows = functools.partial(recent_rows, layer=layer, start=start, first=first, window=window, past=past)
+        tails = rows(segment.ring_k, new=k[..., R:]), rows(segment.ring_v, new=v[..., Z:])
+    segment = write(segment, layer, k, v, positions, end, sinks=sinks, window=window)
+    if window:
+        rings = segment.ring_k, segment.ring_v
+        heads = (ring[layer, :, :, window:] for ring in rings) if sinks else (None, None)
+        trailing = Trailing(*tails, first, *heads)
+    o = prefill_attention(
+        q,
+        segment.k[layer],
+        segment.v[layer],
+        scale=scale,
+        starts=start,
+        lengths=end,
+        trailing=trailing,
+        sinks=sinks,
+        window=window,
+    )
+    return segment, o

@@ -1,0 +1,87 @@
+"""Pieces every kernel shares: shared-memory tiles, launch limits, and refusals before launch."""
+
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+LOG2_E = math.log2(math.e)
+NEVER = -1e30
+"""Running maximum before any key was seen: finite, so that a block without visible keys gives zeros, not NaN."""
+
+DTYPES = (jnp.bfloat16, jnp.float16)
+SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory that one CTA may use on compute capability 9.0."""
+
+
+def tile_width(*widths: int) -> int:
+    """Columns of a swizzled shared-memory tile: the widest of 64, 32, 16 that divides all `widths`."""
+    return math.gcd(64, *widths)
+
+
+def tiled(*shape: int, dtype: Any, width: int) -> Any:
+    """A shared-memory buffer in tiles of 8 x `width` elements, as the tensor cores and TMA want it."""
+    swizzle = width * jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(
+        shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(swizzle))
+    )
+
+
+def filled(shape: tuple[int, ...], value: float, layout: Any) -> Array:
+    """Float32 registers holding `value`."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def scaled(rows: Array, factor: Array) -> Array:
+    """`rows` [M, N] times `factor` [M]."""
+    return rows * lax.broadcast_in_dim(factor, rows.shape, [0])
+
+
+def pad_rows(x: Array, axis: int) -> Array:
+    """`x` with zeros up to a multiple of 8 along `axis`, the granule of a tiled copy; a copy only if needed."""
+    missing = -x.shape[axis] % 8
+    return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)]) if missing else x
+
+
+def check_device() -> None:
+    """Raises `NotImplementedError` on a GPU that is not of compute capability 9.0; others are left to JAX."""
+    if jax.default_backend() == "gpu" and (capability := jax.devices()[0].compute_capability) != "9.0":
+        raise NotImplementedError(
+            f"these kernels are written for compute capability 9.0, the device has {capability}"
+        )
+
+
+def check_rank(name: str, value: int) -> None:
+    """Raises `ValueError` unless `value` is a multiple of 16 from 16 to 256."""
+    if value % 16 or not 16 <= value <= 256:
+        raise ValueError(f"{name}={value}: must be a multiple of 16 from 16 to 256")
+
+
+def check_dtypes(**arrays: Array) -> None:
+    """Raises `ValueError` unless all arrays are of one 16-bit float type."""
+    first = next(iter(arrays.values())).dtype
+    for name, x in arrays.items():
+        if x.dtype not in DTYPES or x.dtype != first:
+            raise ValueError(
+                f"{name} has dtype {x.dtype}: all of {', '.join(arrays)} must be bfloat16, or all float16"
+            )
+
+
+def check_shape(name: str, x: Array, expected: tuple[int | None, ...], axes: str) -> None:
+    """Raises `ValueError` unless `x` has the expected shape; None allows any size."""
+    if x.ndim != len(expected) or any(
+        e is not None and e != s for e, s in zip(expected, x.shape, strict=True)
+    ):
+        wanted = ", ".join("any" if e is None else str(e) for e in expected)
+        raise ValueError(f"{name} has shape {x.shape}: must be [{axes}] = ({wanted})")
+
+
+def check_groups(num_heads: int, num_kv_heads: int) -> None:
+    """Raises `ValueError` unless the query heads divide into equal groups."""
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"q has {num_heads} heads: must be a multiple of the {num_kv_heads} heads of k and v"
+        )

@@ -1,0 +1,397 @@
+"""Attention of one new token per row on the compressed cache: split-K, prefix and ring under one softmax.
+
+Reading the cache is all the time there is, so the design is about bytes in flight: one warpgroup a CTA,
+little shared memory, several CTAs on a multiprocessor. Each streams its share of a KV head's keys and leaves
+a partial result; those of a head merge by their log-sum-exp (Flash-Decoding, Dao et al., 2023). The G query
+heads of a KV head are rows of one tensor-core tile, so that grouped heads read the cache once.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from kernels_pallas import common
+from kernels_pallas.common import LOG2_E, NEVER, filled, scaled, tile_width, tiled
+
+ROWS = 64
+"""Rows of the tensor-core tile; the query heads of one KV head are some of them."""
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How the keys of one KV head of one row are cut.
+
+    block: keys a step, 64 or 128; window and pages are whole numbers of it. stages: blocks of far keys in flight.
+    splits: parts of the far keys (of all keys without a ring). near_splits: parts of the window and sinks.
+    """
+
+    block: int = 64
+    stages: int = 2
+    splits: int = 4
+    near_splits: int = 3
+
+    def __post_init__(self) -> None:
+        if self.block not in (64, 128):
+            raise ValueError(f"block={self.block}: must be 64 or 128")
+        for name in ("stages", "splits", "near_splits"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+
+
+def default_config(rows: int, S: int, two_ranks: bool) -> DecodeConfig:
+    """Enough parts of `rows` = B·K heads' caches to fill 132 multiprocessors, of at least four blocks each.
+
+    Blocks of far keys are small with two ranks, so that more CTAs are needed to keep the memory busy.
+    """
+    wanted = (8 if two_ranks else 2) * 132
+    return DecodeConfig(splits=max(1, min(wanted // rows, S // 256)))
+
+
+class Ring(NamedTuple):
+    """Trailing coordinates of near keys: k [B, K, M, H-R], v [B, K, M, H-Z], M ≥ window + sinks.
+
+    Position p ≥ sinks of the window lies in row p mod window, sink p in row window + p. With a leading
+    layer axis where k and v have one.
+    """
+
+    k: Array
+    v: Array
+
+
+def decode_attention(
+    q: Float[Array, "B N Hq"],
+    k: Float[Array, "... K S R"],
+    v: Float[Array, "... K S Z"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    ring: Ring | None = None,
+    sinks: int = 0,
+    window: int = 0,
+    block_table: Int[Array, "B pages"] | None = None,
+    layer: Int[Array, ""] | None = None,
+    return_lse: bool = False,
+    config: DecodeConfig | None = None,
+) -> Float[Array, "B N Hv"] | tuple[Float[Array, "B N Hv"], Float[Array, "B N"]]:
+    """Attention of each row's last token, at position lengths - 1, over positions 0 … lengths - 1.
+
+    Args:
+      q: bfloat16 or float16; Hq = H with `ring`, else R.
+      k, v: [B, K, S, R] and [B, K, S, Z], first coordinates of all tokens, slot = position, the new token's
+        own included; R and Z multiples of 16 up to 256. With `layer`: [L, B, K, S, ·], of which one layer is
+        read where it lies. With `block_table`: [pages, K, page size, ·] (a layer axis first with `layer`).
+        16-bit slots past a row's length must be finite and are ignored.
+      lengths: tokens each row holds; a row of length 0 gives zeros (log-sum-exp -inf).
+      scale: factor on the scores, 1/√H of the original head dim.
+      ring: with it, near keys, {j < sinks} ∪ {t - window < j ≤ t}, count with all coordinates.
+      sinks, window: near set, in tokens, only with `ring`; window a multiple of 64, sinks at most 64.
+      block_table: page of each `page size` positions; the page size is a multiple of 64.
+      layer: index of the layer to read.
+      return_lse: also the natural log-sum-exp of the scaled scores, float32.
+      config: how keys are cut; None takes the measured or default one.
+
+    Raises:
+      ValueError: a rank, dtype, shape or option not allowed, named with its value, before launch.
+      NotImplementedError: on a GPU not of compute capability 9.0.
+    """
+    if layer is None:
+        layer, k, v = jnp.int32(0), k[None], v[None]
+        ring = None if ring is None else Ring(ring.k[None], ring.v[None])
+    _check(q, k, v, ring, sinks, window, block_table)
+    B, N, H = q.shape
+    (leading, K, S, R), Z = k.shape[1:], v.shape[-1]
+    HV = Z if ring is None else H
+    pages = 1 if block_table is None else block_table.shape[1]
+    config = config or default_config(B * K, S * pages, ring is not None)
+    _check_blocks(config, S, window, block_table is not None)
+    near_parts = 0 if ring is None else config.near_splits
+    g = _Geometry(K, N // K, leading, S, R, Z, H, HV, sinks, window, scale, near_parts,
+                  block_table is not None, B)  # fmt: skip
+    flat = lambda x: common.pad_rows(x.reshape(-1, *x.shape[2:]), 2)
+    operands = [jnp.concatenate([jnp.asarray(layer, jnp.int32)[None], lengths.astype(jnp.int32)])]
+    operands += [common.pad_rows(q, 1), flat(k), flat(v)]
+    operands += [] if ring is None else [flat(ring.k), flat(ring.v)]
+    operands += [] if block_table is None else [block_table]
+    partial, lse = plgpu.kernel(
+        functools.partial(_kernel, g=g, config=config, dtype=q.dtype),
+        out_type=[
+            jax.ShapeDtypeStruct((B, K, config.splits + near_parts, N // K, HV), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, config.splits + near_parts, ROWS), jnp.float32),
+        ],
+        grid=(B * K, config.splits + near_parts),
+        grid_names=("head", "part"),
+        kernel_name="zdc_decode",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*operands)
+    rows = (jnp.arange(K) * g.groups % 8)[:, None] + jnp.arange(g.groups)
+    o, total = _merge(partial, jnp.take_along_axis(lse, rows[None, :, None], axis=3))
+    o = o.reshape(B, N, HV).astype(q.dtype)
+    return (o, total.reshape(B, N)) if return_lse else o
+
+
+def _merge(partial: Array, lse: Array) -> tuple[Array, Array]:
+    """Partial results [B, K, P, G, Z] and their log-sum-exp [B, K, P, G] as one."""
+    highest = jnp.maximum(lse.max(2, keepdims=True), NEVER)
+    weight = jnp.exp(lse - highest)
+    total = weight.sum(2)
+    o = (partial * weight[..., None]).sum(2) / jnp.where(total > 0, total, 1.0)[..., None]
+    return o, jnp.log(total) + highest[:, :, 0]
+
+
+def _check(
+    q: Array, k: Array, v: Array, ring: Ring | None, sinks: int, window: int, block_table: Array | None
+) -> None:
+    common.check_device()
+    common.check_dtypes(q=q, k=k, v=v)
+    common.check_shape("q", q, (None,) * 3, "B, N, H")
+    B, N, H = q.shape
+    common.check_shape("k", k, (None, None if block_table is not None else B, None, None, None), "B, K, S, R")
+    L, leading, K, S, R = k.shape
+    common.check_shape("v", v, (L, leading, K, S, None), "B, K, S, Z")
+    Z = v.shape[-1]
+    common.check_groups(N, K)
+    common.check_rank("R", R)
+    common.check_rank("Z", Z)
+    if N // K > ROWS - 8:
+        raise ValueError(f"q has {N // K} heads for each head of k: at most {ROWS - 8}")
+    if block_table is not None:
+        common.check_shape("block_table", block_table, (B, None), "B, pages")
+    if ring is None:
+        if H != R or sinks or window:
+            raise ValueError(
+                f"without a ring q must have R={R} coordinates and no {sinks=}, {window=}; q {H}"
+            )
+        return
+    if window < 64 or window % 64:
+        raise ValueError(f"window={window}: must be a positive multiple of 64")
+    if not 0 <= sinks <= 64:
+        raise ValueError(f"sinks={sinks}: must be from 0 to 64")
+    common.check_rank("H", H)
+    common.check_rank("H - R", H - R)
+    common.check_rank("H - Z", H - Z)
+    common.check_shape("ring.k", ring.k, (L, B, K, None, H - R), "B, K, M, H - R")
+    common.check_shape("ring.v", ring.v, (L, B, K, ring.k.shape[3], H - Z), "B, K, M, H - Z")
+    if ring.k.shape[3] < window + sinks:
+        raise ValueError(f"the ring has {ring.k.shape[3]} rows: needs window + sinks = {window + sinks}")
+
+
+def _check_blocks(config: DecodeConfig, S: int, window: int, paged: bool) -> None:
+    if paged and S % config.block:
+        raise ValueError(f"pages of {S} positions: must be a multiple of the block of {config.block} keys")
+    if window % config.block:
+        raise ValueError(f"window={window}: must be a multiple of the block of {config.block} keys")
+
+
+class _Geometry(NamedTuple):
+    """Static shape of a launch."""
+
+    K: int
+    groups: int
+    leading: int
+    S: int
+    R: int
+    Z: int
+    H: int
+    HV: int
+    sinks: int
+    window: int
+    scale: float
+    near_parts: int
+    paged: bool
+    B: int
+
+
+class _Step(NamedTuple):
+    """One block of keys: its block in the prefix, row in the ring, and the positions low ≤ j < high meant."""
+
+    block: Any
+    ring_row: Any
+    low: Any
+    high: Any
+
+
+def _steps(g: _Geometry, block: int, length: Array, near: bool) -> tuple[Array, Any]:
+    """Number of a row's far or near steps, and what each of them is."""
+    down = lambda x: lax.div(jnp.maximum(x, 0), jnp.int32(block))
+    up = lambda x: down(x + (block - 1))
+    if not g.near_parts:
+        return up(length), lambda step: _Step(step, None, 0, length)
+    past = length - g.window
+    if not near:
+        begin = g.sinks // block
+        return jnp.maximum(up(past) - begin, 0), lambda step: _Step(begin + step, None, g.sinks, past)
+    begin, sink_steps = down(past), 1 if g.sinks else 0
+
+    def near_step(step: Array) -> _Step:
+        index = begin + step - sink_steps
+        ring_row = lax.rem(index, jnp.int32(g.window // block)) * block
+        recent = _Step(index, ring_row, jnp.maximum(past, g.sinks), length)
+        if not g.sinks:
+            return recent
+        sink = _Step(0, g.window, 0, jnp.minimum(g.sinks, length))
+        return _Step(*(jnp.where(step == 0, x, y) for x, y in zip(sink, recent, strict=True)))
+
+    return jnp.where(length > 0, up(length) - begin + sink_steps, 0), near_step
+
+
+def _kernel(*refs: Any, g: _Geometry, config: DecodeConfig, dtype: Any) -> None:
+    part = lax.axis_index("part")
+    if not g.near_parts:
+        _Part(g, config, dtype, refs, part, near=False).run()
+        return
+    pl.when(part < config.splits)(_Part(g, config, dtype, refs, part, near=False).run)
+    pl.when(part >= config.splits)(_Part(g, config, dtype, refs, part, near=True).run)
+
+
+class _Part(NamedTuple):
+    """One CTA's work: a part of the far or of the near keys of one KV head of one row."""
+
+    g: _Geometry
+    config: DecodeConfig
+    dtype: Any
+    refs: Any
+    part: Array
+    near: bool
+
+    def run(self) -> None:
+        """Accumulates over the part's blocks, then writes weighted values and log-sum-exp.
+
+        The buffers of keys are gone when that of the result is made: both take the same shared memory.
+        """
+        g, near = self.g, self.near
+        qk, vo = tile_width(g.R, g.H - g.R), tile_width(g.Z, g.HV - g.Z)
+        buffer = functools.partial(tiled, dtype=self.dtype)
+        qk_widths = (g.R, g.H - g.R)[: 2 if near else 1]
+        v_widths = (g.Z, g.HV - g.Z)[: 2 if near else 1]
+        stages, block = self._stages(), self.config.block
+        accs, m, l = pl.run_scoped(
+            self._accumulate,
+            [buffer(ROWS, width, width=qk) for width in qk_widths],
+            [buffer(stages, block, width, width=qk) for width in qk_widths],
+            [buffer(stages, block, width, width=vo) for width in v_widths],
+            plgpu.Barrier(num_arrivals=len(qk_widths)),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=2 * len(qk_widths)),
+        )
+        out_widths = (g.Z, g.HV - g.Z)[: 2 if g.near_parts else 1]
+        pl.run_scoped(
+            functools.partial(self._store, accs, m, l),
+            [plgpu.SMEM((ROWS, width), jnp.float32) for width in out_widths],
+            plgpu.SMEM((ROWS,), jnp.float32),
+        )
+
+    def _stages(self) -> int:
+        """Near blocks go one at a time: they are few, and their width would take other CTAs' memory."""
+        return 1 if self.near else self.config.stages
+
+    def _head(self) -> tuple[Array, Array]:
+        head = lax.axis_index("head")
+        return lax.div(head, jnp.int32(self.g.K)), lax.rem(head, jnp.int32(self.g.K))
+
+    def _accumulate(self, qs: Any, ks: Any, vs: Any, q_ready: Any, ready: Any) -> tuple[Any, Array, Array]:
+        g, config, (b, kv) = self.g, self.config, self._head()
+        scalars, q_ref, *sources = self.refs
+        layer, length = scalars[0], scalars[b + 1]
+        total, step_at = _steps(g, config.block, length, self.near)
+        parts = g.near_parts if self.near else config.splits
+        share = lax.div(total + (parts - 1), jnp.int32(parts))
+        begin = jnp.minimum((self.part - config.splits if self.near else self.part) * share, total)
+        end = jnp.minimum(begin + share, total)
+        stages = self._stages()
+        slot_of = lambda step: lax.rem(step - begin, jnp.int32(stages))
+        # Tiled copies begin at multiples of eight rows: the tile holds the group's heads among others.
+        q_rows = pl.ds(pl.multiple_of(lax.div(kv * g.groups, jnp.int32(8)) * 8, 8), ROWS)
+        columns = (pl.ds(0, g.R), pl.ds(g.R, g.H - g.R))
+        for buffer, column in zip(qs, columns, strict=False):
+            plgpu.copy_gmem_to_smem(q_ref.at[b, q_rows, column], buffer, q_ready)
+
+        def load(step: Array) -> None:
+            what, slot = step_at(step), slot_of(step)
+            lead, rows = self._prefix_rows(what.block, layer, b)
+            for source, buffers in zip(sources[:2], (ks, vs), strict=True):
+                plgpu.copy_gmem_to_smem(source.at[lead, kv, rows], buffers[0].at[slot], ready.at[slot])
+            if self.near:
+                rows = pl.ds(pl.multiple_of(what.ring_row, 8), config.block)
+                for source, buffers in zip(sources[2:4], (ks, vs), strict=True):
+                    row = source.at[layer * g.B + b, kv, rows]
+                    plgpu.copy_gmem_to_smem(row, buffers[1].at[slot], ready.at[slot])
+
+        @pl.loop(begin, jnp.minimum(begin + stages, end))
+        def _fill(step: Array) -> None:
+            load(step)
+
+        plgpu.barrier_wait(q_ready)
+
+        def body(step: Array, carry: Any) -> Any:
+            slot = slot_of(step)
+            plgpu.barrier_wait(ready.at[slot])
+            at_slot = lambda buffers: [buffer.at[slot] for buffer in buffers]
+            carry = self._add_block(step_at(step), carry, qs, at_slot(ks), at_slot(vs))
+
+            @pl.when(step + stages < end)
+            def _() -> None:
+                load(step + stages)
+
+            return carry
+
+        column = plgpu.Layout.WGMMA.reduce(1)
+        accs = tuple(filled((ROWS, v.shape[-1]), 0, plgpu.Layout.WGMMA) for v in vs)
+        return lax.fori_loop(
+            begin, end, body, (accs, filled((ROWS,), NEVER, column), filled((ROWS,), 0, column))
+        )
+
+    def _prefix_rows(self, key_block: Array, layer: Array, b: Array) -> tuple[Array, Any]:
+        """Leading index and rows of a block of keys, through the block table if there is one."""
+        g, block = self.g, self.config.block
+        if not g.paged:
+            return layer * g.leading + b, pl.ds(pl.multiple_of(key_block * block, 8), block)
+        table, per_page = self.refs[-3], jnp.int32(g.S // block)
+        page = table[b, lax.div(key_block, per_page)]
+        rows = pl.ds(pl.multiple_of(lax.rem(key_block, per_page) * block, 8), block)
+        return layer * g.leading + page, rows
+
+    def _add_block(self, what: _Step, carry: Any, qs: Any, ks: Any, vs: Any) -> Any:
+        """Online softmax over one block of keys."""
+        accs, m, l = carry
+        block, factor = self.config.block, self.g.scale * LOG2_E
+
+        def product(scores: Any) -> Array:
+            for q, k in zip(qs, ks, strict=True):
+                plgpu.wgmma(scores, q, k.transpose((1, 0)))
+            return scores[...]
+
+        scores = pl.run_scoped(product, plgpu.ACC((ROWS, block), jnp.float32))
+        j = (
+            plgpu.broadcasted_iota(jnp.int32, (ROWS, block), 1, layout=plgpu.Layout.WGMMA)
+            + what.block * block
+        )
+        scores = jnp.where((j >= what.low) & (j < what.high), scores, -jnp.inf)
+        m_new = jnp.maximum(m, scores.max(axis=1) * factor)
+        p = jnp.exp2(scores * factor - lax.broadcast_in_dim(m_new, scores.shape, [0]))
+        alpha, p16 = jnp.exp2(m - m_new), p.astype(self.dtype)
+        add = lambda acc, v: pl.run_state(lambda ref: plgpu.wgmma(ref, p16, v))(plgpu.ACC.init(acc))
+        accs = tuple(add(scaled(acc, alpha), v) for acc, v in zip(accs, vs, strict=True))
+        return accs, m_new, l * alpha + p.sum(axis=1)
+
+    def _store(self, accs: Any, m: Array, l: Array, outs: Any, lse: Any) -> None:
+        g, (b, kv) = self.g, self._head()
+        o_ref, lse_ref = self.refs[-2:]
+        inverse = jnp.where(l > 0, 1.0 / l, 0.0)
+        outputs = [scaled(acc, inverse) for acc in accs]
+        if len(outs) > len(outputs):
+            outputs.append(filled((ROWS, g.HV - g.Z), 0, plgpu.Layout.WGMMA))
+        for out, value in zip(outs, outputs, strict=True):
+            out[...] = value
+        lse[...] = jnp.where(l > 0, m / LOG2_E + jnp.log(l), -jnp.inf)
+        plgpu.commit_smem()
+        heads = pl.ds(lax.rem(kv * g.groups, jnp.int32(8)), g.groups)
+        for out, column in zip(outs, (pl.ds(0, g.Z), pl.ds(g.Z, g.HV - g.Z)), strict=False):
+            plgpu.copy_smem_to_gmem(out.at[heads], o_ref.at[b, kv, self.part, pl.ds(0, g.groups), column])
+        plgpu.copy_smem_to_gmem(lse, lse_ref.at[b, kv, self.part])
+        plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,386 @@
+"""Rotary embedding, then each head's basis, in one pass over q and k (DESIGN: placement `post_rope`).
+
+q' = RoPE(q) A_Q and k' = RoPE(k) A_K: every coordinate is read once and, after truncation to R, written
+once, so the time is that of the bytes, and everything else has to stay near the cores. Two things are
+shared: the rotations, H × C per KV head, which all tokens need, and the angles, H float32 per token, as many
+bytes as two heads, which all heads need. A CTA keeps the rotations of P KV heads in shared memory for its
+whole life and walks over the tokens; inside, each warpgroup takes 64 tokens, loads their angles into
+registers once and walks over the P(G+1) heads. L2 thus serves 1 + 2/(P(G+1)) times the bytes of q and k.
+With tokens outside and the rotations streamed past W warpgroups it would serve 1 + C/(32W(G+1)) times: with
+the default sizes, whose P fills 128 KiB, twice the surplus at H=128 and four times at H=64. CTAs of
+different heads walk over the tokens in the same order, so that angles come from memory only once. Above
+H=128 registers cannot hold the angles: each head loads them again from L2.
+
+Warpgroups share nothing but the rotations: each has its own ring of tiles, filled by TMA some steps ahead,
+one step being the two column blocks that the rotary embedding pairs (i and i + H/2). They are turned in
+float32 registers, rounded to the input's dtype as the unfused computation does, and multiplied from
+registers.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+ROWS = 64
+"""Tokens of one tile: the rows of one warpgroup's `wgmma`."""
+
+SHARED_BYTES = 226 * 1024
+"""Shared memory that one CTA may use for tiles: Hopper's 227 KiB less one for barriers."""
+
+HELD_ANGLES = 128
+"""Largest head dimension whose angles fit into registers beside the accumulator."""
+
+
+@dataclass(frozen=True)
+class PostRopeConfig:
+    """Sizes of one launch: compute warpgroups, most tiles in flight for each, bytes of rotations, CTAs."""
+
+    warpgroups: int = 2
+    stages: int = 4
+    rotation_bytes: int = 128 * 1024
+    ctas: int = 132
+
+
+class _Geometry(NamedTuple):
+    B: int
+    T: int
+    K: int
+    G: int
+    H: int
+    C: int
+    R: int
+    kv_heads: int
+    """KV heads of one CTA, with query rotation and key rotation."""
+    split: bool
+    """The two rotations of one KV head do not fit together: a CTA has the queries or the keys."""
+    warpgroups: int
+    stages: int
+    shares: int
+    """CTAs that divide the tokens of the same heads among them."""
+
+    @property
+    def column_block(self) -> int:
+        """Columns of one rotary half that are turned at a time, fewer where the accumulator is large."""
+        return math.gcd(64 if self.H <= HELD_ANGLES else 32, self.H // 2)
+
+    @property
+    def blocks(self) -> int:
+        return self.H // 2 // self.column_block
+
+    @property
+    def units(self) -> int:
+        return 2 * self.K if self.split else self.K // self.kv_heads
+
+    @property
+    def tiles(self) -> int:
+        return self.B * pl.cdiv(self.T, ROWS)
+
+
+def post_rope(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    angles_cos: Float[Array, "B T H/2"],
+    angles_sin: Float[Array, "B T H/2"],
+    q_rotation: Float[Array, "K H C"],
+    k_rotation: Float[Array, "K H C"],
+    k_shift: Float[Array, "K C"] | None = None,
+    *,
+    qk_rank: int,
+    keep_tail: bool,
+    config: PostRopeConfig | None = None,
+) -> tuple[Float[Array, "B T N C"], Float[Array, "B K T R"], Float[Array, "B K T H-R"] | None]:
+    """Queries and keys after rotary embedding and basis, keys in the layout of the cache.
+
+    q, k and the rotations share one dtype, bfloat16 or float16; cosines and sines are float32; the shift,
+    of any float dtype, is added to the rotated keys in float32. Coordinates i and i + H/2 make a rotary
+    pair, as in Hugging Face weights. C is H with `keep_tail`, else R = `qk_rank`; the G = N/K query heads of
+    a KV head share its rotation. H: multiples of 32 up to 256; R: multiples of 16 up to H.
+
+    Returns q', the keys' first R coordinates, and their last H-R, None without `keep_tail` or where R = H.
+    Any T works, but TMA addresses rows by eight: where T % 8, q and k are padded, which copies them, and the
+    results cut; where T % 64, the angles are padded, a copy as large as two heads.
+
+    Raises ValueError, before any launch, for a dtype, rank, head dimension or shape outside of this.
+    """
+    R = qk_rank
+    _check(q, k, angles_cos, angles_sin, q_rotation, k_rotation, k_shift, R, keep_tail)
+    T = q.shape[1]
+    q, k = (_pad_tokens(x, 8) for x in (q, k))
+    operands = [q, k, _pad_tokens(angles_cos, ROWS), _pad_tokens(angles_sin, ROWS), q_rotation, k_rotation]
+    if k_shift is not None:
+        operands.append(k_shift.astype(jnp.float32))
+    B, padded_T, N, H = q.shape
+    K, C = k.shape[2], q_rotation.shape[2]
+    widths = [R, C - R] if C > R else [R]
+    g = _geometry(B, padded_T, N, K, H, C, R, config or PostRopeConfig())
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, g=g, dtype=q.dtype, shifted=k_shift is not None),
+        out_type=[jax.ShapeDtypeStruct((B, padded_T, N, C), q.dtype)]
+        + [jax.ShapeDtypeStruct((B, K, padded_T, width), q.dtype) for width in widths],
+        grid=(g.units * g.shares,),
+        grid_names=("cta",),
+        num_threads=g.warpgroups,
+        thread_name="wg",
+    )
+    rotated, *keys = kernel(*operands)
+    prefix, tail = (*keys, None)[:2]
+    return rotated[:, :T], prefix[:, :, :T], None if tail is None else tail[:, :, :T]
+
+
+def _check(q, k, cos, sin, q_rotation, k_rotation, k_shift, R: int, keep_tail: bool) -> None:
+    """ValueError naming the first argument that `post_rope` cannot take, its value and what it can."""
+
+    def require(ok: bool, name: str, value: Any, allowed: str) -> None:
+        if not ok:
+            raise ValueError(f"post_rope: {name} is {value}; allowed: {allowed}")
+
+    for name, x in (("q", q), ("k", k)):
+        require(x.ndim == 4, f"{name}.shape", x.shape, "4 dimensions")
+    B, T, N, H = q.shape
+    K = k.shape[2]
+    C = H if keep_tail else R
+    require(q.dtype in (jnp.bfloat16, jnp.float16), "q.dtype", q.dtype, "bfloat16, float16")
+    require(min(q.shape) > 0, "q.shape", q.shape, "no empty dimension")
+    require(H % 32 == 0 and H <= 256, "the head dimension of q", H, "multiples of 32 up to 256")
+    require(R % 16 == 0 and 16 <= R <= H, "qk_rank", R, f"multiples of 16 from 16 to {H}")
+    require(K > 0 and N % K == 0, "the number of heads of k", K, f"divisors of q's {N} heads")
+    for name, x, shape, dtype in (
+        ("k", k, (B, T, K, H), q.dtype),
+        ("angles_cos", cos, (B, T, H // 2), jnp.float32),
+        ("angles_sin", sin, (B, T, H // 2), jnp.float32),
+        ("q_rotation", q_rotation, (K, H, C), q.dtype),
+        ("k_rotation", k_rotation, (K, H, C), q.dtype),
+    ):
+        require(x.shape == shape, f"{name}.shape", x.shape, str(shape))
+        require(x.dtype == dtype, f"{name}.dtype", x.dtype, str(jnp.dtype(dtype)))
+    if k_shift is not None:
+        require(k_shift.shape == (K, C), "k_shift.shape", k_shift.shape, str((K, C)))
+        require(jnp.issubdtype(k_shift.dtype, jnp.floating), "k_shift.dtype", k_shift.dtype, "float dtypes")
+
+
+def _pad_tokens(x: Array, multiple: int) -> Array:
+    """x [B, T, ...] with zeros up to a multiple of tokens."""
+    missing = -x.shape[1] % multiple
+    return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) if missing else x
+
+
+def _geometry(B: int, T: int, N: int, K: int, H: int, C: int, R: int, config: PostRopeConfig) -> _Geometry:
+    """How many KV heads a CTA takes, and how deep its rings can be."""
+    pair = 2 * H * C * 2
+    wgs = config.warpgroups
+    shares = pl.cdiv(B * pl.cdiv(T, ROWS), wgs)
+    split = pair > config.rotation_bytes
+    # Sharing angles among more KV heads pays only while there is work for every CTA.
+    fits = lambda heads: heads * pair <= config.rotation_bytes and K // heads * shares >= config.ctas
+    kv_heads = max((p for p in range(1, K + 1) if K % p == 0 and fits(p)), default=1)
+    rotations = pair // 2 if split else kv_heads * pair
+    tile = lambda width: wgs * ROWS * width * 2
+    g = _Geometry(B, T, K, N // K, H, C, R, kv_heads, split, wgs, 1, 1)
+    stages = (SHARED_BYTES - rotations - tile(C)) // tile(2 * g.column_block)
+    if stages < 1:
+        raise ValueError(f"post_rope: config is {config}; allowed: what fits into {SHARED_BYTES} bytes")
+    return g._replace(stages=min(stages, config.stages), shares=min(shares, max(1, config.ctas // g.units)))
+
+
+def _tiles(width: int) -> tuple[Any, ...]:
+    """Layout of a shared-memory tile of 16-bit values for TMA and `wgmma`; `width` is 16, 32 or 64."""
+    tiling = plgpu.TilingTransform((8, width))  # type: ignore[abstract]
+    return tiling, plgpu.SwizzleTransform(2 * width)  # type: ignore[abstract]
+
+
+class _Work(NamedTuple):
+    """Which heads and tokens a warpgroup has, in the order of its steps: tile, head, column block."""
+
+    g: _Geometry
+    first_kv: Array
+    first_member: Array
+    members: Array
+    """Heads per KV head: its queries and its key, or one of the two kinds."""
+    worker: Array
+
+    @property
+    def heads(self) -> Array:
+        return self.g.kv_heads * self.members
+
+    @property
+    def workers(self) -> int:
+        return self.g.shares * self.g.warpgroups
+
+    @property
+    def tiles(self) -> Array:
+        missing = jnp.maximum(self.g.tiles - self.worker, 0)
+        return lax.div(missing + self.workers - 1, jnp.int32(self.workers))
+
+    @property
+    def steps(self) -> Array:
+        return self.tiles * self.heads * self.g.blocks
+
+    def head(self, index: Array) -> tuple[Array, Array]:
+        """KV head and the member of its group: a query head, or the key as member G."""
+        kv, member = _divmod(index, self.members)
+        return self.first_kv + kv, self.first_member + member
+
+    def rows(self, tile: Array) -> tuple[Array, Any]:
+        """Batch index and tokens of a tile."""
+        b, row = _divmod(self.worker + tile * self.workers, pl.cdiv(self.g.T, ROWS))
+        return b, pl.ds(pl.multiple_of(row * ROWS, 8), ROWS)
+
+    def rotation(self, kv: Array, member: Array) -> Array:
+        """Place of a head's rotation in shared memory."""
+        # A computed zero: a constant index into a dimension of size one does not lower.
+        return kv * 0 if self.g.split else 2 * (kv - self.first_kv) + (member == self.g.G).astype(jnp.int32)
+
+
+def _work(g: _Geometry) -> _Work:
+    share, unit = _divmod(lax.axis_index("cta"), g.units)
+    worker = share * g.warpgroups + lax.axis_index("wg")
+    if not g.split:
+        return _Work(g, unit * g.kv_heads, jnp.int32(0), jnp.int32(g.G + 1), worker)
+    kv, only_key = _divmod(unit, 2)
+    return _Work(g, kv, only_key * g.G, jnp.where(only_key == 1, 1, g.G), worker)
+
+
+def _kernel(*refs: Any, g: _Geometry, dtype: Any, shifted: bool) -> None:
+    inputs = 7 if shifted else 6
+    q_ref, k_ref, cos_ref, sin_ref, q_rotation, k_rotation, *shift = refs[:inputs]
+    q_out, *k_out = refs[inputs:]
+    w = g.column_block
+    widths = [ref.shape[-1] for ref in k_out]
+    rotation_count = 1 if g.split else 2 * g.kv_heads
+
+    @functools.partial(
+        pl.run_scoped,
+        collective_axes="wg",
+        rotations=plgpu.SMEM((rotation_count, g.H, g.C), dtype, transforms=_tiles(math.gcd(w, g.C))),
+        ring=plgpu.SMEM((g.warpgroups, g.stages, 2, ROWS, w), dtype, transforms=_tiles(w)),
+        out=[
+            plgpu.SMEM((g.warpgroups, ROWS, width), dtype, transforms=_tiles(math.gcd(64, width)))
+            for width in widths
+        ],
+        rotations_ready=plgpu.Barrier(num_arrivals=rotation_count),
+        ready=plgpu.Barrier(num_arrivals=2, num_barriers=g.warpgroups * g.stages),
+    )
+    def _run(rotations: Any, ring: Any, out: Any, rotations_ready: Any, ready: Any) -> None:
+        wg, work = lax.axis_index("wg"), _work(g)
+        load = functools.partial(_load, work, wg, (q_ref, k_ref), ring, ready)
+        for step in range(g.stages):
+            load(jnp.int32(step))
+        pl.when(wg == 0)(lambda: _load_rotations(work, (q_rotation, k_rotation), rotations, rotations_ready))
+        plgpu.barrier_wait(rotations_ready)
+
+        @pl.loop(0, work.tiles)
+        def _tile(tile: Array) -> None:
+            b, rows = work.rows(tile)
+            angles = lambda block: [
+                plgpu.load(ref.at[b, rows, pl.ds(block * w, w)], layout=plgpu.Layout.WGMMA, optimized=False)
+                for ref in (cos_ref, sin_ref)
+            ]
+            held = [angles(block) for block in range(g.blocks)] if g.H <= HELD_ANGLES else None
+
+            @pl.loop(0, work.heads)
+            def _head(head: Array) -> None:
+                kv, member = work.head(head)
+                rotation = rotations.at[work.rotation(kv, member)]
+
+                def multiply(acc: Any) -> Array:
+                    for block in range(g.blocks):
+                        step = (tile * work.heads + head) * g.blocks + block
+                        slot = lax.rem(step, jnp.int32(g.stages))
+                        cos, sin = held[block] if held else angles(block)
+                        plgpu.barrier_wait(ready.at[wg * g.stages + slot])
+                        low, high = (ring.at[wg, slot, half][...].astype(jnp.float32) for half in range(2))
+                        plgpu.commit_smem()  # Every thread has read the tile: it may be overwritten.
+                        load(step + g.stages)
+                        for half, x in enumerate((low * cos - high * sin, high * cos + low * sin)):
+                            inner = pl.ds(half * (g.H // 2) + block * w, w)
+                            plgpu.wgmma(acc, x.astype(dtype), rotation.at[inner])
+                    return acc[...]
+
+                y = pl.run_scoped(multiply, plgpu.ACC((ROWS, g.C), jnp.float32))
+                if shift:
+                    y = lax.cond(member == g.G, lambda y: y + _shift(shift[0].at[kv], y), lambda y: y, y)
+                parts = [part.at[wg] for part in out]
+                _stage(parts, y.astype(dtype))
+                pl.when(member < g.G)(lambda: _store(parts, q_out.at[b, rows, kv * g.G + member]))
+                pl.when(member == g.G)(lambda: _store_keys(parts, [ref.at[b, kv, rows] for ref in k_out]))
+
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _load(work: _Work, wg: Array, refs: tuple[Any, Any], ring: Any, ready: Any, step: Array) -> None:
+    """Start the copies of one step, q's or k's two column blocks, unless the work ends before it."""
+    g, (q_ref, k_ref) = work.g, refs
+    head_step, block = _divmod(step, g.blocks)
+    tile, head = _divmod(head_step, work.heads)
+    (b, rows), (kv, member) = work.rows(tile), work.head(head)
+    slot = lax.rem(step, jnp.int32(g.stages))
+
+    def copy(ref: Any, head: Array) -> None:
+        for half in range(2):
+            first = pl.multiple_of(half * (g.H // 2) + block * g.column_block, g.column_block)
+            source = ref.at[b, rows, head, pl.ds(first, g.column_block)]
+            plgpu.copy_gmem_to_smem(source, ring.at[wg, slot, half], ready.at[wg * g.stages + slot])
+
+    pl.when((step < work.steps) & (member < g.G))(lambda: copy(q_ref, kv * g.G + member))
+    pl.when((step < work.steps) & (member == g.G))(lambda: copy(k_ref, kv))
+
+
+def _load_rotations(work: _Work, refs: tuple[Any, Any], rotations: Any, ready: Any) -> None:
+    """Start the copies of all rotations that a CTA needs."""
+    g = work.g
+
+    def copy(ref: Any, kv: Array, member: int) -> None:
+        place = work.rotation(kv, jnp.int32(member))
+        plgpu.copy_gmem_to_smem(ref.at[kv], rotations.at[place], ready)
+
+    for ref, member in zip(refs, (0, g.G), strict=True):
+        for index in range(g.kv_heads):
+            start = functools.partial(copy, ref, work.first_kv + index, member)
+            if g.split:
+                pl.when(work.first_member == member)(start)
+            else:
+                start()
+
+
+def _shift(ref: Any, y: Array) -> Array:
+    """A vector [C] over all rows of y."""
+    row = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+    return lax.broadcast_in_dim(row, y.shape, [1])
+
+
+def _stage(parts: list[Any], y: Array) -> None:
+    """Write consecutive columns of y into shared memory, once the previous results have left it."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    first = 0
+    for part in parts:
+        part[...] = y[:, first : first + part.shape[-1]]
+        first += part.shape[-1]
+    plgpu.commit_smem()
+
+
+def _store(parts: list[Any], ref: Any) -> None:
+    """Start the copies of all parts into consecutive columns."""
+    first = 0
+    for part in parts:
+        plgpu.copy_smem_to_gmem(part, ref.at[:, pl.ds(first, part.shape[-1])])
+        first += part.shape[-1]
+
+
+def _store_keys(parts: list[Any], refs: list[Any]) -> None:
+    """Start the copies of prefix and tail into their arrays."""
+    for part, ref in zip(parts, refs, strict=True):
+        plgpu.copy_smem_to_gmem(part, ref)
+
+
+def _divmod(x: Array, y: Any) -> tuple[Array, Array]:
+    """Quotient and remainder of nonnegative int32, without the sign cases of `//`."""
+    y = jnp.asarray(y, jnp.int32)
+    return lax.div(x, y), lax.rem(x, y)

@@ -1,0 +1,554 @@
+"""Causal attention of many queries on truncated coordinates, two ranks under one softmax.
+
+A few warpgroups hold 64 query rows each, one more streams blocks of keys through shared memory, and an online
+softmax keeps the running result in registers: the shape of FlashAttention-3 (Shah et al., 2024). Ours are the
+two ranks. Scores use R coordinates and values Z. Keys near a query (sinks and a window of recent ones) add
+their trailing H-R and H-Z coordinates to the same softmax. Unmasked far blocks, nearly all of them, come
+first, so that their loop holds no register for the trailing part; the last few blocks pay for it.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from kernels_pallas import common
+from kernels_pallas.common import LOG2_E, NEVER, filled, scaled, tile_width, tiled
+
+ROWS = 64
+"""Query rows of one warpgroup: what one tensor-core instruction takes."""
+TAIL_ALIGNMENT = 256
+"""`Trailing.start` is a multiple of this, so that key blocks of every size begin at a row of the tail."""
+_L2_BYTES = 32 * 2**20
+"""Keys and values of heads worked on together: they stay in the second-level cache."""
+
+Keys = Literal["all", "near", "far"]
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """Tile sizes of one launch.
+
+    block_kv: keys a step, a multiple of 64. stages: blocks of keys in flight. warpgroups: query tiles of 64
+    rows that share them. overlap: scores of the next block are computed during the softmax of this one, for
+    which registers must suffice.
+    """
+
+    block_kv: int = 128
+    stages: int = 2
+    warpgroups: int = 3
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block_kv not in (64, 128, 256):
+            raise ValueError(f"block_kv={self.block_kv}: must be 64, 128 or 256")
+        if self.stages < 1:
+            raise ValueError(f"stages={self.stages}: must be at least 1")
+        if self.overlap and self.stages < 2:
+            raise ValueError(f"stages={self.stages}: overlap needs at least 2")
+        if self.warpgroups not in (1, 2, 3):
+            raise ValueError(f"warpgroups={self.warpgroups}: must be 1, 2 or 3")
+
+    def shared_memory(self, widths: "_Widths") -> int:
+        """Bytes of the buffers of 16-bit elements, with a margin for barriers and the log-sum-exp."""
+        keys = self.stages * (widths.R + widths.Z) + widths.H - widths.R + widths.HV - widths.Z
+        return 2 * (self.warpgroups * ROWS * (widths.H + widths.HV) + self.block_kv * keys) + 4096
+
+
+class _Widths(NamedTuple):
+    """Kept and full widths: R of H query/key coordinates, Z of HV value coordinates."""
+
+    R: int
+    Z: int
+    H: int
+    HV: int
+
+
+def default_config(R: int, Z: int, H: int, HV: int) -> PrefillConfig:
+    """The largest tile that fits; overlap where its second block of scores finds registers (Z ≤ 64)."""
+    widths = _Widths(R, Z, H, HV)
+    for warpgroups, block_kv, stages in ((3, 128, 2), (2, 128, 2), (2, 64, 2), (2, 64, 1), (1, 64, 1)):
+        config = PrefillConfig(block_kv, stages, warpgroups, overlap=Z <= 64 and stages > 1)
+        if config.shared_memory(widths) <= common.SHARED_MEMORY:
+            return config
+    raise ValueError(f"no tile fits in shared memory for {R=} {Z=} {H=} {HV=}")
+
+
+class Trailing(NamedTuple):
+    """Trailing coordinates of near keys: k [B, K, M, H-R], v [B, K, M, H-Z], start [B] int32.
+
+    Row i belongs to position start + i; rows must cover the window of every query. sink_k [B, K, P, H-R] and
+    sink_v [B, K, P, H-Z] are those of positions 0 … sinks-1 (P ≥ sinks), None without sinks.
+    """
+
+    k: Array
+    v: Array
+    start: Array
+    sink_k: Array | None = None
+    sink_v: Array | None = None
+
+
+def prefill_attention(
+    q: Float[Array, "B T N Hq"],
+    k: Float[Array, "B K S R"],
+    v: Float[Array, "B K S Z"],
+    *,
+    scale: float,
+    starts: Int[Array, " B"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
+    trailing: Trailing | None = None,
+    sinks: int = 0,
+    window: int = 0,
+    keys: Keys = "all",
+    key_starts: Int[Array, " B"] | None = None,
+    return_lse: bool = False,
+    config: PrefillConfig | None = None,
+) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
+    """Attention of queries at positions starts … starts + T - 1 over keys at key_starts, key_starts + 1, …
+
+    Args:
+      q: bfloat16 or float16; Hq = H with `trailing`, else at least R (the first R coordinates are read).
+      k, v: first R and Z coordinates, multiples of 16 up to 256; 16-bit rows past a query's position must be
+        finite and are ignored. N is a multiple of K: grouped heads read the same keys, nothing is repeated.
+      scale: factor on the scores, 1/√H of the original head dim.
+      starts: position of the first query of each row; zeros if None.
+      lengths: tokens each row holds in all; queries at or past it get zeros (log-sum-exp -inf).
+      trailing: with it, near keys, {j < sinks} ∪ {t - window < j ≤ t}, count with all coordinates.
+      sinks, window: near set, in tokens; used with `trailing`, or with `keys` other than `all`.
+      keys: `all` j ≤ t; `near`: only t - window < j ≤ t with j ≥ sinks; `far`: only sinks ≤ j ≤ t - window.
+        The last two are halves that merge by log-sum-exp (sequence parallelism); not with `trailing`.
+      key_starts: position of row 0 of k, may be negative: positions below 0 are absent. Zeros if None;
+        only with `keys="near"`.
+      return_lse: also the natural log-sum-exp of each query's scaled scores, float32.
+      config: tile sizes; None takes the measured or default ones.
+
+    Returns:
+      o with Hv = Z, or H with `trailing`; without any visible key zeros. T, and S if no multiple of 8, are
+      padded to one by a copy.
+
+    Raises:
+      ValueError: a rank, dtype, shape or option not allowed, named with its value, before launch.
+      NotImplementedError: on a GPU not of compute capability 9.0.
+    """
+    _check(q, k, v, trailing, sinks, window, keys, key_starts)
+    B, T, N, H = q.shape
+    (K, S, R), Z = k.shape[1:], v.shape[-1]
+    HV = Z if trailing is None else H
+    config = config or default_config(R, Z, R if trailing is None else H, HV)
+    zeros = jnp.zeros(B, jnp.int32)
+    starts = zeros if starts is None else starts
+    lengths = starts + T if lengths is None else lengths
+    base = zeros if key_starts is None else key_starts
+    base = base if trailing is None else trailing.start
+    g = _Geometry(N, N // K, R, Z, R if trailing is None else H, HV, pl.cdiv(T, config.warpgroups * ROWS),
+                  sinks, window, scale, keys, trailing is not None, _together(B * N, N // K, S * (R + Z)))  # fmt: skip
+    operands = [jnp.stack([starts, lengths, base], 1).astype(jnp.int32), common.pad_rows(q, 1)]
+    operands += [common.pad_rows(x, 2) for x in (k, v)]
+    if trailing is not None:
+        operands += [common.pad_rows(x, 2) for x in trailing if x is not None and x.ndim == 4]
+    out = [jax.ShapeDtypeStruct((B, operands[1].shape[1], N, HV), q.dtype)]
+    if return_lse:
+        out.append(jax.ShapeDtypeStruct((B, N, g.tiles * config.warpgroups * ROWS), jnp.float32))
+    results = plgpu.kernel(
+        functools.partial(_kernel, g=g, config=config, dtype=q.dtype, lse=return_lse),
+        out_type=out,
+        grid=(B * N * g.tiles,),
+        grid_names=("cta",),
+        num_threads=config.warpgroups + 1,
+        thread_name="wg",
+        kernel_name="zdc_prefill",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*operands)
+    o = results[0][:, :T]
+    return (o, results[1][..., :T]) if return_lse else o
+
+
+def _check(
+    q: Array,
+    k: Array,
+    v: Array,
+    trailing: Trailing | None,
+    sinks: int,
+    window: int,
+    keys: Keys,
+    key_starts: Array | None,
+) -> None:
+    common.check_device()
+    common.check_dtypes(q=q, k=k, v=v)
+    common.check_shape("q", q, (None,) * 4, "B, T, N, H")
+    B, _, N, H = q.shape
+    common.check_shape("k", k, (B, None, None, None), "B, K, S, R")
+    K, S, R = k.shape[1:]
+    common.check_shape("v", v, (B, K, S, None), "B, K, S, Z")
+    Z = v.shape[-1]
+    common.check_groups(N, K)
+    common.check_rank("R", R)
+    common.check_rank("Z", Z)
+    if H < R:
+        raise ValueError(f"q has {H} coordinates: must be at least those of k, R={R}")
+    if keys not in ("all", "near", "far"):
+        raise ValueError(f"keys={keys!r}: must be 'all', 'near' or 'far'")
+    if sinks < 0 or window < 0:
+        raise ValueError(f"sinks={sinks}, window={window}: must not be negative")
+    if key_starts is not None and keys != "near":
+        raise ValueError(
+            f"key_starts is given with keys={keys!r}: only 'near' keys may start elsewhere than 0"
+        )
+    if trailing is None:
+        return
+    if keys != "all" or not window:
+        raise ValueError(
+            f"trailing is given with keys={keys!r} and window={window}: needs 'all' and a window"
+        )
+    if sinks > 64:
+        raise ValueError(f"sinks={sinks}: at most 64")
+    common.check_rank("H", H)
+    common.check_rank("H - R", H - R)
+    common.check_rank("H - Z", H - Z)
+    common.check_dtypes(q=q, **{"trailing.k": trailing.k, "trailing.v": trailing.v})
+    common.check_shape("trailing.k", trailing.k, (B, K, None, H - R), "B, K, M, H - R")
+    common.check_shape("trailing.v", trailing.v, (B, K, trailing.k.shape[2], H - Z), "B, K, M, H - Z")
+    if (trailing.sink_k is None or trailing.sink_v is None) and sinks:
+        raise ValueError(f"sinks={sinks} need trailing.sink_k and trailing.sink_v")
+
+
+def _together(heads: int, groups: int, width: int) -> int:
+    """Heads whose CTAs run side by side: a divisor of all heads whose keys stay in the second-level cache."""
+    count = max(1, min(heads, groups * max(1, _L2_BYTES // (2 * width))))
+    return next(n for n in range(count, 0, -1) if heads % n == 0)
+
+
+class _Geometry(NamedTuple):
+    """Static shape of a launch."""
+
+    N: int
+    groups: int
+    R: int
+    Z: int
+    H: int
+    HV: int
+    tiles: int
+    sinks: int
+    window: int
+    scale: float
+    keys: Keys
+    two_ranks: bool
+    together: int
+
+
+class _Item(NamedTuple):
+    """What one CTA works on: queries at positions first … of one head, and the blocks of keys they see.
+
+    Steps 0 … plain-1 take unmasked blocks from `begin` on; `masked` further steps take block 0 for the sinks
+    (if `sink_step`) and the blocks from `edge` on.
+    """
+
+    b: Array
+    head: Array
+    row: Array
+    first: Array
+    base: Array
+    begin: Array
+    plain: Array
+    masked: Array
+    edge: Array
+    sink_step: Array
+
+    def block(self, step: Array) -> Array:
+        """Key block of a step."""
+        index = step - self.plain
+        at_sinks = (self.sink_step == 1) & (index == 0)
+        return jnp.where(
+            index < 0, self.begin + step, jnp.where(at_sinks, 0, self.edge + index - self.sink_step)
+        )
+
+
+def _item(g: _Geometry, config: PrefillConfig, scalars: Any) -> _Item:
+    """This CTA's item: a few heads at a time, longest tiles first."""
+    i32, rows = jnp.int32, config.warpgroups * ROWS
+    cta = lax.axis_index("cta")
+    per_group = i32(g.together * g.tiles)
+    within = lax.rem(cta, per_group)
+    tile = g.tiles - 1 - lax.div(within, i32(g.together))
+    index = lax.div(cta, per_group) * g.together + lax.rem(within, i32(g.together))
+    b, head = lax.div(index, i32(g.N)), lax.rem(index, i32(g.N))
+    start, length, base = (scalars[b, i] for i in range(3))
+    first = start + tile * rows
+    end = jnp.minimum(first + rows, length)
+    return _Item(b, head, tile * rows, first, base, *_steps(g, config.block_kv, first, end, base))
+
+
+def _steps(g: _Geometry, block: int, first: Array, end: Array, base: Array) -> tuple[Array, ...]:
+    """`begin`, `plain`, `masked`, `edge`, `sink_step` of queries at positions first … end - 1."""
+    down = lambda x: lax.div(jnp.maximum(x, 0), jnp.int32(block))
+    up = lambda x: down(x + (block - 1))
+    zero, empty = jnp.int32(0), end <= first
+    if g.keys == "near":
+        edge = down(first - g.window + 1 - base)
+        return zero, zero, jnp.where(empty, 0, up(end - base) - edge), edge, zero
+    past = g.window if g.keys == "far" else 0
+    last = jnp.where(empty, 0, up(end - past))
+    # Unmasked blocks are those that every query sees in the same way: all their keys visible, or all far.
+    edge = jnp.minimum(down(first + 1 - (g.window if g.two_ranks else past)), last)
+    sink_step = jnp.where((edge > 0) & (g.sinks > 0), 1, 0).astype(jnp.int32)
+    return sink_step, edge - sink_step, last - edge + sink_step, edge, sink_step
+
+
+def _kernel(*refs: Any, g: _Geometry, config: PrefillConfig, dtype: Any, lse: bool) -> None:
+    scalars, q_ref, k_ref, v_ref, *rest = refs
+    outputs = 2 if lse else 1
+    tails, (o_ref, *lse_ref) = rest[:-outputs], rest[-outputs:]
+
+    @functools.partial(pl.run_scoped, collective_axes="wg", **_scratch(g, config, dtype, lse))
+    def _run(**smem: Any) -> None:
+        wg = lax.axis_index("wg")
+        item = _item(g, config, scalars)
+
+        @pl.when(wg == config.warpgroups)
+        def _() -> None:
+            plgpu.set_max_registers(24, action="decrease")
+            _load_keys(g, config, smem, item, (k_ref, v_ref), tails)
+
+        @pl.when(wg < config.warpgroups)
+        def _() -> None:
+            plgpu.set_max_registers(160 if config.warpgroups == 3 else 232, action="increase")
+            _attend(g, config, smem, item, wg, q_ref, o_ref, lse_ref, dtype)
+
+
+def _scratch(g: _Geometry, config: PrefillConfig, dtype: Any, lse: bool) -> dict[str, Any]:
+    wgs, stages, block = config.warpgroups, config.stages, config.block_kv
+    qk, vo = tile_width(g.R, g.H - g.R), tile_width(g.Z, g.HV - g.Z)
+    buffer = functools.partial(tiled, dtype=dtype)
+    scratch = dict(
+        q=buffer(wgs, ROWS, g.R, width=qk),
+        k=buffer(stages, block, g.R, width=qk),
+        v=buffer(stages, block, g.Z, width=vo),
+        o=buffer(wgs, ROWS, g.Z, width=vo),
+        q_ready=plgpu.Barrier(num_barriers=wgs, num_arrivals=2 if g.two_ranks else 1),
+        k_ready=plgpu.Barrier(num_barriers=stages),
+        v_ready=plgpu.Barrier(num_barriers=stages),
+        k_free=plgpu.Barrier(num_barriers=stages, num_arrivals=wgs),
+        v_free=plgpu.Barrier(num_barriers=stages, num_arrivals=wgs),
+    )
+    if lse:
+        scratch["lse"] = plgpu.SMEM((wgs, ROWS), jnp.float32)
+    if g.two_ranks:
+        scratch |= dict(
+            q_tail=buffer(wgs, ROWS, g.H - g.R, width=qk),
+            k_tail=buffer(block, g.H - g.R, width=qk),
+            v_tail=buffer(block, g.HV - g.Z, width=vo),
+            o_tail=buffer(wgs, ROWS, g.HV - g.Z, width=vo),
+            tail_ready=plgpu.Barrier(num_arrivals=2),
+            tail_free=plgpu.Barrier(num_arrivals=wgs),
+        )
+    return scratch
+
+
+def _load_keys(
+    g: _Geometry, config: PrefillConfig, smem: Any, item: _Item, sources: tuple[Any, Any], tails: Any
+) -> None:
+    """The producer: blocks of keys and values into their slots, as these become free."""
+    block, kv_head = config.block_kv, lax.div(item.head, jnp.int32(g.groups))
+
+    def copy(source: Any, row: Array, destination: Any, ready: Any) -> None:
+        rows = pl.ds(pl.multiple_of(row, 8), block)
+        plgpu.copy_gmem_to_smem(source.at[item.b, kv_head, rows], destination, ready)
+
+    @pl.loop(0, item.plain + item.masked)
+    def _step(step: Array) -> None:
+        slot, key_block = lax.rem(step, jnp.int32(config.stages)), item.block(step)
+        for name, source in zip("kv", sources, strict=True):
+
+            @pl.when(step >= config.stages)
+            def _(name: str = name) -> None:
+                plgpu.barrier_wait(smem[name + "_free"].at[slot])
+
+            copy(source, key_block * block, smem[name].at[slot], smem[name + "_ready"].at[slot])
+
+        if g.two_ranks:
+
+            @pl.when(step >= item.plain)
+            def _() -> None:
+                @pl.when(step > item.plain)
+                def _() -> None:
+                    plgpu.barrier_wait(smem["tail_free"])
+
+                at_sinks = (item.sink_step == 1) & (step == item.plain)
+                buffers = (smem["k_tail"], smem["v_tail"])
+
+                @pl.when(jnp.logical_not(at_sinks))
+                def _() -> None:
+                    for source, buffer in zip(tails[:2], buffers, strict=True):
+                        copy(source, key_block * block - item.base, buffer, smem["tail_ready"])
+
+                if g.sinks:
+
+                    @pl.when(at_sinks)
+                    def _() -> None:
+                        for source, buffer in zip(tails[2:], buffers, strict=True):
+                            copy(source, key_block * block, buffer, smem["tail_ready"])
+
+
+class _State(NamedTuple):
+    """Running result of 64 queries: weighted values, maximum (in powers of two) and sum of the weights."""
+
+    acc: Array
+    m: Array
+    l: Array
+
+
+def _attend(
+    g: _Geometry,
+    config: PrefillConfig,
+    smem: Any,
+    item: _Item,
+    wg: Array,
+    q_ref: Any,
+    o_ref: Any,
+    lse_ref: Any,
+    dtype: Any,
+) -> None:
+    """One consumer warpgroup: its 64 queries against all blocks, then its results to memory."""
+    rows = pl.ds(pl.multiple_of(item.row + wg * ROWS, 8), ROWS)
+    parts = (("q", pl.ds(0, g.R)), ("q_tail", pl.ds(g.R, g.H - g.R)))[: 2 if g.two_ranks else 1]
+    for name, columns in parts:
+        source = q_ref.at[item.b, rows, item.head, columns]
+        plgpu.copy_gmem_to_smem(source, smem[name].at[wg], smem["q_ready"].at[wg])
+    plgpu.barrier_wait(smem["q_ready"].at[wg])
+    column = plgpu.Layout.WGMMA.reduce(1)
+    state = _State(
+        filled((ROWS, g.Z), 0, plgpu.Layout.WGMMA), filled((ROWS,), NEVER, column), filled((ROWS,), 0, column)
+    )
+    steps = _Consumer(g, config, smem, item, wg, dtype)
+    state = lax.cond(item.plain > 0, steps.plain, lambda state: state, state)
+    tail = filled((ROWS, g.HV - g.Z), 0, plgpu.Layout.WGMMA) if g.two_ranks else None
+    state, tail = lax.fori_loop(
+        item.plain, item.plain + item.masked, lambda step, carry: steps.masked(step, *carry), (state, tail)
+    )
+    inverse = jnp.where(state.l > 0, 1.0 / state.l, 0.0)
+    smem["o"].at[wg][...] = scaled(state.acc, inverse).astype(dtype)
+    if tail is not None:
+        smem["o_tail"].at[wg][...] = scaled(tail, inverse).astype(dtype)
+    if lse_ref:
+        smem["lse"].at[wg][...] = jnp.where(state.l > 0, state.m / LOG2_E + jnp.log(state.l), -jnp.inf)
+    plgpu.commit_smem()
+    parts = (("o", pl.ds(0, g.Z)), ("o_tail", pl.ds(g.Z, g.HV - g.Z)))[: 2 if g.two_ranks else 1]
+    for name, columns in parts:
+        plgpu.copy_smem_to_gmem(smem[name].at[wg], o_ref.at[item.b, rows, item.head, columns])
+    if lse_ref:
+        plgpu.copy_smem_to_gmem(smem["lse"].at[wg], lse_ref[0].at[item.b, item.head, rows])
+    plgpu.wait_smem_to_gmem(0)
+
+
+class _Consumer(NamedTuple):
+    """The steps of a consumer warpgroup over blocks of keys."""
+
+    g: _Geometry
+    config: PrefillConfig
+    smem: Any
+    item: _Item
+    wg: Array
+    dtype: Any
+
+    def plain(self, state: _State) -> _State:
+        """All unmasked blocks, at least one."""
+        if not self.config.overlap:
+            return lax.fori_loop(0, self.item.plain, self._plain_step, state)
+        last = self.item.plain - 1
+        carry = (state, self._scores(jnp.int32(0)))
+        state, scores = lax.fori_loop(0, last, self._overlapped_step, carry)
+        return self._add_block(last, state, scores)
+
+    def masked(self, step: Array, state: _State, tail: Array | None) -> tuple[_State, Array | None]:
+        """One block in which visibility or rank differ from key to key."""
+        g, shape = self.g, (ROWS, self.config.block_kv)
+        scores = self._scores(step)
+        iota = lambda axis: plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+        base = self.item.base if g.keys == "near" else 0
+        t = iota(0) + (self.item.first + self.wg * ROWS)
+        j = iota(1) + (base + self.item.block(step) * self.config.block_kv)
+        visible = j <= (t - g.window if g.keys == "far" else t)
+        if g.keys != "all":
+            visible &= j >= g.sinks
+        if g.keys == "near":
+            visible &= j > t - g.window
+        if tail is None:
+            state = self._add_block(step, state, jnp.where(visible, scores, -jnp.inf))
+            return state, None
+        near = (j > t - g.window) | (j < g.sinks)
+        plgpu.barrier_wait(self.smem["tail_ready"])
+        tail_scores = self._product("q_tail", self.smem["k_tail"])
+        scores = jnp.where(visible, scores + jnp.where(near, tail_scores, 0.0), -jnp.inf)
+        p, state, alpha = self._softmax(scores, state)
+        state = self._add_values(step, state, p.astype(self.dtype))
+        near_p = jnp.where(near, p, 0.0).astype(self.dtype)
+        tail = _accumulate(scaled(tail, alpha), near_p, self.smem["v_tail"])
+        plgpu.barrier_arrive(self.smem["tail_free"])
+        return state, tail
+
+    def _plain_step(self, step: Array, state: _State) -> _State:
+        return self._add_block(step, state, self._scores(step))
+
+    def _overlapped_step(self, step: Array, carry: tuple[_State, Array]) -> tuple[_State, Array]:
+        """Adds the block whose scores are at hand while the tensor cores compute the next block's."""
+        state, scores = carry
+        slot = self._slot(step + 1)
+        plgpu.barrier_wait(self.smem["k_ready"].at[slot])
+
+        def body(next_scores: Any) -> tuple[_State, Array]:
+            plgpu.wgmma(next_scores, self.smem["q"].at[self.wg], self.smem["k"].at[slot].transpose((1, 0)))
+            p, new, _ = self._softmax(scores, state)
+            plgpu.barrier_wait(self.smem["v_ready"].at[self._slot(step)])
+            acc = _accumulate(new.acc, p.astype(self.dtype), self.smem["v"].at[self._slot(step)])
+            return new._replace(acc=acc), next_scores[...]
+
+        result = pl.run_scoped(body, plgpu.ACC((ROWS, self.config.block_kv), jnp.float32))
+        plgpu.barrier_arrive(self.smem["k_free"].at[slot])
+        plgpu.barrier_arrive(self.smem["v_free"].at[self._slot(step)])
+        return result
+
+    def _slot(self, step: Array) -> Array:
+        return lax.rem(step, jnp.int32(self.config.stages))
+
+    def _product(self, q: str, keys: Any) -> Array:
+        def body(acc: Any) -> Array:
+            plgpu.wgmma(acc, self.smem[q].at[self.wg], keys.transpose((1, 0)))
+            return acc[...]
+
+        return pl.run_scoped(body, plgpu.ACC((ROWS, self.config.block_kv), jnp.float32))
+
+    def _scores(self, step: Array) -> Array:
+        slot = self._slot(step)
+        plgpu.barrier_wait(self.smem["k_ready"].at[slot])
+        scores = self._product("q", self.smem["k"].at[slot])
+        plgpu.barrier_arrive(self.smem["k_free"].at[slot])
+        return scores
+
+    def _softmax(self, scores: Array, state: _State) -> tuple[Array, _State, Array]:
+        """Weights of a block, the state rescaled to the new maximum, and the factor of that."""
+        factor = self.g.scale * LOG2_E
+        m = jnp.maximum(state.m, scores.max(axis=1) * factor)
+        p = jnp.exp2(scores * factor - lax.broadcast_in_dim(m, scores.shape, [0]))
+        alpha = jnp.exp2(state.m - m)
+        return p, _State(scaled(state.acc, alpha), m, state.l * alpha + p.sum(axis=1)), alpha
+
+    def _add_block(self, step: Array, state: _State, scores: Array) -> _State:
+        p, state, _ = self._softmax(scores, state)
+        return self._add_values(step, state, p.astype(self.dtype))
+
+    def _add_values(self, step: Array, state: _State, p: Array) -> _State:
+        slot = self._slot(step)
+        plgpu.barrier_wait(self.smem["v_ready"].at[slot])
+        acc = _accumulate(state.acc, p, self.smem["v"].at[slot])
+        plgpu.barrier_arrive(self.smem["v_free"].at[slot])
+        return state._replace(acc=acc)
+
+
+def _accumulate(acc: Array, p: Array, values: Any) -> Array:
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, p, values))(plgpu.ACC.init(acc))

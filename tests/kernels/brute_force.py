@@ -1,0 +1,67 @@
+"""Float64 truth for the attention kernels, one row and head at a time, written from the definitions."""
+
+import numpy as np
+
+
+def f64(x):
+    return np.asarray(x).astype(np.float32).astype(np.float64)
+
+
+def attend(scores, visible, values):
+    """One head: output and natural log-sum-exp of scores [T, S]; rows that see nothing give 0 and -inf."""
+    scores = np.where(visible, scores, -np.inf)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        highest = np.where(visible.any(1), scores.max(1, initial=-1e300), 0)[:, None]
+        weights = np.where(visible, np.exp(scores - highest), 0)
+        total = weights.sum(1, keepdims=True)
+        o = [np.where(total > 0, (weights * mask) @ v / total, 0) for v, mask in values]
+        return np.concatenate(o, 1), np.where(total > 0, np.log(total) + highest, -np.inf)[:, 0]
+
+
+def prefill(q, k, v, *, scale, starts, lengths, sinks=0, window=0, tail=None, keys="all", key_starts=None):
+    """[B, T, N, ·] and [B, N, T]; tail: k, v [B, K, positions, ·] with row = position, or None."""
+    q, k, v = f64(q), f64(k), f64(v)
+    (B, T, N, _), (K, S, R) = q.shape, k.shape[1:]
+    o, lse = [], []
+    for b in range(B):
+        t = starts[b] + np.arange(T)[:, None]
+        j = np.arange(S)[None] + (0 if key_starts is None else key_starts[b])
+        near = (j < sinks) | (j > t - window)
+        visible = (j <= t) & (t < lengths[b]) & (j >= 0)
+        if keys == "near":
+            visible = visible & (j > t - window) & (j >= sinks)
+        if keys == "far":
+            visible = visible & ~near
+        for n in range(N):
+            h = n // (N // K)
+            scores = q[b, :, n, :R] @ k[b, h].T
+            values = [(v[b, h], np.ones_like(near))]
+            if tail is not None:
+                k_tail, v_tail = f64(tail[0])[b, h, :S], f64(tail[1])[b, h, :S]
+                scores = scores + np.where(near, q[b, :, n, R:] @ k_tail.T, 0)
+                values.append((v_tail, near))
+            head, head_lse = attend(scores * scale, visible, values)
+            o.append(head)
+            lse.append(head_lse)
+    return np.stack(o).reshape(B, N, T, -1).transpose(0, 2, 1, 3), np.stack(lse).reshape(B, N, T)
+
+
+def decode(q, k, v, lengths, *, scale, sinks=0, window=0, ring=None):
+    """[B, N, ·] and [B, N]; the ring holds position p at p mod window, sinks behind."""
+    tail = None
+    if ring is not None:
+        j = np.arange(k.shape[2])
+        rows = lambda length: np.where(j < sinks, window + j, j % window)
+        tail = [np.stack([f64(x)[b][:, rows(n)] for b, n in enumerate(lengths)]) for x in ring]
+    o, lse = prefill(
+        np.asarray(q)[:, None],
+        k,
+        v,
+        scale=scale,
+        starts=np.asarray(lengths) - 1,
+        lengths=lengths,
+        sinks=sinks,
+        window=window,
+        tail=tail,
+    )
+    return o[:, 0], lse[..., 0]

@@ -1,0 +1,149 @@
+"""The decode kernel: it lowers for CUDA everywhere, refuses what it cannot do, and is right on the device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from brute_force import decode, f64
+
+from kernels_pallas import DecodeConfig, Ring, decode_attention
+
+BF16, F16 = jnp.bfloat16, jnp.float16
+ONE_RANK = [(128, 128), (64, 96), (32, 64), (48, 80), (16, 16), (256, 256)]
+TWO_RANKS = [(32, 64, 128), (16, 16, 64), (48, 80, 128), (128, 128, 256)]
+LENGTHS = np.array([1, 3, 64, 65, 200, 261, 0, 1024])
+HEADS = [(8, 8), (8, 2), (6, 2), (12, 12), (32, 8), (24, 2), (40, 1)]
+
+
+def draw(seed, *shape, dtype=BF16):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def shape(*dims, dtype=BF16):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def lower(f, *args):
+    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize(("R", "Z"), ONE_RANK)
+@pytest.mark.parametrize(("N", "K"), HEADS)
+def test_lowers(R, Z, N, K):
+    f = lambda q, k, v, n: decode_attention(q, k, v, n, scale=1.0, return_lse=True)
+    args = shape(3, N, R), shape(3, K, 300, R), shape(3, K, 300, Z), shape(3, dtype=jnp.int32)
+    o, lse = lower(f, *args).out_info
+    assert o.shape == (3, N, Z) and lse.shape == (3, N)
+
+
+@pytest.mark.parametrize(("R", "Z", "H"), TWO_RANKS)
+@pytest.mark.parametrize("block", [64, 128])
+def test_lowers_with_two_ranks(R, Z, H, block):
+    f = lambda q, k, v, n, ring: decode_attention(
+        q, k, v, n, scale=1.0, ring=ring, sinks=4, window=256, config=DecodeConfig(block=block, stages=1)
+    )
+    ring = Ring(shape(2, 4, 264, H - R), shape(2, 4, 264, H - Z))
+    args = shape(2, 8, H), shape(2, 4, 512, R), shape(2, 4, 512, Z), shape(2, dtype=jnp.int32), ring
+    assert lower(f, *args).out_info.shape == (2, 8, H)
+
+
+@pytest.mark.parametrize("page", [64, 128, 256])
+@pytest.mark.parametrize("layered", [False, True])
+def test_lowers_paged(page, layered):
+    layer = jnp.int32(1) if layered else None
+    f = lambda q, k, v, n, table: decode_attention(q, k, v, n, scale=1.0, block_table=table, layer=layer)
+    pool = [shape(*((3,) if layered else ()), 20, 2, page, rank) for rank in (64, 96)]
+    integers = [shape(4, dtype=jnp.int32), shape(4, 5, dtype=jnp.int32)]
+    lower(f, shape(4, 8, 64), *pool, *integers)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": shape(2, 2, 64, 24), "q": shape(2, 4, 24)}, "R=24"),
+        ({"v": shape(2, 2, 64, 8)}, "Z=8"),
+        ({"q": shape(2, 4, 32, dtype=jnp.float32)}, "q has dtype float32"),
+        ({"q": shape(2, 5, 32)}, "5 heads"),
+        ({"q": shape(2, 128, 32)}, "64 heads for each"),
+        ({"q": shape(2, 4, 64)}, "without a ring"),
+        ({"window": 64}, "without a ring"),
+        ({"ring": Ring(shape(2, 2, 72, 32), shape(2, 2, 72, 32)), "q": shape(2, 4, 64), "window": 65}, "window=65"),
+        ({"ring": Ring(shape(2, 2, 64, 32), shape(2, 2, 64, 32)), "q": shape(2, 4, 64), "window": 64, "sinks": 4},
+         "the ring has 64 rows"),
+        ({"block_table": shape(2, 4, dtype=jnp.int32), "k": shape(9, 2, 80, 32), "v": shape(9, 2, 80, 32)}, "pages of 80"),
+        ({"block_table": shape(3, 4, dtype=jnp.int32)}, "block_table has shape"),
+    ],
+)  # fmt: skip
+def test_refuses(change, message):
+    given = {"q": shape(2, 4, 32), "k": shape(2, 2, 64, 32), "v": shape(2, 2, 64, 32),
+             "lengths": shape(2, dtype=jnp.int32)} | change  # fmt: skip
+    arrays = {name: x for name, x in given.items() if not isinstance(x, int)}
+    options = {name: x for name, x in given.items() if isinstance(x, int)}
+    with pytest.raises(ValueError, match=message):
+        lower(lambda arrays: decode_attention(scale=1.0, **arrays, **options), arrays)
+
+
+@pytest.mark.parametrize("options", [{"block": 32}, {"stages": 0}, {"splits": 0}, {"near_splits": 0}])
+def test_config_refuses(options):
+    with pytest.raises(ValueError, match="{}={}".format(*next(iter(options.items())))):
+        DecodeConfig(**options)
+
+
+def check(o, lse, truth, truth_lse, dtype):
+    error = np.linalg.norm(f64(o) - truth) / np.linalg.norm(truth)
+    assert error < {BF16: 4e-3, F16: 6e-4}[dtype], error
+    seen = np.isfinite(truth_lse)
+    assert np.array_equal(np.isfinite(np.asarray(lse)), seen)
+    np.testing.assert_allclose(np.asarray(lse)[seen], truth_lse[seen], atol=2e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("R", "Z"), ONE_RANK)
+@pytest.mark.parametrize(("N", "K"), HEADS)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_one_rank(R, Z, N, K, dtype):
+    B, S = len(LENGTHS), 1024
+    q, k, v = (
+        draw(0, B, N, R, dtype=dtype),
+        draw(1, B, K, S, R, dtype=dtype),
+        draw(2, B, K, S, Z, dtype=dtype),
+    )
+    options = {"scale": R**-0.5}
+    f = jax.jit(lambda q, k, v, n: decode_attention(q, k, v, n, return_lse=True, **options))
+    check(*f(q, k, v, jnp.asarray(LENGTHS)), *decode(q, k, v, LENGTHS, **options), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("R", "Z", "H"), TWO_RANKS)
+@pytest.mark.parametrize(("N", "K"), HEADS)
+@pytest.mark.parametrize(("sinks", "config"), [
+    (0, None), (4, None), (4, DecodeConfig(block=128, stages=1, splits=2, near_splits=2)), (64, DecodeConfig(splits=1)),
+])  # fmt: skip
+def test_two_ranks(R, Z, H, N, K, sinks, config):
+    B, S, window, layers = len(LENGTHS), 1024, 256, 2
+    q, k, v = draw(0, B, N, H), draw(1, layers, B, K, S, R), draw(2, layers, B, K, S, Z)
+    ring = Ring(*(draw(3 + i, layers, B, K, window + 64, H - rank) for i, rank in enumerate((R, Z))))
+    options = {"scale": H**-0.5, "sinks": sinks, "window": window}
+    f = jax.jit(lambda q, k, v, n, ring, layer: decode_attention(
+        q, k, v, n, ring=ring, layer=layer, return_lse=True, config=config, **options
+    ))  # fmt: skip
+    o = f(q, k, v, jnp.asarray(LENGTHS), ring, jnp.int32(1))
+    check(*o, *decode(q, k[1], v[1], LENGTHS, ring=[x[1] for x in ring], **options), BF16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [64, 128, 256])
+def test_paged_equals_contiguous_bit_by_bit(page):
+    B, S, N, K, H, window = len(LENGTHS), 1024, 8, 2, 128, 256
+    q, k, v = draw(0, B, N, H), draw(1, B, K, S, 32), draw(2, B, K, S, 64)
+    ring = Ring(draw(3, B, K, window + 8, 96), draw(4, B, K, window + 8, 64))
+    order = np.random.default_rng(0).permutation(B * S // page)
+    table = jnp.asarray(np.argsort(order).reshape(B, -1), jnp.int32)
+    cut = lambda x: (
+        x.reshape(B, K, S // page, page, -1).swapaxes(1, 2).reshape(B * S // page, K, page, -1)[order]
+    )
+    f = lambda k, v, **paged: decode_attention(
+        q, k, v, jnp.asarray(LENGTHS), scale=0.1, ring=ring, sinks=4, window=window, **paged
+    )
+    whole, paged = f(k, v), f(cut(k), cut(v), block_table=table)
+    assert np.array_equal(np.asarray(whole).view(np.uint16), np.asarray(paged).view(np.uint16))

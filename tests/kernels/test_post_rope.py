@@ -1,0 +1,150 @@
+"""`post_rope`: lowers for CUDA everywhere it should, refuses the rest, and on a GPU equals its reference."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.post_rope import PostRopeConfig, post_rope
+from kernels_pallas.reference import post_rope_reference
+
+
+def random_inputs(
+    *, B: int = 2, T: int, K: int = 2, G: int, H: int, C: int, shift: bool, dtype: Any, seed: int = 0
+) -> list[jax.Array]:
+    """Arguments of `post_rope`, drawn in float64 and rounded to the dtypes that it takes."""
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: rng.standard_normal(shape)
+    angles = rng.integers(0, 100_000, (B, T, 1)) * 10_000.0 ** -(np.arange(H // 2) / (H // 2))
+    arguments = [
+        jnp.asarray(normal(B, T, K * G, H), dtype),
+        jnp.asarray(normal(B, T, K, H), dtype),
+        jnp.asarray(np.cos(angles), jnp.float32),
+        jnp.asarray(np.sin(angles), jnp.float32),
+        jnp.asarray(normal(K, H, C) / H**0.5, dtype),
+        jnp.asarray(normal(K, H, C) / H**0.5, dtype),
+    ]
+    return [*arguments, jnp.asarray(normal(K, C), jnp.float32)] if shift else arguments
+
+
+def lower(arguments: list[Any], **options: Any) -> str:
+    """The kernel's custom call, compiled for CUDA as far as it goes without a GPU."""
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
+    lowered = jax.jit(functools.partial(post_rope, **options)).trace(*shapes)
+    return lowered.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def in_float64(arguments: list[jax.Array], qk_rank: int) -> list[np.ndarray]:
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(np.asarray(x, np.float64)) for x in arguments]
+        return [np.asarray(x) for x in post_rope_reference(*exact, qk_rank=qk_rank)]
+
+
+SHAPES = [(32, 16), (64, 16), (64, 64), (96, 48), (128, 64), (128, 80), (128, 128), (256, 16), (256, 240)]
+
+
+@pytest.mark.parametrize("T", [1, 64, 1000, 4096])
+@pytest.mark.parametrize("G", [1, 4])
+@pytest.mark.parametrize("keep_tail", [False, True])
+@pytest.mark.parametrize(("H", "R"), SHAPES)
+def test_lowers_for_cuda(H: int, R: int, keep_tail: bool, G: int, T: int) -> None:
+    dtype = jnp.float16 if T == 64 else jnp.bfloat16
+    shapes = jax.eval_shape(
+        lambda: random_inputs(T=T, G=G, H=H, C=H if keep_tail else R, shift=T != 1000, dtype=dtype)
+    )
+    assert "mosaic_gpu" in lower(shapes, qk_rank=R, keep_tail=keep_tail)
+
+
+@pytest.mark.parametrize("K", [1, 8, 32])
+def test_lowers_when_a_cta_shares_angles_among_heads(K: int) -> None:
+    shapes = jax.eval_shape(
+        lambda: random_inputs(B=1, T=16384, K=K, G=1, H=128, C=128, shift=False, dtype=jnp.bfloat16)
+    )
+    assert "mosaic_gpu" in lower(shapes, qk_rank=64, keep_tail=True)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_reference_is_the_formula(shift: bool) -> None:
+    q, k, cos, sin, a_q, a_k, *rest = (
+        np.asarray(x, np.float64) for x in random_inputs(T=5, G=3, H=8, C=6, shift=shift, dtype=jnp.float32)
+    )
+    got = in_float64([q, k, cos, sin, a_q, a_k, *rest], 4)
+    rotary = cos + 1j * sin
+
+    def turned(x: np.ndarray) -> np.ndarray:
+        z = (x[..., :4] + 1j * x[..., 4:]) * rotary
+        return np.concatenate([z.real, z.imag], -1)
+
+    for n in range(6):
+        np.testing.assert_allclose(got[0][:, :, n], turned(q[:, :, n]) @ a_q[n // 3], atol=1e-12)
+    for j in range(2):
+        want = turned(k[:, :, j]) @ a_k[j] + (rest[0][j] if shift else 0)
+        np.testing.assert_allclose(np.concatenate([got[1][:, j], got[2][:, j]], -1), want, atol=1e-12)
+    assert got[1].shape[-1] == 4
+
+
+BAD = {
+    "q.dtype is float32": lambda a: a | {"q": a["q"].astype(jnp.float32)},
+    "k.dtype is float16": lambda a: a | {"k": a["k"].astype(jnp.float16)},
+    "q.shape is ": lambda a: a | {"q": a["q"][0]},
+    "no empty dimension": lambda a: a | {"q": a["q"][:, :0]},
+    "k.shape is ": lambda a: a | {"k": a["k"][:, :3]},
+    "the number of heads of k is 3": lambda a: a | {"k": a["k"][:, :, [0, 1, 1]]},
+    "the head dimension of q is 72": lambda a: a | {"q": jnp.concatenate([a["q"], a["q"][..., :8]], -1)},
+    "angles_cos.shape is ": lambda a: a | {"angles_cos": a["angles_cos"][..., :16]},
+    "angles_sin.dtype is bfloat16": lambda a: a | {"angles_sin": a["angles_sin"].astype(jnp.bfloat16)},
+    "q_rotation.shape is ": lambda a: a | {"q_rotation": a["q_rotation"][..., :32]},
+    "k_rotation.dtype is float32": lambda a: a | {"k_rotation": a["k_rotation"].astype(jnp.float32)},
+    "k_shift.shape is ": lambda a: a | {"k_shift": a["k_shift"][0]},
+    "k_shift.dtype is int32": lambda a: a | {"k_shift": a["k_shift"].astype(jnp.int32)},
+    "qk_rank is 24": lambda a: a | {"qk_rank": 24},
+    "qk_rank is 80": lambda a: a | {"qk_rank": 80},
+    "config is ": lambda a: a | {"config": PostRopeConfig(warpgroups=32)},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_refuses(message: str) -> None:
+    names = ("q", "k", "angles_cos", "angles_sin", "q_rotation", "k_rotation", "k_shift")
+    inputs = random_inputs(T=8, G=2, H=64, C=64, shift=True, dtype=jnp.bfloat16)
+    good = dict(zip(names, inputs, strict=True)) | {"qk_rank": 32, "keep_tail": True}
+    with pytest.raises(ValueError, match=message):
+        post_rope(**BAD[message](good))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("T", "G", "dtype"),
+    [
+        (1, 1, jnp.bfloat16),
+        (64, 3, jnp.float16),
+        (1000, 1, jnp.float16),
+        (1003, 3, jnp.bfloat16),
+        (4096, 2, jnp.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("keep_tail", [False, True])
+@pytest.mark.parametrize(("H", "R"), SHAPES)
+def test_equals_reference(H: int, R: int, keep_tail: bool, T: int, G: int, dtype: Any) -> None:
+    """No farther from float64 than twice what XLA loses in the same dtype, and nothing left unwritten."""
+    C = H if keep_tail else R
+    inputs = random_inputs(T=T, G=G, H=H, C=C, shift=True, dtype=dtype)
+    fill_memory_with_nan(inputs[0].nbytes + inputs[1].nbytes)
+    got = jax.jit(functools.partial(post_rope, qk_rank=R, keep_tail=keep_tail))(*inputs)
+    xla = jax.jit(functools.partial(post_rope_reference, qk_rank=R))(*inputs)
+    exact = in_float64(inputs, R)
+    assert (got[2] is None) == (C == R)
+    for ours, theirs, truth in zip(got, xla, exact, strict=True):
+        if ours is None:
+            continue
+        assert ours.dtype == dtype
+        loss = lambda x, truth=truth: np.linalg.norm(np.asarray(x, np.float64) - truth)
+        assert loss(ours) <= 2 * loss(theirs)
+
+
+def fill_memory_with_nan(size: int) -> None:
+    """Leave NaN in freed device memory, where the next results are likely to be placed."""
+    jax.block_until_ready([jnp.full(size, jnp.nan, jnp.bfloat16) for _ in range(4)])

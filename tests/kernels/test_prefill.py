@@ -1,0 +1,169 @@
+"""The prefill kernel: it lowers for CUDA everywhere, refuses what it cannot do, and is right on the device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from brute_force import f64, prefill
+
+from kernels_pallas import PrefillConfig, Trailing, prefill_attention
+
+BF16, F16 = jnp.bfloat16, jnp.float16
+TWO_RANKS = [(32, 64, 128), (16, 16, 64), (64, 96, 128), (48, 80, 128), (128, 128, 256), (16, 112, 128)]
+ONE_RANK = [(128, 128), (64, 96), (32, 64), (48, 96), (16, 16), (256, 256), (64, 128), (240, 16), (80, 48)]
+
+
+def draw(seed, *shape, dtype=BF16):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def lower(f, *args):
+    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",))
+
+
+def shape(*dims, dtype=BF16):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def trailing_shapes(B, K, M, H, R, Z, dtype=BF16):
+    tail = [shape(B, K, n, H - rank, dtype=dtype) for n in (M, 8) for rank in (R, Z)]
+    return Trailing(*tail[:2], shape(B, dtype=jnp.int32), *tail[2:])
+
+
+@pytest.mark.parametrize(("R", "Z"), ONE_RANK)
+@pytest.mark.parametrize(("T", "S", "N", "K"), [(256, 256, 4, 4), (1, 40, 8, 2), (203, 1001, 4, 1)])
+def test_lowers(R, Z, T, S, N, K):
+    f = lambda q, k, v: prefill_attention(q, k, v, scale=1.0, return_lse=True)
+    o, lse = lower(f, shape(2, T, N, R), shape(2, K, S, R), shape(2, K, S, Z)).out_info
+    assert o.shape == (2, T, N, Z) and lse.shape == (2, N, T) and lse.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(("R", "Z", "H"), TWO_RANKS)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_lowers_with_two_ranks(R, Z, H, dtype):
+    f = lambda q, k, v, t: prefill_attention(q, k, v, scale=1.0, trailing=t, sinks=4, window=192)
+    prefix = shape(1, 2, 300, R, dtype=dtype), shape(1, 2, 300, Z, dtype=dtype)
+    args = shape(1, 77, 4, H, dtype=dtype), *prefix, trailing_shapes(1, 2, 256, H, R, Z, dtype)
+    assert lower(f, *args).out_info.shape == (1, 77, 4, H)
+
+
+@pytest.mark.parametrize("keys", ["near", "far"])
+def test_lowers_halves(keys):
+    f = lambda q, k, v: prefill_attention(q, k, v, scale=1.0, sinks=4, window=128, keys=keys)
+    lower(f, shape(1, 300, 4, 64), shape(1, 2, 300, 64), shape(1, 2, 300, 64))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("warpgroups", [1, 2, 3])
+def test_lowers_with_each_config(warpgroups, overlap):
+    config = PrefillConfig(block_kv=64, warpgroups=warpgroups, overlap=overlap)
+    f = lambda q, k, v: prefill_attention(q, k, v, scale=1.0, config=config)
+    lower(f, shape(1, 300, 4, 32), shape(1, 2, 300, 32), shape(1, 2, 300, 64))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": shape(1, 2, 64, 24)}, "R=24"),
+        ({"v": shape(1, 2, 64, 272)}, "Z=272"),
+        ({"v": shape(1, 2, 64, 32, dtype=F16)}, "v has dtype float16"),
+        ({"q": shape(1, 64, 4, 32, dtype=jnp.float32)}, "q has dtype float32"),
+        ({"q": shape(1, 64, 3, 32)}, "3 heads"),
+        ({"q": shape(1, 64, 4, 16)}, "q has 16 coordinates"),
+        ({"q": shape(64, 4, 32)}, "q has shape"),
+        ({"v": shape(1, 2, 65, 32)}, "v has shape"),
+        ({"keys": "recent"}, "keys='recent'"),
+        ({"window": -1}, "window=-1"),
+        ({"trailing": trailing_shapes(1, 2, 64, 64, 32, 32)}, "window=0"),
+        ({"trailing": trailing_shapes(1, 2, 64, 64, 32, 32), "window": 64, "q": shape(1, 64, 4, 40)}, "H=40"),
+        ({"trailing": trailing_shapes(1, 2, 64, 96, 32, 32), "window": 64, "q": shape(1, 64, 4, 64)}, "trailing.k"),
+        ({"key_starts": shape(1, dtype=jnp.int32)}, "key_starts"),
+    ],
+)  # fmt: skip
+def test_refuses(change, message):
+    given = {"q": shape(1, 64, 4, 32), "k": shape(1, 2, 64, 32), "v": shape(1, 2, 64, 32)} | change
+    arrays = {name: x for name, x in given.items() if not isinstance(x, (int, str))}
+    options = {name: x for name, x in given.items() if isinstance(x, (int, str))}
+    with pytest.raises(ValueError, match=message):
+        lower(lambda arrays: prefill_attention(scale=1.0, **arrays, **options), arrays)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"block_kv": 96}, "block_kv=96"), ({"stages": 0}, "stages=0"), ({"warpgroups": 4}, "warpgroups=4")],
+)
+def test_config_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        PrefillConfig(**options)
+
+
+def check(o, lse, truth, truth_lse, dtype):
+    """Output within what rounding weights and result to the dtype loses; log-sum-exp as float32 sums."""
+    error = np.linalg.norm(f64(o) - truth) / max(np.linalg.norm(truth), 1e-30)
+    assert error < {BF16: 4e-3, F16: 6e-4}[dtype], error
+    seen = np.isfinite(truth_lse)
+    assert np.array_equal(np.isfinite(np.asarray(lse)), seen)
+    np.testing.assert_allclose(np.asarray(lse)[seen], truth_lse[seen], atol=2e-5)
+    assert not np.asarray(f64(o))[~np.moveaxis(seen, 1, 2)].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("R", "Z"), ONE_RANK)
+@pytest.mark.parametrize(("T", "S", "N", "K", "starts"), [
+    (256, 256, 4, 4, (0, 0)), (1, 40, 8, 2, (39, 3)), (203, 1001, 4, 1, (517, 798)), (640, 640, 3, 3, (0, 0)),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_one_rank(R, Z, T, S, N, K, starts, dtype):
+    q, k, v = (
+        draw(0, 2, T, N, R, dtype=dtype),
+        draw(1, 2, K, S, R, dtype=dtype),
+        draw(2, 2, K, S, Z, dtype=dtype),
+    )
+    lengths = np.array([starts[0] + T, starts[1] + (T + 1) // 2])
+    options = {"scale": R**-0.5, "starts": np.array(starts), "lengths": lengths}
+    o, lse = jax.jit(lambda q, k, v: prefill_attention(q, k, v, return_lse=True, **options))(q, k, v)
+    check(o, lse, *prefill(q, k, v, **options), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("R", "Z", "H"), TWO_RANKS)
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize(("T", "starts"), [(700, (0, 0)), (77, (900, 1023)), (300, (512, 70))])
+def test_two_ranks(R, Z, H, sinks, T, starts):
+    S, window, B, K, N = 1100, 192, 2, 2, 4
+    q, k, v = draw(0, B, T, N, H), draw(1, B, K, S, R), draw(2, B, K, S, Z)
+    tails = draw(3, B, K, S, H - R), draw(4, B, K, S, H - Z)
+    first = np.maximum(np.array(starts) - window + 1, 0) // 256 * 256
+    rows = lambda x: jnp.stack([x[b, :, n : n + 700] for b, n in enumerate(first)])
+    heads = [x[:, :, :8] for x in tails] if sinks else []
+    trailing = Trailing(*(rows(x) for x in tails), jnp.asarray(first, jnp.int32), *heads)
+    options = {"scale": H**-0.5, "starts": np.array(starts), "sinks": sinks, "window": window}
+    f = lambda q, k, v, trailing: prefill_attention(q, k, v, trailing=trailing, return_lse=True, **options)
+    o, lse = jax.jit(f)(q, k, v, trailing)
+    check(o, lse, *prefill(q, k, v, tail=tails, lengths=np.array(starts) + T, **options), BF16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_halves_merge_to_the_whole(sinks):
+    """near + far, and the sinks apart, with a halo that is partly missing in one row: by log-sum-exp."""
+    B, T, N, K, H, window, starts = 2, 400, 4, 2, 64, 256, np.array([0, 400])
+    q, k, v = draw(0, B, T, N, H), draw(1, B, K, 800, H), draw(2, B, K, 800, H)
+    halo = starts - window
+    cut = lambda x: jnp.stack([jnp.roll(x[b], -halo[b], axis=1)[:, : window + T] for b in range(B)])
+    options = {"scale": H**-0.5, "starts": starts, "sinks": sinks, "window": window, "return_lse": True}
+    near = prefill_attention(q, cut(k), cut(v), keys="near", key_starts=jnp.asarray(halo), **options)
+    far = prefill_attention(q, k, v, keys="far", **options)
+    lengths = starts + T
+    truth = {"scale": H**-0.5, "starts": starts, "lengths": lengths, "sinks": sinks, "window": window}
+    check(*near, *prefill(q, cut(k), cut(v), keys="near", key_starts=halo, **truth), BF16)
+    check(*far, *prefill(q, k, v, keys="far", **truth), BF16)
+
+
+@pytest.mark.gpu
+def test_same_inputs_same_bits():
+    q, k, v = draw(0, 1, 1000, 4, 64), draw(1, 1, 2, 1000, 64), draw(2, 1, 2, 1000, 96)
+    f = jax.jit(lambda q, k, v: prefill_attention(q, k, v, scale=0.1))
+    first = np.asarray(f(q, k, v)).view(np.uint16)
+    for _ in range(5):
+        assert np.array_equal(first, np.asarray(f(q, k, v)).view(np.uint16))

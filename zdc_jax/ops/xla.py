@@ -1,0 +1,129 @@
+"""Attention on truncated coordinates in plain XLA, for every device."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from zdc_jax.axes import Array
+from zdc_jax.ops.contract import einsum_f32
+
+_LOGITS_BYTES = {"cpu": 4 * 2**20, "gpu": 256 * 2**20}
+"""Float32 logits that one block of queries may take; on a CPU they stay in its cache (7 times faster)."""
+
+
+class NearKeys(NamedTuple):
+    """Keys and values at full rank, in the order sinks, past window, queries' own tokens.
+
+    k, v [B, K, M, H]; positions [B, M] int32, -1 for an absent key. M = sinks + window + T.
+    """
+
+    k: Array
+    v: Array
+    positions: Array
+
+
+def xla_attention(
+    q: Float[Array, "B T N Hq"],
+    k: Float[Array, "B K S R"],
+    v: Float[Array, "B K S Z"],
+    positions: Int[Array, "B T"],
+    *,
+    scale: float,
+    near: NearKeys | None,
+    sinks: int,
+    window: int,
+) -> Float[Array, "B T N Hv"]:
+    """Attention in plain XLA: any rank, dtype, device, near set.
+
+    Args:
+      q: queries; with near keys at full rank, whose first R coordinates meet the far keys.
+      k, v: first coordinates of all keys, slot = position; slots past a query's position are ignored.
+      positions: position of each query in its row; consecutive within a row.
+      scale: factor on the scores, 1/√H of the original head dim.
+      near: full-rank keys, whose last T entries are the queries' own tokens; None where all keys are far.
+      sinks, window: near set, in tokens; both 0 without near keys.
+
+    Blocks of queries go one after another, so that logits take about `_LOGITS_BYTES`.
+    """
+    B, T, N, _ = q.shape
+    row_bytes = 4 * B * N * (k.shape[2] + (0 if near is None else sinks + window))
+    block = min(T, 1 << max(4, (_LOGITS_BYTES[jax.default_backend()] // row_bytes).bit_length() - 1))
+    pad = -T % block
+    # Padded queries repeat the last position, so that they see keys and stay finite; they are cut off below.
+    q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
+    positions = jnp.pad(positions, ((0, 0), (0, pad)), mode="edge")
+    if near is not None:
+        near = NearKeys(
+            jnp.pad(near.k, ((0, 0), (0, 0), (0, pad), (0, 0))),
+            jnp.pad(near.v, ((0, 0), (0, 0), (0, pad), (0, 0))),
+            jnp.pad(near.positions, ((0, 0), (0, pad)), constant_values=-1),
+        )
+
+    def one_block(index: Array) -> Array:
+        start = index * block
+        take = lambda x: jax.lax.dynamic_slice_in_dim(x, start, block, axis=1)
+        near_block = None if near is None else _near_block(near, start, sinks, window + block)
+        return _xla_block(take(q), k, v, take(positions), scale, near_block, sinks, window)
+
+    if block >= T:
+        return one_block(jnp.int32(0))
+    out = jax.lax.map(one_block, jnp.arange((T + pad) // block))  # [T / block, B, block, N, Z]
+    return jnp.moveaxis(out, 0, 1).reshape(B, T + pad, N, -1)[:, :T]
+
+
+def _near_block(near: NearKeys, start: Array, sinks: int, size: int) -> NearKeys:
+    """The sinks and the `size` keys that queries from `start` on can be near to."""
+
+    def cut(x: Array, axis: int) -> Array:
+        head = jax.lax.slice_in_dim(x, 0, sinks, axis=axis)
+        tail = jax.lax.dynamic_slice_in_dim(x, sinks + start, size, axis=axis)
+        return jnp.concatenate([head, tail], axis=axis)
+
+    return NearKeys(cut(near.k, 2), cut(near.v, 2), cut(near.positions, 1))
+
+
+def _xla_block(
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    scale: float,
+    near: NearKeys | None,
+    sinks: int,
+    window: int,
+) -> Array:
+    B, T, N, _ = q.shape
+    K, S, R = k.shape[1:]
+    q = q.reshape(B, T, K, N // K, -1)
+    t = positions[:, :, None]
+    j = jnp.arange(S)
+    visible = j <= t
+    if near is not None:
+        visible &= (j >= sinks) & (j <= t - window)
+    parts = [(k, v, visible)] if R else []
+    if near is not None:
+        j = near.positions[:, None, :]
+        visible = (j >= 0) & (j <= t) & ((j < sinks) | (j > t - window))
+        parts.append((near.k, near.v, visible))
+    logits = [
+        jnp.where(
+            visible[:, None, None],
+            scale * einsum_f32("BTKGR,BKSR->BKGTS", q[..., : key.shape[-1]], key),
+            jnp.finfo(jnp.float32).min,
+        )
+        for key, _, visible in parts
+    ]
+    highest = jnp.stack([part.max(-1) for part in logits]).max(0)[..., None]
+    weights = [
+        jnp.where(visible[:, None, None], jnp.exp(part - highest), 0.0)
+        for part, (_, _, visible) in zip(logits, parts, strict=True)
+    ]
+    total = sum(part.sum(-1, keepdims=True) for part in weights)
+    width = parts[-1][1].shape[-1]
+    out = jnp.zeros((B, T, K, N // K, width), jnp.float32)
+    for part, (_, value, _) in zip(weights, parts, strict=True):
+        share = einsum_f32("BKGTS,BKSZ->BTKGZ", (part / total).astype(value.dtype), value)
+        out = out.at[..., : value.shape[-1]].add(share)
+    return out.reshape(B, T, N, width).astype(v.dtype)
