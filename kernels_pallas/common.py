@@ -10,7 +10,7 @@ from jax import Array, lax
 
 LOG2_E = math.log2(math.e)
 NEVER = -1e30
-"""Running maximum before any key was seen: finite, so that a block without visible keys gives zeros, not NaN."""
+"""Running maximum before any key was seen: finite, so that blocks without visible keys give 0, not NaN."""
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 SHARED_MEMORY = 227 * 1024
@@ -25,9 +25,9 @@ def tile_width(*widths: int) -> int:
 def tiled(*shape: int, dtype: Any, width: int) -> Any:
     """A shared-memory buffer in tiles of 8 x `width` elements, as the tensor cores and TMA want it."""
     swizzle = width * jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(
-        shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(swizzle))
-    )
+    tiling: Any = plgpu.TilingTransform
+    swizzling: Any = plgpu.SwizzleTransform
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, width)), swizzling(swizzle)))
 
 
 def filled(shape: tuple[int, ...], value: float, layout: Any) -> Array:
@@ -41,7 +41,7 @@ def scaled(rows: Array, factor: Array) -> Array:
 
 
 def pad_rows(x: Array, axis: int) -> Array:
-    """`x` with zeros up to a multiple of 8 along `axis`, the granule of a tiled copy; a copy only if needed."""
+    """`x` with zeros up to a multiple of 8 along `axis`, the granule of tiled copies; copied if needed."""
     missing = -x.shape[axis] % 8
     return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)]) if missing else x
 
@@ -58,6 +58,16 @@ def check_rank(name: str, value: int) -> None:
     """Raises `ValueError` unless `value` is a multiple of 16 from 16 to 256."""
     if value % 16 or not 16 <= value <= 256:
         raise ValueError(f"{name}={value}: must be a multiple of 16 from 16 to 256")
+
+
+def check_tails(H: int, R: int, Z: int) -> None:
+    """Raises `ValueError` unless R and Z leave trailing coordinates of H, in multiples of 16."""
+    check_rank("H", H)
+    for name, rest in (("H - R", H - R), ("H - Z", H - Z)):
+        if rest < 0 or rest % 16:
+            raise ValueError(f"{name}={rest}: must be a multiple of 16, not negative")
+    if H == R == Z:
+        raise ValueError(f"R = Z = H = {H}: without trailing coordinates there is only one rank")
 
 
 def check_dtypes(**arrays: Array) -> None:

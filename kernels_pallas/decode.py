@@ -28,8 +28,8 @@ ROWS = 64
 class DecodeConfig:
     """How the keys of one KV head of one row are cut.
 
-    block: keys a step, 64 or 128; window and pages are whole numbers of it. stages: blocks of far keys in flight.
-    splits: parts of the far keys (of all keys without a ring). near_splits: parts of the window and sinks.
+    block: keys a step, 64 or 128; window and pages are whole numbers of it. stages: blocks of far keys in
+    flight. splits: parts of the far keys (all keys without a ring). near_splits: parts of window and sinks.
     """
 
     block: int = 64
@@ -77,9 +77,8 @@ def decode_attention(
     window: int = 0,
     block_table: Int[Array, "B pages"] | None = None,
     layer: Int[Array, ""] | None = None,
-    return_lse: bool = False,
     config: DecodeConfig | None = None,
-) -> Float[Array, "B N Hv"] | tuple[Float[Array, "B N Hv"], Float[Array, "B N"]]:
+) -> tuple[Float[Array, "B N Hv"], Float[Array, "B N"]]:
     """Attention of each row's last token, at position lengths - 1, over positions 0 … lengths - 1.
 
     Args:
@@ -88,14 +87,16 @@ def decode_attention(
         own included; R and Z multiples of 16 up to 256. With `layer`: [L, B, K, S, ·], of which one layer is
         read where it lies. With `block_table`: [pages, K, page size, ·] (a layer axis first with `layer`).
         16-bit slots past a row's length must be finite and are ignored.
-      lengths: tokens each row holds; a row of length 0 gives zeros (log-sum-exp -inf).
+      lengths: tokens each row holds; a row of length 0 gives zeros and -inf.
       scale: factor on the scores, 1/√H of the original head dim.
       ring: with it, near keys, {j < sinks} ∪ {t - window < j ≤ t}, count with all coordinates.
       sinks, window: near set, in tokens, only with `ring`; window a multiple of 64, sinks at most 64.
       block_table: page of each `page size` positions; the page size is a multiple of 64.
       layer: index of the layer to read.
-      return_lse: also the natural log-sum-exp of the scaled scores, float32.
       config: how keys are cut; None takes the measured or default one.
+
+    Returns:
+      o in the dtype of q, with Hv = Z, or H with `ring`; the natural log-sum-exp of scaled scores, float32.
 
     Raises:
       ValueError: a rank, dtype, shape or option not allowed, named with its value, before launch.
@@ -112,12 +113,28 @@ def decode_attention(
     config = config or default_config(B * K, S * pages, ring is not None)
     _check_blocks(config, S, window, block_table is not None)
     near_parts = 0 if ring is None else config.near_splits
-    g = _Geometry(K, N // K, leading, S, R, Z, H, HV, sinks, window, scale, near_parts,
-                  block_table is not None, B)  # fmt: skip
+    heads, pitch = _tile_heads(q, K, Z, HV - Z)
+    g = _Geometry(
+        K=K,
+        groups=N // K,
+        pitch=pitch,
+        leading=leading,
+        S=S,
+        R=R,
+        Z=Z,
+        H=H,
+        HV=HV,
+        sinks=sinks,
+        window=window,
+        scale=scale,
+        near_parts=near_parts,
+        paged=block_table is not None,
+        B=B,
+    )
     flat = lambda x: common.pad_rows(x.reshape(-1, *x.shape[2:]), 2)
     operands = [jnp.concatenate([jnp.asarray(layer, jnp.int32)[None], lengths.astype(jnp.int32)])]
-    operands += [common.pad_rows(q, 1), flat(k), flat(v)]
-    operands += [] if ring is None else [flat(ring.k), flat(ring.v)]
+    operands += [heads, flat(k), flat(v)]
+    operands += [flat(x) for x in ring or () if x.shape[-1]]
     operands += [] if block_table is None else [block_table]
     partial, lse = plgpu.kernel(
         functools.partial(_kernel, g=g, config=config, dtype=q.dtype),
@@ -130,10 +147,22 @@ def decode_attention(
         kernel_name="zdc_decode",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*operands)
-    rows = (jnp.arange(K) * g.groups % 8)[:, None] + jnp.arange(g.groups)
+    rows = (jnp.arange(K) * pitch % 8)[:, None] + jnp.arange(g.groups)
     o, total = _merge(partial, jnp.take_along_axis(lse, rows[None, :, None], axis=3))
-    o = o.reshape(B, N, HV).astype(q.dtype)
-    return (o, total.reshape(B, N)) if return_lse else o
+    return o.reshape(B, N, HV).astype(q.dtype), total.reshape(B, N)
+
+
+def _tile_heads(q: Array, K: int, *widths: int) -> tuple[Array, int]:
+    """Query heads as rows of tiles, and how many rows a KV head's group takes.
+
+    Rows of results leave shared memory at addresses that are multiples of 128 bytes: any row where those of
+    all `widths` float32 values are that long, else groups are padded to begin at every eighth.
+    """
+    B, N, H = q.shape
+    if all(width % 32 == 0 for width in widths):
+        return common.pad_rows(q, 1), N // K
+    groups = common.pad_rows(q.reshape(B, K, N // K, H), 2)
+    return groups.reshape(B, -1, H), groups.shape[2]
 
 
 def _merge(partial: Array, lse: Array) -> tuple[Array, Array]:
@@ -173,9 +202,7 @@ def _check(
         raise ValueError(f"window={window}: must be a positive multiple of 64")
     if not 0 <= sinks <= 64:
         raise ValueError(f"sinks={sinks}: must be from 0 to 64")
-    common.check_rank("H", H)
-    common.check_rank("H - R", H - R)
-    common.check_rank("H - Z", H - Z)
+    common.check_tails(H, R, Z)
     common.check_shape("ring.k", ring.k, (L, B, K, None, H - R), "B, K, M, H - R")
     common.check_shape("ring.v", ring.v, (L, B, K, ring.k.shape[3], H - Z), "B, K, M, H - Z")
     if ring.k.shape[3] < window + sinks:
@@ -194,6 +221,7 @@ class _Geometry(NamedTuple):
 
     K: int
     groups: int
+    pitch: int
     leading: int
     S: int
     R: int
@@ -225,8 +253,9 @@ def _steps(g: _Geometry, block: int, length: Array, near: bool) -> tuple[Array, 
         return up(length), lambda step: _Step(step, None, 0, length)
     past = length - g.window
     if not near:
-        begin = g.sinks // block
-        return jnp.maximum(up(past) - begin, 0), lambda step: _Step(begin + step, None, g.sinks, past)
+        skipped = g.sinks // block
+        count = jnp.maximum(up(past) - skipped, 0)
+        return count, lambda step: _Step(skipped + step, None, g.sinks, past)
     begin, sink_steps = down(past), 1 if g.sinks else 0
 
     def near_step(step: Array) -> _Step:
@@ -268,8 +297,8 @@ class _Part(NamedTuple):
         g, near = self.g, self.near
         qk, vo = tile_width(g.R, g.H - g.R), tile_width(g.Z, g.HV - g.Z)
         buffer = functools.partial(tiled, dtype=self.dtype)
-        qk_widths = (g.R, g.H - g.R)[: 2 if near else 1]
-        v_widths = (g.Z, g.HV - g.Z)[: 2 if near else 1]
+        qk_widths = [g.R, g.H - g.R] if near and g.H > g.R else [g.R]
+        v_widths = [g.Z, g.HV - g.Z] if near and g.HV > g.Z else [g.Z]
         stages, block = self._stages(), self.config.block
         accs, m, l = pl.run_scoped(
             self._accumulate,
@@ -277,9 +306,9 @@ class _Part(NamedTuple):
             [buffer(stages, block, width, width=qk) for width in qk_widths],
             [buffer(stages, block, width, width=vo) for width in v_widths],
             plgpu.Barrier(num_arrivals=len(qk_widths)),
-            plgpu.Barrier(num_barriers=stages, num_arrivals=2 * len(qk_widths)),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=len(qk_widths) + len(v_widths)),
         )
-        out_widths = (g.Z, g.HV - g.Z)[: 2 if g.near_parts else 1]
+        out_widths = [g.Z, g.HV - g.Z] if g.HV > g.Z else [g.Z]
         pl.run_scoped(
             functools.partial(self._store, accs, m, l),
             [plgpu.SMEM((ROWS, width), jnp.float32) for width in out_widths],
@@ -306,7 +335,7 @@ class _Part(NamedTuple):
         stages = self._stages()
         slot_of = lambda step: lax.rem(step - begin, jnp.int32(stages))
         # Tiled copies begin at multiples of eight rows: the tile holds the group's heads among others.
-        q_rows = pl.ds(pl.multiple_of(lax.div(kv * g.groups, jnp.int32(8)) * 8, 8), ROWS)
+        q_rows = pl.ds(pl.multiple_of(lax.div(kv * g.pitch, jnp.int32(8)) * 8, 8), ROWS)
         columns = (pl.ds(0, g.R), pl.ds(g.R, g.H - g.R))
         for buffer, column in zip(qs, columns, strict=False):
             plgpu.copy_gmem_to_smem(q_ref.at[b, q_rows, column], buffer, q_ready)
@@ -318,7 +347,8 @@ class _Part(NamedTuple):
                 plgpu.copy_gmem_to_smem(source.at[lead, kv, rows], buffers[0].at[slot], ready.at[slot])
             if self.near:
                 rows = pl.ds(pl.multiple_of(what.ring_row, 8), config.block)
-                for source, buffers in zip(sources[2:4], (ks, vs), strict=True):
+                tails = [buffers for buffers in (ks, vs) if len(buffers) > 1]
+                for source, buffers in zip(sources[2:], tails, strict=False):
                     row = source.at[layer * g.B + b, kv, rows]
                     plgpu.copy_gmem_to_smem(row, buffers[1].at[slot], ready.at[slot])
 
@@ -340,10 +370,10 @@ class _Part(NamedTuple):
 
             return carry
 
-        column = plgpu.Layout.WGMMA.reduce(1)
+        per_row = plgpu.Layout.WGMMA.reduce(1)
         accs = tuple(filled((ROWS, v.shape[-1]), 0, plgpu.Layout.WGMMA) for v in vs)
         return lax.fori_loop(
-            begin, end, body, (accs, filled((ROWS,), NEVER, column), filled((ROWS,), 0, column))
+            begin, end, body, (accs, filled((ROWS,), NEVER, per_row), filled((ROWS,), 0, per_row))
         )
 
     def _prefix_rows(self, key_block: Array, layer: Array, b: Array) -> tuple[Array, Any]:
@@ -390,7 +420,7 @@ class _Part(NamedTuple):
             out[...] = value
         lse[...] = jnp.where(l > 0, m / LOG2_E + jnp.log(l), -jnp.inf)
         plgpu.commit_smem()
-        heads = pl.ds(lax.rem(kv * g.groups, jnp.int32(8)), g.groups)
+        heads = pl.ds(lax.rem(kv * g.pitch, jnp.int32(8)), g.groups)
         for out, column in zip(outs, (pl.ds(0, g.Z), pl.ds(g.Z, g.HV - g.Z)), strict=False):
             plgpu.copy_smem_to_gmem(out.at[heads], o_ref.at[b, kv, self.part, pl.ds(0, g.groups), column])
         plgpu.copy_smem_to_gmem(lse, lse_ref.at[b, kv, self.part])

@@ -56,9 +56,9 @@ class PrefillConfig:
             raise ValueError(f"warpgroups={self.warpgroups}: must be 1, 2 or 3")
 
     def shared_memory(self, widths: "_Widths") -> int:
-        """Bytes of the buffers of 16-bit elements, with a margin for barriers and the log-sum-exp."""
+        """Bytes of the buffers of 16-bit elements, and of barriers, log-sum-exp and scratch."""
         keys = self.stages * (widths.R + widths.Z) + widths.H - widths.R + widths.HV - widths.Z
-        return 2 * (self.warpgroups * ROWS * (widths.H + widths.HV) + self.block_kv * keys) + 4096
+        return 2 * (self.warpgroups * ROWS * (widths.H + widths.HV) + self.block_kv * keys) + 2048
 
 
 class _Widths(NamedTuple):
@@ -107,9 +107,8 @@ def prefill_attention(
     window: int = 0,
     keys: Keys = "all",
     key_starts: Int[Array, " B"] | None = None,
-    return_lse: bool = False,
     config: PrefillConfig | None = None,
-) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
     """Attention of queries at positions starts … starts + T - 1 over keys at key_starts, key_starts + 1, …
 
     Args:
@@ -125,12 +124,12 @@ def prefill_attention(
         The last two are halves that merge by log-sum-exp (sequence parallelism); not with `trailing`.
       key_starts: position of row 0 of k, may be negative: positions below 0 are absent. Zeros if None;
         only with `keys="near"`.
-      return_lse: also the natural log-sum-exp of each query's scaled scores, float32.
       config: tile sizes; None takes the measured or default ones.
 
     Returns:
-      o with Hv = Z, or H with `trailing`; without any visible key zeros. T, and S if no multiple of 8, are
-      padded to one by a copy.
+      o in the dtype of q, with Hv = Z, or H with `trailing`; and the natural log-sum-exp of each query's
+      scaled scores, float32. A query without visible keys gives zeros and -inf. T and S that are no multiple
+      of 8 are padded to one, by a copy.
 
     Raises:
       ValueError: a rank, dtype, shape or option not allowed, named with its value, before launch.
@@ -146,27 +145,40 @@ def prefill_attention(
     lengths = starts + T if lengths is None else lengths
     base = zeros if key_starts is None else key_starts
     base = base if trailing is None else trailing.start
-    g = _Geometry(N, N // K, R, Z, R if trailing is None else H, HV, pl.cdiv(T, config.warpgroups * ROWS),
-                  sinks, window, scale, keys, trailing is not None, _together(B * N, N // K, S * (R + Z)))  # fmt: skip
+    g = _Geometry(
+        N=N,
+        groups=N // K,
+        R=R,
+        Z=Z,
+        H=R if trailing is None else H,
+        HV=HV,
+        tiles=pl.cdiv(T, config.warpgroups * ROWS),
+        sinks=sinks,
+        window=window,
+        scale=scale,
+        keys=keys,
+        two_ranks=trailing is not None,
+        together=_together(B * N, N // K, S * (R + Z)),
+    )
     operands = [jnp.stack([starts, lengths, base], 1).astype(jnp.int32), common.pad_rows(q, 1)]
     operands += [common.pad_rows(x, 2) for x in (k, v)]
     if trailing is not None:
-        operands += [common.pad_rows(x, 2) for x in trailing if x is not None and x.ndim == 4]
-    out = [jax.ShapeDtypeStruct((B, operands[1].shape[1], N, HV), q.dtype)]
-    if return_lse:
-        out.append(jax.ShapeDtypeStruct((B, N, g.tiles * config.warpgroups * ROWS), jnp.float32))
-    results = plgpu.kernel(
-        functools.partial(_kernel, g=g, config=config, dtype=q.dtype, lse=return_lse),
-        out_type=out,
+        tails = trailing.k, trailing.v, trailing.sink_k, trailing.sink_v
+        operands += [common.pad_rows(x, 2) for x in tails if x is not None and x.shape[-1]]
+    o, lse = plgpu.kernel(
+        functools.partial(_kernel, g=g, config=config, dtype=q.dtype),
+        out_type=[
+            jax.ShapeDtypeStruct((B, operands[1].shape[1], N, HV), q.dtype),
+            jax.ShapeDtypeStruct((B, N, g.tiles * config.warpgroups * ROWS), jnp.float32),
+        ],
         grid=(B * N * g.tiles,),
         grid_names=("cta",),
         num_threads=config.warpgroups + 1,
         thread_name="wg",
         kernel_name="zdc_prefill",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256),
     )(*operands)
-    o = results[0][:, :T]
-    return (o, results[1][..., :T]) if return_lse else o
+    return o[:, :T], lse[..., :T]
 
 
 def _check(
@@ -208,9 +220,7 @@ def _check(
         )
     if sinks > 64:
         raise ValueError(f"sinks={sinks}: at most 64")
-    common.check_rank("H", H)
-    common.check_rank("H - R", H - R)
-    common.check_rank("H - Z", H - Z)
+    common.check_tails(H, R, Z)
     common.check_dtypes(q=q, **{"trailing.k": trailing.k, "trailing.v": trailing.v})
     common.check_shape("trailing.k", trailing.k, (B, K, None, H - R), "B, K, M, H - R")
     common.check_shape("trailing.v", trailing.v, (B, K, trailing.k.shape[2], H - Z), "B, K, M, H - Z")
@@ -240,6 +250,10 @@ class _Geometry(NamedTuple):
     keys: Keys
     two_ranks: bool
     together: int
+
+    def tails(self) -> list[str]:
+        """Which of k and v have trailing coordinates."""
+        return [name for name, width in (("k", self.H - self.R), ("v", self.HV - self.Z)) if width]
 
 
 class _Item(NamedTuple):
@@ -300,13 +314,10 @@ def _steps(g: _Geometry, block: int, first: Array, end: Array, base: Array) -> t
     return sink_step, edge - sink_step, last - edge + sink_step, edge, sink_step
 
 
-def _kernel(*refs: Any, g: _Geometry, config: PrefillConfig, dtype: Any, lse: bool) -> None:
-    scalars, q_ref, k_ref, v_ref, *rest = refs
-    outputs = 2 if lse else 1
-    tails, (o_ref, *lse_ref) = rest[:-outputs], rest[-outputs:]
+def _kernel(*refs: Any, g: _Geometry, config: PrefillConfig, dtype: Any) -> None:
+    scalars, q_ref, k_ref, v_ref, *tails, o_ref, lse_ref = refs
 
-    @functools.partial(pl.run_scoped, collective_axes="wg", **_scratch(g, config, dtype, lse))
-    def _run(**smem: Any) -> None:
+    def run(**smem: Any) -> None:
         wg = lax.axis_index("wg")
         item = _item(g, config, scalars)
 
@@ -320,33 +331,34 @@ def _kernel(*refs: Any, g: _Geometry, config: PrefillConfig, dtype: Any, lse: bo
             plgpu.set_max_registers(160 if config.warpgroups == 3 else 232, action="increase")
             _attend(g, config, smem, item, wg, q_ref, o_ref, lse_ref, dtype)
 
+    pl.run_scoped(run, collective_axes="wg", **_scratch(g, config, dtype))
 
-def _scratch(g: _Geometry, config: PrefillConfig, dtype: Any, lse: bool) -> dict[str, Any]:
+
+def _scratch(g: _Geometry, config: PrefillConfig, dtype: Any) -> dict[str, Any]:
     wgs, stages, block = config.warpgroups, config.stages, config.block_kv
     qk, vo = tile_width(g.R, g.H - g.R), tile_width(g.Z, g.HV - g.Z)
     buffer = functools.partial(tiled, dtype=dtype)
-    scratch = dict(
-        q=buffer(wgs, ROWS, g.R, width=qk),
-        k=buffer(stages, block, g.R, width=qk),
-        v=buffer(stages, block, g.Z, width=vo),
-        o=buffer(wgs, ROWS, g.Z, width=vo),
-        q_ready=plgpu.Barrier(num_barriers=wgs, num_arrivals=2 if g.two_ranks else 1),
-        k_ready=plgpu.Barrier(num_barriers=stages),
-        v_ready=plgpu.Barrier(num_barriers=stages),
-        k_free=plgpu.Barrier(num_barriers=stages, num_arrivals=wgs),
-        v_free=plgpu.Barrier(num_barriers=stages, num_arrivals=wgs),
-    )
-    if lse:
-        scratch["lse"] = plgpu.SMEM((wgs, ROWS), jnp.float32)
+    scratch: dict[str, Any] = {
+        "q": buffer(wgs, ROWS, g.R, width=qk),
+        "k": buffer(stages, block, g.R, width=qk),
+        "v": buffer(stages, block, g.Z, width=vo),
+        "o": buffer(wgs, ROWS, g.Z, width=vo),
+        "lse": plgpu.SMEM((wgs, ROWS), jnp.float32),
+        "q_ready": plgpu.Barrier(num_barriers=wgs, num_arrivals=2 if g.H > g.R else 1),
+        "k_ready": plgpu.Barrier(num_barriers=stages),
+        "v_ready": plgpu.Barrier(num_barriers=stages),
+        "k_free": plgpu.Barrier(num_barriers=stages, num_arrivals=wgs),
+        "v_free": plgpu.Barrier(num_barriers=stages, num_arrivals=wgs),
+    }
     if g.two_ranks:
-        scratch |= dict(
-            q_tail=buffer(wgs, ROWS, g.H - g.R, width=qk),
-            k_tail=buffer(block, g.H - g.R, width=qk),
-            v_tail=buffer(block, g.HV - g.Z, width=vo),
-            o_tail=buffer(wgs, ROWS, g.HV - g.Z, width=vo),
-            tail_ready=plgpu.Barrier(num_arrivals=2),
-            tail_free=plgpu.Barrier(num_arrivals=wgs),
-        )
+        scratch["tail_ready"] = plgpu.Barrier(num_arrivals=len(g.tails()))
+        scratch["tail_free"] = plgpu.Barrier(num_arrivals=wgs)
+    if g.H > g.R:
+        scratch["q_tail"] = buffer(wgs, ROWS, g.H - g.R, width=qk)
+        scratch["k_tail"] = buffer(block, g.H - g.R, width=qk)
+    if g.HV > g.Z:
+        scratch["v_tail"] = buffer(block, g.HV - g.Z, width=vo)
+        scratch["o_tail"] = buffer(wgs, ROWS, g.HV - g.Z, width=vo)
     return scratch
 
 
@@ -380,18 +392,18 @@ def _load_keys(
                     plgpu.barrier_wait(smem["tail_free"])
 
                 at_sinks = (item.sink_step == 1) & (step == item.plain)
-                buffers = (smem["k_tail"], smem["v_tail"])
+                buffers = [smem[name + "_tail"] for name in g.tails()]
 
                 @pl.when(jnp.logical_not(at_sinks))
                 def _() -> None:
-                    for source, buffer in zip(tails[:2], buffers, strict=True):
+                    for source, buffer in zip(tails[: len(buffers)], buffers, strict=True):
                         copy(source, key_block * block - item.base, buffer, smem["tail_ready"])
 
                 if g.sinks:
 
                     @pl.when(at_sinks)
                     def _() -> None:
-                        for source, buffer in zip(tails[2:], buffers, strict=True):
+                        for source, buffer in zip(tails[len(buffers) :], buffers, strict=True):
                             copy(source, key_block * block, buffer, smem["tail_ready"])
 
 
@@ -416,7 +428,7 @@ def _attend(
 ) -> None:
     """One consumer warpgroup: its 64 queries against all blocks, then its results to memory."""
     rows = pl.ds(pl.multiple_of(item.row + wg * ROWS, 8), ROWS)
-    parts = (("q", pl.ds(0, g.R)), ("q_tail", pl.ds(g.R, g.H - g.R)))[: 2 if g.two_ranks else 1]
+    parts = (("q", pl.ds(0, g.R)), ("q_tail", pl.ds(g.R, g.H - g.R)))[: 2 if g.H > g.R else 1]
     for name, columns in parts:
         source = q_ref.at[item.b, rows, item.head, columns]
         plgpu.copy_gmem_to_smem(source, smem[name].at[wg], smem["q_ready"].at[wg])
@@ -427,7 +439,7 @@ def _attend(
     )
     steps = _Consumer(g, config, smem, item, wg, dtype)
     state = lax.cond(item.plain > 0, steps.plain, lambda state: state, state)
-    tail = filled((ROWS, g.HV - g.Z), 0, plgpu.Layout.WGMMA) if g.two_ranks else None
+    tail = filled((ROWS, g.HV - g.Z), 0, plgpu.Layout.WGMMA) if g.HV > g.Z else None
     state, tail = lax.fori_loop(
         item.plain, item.plain + item.masked, lambda step, carry: steps.masked(step, *carry), (state, tail)
     )
@@ -435,14 +447,12 @@ def _attend(
     smem["o"].at[wg][...] = scaled(state.acc, inverse).astype(dtype)
     if tail is not None:
         smem["o_tail"].at[wg][...] = scaled(tail, inverse).astype(dtype)
-    if lse_ref:
-        smem["lse"].at[wg][...] = jnp.where(state.l > 0, state.m / LOG2_E + jnp.log(state.l), -jnp.inf)
+    smem["lse"].at[wg][...] = jnp.where(state.l > 0, state.m / LOG2_E + jnp.log(state.l), -jnp.inf)
     plgpu.commit_smem()
-    parts = (("o", pl.ds(0, g.Z)), ("o_tail", pl.ds(g.Z, g.HV - g.Z)))[: 2 if g.two_ranks else 1]
+    parts = (("o", pl.ds(0, g.Z)), ("o_tail", pl.ds(g.Z, g.HV - g.Z)))[: 2 if g.HV > g.Z else 1]
     for name, columns in parts:
         plgpu.copy_smem_to_gmem(smem[name].at[wg], o_ref.at[item.b, rows, item.head, columns])
-    if lse_ref:
-        plgpu.copy_smem_to_gmem(smem["lse"].at[wg], lse_ref[0].at[item.b, item.head, rows])
+    plgpu.copy_smem_to_gmem(smem["lse"].at[wg], lse_ref.at[item.b, item.head, rows])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -478,17 +488,17 @@ class _Consumer(NamedTuple):
             visible &= j >= g.sinks
         if g.keys == "near":
             visible &= j > t - g.window
-        if tail is None:
-            state = self._add_block(step, state, jnp.where(visible, scores, -jnp.inf))
-            return state, None
+        if not g.two_ranks:
+            return self._add_block(step, state, jnp.where(visible, scores, -jnp.inf)), None
         near = (j > t - g.window) | (j < g.sinks)
         plgpu.barrier_wait(self.smem["tail_ready"])
-        tail_scores = self._product("q_tail", self.smem["k_tail"])
-        scores = jnp.where(visible, scores + jnp.where(near, tail_scores, 0.0), -jnp.inf)
-        p, state, alpha = self._softmax(scores, state)
+        if g.H > g.R:
+            scores = scores + jnp.where(near, self._product("q_tail", self.smem["k_tail"]), 0.0)
+        p, state, alpha = self._softmax(jnp.where(visible, scores, -jnp.inf), state)
         state = self._add_values(step, state, p.astype(self.dtype))
-        near_p = jnp.where(near, p, 0.0).astype(self.dtype)
-        tail = _accumulate(scaled(tail, alpha), near_p, self.smem["v_tail"])
+        if tail is not None:
+            near_p = jnp.where(near, p, 0.0).astype(self.dtype)
+            tail = _accumulate(scaled(tail, alpha), near_p, self.smem["v_tail"])
         plgpu.barrier_arrive(self.smem["tail_free"])
         return state, tail
 

@@ -83,12 +83,12 @@ def test_missing_file_and_unknown_field_are_refused(tmp_path):
 
 
 def test_bytes_of_the_published_example():
-    """R=16, Z=32 of 64, window 128, 4 sinks, 4096 tokens: 39.5 % of dense."""
+    """R=16, Z=32 of 64, window 128, 4 sinks (8 rows), 4096 tokens: 39.6 % of dense."""
     plan = CompressionPlan((LayerRanks(16, 32),) * 12, 3, 64, sinks=4, window=128)
     dense = CompressionPlan((LayerRanks(64, 64),) * 12, 3, 64)
-    by_hand = 12 * 3 * 2 * (4096 * (16 + 32) + 132 * (48 + 32)) + 4
+    by_hand = 12 * 3 * 2 * (4096 * (16 + 32) + 136 * (48 + 32)) + 4
     assert plan.bytes(4096) == by_hand
-    assert by_hand / dense.bytes(4096) == pytest.approx(0.395, abs=5e-4)
+    assert by_hand / dense.bytes(4096) == pytest.approx(0.396, abs=5e-4)
 
 
 def test_runs_are_maximal():

@@ -58,7 +58,7 @@ def self_attention(
     """
     R = q.shape[-1] if qk_rank is None or not (sinks or window) else qk_rank
     Z = v.shape[-1] if v_rank is None or not (sinks or window) else v_rank
-    near = R < q.shape[-1] or Z < v.shape[-1]
+    near = q.shape[-1] > R or v.shape[-1] > Z
     sinks, window = (min(n, q.shape[1]) if near else 0 for n in (sinks, window))
     refusals: dict[Implementation, Callable[[], str | None]] = {
         "pallas": lambda: _pallas_refusal(q, R, Z, v.shape[-1], near, sinks, window),
@@ -98,7 +98,7 @@ def cached_attention(
       NotImplementedError: the chosen implementation cannot do this call, with the reason.
     """
     R, Z = segment.k.shape[-1], segment.v.shape[-1]
-    near = R < q.shape[-1] or Z < v.shape[-1]
+    near = q.shape[-1] > R or v.shape[-1] > Z
     if not near:
         sinks = window = 0
     refusals: dict[Implementation, Callable[[], str | None]] = {
@@ -106,17 +106,26 @@ def cached_attention(
         "cudnn": lambda: "it does not read this cache",
     }
     kind = "decode" if q.shape[1] == 1 else "prefill"
-    step = {"sinks": sinks, "window": window}
     if _choose(kind, implementation, refusals) == "xla":
-        segment, keys = append(segment, layer, k, v, positions, end, **step)
+        segment, keys = append(segment, layer, k, v, positions, end, sinks=sinks, window=window)
         prefix = segment.k[layer], segment.v[layer]
-        return segment, xla_attention(q, *prefix, positions, scale=scale, near=keys, **step)
+        return segment, xla_attention(
+            q, *prefix, positions, scale=scale, near=keys, sinks=sinks, window=window
+        )
     if q.shape[1] == 1:
-        segment = write(segment, layer, k, v, positions, end, **step)
+        segment = write(segment, layer, k, v, positions, end, sinks=sinks, window=window)
         ring = Ring(segment.ring_k, segment.ring_v) if near else None
         lengths = positions[:, 0] + 1
-        o = decode_attention(
-            q[:, 0], segment.k, segment.v, lengths, scale=scale, ring=ring, layer=layer, **step
+        o, _ = decode_attention(
+            q[:, 0],
+            segment.k,
+            segment.v,
+            lengths,
+            scale=scale,
+            ring=ring,
+            sinks=sinks,
+            window=window,
+            layer=layer,
         )
         return segment, o[:, None]
     return _pallas_prefill(q, k, v, segment, layer, positions, end, scale, sinks, window)
@@ -133,7 +142,7 @@ def _choose(
         raise NotImplementedError(f"implementation={implementation!r} cannot do this call: {reason}")
     if implementation is not None:
         return implementation
-    passed_over = []
+    passed_over: list[str] = []
     for name, refusal in refusals.items():
         if (reason := refusal()) is None:
             _log_choice(kind, name, tuple(passed_over))
@@ -183,8 +192,7 @@ def _pallas_refusal(
         return reason
     if (capability := jax.devices()[0].compute_capability) != "9.0":
         return f"it is written for compute capability 9.0, the device has {capability}"
-    ranks = {"R": R, "Z": Z} | ({"H - R": H - R, "H - Z": H - Z} if near else {})
-    for name, rank in ranks.items():
+    for name, rank in {"R": R, "Z": Z, "H": H}.items():
         if rank % 16 or not 16 <= rank <= 256:
             return f"it needs ranks that are multiples of 16 from 16 to 256, got {name}={rank}"
     if near and (not window or sinks > 64):
@@ -225,9 +233,10 @@ def _pallas_whole(
         tails = k[..., R:], v[..., Z:]
         heads = (x[:, :, :sinks] for x in tails) if sinks else (None, None)
         trailing = Trailing(*tails, jnp.zeros(q.shape[0], jnp.int32), *heads)
-    return prefill_attention(
+    o, _ = prefill_attention(
         q, k[..., :R], v[..., :Z], scale=scale, trailing=trailing, sinks=sinks, window=window
     )
+    return o
 
 
 def _pallas_prefill(
@@ -255,7 +264,7 @@ def _pallas_prefill(
         rings = segment.ring_k, segment.ring_v
         heads = (ring[layer, :, :, window:] for ring in rings) if sinks else (None, None)
         trailing = Trailing(*tails, first, *heads)
-    o = prefill_attention(
+    o, _ = prefill_attention(
         q,
         segment.k[layer],
         segment.v[layer],

@@ -1,0 +1,111 @@
+"""Choice of an attention implementation, and the model on the kernels against the model on XLA."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import LLAMA, OPT, TinyModel
+
+from zdc_jax import generate
+from zdc_jax.cache import KVCache
+from zdc_jax.loading import LanguageModel
+from zdc_jax.ops import attention as ops
+from zdc_jax.plan import CompressionPlan, LayerRanks
+
+PLANS = {
+    "full": {"qk": 32, "v": 32},
+    "truncated": {"qk": 16, "v": 32},
+    "window": {"qk": 16, "v": 16, "window": 64, "sinks": 4},
+    "window, values whole": {"qk": 16, "v": 32, "window": 64, "sinks": 0},
+}
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="what is refused without a GPU")
+@pytest.mark.parametrize("name", ["pallas", "cudnn"])
+def test_an_explicit_choice_never_falls_back(tiny_opt: TinyModel, name):
+    model = tiny_opt.model(CompressionPlan.full(tiny_opt.config))
+    with pytest.raises(
+        NotImplementedError, match=f"implementation='{name}' cannot do this call: it needs a GPU"
+    ):
+        model.network(jnp.zeros((1, 8), jnp.int32), implementation=name)
+    with pytest.raises(NotImplementedError, match=name):
+        generate(model, [[5, 6, 7]], 2, implementation=name)
+
+
+def test_an_unknown_implementation_is_named(tiny_opt: TinyModel):
+    with pytest.raises(ValueError, match="implementation='triton': must be None, 'pallas', 'cudnn' or 'xla'"):
+        tiny_opt.dense(jnp.zeros((1, 8), jnp.int32), implementation="triton")
+
+
+def test_the_choice_is_logged_once(caplog):
+    ops._log_choice.cache_clear()
+    x = jnp.ones((1, 8, 2, 16))
+    with caplog.at_level(logging.INFO, logger="zdc_jax.ops"):
+        for _ in range(3):
+            ops.self_attention(x, x, x, scale=1.0)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("self_attention runs on xla (not pallas: it needs")
+
+
+def bfloat16(model: LanguageModel) -> LanguageModel:
+    network = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.network)
+    return LanguageModel(network, model.tokenizer, model.basis)
+
+
+def replay(network, tokens, implementation):
+    """Hidden states of a ragged batch: two pieces of prompt, then token by token."""
+    B, T = tokens.shape
+    lengths = np.array([T, T - 90])
+    cache = KVCache.create(network.plan, batch=B, capacity=256, dtype=network.dtype)
+    extend = jax.jit(lambda cache, x, end: network.extend(cache, x, end, implementation))
+    states, start = [], 0
+    for width in (100, 70):
+        cache = KVCache(cache.segments, jnp.full(B, start), cache.sinks, cache.window)
+        end = np.minimum(lengths - 20, start + width)
+        hidden, cache = extend(cache, tokens[:, start : start + width], jnp.asarray(end))
+        inside = start + np.arange(width) < end[:, None]
+        states.append(np.where(inside[..., None], np.asarray(hidden, np.float32), 0))
+        start += width
+    held = np.minimum(lengths - 20, start)
+    for _ in range(20):
+        one = jnp.asarray(tokens[np.arange(B), held][:, None])
+        cache = KVCache(cache.segments, jnp.asarray(held), cache.sinks, cache.window)
+        hidden, cache = extend(cache, one, jnp.asarray(held + 1))
+        states.append(np.asarray(hidden, np.float32))
+        held = held + 1
+    return np.concatenate(states, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [LLAMA, OPT], ids=["llama", "opt"])
+@pytest.mark.parametrize("name", PLANS)
+def test_model_on_kernels_is_the_model_on_xla(config, name):
+    """Error against float32 at most twice that of XLA in bfloat16, cached (in pieces, ragged) and whole."""
+    tiny = TinyModel(config)
+    exact = tiny.model(CompressionPlan.uniform(config, **PLANS[name]))
+    half = bfloat16(exact)
+    tokens = tiny.tokens(2, 190)
+    cached = lambda network, name: replay(network, tokens, name)
+    whole = lambda network, name: np.asarray(network.hidden(jnp.asarray(tokens), name), np.float32)
+    for run in (cached, whole):
+        truth = run(exact.network, "xla")
+        errors = {name: np.linalg.norm(run(half.network, name) - truth) for name in ("xla", "pallas")}
+        assert 0 < errors["pallas"] <= 2 * errors["xla"]
+
+
+@pytest.mark.gpu
+def test_layers_without_far_attention_are_served_by_xla(caplog):
+    tiny = TinyModel(LLAMA)
+    ranks = (LayerRanks(16, 16), LayerRanks(0, 0), LayerRanks(32, 32))
+    plan = CompressionPlan(ranks, LLAMA.num_kv_heads, LLAMA.head_dim, sinks=4, window=64)
+    model = bfloat16(tiny.model(plan))
+    ops._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger="zdc_jax.ops"):
+        generate(model, [[5, 6, 7] * 30], 4)
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("R=0" in message for message in messages)
+    assert any(message == "decode runs on pallas" for message in messages)
+    with pytest.raises(NotImplementedError, match="R=0"):
+        generate(model, [[5, 6, 7] * 30], 4, implementation="pallas")
