@@ -257,20 +257,23 @@ class _Geometry(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """What one CTA works on: queries at positions first … of one head, and the blocks of keys they see.
+    """What one CTA works on: queries at positions first … length - 1 of one head, and the blocks they see.
 
-    Steps 0 … plain-1 take unmasked blocks from `begin` on; `masked` further steps take block 0 for the sinks
-    (if `sink_step`) and the blocks from `edge` on.
+    Steps 0 … plain-1 take unmasked blocks from `begin` on. Then come `mixed` steps, with both ranks among
+    their keys: block 0 for the sinks (if `sink_step`) and the blocks from `edge` on. The last `inner` steps
+    go on from there; all their visible keys count alike.
     """
 
     b: Array
     head: Array
     row: Array
     first: Array
+    length: Array
     base: Array
     begin: Array
     plain: Array
-    masked: Array
+    mixed: Array
+    inner: Array
     edge: Array
     sink_step: Array
 
@@ -295,23 +298,26 @@ def _item(g: _Geometry, config: PrefillConfig, scalars: Any) -> _Item:
     start, length, base = (scalars[b, i] for i in range(3))
     first = start + tile * rows
     end = jnp.minimum(first + rows, length)
-    return _Item(b, head, tile * rows, first, base, *_steps(g, config.block_kv, first, end, base))
+    return _Item(b, head, tile * rows, first, length, base, *_steps(g, config.block_kv, first, end, base))
 
 
 def _steps(g: _Geometry, block: int, first: Array, end: Array, base: Array) -> tuple[Array, ...]:
-    """`begin`, `plain`, `masked`, `edge`, `sink_step` of queries at positions first … end - 1."""
+    """`begin`, `plain`, `mixed`, `inner`, `edge`, `sink_step` of queries at positions first … end - 1."""
     down = lambda x: lax.div(jnp.maximum(x, 0), jnp.int32(block))
     up = lambda x: down(x + (block - 1))
     zero, empty = jnp.int32(0), end <= first
     if g.keys == "near":
         edge = down(first - g.window + 1 - base)
-        return zero, zero, jnp.where(empty, 0, up(end - base) - edge), edge, zero
+        return zero, zero, zero, jnp.where(empty, 0, up(end - base) - edge), edge, zero
     past = g.window if g.keys == "far" else 0
     last = jnp.where(empty, 0, up(end - past))
     # Unmasked blocks are those that every query sees in the same way: all their keys visible, or all far.
     edge = jnp.minimum(down(first + 1 - (g.window if g.two_ranks else past)), last)
     sink_step = jnp.where((edge > 0) & (g.sinks > 0), 1, 0).astype(jnp.int32)
-    return sink_step, edge - sink_step, last - edge + sink_step, edge, sink_step
+    if not g.two_ranks:
+        return sink_step, edge - sink_step, zero, last - edge + sink_step, edge, sink_step
+    inside = jnp.clip(up(end - g.window), edge, last)  # From here on every query is near to all it sees.
+    return sink_step, edge - sink_step, inside - edge + sink_step, last - inside, edge, sink_step
 
 
 def _kernel(*refs: Any, g: _Geometry, config: PrefillConfig, dtype: Any) -> None:
@@ -372,7 +378,7 @@ def _load_keys(
         rows = pl.ds(pl.multiple_of(row, 8), block)
         plgpu.copy_gmem_to_smem(source.at[item.b, kv_head, rows], destination, ready)
 
-    @pl.loop(0, item.plain + item.masked)
+    @pl.loop(0, item.plain + item.mixed + item.inner)
     def _step(step: Array) -> None:
         slot, key_block = lax.rem(step, jnp.int32(config.stages)), item.block(step)
         for name, source in zip("kv", sources, strict=True):
@@ -440,14 +446,20 @@ def _attend(
     steps = _Consumer(g, config, smem, item, wg, dtype)
     state = lax.cond(item.plain > 0, steps.plain, lambda state: state, state)
     tail = filled((ROWS, g.HV - g.Z), 0, plgpu.Layout.WGMMA) if g.HV > g.Z else None
-    state, tail = lax.fori_loop(
-        item.plain, item.plain + item.masked, lambda step, carry: steps.masked(step, *carry), (state, tail)
+    carry, inner = (state, tail), item.plain + item.mixed
+    if g.two_ranks:
+        carry = lax.fori_loop(item.plain, inner, lambda step, c: steps.masked(step, *c, mixed=True), carry)
+    carry = lax.fori_loop(
+        inner, inner + item.inner, lambda step, c: steps.masked(step, *c, mixed=False), carry
     )
-    inverse = jnp.where(state.l > 0, 1.0 / state.l, 0.0)
+    state, tail = carry
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=column)
+    l = jnp.where(row + item.first + wg * ROWS < item.length, state.l, 0.0)
+    inverse = jnp.where(l > 0, 1.0 / l, 0.0)
     smem["o"].at[wg][...] = scaled(state.acc, inverse).astype(dtype)
     if tail is not None:
         smem["o_tail"].at[wg][...] = scaled(tail, inverse).astype(dtype)
-    smem["lse"].at[wg][...] = jnp.where(state.l > 0, state.m / LOG2_E + jnp.log(state.l), -jnp.inf)
+    smem["lse"].at[wg][...] = jnp.where(l > 0, state.m / LOG2_E + jnp.log(l), -jnp.inf)
     plgpu.commit_smem()
     parts = (("o", pl.ds(0, g.Z)), ("o_tail", pl.ds(g.Z, g.HV - g.Z)))[: 2 if g.HV > g.Z else 1]
     for name, columns in parts:
@@ -475,32 +487,67 @@ class _Consumer(NamedTuple):
         state, scores = lax.fori_loop(0, last, self._overlapped_step, carry)
         return self._add_block(last, state, scores)
 
-    def masked(self, step: Array, state: _State, tail: Array | None) -> tuple[_State, Array | None]:
-        """One block in which visibility or rank differ from key to key."""
-        g, shape = self.g, (ROWS, self.config.block_kv)
-        scores = self._scores(step)
-        iota = lambda axis: plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
-        base = self.item.base if g.keys == "near" else 0
-        t = iota(0) + (self.item.first + self.wg * ROWS)
-        j = iota(1) + (base + self.item.block(step) * self.config.block_kv)
-        visible = j <= (t - g.window if g.keys == "far" else t)
-        if g.keys != "all":
-            visible &= j >= g.sinks
-        if g.keys == "near":
-            visible &= j > t - g.window
-        if not g.two_ranks:
-            return self._add_block(step, state, jnp.where(visible, scores, -jnp.inf)), None
-        near = (j > t - g.window) | (j < g.sinks)
-        plgpu.barrier_wait(self.smem["tail_ready"])
-        if g.H > g.R:
-            scores = scores + jnp.where(near, self._product("q_tail", self.smem["k_tail"]), 0.0)
-        p, state, alpha = self._softmax(jnp.where(visible, scores, -jnp.inf), state)
-        state = self._add_values(step, state, p.astype(self.dtype))
-        if tail is not None:
-            near_p = jnp.where(near, p, 0.0).astype(self.dtype)
-            tail = _accumulate(scaled(tail, alpha), near_p, self.smem["v_tail"])
-        plgpu.barrier_arrive(self.smem["tail_free"])
+    def masked(
+        self, step: Array, state: _State, tail: Array | None, *, mixed: bool
+    ) -> tuple[_State, Array | None]:
+        """One block in which visibility, and if `mixed` rank, differ from key to key.
+
+        With two ranks 64 keys at a time: registers that do not suffice here slow down every step.
+        """
+        g, slot = self.g, self._slot(step)
+        width = ROWS if g.two_ranks else self.config.block_kv
+        for name in ["k_ready", "v_ready"]:
+            plgpu.barrier_wait(self.smem[name].at[slot])
+        if g.two_ranks:
+            plgpu.barrier_wait(self.smem["tail_ready"])
+        first_key = self.item.block(step) * self.config.block_kv
+
+        def part(i: Array, carry: Any) -> tuple[_State, Array | None]:
+            rows = pl.ds(pl.multiple_of(i * width, 8), width)
+            return self._masked_part(*carry, slot, rows, first_key + i * width, mixed)
+
+        state, tail = lax.fori_loop(0, self.config.block_kv // width, part, (state, tail))
+        for name in ["k_free", "v_free"]:
+            plgpu.barrier_arrive(self.smem[name].at[slot])
+        if g.two_ranks:
+            plgpu.barrier_arrive(self.smem["tail_free"])
         return state, tail
+
+    def _masked_part(
+        self, state: _State, tail: Array | None, slot: Array, part: Any, first_key: Array, mixed: bool
+    ) -> tuple[_State, Array | None]:
+        g, smem, width = self.g, self.smem, part.size
+        q, k, v = smem["q"].at[self.wg], smem["k"].at[slot, part], smem["v"].at[slot, part]
+        q_tail = (smem["q_tail"].at[self.wg], smem["k_tail"].at[part]) if g.H > g.R else None
+        iota = lambda axis: plgpu.broadcasted_iota(jnp.int32, (ROWS, width), axis, layout=plgpu.Layout.WGMMA)
+        t = iota(0) + (self.item.first + self.wg * ROWS)
+        j = iota(1) + (first_key + (self.item.base if g.keys == "near" else 0))
+        near = lambda t, j: (j > t - g.window) | (j < g.sinks)
+        if mixed:
+            scores = self._product((q, k))
+            if q_tail is not None:
+                scores = scores + jnp.where(near(t, j), self._product(q_tail), 0.0)
+        else:
+            scores = self._product((q, k), *([q_tail] if q_tail is not None else []))
+        p, state, alpha = self._softmax(jnp.where(self._visible(t, j), scores, -jnp.inf), state)
+        state = state._replace(acc=_accumulate(state.acc, p.astype(self.dtype), v))
+        if tail is not None:
+            if mixed:
+                # The inner barrier has the mask computed again: kept across the softmax it fills registers.
+                # The outer one keeps the selection before the conversion, which then takes pairs.
+                far_zero = jnp.where(near(*lax.optimization_barrier((t, j))), p, 0.0)
+                p = lax.optimization_barrier(far_zero)
+            tail = _accumulate(scaled(tail, alpha), p.astype(self.dtype), smem["v_tail"].at[part])
+        return state, tail
+
+    def _visible(self, t: Array, j: Array) -> Array:
+        """Which keys at positions j queries at positions t see."""
+        g = self.g
+        if g.keys == "all":
+            return j <= t
+        if g.keys == "far":
+            return (j <= t - g.window) & (j >= g.sinks)
+        return (j <= t) & (j > t - g.window) & (j >= g.sinks)
 
     def _plain_step(self, step: Array, state: _State) -> _State:
         return self._add_block(step, state, self._scores(step))
@@ -514,8 +561,9 @@ class _Consumer(NamedTuple):
         def body(next_scores: Any) -> tuple[_State, Array]:
             plgpu.wgmma(next_scores, self.smem["q"].at[self.wg], self.smem["k"].at[slot].transpose((1, 0)))
             p, new, _ = self._softmax(scores, state)
+            p = p.astype(self.dtype)  # Before the wait: 32-bit weights held across it would spill.
             plgpu.barrier_wait(self.smem["v_ready"].at[self._slot(step)])
-            acc = _accumulate(new.acc, p.astype(self.dtype), self.smem["v"].at[self._slot(step)])
+            acc = _accumulate(new.acc, p, self.smem["v"].at[self._slot(step)])
             return new._replace(acc=acc), next_scores[...]
 
         result = pl.run_scoped(body, plgpu.ACC((ROWS, self.config.block_kv), jnp.float32))
@@ -526,17 +574,20 @@ class _Consumer(NamedTuple):
     def _slot(self, step: Array) -> Array:
         return lax.rem(step, jnp.int32(self.config.stages))
 
-    def _product(self, q: str, keys: Any) -> Array:
+    def _product(self, *pairs: tuple[Any, Any]) -> Array:
+        """Sum of q kᵀ over pairs of query and key buffers."""
+
         def body(acc: Any) -> Array:
-            plgpu.wgmma(acc, self.smem[q].at[self.wg], keys.transpose((1, 0)))
+            for q, k in pairs:
+                plgpu.wgmma(acc, q, k.transpose((1, 0)))
             return acc[...]
 
-        return pl.run_scoped(body, plgpu.ACC((ROWS, self.config.block_kv), jnp.float32))
+        return pl.run_scoped(body, plgpu.ACC((ROWS, pairs[0][1].shape[0]), jnp.float32))
 
     def _scores(self, step: Array) -> Array:
         slot = self._slot(step)
         plgpu.barrier_wait(self.smem["k_ready"].at[slot])
-        scores = self._product("q", self.smem["k"].at[slot])
+        scores = self._product((self.smem["q"].at[self.wg], self.smem["k"].at[slot]))
         plgpu.barrier_arrive(self.smem["k_free"].at[slot])
         return scores
 
