@@ -1,0 +1,269 @@
+"""How fast are the kernels, beside what the card can do and beside its best other kernels?
+
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.8 python -m benchmarks.bench_kernels
+
+Prints the ceilings first. Every kernel's output is checked in the same run, on the tensors that are timed:
+rows of it against float64. Peers run in the same process (cuDNN through JAX, JAX's own kernel), PyTorch's in
+a process of its own. Times are device times (CUPTI); a cached row's bytes are those it must read.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from benchmarks.common import RESULTS, write_result
+from benchmarks.timing import copy_bandwidth, device_ms, matmul_rate, normal, torch_attention
+from kernels_pallas import Ring, Trailing, decode_attention, post_rope, prefill_attention
+
+Section = Literal["prefill", "two-rank", "decode", "epilogue"]
+SECTIONS: tuple[Section, ...] = ("prefill", "two-rank", "decode", "epilogue")
+MULTIPROCESSORS, EXP_PER_CLOCK, CLOCK = 132, 16, 1.755e9
+N, H = 32, 128
+PREFILL_RANKS = [(128, 128), (96, 96), (64, 128), (64, 96), (48, 96), (64, 64), (32, 64)]
+
+
+@dataclass(frozen=True)
+class Options:
+    """`sections` to run; `name` of the file in `results`."""
+
+    sections: tuple[Section, ...] = SECTIONS
+    name: str = "kernels-h200"
+    results: Path = RESULTS
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured on this card: bytes per second of a copy, operations per second of a matrix product."""
+
+    copy: float
+    matmul: float
+
+    def bounds(self, *, flops: float, exps: float, nbytes: float) -> dict[str, float]:
+        """Milliseconds that each resource alone would take; exp at its nominal rate and clock."""
+        return {
+            "tensor": 1e3 * flops / self.matmul,
+            "exp": 1e3 * exps / (MULTIPROCESSORS * EXP_PER_CLOCK * CLOCK),
+            "bandwidth": 1e3 * nbytes / self.copy,
+        }
+
+
+Row = dict[str, Any]
+
+
+def row(
+    name: str, times: list[float], peer: list[float] | None, bounds: dict[str, float], **more: Any
+) -> Row:
+    """One measurement, printed as it is made."""
+    ms = float(np.median(times))
+    limit = max(bounds, key=lambda bound: bounds[bound])
+    out: Row = {"name": name, "ms": ms, "times": times, "bounds": bounds, "limit": limit}
+    out["of_limit"] = bounds[limit] / ms
+    text = f"{name:44} {ms:8.3f} ms  {100 * out['of_limit']:4.0f} % of {limit}"
+    if peer is not None:
+        out["speedup"] = float(np.median(peer)) / ms
+        text += f"  {out['speedup']:5.2f}x"
+    out |= more
+    print(text + "".join(f"  {key}={value:.2g}" for key, value in more.items()), flush=True)
+    return out
+
+
+def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
+    """The peer: full rank, [B, T, N, H]."""
+    return jax.nn.dot_product_attention(q, k, v, scale=H**-0.5, is_causal=causal, implementation="cudnn")
+
+
+def exact_rows(
+    q: jax.Array, k: jax.Array, v: jax.Array, positions: list[int], tail: Any, sinks: int, window: int
+) -> np.ndarray:
+    """Float64 output [positions, Hv] of the first row and head of q [B, T, N, Hq], k [B, K, S, R], v."""
+    f = lambda x: np.asarray(x.astype(jnp.float32), np.float64)
+    q, k, v = f(q[0, jnp.array(positions), 0]), f(k[0, 0]), f(v[0, 0])
+    j, t = np.arange(k.shape[0]), np.array(positions)[:, None]
+    near = (j < sinks) | (j > t - window)
+    scores, values = q[:, : k.shape[1]] @ k.T, [(v, 1.0)]
+    if tail is not None:
+        scores = scores + np.where(near, q[:, k.shape[1] :] @ f(tail[0][0, 0]).T, 0)
+        values.append((f(tail[1][0, 0]), near))
+    weights = np.where(j <= t, np.exp(H**-0.5 * (scores - scores.max(1, keepdims=True))), 0)
+    weights /= weights.sum(1, keepdims=True)
+    return np.concatenate([(weights * mask) @ x for x, mask in values], 1)
+
+
+def error(out: jax.Array, exact: np.ndarray) -> float:
+    """Relative error, in the norm."""
+    return float(np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact))
+
+
+def prefill(ceilings: Ceilings) -> Iterator[Row]:
+    """Whole prompts, one rank: S=16384 causal, every head its own keys, and groups of four."""
+    S, positions = 16384, [0, 1, 777, 8191, 16383]
+    for K in (32, 8):
+        pairs = N * S * (S + 1) / 2
+        bound = lambda R, Z, K=K: ceilings.bounds(
+            flops=2 * (R + Z) * pairs, exps=pairs, nbytes=2.0 * S * (N + K) * (R + Z)
+        )
+        peers = {}
+        for width in (128, 64):
+            q, k, v = normal(0, 1, S, N, width), normal(1, 1, S, K, width), normal(2, 1, S, K, width)
+            peers[width] = device_ms(lambda q, k, v: cudnn(q, k, v, causal=True), q, k, v)
+            yield row(f"cudnn H={width} K={K}", peers[width], None, bound(width, width))
+        if K == 32:
+            yield from jax_kernel(S, bound(H, H), peers[128])
+            yield {"name": "torch H=128", **torch_attention(S, N, H)}
+        for R, Z in PREFILL_RANKS if K == 32 else [(128, 128), (64, 96)]:
+            q, k, v = normal(0, 1, S, N, R), normal(1, 1, K, S, R), normal(2, 1, K, S, Z)
+            f = lambda q, k, v: prefill_attention(q, k, v, scale=H**-0.5)[0]
+            wrong = error(
+                jax.jit(f)(q, k, v)[0, jnp.array(positions), 0], exact_rows(q, k, v, positions, None, 0, 0)
+            )
+            times = device_ms(f, q, k, v)
+            rate = 2 * (R + Z) * pairs / np.median(times) * 1e-9
+            yield row(f"prefill ({R},{Z}) K={K}", times, peers[128], bound(R, Z), error=wrong, tflops=rate)
+
+
+def jax_kernel(S: int, bounds: dict[str, float], peer: list[float]) -> Iterator[Row]:
+    """JAX's own FlashAttention-3 kernel, where it agrees to run."""
+    from jax.experimental.pallas.ops.gpu import attention_mgpu
+
+    q, k, v = (normal(i, 1, S, N, H) for i in range(3))
+    config = attention_mgpu.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=True)
+    try:
+        times = device_ms(lambda q, k, v: attention_mgpu.attention(q, k, v, config), q, k, v)
+    except (ValueError, NotImplementedError, AssertionError) as refusal:
+        yield {"name": "jax attention_mgpu", "refused": str(refusal)[:200]}
+        return
+    yield row("jax attention_mgpu H=128", times, peer, bounds)
+
+
+def two_rank(ceilings: Ceilings) -> Iterator[Row]:
+    """Window 512 and 4 sinks at full rank, the rest at (32, 64), S=32768, beside (32, 64) alone."""
+    S, R, Z, window, sinks, positions = 32768, 32, 64, 512, 4, [0, 600, 20000, 32767]
+    pairs = N * S * (S + 1) / 2
+    near = N * S * (window + sinks)
+    bounds = lambda extra: ceilings.bounds(
+        flops=2 * (R + Z) * pairs + extra * 2 * (2 * H - R - Z) * near, exps=pairs, nbytes=2.0 * S * N * 4 * H
+    )
+    q = normal(0, 1, S, N, H)
+    full = [normal(i, 1, S, N, H) for i in (1, 2)]
+    peer = device_ms(lambda q, k, v: cudnn(q, k, v, causal=True), q, *full)
+    yield row("cudnn H=128 S=32768", peer, None, ceilings.bounds(flops=4 * H * pairs, exps=pairs, nbytes=0.0))
+    del full
+    k, v = normal(1, 1, N, S, R), normal(2, 1, N, S, Z)
+    far = lambda q, k, v: prefill_attention(q, k, v, scale=H**-0.5)[0]
+    alone = device_ms(far, q[..., :R], k, v)
+    yield row("(32,64) alone S=32768", alone, peer, bounds(0))
+    tails = normal(3, 1, N, S, H - R), normal(4, 1, N, S, H - Z)
+    both = lambda q, k, v, tails: prefill_attention(
+        q, k, v, scale=H**-0.5, sinks=sinks, window=window,
+        trailing=Trailing(*tails, jnp.zeros(1, jnp.int32), *(x[:, :, :8] for x in tails)),
+    )[0]  # fmt: skip
+    out = jax.jit(both)(q, k, v, tails)[0, jnp.array(positions), 0]
+    wrong = error(out, exact_rows(q, k, v, positions, tails, sinks, window))
+    times = device_ms(both, q, k, v, tails)
+    over = float(np.median(times) / np.median(alone))
+    yield row("two ranks, window 512, far (32,64)", times, peer, bounds(1), error=wrong, over_alone=over)
+
+
+def decode(ceilings: Ceilings) -> Iterator[Row]:
+    """One token a row on caches of several gigabytes."""
+    for B, S, K in ((16, 8192, 32), (16, 8192, 8), (1, 131072, 8), (64, 4096, 8)):
+        lengths = jnp.full(B, S, jnp.int32)
+        q, k, v = normal(0, B, 1, N, H), normal(1, B, S, K, H), normal(2, B, S, K, H)
+        bounds = lambda nbytes: {"bandwidth": 1e3 * nbytes / ceilings.copy}
+        peer = device_ms(lambda q, k, v: cudnn(q, k, v, causal=False), q, k, v)
+        yield row(f"cudnn decode B={B} S={S} K={K}", peer, None, bounds(k.nbytes + v.nbytes))
+        del k, v
+        for R, Z, window in ((128, 128, 0), (64, 96, 0), (32, 64, 512)):
+            q, k, v = normal(0, B, N, H if window else R), normal(1, B, K, S, R), normal(2, B, K, S, Z)
+            ring, sinks = None, 4 if window else 0
+            if window:
+                ring = Ring(normal(3, B, K, window + 8, H - R), normal(4, B, K, window + 8, H - Z))
+            f = lambda q, k, v, ring, sinks=sinks, window=window, **paged: decode_attention(
+                q, k, v, lengths, scale=H**-0.5, ring=ring, sinks=sinks, window=window, **paged
+            )[0]
+            wrong = decode_error(f, q, k, v, ring, sinks, window)
+            need = sum(x.nbytes for x in jax.tree.leaves((k, v, ring)))
+            name = f"decode ({R},{Z}){' ring 512' if window else ''} B={B} S={S} K={K}"
+            yield row(name, device_ms(f, q, k, v, ring), peer, bounds(need), error=wrong)
+            if (B, K, R) == (16, 8, 64):
+                page = 128
+                cut = lambda x, page=page: (
+                    x.reshape(B, K, S // page, page, -1).swapaxes(1, 2).reshape(-1, K, page, x.shape[-1])
+                )
+                table = jnp.arange(B * S // page, dtype=jnp.int32).reshape(B, -1)
+                times = device_ms(
+                    lambda q, k, v, f=f, table=table: f(q, k, v, None, block_table=table), q, cut(k), cut(v)
+                )
+                yield row(name + " pages of 128", times, peer, bounds(need))
+
+
+def decode_error(
+    f: Callable[..., jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    ring: Ring | None,
+    sinks: int,
+    window: int,
+) -> float:
+    """Error of the first row and head; the ring is laid out by position for the reference."""
+    S, tail = k.shape[2], None
+    if ring is not None:
+        j = np.arange(S)
+        slots = np.where(j < sinks, window + j, j % window)
+        tail = [x[:1, :1, slots] for x in ring]
+    exact = exact_rows(
+        jnp.broadcast_to(q[:1, None], (1, S, *q.shape[1:])), k, v, [S - 1], tail, sinks, window
+    )
+    return error(jax.jit(f)(q, k, v, ring)[0, :1], exact)
+
+
+def epilogue(ceilings: Ceilings) -> Iterator[Row]:
+    """Rotary embedding, rotation and truncation of projected q and k, into the cache's layout."""
+    B, T = 1, 8192
+    for K, C, R, keep_tail in ((32, 128, 32, True), (32, 64, 64, False), (8, 128, 32, True)):
+        q, k = normal(0, B, T, N, H), normal(1, B, T, K, H)
+        angles = jax.random.uniform(jax.random.key(2), (B, T, H // 2), maxval=6.28)
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        a, b = normal(3, K, H, C) * H**-0.5, normal(4, K, H, C) * H**-0.5
+        kernel = lambda q, k, cos, sin, a, b, R=R, keep_tail=keep_tail: post_rope(
+            q, k, cos, sin, a, b, qk_rank=R, keep_tail=keep_tail
+        )[:2]
+        plain = lambda q, k, cos, sin, a, b: (turn(q, cos, sin, a), turn(k, cos, sin, b).swapaxes(1, 2))
+        peer = device_ms(plain, q, k, cos, sin, a, b)
+        got, want = jax.jit(kernel)(q, k, cos, sin, a, b)[0], jax.jit(plain)(q, k, cos, sin, a, b)[0]
+        need = q.nbytes * (1 + C / H) + k.nbytes * (1 + C / H) + cos.nbytes + sin.nbytes
+        yield row(f"post_rope K={K} C={C}", device_ms(kernel, q, k, cos, sin, a, b), peer,
+                  {"bandwidth": 1e3 * need / ceilings.copy}, error=error(got, np.asarray(want, np.float64)))  # fmt: skip
+
+
+def turn(x: jax.Array, cos: jax.Array, sin: jax.Array, rotation: jax.Array) -> jax.Array:
+    """The same in XLA: x [B, T, N, H], rotation [K, H, C]."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+    groups = turned.reshape(*x.shape[:2], rotation.shape[0], -1, x.shape[-1])
+    return jnp.einsum("BTKGH,KHR->BTKGR", groups, rotation).reshape(*x.shape[:3], -1)
+
+
+def main() -> None:
+    """Runs the sections and writes one JSON file."""
+    options = tyro.cli(Options, description=__doc__)
+    ceilings = Ceilings(copy_bandwidth(), matmul_rate())
+    print(
+        f"copy {ceilings.copy / 1e12:.2f} TB/s, bf16 product {ceilings.matmul / 1e12:.0f} TFLOP/s", flush=True
+    )
+    functions = {"prefill": prefill, "two-rank": two_rank, "decode": decode, "epilogue": epilogue}
+    results = {"ceilings": asdict(ceilings)}
+    results |= {section: list(functions[section](ceilings)) for section in options.sections}
+    print(write_result(options.name, {"sections": options.sections}, results, options.results))
+
+
+if __name__ == "__main__":
+    main()

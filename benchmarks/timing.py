@@ -1,0 +1,69 @@
+"""Device time of jitted functions, and of PyTorch's in a process of their own."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import profiler
+
+
+def device_ms(f: Callable[..., Any], *args: Any, iterations: int = 7) -> list[float]:
+    """Milliseconds on the device of each of `iterations` calls after one that warms up, all their kernels
+    together, by CUPTI. Inputs should be larger than the 60 MB second-level cache: it is not flushed.
+    """
+    _, times = profiler.measure(jax.jit(f), iterations=iterations)(*args)
+    return [float(t) for t in times]
+
+
+def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    """Random normal numbers on the device."""
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a copy of 4 GiB."""
+    x = normal(0, 2**30, dtype=jnp.float32)
+    return 2 * x.nbytes / (np.median(device_ms(lambda x: x * 1.0000001, x)) * 1e-3)
+
+
+def matmul_rate() -> float:
+    """Floating-point operations per second of a bf16 product of 8192 x 8192 matrices."""
+    a, b = normal(0, 8192, 8192), normal(1, 8192, 8192)
+    return 2 * 8192**3 / (np.median(device_ms(lambda a, b: a @ b, a, b)) * 1e-3)
+
+
+_TORCH = """
+import json, sys, torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+S, N, H = map(int, sys.argv[1:4])
+q, k, v = (torch.randn(1, N, S, H, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+out = {"version": torch.__version__}
+for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
+    try:
+        with sdpa_kernel(getattr(SDPBackend, name)):
+            call = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            for _ in range(3): call()
+            times = []
+            for _ in range(7):
+                a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                a.record(); call(); b.record(); torch.cuda.synchronize()
+                times.append(a.elapsed_time(b))
+        out[name] = times
+    except RuntimeError as error:
+        out[name] = str(error)[:200]
+print(json.dumps(out))
+"""
+
+
+def torch_attention(S: int, N: int, H: int) -> dict[str, Any]:
+    """Milliseconds of causal attention in PyTorch's FlashAttention and cuDNN back ends, by CUDA events."""
+    command = [sys.executable, "-c", _TORCH, str(S), str(N), str(H)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[-1][:200] if done.stderr else "no output"}
+    return json.loads(done.stdout.splitlines()[-1])
