@@ -7,6 +7,7 @@ rows of it against float64. Peers run in the same process (cuDNN through JAX, JA
 a process of its own. Times are device times (CUPTI); a cached row's bytes are those it must read.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,30 +102,34 @@ def error(out: jax.Array, exact: np.ndarray) -> float:
 
 
 def prefill(ceilings: Ceilings) -> Iterator[Row]:
-    """Whole prompts, one rank: S=16384 causal, every head its own keys, and groups of four."""
+    """Whole prompts, one rank: every head its own keys, and groups of four."""
+    yield from prefill_heads(ceilings, 32, PREFILL_RANKS)
+    yield from prefill_heads(ceilings, 8, [(128, 128), (64, 96)])
+
+
+def prefill_heads(ceilings: Ceilings, K: int, ranks: list[tuple[int, int]]) -> Iterator[Row]:
+    """S=16384 causal with K heads of keys; cuDNN at 128 is the peer of every rank."""
     S, positions = 16384, [0, 1, 777, 8191, 16383]
-    for K in (32, 8):
-        pairs = N * S * (S + 1) / 2
-        bound = lambda R, Z, K=K: ceilings.bounds(
-            flops=2 * (R + Z) * pairs, exps=pairs, nbytes=2.0 * S * (N + K) * (R + Z)
-        )
-        peers = {}
-        for width in (128, 64):
-            q, k, v = normal(0, 1, S, N, width), normal(1, 1, S, K, width), normal(2, 1, S, K, width)
-            peers[width] = device_ms(lambda q, k, v: cudnn(q, k, v, causal=True), q, k, v)
-            yield row(f"cudnn H={width} K={K}", peers[width], None, bound(width, width))
-        if K == 32:
-            yield from jax_kernel(S, bound(H, H), peers[128])
-            yield {"name": "torch H=128", **torch_attention(S, N, H)}
-        for R, Z in PREFILL_RANKS if K == 32 else [(128, 128), (64, 96)]:
-            q, k, v = normal(0, 1, S, N, R), normal(1, 1, K, S, R), normal(2, 1, K, S, Z)
-            f = lambda q, k, v: prefill_attention(q, k, v, scale=H**-0.5)[0]
-            wrong = error(
-                jax.jit(f)(q, k, v)[0, jnp.array(positions), 0], exact_rows(q, k, v, positions, None, 0, 0)
-            )
-            times = device_ms(f, q, k, v)
-            rate = 2 * (R + Z) * pairs / np.median(times) * 1e-9
-            yield row(f"prefill ({R},{Z}) K={K}", times, peers[128], bound(R, Z), error=wrong, tflops=rate)
+    pairs = N * S * (S + 1) / 2
+    bounds = lambda R, Z: ceilings.bounds(
+        flops=2 * (R + Z) * pairs, exps=pairs, nbytes=2.0 * S * (N + K) * (R + Z)
+    )
+    peers = {}
+    for width in (128, 64):
+        q, k, v = normal(0, 1, S, N, width), normal(1, 1, S, K, width), normal(2, 1, S, K, width)
+        peers[width] = device_ms(lambda q, k, v: cudnn(q, k, v, causal=True), q, k, v)
+        yield row(f"cudnn H={width} K={K}", peers[width], None, bounds(width, width))
+    if K == N:
+        yield from jax_kernel(S, bounds(H, H), peers[128])
+        yield {"name": "torch H=128", **torch_attention(S, N, H)}
+    f = lambda q, k, v: prefill_attention(q, k, v, scale=H**-0.5)[0]
+    for R, Z in ranks:
+        q, k, v = normal(0, 1, S, N, R), normal(1, 1, K, S, R), normal(2, 1, K, S, Z)
+        got = jax.jit(f)(q, k, v)[0, jnp.array(positions), 0]
+        wrong = error(got, exact_rows(q, k, v, positions, None, 0, 0))
+        times = device_ms(f, q, k, v)
+        rate = 2 * (R + Z) * pairs / np.median(times) * 1e-9
+        yield row(f"prefill ({R},{Z}) K={K}", times, peers[128], bounds(R, Z), error=wrong, tflops=rate)
 
 
 def jax_kernel(S: int, bounds: dict[str, float], peer: list[float]) -> Iterator[Row]:
@@ -173,44 +178,47 @@ def two_rank(ceilings: Ceilings) -> Iterator[Row]:
 def decode(ceilings: Ceilings) -> Iterator[Row]:
     """One token a row on caches of several gigabytes."""
     for B, S, K in ((16, 8192, 32), (16, 8192, 8), (1, 131072, 8), (64, 4096, 8)):
-        lengths = jnp.full(B, S, jnp.int32)
-        q, k, v = normal(0, B, 1, N, H), normal(1, B, S, K, H), normal(2, B, S, K, H)
-        bounds = lambda nbytes: {"bandwidth": 1e3 * nbytes / ceilings.copy}
-        peer = device_ms(lambda q, k, v: cudnn(q, k, v, causal=False), q, k, v)
-        yield row(f"cudnn decode B={B} S={S} K={K}", peer, None, bounds(k.nbytes + v.nbytes))
-        del k, v
-        for R, Z, window in ((128, 128, 0), (64, 96, 0), (32, 64, 512)):
-            q, k, v = normal(0, B, N, H if window else R), normal(1, B, K, S, R), normal(2, B, K, S, Z)
-            ring, sinks = None, 4 if window else 0
-            if window:
-                ring = Ring(normal(3, B, K, window + 8, H - R), normal(4, B, K, window + 8, H - Z))
-            f = lambda q, k, v, ring, sinks=sinks, window=window, **paged: decode_attention(
-                q, k, v, lengths, scale=H**-0.5, ring=ring, sinks=sinks, window=window, **paged
-            )[0]
-            wrong = decode_error(f, q, k, v, ring, sinks, window)
-            need = sum(x.nbytes for x in jax.tree.leaves((k, v, ring)))
-            name = f"decode ({R},{Z}){' ring 512' if window else ''} B={B} S={S} K={K}"
-            yield row(name, device_ms(f, q, k, v, ring), peer, bounds(need), error=wrong)
-            if (B, K, R) == (16, 8, 64):
-                page = 128
-                cut = lambda x, page=page: (
-                    x.reshape(B, K, S // page, page, -1).swapaxes(1, 2).reshape(-1, K, page, x.shape[-1])
-                )
-                table = jnp.arange(B * S // page, dtype=jnp.int32).reshape(B, -1)
-                times = device_ms(
-                    lambda q, k, v, f=f, table=table: f(q, k, v, None, block_table=table), q, cut(k), cut(v)
-                )
-                yield row(name + " pages of 128", times, peer, bounds(need))
+        yield from decode_shape(ceilings, B, S, K)
+
+
+def decode_shape(ceilings: Ceilings, B: int, S: int, K: int) -> Iterator[Row]:
+    """One rank and two, contiguous and (once) paged, beside cuDNN at full rank on as many tokens."""
+    lengths, shape = jnp.full(B, S, jnp.int32), f"B={B} S={S} K={K}"
+    bounds = lambda nbytes: {"bandwidth": 1e3 * nbytes / ceilings.copy}
+    q, k, v = normal(0, B, 1, N, H), normal(1, B, S, K, H), normal(2, B, S, K, H)
+    peer = device_ms(lambda q, k, v: cudnn(q, k, v, causal=False), q, k, v)
+    yield row(f"cudnn decode {shape}", peer, None, bounds(k.nbytes + v.nbytes))
+    for R, Z, window in ((128, 128, 0), (64, 96, 0), (32, 64, 512)):
+        q, k, v = normal(0, B, N, H if window else R), normal(1, B, K, S, R), normal(2, B, K, S, Z)
+        ring = (normal(3, B, K, window + 8, H - R), normal(4, B, K, window + 8, H - Z)) if window else None
+        near = {"sinks": 4, "window": window} if window else {"sinks": 0, "window": 0}
+        f = functools.partial(one_token, lengths=lengths, **near)
+        need = sum(x.nbytes for x in jax.tree.leaves((k, v, ring)))
+        name = f"decode ({R},{Z}){' ring 512' if window else ''} {shape}"
+        wrong = decode_error(f, q, k, v, ring, **near)
+        yield row(name, device_ms(f, q, k, v, ring), peer, bounds(need), error=wrong)
+        if (B, K, R) == (16, 8, 64):
+            table = jnp.arange(B * S // PAGE, dtype=jnp.int32).reshape(B, -1)
+            paged = functools.partial(f, block_table=table)
+            yield row(f"{name} paged", device_ms(paged, q, pages(k), pages(v), None), peer, bounds(need))
+
+
+PAGE = 128
+
+
+def one_token(q: Any, k: Any, v: Any, ring: Any, **options: Any) -> jax.Array:
+    """The decode kernel's output."""
+    return decode_attention(q, k, v, scale=H**-0.5, ring=None if ring is None else Ring(*ring), **options)[0]
+
+
+def pages(x: jax.Array) -> jax.Array:
+    """[B, K, S, R] as [pages, K, page size, R]."""
+    B, K, S, R = x.shape
+    return x.reshape(B, K, S // PAGE, PAGE, R).swapaxes(1, 2).reshape(-1, K, PAGE, R)
 
 
 def decode_error(
-    f: Callable[..., jax.Array],
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    ring: Ring | None,
-    sinks: int,
-    window: int,
+    f: Callable[..., jax.Array], q: Any, k: Any, v: Any, ring: Any, sinks: int, window: int
 ) -> float:
     """Error of the first row and head; the ring is laid out by position for the reference."""
     S, tail = k.shape[2], None
@@ -218,29 +226,34 @@ def decode_error(
         j = np.arange(S)
         slots = np.where(j < sinks, window + j, j % window)
         tail = [x[:1, :1, slots] for x in ring]
-    exact = exact_rows(
-        jnp.broadcast_to(q[:1, None], (1, S, *q.shape[1:])), k, v, [S - 1], tail, sinks, window
-    )
+    everywhere = jnp.broadcast_to(q[:1, None, :1], (1, S, 1, q.shape[-1]))
+    exact = exact_rows(everywhere, k, v, [S - 1], tail, sinks, window)
     return error(jax.jit(f)(q, k, v, ring)[0, :1], exact)
 
 
 def epilogue(ceilings: Ceilings) -> Iterator[Row]:
     """Rotary embedding, rotation and truncation of projected q and k, into the cache's layout."""
-    B, T = 1, 8192
     for K, C, R, keep_tail in ((32, 128, 32, True), (32, 64, 64, False), (8, 128, 32, True)):
-        q, k = normal(0, B, T, N, H), normal(1, B, T, K, H)
-        angles = jax.random.uniform(jax.random.key(2), (B, T, H // 2), maxval=6.28)
-        cos, sin = jnp.cos(angles), jnp.sin(angles)
-        a, b = normal(3, K, H, C) * H**-0.5, normal(4, K, H, C) * H**-0.5
-        kernel = lambda q, k, cos, sin, a, b, R=R, keep_tail=keep_tail: post_rope(
-            q, k, cos, sin, a, b, qk_rank=R, keep_tail=keep_tail
-        )[:2]
-        plain = lambda q, k, cos, sin, a, b: (turn(q, cos, sin, a), turn(k, cos, sin, b).swapaxes(1, 2))
-        peer = device_ms(plain, q, k, cos, sin, a, b)
-        got, want = jax.jit(kernel)(q, k, cos, sin, a, b)[0], jax.jit(plain)(q, k, cos, sin, a, b)[0]
-        need = q.nbytes * (1 + C / H) + k.nbytes * (1 + C / H) + cos.nbytes + sin.nbytes
-        yield row(f"post_rope K={K} C={C}", device_ms(kernel, q, k, cos, sin, a, b), peer,
-                  {"bandwidth": 1e3 * need / ceilings.copy}, error=error(got, np.asarray(want, np.float64)))  # fmt: skip
+        yield epilogue_shape(ceilings, K, C, R, keep_tail)
+
+
+def epilogue_shape(ceilings: Ceilings, K: int, C: int, R: int, keep_tail: bool) -> Row:
+    """8192 tokens, C coordinates kept, the first R of k apart from the others."""
+    T = 8192
+    q, k = normal(0, 1, T, N, H), normal(1, 1, T, K, H)
+    angles = jax.random.uniform(jax.random.key(2), (1, T, H // 2), maxval=6.28)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    a, b = (normal(seed, K, H, C) * H**-0.5 for seed in (3, 4))
+    kernel = lambda *args: post_rope(*args, qk_rank=R, keep_tail=keep_tail)[:2]
+    plain = lambda q, k, cos, sin, a, b: (turn(q, cos, sin, a), turn(k, cos, sin, b).swapaxes(1, 2))
+    args = q, k, cos, sin, a, b
+    got, want = jax.jit(kernel)(*args)[0], jax.jit(plain)(*args)[0]
+    need = (q.nbytes + k.nbytes) * (1 + C / H) + cos.nbytes + sin.nbytes
+    bounds = {"bandwidth": 1e3 * need / ceilings.copy}
+    wrong = error(got, np.asarray(want, np.float64))
+    return row(
+        f"post_rope K={K} C={C}", device_ms(kernel, *args), device_ms(plain, *args), bounds, error=wrong
+    )
 
 
 def turn(x: jax.Array, cos: jax.Array, sin: jax.Array, rotation: jax.Array) -> jax.Array:
@@ -260,7 +273,7 @@ def main() -> None:
         f"copy {ceilings.copy / 1e12:.2f} TB/s, bf16 product {ceilings.matmul / 1e12:.0f} TFLOP/s", flush=True
     )
     functions = {"prefill": prefill, "two-rank": two_rank, "decode": decode, "epilogue": epilogue}
-    results = {"ceilings": asdict(ceilings)}
+    results: dict[str, Any] = {"ceilings": asdict(ceilings)}
     results |= {section: list(functions[section](ceilings)) for section in options.sections}
     print(write_result(options.name, {"sections": options.sections}, results, options.results))
 
