@@ -136,7 +136,7 @@ def jax_kernel(S: int, bounds: dict[str, float], peer: list[float]) -> Iterator[
     """JAX's own FlashAttention-3 kernel, where it agrees to run."""
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
-    q, k, v = (normal(i, 1, S, N, H) for i in range(3))
+    q, k, v = (normal(i, 1, S, N, H, dtype=jnp.float16) for i in range(3))  # It takes no bfloat16.
     config = attention_mgpu.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=True)
     try:
         times = device_ms(lambda q, k, v: attention_mgpu.attention(q, k, v, config), q, k, v)
