@@ -96,8 +96,8 @@ class Trailing(NamedTuple):
 
 def prefill_attention(
     q: Float[Array, "B T N Hq"],
-    k: Float[Array, "B K S R"],
-    v: Float[Array, "B K S Z"],
+    k: Float[Array, "... K S R"],
+    v: Float[Array, "... K S Z"],
     *,
     scale: float,
     starts: Int[Array, " B"] | None = None,
@@ -107,13 +107,15 @@ def prefill_attention(
     window: int = 0,
     keys: Keys = "all",
     key_starts: Int[Array, " B"] | None = None,
+    layer: Int[Array, ""] | None = None,
     config: PrefillConfig | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
     """Attention of queries at positions starts … starts + T - 1 over keys at key_starts, key_starts + 1, …
 
     Args:
       q: bfloat16 or float16; Hq = H with `trailing`, else at least R (the first R coordinates are read).
-      k, v: first R and Z coordinates, multiples of 16 up to 256; 16-bit rows past a query's position must be
+      k, v: [B, K, S, R] and [B, K, S, Z], with `layer` [L, B, K, S, ·] of which one layer is read where it
+        lies: first R and Z coordinates, multiples of 16 up to 256. Rows past a query's position must be
         finite and are ignored. N is a multiple of K: grouped heads read the same keys, nothing is repeated.
       scale: factor on the scores, 1/√H of the original head dim.
       starts: position of the first query of each row; zeros if None.
@@ -124,6 +126,7 @@ def prefill_attention(
         The last two are halves that merge by log-sum-exp (sequence parallelism); not with `trailing`.
       key_starts: position of row 0 of k, may be negative: positions below 0 are absent. Zeros if None;
         only with `keys="near"`.
+      layer: index of the layer to read.
       config: tile sizes; None takes the measured or default ones.
 
     Returns:
@@ -135,9 +138,11 @@ def prefill_attention(
       ValueError: a rank, dtype, shape or option not allowed, named with its value, before launch.
       NotImplementedError: on a GPU not of compute capability 9.0.
     """
+    if layer is None:
+        layer, k, v = jnp.int32(0), k[None], v[None]
     _check(q, k, v, trailing, sinks, window, keys, key_starts)
     B, T, N, H = q.shape
-    (K, S, R), Z = k.shape[1:], v.shape[-1]
+    (K, S, R), Z = k.shape[2:], v.shape[-1]
     HV = Z if trailing is None else H
     config = config or default_config(R, Z, R if trailing is None else H, HV)
     zeros = jnp.zeros(B, jnp.int32)
@@ -160,8 +165,9 @@ def prefill_attention(
         two_ranks=trailing is not None,
         together=_together(B * N, N // K, S * (R + Z)),
     )
-    operands = [jnp.stack([starts, lengths, base], 1).astype(jnp.int32), common.pad_rows(q, 1)]
-    operands += [common.pad_rows(x, 2) for x in (k, v)]
+    leading = layer * B + jnp.arange(B)
+    operands = [jnp.stack([starts, lengths, base, leading], 1).astype(jnp.int32), common.pad_rows(q, 1)]
+    operands += [common.pad_rows(x.reshape(-1, *x.shape[2:]), 2) for x in (k, v)]
     if trailing is not None:
         tails = trailing.k, trailing.v, trailing.sink_k, trailing.sink_v
         operands += [common.pad_rows(x, 2) for x in tails if x is not None and x.shape[-1]]
@@ -195,9 +201,9 @@ def _check(
     common.check_dtypes(q=q, k=k, v=v)
     common.check_shape("q", q, (None,) * 4, "B, T, N, H")
     B, _, N, H = q.shape
-    common.check_shape("k", k, (B, None, None, None), "B, K, S, R")
-    K, S, R = k.shape[1:]
-    common.check_shape("v", v, (B, K, S, None), "B, K, S, Z")
+    common.check_shape("k", k, (None, B, None, None, None), "L, B, K, S, R")
+    L, _, K, S, R = k.shape
+    common.check_shape("v", v, (L, B, K, S, None), "L, B, K, S, Z")
     Z = v.shape[-1]
     common.check_groups(N, K)
     common.check_rank("R", R)
@@ -265,6 +271,7 @@ class _Item(NamedTuple):
     """
 
     b: Array
+    leading: Array
     head: Array
     row: Array
     first: Array
@@ -295,10 +302,12 @@ def _item(g: _Geometry, config: PrefillConfig, scalars: Any) -> _Item:
     tile = g.tiles - 1 - lax.div(within, i32(g.together))
     index = lax.div(cta, per_group) * g.together + lax.rem(within, i32(g.together))
     b, head = lax.div(index, i32(g.N)), lax.rem(index, i32(g.N))
-    start, length, base = (scalars[b, i] for i in range(3))
+    start, length, base, leading = (scalars[b, i] for i in range(4))
     first = start + tile * rows
     end = jnp.minimum(first + rows, length)
-    return _Item(b, head, tile * rows, first, length, base, *_steps(g, config.block_kv, first, end, base))
+    return _Item(
+        b, leading, head, tile * rows, first, length, base, *_steps(g, config.block_kv, first, end, base)
+    )
 
 
 def _steps(g: _Geometry, block: int, first: Array, end: Array, base: Array) -> tuple[Array, ...]:
@@ -374,9 +383,9 @@ def _load_keys(
     """The producer: blocks of keys and values into their slots, as these become free."""
     block, kv_head = config.block_kv, lax.div(item.head, jnp.int32(g.groups))
 
-    def copy(source: Any, row: Array, destination: Any, ready: Any) -> None:
+    def copy(source: Any, leading: Array, row: Array, destination: Any, ready: Any) -> None:
         rows = pl.ds(pl.multiple_of(row, 8), block)
-        plgpu.copy_gmem_to_smem(source.at[item.b, kv_head, rows], destination, ready)
+        plgpu.copy_gmem_to_smem(source.at[leading, kv_head, rows], destination, ready)
 
     @pl.loop(0, item.plain + item.mixed + item.inner)
     def _step(step: Array) -> None:
@@ -387,7 +396,8 @@ def _load_keys(
             def _(name: str = name) -> None:
                 plgpu.barrier_wait(smem[name + "_free"].at[slot])
 
-            copy(source, key_block * block, smem[name].at[slot], smem[name + "_ready"].at[slot])
+            destination, ready = smem[name].at[slot], smem[name + "_ready"].at[slot]
+            copy(source, item.leading, key_block * block, destination, ready)
 
         if g.two_ranks:
 
@@ -403,14 +413,14 @@ def _load_keys(
                 @pl.when(jnp.logical_not(at_sinks))
                 def _() -> None:
                     for source, buffer in zip(tails[: len(buffers)], buffers, strict=True):
-                        copy(source, key_block * block - item.base, buffer, smem["tail_ready"])
+                        copy(source, item.b, key_block * block - item.base, buffer, smem["tail_ready"])
 
                 if g.sinks:
 
                     @pl.when(at_sinks)
                     def _() -> None:
                         for source, buffer in zip(tails[len(buffers) :], buffers, strict=True):
-                            copy(source, key_block * block, buffer, smem["tail_ready"])
+                            copy(source, item.b, key_block * block, buffer, smem["tail_ready"])
 
 
 class _State(NamedTuple):
@@ -504,7 +514,8 @@ class _Consumer(NamedTuple):
 
         def part(i: Array, carry: Any) -> tuple[_State, Array | None]:
             rows = pl.ds(pl.multiple_of(i * width, 8), width)
-            return self._masked_part(*carry, slot, rows, first_key + i * width, mixed)
+            state, tail = carry
+            return self._masked_part(state, tail, slot, rows, first_key + i * width, mixed)
 
         state, tail = lax.fori_loop(0, self.config.block_kv // width, part, (state, tail))
         for name in ["k_free", "v_free"]:

@@ -154,25 +154,66 @@ def write(
     sinks: int,
     window: int,
 ) -> CacheSegment:
-    """Stores tokens `positions < end` of layer `layer` of the run; without a ring they come truncated."""
-    rows = jnp.arange(k.shape[0])[:, None]
-    end = end[:, None]
+    """Stores tokens `positions < end` of layer `layer` of the run; without a ring they come truncated.
+
+    Slots past a row's end may be overwritten with padding; positions of k and v must stay below the capacity.
+    """
     R, Z = segment.k.shape[-1], segment.v.shape[-1]
-    store = lambda buffer, slot, x: buffer.at[layer, rows, :, slot].set(x, mode="drop")
-    # Out-of-range slots are dropped by the scatter: padding goes nowhere.
-    slot = jnp.where(positions < end, positions, segment.k.shape[3])
-    prefix = {"k": store(segment.k, slot, k[..., :R]), "v": store(segment.v, slot, v[..., :Z])}
+    put = _put_one if k.shape[1] == 1 else _put_piece
+    new_k = put(segment.k, layer, k[..., :R], positions, end)
+    new_v = put(segment.v, layer, v[..., :Z], positions, end)
     if not (sinks or window):
-        return replace(segment, **prefix)
-    recent = (positions >= end - window) & (positions >= sinks) & (positions < end)
-    dropped = segment.ring_k.shape[3]
-    ring_slot = jnp.where(recent, positions % max(window, 1), dropped)
-    ring_slot = jnp.where((positions < sinks) & (positions < end), window + positions, ring_slot)
+        return replace(segment, k=new_k, v=new_v)
+    put_ring = partial(_put_ring, layer=layer, positions=positions, end=end, sinks=sinks, window=window)
     return CacheSegment(
-        **prefix,
-        ring_k=store(segment.ring_k, ring_slot, k[..., R:]),
-        ring_v=store(segment.ring_v, ring_slot, v[..., Z:]),
+        new_k, new_v, put_ring(segment.ring_k, x=k[..., R:]), put_ring(segment.ring_v, x=v[..., Z:])
     )
+
+
+def _put_one(buffer: Array, layer: Array, x: Array, positions: Array, end: Array) -> Array:
+    """One token a row; one that is not below `end` goes nowhere."""
+    slot = jnp.where(positions < end[:, None], positions, buffer.shape[3])
+    rows = jnp.arange(x.shape[0])[:, None]
+    return buffer.at[layer, rows, :, slot].set(x, mode="drop")
+
+
+def _put_piece(buffer: Array, layer: Array, x: Array, positions: Array, end: Array) -> Array:
+    """A piece of each row in one contiguous copy (a scatter is several times slower), padding and all."""
+    del end
+
+    def put(row: Array, buffer: Array) -> Array:
+        piece = x[row].swapaxes(0, 1)[None, None]
+        return jax.lax.dynamic_update_slice(buffer, piece, (layer, row, 0, positions[row, 0], 0))
+
+    return jax.lax.fori_loop(0, x.shape[0], put, buffer)
+
+
+def _put_ring(
+    ring: Array, *, layer: Array, x: Array, positions: Array, end: Array, sinks: int, window: int
+) -> Array:
+    """The last `window` tokens and the sinks, each to its slot."""
+    if x.shape[1] == 1:
+        nowhere = ring.shape[3]
+        slot = jnp.where(positions < sinks, window + positions, positions % window if window else nowhere)
+        slot = jnp.where(positions < end[:, None], slot, nowhere)
+        rows = jnp.arange(x.shape[0])[:, None]
+        return ring.at[layer, rows, :, slot].set(x, mode="drop")
+    # Slot by slot: the position it shall hold, where that is in x, else what it held before.
+    slots = jnp.arange(ring.shape[3])
+    last = end[:, None] - 1
+    recent = last - (last - slots) % max(window, 1)
+    wanted = jnp.where(slots < window, recent, slots - window)
+    start = positions[:, :1]
+    kept = (
+        jnp.where(slots < window, wanted >= sinks, wanted < sinks)
+        & (wanted >= start)
+        & (wanted < end[:, None])
+    )
+    source = jnp.clip(wanted - start, 0, x.shape[1] - 1)
+    taken = jnp.take_along_axis(x, source[:, :, None, None], axis=1).swapaxes(1, 2)
+    old = jax.lax.dynamic_index_in_dim(ring, layer, keepdims=False)
+    new = jnp.where(kept[:, None, :, None], taken, old)
+    return jax.lax.dynamic_update_index_in_dim(ring, new, layer, 0)
 
 
 def _read_recent(segment: CacheSegment, layer: Array, start: Array, sinks: int, window: int) -> NearKeys:

@@ -60,7 +60,7 @@ def prefill(
     longest = int(lengths.max())
     last_hidden = jnp.zeros((len(prompts), network.config.embed_dim), network.dtype)
     for start in range(0, longest, chunk):
-        width = min(bucket(longest - start), chunk)
+        width = min(bucket(longest - start), chunk, cache.capacity - start)
         tokens = np.zeros((len(prompts), width), np.int32)
         for row, prompt in enumerate(prompts):
             piece = prompt[start : start + width]

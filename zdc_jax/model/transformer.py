@@ -140,7 +140,8 @@ class Transformer(nnx.Module):
         """Appends tokens after what the cache holds; serves prefill, chunked prefill and decode.
 
         Args:
-          tokens: padded on the right; token i of row b stands at position `cache.lengths[b] + i`.
+          tokens: padded on the right; token i of row b stands at position `cache.lengths[b] + i`, which must
+            be below the capacity also for padding (unless T = 1).
           end: tokens each row holds afterwards; positions from `end[b]` on are padding and are not stored.
 
         Returns:

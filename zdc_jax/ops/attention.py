@@ -266,13 +266,14 @@ def _pallas_prefill(
         trailing = Trailing(*tails, first, *heads)
     o, _ = prefill_attention(
         q,
-        segment.k[layer],
-        segment.v[layer],
+        segment.k,
+        segment.v,
         scale=scale,
         starts=start,
         lengths=end,
         trailing=trailing,
         sinks=sinks,
         window=window,
+        layer=layer,
     )
     return segment, o
