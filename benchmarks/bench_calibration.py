@@ -106,7 +106,7 @@ def main(options: Options) -> None:
     moments = collect_moments(network, windows, fingerprint="random", batch=options.batch)
     results["seconds_moments"] = time.perf_counter() - began
     print(f"moments {results['seconds_moments']:.1f} s", flush=True)
-    output_weights = [np.asarray(o, np.float64) for o in network.runs[0].attention.o[...]]
+    output_weights = [np.asarray(layer.attention.o[...], np.float64) for layer in network.layers]
     results |= store_basis(moments, output_weights)
     results["seconds_total"] = results["seconds_moments"] + results["seconds_basis"]
     print(f"basis {results['seconds_basis']:.1f} s, total {results['seconds_total']:.1f} s", flush=True)

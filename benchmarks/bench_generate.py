@@ -86,15 +86,17 @@ class Ours:
     """The product's own path: `Transformer.extend` on a `KVCache`."""
 
     def __init__(self, network: Transformer, chunk: int):
-        self.network, self.chunk = network, chunk
-        self.extend = jax.jit(_extend, donate_argnums=1)
+        self.chunk, self.plan = chunk, network.plan
+        self.leaves, tree = jax.tree.flatten(network)
+        extend = lambda leaves, *args: _extend(jax.tree.unflatten(tree, leaves), *args)
+        self.extend = jax.jit(extend, donate_argnums=1)
 
     def cache(self, batch: int, capacity: int) -> KVCache:
-        return KVCache.create(self.network.plan, batch=batch, capacity=capacity, dtype=jnp.bfloat16)
+        return KVCache.create(self.plan, batch=batch, capacity=capacity, dtype=jnp.bfloat16)
 
     def prefill(self, cache: KVCache, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
         for start in range(0, tokens.shape[1], self.chunk):
-            token, cache = self.extend(self.network, cache, tokens[:, start : start + self.chunk])
+            token, cache = self.extend(self.leaves, cache, tokens[:, start : start + self.chunk])
         return token, cache
 
     def filled(self, cache: KVCache, length: int) -> KVCache:
@@ -116,20 +118,21 @@ class OnCudnn:
     """
 
     def __init__(self, network: Transformer):
-        (run,) = network.runs
-        split = jax.jit(lambda run, i: jax.tree.map(lambda x: x[i], run))
-        self.blocks = [split(run, i) for i in range(network.config.num_layers)]
-        network.runs = []
-        self.network = network
-        self.step = jax.jit(_cudnn_step, donate_argnums=2)
+        self.config = network.config
+        self.leaves, tree = jax.tree.flatten(network)
+        step = lambda leaves, *args: _cudnn_step(jax.tree.unflatten(tree, leaves), *args)
+        self.step = jax.jit(step, donate_argnums=1)
 
     def cache(self, batch: int, capacity: int) -> Any:
-        c = self.network.config
+        c = self.config
         zeros = lambda: jnp.zeros((batch, capacity, c.num_kv_heads, c.head_dim), jnp.bfloat16)
-        return {"lengths": jnp.zeros(batch, jnp.int32), "kv": [(zeros(), zeros()) for _ in self.blocks]}
+        return {
+            "lengths": jnp.zeros(batch, jnp.int32),
+            "kv": [(zeros(), zeros()) for _ in range(c.num_layers)],
+        }
 
     def prefill(self, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        return self.step(self.network, self.blocks, cache, tokens)
+        return self.step(self.leaves, cache, tokens)
 
     def filled(self, cache: Any, length: int) -> Any:
         return {**cache, "lengths": jnp.full_like(cache["lengths"], length)}
@@ -137,12 +140,12 @@ class OnCudnn:
     decode = prefill
 
 
-def _cudnn_step(network: Transformer, blocks: Any, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+def _cudnn_step(network: Transformer, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
     lengths = cache["lengths"]
     T, scale = tokens.shape[1], network.config.head_dim**-0.5
     positions = lengths[:, None] + jnp.arange(T)
     x, kv = network.embed(tokens, positions), []
-    for block, (keys, values) in zip(blocks, cache["kv"], strict=True):
+    for block, (keys, values) in zip(network.layers, cache["kv"], strict=True):
 
         def attend(q: Any, k: Any, v: Any, keys: Any = keys, values: Any = values) -> Any:
             put = lambda buffer, new: jax.lax.dynamic_update_slice(buffer, new, (0, lengths[0], 0, 0))

@@ -226,20 +226,19 @@ def add_moments(
     x = network.embed(tokens, positions)
     K, full = network.config.num_kv_heads, network.plan.layers[0]
 
-    def layer(x: Array, block: Any) -> tuple[Array, dict[str, Array]]:
+    new: list[dict[str, Array]] = []
+    for block in network.layers:
         seen: dict[str, Array] = {}
 
-        def attend(q: Array, k: Array, v: Array) -> Array:
+        def attend(q: Array, k: Array, v: Array, seen: dict[str, Array] = seen) -> Array:
             o = network.attend_whole(q, k, v, full, None)
             for name, value in (("q", q), ("k", k), ("v", v), ("o", o)):
                 seen.update(_gram(name, value, weight, K))
             return o
 
-        return block(x, positions, attend), seen
-
-    (run,) = network.runs
-    _, new = jax.lax.scan(layer, x, run)
-    return jax.tree.map(jnp.add, sums, new)
+        x = block(x, positions, attend)
+        new.append(seen)
+    return {name: total + jnp.stack([seen[name] for seen in new]) for name, total in sums.items()}
 
 
 def _gram(name: str, x: Array, weight: Array, num_kv_heads: int) -> dict[str, Array]:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from convert.moments import Moments
 from zdc_jax.axes import Array
 from zdc_jax.errors import CalibrationError
-from zdc_jax.model.transformer import Transformer
+from zdc_jax.model.transformer import Block, Transformer
 from zdc_jax.ops.contract import einsum_f32
 
 ITERATIONS = 10
@@ -50,10 +50,9 @@ def kmeans_moments(
         )
     positions = jnp.arange(windows.shape[1])[None]
     x = jax.lax.map(lambda row: network.embed(row[None], positions)[0], jnp.asarray(windows))
-    (run,) = network.runs
     sums: list[dict[str, np.ndarray]] = []
-    for index in range(network.config.num_layers):
-        x, vectors, exact = _layer(network, run, index, x)
+    for index, block in enumerate(network.layers):
+        x, vectors, exact = _layer(network, block, x)
         key = jax.random.fold_in(jax.random.key(seed), index)
         layer = {name: np.asarray(value, np.float64) for name, value in exact.items()}
         for offset, (name, points) in enumerate(vectors.items()):
@@ -81,12 +80,11 @@ def pruned(topics: list[str], prune: float, seed: int) -> np.ndarray:
     return np.sort(np.array(kept))
 
 
-@partial(jax.jit, donate_argnums=3)
+@partial(jax.jit, donate_argnums=2)
 def _layer(
-    network: Transformer, run: Any, index: int, x: Float[Array, "W T D"]
+    network: Transformer, block: Block, x: Float[Array, "W T D"]
 ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
     """One layer over all windows: the next residual stream, vectors [K, P, H] of q, k, v, exact sums of o."""
-    block = jax.tree.map(lambda leaf: leaf[index], run)
     K, full = network.config.num_kv_heads, network.plan.layers[0]
 
     def one(row: Array) -> tuple[Array, dict[str, Array], Array, Array]:

@@ -139,21 +139,18 @@ def train(options: Options, windows: np.ndarray) -> Transformer:
     return network
 
 
-def unstack(network: Transformer) -> dict:
+def parameters(network: Transformer) -> dict:
     """Parameters of a trained network in the layout of `zdc_jax.model.params`, bfloat16."""
-    (run,) = network.runs
     cast = lambda x: np.asarray(x[...].astype(jnp.bfloat16))
-    layers = []
-    for index in range(CONFIG.num_layers):
-        take = lambda x, index=index: cast(x[...][index])
-        layers.append(
-            {
-                "attention": {name: take(getattr(run.attention, name)) for name in "qkvo"},
-                "mlp": {name: take(getattr(run.mlp, name)) for name in ("gate", "up", "down")},
-                "attention_norm": {"scale": take(run.attention_norm.scale)},
-                "mlp_norm": {"scale": take(run.mlp_norm.scale)},
-            }
-        )
+    layers = [
+        {
+            "attention": {name: cast(getattr(block.attention, name)) for name in "qkvo"},
+            "mlp": {name: cast(getattr(block.mlp, name)) for name in ("gate", "up", "down")},
+            "attention_norm": {"scale": cast(block.attention_norm.scale)},
+            "mlp_norm": {"scale": cast(block.mlp_norm.scale)},
+        }
+        for block in network.layers
+    ]
     assert network.final_norm is not None
     embeddings = {
         "tokens": cast(network.tokens),
@@ -172,7 +169,7 @@ def main(options: Options) -> None:
     windows, _ = cut(read_documents(sources))
     print(f"{windows.size:,} tokens")
     network = train(options, windows)
-    params = unstack(network)
+    params = parameters(network)
     options.output.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(options.output / "tokenizer.json"))
     export_hf(params, CONFIG, options.output)

@@ -86,16 +86,16 @@ def test_a_row_does_not_see_its_batch(tiny: TinyModel):
 
 def test_arrays_without_a_window_are_smaller(tiny: TinyModel):
     network = tiny.model(CompressionPlan.uniform(tiny.config, qk=16, v=16)).network
-    attention = network.runs[0].attention
-    L, D, N, K = 3, 64, tiny.config.num_heads, tiny.config.num_kv_heads
-    assert attention.v[...].shape == (L, D, K, 16)
-    assert attention.o[...].shape == (L, N, 16, D)
-    if tiny.config.rope is None:
-        assert attention.q[...].shape == (L, D, N, 16)
-        assert attention.k[...].shape == (L, D, K, 16)
-        assert attention.q_rotation is None
-    else:
-        assert attention.q_rotation[...].shape == (L, K, 32, 16)
+    D, N, K = 64, tiny.config.num_heads, tiny.config.num_kv_heads
+    for attention in (layer.attention for layer in network.layers):
+        assert attention.v[...].shape == (D, K, 16)
+        assert attention.o[...].shape == (N, 16, D)
+        if tiny.config.rope is None:
+            assert attention.q[...].shape == (D, N, 16)
+            assert attention.k[...].shape == (D, K, 16)
+            assert attention.q_rotation is None
+        else:
+            assert attention.q_rotation[...].shape == (K, 32, 16)
 
 
 def test_folded_at_full_rank_is_the_same_program(tiny_opt: TinyModel):
