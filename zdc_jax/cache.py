@@ -156,12 +156,13 @@ def write(
 ) -> CacheSegment:
     """Stores tokens `positions < end` of layer `layer` of the run; without a ring they come truncated.
 
-    Slots past a row's end may be overwritten with padding; positions of k and v must stay below the capacity.
+    More than one token a row: all rows begin at the same position, and positions stay below the capacity, for
+    padding is written as well, to slots past a row's end that nothing attends to.
     """
     R, Z = segment.k.shape[-1], segment.v.shape[-1]
-    put = _put_one if k.shape[1] == 1 else _put_piece
-    new_k = put(segment.k, layer, k[..., :R], positions, end)
-    new_v = put(segment.v, layer, v[..., :Z], positions, end)
+    put = partial(_put_one, end=end) if k.shape[1] == 1 else _put_piece
+    new_k = put(segment.k, layer, k[..., :R], positions)
+    new_v = put(segment.v, layer, v[..., :Z], positions)
     if not (sinks or window):
         return replace(segment, k=new_k, v=new_v)
     put_ring = partial(_put_ring, layer=layer, positions=positions, end=end, sinks=sinks, window=window)
@@ -177,15 +178,10 @@ def _put_one(buffer: Array, layer: Array, x: Array, positions: Array, end: Array
     return buffer.at[layer, rows, :, slot].set(x, mode="drop")
 
 
-def _put_piece(buffer: Array, layer: Array, x: Array, positions: Array, end: Array) -> Array:
-    """A piece of each row in one contiguous copy (a scatter is several times slower), padding and all."""
-    del end
-
-    def put(row: Array, buffer: Array) -> Array:
-        piece = x[row].swapaxes(0, 1)[None, None]
-        return jax.lax.dynamic_update_slice(buffer, piece, (layer, row, 0, positions[row, 0], 0))
-
-    return jax.lax.fori_loop(0, x.shape[0], put, buffer)
+def _put_piece(buffer: Array, layer: Array, x: Array, positions: Array) -> Array:
+    """A piece of every row in one contiguous copy (a scatter is several times slower), padding and all."""
+    piece = x.swapaxes(1, 2)[None]
+    return jax.lax.dynamic_update_slice(buffer, piece, (layer, 0, 0, positions[0, 0], 0))
 
 
 def _put_ring(

@@ -136,8 +136,8 @@ class Transformer(nnx.Module):
         """Appends tokens after what the cache holds; serves prefill, chunked prefill and decode.
 
         Args:
-          tokens: padded on the right; token i of row b stands at position `cache.lengths[b] + i`, which must
-            be below the capacity also for padding (unless T = 1).
+          tokens: padded on the right; token i of row b stands at position `cache.lengths[b] + i`. With T > 1
+            all lengths must be equal, and lengths + T, padding included, within the capacity.
           end: tokens each row holds afterwards; positions from `end[b]` on are padding and are not stored.
 
         Returns:
