@@ -9,6 +9,8 @@ from jaxtyping import Float, Int
 from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.layers import add_bias, param, rope_frequencies, rotate
+from zdc_jax.ops.attention import Implementation
+from zdc_jax.ops.rotation import rope_and_basis
 
 
 class Attention(nnx.Module):
@@ -31,37 +33,30 @@ class Attention(nnx.Module):
         self.config = config
 
     def project(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T N R"], Float[Array, "B T K R"], Float[Array, "B T K Z"]]:
         """q, k, v as attention and the cache see them."""
         q = add_bias(jnp.einsum("BTD,DNH->BTNH", x, self.q[...]), self.q_bias)
         k = add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.k[...]), self.k_bias)
         v = add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.v[...]), self.v_bias)
-        if self.config.rope is not None:
-            q, k = self._turn(q, k, positions)
-        if self.q_rotation is not None and self.k_rotation is not None:
-            B, T, N, H = q.shape
-            groups = q.reshape(B, T, self.config.num_kv_heads, -1, H)
-            q = jnp.einsum("BTKGH,KHR->BTKGR", groups, self.q_rotation[...]).reshape(B, T, N, -1)
-            k = add_bias(jnp.einsum("BTKH,KHR->BTKR", k, self.k_rotation[...]), self.k_shift)
-        return q, k, v
-
-    def _turn(self, q: Array, k: Array, positions: Array) -> tuple[Array, Array]:
         if self.frequencies is not None:
             per_head = self.frequencies[...]
-            q = rotate(
-                q,
-                positions,
-                jnp.repeat(per_head, self.config.group_size, axis=0),
-                interleaved=True,
-            )
-            return q, rotate(k, positions, per_head, interleaved=True)
-        assert self.config.rope is not None
-        angles = jnp.asarray(rope_frequencies(self.config.rope, self.config.head_dim), jnp.float32)
-        return (
-            rotate(q, positions, angles, interleaved=False),
-            rotate(k, positions, angles, interleaved=False),
-        )
+            per_query = jnp.repeat(per_head, self.config.group_size, axis=0)
+            q = rotate(q, positions, per_query, interleaved=True)
+            return q, rotate(k, positions, per_head, interleaved=True), v
+        if self.config.rope is None:
+            return q, k, v
+        angles = rope_frequencies(self.config.rope, self.config.head_dim)
+        if self.q_rotation is not None and self.k_rotation is not None:
+            shift = None if self.k_shift is None else self.k_shift[...]
+            basis = self.q_rotation[...], self.k_rotation[...], shift
+            return *rope_and_basis(q, k, positions, angles, *basis, implementation), v
+        turned = jnp.asarray(angles, jnp.float32)
+        q, k = (rotate(each, positions, turned, interleaved=False) for each in (q, k))
+        return q, k, v
 
     def output(self, o: Float[Array, "B T N Z"]) -> Float[Array, "B T D"]:
         """W_O applied to the heads' outputs in the rotated basis."""

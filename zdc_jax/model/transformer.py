@@ -33,11 +33,15 @@ class Block(nnx.Module):
         self.pre_norm = config.pre_norm
 
     def __call__(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], attend: Attend
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        attend: Attend,
+        implementation: Implementation | None = None,
     ) -> Float[Array, "B T D"]:
         with jax.named_scope("attention"):
             hidden = self.attention_norm(x) if self.pre_norm else x
-            q, k, v = self.attention.project(hidden, positions)
+            q, k, v = self.attention.project(hidden, positions, implementation)
             x = x + self.attention.output(attend(q, k, v))
             x = x if self.pre_norm else self.attention_norm(x)
         with jax.named_scope("mlp"):
@@ -100,7 +104,7 @@ class Transformer(nnx.Module):
         x = self.embed(tokens, positions)
         for block, ranks in zip(self.layers, self.plan.layers, strict=True):
             attend = partial(self.attend_whole, ranks=ranks, implementation=implementation)
-            x = block(x, positions, attend)
+            x = block(x, positions, attend, implementation)
         return x
 
     def __call__(
@@ -166,6 +170,6 @@ class Transformer(nnx.Module):
                     )
                     return o
 
-                x = block(x, positions, attend)
+                x = block(x, positions, attend, implementation)
             segments.append(segment)
         return x, KVCache(tuple(segments), end, cache.sinks, cache.window)

@@ -158,6 +158,11 @@ def _log_choice(kind: str, name: str, passed_over: tuple[str, ...]) -> None:
     log.info("%s runs on %s%s", kind, name, "".join(f" ({reason})" for reason in passed_over))
 
 
+def on_hopper(x: Array) -> bool:
+    """Whether the kernels run here on arrays of x's dtype."""
+    return _needs_gpu(x) is None and jax.devices()[0].compute_capability == "9.0"
+
+
 def _needs_gpu(q: Array) -> str | None:
     if jax.default_backend() != "gpu":
         return f"it needs a GPU, the default backend is {jax.default_backend()!r}"

@@ -1,0 +1,43 @@
+"""Rotary embedding and the basis of queries and keys after it (`post_rope`), in one kernel where it pays."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from kernels_pallas import post_rope
+from zdc_jax.axes import Array
+from zdc_jax.model.layers import rotate
+from zdc_jax.ops.attention import Implementation, on_hopper
+
+_SHORTEST = 64
+"""Tokens from which the kernel is used: below, reading the rotations is most of its time."""
+
+
+def rope_and_basis(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    positions: Int[Array, "B T"],
+    frequencies: Float[np.ndarray, "H/2"],
+    q_rotation: Float[Array, "K H C"],
+    k_rotation: Float[Array, "K H C"],
+    k_shift: Float[Array, "K C"] | None,
+    implementation: Implementation | None,
+) -> tuple[Float[Array, "B T N C"], Float[Array, "B T K C"]]:
+    """RoPE(q) A_Q and RoPE(k) A_K (+ shift); the G query heads of a KV head share its basis.
+
+    `pallas`, or None on a GPU of compute capability 9.0 in 16 bits, takes the kernel for 64 tokens and more.
+    """
+    H, C = q_rotation.shape[1:]
+    fits = on_hopper(q) and H % 32 == 0 and H <= 256 and C % 16 == 0
+    if implementation in (None, "pallas") and fits and q.shape[1] >= _SHORTEST:
+        angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
+        rotations = q_rotation, k_rotation, k_shift
+        q, keys, _ = post_rope(q, k, jnp.cos(angles), jnp.sin(angles), *rotations, qk_rank=C, keep_tail=False)
+        return q, keys.swapaxes(1, 2)
+    angles = jnp.asarray(frequencies, jnp.float32)
+    q, k = (rotate(x, positions, angles, interleaved=False) for x in (q, k))
+    B, T, N, _ = q.shape
+    groups = q.reshape(B, T, k.shape[2], -1, H)
+    q = jnp.einsum("BTKGH,KHR->BTKGR", groups, q_rotation).reshape(B, T, N, C)
+    k = jnp.einsum("BTKH,KHR->BTKR", k, k_rotation)
+    return q, k if k_shift is None else k + k_shift
