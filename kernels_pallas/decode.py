@@ -7,7 +7,8 @@ heads of a KV head are rows of one tensor-core tile, so that grouped heads read 
 """
 
 import functools
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import LOG2_E, NEVER, filled, scaled, tile_width, tiled
+from kernels_pallas.tuning import measured
 
 ROWS = 64
 """Rows of the tensor-core tile; the query heads of one KV head are some of them."""
@@ -45,12 +47,23 @@ class DecodeConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
 
 
+def config_for(rows: int, S: int, R: int, Z: int, H: int, *, two_ranks: bool, granule: int) -> DecodeConfig:
+    """The default parts, in blocks as measured for these widths on this device (else as by default).
+
+    granule: what blocks must divide, the window and the page size; 0 if there is neither.
+    """
+    default, found = default_config(rows, S, two_ranks), measured("decode", R=R, Z=Z, H=H)
+    if found is None or granule % found["block"]:
+        return default
+    return replace(default, block=found["block"], stages=found["stages"])
+
+
 def default_config(rows: int, S: int, two_ranks: bool) -> DecodeConfig:
     """Enough parts of `rows` = B·K heads' caches to fill 132 multiprocessors, of at least four blocks each.
 
     Blocks of far keys are small with two ranks, so that more CTAs are needed to keep the memory busy.
     """
-    wanted = (8 if two_ranks else 2) * 132
+    wanted = (12 if two_ranks else 2) * 132
     return DecodeConfig(splits=max(1, min(wanted // rows, S // 256)))
 
 
@@ -110,7 +123,9 @@ def decode_attention(
     (leading, K, S, R), Z = k.shape[1:], v.shape[-1]
     HV = Z if ring is None else H
     pages = 1 if block_table is None else block_table.shape[1]
-    config = config or default_config(B * K, S * pages, ring is not None)
+    granule = math.gcd(window, 0 if block_table is None else S)
+    two_ranks, full = ring is not None, R if ring is None else H
+    config = config or config_for(B * K, S * pages, R, Z, full, two_ranks=two_ranks, granule=granule)
     _check_blocks(config, S, window, block_table is not None)
     near_parts = 0 if ring is None else config.near_splits
     heads, pitch = _tile_heads(q, K, Z, HV - Z)

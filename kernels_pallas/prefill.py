@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import LOG2_E, NEVER, filled, scaled, tile_width, tiled
+from kernels_pallas.tuning import measured
 
 ROWS = 64
 """Query rows of one warpgroup: what one tensor-core instruction takes."""
@@ -33,7 +34,7 @@ Keys = Literal["all", "near", "far"]
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """Tile sizes of one launch.
+    """Tile sizes of one launch; None where one is asked for means `config_for` the widths.
 
     block_kv: keys a step, a multiple of 64. stages: blocks of keys in flight. warpgroups: query tiles of 64
     rows that share them. overlap: scores of the next block are computed during the softmax of this one, for
@@ -68,6 +69,12 @@ class _Widths(NamedTuple):
     Z: int
     H: int
     HV: int
+
+
+def config_for(R: int, Z: int, H: int, HV: int) -> PrefillConfig:
+    """The measured config of these widths on this device, else the default one."""
+    found = measured("prefill", R=R, Z=Z, H=H, HV=HV)
+    return PrefillConfig(**found) if found else default_config(R, Z, H, HV)
 
 
 def default_config(R: int, Z: int, H: int, HV: int) -> PrefillConfig:
@@ -144,7 +151,7 @@ def prefill_attention(
     B, T, N, H = q.shape
     (K, S, R), Z = k.shape[2:], v.shape[-1]
     HV = Z if trailing is None else H
-    config = config or default_config(R, Z, R if trailing is None else H, HV)
+    config = config or config_for(R, Z, R if trailing is None else H, HV)
     zeros = jnp.zeros(B, jnp.int32)
     starts = zeros if starts is None else starts
     lengths = starts + T if lengths is None else lengths

@@ -1,0 +1,29 @@
+"""Measured tile sizes: `tuned/<device>.json`, written by `python -m benchmarks.tune_kernels`."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+FOLDER = Path(__file__).parent / "tuned"
+
+
+def file_of(device_kind: str) -> Path:
+    """The table of a device, whether it exists or not."""
+    return FOLDER / (device_kind.lower().replace(" ", "_") + ".json")
+
+
+@functools.cache
+def _table(device_kind: str) -> dict[str, Any]:
+    path = file_of(device_kind)
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def measured(kernel: str, **widths: int) -> dict[str, Any] | None:
+    """Fastest measured config of a kernel at these widths on this device; None where none was measured."""
+    if jax.default_backend() != "gpu":
+        return None
+    entries = _table(jax.devices()[0].device_kind).get(kernel, [])
+    return next((entry["config"] for entry in entries if entry["widths"] == widths), None)
