@@ -20,10 +20,18 @@ import tyro
 
 from benchmarks.common import RESULTS, write_result
 from benchmarks.timing import copy_bandwidth, device_ms, matmul_rate, normal, torch_attention
-from kernels_pallas import Ring, Trailing, decode_attention, post_rope, prefill_attention
+from kernels_pallas import (
+    Ring,
+    Segment,
+    Trailing,
+    decode_attention,
+    post_rope,
+    prefill_attention,
+    segment_attention,
+)
 
-Section = Literal["prefill", "two-rank", "decode", "epilogue"]
-SECTIONS: tuple[Section, ...] = ("prefill", "two-rank", "decode", "epilogue")
+Section = Literal["prefill", "two-rank", "decode", "epilogue", "segments"]
+SECTIONS: tuple[Section, ...] = ("prefill", "two-rank", "decode", "epilogue", "segments")
 MULTIPROCESSORS, EXP_PER_CLOCK, CLOCK = 132, 16, 1.755e9
 N, H = 32, 128
 PREFILL_RANKS = [(128, 128), (96, 96), (64, 128), (64, 96), (48, 96), (64, 64), (32, 64)]
@@ -256,6 +264,38 @@ def epilogue_shape(ceilings: Ceilings, K: int, C: int, R: int, keep_tail: bool) 
     )
 
 
+def segments(ceilings: Ceilings) -> Iterator[Row]:
+    """Half of 16384 tokens at (64, 96), the others at (32, 64): attention, and the projection of q."""
+    S, D = 16384, 4096
+    order = jax.random.permutation(jax.random.key(9), S).astype(jnp.int32)
+    halves = jnp.sort(order[: S // 2])[None], jnp.sort(order[S // 2 :])[None]
+    ranks = (64, 96), (32, 64)
+    keys = [
+        Segment(normal(1, 1, N, S // 2, R), normal(2, 1, N, S // 2, Z), where)
+        for (R, Z), where in zip(ranks, halves, strict=True)
+    ]
+    q = normal(0, 2, 1, S // 2, N, 64)
+    both = lambda q, keys: [
+        segment_attention(q[i], keys[i].positions, keys, scale=H**-0.5)[0] for i in range(2)
+    ]
+    wide = normal(3, 1, S, N, H)
+    peer = device_ms(lambda q: cudnn(q, q, q, causal=True), wide)
+    pairs = N * S * (S + 1) / 2
+    bounds = ceilings.bounds(flops=2 * (160 + 96) / 2 * pairs, exps=pairs, nbytes=0.0)
+    yield row("classes (64,96) and (32,64), halves", device_ms(both, q, keys), peer, bounds)
+    x, w = normal(4, S, D), [normal(5 + i, D, N * R) for i, R in enumerate((64, 32, 128))]
+    two = lambda x, a, b: (x[: S // 2] @ a, x[S // 2 :] @ b)
+    full = device_ms(lambda x, w: x @ w, x, w[2])
+    bounds = ceilings.bounds(flops=2 * S / 2 * D * N * 96, exps=0.0, nbytes=0.0)
+    yield row("q of classes, 64 and 32 of 128", device_ms(two, x, w[0], w[1]), full, bounds)
+    o = [normal(8 + i, S // 2, N * Z) for i, (_, Z) in enumerate(ranks)]
+    back = lambda a, b, wa, wb: (a @ wa, b @ wb)
+    args = *o, normal(10, N * 96, D), normal(11, N * 64, D)
+    full = device_ms(lambda o, w: o @ w, normal(12, S, N * H), normal(13, N * H, D))
+    bounds = ceilings.bounds(flops=2 * S / 2 * D * N * 160, exps=0.0, nbytes=0.0)
+    yield row("W_O of classes, 96 and 64 of 128", device_ms(back, *args), full, bounds)
+
+
 def turn(x: jax.Array, cos: jax.Array, sin: jax.Array, rotation: jax.Array) -> jax.Array:
     """The same in XLA: x [B, T, N, H], rotation [K, H, C]."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -273,6 +313,7 @@ def main() -> None:
         f"copy {ceilings.copy / 1e12:.2f} TB/s, bf16 product {ceilings.matmul / 1e12:.0f} TFLOP/s", flush=True
     )
     functions = {"prefill": prefill, "two-rank": two_rank, "decode": decode, "epilogue": epilogue}
+    functions["segments"] = segments
     results: dict[str, Any] = {"ceilings": asdict(ceilings)}
     results |= {section: list(functions[section](ceilings)) for section in options.sections}
     print(write_result(options.name, {"sections": options.sections}, results, options.results))

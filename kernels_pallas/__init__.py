@@ -10,3 +10,6 @@ from kernels_pallas.prefill import PrefillConfig as PrefillConfig
 from kernels_pallas.prefill import Trailing as Trailing
 from kernels_pallas.prefill import prefill_attention as prefill_attention
 from kernels_pallas.reference import attention_reference as attention_reference
+from kernels_pallas.segments import Segment as Segment
+from kernels_pallas.segments import merge_partial as merge_partial
+from kernels_pallas.segments import segment_attention as segment_attention

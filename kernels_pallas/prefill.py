@@ -114,6 +114,7 @@ def prefill_attention(
     window: int = 0,
     keys: Keys = "all",
     key_starts: Int[Array, " B"] | None = None,
+    positions: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     layer: Int[Array, ""] | None = None,
     config: PrefillConfig | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
@@ -133,6 +134,8 @@ def prefill_attention(
         The last two are halves that merge by log-sum-exp (sequence parallelism); not with `trailing`.
       key_starts: position of row 0 of k, may be negative: positions below 0 are absent. Zeros if None;
         only with `keys="near"`.
+      positions: of queries and of keys, ascending in each row, where these are no runs (token classes); blocks
+        that no query of a tile sees are skipped. Only with `keys="all"`, without `trailing`.
       layer: index of the layer to read.
       config: tile sizes; None takes the measured or default ones.
 
@@ -148,6 +151,7 @@ def prefill_attention(
     if layer is None:
         layer, k, v = jnp.int32(0), k[None], v[None]
     _check(q, k, v, trailing, sinks, window, keys, key_starts)
+    _check_positions(q, k, positions, keys, trailing)
     B, T, N, H = q.shape
     (K, S, R), Z = k.shape[2:], v.shape[-1]
     HV = Z if trailing is None else H
@@ -170,11 +174,14 @@ def prefill_attention(
         scale=scale,
         keys=keys,
         two_ranks=trailing is not None,
+        positions=positions is not None,
         together=_together(B * N, N // K, S * (R + Z)),
     )
     leading = layer * B + jnp.arange(B)
     operands = [jnp.stack([starts, lengths, base, leading], 1).astype(jnp.int32), common.pad_rows(q, 1)]
     operands += [common.pad_rows(x.reshape(-1, *x.shape[2:]), 2) for x in (k, v)]
+    if positions is not None:
+        operands += _bounds(positions, g.tiles, config)
     if trailing is not None:
         tails = trailing.k, trailing.v, trailing.sink_k, trailing.sink_v
         operands += [common.pad_rows(x, 2) for x in tails if x is not None and x.shape[-1]]
@@ -241,6 +248,30 @@ def _check(
         raise ValueError(f"sinks={sinks} need trailing.sink_k and trailing.sink_v")
 
 
+def _check_positions(
+    q: Array, k: Array, positions: tuple[Array, Array] | None, keys: Keys, trailing: Trailing | None
+) -> None:
+    if positions is None:
+        return
+    if keys != "all" or trailing is not None:
+        raise ValueError(f"positions are given with keys={keys!r} or trailing: need 'all' and none")
+    common.check_shape("positions[0]", positions[0], q.shape[:2], "B, T")
+    common.check_shape("positions[1]", positions[1], (q.shape[0], k.shape[3]), "B, S")
+
+
+def _bounds(positions: tuple[Array, Array], tiles: int, config: PrefillConfig) -> list[Array]:
+    """Positions padded to whole tiles and blocks, and [B, tiles, 2] blocks that all, and that any, query sees."""
+    rows, block, never = config.warpgroups * ROWS, config.block_kv, jnp.iinfo(jnp.int32).max
+    queries, keys = (x.astype(jnp.int32) for x in positions)
+    queries = jnp.pad(queries, ((0, 0), (0, tiles * rows - queries.shape[1])), mode="edge")
+    keys = jnp.pad(keys, ((0, 0), (0, -keys.shape[1] % block)), constant_values=never)
+    tile = queries.reshape(queries.shape[0], tiles, rows)
+    blocks = keys.reshape(keys.shape[0], 1, -1, block)
+    by_all = (blocks[..., -1] <= tile[..., :1]).sum(-1)
+    by_any = (blocks[..., 0] <= tile[..., -1:]).sum(-1)
+    return [queries, keys, jnp.stack([by_all, by_any], -1).astype(jnp.int32)]
+
+
 def _together(heads: int, groups: int, width: int) -> int:
     """Heads whose CTAs run side by side: a divisor of all heads whose keys stay in the second-level cache."""
     count = max(1, min(heads, groups * max(1, _L2_BYTES // (2 * width))))
@@ -262,6 +293,7 @@ class _Geometry(NamedTuple):
     scale: float
     keys: Keys
     two_ranks: bool
+    positions: bool
     together: int
 
     def tails(self) -> list[str]:
@@ -300,7 +332,7 @@ class _Item(NamedTuple):
         )
 
 
-def _item(g: _Geometry, config: PrefillConfig, scalars: Any) -> _Item:
+def _item(g: _Geometry, config: PrefillConfig, scalars: Any, bounds: Any) -> _Item:
     """This CTA's item: a few heads at a time, longest tiles first."""
     i32, rows = jnp.int32, config.warpgroups * ROWS
     cta = lax.axis_index("cta")
@@ -312,6 +344,10 @@ def _item(g: _Geometry, config: PrefillConfig, scalars: Any) -> _Item:
     start, length, base, leading = (scalars[b, i] for i in range(4))
     first = start + tile * rows
     end = jnp.minimum(first + rows, length)
+    if g.positions:
+        zero, by_all, by_any = jnp.int32(0), bounds[b, tile, 0], bounds[b, tile, 1]
+        steps = (zero, by_all, zero, by_any - by_all, by_all, zero)
+        return _Item(b, leading, head, tile * rows, first, length, base, *steps)
     return _Item(
         b, leading, head, tile * rows, first, length, base, *_steps(g, config.block_kv, first, end, base)
     )
@@ -338,10 +374,11 @@ def _steps(g: _Geometry, block: int, first: Array, end: Array, base: Array) -> t
 
 def _kernel(*refs: Any, g: _Geometry, config: PrefillConfig, dtype: Any) -> None:
     scalars, q_ref, k_ref, v_ref, *tails, o_ref, lse_ref = refs
+    positions, bounds = (tails[:2], tails[2]) if g.positions else (None, None)
 
     def run(**smem: Any) -> None:
         wg = lax.axis_index("wg")
-        item = _item(g, config, scalars)
+        item = _item(g, config, scalars, bounds)
 
         @pl.when(wg == config.warpgroups)
         def _() -> None:
@@ -351,7 +388,7 @@ def _kernel(*refs: Any, g: _Geometry, config: PrefillConfig, dtype: Any) -> None
         @pl.when(wg < config.warpgroups)
         def _() -> None:
             plgpu.set_max_registers(160 if config.warpgroups == 3 else 232, action="increase")
-            _attend(g, config, smem, item, wg, q_ref, o_ref, lse_ref, dtype)
+            _attend(g, config, smem, item, wg, q_ref, o_ref, lse_ref, dtype, positions)
 
     pl.run_scoped(run, collective_axes="wg", **_scratch(g, config, dtype))
 
@@ -448,6 +485,7 @@ def _attend(
     o_ref: Any,
     lse_ref: Any,
     dtype: Any,
+    positions: Any,
 ) -> None:
     """One consumer warpgroup: its 64 queries against all blocks, then its results to memory."""
     rows = pl.ds(pl.multiple_of(item.row + wg * ROWS, 8), ROWS)
@@ -460,7 +498,7 @@ def _attend(
     state = _State(
         filled((ROWS, g.Z), 0, plgpu.Layout.WGMMA), filled((ROWS,), NEVER, column), filled((ROWS,), 0, column)
     )
-    steps = _Consumer(g, config, smem, item, wg, dtype)
+    steps = _Consumer(g, config, smem, item, wg, dtype, positions)
     state = lax.cond(item.plain > 0, steps.plain, lambda state: state, state)
     tail = filled((ROWS, g.HV - g.Z), 0, plgpu.Layout.WGMMA) if g.HV > g.Z else None
     carry, inner = (state, tail), item.plain + item.mixed
@@ -494,6 +532,7 @@ class _Consumer(NamedTuple):
     item: _Item
     wg: Array
     dtype: Any
+    positions: Any
 
     def plain(self, state: _State) -> _State:
         """All unmasked blocks, at least one."""
@@ -540,6 +579,8 @@ class _Consumer(NamedTuple):
         iota = lambda axis: plgpu.broadcasted_iota(jnp.int32, (ROWS, width), axis, layout=plgpu.Layout.WGMMA)
         t = iota(0) + (self.item.first + self.wg * ROWS)
         j = iota(1) + (first_key + (self.item.base if g.keys == "near" else 0))
+        if g.positions:
+            t, j = self._positions_of(first_key, width)
         near = lambda t, j: (j > t - g.window) | (j < g.sinks)
         if mixed:
             scores = self._product((q, k))
@@ -557,6 +598,17 @@ class _Consumer(NamedTuple):
                 p = lax.optimization_barrier(far_zero)
             tail = _accumulate(scaled(tail, alpha), p.astype(self.dtype), smem["v_tail"].at[part])
         return state, tail
+
+    def _positions_of(self, first_key: Array, width: int) -> tuple[Array, Array]:
+        """Positions of queries and of `width` keys, each [ROWS, width]."""
+        starts, sizes = (self.item.row + self.wg * ROWS, first_key), (ROWS, width)
+        shape, layout = (ROWS, width), plgpu.Layout.WGMMA
+        loaded = []
+        for axis, (ref, start, size) in enumerate(zip(self.positions, starts, sizes, strict=True)):
+            rows = ref.at[self.item.b, pl.ds(pl.multiple_of(start, 8), size)]
+            values = plgpu.load(rows, layout=layout.reduce(1 - axis), optimized=False)
+            loaded.append(lax.broadcast_in_dim(values, shape, [axis]))
+        return loaded[0], loaded[1]
 
     def _visible(self, t: Array, j: Array) -> Array:
         """Which keys at positions j queries at positions t see."""
