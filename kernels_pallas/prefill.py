@@ -134,8 +134,8 @@ def prefill_attention(
         The last two are halves that merge by log-sum-exp (sequence parallelism); not with `trailing`.
       key_starts: position of row 0 of k, may be negative: positions below 0 are absent. Zeros if None;
         only with `keys="near"`.
-      positions: of queries and of keys, ascending in each row, where these are no runs (token classes); blocks
-        that no query of a tile sees are skipped. Only with `keys="all"`, without `trailing`.
+      positions: of queries and of keys, ascending in each row, where these are no runs (token classes);
+        blocks that no query of a tile sees are skipped. Only with `keys="all"`, without `trailing`.
       layer: index of the layer to read.
       config: tile sizes; None takes the measured or default ones.
 
@@ -260,7 +260,7 @@ def _check_positions(
 
 
 def _bounds(positions: tuple[Array, Array], tiles: int, config: PrefillConfig) -> list[Array]:
-    """Positions padded to whole tiles and blocks, and [B, tiles, 2] blocks that all, and that any, query sees."""
+    """Positions padded to whole tiles and blocks; [B, tiles, 2] blocks that all, and that any, queries see."""
     rows, block, never = config.warpgroups * ROWS, config.block_kv, jnp.iinfo(jnp.int32).max
     queries, keys = (x.astype(jnp.int32) for x in positions)
     queries = jnp.pad(queries, ((0, 0), (0, tiles * rows - queries.shape[1])), mode="edge")
