@@ -147,7 +147,6 @@ class Bench:
             "mean_qk": mean_qk,
             "mean_v": mean_v,
             "ranks": [[r.qk, r.v] for r in case.plan.layers],
-            "runs": len(list(case.plan.runs())),
             "bytes_share": report.kv_bytes / report.dense_kv_bytes,
             "seconds_with_compile": time.perf_counter() - began,
             **report.to_json(),

@@ -260,7 +260,7 @@ def _check_positions(
 
 
 def _bounds(positions: tuple[Array, Array], tiles: int, config: PrefillConfig) -> list[Array]:
-    """Positions padded to whole tiles and blocks; [B, tiles, 2] blocks that all, and that any, queries see."""
+    """Positions padded to whole tiles and blocks; [B, tiles, 2] blocks that all, or any, queries see."""
     rows, block, never = config.warpgroups * ROWS, config.block_kv, jnp.iinfo(jnp.int32).max
     queries, keys = (x.astype(jnp.int32) for x in positions)
     queries = jnp.pad(queries, ((0, 0), (0, tiles * rows - queries.shape[1])), mode="edge")

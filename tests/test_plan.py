@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zdc_jax.errors import PlanError
-from zdc_jax.plan import MAX_DISTINCT_RANKS, CompressionPlan, LayerRanks, Run, allowed_ranks
+from zdc_jax.plan import MAX_DISTINCT_RANKS, CompressionPlan, LayerRanks, allowed_ranks
 
 
 def spectra(layers: int = 12, heads: int = 3, dim: int = 64, seed: int = 0) -> np.ndarray:
@@ -89,12 +89,6 @@ def test_bytes_of_the_published_example():
     by_hand = 12 * 3 * 2 * (4096 * (16 + 32) + 136 * (48 + 32)) + 4
     assert plan.bytes(4096) == by_hand
     assert by_hand / dense.bytes(4096) == pytest.approx(0.396, abs=5e-4)
-
-
-def test_runs_are_maximal():
-    a, b = LayerRanks(16, 16), LayerRanks(32, 16)
-    plan = CompressionPlan((a, a, b, a), 2, 32)
-    assert list(plan.runs()) == [Run(a, 0, 2), Run(b, 2, 3), Run(a, 3, 4)]
 
 
 @given(

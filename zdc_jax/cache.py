@@ -20,11 +20,11 @@ from zdc_jax.plan import CompressionPlan
 
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "ring_k", "ring_v"], meta_fields=[])
 @dataclass(frozen=True)
-class CacheSegment:
-    """Cache of one run of n layers with equal ranks.
+class LayerCache:
+    """Cache of one layer, updated in place.
 
-    k [n, B, K, S, R], v [n, B, K, S, Z]: first coordinates of all tokens; ring_k [n, B, K, M, H-R],
-    ring_v [n, B, K, M, H-Z]: trailing coordinates of the last tokens, position p ≥ sinks in slot p mod
+    k [B, K, S, R], v [B, K, S, Z]: first coordinates of all tokens; ring_k [B, K, M, H-R],
+    ring_v [B, K, M, H-Z]: trailing coordinates of the last tokens, position p ≥ sinks in slot p mod
     window, and of the sinks, position p in slot window + p.
     """
 
@@ -36,17 +36,17 @@ class CacheSegment:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["segments", "lengths"],
+    data_fields=["layers", "lengths"],
     meta_fields=["sinks", "window"],
 )
 @dataclass(frozen=True)
 class KVCache:
-    """Cache of a whole model: one segment a run of layers, `lengths` [B] int32 tokens held per row.
+    """Cache of a whole model, layer by layer; `lengths` [B] int32 tokens held per row.
 
     Row b holds positions 0 … lengths[b]-1; slots past that are unspecified and never attended to.
     """
 
-    segments: tuple[CacheSegment, ...]
+    layers: tuple[LayerCache, ...]
     lengths: Int[Array, " B"]
     sinks: int
     window: int
@@ -60,24 +60,23 @@ class KVCache:
         """
         check_fits(plan, batch=batch, capacity=capacity, dtype=dtype, free=free_bytes())
         ring, H = plan.ring_slots(capacity), plan.head_dim
-        segments = []
-        for ranks, start, stop in plan.runs():
-            shape = (stop - start, batch, plan.num_kv_heads)
-            segments.append(
-                CacheSegment(
-                    k=jnp.zeros((*shape, capacity, ranks.qk), dtype),
-                    v=jnp.zeros((*shape, capacity, ranks.v), dtype),
-                    ring_k=jnp.zeros((*shape, ring, H - ranks.qk), dtype),
-                    ring_v=jnp.zeros((*shape, ring, H - ranks.v), dtype),
-                )
+        empty = lambda slots, width: jnp.zeros((batch, plan.num_kv_heads, slots, width), dtype)
+        layers = tuple(
+            LayerCache(
+                k=empty(capacity, ranks.qk),
+                v=empty(capacity, ranks.v),
+                ring_k=empty(ring, H - ranks.qk),
+                ring_v=empty(ring, H - ranks.v),
             )
+            for ranks in plan.layers
+        )
         lengths = jnp.zeros(batch, jnp.int32)
-        return cls(tuple(segments), lengths, min(plan.sinks, capacity), min(plan.window, capacity))
+        return cls(layers, lengths, min(plan.sinks, capacity), min(plan.window, capacity))
 
     @property
     def capacity(self) -> int:
         """S, tokens a row can hold."""
-        return self.segments[0].k.shape[3]
+        return self.layers[0].k.shape[2]
 
     def bytes(self) -> int:
         """Bytes of all arrays; equals `plan.bytes(capacity, batch, itemsize)`."""
@@ -115,8 +114,7 @@ def check_fits(
 
 
 def append(
-    segment: CacheSegment,
-    layer: Int[Array, ""],
+    cache: LayerCache,
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     positions: Int[Array, "B T"],
@@ -124,18 +122,18 @@ def append(
     *,
     sinks: int,
     window: int,
-) -> tuple[CacheSegment, NearKeys | None]:
-    """Stores tokens `positions < end` of layer `layer` of the run and gives the keys near to them.
+) -> tuple[LayerCache, NearKeys | None]:
+    """Stores tokens `positions < end` of one layer and gives the keys near to them.
 
     Without a ring (`sinks == window == 0`) k and v come already truncated and there are no near keys.
     """
-    near_past = _read_recent(segment, layer, positions[:, 0], sinks, window) if window else None
-    segment = write(segment, layer, k, v, positions, end, sinks=sinks, window=window)
+    near_past = _read_recent(cache, positions[:, 0], sinks, window) if window else None
+    cache = write(cache, k, v, positions, end, sinks=sinks, window=window)
     if not (sinks or window):
-        return segment, None
+        return cache, None
     own = NearKeys(k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.where(positions >= sinks, positions, -1))
-    parts = [_read_sinks(segment, layer, sinks, window), near_past, own]
-    return segment, NearKeys(
+    parts = [_read_sinks(cache, sinks, window), near_past, own]
+    return cache, NearKeys(
         *(
             jnp.concatenate([part[i] for part in parts if part is not None], axis=axis)
             for i, axis in enumerate((2, 2, 1))
@@ -144,8 +142,7 @@ def append(
 
 
 def write(
-    segment: CacheSegment,
-    layer: Int[Array, ""],
+    cache: LayerCache,
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     positions: Int[Array, "B T"],
@@ -153,49 +150,46 @@ def write(
     *,
     sinks: int,
     window: int,
-) -> CacheSegment:
-    """Stores tokens `positions < end` of layer `layer` of the run; without a ring they come truncated.
+) -> LayerCache:
+    """Stores tokens `positions < end` of one layer; without a ring they come truncated.
 
     More than one token a row: all rows begin at the same position, and positions stay below the capacity, for
     padding is written as well, to slots past a row's end that nothing attends to.
     """
-    R, Z = segment.k.shape[-1], segment.v.shape[-1]
+    R, Z = cache.k.shape[-1], cache.v.shape[-1]
     put = partial(_put_one, end=end) if k.shape[1] == 1 else _put_piece
-    new_k = put(segment.k, layer, k[..., :R], positions)
-    new_v = put(segment.v, layer, v[..., :Z], positions)
+    new_k = put(cache.k, k[..., :R], positions)
+    new_v = put(cache.v, v[..., :Z], positions)
     if not (sinks or window):
-        return replace(segment, k=new_k, v=new_v)
-    put_ring = partial(_put_ring, layer=layer, positions=positions, end=end, sinks=sinks, window=window)
-    return CacheSegment(
-        new_k, new_v, put_ring(segment.ring_k, x=k[..., R:]), put_ring(segment.ring_v, x=v[..., Z:])
+        return replace(cache, k=new_k, v=new_v)
+    put_ring = partial(_put_ring, positions=positions, end=end, sinks=sinks, window=window)
+    return LayerCache(
+        new_k, new_v, put_ring(cache.ring_k, x=k[..., R:]), put_ring(cache.ring_v, x=v[..., Z:])
     )
 
 
-def _put_one(buffer: Array, layer: Array, x: Array, positions: Array, end: Array) -> Array:
+def _put_one(buffer: Array, x: Array, positions: Array, end: Array) -> Array:
     """One token a row; one that is not below `end` goes nowhere."""
-    slot = jnp.where(positions < end[:, None], positions, buffer.shape[3])
+    slot = jnp.where(positions < end[:, None], positions, buffer.shape[2])
     rows = jnp.arange(x.shape[0])[:, None]
-    return buffer.at[layer, rows, :, slot].set(x, mode="drop")
+    return buffer.at[rows, :, slot].set(x, mode="drop")
 
 
-def _put_piece(buffer: Array, layer: Array, x: Array, positions: Array) -> Array:
+def _put_piece(buffer: Array, x: Array, positions: Array) -> Array:
     """A piece of every row in one contiguous copy (a scatter is several times slower), padding and all."""
-    piece = x.swapaxes(1, 2)[None]
-    return jax.lax.dynamic_update_slice(buffer, piece, (layer, 0, 0, positions[0, 0], 0))
+    return jax.lax.dynamic_update_slice(buffer, x.swapaxes(1, 2), (0, 0, positions[0, 0], 0))
 
 
-def _put_ring(
-    ring: Array, *, layer: Array, x: Array, positions: Array, end: Array, sinks: int, window: int
-) -> Array:
+def _put_ring(ring: Array, *, x: Array, positions: Array, end: Array, sinks: int, window: int) -> Array:
     """The last `window` tokens and the sinks, each to its slot."""
     if x.shape[1] == 1:
-        nowhere = ring.shape[3]
+        nowhere = ring.shape[2]
         slot = jnp.where(positions < sinks, window + positions, positions % window if window else nowhere)
         slot = jnp.where(positions < end[:, None], slot, nowhere)
         rows = jnp.arange(x.shape[0])[:, None]
-        return ring.at[layer, rows, :, slot].set(x, mode="drop")
+        return ring.at[rows, :, slot].set(x, mode="drop")
     # Slot by slot: the position it shall hold, where that is in x, else what it held before.
-    slots = jnp.arange(ring.shape[3])
+    slots = jnp.arange(ring.shape[2])
     last = end[:, None] - 1
     recent = last - (last - slots) % max(window, 1)
     wanted = jnp.where(slots < window, recent, slots - window)
@@ -207,43 +201,40 @@ def _put_ring(
     )
     source = jnp.clip(wanted - start, 0, x.shape[1] - 1)
     taken = jnp.take_along_axis(x, source[:, :, None, None], axis=1).swapaxes(1, 2)
-    old = jax.lax.dynamic_index_in_dim(ring, layer, keepdims=False)
-    new = jnp.where(kept[:, None, :, None], taken, old)
-    return jax.lax.dynamic_update_index_in_dim(ring, new, layer, 0)
+    return jnp.where(kept[:, None, :, None], taken, ring)
 
 
-def _read_recent(segment: CacheSegment, layer: Array, start: Array, sinks: int, window: int) -> NearKeys:
+def _read_recent(cache: LayerCache, start: Array, sinks: int, window: int) -> NearKeys:
     """All coordinates of the `window` positions before `start` [B]; position -1 marks an absent one."""
     positions = start[:, None] - window + jnp.arange(window)  # [B, W]
     slots = positions % window
     rows = jnp.arange(start.shape[0])[:, None]
-    gather = lambda buffer, slot: buffer[layer, rows, :, slot].swapaxes(1, 2)
+    gather = lambda buffer, slot: buffer[rows, :, slot].swapaxes(1, 2)
     prefix = jnp.maximum(positions, 0)
     return NearKeys(
-        jnp.concatenate([gather(segment.k, prefix), gather(segment.ring_k, slots)], -1),
-        jnp.concatenate([gather(segment.v, prefix), gather(segment.ring_v, slots)], -1),
+        jnp.concatenate([gather(cache.k, prefix), gather(cache.ring_k, slots)], -1),
+        jnp.concatenate([gather(cache.v, prefix), gather(cache.ring_v, slots)], -1),
         jnp.where(positions >= sinks, positions, -1),
     )
 
 
-def _read_sinks(segment: CacheSegment, layer: Array, sinks: int, window: int) -> NearKeys:
-    batch = segment.k.shape[1]
+def _read_sinks(cache: LayerCache, sinks: int, window: int) -> NearKeys:
+    batch = cache.k.shape[0]
     join = lambda prefix, ring: jnp.concatenate(
-        [prefix[layer, :, :, :sinks], ring[layer, :, :, window : window + sinks]], -1
+        [prefix[:, :, :sinks], ring[:, :, window : window + sinks]], -1
     )
     return NearKeys(
-        join(segment.k, segment.ring_k),
-        join(segment.v, segment.ring_v),
+        join(cache.k, cache.ring_k),
+        join(cache.v, cache.ring_v),
         jnp.broadcast_to(jnp.arange(sinks), (batch, sinks)),
     )
 
 
 def recent_rows(
-    ring: Float[Array, "n B K M C"],
-    layer: Int[Array, ""],
+    ring: Float[Array, "B K M C"],
     new: Float[Array, "B T K C"],
-    start: Int[Array, " B"],
-    first: Int[Array, " B"],
+    start: Int[Array, ""],
+    first: Int[Array, ""],
     *,
     window: int,
     past: int,
@@ -252,9 +243,7 @@ def recent_rows(
 
     Rows of positions before start - window are unspecified; start - first is at most `past`.
     """
-    B = start.shape[0]
-    slots = (first[:, None] + jnp.arange(past)) % window
-    old = ring[layer, jnp.arange(B)[:, None], :, slots].swapaxes(1, 2)
-    rows = jnp.concatenate([old, jnp.zeros_like(new.swapaxes(1, 2))], axis=2)
-    put = lambda rows, new, at: jax.lax.dynamic_update_slice_in_dim(rows, new, at, axis=1)
-    return jax.vmap(put)(rows, new.swapaxes(1, 2), start - first)
+    old = ring[:, :, (first + jnp.arange(past)) % window]
+    new = new.swapaxes(1, 2)
+    rows = jnp.concatenate([old, jnp.zeros_like(new)], axis=2)
+    return jax.lax.dynamic_update_slice_in_dim(rows, new, start - first, axis=2)

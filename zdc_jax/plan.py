@@ -1,11 +1,10 @@
 """`CompressionPlan`: which coordinates of Q, K, V each layer keeps (DESIGN: near and far, nested ranks)."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -27,14 +26,6 @@ class LayerRanks:
 
     qk: int
     v: int
-
-
-class Run(NamedTuple):
-    """Consecutive layers `start:stop` with equal ranks; they are stacked and scanned."""
-
-    ranks: LayerRanks
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -146,14 +137,6 @@ class CompressionPlan:
             float(np.mean([r.qk for r in self.layers])),
             float(np.mean([r.v for r in self.layers])),
         )
-
-    def runs(self) -> Iterator[Run]:
-        """Maximal runs of consecutive layers with equal ranks, in order."""
-        start = 0
-        for ranks, group in groupby(self.layers):
-            stop = start + len(list(group))
-            yield Run(ranks, start, stop)
-            start = stop
 
     def ring_slots(self, capacity: int) -> int:
         """Slots of the ring of trailing coordinates for a cache of `capacity` tokens.

@@ -22,7 +22,8 @@ def classes(T, share, seed):
 
 def test_lowers():
     integers = lambda n: shape(2, n, dtype=jnp.int32)
-    segments = [Segment(shape(2, 2, n, R), shape(2, 2, n, Z), integers(n)) for n, (R, Z) in zip((90, 700), RANKS, strict=True)]  # fmt: skip
+    sizes = zip((90, 700), RANKS, strict=True)
+    segments = [Segment(shape(2, 2, n, R), shape(2, 2, n, Z), integers(n)) for n, (R, Z) in sizes]
     f = lambda q, t, segments: segment_attention(q, t, segments, scale=1.0)
     o, lse = lower(f, shape(2, 90, 4, 64), integers(90), segments).out_info
     assert (o.shape, lse.shape) == ((2, 90, 4, 96), (2, 4, 90))
@@ -31,8 +32,9 @@ def test_lowers():
 @pytest.mark.parametrize(("positions", "message"), [((2, 91), "B, T"), ((3, 90), "B, T")])
 def test_refuses_positions_of_another_shape(positions, message):
     segment = Segment(shape(2, 2, 40, 32), shape(2, 2, 40, 64), shape(2, 40, dtype=jnp.int32))
+    f = lambda q, t, s: segment_attention(q, t, [s], scale=1.0)
     with pytest.raises(ValueError, match=message):
-        lower(lambda q, t, s: segment_attention(q, t, [s], scale=1.0), shape(2, 90, 4, 32), shape(*positions, dtype=jnp.int32), segment)  # fmt: skip
+        lower(f, shape(2, 90, 4, 32), shape(*positions, dtype=jnp.int32), segment)
 
 
 def test_merge_is_one_softmax():

@@ -1,4 +1,4 @@
-"""The measured tables: every entry is a config that the kernels accept and that is the fastest of its times."""
+"""The measured tables: every entry is a config that the kernels accept, the fastest of its times."""
 
 import json
 

@@ -12,6 +12,7 @@ from zdc_jax import generate
 from zdc_jax.cache import KVCache
 from zdc_jax.loading import LanguageModel
 from zdc_jax.ops import attention as ops
+from zdc_jax.ops import rotation
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 PLANS = {
@@ -54,6 +55,24 @@ def bfloat16(model: LanguageModel) -> LanguageModel:
     return LanguageModel(network, model.tokenizer, model.basis)
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="what can be checked without a GPU")
+@pytest.mark.parametrize("config", [LLAMA, OPT], ids=["llama", "opt"])
+@pytest.mark.parametrize("name", PLANS)
+def test_model_on_kernels_lowers_for_cuda(monkeypatch, config, name):
+    """Whole sequences, a piece of a prompt after another, and one token."""
+    network = bfloat16(TinyModel(config).model(CompressionPlan.uniform(config, **PLANS[name]))).network
+    monkeypatch.setattr(ops, "_pallas_refusal", lambda *args: None)
+    monkeypatch.setattr(rotation, "on_hopper", lambda x: True)
+    cache = KVCache.create(network.plan, batch=2, capacity=256, dtype=network.dtype)
+    integers = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
+    extend = lambda cache, tokens, end: network.extend(cache, tokens, end, "pallas")
+    for width in (100, 1):
+        traced = jax.jit(extend).trace(cache, integers(2, width), integers(2))
+        assert "zdc_" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    whole = jax.jit(lambda tokens: network.hidden(tokens, "pallas")).trace(integers(2, 190))
+    assert "zdc_prefill" in whole.lower(lowering_platforms=("cuda",)).as_text()
+
+
 def replay(network, tokens, implementation):
     """Hidden states of a ragged batch: two pieces of prompt, then token by token."""
     B, T = tokens.shape
@@ -62,7 +81,7 @@ def replay(network, tokens, implementation):
     extend = jax.jit(lambda cache, x, end: network.extend(cache, x, end, implementation))
     states, start = [], 0
     for width in (100, 70):
-        cache = KVCache(cache.segments, jnp.full(B, start), cache.sinks, cache.window)
+        cache = KVCache(cache.layers, jnp.full(B, start), cache.sinks, cache.window)
         end = np.minimum(lengths - 20, start + width)
         hidden, cache = extend(cache, tokens[:, start : start + width], jnp.asarray(end))
         inside = start + np.arange(width) < end[:, None]
@@ -71,7 +90,7 @@ def replay(network, tokens, implementation):
     held = np.minimum(lengths - 20, start)
     for _ in range(20):
         one = jnp.asarray(tokens[np.arange(B), held][:, None])
-        cache = KVCache(cache.segments, jnp.asarray(held), cache.sinks, cache.window)
+        cache = KVCache(cache.layers, jnp.asarray(held), cache.sinks, cache.window)
         hidden, cache = extend(cache, one, jnp.asarray(held + 1))
         states.append(np.asarray(hidden, np.float32))
         held = held + 1

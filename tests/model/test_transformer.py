@@ -33,7 +33,7 @@ def replay(network, tokens, pieces):
     logits = np.full((B, T, network.config.vocab_size), np.nan, np.float32)
     start = 0
     for width in pieces:
-        cache = KVCache(cache.segments, jnp.full(B, start), cache.sinks, cache.window)
+        cache = KVCache(cache.layers, jnp.full(B, start), cache.sinks, cache.window)
         end = np.minimum(LENGTHS - 3, start + width)
         hidden, cache = extend(network, cache, tokens[:, start : start + width], jnp.asarray(end))
         logits[:, start : start + width] = network.unembed(hidden)
@@ -42,7 +42,7 @@ def replay(network, tokens, pieces):
     while (held < LENGTHS).any():
         column = np.minimum(held, T - 1)
         end = np.minimum(held + 1, LENGTHS)
-        cache = KVCache(cache.segments, jnp.asarray(held), cache.sinks, cache.window)
+        cache = KVCache(cache.layers, jnp.asarray(held), cache.sinks, cache.window)
         one = jnp.asarray(tokens[np.arange(B), column][:, None])
         hidden, cache = extend(network, cache, one, jnp.asarray(end))
         step = np.asarray(network.unembed(hidden[:, 0]))
@@ -121,7 +121,7 @@ def test_full_rank_in_another_basis_is_the_same_model(tiny: TinyModel, kind, cen
     def cached_keys(network):
         cache = KVCache.create(plan, batch=2, capacity=48, dtype=jnp.float32)
         _, cache = network.extend(cache, tokens, jnp.array([48, 48]))
-        return np.asarray(cache.segments[0].k)
+        return np.asarray(cache.layers[0].k)
 
     assert np.abs(cached_keys(rotated) - cached_keys(tiny.dense)).max() > 0.1
 

@@ -149,27 +149,23 @@ class Transformer(nnx.Module):
         """
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
         x = self.embed(tokens, positions)
-        segments = []
-        for segment, (_, start, stop) in zip(cache.segments, self.plan.runs(), strict=True):
-            for index, block in enumerate(self.layers[start:stop]):
+        layers = list(cache.layers)
+        for index, block in enumerate(self.layers):
 
-                def attend(q: Array, k: Array, v: Array, index: int = index) -> Array:
-                    nonlocal segment
-                    segment, o = cached_attention(
-                        q,
-                        k,
-                        v,
-                        segment,
-                        jnp.int32(index),
-                        positions,
-                        end,
-                        scale=self.config.head_dim**-0.5,
-                        sinks=cache.sinks,
-                        window=cache.window,
-                        implementation=implementation,
-                    )
-                    return o
+            def attend(q: Array, k: Array, v: Array, index: int = index) -> Array:
+                layers[index], o = cached_attention(
+                    q,
+                    k,
+                    v,
+                    layers[index],
+                    positions,
+                    end,
+                    scale=self.config.head_dim**-0.5,
+                    sinks=cache.sinks,
+                    window=cache.window,
+                    implementation=implementation,
+                )
+                return o
 
-                x = block(x, positions, attend, implementation)
-            segments.append(segment)
-        return x, KVCache(tuple(segments), end, cache.sinks, cache.window)
+            x = block(x, positions, attend, implementation)
+        return x, KVCache(tuple(layers), end, cache.sinks, cache.window)

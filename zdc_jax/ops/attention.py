@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import TAIL_ALIGNMENT, Ring, Trailing, decode_attention, prefill_attention
 from zdc_jax.axes import Array
-from zdc_jax.cache import CacheSegment, append, recent_rows, write
+from zdc_jax.cache import LayerCache, append, recent_rows, write
 from zdc_jax.ops.xla import NearKeys, xla_attention
 
 Implementation = Literal["pallas", "cudnn", "xla"]
@@ -76,8 +76,7 @@ def cached_attention(
     q: Float[Array, "B T N Hq"],
     k: Float[Array, "B T K Hq"],
     v: Float[Array, "B T K Hv"],
-    segment: CacheSegment,
-    layer: Int[Array, ""],
+    cache: LayerCache,
     positions: Int[Array, "B T"],
     end: Int[Array, " B"],
     *,
@@ -85,8 +84,8 @@ def cached_attention(
     sinks: int,
     window: int,
     implementation: Implementation | None = None,
-) -> tuple[CacheSegment, Float[Array, "B T N Hv"]]:
-    """Stores new tokens in layer `layer` of a cache segment and lets them attend to all the cache holds.
+) -> tuple[LayerCache, Float[Array, "B T N Hv"]]:
+    """Stores new tokens in the cache of one layer and lets them attend to all that it holds.
 
     Args:
       q, k, v: of the new tokens; at full rank where the cache has a ring, else truncated.
@@ -97,38 +96,35 @@ def cached_attention(
     Raises:
       NotImplementedError: the chosen implementation cannot do this call, with the reason.
     """
-    R, Z = segment.k.shape[-1], segment.v.shape[-1]
+    R, Z = cache.k.shape[-1], cache.v.shape[-1]
     near = q.shape[-1] > R or v.shape[-1] > Z
     if not near:
         sinks = window = 0
     refusals: dict[Implementation, Callable[[], str | None]] = {
-        "pallas": lambda: _pallas_refusal(q, R, Z, v.shape[-1], near, sinks, window, segment),
+        "pallas": lambda: _pallas_refusal(q, R, Z, v.shape[-1], near, sinks, window, cache),
         "cudnn": lambda: "it does not read this cache",
     }
     kind = "decode" if q.shape[1] == 1 else "prefill"
     if _choose(kind, implementation, refusals) == "xla":
-        segment, keys = append(segment, layer, k, v, positions, end, sinks=sinks, window=window)
-        prefix = segment.k[layer], segment.v[layer]
-        return segment, xla_attention(
-            q, *prefix, positions, scale=scale, near=keys, sinks=sinks, window=window
-        )
+        cache, keys = append(cache, k, v, positions, end, sinks=sinks, window=window)
+        prefix = cache.k, cache.v
+        return cache, xla_attention(q, *prefix, positions, scale=scale, near=keys, sinks=sinks, window=window)
     if q.shape[1] == 1:
-        segment = write(segment, layer, k, v, positions, end, sinks=sinks, window=window)
-        ring = Ring(segment.ring_k, segment.ring_v) if near else None
+        cache = write(cache, k, v, positions, end, sinks=sinks, window=window)
+        ring = Ring(cache.ring_k, cache.ring_v) if near else None
         lengths = positions[:, 0] + 1
         o, _ = decode_attention(
             q[:, 0],
-            segment.k,
-            segment.v,
+            cache.k,
+            cache.v,
             lengths,
             scale=scale,
             ring=ring,
             sinks=sinks,
             window=window,
-            layer=layer,
         )
-        return segment, o[:, None]
-    return _pallas_prefill(q, k, v, segment, layer, positions, end, scale, sinks, window)
+        return cache, o[:, None]
+    return _pallas_prefill(q, k, v, cache, positions, end, scale, sinks, window)
 
 
 def _choose(
@@ -191,7 +187,7 @@ def _pallas_refusal(
     near: bool,
     sinks: int,
     window: int,
-    segment: CacheSegment | None = None,
+    cache: LayerCache | None = None,
 ) -> str | None:
     if (reason := _needs_gpu(q)) is not None:
         return reason
@@ -202,12 +198,12 @@ def _pallas_refusal(
             return f"it needs ranks that are multiples of 16 from 16 to 256, got {name}={rank}"
     if near and (not window or sinks > 64):
         return f"it needs a window, and at most 64 sinks, got {window=}, {sinks=}"
-    if segment is None:
+    if cache is None:
         return None
-    if segment.k.shape[3] % 8 or window % 64:
-        return f"it needs a capacity in multiples of 8 and a window of 64, got {segment.k.shape[3]}, {window}"
-    if q.shape[2] // segment.k.shape[2] > 56:
-        return f"it packs at most 56 query heads of a KV head, got {q.shape[2] // segment.k.shape[2]}"
+    if cache.k.shape[2] % 8 or window % 64:
+        return f"it needs a capacity in multiples of 8 and a window of 64, got {cache.k.shape[2]}, {window}"
+    if q.shape[2] // cache.k.shape[1] > 56:
+        return f"it packs at most 56 query heads of a KV head, got {q.shape[2] // cache.k.shape[1]}"
     return None
 
 
@@ -248,37 +244,35 @@ def _pallas_prefill(
     q: Array,
     k: Array,
     v: Array,
-    segment: CacheSegment,
-    layer: Array,
+    cache: LayerCache,
     positions: Array,
     end: Array,
     scale: float,
     sinks: int,
     window: int,
-) -> tuple[CacheSegment, Array]:
+) -> tuple[LayerCache, Array]:
     """A piece of the prompt on what the cache holds: the ring is read before the new tokens overwrite it."""
-    start, trailing = positions[:, 0], None
-    R, Z = segment.k.shape[-1], segment.v.shape[-1]
+    start, trailing = positions[0, 0], None  # All rows begin a piece at the same position.
+    R, Z = cache.k.shape[-1], cache.v.shape[-1]
     if window:
         past = -(-window // TAIL_ALIGNMENT) * TAIL_ALIGNMENT + TAIL_ALIGNMENT
         first = jnp.maximum(start - window + 1, 0) // TAIL_ALIGNMENT * TAIL_ALIGNMENT
-        rows = functools.partial(recent_rows, layer=layer, start=start, first=first, window=window, past=past)
-        tails = rows(segment.ring_k, new=k[..., R:]), rows(segment.ring_v, new=v[..., Z:])
-    segment = write(segment, layer, k, v, positions, end, sinks=sinks, window=window)
+        rows = functools.partial(recent_rows, start=start, first=first, window=window, past=past)
+        tails = rows(cache.ring_k, k[..., R:]), rows(cache.ring_v, v[..., Z:])
+    cache = write(cache, k, v, positions, end, sinks=sinks, window=window)
     if window:
-        rings = segment.ring_k, segment.ring_v
-        heads = (ring[layer, :, :, window:] for ring in rings) if sinks else (None, None)
-        trailing = Trailing(*tails, first, *heads)
+        rings = cache.ring_k, cache.ring_v
+        heads = (ring[:, :, window:] for ring in rings) if sinks else (None, None)
+        trailing = Trailing(*tails, jnp.broadcast_to(first, end.shape), *heads)
     o, _ = prefill_attention(
         q,
-        segment.k,
-        segment.v,
+        cache.k,
+        cache.v,
         scale=scale,
-        starts=start,
+        starts=positions[:, 0],
         lengths=end,
         trailing=trailing,
         sinks=sinks,
         window=window,
-        layer=layer,
     )
-    return segment, o
+    return cache, o
