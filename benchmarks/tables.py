@@ -62,7 +62,19 @@ def calibration_table() -> str:
     return "\n".join(["| stage | measured |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows)])
 
 
-TABLES = {"quality": quality_table, "calibration": calibration_table}
+def kernel_table() -> str:
+    """Every kernel beside the resource that bounds it and its peer."""
+    results = read("kernels-h200")["results"]
+    lines = ["| kernel | ms | of its bound | beside cuDNN (epilogue: XLA) |", "|---|---|---|---|"]
+    for row in (row for rows in results.values() if isinstance(rows, list) for row in rows):
+        if "ms" in row:
+            speedup = f"{row['speedup']:.2f}x" if "speedup" in row else "–"
+            bound = f"{row['of_limit']:.0%} of {row['limit']}"
+            lines.append(f"| {row['name']} | {row['ms']:.3f} | {bound} | {speedup} |")
+    return "\n".join(lines)
+
+
+TABLES = {"quality": quality_table, "calibration": calibration_table, "kernels": kernel_table}
 
 
 def main() -> None:
