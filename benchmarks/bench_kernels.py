@@ -2,9 +2,10 @@
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.8 python -m benchmarks.bench_kernels
 
-Prints the ceilings first. Every kernel's output is checked in the same run, on the tensors that are timed:
-rows of it against float64. Peers run in the same process (cuDNN through JAX, JAX's own kernel), PyTorch's in
-a process of its own. Times are device times (CUPTI); a cached row's bytes are those it must read.
+Prints the ceilings first. Rows that carry an `error` were checked in the same run, on the tensors that are
+timed: prefill and decode against float64, the epilogue against XLA. The paged and the segment rows are times
+only; their numbers are checked by `tests/kernels`. Peers run in the same process (cuDNN through JAX, JAX's own
+kernel), PyTorch's in a process of its own. Times are device times (CUPTI); a cached row's bytes are those it must read.
 """
 
 import functools

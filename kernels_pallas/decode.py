@@ -218,6 +218,7 @@ def _check(
     if not 0 <= sinks <= 64:
         raise ValueError(f"sinks={sinks}: must be from 0 to 64")
     common.check_tails(H, R, Z)
+    common.check_dtypes(q=q, **{"ring.k": ring.k, "ring.v": ring.v})
     common.check_shape("ring.k", ring.k, (L, B, K, None, H - R), "B, K, M, H - R")
     common.check_shape("ring.v", ring.v, (L, B, K, ring.k.shape[3], H - Z), "B, K, M, H - Z")
     if ring.k.shape[3] < window + sinks:

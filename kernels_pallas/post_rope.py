@@ -29,10 +29,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
+from kernels_pallas import common
+from kernels_pallas.common import tile_width, tiled
+
 ROWS = 64
 """Tokens of one tile: the rows of one warpgroup's `wgmma`."""
 
-SHARED_BYTES = 226 * 1024
+SHARED_BYTES = common.SHARED_MEMORY - 1024
 """Shared memory that one CTA may use for tiles: Hopper's 227 KiB less one for barriers."""
 
 HELD_ANGLES = 128
@@ -190,12 +193,6 @@ def _geometry(B: int, T: int, N: int, K: int, H: int, C: int, R: int, config: Po
     return g._replace(stages=min(stages, config.stages), shares=min(shares, max(1, config.ctas // g.units)))
 
 
-def _tiles(width: int) -> tuple[Any, ...]:
-    """Layout of a shared-memory tile of 16-bit values for TMA and `wgmma`; `width` is 16, 32 or 64."""
-    tiling = plgpu.TilingTransform((8, width))  # type: ignore[abstract]
-    return tiling, plgpu.SwizzleTransform(2 * width)  # type: ignore[abstract]
-
-
 class _Work(NamedTuple):
     """Which heads and tokens a warpgroup has, in the order of its steps: tile, head, column block."""
 
@@ -259,12 +256,9 @@ def _kernel(*refs: Any, g: _Geometry, dtype: Any, shifted: bool) -> None:
     @functools.partial(
         pl.run_scoped,
         collective_axes="wg",
-        rotations=plgpu.SMEM((rotation_count, g.H, g.C), dtype, transforms=_tiles(math.gcd(w, g.C))),
-        ring=plgpu.SMEM((g.warpgroups, g.stages, 2, ROWS, w), dtype, transforms=_tiles(w)),
-        out=[
-            plgpu.SMEM((g.warpgroups, ROWS, width), dtype, transforms=_tiles(math.gcd(64, width)))
-            for width in widths
-        ],
+        rotations=tiled(rotation_count, g.H, g.C, dtype=dtype, width=tile_width(w, g.C)),
+        ring=tiled(g.warpgroups, g.stages, 2, ROWS, w, dtype=dtype, width=w),
+        out=[tiled(g.warpgroups, ROWS, width, dtype=dtype, width=tile_width(width)) for width in widths],
         rotations_ready=plgpu.Barrier(num_arrivals=rotation_count),
         ready=plgpu.Barrier(num_arrivals=2, num_barriers=g.warpgroups * g.stages),
     )

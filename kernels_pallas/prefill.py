@@ -36,7 +36,7 @@ Keys = Literal["all", "near", "far"]
 class PrefillConfig:
     """Tile sizes of one launch; None where one is asked for means `config_for` the widths.
 
-    block_kv: keys a step, a multiple of 64. stages: blocks of keys in flight. warpgroups: query tiles of 64
+    block_kv: keys a step, 64, 128 or 256. stages: blocks of keys in flight. warpgroups: query tiles of 64
     rows that share them. overlap: scores of the next block are computed during the softmax of this one, for
     which registers must suffice.
     """
@@ -90,7 +90,8 @@ def default_config(R: int, Z: int, H: int, HV: int) -> PrefillConfig:
 class Trailing(NamedTuple):
     """Trailing coordinates of near keys: k [B, K, M, H-R], v [B, K, M, H-Z], start [B] int32.
 
-    Row i belongs to position start + i; rows must cover the window of every query. sink_k [B, K, P, H-R] and
+    Row i belongs to position start + i, start a multiple of `TAIL_ALIGNMENT` (its value is not checked); rows
+    must cover the window of every query. sink_k [B, K, P, H-R] and
     sink_v [B, K, P, H-Z] are those of positions 0 … sinks-1 (P ≥ sinks), None without sinks.
     """
 
@@ -244,8 +245,15 @@ def _check(
     common.check_dtypes(q=q, **{"trailing.k": trailing.k, "trailing.v": trailing.v})
     common.check_shape("trailing.k", trailing.k, (B, K, None, H - R), "B, K, M, H - R")
     common.check_shape("trailing.v", trailing.v, (B, K, trailing.k.shape[2], H - Z), "B, K, M, H - Z")
-    if (trailing.sink_k is None or trailing.sink_v is None) and sinks:
-        raise ValueError(f"sinks={sinks} need trailing.sink_k and trailing.sink_v")
+    if not sinks:
+        return
+    for name, x, width in (("sink_k", trailing.sink_k, H - R), ("sink_v", trailing.sink_v, H - Z)):
+        if x is None:
+            raise ValueError(f"sinks={sinks} need trailing.{name}, got None")
+        common.check_dtypes(q=q, **{f"trailing.{name}": x})
+        common.check_shape(f"trailing.{name}", x, (B, K, None, width), "B, K, P, trailing coordinates")
+        if x.shape[2] < sinks:
+            raise ValueError(f"trailing.{name} has {x.shape[2]} rows: needs at least sinks={sinks}")
 
 
 def _check_positions(

@@ -23,8 +23,8 @@ def shape(*dims, dtype=BF16):
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def ring_shapes(rows):
-    return Ring(shape(2, 2, rows, 32), shape(2, 2, rows, 32))
+def ring_shapes(rows, dtype=BF16):
+    return Ring(*(shape(2, 2, rows, 32, dtype=dtype) for _ in range(2)))
 
 
 TABLE = shape(2, 4, dtype=jnp.int32)
@@ -74,6 +74,7 @@ def test_lowers_paged(page, layered):
         ({"q": shape(2, 128, 32)}, "64 heads for each"),
         ({"q": shape(2, 4, 64)}, "without a ring"),
         ({"window": 64}, "without a ring"),
+        ({"ring": ring_shapes(72, F16), "q": shape(2, 4, 64), "window": 64}, "ring.k has dtype float16"),
         ({"ring": ring_shapes(72), "q": shape(2, 4, 64), "window": 65}, "window=65"),
         ({"ring": ring_shapes(64), "q": shape(2, 4, 64), "window": 64, "sinks": 4}, "the ring has 64 rows"),
         ({"block_table": TABLE, "k": shape(9, 2, 80, 32), "v": shape(9, 2, 80, 32)}, "pages of 80"),

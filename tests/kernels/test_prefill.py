@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from brute_force import f64, prefill
 
-from kernels_pallas import PrefillConfig, Trailing, prefill_attention
+from kernels_pallas import PrefillConfig, Trailing, merge_partial, prefill_attention
 
 BF16, F16 = jnp.bfloat16, jnp.float16
 TWO_RANKS = [
@@ -90,6 +90,7 @@ def test_lowers_with_each_config(warpgroups, overlap):
         ({"trailing": trailing_shapes(1, 2, 64, 64, 32, 32), "window": 64, "q": shape(1, 64, 4, 40)}, "H=40"),
         ({"trailing": trailing_shapes(1, 2, 64, 96, 32, 32), "window": 64, "q": WIDE}, "trailing.k"),
         ({"key_starts": shape(1, dtype=jnp.int32)}, "key_starts"),
+        ({"trailing": trailing_shapes(1, 2, 64, 64, 32, 32), "window": 64, "sinks": 9, "q": WIDE}, "8 rows"),
     ],
 )  # fmt: skip
 def test_refuses(change, message):
@@ -159,7 +160,7 @@ def test_two_ranks(R, Z, H, sinks, T, starts):
 @pytest.mark.gpu
 @pytest.mark.parametrize("sinks", [0, 4])
 def test_halves_merge_to_the_whole(sinks):
-    """near + far, and the sinks apart, with a halo that is partly missing in one row: by log-sum-exp."""
+    """near and far apart, with a halo that one row lacks; without sinks they merge to attention over all."""
     B, T, N, K, H, window, starts = 2, 400, 4, 2, 64, 256, np.array([0, 400])
     q, k, v = draw(0, B, T, N, H), draw(1, B, K, 800, H), draw(2, B, K, 800, H)
     halo = starts - window
@@ -171,6 +172,9 @@ def test_halves_merge_to_the_whole(sinks):
     truth = {"scale": H**-0.5, "starts": starts, "lengths": lengths, "sinks": sinks, "window": window}
     check(*near, *prefill(q, cut(k), cut(v), keys="near", key_starts=halo, **truth), BF16)
     check(*far, *prefill(q, k, v, keys="far", **truth), BF16)
+    if not sinks:
+        whole = prefill(q, k, v, scale=H**-0.5, starts=starts, lengths=lengths)
+        check(*merge_partial([near, far]), *whole, BF16)
 
 
 @pytest.mark.gpu

@@ -53,7 +53,7 @@ class Transformer(nnx.Module):
     """Embeddings, layers, final norm and head; `plan` is that of the arrays (`full` if unmodified).
 
     Layers are separate arrays and unrolled: a scan over stacked ones copies each layer's weights out of the
-    stack before every product, a third of the time of a decoded token (7B on an H200).
+    stack before every product, 6 of the 21 to 28 ms of a decoded token (7B, batch 16 at 8K, H200).
     """
 
     def __init__(

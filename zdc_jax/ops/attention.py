@@ -89,8 +89,8 @@ def cached_attention(
 
     Args:
       q, k, v: of the new tokens; at full rank where the cache has a ring, else truncated.
-      positions: consecutive in each row; tokens at or past `end` [B] are padding, not stored, and their
-        results are unspecified.
+      positions: consecutive in each row; tokens at or past `end` [B] are padding, whose results are
+        unspecified; what `cache.write` asks of pieces holds here.
       sinks, window: those of the cache. implementation: see the module; None chooses.
 
     Raises:

@@ -25,7 +25,8 @@ def rope_and_basis(
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B T K C"]]:
     """RoPE(q) A_Q and RoPE(k) A_K (+ shift); the G query heads of a KV head share its basis.
 
-    `pallas`, or None on a GPU of compute capability 9.0 in 16 bits, takes the kernel for 64 tokens and more.
+    `implementation` is attention's choice. With `pallas` or None the kernel serves 64 tokens and more where
+    it can (compute capability 9.0, 16 bits, H a multiple of 32); the rest is XLA's, with the same numbers.
     """
     H, C = q_rotation.shape[1:]
     fits = on_hopper(q) and H % 32 == 0 and H <= 256 and C % 16 == 0
