@@ -4,8 +4,9 @@
 
 Prints the ceilings first. Rows that carry an `error` were checked in the same run, on the tensors that are
 timed: prefill and decode against float64, the epilogue against XLA. The paged and the segment rows are times
-only; their numbers are checked by `tests/kernels`. Peers run in the same process (cuDNN through JAX, JAX's own
-kernel), PyTorch's in a process of its own. Times are device times (CUPTI); a cached row's bytes are those it must read.
+only; their numbers are checked by `tests/kernels`. Peers run in the same process (cuDNN through JAX, JAX's
+own kernel), PyTorch's in a process of its own. Times are device times (CUPTI); a cached row's bytes are those
+it must read.
 """
 
 import functools

@@ -3,6 +3,7 @@
 from kernels_pallas.decode import DecodeConfig as DecodeConfig
 from kernels_pallas.decode import Ring as Ring
 from kernels_pallas.decode import decode_attention as decode_attention
+from kernels_pallas.post_rope import TILE_TOKENS as TILE_TOKENS
 from kernels_pallas.post_rope import PostRopeConfig as PostRopeConfig
 from kernels_pallas.post_rope import post_rope as post_rope
 from kernels_pallas.prefill import TAIL_ALIGNMENT as TAIL_ALIGNMENT

@@ -32,8 +32,8 @@ from jaxtyping import Float
 from kernels_pallas import common
 from kernels_pallas.common import tile_width, tiled
 
-ROWS = 64
-"""Tokens of one tile: the rows of one warpgroup's `wgmma`."""
+TILE_TOKENS = 64
+"""Tokens of one tile, all of one row: the rows of one warpgroup's `wgmma`."""
 
 SHARED_BYTES = common.SHARED_MEMORY - 1024
 """Shared memory that one CTA may use for tiles: Hopper's 227 KiB less one for barriers."""
@@ -50,6 +50,15 @@ class PostRopeConfig:
     stages: int = 4
     rotation_bytes: int = 128 * 1024
     ctas: int = 132
+
+
+DECODE = PostRopeConfig(warpgroups=1, stages=2, rotation_bytes=0)
+"""For a few tiles: reading the rotations is the work, so that each CTA has one."""
+
+
+def default_config(K: int, tiles: int) -> PostRopeConfig:
+    """By how many tiles of tokens there are for the K KV heads."""
+    return DECODE if 2 * K * tiles <= PostRopeConfig.ctas else PostRopeConfig()
 
 
 class _Geometry(NamedTuple):
@@ -84,7 +93,7 @@ class _Geometry(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        return self.B * pl.cdiv(self.T, ROWS)
+        return self.B * pl.cdiv(self.T, TILE_TOKENS)
 
 
 def post_rope(
@@ -117,13 +126,21 @@ def post_rope(
     _check(q, k, angles_cos, angles_sin, q_rotation, k_rotation, k_shift, R, keep_tail)
     T = q.shape[1]
     q, k = (_pad_tokens(x, 8) for x in (q, k))
-    operands = [q, k, _pad_tokens(angles_cos, ROWS), _pad_tokens(angles_sin, ROWS), q_rotation, k_rotation]
+    operands = [
+        q,
+        k,
+        _pad_tokens(angles_cos, TILE_TOKENS),
+        _pad_tokens(angles_sin, TILE_TOKENS),
+        q_rotation,
+        k_rotation,
+    ]
     if k_shift is not None:
         operands.append(k_shift.astype(jnp.float32))
     B, padded_T, N, H = q.shape
     K, C = k.shape[2], q_rotation.shape[2]
     widths = [R, C - R] if C > R else [R]
-    g = _geometry(B, padded_T, N, K, H, C, R, config or PostRopeConfig())
+    config = config or default_config(K, B * pl.cdiv(padded_T, TILE_TOKENS))
+    g = _geometry(B, padded_T, N, K, H, C, R, config)
     kernel = plgpu.kernel(
         functools.partial(_kernel, g=g, dtype=q.dtype, shifted=k_shift is not None),
         out_type=[jax.ShapeDtypeStruct((B, padded_T, N, C), q.dtype)]
@@ -179,13 +196,13 @@ def _geometry(B: int, T: int, N: int, K: int, H: int, C: int, R: int, config: Po
     """How many KV heads a CTA takes, and how deep its rings can be."""
     pair = 2 * H * C * 2
     wgs = config.warpgroups
-    shares = pl.cdiv(B * pl.cdiv(T, ROWS), wgs)
+    shares = pl.cdiv(B * pl.cdiv(T, TILE_TOKENS), wgs)
     split = pair > config.rotation_bytes
     # Sharing angles among more KV heads pays only while there is work for every CTA.
     fits = lambda heads: heads * pair <= config.rotation_bytes and K // heads * shares >= config.ctas
     kv_heads = max((p for p in range(1, K + 1) if K % p == 0 and fits(p)), default=1)
     rotations = pair // 2 if split else kv_heads * pair
-    tile = lambda width: wgs * ROWS * width * 2
+    tile = lambda width: wgs * TILE_TOKENS * width * 2
     g = _Geometry(B, T, K, N // K, H, C, R, kv_heads, split, wgs, 1, 1)
     stages = (SHARED_BYTES - rotations - tile(C)) // tile(2 * g.column_block)
     if stages < 1:
@@ -227,8 +244,8 @@ class _Work(NamedTuple):
 
     def rows(self, tile: Array) -> tuple[Array, Any]:
         """Batch index and tokens of a tile."""
-        b, row = _divmod(self.worker + tile * self.workers, pl.cdiv(self.g.T, ROWS))
-        return b, pl.ds(pl.multiple_of(row * ROWS, 8), ROWS)
+        b, row = _divmod(self.worker + tile * self.workers, pl.cdiv(self.g.T, TILE_TOKENS))
+        return b, pl.ds(pl.multiple_of(row * TILE_TOKENS, 8), TILE_TOKENS)
 
     def rotation(self, kv: Array, member: Array) -> Array:
         """Place of a head's rotation in shared memory."""
@@ -257,8 +274,10 @@ def _kernel(*refs: Any, g: _Geometry, dtype: Any, shifted: bool) -> None:
         pl.run_scoped,
         collective_axes="wg",
         rotations=tiled(rotation_count, g.H, g.C, dtype=dtype, width=tile_width(w, g.C)),
-        ring=tiled(g.warpgroups, g.stages, 2, ROWS, w, dtype=dtype, width=w),
-        out=[tiled(g.warpgroups, ROWS, width, dtype=dtype, width=tile_width(width)) for width in widths],
+        ring=tiled(g.warpgroups, g.stages, 2, TILE_TOKENS, w, dtype=dtype, width=w),
+        out=[
+            tiled(g.warpgroups, TILE_TOKENS, width, dtype=dtype, width=tile_width(width)) for width in widths
+        ],
         rotations_ready=plgpu.Barrier(num_arrivals=rotation_count),
         ready=plgpu.Barrier(num_arrivals=2, num_barriers=g.warpgroups * g.stages),
     )
@@ -298,7 +317,7 @@ def _kernel(*refs: Any, g: _Geometry, dtype: Any, shifted: bool) -> None:
                             plgpu.wgmma(acc, x.astype(dtype), rotation.at[inner])
                     return acc[...]
 
-                y = pl.run_scoped(multiply, plgpu.ACC((ROWS, g.C), jnp.float32))
+                y = pl.run_scoped(multiply, plgpu.ACC((TILE_TOKENS, g.C), jnp.float32))
                 if shift:
                     y = lax.cond(member == g.G, lambda y: y + _shift(shift[0].at[kv], y), lambda y: y, y)
                 parts = [part.at[wg] for part in out]

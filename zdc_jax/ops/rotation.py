@@ -4,13 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from kernels_pallas import post_rope
+from kernels_pallas import TILE_TOKENS, post_rope
 from zdc_jax.axes import Array
 from zdc_jax.model.layers import rotate
 from zdc_jax.ops.attention import Implementation, on_hopper
-
-_SHORTEST = 64
-"""Tokens from which the kernel is used: below, reading the rotations is most of its time."""
 
 
 def rope_and_basis(
@@ -25,16 +22,13 @@ def rope_and_basis(
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B T K C"]]:
     """RoPE(q) A_Q and RoPE(k) A_K (+ shift); the G query heads of a KV head share its basis.
 
-    `implementation` is attention's choice. With `pallas` or None the kernel serves 64 tokens and more where
-    it can (compute capability 9.0, 16 bits, H a multiple of 32); the rest is XLA's, with the same numbers.
+    `implementation` is attention's choice. With `pallas` or None the kernel serves what it can (compute
+    capability 9.0, 16 bits, H a multiple of 32); the rest is XLA's, with the same numbers.
     """
     H, C = q_rotation.shape[1:]
     fits = on_hopper(q) and H % 32 == 0 and H <= 256 and C % 16 == 0
-    if implementation in (None, "pallas") and fits and q.shape[1] >= _SHORTEST:
-        angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
-        rotations = q_rotation, k_rotation, k_shift
-        q, keys, _ = post_rope(q, k, jnp.cos(angles), jnp.sin(angles), *rotations, qk_rank=C, keep_tail=False)
-        return q, keys.swapaxes(1, 2)
+    if implementation in (None, "pallas") and fits:
+        return _in_one_kernel(q, k, positions, frequencies, q_rotation, k_rotation, k_shift)
     angles = jnp.asarray(frequencies, jnp.float32)
     q, k = (rotate(x, positions, angles, interleaved=False) for x in (q, k))
     B, T, N, _ = q.shape
@@ -42,3 +36,23 @@ def rope_and_basis(
     q = jnp.einsum("BTKGH,KHR->BTKGR", groups, q_rotation).reshape(B, T, N, C)
     k = jnp.einsum("BTKH,KHR->BTKR", k, k_rotation)
     return q, k if k_shift is None else k + k_shift
+
+
+def _in_one_kernel(
+    q: Array,
+    k: Array,
+    positions: Array,
+    frequencies: np.ndarray,
+    q_rotation: Array,
+    k_rotation: Array,
+    k_shift: Array | None,
+) -> tuple[Array, Array]:
+    B, T, C = *q.shape[:2], q_rotation.shape[2]
+    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
+    operands = q, k, jnp.cos(angles), jnp.sin(angles)
+    # A tile is of one row's tokens: few in each are better taken as one row.
+    short = T < TILE_TOKENS
+    flat = (x.reshape(1, B * T, *x.shape[2:]) if short else x for x in operands)
+    q, k, _ = post_rope(*flat, q_rotation, k_rotation, k_shift, qk_rank=C, keep_tail=False)
+    k = k.swapaxes(1, 2)
+    return (q.reshape(B, T, -1, C), k.reshape(B, T, -1, C)) if short else (q, k)
