@@ -49,10 +49,10 @@ def _in_one_kernel(
 ) -> tuple[Array, Array]:
     B, T, C = *q.shape[:2], q_rotation.shape[2]
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
-    operands = q, k, jnp.cos(angles), jnp.sin(angles)
     # A tile is of one row's tokens: few in each are better taken as one row.
     short = T < TILE_TOKENS
-    flat = (x.reshape(1, B * T, *x.shape[2:]) if short else x for x in operands)
-    q, k, _ = post_rope(*flat, q_rotation, k_rotation, k_shift, qk_rank=C, keep_tail=False)
+    rows = (lambda x: x.reshape(1, B * T, *x.shape[2:])) if short else (lambda x: x)
+    operands = rows(q), rows(k), rows(jnp.cos(angles)), rows(jnp.sin(angles)), q_rotation, k_rotation
+    q, k, _ = post_rope(*operands, k_shift, qk_rank=C, keep_tail=False)
     k = k.swapaxes(1, 2)
     return (q.reshape(B, T, -1, C), k.reshape(B, T, -1, C)) if short else (q, k)
