@@ -149,7 +149,7 @@ def post_rope(
         grid_names=("cta",),
         num_threads=g.warpgroups,
         thread_name="wg",
-        name="zdc_post_rope",
+        kernel_name="zdc_post_rope",
     )
     rotated, *keys = kernel(*operands)
     prefix, tail = (*keys, None)[:2]
