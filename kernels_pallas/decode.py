@@ -70,14 +70,14 @@ def default_config(rows: int, S: int, two_ranks: bool) -> DecodeConfig:
 class Ring(NamedTuple):
     """Trailing coordinates of near keys: k [B, K, M, H-R], v [B, K, M, H-Z], M ≥ window + sinks.
 
-    Position p ≥ sinks of the window lies in row p mod window, sink p in row window + p. With a leading
-    layer axis where k and v have one.
+    Position p ≥ sinks of the window lies in row p mod window, sink p in row window + p.
     """
 
     k: Array
     v: Array
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "sinks", "window", "config"))
 def decode_attention(
     q: Float[Array, "B N Hq"],
     k: Float[Array, "... K S R"],
@@ -89,7 +89,6 @@ def decode_attention(
     sinks: int = 0,
     window: int = 0,
     block_table: Int[Array, "B pages"] | None = None,
-    layer: Int[Array, ""] | None = None,
     config: DecodeConfig | None = None,
 ) -> tuple[Float[Array, "B N Hv"], Float[Array, "B N"]]:
     """Attention of each row's last token, at position lengths - 1, over positions 0 … lengths - 1.
@@ -97,15 +96,13 @@ def decode_attention(
     Args:
       q: bfloat16 or float16; Hq = H with `ring`, else R.
       k, v: [B, K, S, R] and [B, K, S, Z], first coordinates of all tokens, slot = position, the new token's
-        own included; R and Z multiples of 16 up to 256. With `layer`: [L, B, K, S, ·], of which one layer is
-        read where it lies. With `block_table`: [pages, K, page size, ·] (a layer axis first with `layer`).
+        own included; R and Z multiples of 16 up to 256. With `block_table`: [pages, K, page size, ·].
         16-bit slots past a row's length must be finite and are ignored.
       lengths: tokens each row holds; a row of length 0 gives zeros and -inf.
       scale: factor on the scores, 1/√H of the original head dim.
       ring: with it, near keys, {j < sinks} ∪ {t - window < j ≤ t}, count with all coordinates.
       sinks, window: near set, in tokens, only with `ring`; window a multiple of 64, sinks at most 64.
       block_table: page of each `page size` positions; the page size is a multiple of 64.
-      layer: index of the layer to read.
       config: how keys are cut; None takes the measured or default one.
 
     Returns:
@@ -115,12 +112,9 @@ def decode_attention(
       ValueError: a rank, dtype, shape or option not allowed, named with its value, before launch.
       NotImplementedError: on a GPU not of compute capability 9.0.
     """
-    if layer is None:
-        layer, k, v = jnp.int32(0), k[None], v[None]
-        ring = None if ring is None else Ring(ring.k[None], ring.v[None])
     _check(q, k, v, ring, sinks, window, block_table)
     B, N, H = q.shape
-    (leading, K, S, R), Z = k.shape[1:], v.shape[-1]
+    (K, S, R), Z = k.shape[1:], v.shape[-1]
     HV = Z if ring is None else H
     pages = 1 if block_table is None else block_table.shape[1]
     granule = math.gcd(window, 0 if block_table is None else S)
@@ -133,7 +127,6 @@ def decode_attention(
         K=K,
         groups=N // K,
         pitch=pitch,
-        leading=leading,
         S=S,
         R=R,
         Z=Z,
@@ -146,10 +139,8 @@ def decode_attention(
         paged=block_table is not None,
         B=B,
     )
-    flat = lambda x: common.pad_rows(x.reshape(-1, *x.shape[2:]), 2)
-    operands = [jnp.concatenate([jnp.asarray(layer, jnp.int32)[None], lengths.astype(jnp.int32)])]
-    operands += [heads, flat(k), flat(v)]
-    operands += [flat(x) for x in ring or () if x.shape[-1]]
+    operands = [lengths.astype(jnp.int32), heads, common.pad_rows(k, 2), common.pad_rows(v, 2)]
+    operands += [common.pad_rows(x, 2) for x in ring or () if x.shape[-1]]
     operands += [] if block_table is None else [block_table]
     partial, lse = plgpu.kernel(
         functools.partial(_kernel, g=g, config=config, dtype=q.dtype),
@@ -196,9 +187,9 @@ def _check(
     common.check_dtypes(q=q, k=k, v=v)
     common.check_shape("q", q, (None,) * 3, "B, N, H")
     B, N, H = q.shape
-    common.check_shape("k", k, (None, None if block_table is not None else B, None, None, None), "B, K, S, R")
-    L, leading, K, S, R = k.shape
-    common.check_shape("v", v, (L, leading, K, S, None), "B, K, S, Z")
+    common.check_shape("k", k, (None if block_table is not None else B, None, None, None), "B, K, S, R")
+    leading, K, S, R = k.shape
+    common.check_shape("v", v, (leading, K, S, None), "B, K, S, Z")
     Z = v.shape[-1]
     common.check_groups(N, K)
     common.check_rank("R", R)
@@ -219,10 +210,10 @@ def _check(
         raise ValueError(f"sinks={sinks}: must be from 0 to 64")
     common.check_tails(H, R, Z)
     common.check_dtypes(q=q, **{"ring.k": ring.k, "ring.v": ring.v})
-    common.check_shape("ring.k", ring.k, (L, B, K, None, H - R), "B, K, M, H - R")
-    common.check_shape("ring.v", ring.v, (L, B, K, ring.k.shape[3], H - Z), "B, K, M, H - Z")
-    if ring.k.shape[3] < window + sinks:
-        raise ValueError(f"the ring has {ring.k.shape[3]} rows: needs window + sinks = {window + sinks}")
+    common.check_shape("ring.k", ring.k, (B, K, None, H - R), "B, K, M, H - R")
+    common.check_shape("ring.v", ring.v, (B, K, ring.k.shape[2], H - Z), "B, K, M, H - Z")
+    if ring.k.shape[2] < window + sinks:
+        raise ValueError(f"the ring has {ring.k.shape[2]} rows: needs window + sinks = {window + sinks}")
 
 
 def _check_blocks(config: DecodeConfig, S: int, window: int, paged: bool) -> None:
@@ -238,7 +229,6 @@ class _Geometry(NamedTuple):
     K: int
     groups: int
     pitch: int
-    leading: int
     S: int
     R: int
     Z: int
@@ -342,7 +332,7 @@ class _Part(NamedTuple):
     def _accumulate(self, qs: Any, ks: Any, vs: Any, q_ready: Any, ready: Any) -> tuple[Any, Array, Array]:
         g, config, (b, kv) = self.g, self.config, self._head()
         scalars, q_ref, *sources = self.refs
-        layer, length = scalars[0], scalars[b + 1]
+        length = scalars[b]
         total, step_at = _steps(g, config.block, length, self.near)
         parts = g.near_parts if self.near else config.splits
         share = lax.div(total + (parts - 1), jnp.int32(parts))
@@ -358,14 +348,14 @@ class _Part(NamedTuple):
 
         def load(step: Array) -> None:
             what, slot = step_at(step), slot_of(step)
-            lead, rows = self._prefix_rows(what.block, layer, b)
+            lead, rows = self._prefix_rows(what.block, b)
             for source, buffers in zip(sources[:2], (ks, vs), strict=True):
                 plgpu.copy_gmem_to_smem(source.at[lead, kv, rows], buffers[0].at[slot], ready.at[slot])
             if self.near:
                 rows = pl.ds(pl.multiple_of(what.ring_row, 8), config.block)
                 tails = [buffers for buffers in (ks, vs) if len(buffers) > 1]
                 for source, buffers in zip(sources[2:], tails, strict=False):
-                    row = source.at[layer * g.B + b, kv, rows]
+                    row = source.at[b, kv, rows]
                     plgpu.copy_gmem_to_smem(row, buffers[1].at[slot], ready.at[slot])
 
         @pl.loop(begin, jnp.minimum(begin + stages, end))
@@ -392,15 +382,15 @@ class _Part(NamedTuple):
             begin, end, body, (accs, filled((ROWS,), NEVER, per_row), filled((ROWS,), 0, per_row))
         )
 
-    def _prefix_rows(self, key_block: Array, layer: Array, b: Array) -> tuple[Array, Any]:
+    def _prefix_rows(self, key_block: Array, b: Array) -> tuple[Array, Any]:
         """Leading index and rows of a block of keys, through the block table if there is one."""
         g, block = self.g, self.config.block
         if not g.paged:
-            return layer * g.leading + b, pl.ds(pl.multiple_of(key_block * block, 8), block)
+            return b, pl.ds(pl.multiple_of(key_block * block, 8), block)
         table, per_page = self.refs[-3], jnp.int32(g.S // block)
         page = table[b, lax.div(key_block, per_page)]
         rows = pl.ds(pl.multiple_of(lax.rem(key_block, per_page) * block, 8), block)
-        return layer * g.leading + page, rows
+        return page, rows
 
     def _add_block(self, what: _Step, carry: Any, qs: Any, ks: Any, vs: Any) -> Any:
         """Online softmax over one block of keys."""

@@ -96,6 +96,7 @@ class _Geometry(NamedTuple):
         return self.B * pl.cdiv(self.T, TILE_TOKENS)
 
 
+@functools.partial(jax.jit, static_argnames=("qk_rank", "keep_tail", "config"))
 def post_rope(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],

@@ -102,6 +102,7 @@ class Trailing(NamedTuple):
     sink_v: Array | None = None
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "sinks", "window", "keys", "config"))
 def prefill_attention(
     q: Float[Array, "B T N Hq"],
     k: Float[Array, "... K S R"],
@@ -116,16 +117,15 @@ def prefill_attention(
     keys: Keys = "all",
     key_starts: Int[Array, " B"] | None = None,
     positions: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
-    layer: Int[Array, ""] | None = None,
     config: PrefillConfig | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
     """Attention of queries at positions starts … starts + T - 1 over keys at key_starts, key_starts + 1, …
 
     Args:
       q: bfloat16 or float16; Hq = H with `trailing`, else at least R (the first R coordinates are read).
-      k, v: [B, K, S, R] and [B, K, S, Z], with `layer` [L, B, K, S, ·] of which one layer is read where it
-        lies: first R and Z coordinates, multiples of 16 up to 256. Rows past a query's position must be
-        finite and are ignored. N is a multiple of K: grouped heads read the same keys, nothing is repeated.
+      k, v: [B, K, S, R] and [B, K, S, Z]: first R and Z coordinates, multiples of 16 up to 256. Rows past a
+        query's position must be finite and are ignored. N is a multiple of K: grouped heads read the same
+        keys, nothing is repeated.
       scale: factor on the scores, 1/√H of the original head dim.
       starts: position of the first query of each row; zeros if None.
       lengths: tokens each row holds in all; queries at or past it get zeros (log-sum-exp -inf).
@@ -137,7 +137,6 @@ def prefill_attention(
         only with `keys="near"`.
       positions: of queries and of keys, ascending in each row, where these are no runs (token classes);
         blocks that no query of a tile sees are skipped. Only with `keys="all"`, without `trailing`.
-      layer: index of the layer to read.
       config: tile sizes; None takes the measured or default ones.
 
     Returns:
@@ -149,12 +148,10 @@ def prefill_attention(
       ValueError: a rank, dtype, shape or option not allowed, named with its value, before launch.
       NotImplementedError: on a GPU not of compute capability 9.0.
     """
-    if layer is None:
-        layer, k, v = jnp.int32(0), k[None], v[None]
     _check(q, k, v, trailing, sinks, window, keys, key_starts)
     _check_positions(q, k, positions, keys, trailing)
     B, T, N, H = q.shape
-    (K, S, R), Z = k.shape[2:], v.shape[-1]
+    (K, S, R), Z = k.shape[1:], v.shape[-1]
     HV = Z if trailing is None else H
     config = config or config_for(R, Z, R if trailing is None else H, HV)
     zeros = jnp.zeros(B, jnp.int32)
@@ -178,9 +175,8 @@ def prefill_attention(
         positions=positions is not None,
         together=_together(B * N, N // K, S * (R + Z)),
     )
-    leading = layer * B + jnp.arange(B)
-    operands = [jnp.stack([starts, lengths, base, leading], 1).astype(jnp.int32), common.pad_rows(q, 1)]
-    operands += [common.pad_rows(x.reshape(-1, *x.shape[2:]), 2) for x in (k, v)]
+    operands = [jnp.stack([starts, lengths, base], 1).astype(jnp.int32), common.pad_rows(q, 1)]
+    operands += [common.pad_rows(x, 2) for x in (k, v)]
     if positions is not None:
         operands += _bounds(positions, g.tiles, config)
     if trailing is not None:
@@ -216,9 +212,9 @@ def _check(
     common.check_dtypes(q=q, k=k, v=v)
     common.check_shape("q", q, (None,) * 4, "B, T, N, H")
     B, _, N, H = q.shape
-    common.check_shape("k", k, (None, B, None, None, None), "L, B, K, S, R")
-    L, _, K, S, R = k.shape
-    common.check_shape("v", v, (L, B, K, S, None), "L, B, K, S, Z")
+    common.check_shape("k", k, (B, None, None, None), "B, K, S, R")
+    _, K, S, R = k.shape
+    common.check_shape("v", v, (B, K, S, None), "B, K, S, Z")
     Z = v.shape[-1]
     common.check_groups(N, K)
     common.check_rank("R", R)
@@ -264,7 +260,7 @@ def _check_positions(
     if keys != "all" or trailing is not None:
         raise ValueError(f"positions are given with keys={keys!r} or trailing: need 'all' and none")
     common.check_shape("positions[0]", positions[0], q.shape[:2], "B, T")
-    common.check_shape("positions[1]", positions[1], (q.shape[0], k.shape[3]), "B, S")
+    common.check_shape("positions[1]", positions[1], (q.shape[0], k.shape[2]), "B, S")
 
 
 def _bounds(positions: tuple[Array, Array], tiles: int, config: PrefillConfig) -> list[Array]:
@@ -318,7 +314,6 @@ class _Item(NamedTuple):
     """
 
     b: Array
-    leading: Array
     head: Array
     row: Array
     first: Array
@@ -349,16 +344,14 @@ def _item(g: _Geometry, config: PrefillConfig, scalars: Any, bounds: Any) -> _It
     tile = g.tiles - 1 - lax.div(within, i32(g.together))
     index = lax.div(cta, per_group) * g.together + lax.rem(within, i32(g.together))
     b, head = lax.div(index, i32(g.N)), lax.rem(index, i32(g.N))
-    start, length, base, leading = (scalars[b, i] for i in range(4))
+    start, length, base = (scalars[b, i] for i in range(3))
     first = start + tile * rows
     end = jnp.minimum(first + rows, length)
     if g.positions:
         zero, by_all, by_any = jnp.int32(0), bounds[b, tile, 0], bounds[b, tile, 1]
         steps = (zero, by_all, zero, by_any - by_all, by_all, zero)
-        return _Item(b, leading, head, tile * rows, first, length, base, *steps)
-    return _Item(
-        b, leading, head, tile * rows, first, length, base, *_steps(g, config.block_kv, first, end, base)
-    )
+        return _Item(b, head, tile * rows, first, length, base, *steps)
+    return _Item(b, head, tile * rows, first, length, base, *_steps(g, config.block_kv, first, end, base))
 
 
 def _steps(g: _Geometry, block: int, first: Array, end: Array, base: Array) -> tuple[Array, ...]:
@@ -435,9 +428,9 @@ def _load_keys(
     """The producer: blocks of keys and values into their slots, as these become free."""
     block, kv_head = config.block_kv, lax.div(item.head, jnp.int32(g.groups))
 
-    def copy(source: Any, leading: Array, row: Array, destination: Any, ready: Any) -> None:
+    def copy(source: Any, row: Array, destination: Any, ready: Any) -> None:
         rows = pl.ds(pl.multiple_of(row, 8), block)
-        plgpu.copy_gmem_to_smem(source.at[leading, kv_head, rows], destination, ready)
+        plgpu.copy_gmem_to_smem(source.at[item.b, kv_head, rows], destination, ready)
 
     @pl.loop(0, item.plain + item.mixed + item.inner)
     def _step(step: Array) -> None:
@@ -449,7 +442,7 @@ def _load_keys(
                 plgpu.barrier_wait(smem[name + "_free"].at[slot])
 
             destination, ready = smem[name].at[slot], smem[name + "_ready"].at[slot]
-            copy(source, item.leading, key_block * block, destination, ready)
+            copy(source, key_block * block, destination, ready)
 
         if g.two_ranks:
 
@@ -465,14 +458,14 @@ def _load_keys(
                 @pl.when(jnp.logical_not(at_sinks))
                 def _() -> None:
                     for source, buffer in zip(tails[: len(buffers)], buffers, strict=True):
-                        copy(source, item.b, key_block * block - item.base, buffer, smem["tail_ready"])
+                        copy(source, key_block * block - item.base, buffer, smem["tail_ready"])
 
                 if g.sinks:
 
                     @pl.when(at_sinks)
                     def _() -> None:
                         for source, buffer in zip(tails[len(buffers) :], buffers, strict=True):
-                            copy(source, item.b, key_block * block, buffer, smem["tail_ready"])
+                            copy(source, key_block * block, buffer, smem["tail_ready"])
 
 
 class _State(NamedTuple):

@@ -55,11 +55,9 @@ def test_lowers_with_two_ranks(R, Z, H, block):
 
 
 @pytest.mark.parametrize("page", [64, 128, 256])
-@pytest.mark.parametrize("layered", [False, True])
-def test_lowers_paged(page, layered):
-    layer = jnp.int32(1) if layered else None
-    f = lambda q, k, v, n, table: decode_attention(q, k, v, n, scale=1.0, block_table=table, layer=layer)
-    pool = [shape(*((3,) if layered else ()), 20, 2, page, rank) for rank in (64, 96)]
+def test_lowers_paged(page):
+    f = lambda q, k, v, n, table: decode_attention(q, k, v, n, scale=1.0, block_table=table)
+    pool = [shape(20, 2, page, rank) for rank in (64, 96)]
     integers = [shape(4, dtype=jnp.int32), shape(4, 5, dtype=jnp.int32)]
     lower(f, shape(4, 8, 64), *pool, *integers)
 
@@ -128,15 +126,12 @@ def test_one_rank(R, Z, N, K, dtype):
     (4, DecodeConfig(block=128, stages=1, splits=2, near_splits=2)),
 ])  # fmt: skip
 def test_two_ranks(R, Z, H, N, K, sinks, config):
-    B, S, window, layers = len(LENGTHS), 1024, 256, 2
-    q, k, v = draw(0, B, N, H), draw(1, layers, B, K, S, R), draw(2, layers, B, K, S, Z)
-    ring = Ring(*(draw(3 + i, layers, B, K, window + 64, H - rank) for i, rank in enumerate((R, Z))))
+    B, S, window = len(LENGTHS), 1024, 256
+    q, k, v = draw(0, B, N, H), draw(1, B, K, S, R), draw(2, B, K, S, Z)
+    ring = Ring(*(draw(3 + i, B, K, window + 64, H - rank) for i, rank in enumerate((R, Z))))
     options = {"scale": H**-0.5, "sinks": sinks, "window": window}
-    f = jax.jit(lambda q, k, v, n, ring, layer: decode_attention(
-        q, k, v, n, ring=ring, layer=layer, config=config, **options
-    ))  # fmt: skip
-    o = f(q, k, v, jnp.asarray(LENGTHS), ring, jnp.int32(1))
-    check(*o, *decode(q, k[1], v[1], LENGTHS, ring=[x[1] for x in ring], **options), BF16)
+    o = decode_attention(q, k, v, jnp.asarray(LENGTHS), ring=ring, config=config, **options)
+    check(*o, *decode(q, k, v, LENGTHS, ring=ring, **options), BF16)
 
 
 @pytest.mark.gpu
