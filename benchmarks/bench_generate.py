@@ -182,7 +182,7 @@ def prefill_times(side: Any, tokens: int, repeats: int) -> list[float]:
 
 
 def decode_times(side: Any, batch: int, tokens: int, steps: int) -> list[float]:
-    """Seconds per decoded token of `batch` rows that hold `tokens` each: means over `steps`, after one of 2."""
+    """Seconds per decoded token, `batch` rows of `tokens` each: means over `steps`, after one of 2."""
     cache = side.filled(side.cache(batch, tokens + 128), tokens)
     token, times = jnp.zeros((batch, 1), jnp.int32), []
     for count in (2, *[steps] * 4):
