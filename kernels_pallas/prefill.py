@@ -91,8 +91,9 @@ class Trailing(NamedTuple):
     """Trailing coordinates of near keys: k [B, K, M, H-R], v [B, K, M, H-Z], start [B] int32.
 
     Row i belongs to position start + i, start a multiple of `TAIL_ALIGNMENT` (its value is not checked); rows
-    must cover the window of every query. sink_k [B, K, P, H-R] and
-    sink_v [B, K, P, H-Z] are those of positions 0 … sinks-1 (P ≥ sinks), None without sinks.
+    must cover the window of every query, and rows of positions below `sinks` must be theirs. sink_k
+    [B, K, P, H-R] and sink_v [B, K, P, H-Z] are those of positions 0 … sinks-1 (P ≥ sinks), None without
+    sinks.
     """
 
     k: Array

@@ -236,14 +236,17 @@ def recent_rows(
     start: Int[Array, ""],
     first: Int[Array, ""],
     *,
+    sinks: int,
     window: int,
     past: int,
 ) -> Float[Array, "B K past+T C"]:
     """Trailing coordinates by position, row i for position first + i: the ring's up to `start`, then `new`.
 
-    Rows of positions before start - window are unspecified; start - first is at most `past`.
+    Sinks are in their rows where first lets them; other rows of positions before start - window are
+    unspecified; start - first is at most `past`.
     """
-    old = ring[:, :, (first + jnp.arange(past)) % window]
+    positions = first + jnp.arange(past)
+    old = ring[:, :, jnp.where(positions < sinks, window + positions, positions % window)]
     new = new.swapaxes(1, 2)
     rows = jnp.concatenate([old, jnp.zeros_like(new)], axis=2)
     return jax.lax.dynamic_update_slice_in_dim(rows, new, start - first, axis=2)

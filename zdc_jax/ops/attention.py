@@ -257,7 +257,7 @@ def _pallas_prefill(
     if window:
         past = -(-window // TAIL_ALIGNMENT) * TAIL_ALIGNMENT + TAIL_ALIGNMENT
         first = jnp.maximum(start - window + 1, 0) // TAIL_ALIGNMENT * TAIL_ALIGNMENT
-        rows = functools.partial(recent_rows, start=start, first=first, window=window, past=past)
+        rows = functools.partial(recent_rows, start=start, first=first, sinks=sinks, window=window, past=past)
         tails = rows(cache.ring_k, k[..., R:]), rows(cache.ring_v, v[..., Z:])
     cache = write(cache, k, v, positions, end, sinks=sinks, window=window)
     if window:

@@ -1,0 +1,42 @@
+"""The cache against the plain list of all tokens."""
+
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zdc_jax.cache import LayerCache, recent_rows, write
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    sinks=st.integers(0, 8),
+    window=st.sampled_from([8, 16, 24]),
+    pieces=st.lists(st.integers(2, 40), min_size=1, max_size=4),
+    new=st.integers(2, 30),
+    alignment=st.sampled_from([8, 32]),
+)
+def test_recent_rows_are_those_of_their_positions(sinks, window, pieces, new, alignment):
+    """Every key near to a new token, sinks among them where rows begin at zero, has its own coordinates."""
+    start, capacity = sum(pieces), sum(pieces) + new
+    tokens = np.arange(1.0, capacity + 1)[None, :, None, None] * np.ones((1, 1, 1, 2))
+    empty = lambda rows: jnp.zeros((1, 1, rows, 1))
+    cache = LayerCache(empty(capacity), empty(capacity), empty(window + 8), empty(window + 8))
+    done = 0
+    for width in pieces:
+        piece = jnp.asarray(tokens[:, done : done + width])
+        positions = jnp.arange(done, done + width)[None]
+        done += width
+        cache = write(cache, piece, piece, positions, jnp.array([done]), sinks=sinks, window=window)
+    first = max(start - window + 1, 0) // alignment * alignment
+    rows = recent_rows(
+        cache.ring_k,
+        jnp.asarray(tokens[:, start:, :, 1:]),
+        jnp.int32(start),
+        jnp.int32(first),
+        sinks=sinks,
+        window=window,
+        past=window + alignment,
+    )
+    near = np.array([j for j in range(first, capacity) if j < sinks or j > start - window])
+    np.testing.assert_array_equal(rows[0, 0, near - first, 0], tokens[0, near, 0, 1])
