@@ -4,6 +4,7 @@ python -m benchmarks.tables
 """
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,34 @@ def kernel_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"quality": quality_table, "calibration": calibration_table, "kernels": kernel_table}
+def generate_table() -> str:
+    """A whole model on the kernels beside the same model on cuDNN."""
+    results = read("generate-llama-2-7b-shape")["results"]
+    median = lambda value: value if isinstance(value, int) else statistics.median(value)
+    peer = results["cudnn"]
+    kinds = ("folded", "post_rope", "window")
+    lines = ["| | cuDNN | " + " | ".join(kinds) + " |", "|---|---|---|---|---|"]
+    for key, label in {
+        "prefill_8k": "first token of 8K",
+        "prefill_128k": "first token of 128K",
+        "decode_b16_8k": "a token of 16 rows at 8K",
+        "decode_b8_16k": "a token of 8 rows at 16K",
+    }.items():
+        base = median(peer[key])
+        ours = [median(results[kind][key]) if key in results[kind] else None for kind in kinds]
+        cells = ["–" if x is None else f"{1e3 * x:,.2f} ms ({base / x:.2f}x)" for x in ours]
+        lines.append(f"| {label} | {1e3 * base:,.2f} ms | {' | '.join(cells)} |")
+    batches = peer["largest_batch_16k"], results["window"]["largest_batch_16k"]
+    lines.append(f"| largest batch at 16K | {batches[0]} | – | – | {batches[1]} |")
+    return "\n".join(lines)
+
+
+TABLES = {
+    "generate": generate_table,
+    "quality": quality_table,
+    "calibration": calibration_table,
+    "kernels": kernel_table,
+}
 
 
 def main() -> None:
