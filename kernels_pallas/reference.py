@@ -15,12 +15,13 @@ def attention_reference(
     sinks: int = 0,
     window: int = 0,
     scale: float,
-) -> Float[Array, "B T N H"]:
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """Two-rank causal attention with whole score matrices; queries are the last T of the S positions.
 
     Near pairs, j < sinks or t - window < j ≤ t, use all H coordinates; the other pairs j ≤ t use the first
     `qk_rank` for scores and the first `v_rank` for values, the rest of whose output is zero. `qk_rank=0`
-    means that far keys are not seen at all. Computed in the inputs' dtype; give float64 for truth.
+    means that far keys are not seen at all. Also gives the scores' log-sum-exp. Computed in the inputs' dtype;
+    give float64 for truth.
     """
     (T, N, H), (S, K) = q.shape[1:], k.shape[1:3]
     k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
@@ -30,12 +31,15 @@ def attention_reference(
     far = (j <= t) & ~near & (qk_rank > 0)
     score = lambda rank: scale * jnp.einsum("BTNH,BSNH->BNTS", q[..., :rank], k[..., :rank])
     logits = jnp.where(near, score(H), jnp.where(far, score(qk_rank), -jnp.inf))
-    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
+    highest = logits.max(-1, keepdims=True)
+    weights = jnp.exp(logits - highest)
+    total = weights.sum(-1, keepdims=True)
+    weights /= total
     kept = jnp.where(jnp.arange(H) < v_rank, v, 0)
-    return jnp.einsum("BNTS,BSNH->BTNH", jnp.where(near, weights, 0), v) + jnp.einsum(
+    o = jnp.einsum("BNTS,BSNH->BTNH", jnp.where(near, weights, 0), v) + jnp.einsum(
         "BNTS,BSNH->BTNH", jnp.where(far, weights, 0), kept
     )
+    return o, (highest + jnp.log(total))[..., 0]
 
 
 def post_rope_reference(

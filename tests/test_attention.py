@@ -24,7 +24,8 @@ def inputs(B=2, T=24, N=4, K=2, seed=0, dtype=np.float32):
 def truth(q, k, v, **options):
     with jax.enable_x64(True):
         arrays = (jnp.asarray(x, jnp.float64) for x in (q, k, v))
-        return np.asarray(attention_reference(*arrays, scale=H**-0.5, **options))
+        o, lse = attention_reference(*arrays, scale=H**-0.5, **options)
+        return np.asarray(o), np.asarray(lse)
 
 
 def near_keys(k, v, sinks, window):
@@ -71,8 +72,9 @@ def test_xla_equals_the_reference(qk_rank, v_rank, sinks, window, length, heads)
         window = max(window, 1)
     q, k, v = inputs(T=length, N=heads[0], K=heads[1])
     sinks = min(sinks, length)
-    expected = truth(q, k, v, qk_rank=qk_rank, v_rank=v_rank, sinks=sinks, window=window)
-    out = np.asarray(run(q, k, v, qk_rank, v_rank, sinks, window))
+    expected, expected_lse = truth(q, k, v, qk_rank=qk_rank, v_rank=v_rank, sinks=sinks, window=window)
+    out, lse = (np.asarray(x) for x in run(q, k, v, qk_rank, v_rank, sinks, window))
+    np.testing.assert_allclose(lse, expected_lse, atol=3e-6)
     assert np.abs(out - expected[..., : out.shape[-1]]).max() < 3e-6
     assert not np.any(expected[..., out.shape[-1] :])
 
@@ -83,14 +85,15 @@ def test_blocks_of_queries_change_nothing(monkeypatch, sinks, window):
     whole = run(q, k, v, 16, 16, sinks, window)
     monkeypatch.setitem(xla._LOGITS_BYTES, jax.default_backend(), 1)
     blocked = run(q, k, v, 16, 16, sinks, window)
-    np.testing.assert_allclose(blocked, whole, atol=2e-6)
+    for ours, theirs in zip(blocked, whole, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
 
 def test_half_precision_loses_what_its_dtype_loses():
     q, k, v = (x.astype(jnp.bfloat16) for x in inputs(T=48))
-    expected = truth(q, k, v, qk_rank=16, v_rank=16, sinks=2, window=8)
-    out = np.asarray(run(q, k, v, 16, 16, 2, 8), np.float64)
-    plain = attention_reference(
+    expected, _ = truth(q, k, v, qk_rank=16, v_rank=16, sinks=2, window=8)
+    out = np.asarray(run(q, k, v, 16, 16, 2, 8)[0], np.float64)
+    plain, _ = attention_reference(
         *(jnp.asarray(x) for x in (q, k, v)), scale=H**-0.5, qk_rank=16, v_rank=16, sinks=2, window=8
     )
     own_error = np.abs(np.asarray(plain, np.float64) - expected).max()

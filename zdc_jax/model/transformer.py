@@ -119,7 +119,7 @@ class Transformer(nnx.Module):
         """Attention of whole sequences on themselves, in a layer of these ranks."""
         plan = self.plan
         near = {"sinks": plan.sinks, "window": plan.window} if plan.keeps_full_width else {}
-        return self_attention(
+        o, _ = self_attention(
             q,
             k,
             v,
@@ -129,6 +129,7 @@ class Transformer(nnx.Module):
             implementation=implementation,
             **near,
         )
+        return o
 
     def extend(
         self,
@@ -153,7 +154,7 @@ class Transformer(nnx.Module):
         for index, block in enumerate(self.layers):
 
             def attend(q: Array, k: Array, v: Array, index: int = index) -> Array:
-                layers[index], o = cached_attention(
+                layers[index], o, _ = cached_attention(
                     q,
                     k,
                     v,

@@ -42,8 +42,8 @@ def self_attention(
     sinks: int = 0,
     window: int = 0,
     implementation: Implementation | None = None,
-) -> Float[Array, "B T N Hv"]:
-    """Causal attention of whole sequences on themselves.
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
+    """Causal attention of whole sequences on themselves, and the log-sum-exp of its scaled scores.
 
     Args:
       q, k, v: with near keys (`sinks` or `window`) at full rank, H coordinates each; else truncated already.
@@ -68,7 +68,10 @@ def self_attention(
         case "pallas":
             return _pallas_whole(q, k, v, R, Z, scale, sinks, window)
         case "cudnn":
-            return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, implementation="cudnn")
+            o, lse = jax.nn.dot_product_attention(
+                q, k, v, scale=scale, is_causal=True, implementation="cudnn", return_residual=True
+            )
+            return o, lse.swapaxes(1, 2)
     return _xla_whole(q, k, v, R, Z, scale, sinks, window)
 
 
@@ -84,8 +87,10 @@ def cached_attention(
     sinks: int,
     window: int,
     implementation: Implementation | None = None,
-) -> tuple[LayerCache, Float[Array, "B T N Hv"]]:
+) -> tuple[LayerCache, Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
     """Stores new tokens in the cache of one layer and lets them attend to all that it holds.
+
+    Returns the cache, what attention gives, and the log-sum-exp of its scaled scores.
 
     Args:
       q, k, v: of the new tokens; at full rank where the cache has a ring, else truncated.
@@ -108,12 +113,13 @@ def cached_attention(
     if _choose(kind, implementation, refusals) == "xla":
         cache, keys = append(cache, k, v, positions, end, sinks=sinks, window=window)
         prefix = cache.k, cache.v
-        return cache, xla_attention(q, *prefix, positions, scale=scale, near=keys, sinks=sinks, window=window)
+        o, lse = xla_attention(q, *prefix, positions, scale=scale, near=keys, sinks=sinks, window=window)
+        return cache, o, lse
     if q.shape[1] == 1:
         cache = write(cache, k, v, positions, end, sinks=sinks, window=window)
         ring = Ring(cache.ring_k, cache.ring_v) if near else None
         lengths = positions[:, 0] + 1
-        o, _ = decode_attention(
+        o, lse = decode_attention(
             q[:, 0],
             cache.k,
             cache.v,
@@ -123,7 +129,7 @@ def cached_attention(
             sinks=sinks,
             window=window,
         )
-        return cache, o[:, None]
+        return cache, o[:, None], lse[..., None]
     return _pallas_prefill(q, k, v, cache, positions, end, scale, sinks, window)
 
 
@@ -207,7 +213,9 @@ def _pallas_refusal(
     return None
 
 
-def _xla_whole(q: Array, k: Array, v: Array, R: int, Z: int, scale: float, sinks: int, window: int) -> Array:
+def _xla_whole(
+    q: Array, k: Array, v: Array, R: int, Z: int, scale: float, sinks: int, window: int
+) -> tuple[Array, Array]:
     B, T = q.shape[:2]
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H]
@@ -227,17 +235,16 @@ def _xla_whole(q: Array, k: Array, v: Array, R: int, Z: int, scale: float, sinks
 
 def _pallas_whole(
     q: Array, k: Array, v: Array, R: int, Z: int, scale: float, sinks: int, window: int
-) -> Array:
+) -> tuple[Array, Array]:
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     trailing = None
     if window:
         tails = k[..., R:], v[..., Z:]
         heads = (x[:, :, :sinks] for x in tails) if sinks else (None, None)
         trailing = Trailing(*tails, jnp.zeros(q.shape[0], jnp.int32), *heads)
-    o, _ = prefill_attention(
+    return prefill_attention(
         q, k[..., :R], v[..., :Z], scale=scale, trailing=trailing, sinks=sinks, window=window
     )
-    return o
 
 
 def _pallas_prefill(
@@ -250,7 +257,7 @@ def _pallas_prefill(
     scale: float,
     sinks: int,
     window: int,
-) -> tuple[LayerCache, Array]:
+) -> tuple[LayerCache, Array, Array]:
     """A piece of the prompt on what the cache holds: the ring is read before the new tokens overwrite it."""
     start, trailing = positions[0, 0], None  # All rows begin a piece at the same position.
     R, Z = cache.k.shape[-1], cache.v.shape[-1]
@@ -264,7 +271,7 @@ def _pallas_prefill(
         rings = cache.ring_k, cache.ring_v
         heads = (ring[:, :, window:] for ring in rings) if sinks else (None, None)
         trailing = Trailing(*tails, jnp.broadcast_to(first, end.shape), *heads)
-    o, _ = prefill_attention(
+    o, lse = prefill_attention(
         q,
         cache.k,
         cache.v,
@@ -275,4 +282,4 @@ def _pallas_prefill(
         sinks=sinks,
         window=window,
     )
-    return cache, o
+    return cache, o, lse

@@ -34,8 +34,8 @@ def xla_attention(
     near: NearKeys | None,
     sinks: int,
     window: int,
-) -> Float[Array, "B T N Hv"]:
-    """Attention in plain XLA: any rank, dtype, device, near set.
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
+    """Attention in plain XLA: any rank, dtype, device, near set. Also the log-sum-exp of scaled scores.
 
     Args:
       q: queries; with near keys at full rank, whose first R coordinates meet the far keys.
@@ -61,7 +61,7 @@ def xla_attention(
             jnp.pad(near.positions, ((0, 0), (0, pad)), constant_values=-1),
         )
 
-    def one_block(index: Array) -> Array:
+    def one_block(index: Array) -> tuple[Array, Array]:
         start = index * block
         take = lambda x: jax.lax.dynamic_slice_in_dim(x, start, block, axis=1)
         near_block = None if near is None else _near_block(near, start, sinks, window + block)
@@ -69,8 +69,9 @@ def xla_attention(
 
     if block >= T:
         return one_block(jnp.int32(0))
-    out = jax.lax.map(one_block, jnp.arange((T + pad) // block))  # [T / block, B, block, N, Z]
-    return jnp.moveaxis(out, 0, 1).reshape(B, T + pad, N, -1)[:, :T]
+    out, lse = jax.lax.map(one_block, jnp.arange((T + pad) // block))  # a leading axis of blocks
+    out = jnp.moveaxis(out, 0, 1).reshape(B, T + pad, N, -1)[:, :T]
+    return out, jnp.moveaxis(lse, 0, 2).reshape(B, N, T + pad)[:, :, :T]
 
 
 def _near_block(near: NearKeys, start: Array, sinks: int, size: int) -> NearKeys:
@@ -93,7 +94,7 @@ def _xla_block(
     near: NearKeys | None,
     sinks: int,
     window: int,
-) -> Array:
+) -> tuple[Array, Array]:
     B, T, N, _ = q.shape
     K, S, R = k.shape[1:]
     q = q.reshape(B, T, K, N // K, -1)
@@ -126,4 +127,5 @@ def _xla_block(
     for part, (_, value, _) in zip(weights, parts, strict=True):
         share = einsum_f32("BKGTS,BKSZ->BTKGZ", (part / total).astype(value.dtype), value)
         out = out.at[..., : value.shape[-1]].add(share)
-    return out.reshape(B, T, N, width).astype(v.dtype)
+    lse = (highest + jnp.log(total)).reshape(B, N, T)
+    return out.reshape(B, T, N, width).astype(v.dtype), lse
