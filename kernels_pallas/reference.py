@@ -20,8 +20,8 @@ def attention_reference(
 
     Near pairs, j < sinks or t - window < j ≤ t, use all H coordinates; the other pairs j ≤ t use the first
     `qk_rank` for scores and the first `v_rank` for values, the rest of whose output is zero. `qk_rank=0`
-    means that far keys are not seen at all. Also gives the scores' log-sum-exp. Computed in the inputs' dtype;
-    give float64 for truth.
+    means that far keys are not seen at all. Also gives the log-sum-exp of scores. Computed in the inputs'
+    dtype; give float64 for truth.
     """
     (T, N, H), (S, K) = q.shape[1:], k.shape[1:3]
     k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
