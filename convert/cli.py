@@ -4,7 +4,7 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,12 +13,16 @@ import jax
 import numpy as np
 import tyro
 from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from tyro.conf import Positional
 
 from convert.calibrate import CalibrationOptions, calibrate, calibration_windows
 from convert.conversion import convert, verify_against_transformers
 from convert.demo import demo
+from convert.plots import write_front
+from convert.search import Mode, Search, SearchOptions, describe
+from convert.trials import Trial, TrialBook
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import PlanError, PromptError, TextError, ZDCError
@@ -129,21 +133,85 @@ class PlanFlags:
         ).for_model(checkpoint.fingerprint)
 
 
+@dataclass(kw_only=True)
+class SearchFlags:
+    """A plan by search: the fewest bytes within a limit on perplexity."""
+
+    max_degradation: float | None = None
+    """Limit on the relative increase of perplexity (0.02: 2 %). Searches with the flags below."""
+    texts: tuple[Path, ...] = ()
+    """Text to measure plans on, as for calibrate."""
+    mode: Mode = "window"
+    """What plans may do: recent tokens at full rank and ranks per layer, or one pair of ranks for all."""
+    trials: int = 400
+    """Most plans to measure."""
+    windows: int = 12
+    """Windows of text, drawn round robin over topics."""
+    context: int | None = None
+    """Tokens a window; default the model's positions, at most 4096."""
+    seed: int = 1
+    """Chooses the windows; another than calibration's."""
+    batch: int = 1
+    """Windows at a time."""
+    dtype: Dtype | None = None
+    """Dtype to run in; default that of the stored weights."""
+
+    def search(self, path: Path, output: Path, console: Console) -> CompressionPlan:
+        """Searches, showing the best so far; a journal beside `output` lets a broken-off search go on."""
+        assert self.max_degradation is not None
+        options = SearchOptions(self.max_degradation, self.mode, self.trials)
+        if not self.texts:
+            raise PlanError("--max-degradation needs --texts to measure plans on")
+        checkpoint = Checkpoint.open(path)
+        windows, _ = text_windows(
+            checkpoint, self.texts, self.windows, self.context, batch=self.batch, seed=self.seed
+        )
+        with Progress(
+            TextColumn("{task.completed} plans"), TimeElapsedColumn(), TextColumn("{task.description}"),
+            console=console,
+        ) as progress:  # fmt: skip
+            task = progress.add_task("the unmodified model", total=None)
+            book = TrialBook(
+                path,
+                windows,
+                dtype=self.dtype,
+                batch=self.batch,
+                journal=output.with_suffix(".journal.jsonl"),
+            )
+
+            def watch(_: Trial, best: Trial | None) -> None:
+                best_yet = (
+                    "none" if best is None else f"{best.bytes_share:.1%} of KV bytes at {best.increase:+.2%}"
+                )
+                progress.update(task, advance=1, description=f"best within the limit: {best_yet}")
+
+            best = Search(book, options, watch).run()
+        console.print(describe(book.config, best), soft_wrap=True, highlight=False)
+        write_front(book, best, options, output.with_suffix(".front.json"))
+        return best.plan
+
+
 @dataclass
 class Plan:
-    """Write a plan's JSON and print it."""
+    """Write a plan's JSON and print it: as described by flags, or searched for within a limit."""
 
     path: Positional[Path]
     """Converted and calibrated folder."""
     output: Positional[Path]
     """JSON file to write."""
     flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
+    search: Annotated[SearchFlags, tyro.conf.arg(name="")] = field(default_factory=SearchFlags)
 
     def run(self, console: Console) -> None:
-        plan = self.flags.build(self.path)
-        if plan is None:
-            raise PlanError("say what to keep: --qk/--v, --budget, --window")
         checkpoint = Checkpoint.open(self.path)
+        if self.search.max_degradation is None:
+            plan = self.flags.build(self.path)
+        elif self.flags == PlanFlags():
+            plan = self.search.search(self.path, self.output, console).for_model(checkpoint.fingerprint)
+        else:
+            raise PlanError("--max-degradation searches; drop --plan, --qk, --v, --budget, --window, --sinks")
+        if plan is None:
+            raise PlanError("say what to keep: --qk/--v, --budget, --window, --max-degradation")
         plan.check_model(checkpoint.config, checkpoint.fingerprint)
         plan.save(self.output)
         console.print_json(self.output.read_text())
@@ -225,12 +293,9 @@ class Perplexity:
     def run(self, console: Console) -> None:
         checkpoint = Checkpoint.open(self.path)
         plan = self.flags.build(self.path)
-        if self.windows < 1:
-            raise TextError(f"windows={self.windows} must be >= 1")
-        options = CalibrationOptions(context=self.context, batch=self.batch, seed=self.seed)
-        context = options.window_length(checkpoint.config)
-        options = replace(options, tokens=self.windows * context)
-        windows, topics = calibration_windows(checkpoint, self.texts, context, options)
+        windows, topics = text_windows(
+            checkpoint, self.texts, self.windows, self.context, batch=self.batch, seed=self.seed
+        )
         dense = load(self.path, dtype=self.dtype)
         dense_nll = window_nll(dense.network, windows, batch=self.batch)
         model = dense if plan is None else load(self.path, plan, dtype=self.dtype)
@@ -284,6 +349,17 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "inspect": Inspect,
     "demo": Demo,
 }
+
+
+def text_windows(
+    checkpoint: Checkpoint, texts: Sequence[Path], count: int, context: int | None, *, batch: int, seed: int
+) -> tuple[np.ndarray, list[str]]:
+    """`count` windows of text [W, T] and their topics."""
+    if count < 1:
+        raise TextError(f"windows={count} must be >= 1")
+    options = CalibrationOptions(context=context, batch=batch, seed=seed)
+    length = options.window_length(checkpoint.config)
+    return calibration_windows(checkpoint, texts, length, replace(options, tokens=count * length))
 
 
 def _report_basis(console: Console, basis: Basis) -> None:

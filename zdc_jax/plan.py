@@ -169,9 +169,13 @@ class CompressionPlan:
         """The same plan bound to the model with this fingerprint."""
         return replace(self, fingerprint=fingerprint)
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain, versioned JSON value."""
+        return json.loads(json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}))
+
     def save(self, path: str | Path) -> None:
         """Writes readable, versioned JSON (one line a layer)."""
-        value = {"format_version": FORMAT_VERSION, **asdict(self)}
+        value = self.to_json()
         layers = ",\n".join(f"    {json.dumps(layer)}" for layer in value.pop("layers"))
         head = json.dumps(value, indent=2).removesuffix("\n}")
         Path(path).write_text(f'{head},\n  "layers": [\n{layers}\n  ]\n}}\n')
@@ -183,10 +187,11 @@ class CompressionPlan:
             value = json.loads(Path(path).read_text())
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise PlanError(f"cannot read plan {path}: {error}") from error
-        return cls._from_json(value, path)
+        return cls.from_json(value, path)
 
     @classmethod
-    def _from_json(cls, value: Any, path: str | Path) -> Self:
+    def from_json(cls, value: Any, path: str | Path) -> Self:
+        """What `to_json` gave; raises `PlanError` naming `path` where it is no plan."""
         if not isinstance(value, dict) or value.get("format_version") != FORMAT_VERSION:
             found = value.get("format_version") if isinstance(value, dict) else type(value).__name__
             raise PlanError(f"{path}: format_version={found!r}, this release reads {FORMAT_VERSION}")

@@ -1,0 +1,143 @@
+"""Which plans pay? Fronts of KV bytes and perplexity by kind of plan, on text that no search saw.
+
+    python -m benchmarks.bench_plans --model HF_FOLDER --corpus CORPUS --name plans-NAME
+
+Bases and searches read the corpus' `train` split (the searches other windows of it than the bases), every
+figure is of `heldout`, and every plan is a model of physically smaller arrays. `oracle` is what the search
+found at each limit. The JSON is written anew after every kind of plan.
+"""
+
+import itertools
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tyro
+
+from benchmarks import bench_quality
+from benchmarks.common import RESULTS, write_result
+from convert.search import SINKS, Search, SearchOptions
+from convert.trials import TrialBook, trial_json
+from zdc_jax.basis import Basis
+from zdc_jax.plan import CompressionPlan, allowed_ranks
+
+LIMITS = (0.01, 0.005, 0.02, 0.05, 0.1)
+"""The first is searched from nothing, and timed; the others use what was measured for it."""
+BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+WINDOWS = (128, 256, 512)
+
+
+@dataclass(frozen=True)
+class Options:
+    """`search_windows` of training text for the search, `windows` of held-out text for what is reported."""
+
+    model: Path
+    corpus: Path
+    name: str
+    windows: int = 24
+    search_windows: int = 12
+    tokens: int = 1_000_000
+    seed: int = 0
+    batch: int = 4
+    dtype: str | None = None
+    results: Path = RESULTS
+
+
+def plans(book: TrialBook) -> Iterator[tuple[str, CompressionPlan]]:
+    """Plans that need no search, by kind."""
+    config, basis = book.config, book.basis
+    ranks = allowed_ranks(config.head_dim)[1:]
+    spectra = basis.qk_spectrum, basis.vo_spectrum
+    for qk, v in itertools.product(ranks, repeat=2):
+        if qk <= v:
+            yield "uniform", CompressionPlan.uniform(config, qk=qk, v=v)
+    for budget in BUDGETS:
+        yield "per-layer", CompressionPlan.from_spectrum(*spectra, budget=budget, qk_share=0.45)
+    for window, (qk, v) in itertools.product(WINDOWS, [*itertools.pairwise(ranks), (16, 16)]):
+        yield "window", CompressionPlan.uniform(config, qk=qk, v=v, window=window, sinks=SINKS)
+    for window, budget in itertools.product(WINDOWS, BUDGETS[2:]):
+        yield (
+            "window+per-layer",
+            CompressionPlan.from_spectrum(*spectra, budget=budget, qk_share=0.45, window=window, sinks=SINKS),
+        )
+
+
+class Bench:
+    """The model with its bases, text to search on, and text to report on."""
+
+    def __init__(self, options: Options, folder: Path):
+        quality = bench_quality.Options(
+            options.model, options.corpus, options.name, options.windows, options.tokens,
+            options.seed, options.batch, options.dtype,
+        )  # fmt: skip
+        self.options, self.quality = options, bench_quality.Bench(quality, folder)
+        kinds = ("stacked", "balanced")
+        self.bases = {kind: self.quality.make_basis(self.quality.moments, qk=kind, vo=kind) for kind in kinds}
+        self.heldout = {kind: self.book(basis, self.quality.heldout) for kind, basis in self.bases.items()}
+
+    def book(self, basis: Basis, windows: np.ndarray) -> TrialBook:
+        path, options = self.quality.checkpoint.path, self.options
+        return TrialBook(path, windows, basis=basis, dtype=options.dtype, batch=options.batch)
+
+    def row(self, kind: str, plan: CompressionPlan, basis: str = "balanced", **extra: Any) -> dict[str, Any]:
+        trial = self.heldout[basis].measure(plan)
+        print(f"{kind:18} {trial.bytes_share:.3f} {100 * trial.increase:+7.2f} %", flush=True)
+        return {"kind": kind, "basis": basis, **trial_json(trial), **extra}
+
+    def rows(self) -> Iterator[list[dict[str, Any]]]:
+        """All rows, kind by kind."""
+        yield list(self.searched())
+        by_kind = itertools.groupby(plans(self.heldout["balanced"]), key=lambda pair: pair[0])
+        for kind, group in by_kind:
+            chosen = [plan for _, plan in group]
+            yield [self.row(kind, plan) for plan in chosen]
+            if kind == "uniform":
+                yield [self.row("uniform stacked", plan, "stacked") for plan in chosen]
+
+    def searched(self) -> Iterator[dict[str, Any]]:
+        """The search's plan at each limit, with what it cost where it was searched and on held-out text."""
+        count = self.options.search_windows
+        seen = bench_quality.Bench.windows(self.quality, "train", self.options.tokens // 4096 + count)[0]
+        book = self.book(self.bases["balanced"], seen[-count:])
+        for limit in LIMITS:
+            began, before = time.perf_counter(), len(book.seen)
+            best = Search(book, SearchOptions(limit)).run()
+            yield self.row(
+                "oracle",
+                best.plan,
+                limit=limit,
+                searched_increase=best.increase,
+                seconds=time.perf_counter() - began,
+                plans_measured=len(book.seen) - before,
+            )
+
+
+def main(options: Options) -> None:
+    """Measures all plans and writes one JSON."""
+    if options.dtype == "float32":
+        jax.config.update("jax_default_matmul_precision", "highest")
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(options, Path(folder))
+        dense = float(np.exp(bench.heldout["balanced"].dense_nll.mean()))
+        print(f"dense perplexity {dense:.3f} on {jax.devices()[0].device_kind}")
+        settings = {k: str(v) for k, v in asdict(options).items() if k != "results"}
+        settings |= {"model": options.model.name, "corpus": options.corpus.name}
+        rows: list[dict[str, Any]] = []
+        for more in bench.rows():
+            rows += more
+            results = {
+                "dense_perplexity": dense,
+                "rows": rows,
+                "seconds_total": time.perf_counter() - began,
+            }
+            print(write_result(options.name, settings, results, options.results), flush=True)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
