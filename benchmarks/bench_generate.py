@@ -110,7 +110,7 @@ class Ours:
 
 def _extend(network: Transformer, cache: KVCache, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
     hidden, cache = network.extend(cache, tokens, cache.lengths + tokens.shape[1], "pallas")
-    return network.unembed(hidden[:, -1]).argmax(-1).astype(jnp.int32)[:, None], cache
+    return network.embeddings.unembed(hidden[:, -1]).argmax(-1).astype(jnp.int32)[:, None], cache
 
 
 class OnCudnn:
@@ -146,7 +146,7 @@ def _cudnn_step(network: Transformer, cache: Any, tokens: jax.Array) -> tuple[ja
     lengths = cache["lengths"]
     T, scale = tokens.shape[1], network.config.head_dim**-0.5
     positions = lengths[:, None] + jnp.arange(T)
-    x, kv = network.embed(tokens, positions), []
+    x, kv = network.embeddings.embed(tokens, positions), []
     for block, (keys, values) in zip(network.layers, cache["kv"], strict=True):
 
         def attend(q: Any, k: Any, v: Any, keys: Any = keys, values: Any = values) -> Any:
@@ -159,7 +159,7 @@ def _cudnn_step(network: Transformer, cache: Any, tokens: jax.Array) -> tuple[ja
             return own(keys, values, key_value_seq_lengths=lengths + 1)
 
         x = block(x, positions, attend)
-    token = network.unembed(x[:, -1]).argmax(-1).astype(jnp.int32)[:, None]
+    token = network.embeddings.unembed(x[:, -1]).argmax(-1).astype(jnp.int32)[:, None]
     return token, {"lengths": lengths + T, "kv": kv}
 
 

@@ -24,6 +24,7 @@ from zdc_jax.errors import CalibrationError
 from zdc_jax.evaluate import window_nll
 from zdc_jax.loading import load
 from zdc_jax.model.transformer import Transformer
+from zdc_jax.ops.attention import self_attention
 from zdc_jax.ops.contract import einsum_f32
 from zdc_jax.plan import CompressionPlan, allowed_ranks
 from zdc_jax.text import read_documents, token_windows
@@ -223,15 +224,15 @@ def add_moments(
 ) -> dict[str, Array]:
     """Adds the moments of windows `tokens` [B, T] that have `weight` [B] 1 to the running sums."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    x = network.embed(tokens, positions)
-    K, full = network.config.num_kv_heads, network.plan.layers[0]
+    x = network.embeddings.embed(tokens, positions)
+    K, scale = network.config.num_kv_heads, network.config.head_dim**-0.5
 
     new: list[dict[str, Array]] = []
     for block in network.layers:
         seen: dict[str, Array] = {}
 
         def attend(q: Array, k: Array, v: Array, seen: dict[str, Array] = seen) -> Array:
-            o = network.attend_whole(q, k, v, full, None)
+            o, _ = self_attention(q, k, v, scale=scale)
             for name, value in (("q", q), ("k", k), ("v", v), ("o", o)):
                 seen.update(_gram(name, value, weight, K))
             return o

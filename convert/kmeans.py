@@ -12,6 +12,7 @@ from convert.moments import Moments
 from zdc_jax.axes import Array
 from zdc_jax.errors import CalibrationError
 from zdc_jax.model.transformer import Block, Transformer
+from zdc_jax.ops.attention import self_attention
 from zdc_jax.ops.contract import einsum_f32
 
 ITERATIONS = 10
@@ -49,7 +50,7 @@ def kmeans_moments(
             f"{clusters=} exceeds the {windows.size} tokens left after pruning; give more text"
         )
     positions = jnp.arange(windows.shape[1])[None]
-    x = jax.lax.map(lambda row: network.embed(row[None], positions)[0], jnp.asarray(windows))
+    x = jax.lax.map(lambda row: network.embeddings.embed(row[None], positions)[0], jnp.asarray(windows))
     sums: list[dict[str, np.ndarray]] = []
     for index, block in enumerate(network.layers):
         x, vectors, exact = _layer(network, block, x)
@@ -85,14 +86,14 @@ def _layer(
     network: Transformer, block: Block, x: Float[Array, "W T D"]
 ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
     """One layer over all windows: the next residual stream, vectors [K, P, H] of q, k, v, exact sums of o."""
-    K, full = network.config.num_kv_heads, network.plan.layers[0]
+    K, scale = network.config.num_kv_heads, network.config.head_dim**-0.5
 
     def one(row: Array) -> tuple[Array, dict[str, Array], Array, Array]:
         positions = jnp.arange(row.shape[0])[None]
         seen: dict[str, Array] = {}
 
         def attend(q: Array, k: Array, v: Array) -> Array:
-            o = network.attend_whole(q, k, v, full, None)
+            o, _ = self_attention(q, k, v, scale=scale)
             seen.update(q=_by_head(q, K), k=_by_head(k, K), v=_by_head(v, K), o=_by_head(o, K))
             return o
 

@@ -17,10 +17,10 @@ def positions_per_block(monkeypatch):
 
     def set_to(block: int) -> None:
         monkeypatch.setattr(evaluate, "_POSITIONS_PER_BLOCK", block)
-        evaluate._window_nll.clear_cache()
+        evaluate._summed_nll.clear_cache()
 
     yield set_to
-    evaluate._window_nll.clear_cache()
+    evaluate._summed_nll.clear_cache()
 
 
 def plain_nll(network, windows: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.loading import LanguageModel
-from zdc_jax.model.transformer import Transformer
+from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.plan import CompressionPlan
 
 _POSITIONS_PER_BLOCK = 512
@@ -41,10 +41,11 @@ class PerplexityReport:
 
 
 @jax.jit
-def _window_nll(network: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, " B"]:
+def _summed_nll(
+    embeddings: Embeddings, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"]
+) -> Float[Array, " B"]:
     """Sum over positions of the negative log likelihood of the next token, float32 [B]."""
-    hidden = network.hidden(tokens)[:, :-1]
-    targets = tokens[:, 1:]
+    hidden, targets = hidden[:, :-1], tokens[:, 1:]
     length = targets.shape[1]
     blocks = -(-length // _POSITIONS_PER_BLOCK)
     pad = blocks * _POSITIONS_PER_BLOCK - length
@@ -54,7 +55,7 @@ def _window_nll(network: Transformer, tokens: Int[Array, "B T"]) -> Float[Array,
 
     def block(start: Array) -> Array:
         cut = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, start, _POSITIONS_PER_BLOCK, axis)
-        logits = network.unembed(cut(hidden, 1))
+        logits = embeddings.unembed(cut(hidden, 1))
         chosen = jnp.take_along_axis(logits, cut(targets, 1)[..., None], axis=-1)[..., 0]
         nll = jax.nn.logsumexp(logits, axis=-1) - chosen
         return jnp.where(cut(valid, 0), nll, 0).sum(1)
@@ -65,12 +66,17 @@ def _window_nll(network: Transformer, tokens: Int[Array, "B T"]) -> Float[Array,
 def window_nll(
     network: Transformer, windows: Int[np.ndarray, "W T"], *, batch: int = 1
 ) -> Float[np.ndarray, " W"]:
-    """Mean negative log likelihood (nats a token) of each window, float64 [W]."""
+    """Mean negative log likelihood (nats a token) of each window, float64 [W].
+
+    Layers run one after another, so that a plan not seen before compiles only the layers that are new.
+    """
     sums = []
     for start in range(0, len(windows), batch):
         piece = windows[start : start + batch]
         whole = np.concatenate([piece, np.repeat(piece[-1:], batch - len(piece), axis=0)])
-        sums.append(np.asarray(_window_nll(network, jnp.asarray(whole)))[: len(piece)])
+        tokens = jnp.asarray(whole)
+        nll = _summed_nll(network.embeddings, network.hidden(tokens), tokens)
+        sums.append(np.asarray(nll)[: len(piece)])
     return np.concatenate(sums).astype(np.float64) / (windows.shape[1] - 1)
 
 

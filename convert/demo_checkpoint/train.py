@@ -151,10 +151,10 @@ def parameters(network: Transformer) -> dict:
         }
         for block in network.layers
     ]
-    assert network.final_norm is not None
+    assert network.embeddings.final_norm is not None
     embeddings = {
-        "tokens": cast(network.tokens),
-        "final_norm": {"scale": cast(network.final_norm.scale)},
+        "tokens": cast(network.embeddings.tokens),
+        "final_norm": {"scale": cast(network.embeddings.final_norm.scale)},
     }
     return {"embeddings": embeddings, "layers": layers}
 

@@ -36,7 +36,7 @@ def test_reference_models_equal_golden_logits(name, data, tmp_path):
     convert(data / "models" / name, tmp_path / "ours", progress=False)
     network = load(tmp_path / "ours", dtype="float32").network
     hidden = network.hidden(jnp.asarray(token_ids(8192, (1, 4096))))
-    logits = network.unembed(hidden[0, jnp.asarray(REFERENCE_POSITIONS)])
+    logits = network.embeddings.unembed(hidden[0, jnp.asarray(REFERENCE_POSITIONS)])
     check(np.asarray(logits), np.load(GOLDEN / "reference.npz")[name])
 
 

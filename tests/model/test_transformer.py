@@ -36,7 +36,7 @@ def replay(network, tokens, pieces):
         cache = KVCache(cache.layers, jnp.full(B, start), cache.sinks, cache.window)
         end = np.minimum(LENGTHS - 3, start + width)
         hidden, cache = extend(network, cache, tokens[:, start : start + width], jnp.asarray(end))
-        logits[:, start : start + width] = network.unembed(hidden)
+        logits[:, start : start + width] = network.embeddings.unembed(hidden)
         start += width
     held = np.minimum(LENGTHS - 3, start)
     while (held < LENGTHS).any():
@@ -45,7 +45,7 @@ def replay(network, tokens, pieces):
         cache = KVCache(cache.layers, jnp.asarray(held), cache.sinks, cache.window)
         one = jnp.asarray(tokens[np.arange(B), column][:, None])
         hidden, cache = extend(network, cache, one, jnp.asarray(end))
-        step = np.asarray(network.unembed(hidden[:, 0]))
+        step = np.asarray(network.embeddings.unembed(hidden[:, 0]))
         for row in np.flatnonzero(held < LENGTHS):
             logits[row, held[row]] = step[row]
         held = end

@@ -109,7 +109,7 @@ def _first_token(
     stop_tokens: Array,
     max_new_tokens: int,
 ) -> DecodeState:
-    token = choose(network.unembed(last_hidden), sampling, cache.lengths)
+    token = choose(network.embeddings.unembed(last_hidden), sampling, cache.lengths)
     batch = token.shape[0]
     return DecodeState(
         cache,
@@ -139,7 +139,7 @@ def decode(
         active = ~state.done & (state.count < limit)
         end = state.cache.lengths + active
         hidden, cache = network.extend(state.cache, state.last[:, None], end, implementation)
-        token = choose(network.unembed(hidden[:, 0]), sampling, end)
+        token = choose(network.embeddings.unembed(hidden[:, 0]), sampling, end)
         token = jnp.where(active, token, state.last)
         column = jnp.where(active, state.count, state.tokens.shape[1])
         rows = jnp.arange(token.shape[0])

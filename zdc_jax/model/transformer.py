@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache import KVCache
+from zdc_jax.cache import KVCache, LayerCache
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.attention import Attention
 from zdc_jax.model.layers import FeedForward, Norm, param
@@ -49,8 +49,39 @@ class Block(nnx.Module):
             return x if self.pre_norm else self.mlp_norm(x)
 
 
+class Embeddings(nnx.Module):
+    """What is at both ends: embeddings of tokens (and learned positions), final norm and head."""
+
+    def __init__(self, weights: Mapping[str, Any], config: ModelConfig):
+        self.tokens = nnx.Param(jnp.asarray(weights["tokens"]))
+        self.positions = param(weights, "positions")
+        self.project_in = param(weights, "project_in")
+        self.project_out = param(weights, "project_out")
+        self.final_norm = Norm(weights["final_norm"], config.norm_eps) if config.final_norm else None
+        self.lm_head = param(weights, "lm_head")
+        self.position_offset = config.position_offset
+
+    def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Token (and learned position) embeddings."""
+        x = self.tokens[...][tokens]
+        if self.project_in is not None:
+            x = x @ self.project_in[...]
+        if self.positions is not None:
+            x = x + self.positions[...][positions + self.position_offset]
+        return x
+
+    def unembed(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        """Float32 logits."""
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+        if self.project_out is not None:
+            x = x @ self.project_out[...]
+        head = self.tokens[...] if self.lm_head is None else self.lm_head[...]
+        return einsum_f32("...D,VD->...V", x, head)
+
+
 class Transformer(nnx.Module):
-    """Embeddings, layers, final norm and head; `plan` is that of the arrays (`full` if unmodified).
+    """Embeddings, layers and head; `plan` is that of the arrays (`full` if unmodified).
 
     Layers are separate arrays and unrolled: a scan over stacked ones copies each layer's weights out of the
     stack before every product, 6 of the 21 to 28 ms of a decoded token (7B, batch 16 at 8K, H200).
@@ -65,71 +96,30 @@ class Transformer(nnx.Module):
     ):
         """Puts `layers` (in order, consumed one at a time) on the default device."""
         self.config, self.plan = config, plan
-        self.tokens = nnx.Param(jnp.asarray(embeddings["tokens"]))
-        self.positions = param(embeddings, "positions")
-        self.project_in = param(embeddings, "project_in")
-        self.project_out = param(embeddings, "project_out")
-        self.final_norm = Norm(embeddings["final_norm"], config.norm_eps) if config.final_norm else None
-        self.lm_head = param(embeddings, "lm_head")
+        self.embeddings = Embeddings(embeddings, config)
         self.layers = nnx.List([Block(jax.tree.map(jnp.asarray, layer), config) for layer in layers])
 
     @property
     def dtype(self) -> jnp.dtype:
         """Dtype of weights, activations and cache."""
-        return self.tokens[...].dtype
-
-    def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Token (and learned position) embeddings."""
-        x = self.tokens[...][tokens]
-        if self.project_in is not None:
-            x = x @ self.project_in[...]
-        if self.positions is not None:
-            x = x + self.positions[...][positions + self.config.position_offset]
-        return x
-
-    def unembed(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-        """Float32 logits."""
-        if self.final_norm is not None:
-            x = self.final_norm(x)
-        if self.project_out is not None:
-            x = x @ self.project_out[...]
-        head = self.tokens[...] if self.lm_head is None else self.lm_head[...]
-        return einsum_f32("...D,VD->...V", x, head)
+        return self.embeddings.tokens[...].dtype
 
     def hidden(
         self, tokens: Int[Array, "B T"], implementation: Implementation | None = None
     ) -> Float[Array, "B T D"]:
         """Last hidden states of whole sequences, without a cache."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        x = self.embed(tokens, positions)
+        x = self.embeddings.embed(tokens, positions)
+        near = (self.plan.sinks, self.plan.window) if self.plan.keeps_full_width else (0, 0)
         for block, ranks in zip(self.layers, self.plan.layers, strict=True):
-            attend = partial(self.attend_whole, ranks=ranks, implementation=implementation)
-            x = block(x, positions, attend, implementation)
+            x = _whole_layer(block, x, positions, ranks, near, implementation)
         return x
 
     def __call__(
         self, tokens: Int[Array, "B T"], implementation: Implementation | None = None
     ) -> Float[Array, "B T V"]:
         """Float32 logits of whole sequences, without a cache."""
-        return self.unembed(self.hidden(tokens, implementation))
-
-    def attend_whole(
-        self, q: Array, k: Array, v: Array, ranks: LayerRanks, implementation: Implementation | None
-    ) -> Array:
-        """Attention of whole sequences on themselves, in a layer of these ranks."""
-        plan = self.plan
-        near = {"sinks": plan.sinks, "window": plan.window} if plan.keeps_full_width else {}
-        o, _ = self_attention(
-            q,
-            k,
-            v,
-            scale=self.config.head_dim**-0.5,
-            qk_rank=ranks.qk,
-            v_rank=ranks.v,
-            implementation=implementation,
-            **near,
-        )
-        return o
+        return self.embeddings.unembed(self.hidden(tokens, implementation))
 
     def extend(
         self,
@@ -149,24 +139,72 @@ class Transformer(nnx.Module):
           hidden states (those of padding are unspecified) and the longer cache.
         """
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
-        x = self.embed(tokens, positions)
-        layers = list(cache.layers)
-        for index, block in enumerate(self.layers):
-
-            def attend(q: Array, k: Array, v: Array, index: int = index) -> Array:
-                layers[index], o, _ = cached_attention(
-                    q,
-                    k,
-                    v,
-                    layers[index],
-                    positions,
-                    end,
-                    scale=self.config.head_dim**-0.5,
-                    sinks=cache.sinks,
-                    window=cache.window,
-                    implementation=implementation,
-                )
-                return o
-
-            x = block(x, positions, attend, implementation)
+        x = self.embeddings.embed(tokens, positions)
+        layers = []
+        for block, layer in zip(self.layers, cache.layers, strict=True):
+            near = cache.sinks, cache.window
+            x, layer = _extended_layer(block, x, layer, positions, end, near, implementation)
+            layers.append(layer)
         return x, KVCache(tuple(layers), end, cache.sinks, cache.window)
+
+
+@partial(jax.jit, static_argnames=("ranks", "near", "implementation"))
+def _whole_layer(
+    block: Block,
+    x: Array,
+    positions: Array,
+    ranks: LayerRanks,
+    near: tuple[int, int],
+    implementation: Implementation | None,
+) -> Array:
+    """One layer on whole sequences. Jitted, so that layers alike are traced and compiled once."""
+    sinks, window = near
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        o, _ = self_attention(
+            q,
+            k,
+            v,
+            scale=block.attention.config.head_dim**-0.5,
+            qk_rank=ranks.qk,
+            v_rank=ranks.v,
+            sinks=sinks,
+            window=window,
+            implementation=implementation,
+        )
+        return o
+
+    return block(x, positions, attend, implementation)
+
+
+@partial(jax.jit, static_argnames=("near", "implementation"))
+def _extended_layer(
+    block: Block,
+    x: Array,
+    cache: LayerCache,
+    positions: Array,
+    end: Array,
+    near: tuple[int, int],
+    implementation: Implementation | None,
+) -> tuple[Array, LayerCache]:
+    """One layer on new tokens, and its cache with them. Jitted as `_whole_layer` is."""
+    (sinks, window), longer = near, cache
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        nonlocal longer
+        longer, o, _ = cached_attention(
+            q,
+            k,
+            v,
+            cache,
+            positions,
+            end,
+            scale=block.attention.config.head_dim**-0.5,
+            sinks=sinks,
+            window=window,
+            implementation=implementation,
+        )
+        return o
+
+    x = block(x, positions, attend, implementation)
+    return x, longer
