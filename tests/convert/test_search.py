@@ -1,0 +1,195 @@
+"""Search for plans: its arithmetic against brute force, and the whole of it on a tiny model."""
+
+import itertools
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hf_variants import write_variant
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from convert.calibrate import CalibrationOptions, calibrate
+from convert.cli import main
+from convert.conversion import convert
+from convert.search import LayerCosts, Search, SearchOptions, cheapest_path, rank_levels, steps_down
+from convert.trials import Trial, TrialBook, pareto_front
+from zdc_jax import CompressionPlan, load
+from zdc_jax.errors import PlanError
+from zdc_jax.evaluate import window_nll
+from zdc_jax.plan import LayerRanks, allowed_ranks
+
+CONTEXT = 128
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """model/ converted and calibrated, text/ to search on."""
+    folder = tmp_path_factory.mktemp("search")
+    write_variant("llama-head-dim-80", folder / "hf")
+    rng = np.random.default_rng(0)
+    (folder / "text").mkdir()
+    (folder / "text" / "a.txt").write_text(" ".join(f"w{i}" for i in rng.integers(3, 96, 4000)))
+    convert(folder / "hf", folder / "model", progress=False)
+    options = CalibrationOptions(tokens=1024, context=CONTEXT, qk="balanced", vo="balanced")
+    calibrate(folder / "model", [folder / "text"], options, progress=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def windows() -> np.ndarray:
+    return np.random.default_rng(1).integers(3, 96, (3, CONTEXT)).astype(np.int32)
+
+
+def costs_of(rng: np.random.Generator, layers: int, ranks: tuple[int, ...]) -> LayerCosts:
+    draw = lambda: np.concatenate([rng.normal(size=(layers, len(ranks) - 1)), np.zeros((layers, 1))], 1)
+    return LayerCosts(ranks, draw(), draw(), rng.normal(size=layers)).monotone()
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10_000), layers=st.integers(1, 4))
+def test_the_path_is_the_lower_hull_of_every_choice(seed, layers):
+    """Where costs add up, no choice of ranks lies below the line through the points of the path."""
+    rng, ranks = np.random.default_rng(seed), (16, 32, 48)
+    costs = costs_of(rng, layers, ranks)
+    choices = [LayerRanks(0, 0), *(LayerRanks(qk, v) for qk in ranks for v in ranks)]
+    kept = lambda plan: sum(r.qk + r.v for r in plan)
+    cost = lambda plan: sum(costs.of(layer, r) for layer, r in enumerate(plan))
+    path = cheapest_path(costs)
+    sizes, prices = [kept(plan) for plan in path], [cost(plan) for plan in path]
+    assert sizes[0] == 96 * layers
+    assert sizes[-1] == 0
+    assert all(a > b for a, b in itertools.pairwise(sizes))
+    for plan in (
+        itertools.product(choices, repeat=layers)
+        if layers < 3
+        else [tuple(choices[i] for i in rng.integers(len(choices), size=layers)) for _ in range(200)]
+    ):
+        assert cost(plan) >= np.interp(kept(plan), sizes[::-1], prices[::-1]) - 1e-9
+
+
+def test_single_steps_are_the_next_ones():
+    costs = costs_of(np.random.default_rng(0), 2, (16, 32, 64))
+    steps = steps_down(costs, [LayerRanks(64, 32), LayerRanks(0, 0)], single=True)
+    assert {(0, LayerRanks(32, 32)), (0, LayerRanks(64, 16)), (0, LayerRanks(0, 0))} == set(steps)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
+def test_levels_are_allowed_ranks(head_dim):
+    levels = rank_levels(head_dim)
+    assert set(levels) <= set(allowed_ranks(head_dim))
+    assert levels[-1] == head_dim
+    assert 0 not in levels
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12))
+def test_the_front_is_what_nothing_beats(points):
+    trials = [Trial(None, size, increase, (0, 0)) for size, increase in points]  # type: ignore[arg-type]
+    front = {(t.bytes_share, t.increase) for t in pareto_front(trials)}
+    beaten = lambda p: any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)
+    assert front == {p for p in points if not beaten(p)}
+
+
+def test_a_trial_is_the_loaded_model(folder, windows):
+    book = TrialBook(folder / "model", windows)
+    plan = CompressionPlan.uniform(book.config, qk=16, v=32, window=64, sinks=4)
+    trial = book.measure(plan)
+    nll = [window_nll(load(folder / "model", p).network, windows) for p in (None, plan)]
+    assert trial.increase == pytest.approx(np.expm1((nll[1] - nll[0]).mean()), rel=1e-6)
+    assert trial.bytes_share == plan.bytes(CONTEXT, 1, 4) / CompressionPlan.full(book.config).bytes(
+        CONTEXT, 1, 4
+    )
+
+
+@pytest.mark.parametrize("mode", ["window", "uniform"])
+def test_search_holds_the_limit_and_loses_nothing_when_broken_off(folder, windows, tmp_path, mode):
+    journal = tmp_path / "journal.jsonl"
+    options = SearchOptions(0.05, mode, trials=30)
+    whole = Search(TrialBook(folder / "model", windows), options).run()
+    assert whole.increase <= 0.05
+    assert whole.bytes_share < 1
+
+    class Broken(Exception):
+        pass
+
+    def stop(trial: Trial, best: Trial | None) -> None:
+        if len(journal.read_text().splitlines()) > 5:
+            raise Broken
+
+    with pytest.raises(Broken):
+        Search(TrialBook(folder / "model", windows, journal=journal), options, stop).run()
+    with journal.open("a") as file:
+        file.write('{"key": "cut o')  # As a crash in the middle of a write leaves it.
+    before = journal.read_text().splitlines()[:-1]
+    book = TrialBook(folder / "model", windows, journal=journal)
+    book._network = fail_on(before, book._network)  # type: ignore[method-assign]
+    assert Search(book, options).run() == whole
+
+
+def fail_on(lines, build):
+    """`build`, but plans that the journal already holds must not come again."""
+    names = {json.dumps(json.loads(line)["plan"]) for line in lines}
+
+    def checked(plan):
+        assert json.dumps(None if plan is None else plan.to_json()) not in names
+        return build(plan)
+
+    return checked
+
+
+def test_another_limit_costs_no_trial_twice(folder, windows):
+    book = TrialBook(folder / "model", windows)
+    Search(book, SearchOptions(0.05, trials=30)).run()
+    count = len(book.seen)
+    Search(book, SearchOptions(0.05, trials=30)).run()
+    assert len(book.seen) == count
+
+
+IMPOSSIBLE = [{"max_degradation": limit} for limit in (0.0, -1.0, float("nan"))]
+
+
+@pytest.mark.parametrize("options", [*IMPOSSIBLE, {"max_degradation": 0.1, "trials": 0}])
+def test_impossible_options_are_named(options):
+    with pytest.raises(PlanError, match="must be >"):
+        SearchOptions(**options)
+
+
+def test_a_limit_that_nothing_holds_is_said(folder, windows):
+    book = TrialBook(folder / "model", windows)
+    book.measure = lambda plan: Trial(plan, 0.5, 1.0, (1.0, 1.0))  # type: ignore[method-assign]
+    with pytest.raises(PlanError, match="no plan measured in mode 'uniform' stays within"):
+        Search(book, SearchOptions(0.01, "uniform")).run()
+
+
+def test_a_journal_that_is_none_is_named(folder, windows, tmp_path):
+    (tmp_path / "j").write_text('{"key": "x"}\n')
+    with pytest.raises(PlanError, match="line 1 is no entry of a search"):
+        TrialBook(folder / "model", windows, journal=tmp_path / "j")
+
+
+def test_command(folder, tmp_path, capsys):
+    model, plan = str(folder / "model"), tmp_path / "plan.json"
+    arguments = ["plan", model, str(plan), "--max-degradation", "0.1", "--texts", str(folder / "text")]
+    small = ["--windows", "2", "--context", "128", "--trials", "6"]
+    assert main([*arguments, *small]) == 0
+    found = CompressionPlan.load(plan)
+    front = json.loads((tmp_path / "plan.front.json").read_text())
+    assert front["best"]["plan"]["layers"] == json.loads(plan.read_text())["layers"]
+    assert (tmp_path / "plan.front.png").stat().st_size > 1000
+    assert front["best"]["increase"] <= 0.1
+    assert load(model, found, dtype="bfloat16").network.dtype == jnp.bfloat16
+    capsys.readouterr()
+    for extra, message in (
+        (["--qk", "16"], "--max-degradation searches"),
+        (["--context", "100000"], "positions"),
+        (["--windows", "0"], "windows=0"),
+        (["--max-degradation", "0"], "must be > 0"),
+    ):
+        assert main([*arguments, *small, *extra]) == 2
+        assert message in capsys.readouterr().err
+    (tmp_path / "short.txt").write_text("w5 w6")
+    short = ["--texts", str(tmp_path / "short.txt"), "--context", "128"]
+    assert main(["plan", model, str(plan), "--max-degradation", "0.1", *short]) == 2
+    assert "not one whole window" in capsys.readouterr().err
