@@ -96,6 +96,8 @@ class PlanFlags:
     """Uniform coordinates kept of V and O; default all."""
     budget: float | None = None
     """Share of the KV coordinates to keep outside the window; ranks per layer from the spectrum."""
+    max_score_error: float | None = None
+    """Limit on the calibrated relative error of scores and values; ranks per layer from the certificate."""
     window: int = 0
     """Recent tokens kept at full rank."""
     sinks: int = 0
@@ -104,13 +106,21 @@ class PlanFlags:
     def build(self, path: Path) -> CompressionPlan | None:
         """The plan these flags describe for the folder at `path`; None without any flag."""
         uniform = self.qk is not None or self.v is not None
-        if sum([self.plan is not None, uniform, self.budget is not None]) > 1:
-            raise PlanError("give one of --plan, --qk/--v, --budget")
+        limited = self.max_score_error is not None
+        if sum([self.plan is not None, uniform, self.budget is not None, limited]) > 1:
+            raise PlanError("give one of --plan, --qk/--v, --budget, --max-score-error")
         if self.plan is not None:
             if self.window or self.sinks:
                 raise PlanError("--plan already says window and sinks; drop --window and --sinks")
             return CompressionPlan.load(self.plan)
         checkpoint = Checkpoint.open(path)
+        if self.max_score_error is not None:
+            return CompressionPlan.from_error(
+                stored_basis(checkpoint),
+                max_score_error=self.max_score_error,
+                window=self.window,
+                sinks=self.sinks,
+            )
         if self.budget is not None:
             basis = stored_basis(checkpoint)
             return CompressionPlan.from_spectrum(
@@ -211,10 +221,14 @@ class Plan:
         else:
             raise PlanError("--max-degradation searches; drop --plan, --qk, --v, --budget, --window, --sinks")
         if plan is None:
-            raise PlanError("say what to keep: --qk/--v, --budget, --window, --max-degradation")
+            raise PlanError(
+                "say what to keep: --qk/--v, --budget, --window, --max-score-error, --max-degradation"
+            )
         plan.check_model(checkpoint.config, checkpoint.fingerprint)
         plan.save(self.output)
         console.print_json(self.output.read_text())
+        if (checkpoint.calibration_path / "basis").exists():
+            print(f"far pairs: {plan.certificate(stored_basis(checkpoint))}", file=sys.stderr)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
-from zdc_jax.errors import CalibrationError, CheckpointError
+from zdc_jax.errors import CalibrationError, CheckpointError, PlanError
 from zdc_jax.fold import fold_attention
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
@@ -51,6 +51,7 @@ def load(
     *,
     basis: Basis | None = None,
     dtype: str | None = None,
+    max_score_error: float | None = None,
 ) -> LanguageModel:
     """Loads a converted folder; with a plan, folds the calibrated basis in and keeps the plan's coordinates.
 
@@ -59,10 +60,12 @@ def load(
       plan: a plan or the path of its JSON; None loads the unmodified weights at full rank.
       basis: basis to fold; default the one stored by `zdc calibrate`.
       dtype: dtype of weights, activations and cache; default that of the stored weights.
+      max_score_error: instead of a plan, the fewest coordinates within this calibrated relative error of
+        scores and values (`CompressionPlan.from_error`).
 
     Raises:
       CheckpointError: unreadable folder, unknown dtype.
-      PlanError: corrupt plan, or one made for another model.
+      PlanError: corrupt plan, or one made for another model; a limit outside (0, 1), or beside a plan.
       CalibrationError: a plan was given and the folder holds no basis, or that of another model.
     """
     checkpoint = Checkpoint.open(path)
@@ -70,6 +73,11 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype={dtype!r} must be one of {DTYPES}")
     target = jnp.dtype(dtype or config.dtype)
+    if max_score_error is not None:
+        if plan is not None:
+            raise PlanError(f"{max_score_error=} chooses a plan; give it or plan=, not both")
+        basis = basis or stored_basis(checkpoint)
+        plan = CompressionPlan.from_error(basis, max_score_error=max_score_error)
     if plan is None:
         logger.info("loading %s at full rank; pass plan= to compress its KV cache", path)
         plan, basis = CompressionPlan.full(config), None

@@ -8,6 +8,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from zdc_jax.basis import Basis
+from zdc_jax.certificate import Certificate, least_ranks
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
 
@@ -124,6 +126,45 @@ class CompressionPlan:
         v = _greedy_ranks(vo_spectrum, v_total, open_layers)
         ranks = _merge_ranks([LayerRanks(int(r), int(z)) for r, z in zip(qk, v, strict=True)])
         return cls(ranks, num_kv_heads, head_dim, sinks, window, fingerprint)
+
+    @classmethod
+    def from_error(
+        cls,
+        basis: Basis,
+        *,
+        max_score_error: float,
+        max_value_error: float | None = None,
+        window: int = 0,
+        sinks: int = 0,
+    ) -> Self:
+        """The fewest coordinates within limits on the calibrated relative errors of far pairs (ours).
+
+        Args:
+          max_score_error: limit for every head's scores (`Certificate.score`), in (0, 1).
+          max_value_error: limit for every head's values; default that of the scores.
+          window, sinks: as in the plan.
+
+        Raises:
+          PlanError: a limit outside (0, 1).
+        """
+        limits = {
+            "max_score_error": max_score_error,
+            "max_value_error": max_score_error if max_value_error is None else max_value_error,
+        }
+        for name, limit in limits.items():
+            if not 0 < limit < 1:
+                raise PlanError(f"{name}={limit} must lie strictly between 0 and 1")
+        _, K, H = basis.qk_spectrum.shape
+        allowed = np.array(allowed_ranks(H)[1:])
+        qk = least_ranks(basis.qk_error, limits["max_score_error"], allowed)
+        v = least_ranks(basis.vo_error, limits["max_value_error"], allowed)
+        layers = tuple(LayerRanks(int(r), int(z)) for r, z in zip(qk, v, strict=True))
+        return cls(layers, K, H, sinks, window, basis.fingerprint)
+
+    def certificate(self, basis: Basis) -> Certificate:
+        """What far pairs lose at these ranks, per layer and KV head, as calibrated."""
+        ranks = np.array([[layer.qk, layer.v] for layer in self.layers])
+        return Certificate.of(basis, ranks[:, 0], ranks[:, 1])
 
     @property
     def keeps_full_width(self) -> bool:

@@ -161,7 +161,7 @@ def test_user_errors_are_one_line(folder, capsys, arguments, named):
     assert not (folder / "plan.json").exists()
 
 
-PLAN_FLAGS = "plan qk v budget window sinks"
+PLAN_FLAGS = "plan qk v budget max-score-error window sinks"
 FLAGS = {
     "convert": "dtype overwrite verify calibrate",
     "calibrate": "qk vo center tokens context batch seed reduction prune clusters dtype",
