@@ -1,10 +1,14 @@
-"""How important is a token? From softmax denominators (ZDC §5.2), which attention gives as a by-product."""
+"""How important is a token? By softmax denominators, and by the sums of weights (ZDC §5.2 compares them)."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 from jax.nn import logsumexp
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
+from zdc_jax.ops.contract import einsum_f32
 
 
 def token_importance(
@@ -12,8 +16,40 @@ def token_importance(
 ) -> Float[Array, "B T"]:
     """log Σ_heads Σ_keys exp(score) of each query token, float32: the paper's importance, monotone in it.
 
-    A token later in the sequence sums over more keys. With `visible`, how many each query sees, that trend
-    is taken off: the mean instead of the sum over keys (ours).
+    lse comes with attention, so that this costs a reduction over heads. A token later in the sequence sums
+    over more keys. With `visible`, how many each query sees, that trend is taken off: the mean instead of
+    the sum over keys (ours).
     """
     importance = logsumexp(lse.astype(jnp.float32), axis=1)
     return importance if visible is None else importance - jnp.log(visible.astype(jnp.float32))
+
+
+@partial(jax.jit, static_argnames=("scale", "block"))
+def column_sums(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    lse: Float[Array, "B N T"],
+    *,
+    scale: float,
+    block: int = 256,
+) -> Float[Array, "B T"]:
+    """Attention that each token receives as a key, summed over heads and queries, float32.
+
+    The importance that eviction methods use (ZDC §5.2 compares with it). All weights are computed once more,
+    `block` queries at a time, from the scores and their log-sum-exp.
+    """
+    B, T, N, H = q.shape
+    K, pad = k.shape[2], -T % block
+    # Padded queries weigh nothing: their log-sum-exp is infinite.
+    q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(B, -1, block, K, N // K, H)
+    lse = jnp.pad(lse, ((0, 0), (0, 0), (0, pad)), constant_values=jnp.inf).reshape(B, K, N // K, -1, block)
+
+    def add(total: Array, index: Array) -> tuple[Array, None]:
+        logits = scale * einsum_f32("BTKGH,BSKH->BKGTS", q[:, index], k)
+        t = index * block + jnp.arange(block)
+        weights = jnp.exp(logits - lse[:, :, :, index, :, None])
+        seen = jnp.arange(T) <= t[:, None]
+        return total + jnp.where(seen, weights, 0).sum((1, 2, 3)), None
+
+    total, _ = jax.lax.scan(add, jnp.zeros((B, T), jnp.float32), jnp.arange(q.shape[1]))
+    return total
