@@ -87,7 +87,10 @@ class Bench:
     def row(self, kind: str, plan: CompressionPlan, basis: str = "balanced", **extra: Any) -> dict[str, Any]:
         trial = self.heldout[basis].measure(plan)
         print(f"{kind:18} {trial.bytes_share:.3f} {100 * trial.increase:+7.2f} %", flush=True)
-        return {"kind": kind, "basis": basis, **trial_json(trial), **extra}
+        certificate = plan.certificate(self.bases[basis])
+        rms = lambda error: float(np.sqrt(np.square(error).mean()))
+        errors = {"score_error": rms(certificate.score), "value_error": rms(certificate.value)}
+        return {"kind": kind, "basis": basis, **trial_json(trial), **errors, **extra}
 
     def rows(self) -> Iterator[list[dict[str, Any]]]:
         """All rows, kind by kind."""

@@ -1,12 +1,15 @@
-"""Draws the fronts of `bench_plans`: KV bytes against perplexity, both reference models side by side.
+"""Draws what `bench_plans` measured: fronts of KV bytes and perplexity, and how far the certificate tells it.
 
 python -m benchmarks.plot_plans
 """
 
 import itertools
 import json
+from typing import Any
 
 import matplotlib
+import numpy as np
+from scipy.stats import spearmanr
 
 from benchmarks.common import RESULTS
 
@@ -25,12 +28,23 @@ def undominated(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return front
 
 
-def main() -> None:
-    """Writes `plans.png` beside the JSON files."""
+def rows_of(model: str) -> list[dict[str, Any]]:
+    """All measured plans of a model."""
+    return json.loads((RESULTS / f"plans-{model}.json").read_text())["results"]["rows"]
+
+
+def rank_correlation(rows: list[dict[str, Any]]) -> float:
+    """Spearman's, of the certificate's squared errors together and the increase of perplexity."""
+    error = [row["score_error"] ** 2 + row["value_error"] ** 2 for row in rows]
+    return float(spearmanr(error, [row["increase"] for row in rows]).statistic)
+
+
+def draw_fronts() -> None:
+    """`plans.png`: one line a kind of plan."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
     for axis, model in zip(axes, MODELS, strict=True):
-        rows = json.loads((RESULTS / f"plans-{model}.json").read_text())["results"]["rows"]
-        for kind, group in itertools.groupby(sorted(rows, key=lambda r: r["kind"]), key=lambda r: r["kind"]):
+        rows = sorted(rows_of(model), key=lambda row: row["kind"])
+        for kind, group in itertools.groupby(rows, key=lambda row: row["kind"]):
             points = undominated([(100 * r["bytes_share"], 100 * r["increase"]) for r in group])
             axis.plot(*zip(*points, strict=True), "o-", markersize=4, label=kind)
         axis.axhline(1, linestyle=":", color="0.5")
@@ -40,5 +54,23 @@ def main() -> None:
     figure.savefig(RESULTS / "plans.png", dpi=110)
 
 
+def draw_certificate() -> None:
+    """`certificate.png`: errors of far pairs against perplexity, without a window and by window."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+    for axis, model in zip(axes, MODELS, strict=True):
+        rows = sorted(rows_of(model), key=lambda row: row["plan"]["window"])
+        for window, group in itertools.groupby(rows, key=lambda row: row["plan"]["window"]):
+            chosen = [row for row in group if row["increase"] > 0]
+            error = [np.sqrt(row["score_error"] ** 2 + row["value_error"] ** 2) for row in chosen]
+            label = f"window {window}: rank correlation {rank_correlation(chosen):.2f}"
+            axis.loglog(error, [100 * row["increase"] for row in chosen], "o", markersize=4, label=label)
+        axis.set(title=model, xlabel="certificate: relative error of scores and values of far pairs")
+        axis.legend(fontsize=8)
+        print(f"{model}: all plans together {rank_correlation(rows):.2f}")
+    axes[0].set_ylabel("increase of perplexity, %, held-out text")
+    figure.savefig(RESULTS / "certificate.png", dpi=110)
+
+
 if __name__ == "__main__":
-    main()
+    draw_fronts()
+    draw_certificate()
