@@ -49,6 +49,22 @@ def quality_table() -> str:
     return "\n".join(lines)
 
 
+def plans_table() -> str:
+    """What the search found at each limit, on text it did not see."""
+    lines = [
+        "| limit | model | KV bytes | increase | plans measured | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for model in MODELS:
+        rows = [row for row in read(f"plans-{model}")["results"]["rows"] if row["kind"] == "oracle"]
+        lines += [
+            f"| {row['limit']:.1%} | {model} | {row['bytes_share']:.1%} | {cell(row)} | "
+            f"{row['plans_measured']} | {row['seconds']:.0f} |"
+            for row in rows
+        ]
+    return "\n".join(lines)
+
+
 def calibration_table() -> str:
     """The offline route."""
     results = read("calibration-llama-2-13b-shape")["results"]
@@ -100,6 +116,7 @@ def generate_table() -> str:
 TABLES = {
     "generate": generate_table,
     "quality": quality_table,
+    "plans": plans_table,
     "calibration": calibration_table,
     "kernels": kernel_table,
 }
