@@ -12,20 +12,12 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from benchmarks.common import RESULTS
+from convert.trials import undominated
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 MODELS = ("ref-llama-23m", "ref-opt-26m")
-
-
-def undominated(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Points (bytes, increase) that no other beats in both."""
-    front: list[tuple[float, float]] = []
-    for point in sorted(points):
-        if not front or point[1] < front[-1][1]:
-            front.append(point)
-    return front
 
 
 def rows_of(model: str) -> list[dict[str, Any]]:
@@ -45,8 +37,9 @@ def draw_fronts() -> None:
     for axis, model in zip(axes, MODELS, strict=True):
         rows = sorted(rows_of(model), key=lambda row: row["kind"])
         for kind, group in itertools.groupby(rows, key=lambda row: row["kind"]):
-            points = undominated([(100 * r["bytes_share"], 100 * r["increase"]) for r in group])
-            axis.plot(*zip(*points, strict=True), "o-", markersize=4, label=kind)
+            points = [(100 * row["bytes_share"], 100 * row["increase"]) for row in group]
+            front = np.array(points)[undominated(points)]
+            axis.plot(front[:, 0], front[:, 1], "o-", markersize=4, label=kind)
         axis.axhline(1, linestyle=":", color="0.5")
         axis.set(title=model, xlabel="KV bytes at 4096 tokens, % of dense", xlim=(0, 100), ylim=(-0.5, 12))
     axes[0].set_ylabel("increase of perplexity, %, held-out text")

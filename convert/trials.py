@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -135,13 +135,18 @@ def _plan(name: str) -> CompressionPlan:
     return CompressionPlan.from_json(json.loads(name), "journal")
 
 
-def pareto_front(trials: list[Trial]) -> list[Trial]:
+def undominated(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points (bytes, increase) that no other beats in both, by rising bytes."""
+    front: list[int] = []
+    for index in sorted(range(len(points)), key=lambda i: points[i]):
+        if not front or points[index][1] < points[front[-1]][1]:
+            front.append(index)
+    return front
+
+
+def pareto_front(trials: Sequence[Trial]) -> list[Trial]:
     """Trials that no other beats in both bytes and increase, by falling bytes."""
-    front: list[Trial] = []
-    for trial in sorted(trials, key=lambda t: (t.bytes_share, t.increase)):
-        if not front or trial.increase < front[-1].increase:
-            front.append(trial)
-    return front[::-1]
+    return [trials[i] for i in undominated([(t.bytes_share, t.increase) for t in trials])][::-1]
 
 
 def trial_json(trial: Trial) -> dict[str, Any]:
