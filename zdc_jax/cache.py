@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
+from zdc_jax.class_cache import GroupState, Segment
 from zdc_jax.errors import CacheMemoryError
 from zdc_jax.ops.xla import NearKeys
-from zdc_jax.plan import CompressionPlan
+from zdc_jax.plan import CompressionPlan, LayerRanks
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "ring_k", "ring_v"], meta_fields=[])
@@ -34,9 +35,23 @@ class LayerCache:
     ring_v: Array
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["near", "important", "rest"], meta_fields=[])
+@dataclass(frozen=True)
+class ClassLayerCache:
+    """Cache of one layer with two token classes.
+
+    near: what a layer without far attention holds, all coordinates of the window and the sinks. important,
+    rest: the first coordinates of all tokens, by class.
+    """
+
+    near: LayerCache
+    important: Segment
+    rest: Segment
+
+
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["layers", "lengths"],
+    data_fields=["layers", "lengths", "groups"],
     meta_fields=["sinks", "window"],
 )
 @dataclass(frozen=True)
@@ -46,10 +61,11 @@ class KVCache:
     Row b holds positions 0 … lengths[b]-1; slots past that are unspecified and never attended to.
     """
 
-    layers: tuple[LayerCache, ...]
+    layers: tuple[LayerCache | ClassLayerCache, ...]
     lengths: Int[Array, " B"]
     sinks: int
     window: int
+    groups: tuple[GroupState, ...] = ()
 
     @classmethod
     def create(cls, plan: CompressionPlan, *, batch: int, capacity: int, dtype: jnp.dtype) -> "KVCache":
@@ -61,22 +77,33 @@ class KVCache:
         check_fits(plan, batch=batch, capacity=capacity, dtype=dtype, free=free_bytes())
         ring, H = plan.ring_slots(capacity), plan.head_dim
         empty = lambda slots, width: jnp.zeros((batch, plan.num_kv_heads, slots, width), dtype)
-        layers = tuple(
-            LayerCache(
-                k=empty(capacity, ranks.qk),
-                v=empty(capacity, ranks.v),
-                ring_k=empty(ring, H - ranks.qk),
-                ring_v=empty(ring, H - ranks.v),
-            )
-            for ranks in plan.layers
-        )
+
+        def alike(ranks: LayerRanks) -> LayerCache:
+            rings = empty(ring, H - ranks.qk), empty(ring, H - ranks.v)
+            return LayerCache(empty(capacity, ranks.qk), empty(capacity, ranks.v), *rings)
+
+        def layer(index: int) -> LayerCache | ClassLayerCache:
+            if plan.classes is None or not plan.has_classes(index):
+                return alike(plan.layers[index])
+            slots = plan.classes.segment_slots(plan.classes.group_of(index), capacity)
+            ranks = plan.classes.important[index], plan.layers[index]
+            segments = (Segment(empty(n, r.qk), empty(n, r.v)) for n, r in zip(slots, ranks, strict=True))
+            return ClassLayerCache(alike(LayerRanks(0, 0)), *segments)
+
+        layers = tuple(layer(index) for index in range(len(plan.layers)))
         lengths = jnp.zeros(batch, jnp.int32)
-        return cls(layers, lengths, min(plan.sinks, capacity), min(plan.window, capacity))
+        groups: tuple[GroupState, ...] = ()
+        if plan.classes is not None:
+            create = partial(GroupState.create, plan.classes, batch=batch, capacity=capacity)
+            groups = tuple(create(index) for index in range(len(plan.classes.leaders)))
+        return cls(layers, lengths, min(plan.sinks, capacity), min(plan.window, capacity), groups)
 
     @property
     def capacity(self) -> int:
         """S, tokens a row can hold."""
-        return self.layers[0].k.shape[2]
+        first = self.layers[0]
+        assert isinstance(first, LayerCache)  # Groups begin with a leader, which treats all tokens alike.
+        return first.k.shape[2]
 
     def bytes(self) -> int:
         """Bytes of all arrays; equals `plan.bytes(capacity, batch, itemsize)`."""

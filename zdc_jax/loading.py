@@ -122,7 +122,7 @@ def prepared_layers(
                 config,
                 basis,
                 index,
-                plan.layers[index],
+                plan.stored_ranks(index),
                 full_width=plan.keeps_full_width,
             )
             layer = {**layer, "attention": folded}

@@ -1,6 +1,7 @@
 """`CompressionPlan`: which coordinates of Q, K, V each layer keeps (DESIGN: near and far, nested ranks)."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,6 +32,49 @@ class LayerRanks:
 
 
 @dataclass(frozen=True)
+class TokenClasses:
+    """Important tokens keep more (ZDC §5.2): a mode beside or on top of the window.
+
+    Consecutive layers form groups. The first of a group, its leader, treats all tokens alike, at the plan's
+    own ranks, and ranks them by its softmax denominators; in the others of the group the most important of
+    every `block` positions keep the ranks `important`, the rest the plan's own.
+
+    leaders: ascending, from 0. fraction: of each group, share of important tokens, in (0, 1). important: of
+    each layer, no smaller than the plan's own ranks (those of leaders are not used).
+    """
+
+    leaders: tuple[int, ...]
+    fraction: tuple[float, ...]
+    important: tuple[LayerRanks, ...]
+    block: int = 512
+
+    def slots(self, group: int, tokens: int) -> int:
+        """Important tokens among `tokens` of one block, in the group of this index."""
+        return math.ceil(self.fraction[group] * tokens - 1e-9)
+
+    def segment_slots(self, group: int, capacity: int) -> tuple[int, int]:
+        """Slots of the important segment and of the rest, for a cache of `capacity` tokens."""
+        blocks, slots = -(-capacity // self.block), self.slots(group, self.block)
+        return blocks * slots, blocks * (self.block - slots)
+
+    def important_in(self, group: int, tokens: int) -> int:
+        """Important tokens of a piece that begins with a block; 1 for a decoded token, of whichever class."""
+        if tokens == 1:
+            return 1
+        whole, more = divmod(tokens, self.block)
+        return whole * self.slots(group, self.block) + self.slots(group, more)
+
+    def members(self, group: int, layers: int) -> range:
+        """The layers of a group behind its leader."""
+        ends = (*self.leaders[1:], layers)
+        return range(self.leaders[group] + 1, ends[group])
+
+    def group_of(self, layer: int) -> int:
+        """Index of the group that a layer is in."""
+        return sum(leader <= layer for leader in self.leaders) - 1
+
+
+@dataclass(frozen=True)
 class CompressionPlan:
     """Per-layer ranks, and the sinks and recent window (in tokens) that keep all coordinates.
 
@@ -48,6 +92,7 @@ class CompressionPlan:
     sinks: int = 0
     window: int = 0
     fingerprint: str = ""
+    classes: TokenClasses | None = None
 
     def __post_init__(self) -> None:
         for name in ("sinks", "window"):
@@ -57,6 +102,27 @@ class CompressionPlan:
             raise PlanError("layers=() must name the ranks of at least one layer")
         for index, ranks in enumerate(self.layers):
             self._check_ranks(index, ranks)
+        if self.classes is not None:
+            self._check_classes(self.classes)
+
+    def _check_classes(self, classes: TokenClasses) -> None:
+        leaders, count = classes.leaders, len(self.layers)
+        if not leaders or leaders[0] != 0 or list(leaders) != sorted({*leaders}) or leaders[-1] >= count:
+            raise PlanError(f"{leaders=} must ascend from 0 and be below {count} layers")
+        if len(classes.fraction) != len(leaders):
+            raise PlanError(f"fraction={classes.fraction} must have one share for each of {leaders=}")
+        if not all(0 < share < 1 for share in classes.fraction):
+            raise PlanError(f"fraction={classes.fraction} must lie strictly between 0 and 1")
+        if len(classes.important) != count:
+            raise PlanError(f"important has {len(classes.important)} ranks, the plan {count} layers")
+        if classes.block < 1:
+            raise PlanError(f"block={classes.block} must be >= 1 position")
+        for index, (more, less) in enumerate(zip(classes.important, self.layers, strict=True)):
+            self._check_ranks(index, more)
+            if more.qk < less.qk or more.v < less.v:
+                raise PlanError(f"layer {index}: important tokens keep {more}, less than the rest, {less}")
+            if index not in leaders and less.qk == 0:
+                raise PlanError(f"layer {index}: rank 0 is not for layers with token classes")
 
     def _check_ranks(self, index: int, ranks: LayerRanks) -> None:
         allowed = allowed_ranks(self.head_dim)
@@ -188,11 +254,31 @@ class CompressionPlan:
 
     def bytes(self, capacity: int, batch: int = 1, itemsize: int = 2) -> int:
         """Bytes of a KV cache for `batch` rows of `capacity` tokens, lengths included."""
-        ring = self.ring_slots(capacity)
-        coordinates = sum(
-            capacity * (r.qk + r.v) + ring * (2 * self.head_dim - r.qk - r.v) for r in self.layers
-        )
-        return batch * (coordinates * self.num_kv_heads * itemsize + LENGTH_BYTES)
+        ring, whole = self.ring_slots(capacity), 2 * self.head_dim
+        alike = [r.qk + r.v for index, r in enumerate(self.layers) if not self.has_classes(index)]
+        coordinates = sum(capacity * kept + ring * (whole - kept) for kept in alike)
+        extra = 0
+        if self.classes is not None:
+            blocks = -(-capacity // self.classes.block)
+            for index, less in enumerate(self.layers):
+                if self.has_classes(index):
+                    slots = self.classes.slots(self.classes.group_of(index), self.classes.block)
+                    more = self.classes.important[index]
+                    rest = (self.classes.block - slots) * (less.qk + less.v)
+                    coordinates += blocks * (slots * (more.qk + more.v) + rest) + ring * whole
+            # Positions of all slots, and the importance of one block, once a group.
+            extra = 4 * len(self.classes.leaders) * (blocks + 1) * self.classes.block
+        return batch * (coordinates * self.num_kv_heads * itemsize + LENGTH_BYTES + extra)
+
+    def has_classes(self, layer: int) -> bool:
+        """Whether tokens of two classes keep different ranks in this layer."""
+        return self.classes is not None and layer not in self.classes.leaders
+
+    def stored_ranks(self, layer: int) -> LayerRanks:
+        """Ranks that a layer's weights are cut to: those of its important tokens, where it has classes."""
+        if self.classes is not None and layer not in self.classes.leaders:
+            return self.classes.important[layer]
+        return self.layers[layer]
 
     def check_model(self, config: ModelConfig, fingerprint: str) -> None:
         """Raises `PlanError` when this plan was made for another model."""
@@ -239,7 +325,11 @@ class CompressionPlan:
         fields = {key: item for key, item in value.items() if key != "format_version"}
         try:
             layers = tuple(LayerRanks(**layer) for layer in fields.pop("layers"))
-            plan = cls(layers, **fields)
+            if (classes := fields.pop("classes", None)) is not None:
+                important = tuple(LayerRanks(**ranks) for ranks in classes.pop("important"))
+                leaders, fraction = (tuple(classes.pop(name)) for name in ("leaders", "fraction"))
+                classes = TokenClasses(leaders, fraction, important, **classes)
+            plan = cls(layers, **fields, classes=classes)
         except (TypeError, KeyError, AttributeError) as error:
             raise PlanError(f"{path} is not a compression plan: {error}") from error
         return plan

@@ -141,6 +141,9 @@ class _Session:
             raise PromptError(f"{max_new_tokens=} must be >= 1")
         if prefill_chunk != bucket(prefill_chunk):
             raise PromptError(f"{prefill_chunk=} must be a power of two >= 32")
+        classes = model.plan.classes
+        if classes is not None and prefill_chunk % classes.block:
+            raise PromptError(f"{prefill_chunk=} must be a multiple of the plan's blocks of {classes.block}")
         if stop and model.tokenizer is None:
             raise PromptError("stop strings need a model with a tokenizer")
         if any(not text for text in stop):

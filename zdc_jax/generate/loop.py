@@ -1,6 +1,6 @@
 """Compiled prefill and decode, shared by batch generation and streaming."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -90,7 +90,7 @@ def _prefill_chunk(
 ) -> tuple[Array, KVCache]:
     # Rows that ended in an earlier chunk keep their length; their padding stands past it and is dropped.
     rows = jnp.full_like(lengths, start)
-    cache = KVCache(cache.layers, rows, cache.sinks, cache.window)
+    cache = replace(cache, lengths=rows)
     hidden, cache = network.extend(
         cache, tokens, jnp.minimum(lengths, start + tokens.shape[1]), implementation
     )

@@ -11,6 +11,7 @@ from zdc_jax.config import ModelConfig
 from zdc_jax.model.layers import add_bias, param, rope_frequencies, rotate
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.rotation import rope_and_basis
+from zdc_jax.plan import LayerRanks
 
 
 class Attention(nnx.Module):
@@ -57,6 +58,34 @@ class Attention(nnx.Module):
         turned = jnp.asarray(angles, jnp.float32)
         q, k = (rotate(each, positions, turned, interleaved=False) for each in (q, k))
         return q, k, v
+
+    def project_classes(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], first: int, less: LayerRanks
+    ) -> tuple[Array, tuple[Array, Array], tuple[Array, Array]]:
+        """q of all tokens, k and v of the `first` tokens and of the others, which keep only `less` of them.
+
+        Narrower rows come from products with fewer columns of the same weights (ZDC §5.2).
+        """
+        if first == x.shape[1]:
+            q, k, v = self.project(x, positions, "xla")
+            return q, (k, k[:, :0]), (v, v[:, :0])
+        more, fewer = x[:, :first], x[:, first:]
+        rest = self.narrowed(less)
+        q, k, v = self.project(more, positions[:, :first], "xla")
+        q_rest, _, _ = self.project(fewer, positions[:, first:], "xla")
+        _, k_rest, v_rest = rest.project(fewer, positions[:, first:], "xla")
+        return jnp.concatenate([q, q_rest], 1), (k, k_rest), (v, v_rest)
+
+    def narrowed(self, ranks: LayerRanks) -> "Attention":
+        """The same layer with only the first coordinates of q, k and v."""
+        qk = ("k_rotation", "k_shift") if self.k_rotation is not None else ("q", "q_bias", "k", "k_bias")
+        widths = dict.fromkeys(qk, ranks.qk) | {"v": ranks.v, "v_bias": ranks.v, "frequencies": ranks.qk // 2}
+        names = (*widths, "q", "q_bias", "k", "k_bias", "o", "o_bias", "q_rotation")
+        held = {name: getattr(self, name) for name in names}
+        weights = {
+            name: value[...][..., : widths.get(name)] for name, value in held.items() if value is not None
+        }
+        return Attention(weights, self.config)
 
     def output(self, o: Float[Array, "B T N Z"]) -> Float[Array, "B T D"]:
         """W_O applied to the heads' outputs in the rotated basis."""

@@ -1,6 +1,7 @@
 """The decoder-only transformer of both families."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,43 +11,14 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache import KVCache, LayerCache
+from zdc_jax.cache import ClassLayerCache, KVCache, LayerCache
 from zdc_jax.config import ModelConfig
-from zdc_jax.model.attention import Attention
-from zdc_jax.model.layers import FeedForward, Norm, param
+from zdc_jax.model.block import Block
+from zdc_jax.model.classes import arrange, class_layer
+from zdc_jax.model.layers import Norm, param
 from zdc_jax.ops.attention import Implementation, cached_attention, self_attention
 from zdc_jax.ops.contract import einsum_f32
-from zdc_jax.plan import CompressionPlan, LayerRanks
-
-Attend = Callable[[Array, Array, Array], Array]
-"""(q [B, T, N, R], k [B, T, K, R], v [B, T, K, Z]) → o [B, T, N, Z]."""
-
-
-class Block(nnx.Module):
-    """One layer; norms come before each half (`pre_norm`) or after its residual sum (OPT-350m)."""
-
-    def __init__(self, weights: Mapping[str, Any], config: ModelConfig):
-        self.attention_norm = Norm(weights["attention_norm"], config.norm_eps)
-        self.attention = Attention(weights["attention"], config)
-        self.mlp_norm = Norm(weights["mlp_norm"], config.norm_eps)
-        self.mlp = FeedForward(weights["mlp"], config.activation)
-        self.pre_norm = config.pre_norm
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        attend: Attend,
-        implementation: Implementation | None = None,
-    ) -> Float[Array, "B T D"]:
-        with jax.named_scope("attention"):
-            hidden = self.attention_norm(x) if self.pre_norm else x
-            q, k, v = self.attention.project(hidden, positions, implementation)
-            x = x + self.attention.output(attend(q, k, v))
-            x = x if self.pre_norm else self.attention_norm(x)
-        with jax.named_scope("mlp"):
-            x = x + self.mlp(self.mlp_norm(x) if self.pre_norm else x)
-            return x if self.pre_norm else self.mlp_norm(x)
+from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 
 class Embeddings(nnx.Module):
@@ -110,6 +82,10 @@ class Transformer(nnx.Module):
         """Last hidden states of whole sequences, without a cache."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x = self.embeddings.embed(tokens, positions)
+        if self.plan.classes is not None:
+            B, T = tokens.shape
+            cache = KVCache.create(self.plan, batch=B, capacity=T, dtype=self.dtype)
+            return self.extend(cache, tokens, jnp.full(B, T, jnp.int32), implementation)[0]
         near = (self.plan.sinks, self.plan.window) if self.plan.keeps_full_width else (0, 0)
         for block, ranks in zip(self.layers, self.plan.layers, strict=True):
             x = _whole_layer(block, x, positions, ranks, near, implementation)
@@ -140,12 +116,56 @@ class Transformer(nnx.Module):
         """
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
         x = self.embeddings.embed(tokens, positions)
-        layers = []
-        for block, layer in zip(self.layers, cache.layers, strict=True):
-            near = cache.sinks, cache.window
-            x, layer = _extended_layer(block, x, layer, positions, end, near, implementation)
-            layers.append(layer)
-        return x, KVCache(tuple(layers), end, cache.sinks, cache.window)
+        near, layers = (cache.sinks, cache.window), list(cache.layers)
+        if self.plan.classes is not None:
+            return self._extend_groups(self.plan.classes, cache, x, positions, end, implementation)
+        for index, block in enumerate(self.layers):
+            layer = cache.layers[index]
+            assert isinstance(layer, LayerCache)
+            x, layers[index], _ = _extended_layer(block, x, layer, positions, end, near, implementation)
+        return x, replace(cache, layers=tuple(layers), lengths=end)
+
+    def _extend_groups(
+        self,
+        classes: TokenClasses,
+        cache: KVCache,
+        x: Array,
+        positions: Array,
+        end: Array,
+        implementation: Implementation | None,
+    ) -> tuple[Array, KVCache]:
+        """`extend` of a plan with token classes: group by group, each behind its leader."""
+        if implementation not in (None, "xla"):
+            reason = "layers with token classes run on xla"
+            raise NotImplementedError(f"{implementation=} cannot do this call: {reason}")
+        near, layers, groups = (cache.sinks, cache.window), list(cache.layers), list(cache.groups)
+        for index, leader in enumerate(classes.leaders):
+            layer = layers[leader]
+            assert isinstance(layer, LayerCache)
+            x, layers[leader], lse = _extended_layer(
+                self.layers[leader], x, layer, positions, end, near, implementation
+            )
+            groups[index], arrangement = arrange(groups[index], lse, positions, end, classes, index)
+            first = classes.important_in(index, positions.shape[1])
+            members = classes.members(index, len(self.layers))
+            x = arrangement.sorted(x) if members else x
+            for member in members:
+                layer, less = layers[member], self.plan.layers[member]
+                assert isinstance(layer, ClassLayerCache)
+                x, layers[member] = class_layer(
+                    self.layers[member],
+                    x,
+                    layer,
+                    groups[index],
+                    arrangement,
+                    positions,
+                    end,
+                    first,
+                    less,
+                    near,
+                )
+            x = arrangement.restored(x) if members else x
+        return x, KVCache(tuple(layers), end, cache.sinks, cache.window, tuple(groups))
 
 
 @partial(jax.jit, static_argnames=("ranks", "near", "implementation"))
@@ -186,13 +206,13 @@ def _extended_layer(
     end: Array,
     near: tuple[int, int],
     implementation: Implementation | None,
-) -> tuple[Array, LayerCache]:
-    """One layer on new tokens, and its cache with them. Jitted as `_whole_layer` is."""
-    (sinks, window), longer = near, cache
+) -> tuple[Array, LayerCache, Array]:
+    """One layer on new tokens, its cache with them, and its log-sum-exp. Jitted as `_whole_layer` is."""
+    (sinks, window), longer, seen = near, cache, jnp.zeros(())
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        nonlocal longer
-        longer, o, _ = cached_attention(
+        nonlocal longer, seen
+        longer, o, seen = cached_attention(
             q,
             k,
             v,
@@ -207,4 +227,4 @@ def _extended_layer(
         return o
 
     x = block(x, positions, attend, implementation)
-    return x, longer
+    return x, longer, seen

@@ -1,5 +1,6 @@
 """Attention on truncated coordinates in plain XLA, for every device."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -48,8 +49,7 @@ def xla_attention(
     Blocks of queries go one after another, so that logits take about `_LOGITS_BYTES`.
     """
     B, T, N, _ = q.shape
-    row_bytes = 4 * B * N * (k.shape[2] + (0 if near is None else sinks + window))
-    block = min(T, 1 << max(4, (_LOGITS_BYTES[jax.default_backend()] // row_bytes).bit_length() - 1))
+    block = query_block(B * N * (k.shape[2] + (0 if near is None else sinks + window)), T)
     pad = -T % block
     # Padded queries repeat the last position, so that they see keys and stay finite; they are cut off below.
     q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
@@ -74,6 +74,55 @@ def xla_attention(
     return out, jnp.moveaxis(lse, 0, 2).reshape(B, N, T + pad)[:, :, :T]
 
 
+def segment_attention(
+    q: Float[Array, "B T N Hq"],
+    positions: Int[Array, "B T"],
+    segments: Sequence[tuple[Array, Array, Array]],
+    *,
+    scale: float,
+    near: NearKeys | None,
+    sinks: int,
+    window: int,
+) -> Float[Array, "B T N Hv"]:
+    """Attention over keys of several classes, each k [B, K, S, R], v [B, K, S, Z], positions [B, S].
+
+    Scores with a segment's keys use the first R coordinates of q, and narrower values count as zero beyond
+    their Z. Positions, of queries and keys, may come in any order; -1 marks an empty slot. With near keys
+    the segments' are far ones, as in `xla_attention`.
+    """
+    B, T, N, _ = q.shape
+    sizes = [positions.shape[1] for *_, positions in segments] + ([] if near is None else [near.k.shape[2]])
+    block = query_block(B * N * sum(sizes), T)
+    pad = -T % block
+    q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
+    positions = jnp.pad(positions, ((0, 0), (0, pad)))
+
+    def one_block(index: Array) -> Array:
+        take = lambda x: jax.lax.dynamic_slice_in_dim(x, index * block, block, axis=1)
+        t, grouped = take(positions)[:, :, None], take(q)
+        parts = []
+        for k, v, held in segments:
+            j = held[:, None]
+            visible = (j >= 0) & (j <= t)
+            if near is not None:
+                visible &= (j >= sinks) & (j <= t - window)
+            parts.append((k, v, visible))
+        if near is not None:
+            j = near.positions[:, None]
+            visible = (j >= 0) & (j <= t) & ((j < sinks) | (j > t - window))
+            parts.append((near.k, near.v, visible))
+        return _attend(grouped, parts, scale)[0]
+
+    out = jax.lax.map(one_block, jnp.arange((T + pad) // block))
+    return jnp.moveaxis(out, 0, 1).reshape(B, T + pad, N, -1)[:, :T]
+
+
+def query_block(keys: int, queries: int) -> int:
+    """Queries at a time, a power of two unless all, whose logits over `keys` in all heads take little."""
+    most = _LOGITS_BYTES[jax.default_backend()] // (4 * keys)
+    return min(queries, 1 << max(4, most.bit_length() - 1))
+
+
 def _near_block(near: NearKeys, start: Array, sinks: int, size: int) -> NearKeys:
     """The sinks and the `size` keys that queries from `start` on can be near to."""
 
@@ -95,9 +144,7 @@ def _xla_block(
     sinks: int,
     window: int,
 ) -> tuple[Array, Array]:
-    B, T, N, _ = q.shape
-    K, S, R = k.shape[1:]
-    q = q.reshape(B, T, K, N // K, -1)
+    S, R = k.shape[2:]
     t = positions[:, :, None]
     j = jnp.arange(S)
     visible = j <= t
@@ -108,6 +155,17 @@ def _xla_block(
         j = near.positions[:, None, :]
         visible = (j >= 0) & (j <= t) & ((j < sinks) | (j > t - window))
         parts.append((near.k, near.v, visible))
+    return _attend(q, parts, scale)
+
+
+def _attend(q: Array, parts: list[tuple[Array, Array, Array]], scale: float) -> tuple[Array, Array]:
+    """One softmax over parts, each k [B, K, S, R], v [B, K, S, Z], visible [B, T, S].
+
+    Gives the result in the width of the widest values, and the log-sum-exp.
+    """
+    B, T, N, _ = q.shape
+    K = parts[0][0].shape[1]
+    q = q.reshape(B, T, K, N // K, -1)
     logits = [
         jnp.where(
             visible[:, None, None],
@@ -122,10 +180,10 @@ def _xla_block(
         for part, (_, _, visible) in zip(logits, parts, strict=True)
     ]
     total = sum(part.sum(-1, keepdims=True) for part in weights)
-    width = parts[-1][1].shape[-1]
+    width = max(value.shape[-1] for _, value, _ in parts)
     out = jnp.zeros((B, T, K, N // K, width), jnp.float32)
     for part, (_, value, _) in zip(weights, parts, strict=True):
         share = einsum_f32("BKGTS,BKSZ->BTKGZ", (part / total).astype(value.dtype), value)
         out = out.at[..., : value.shape[-1]].add(share)
     lse = (highest + jnp.log(total)).reshape(B, N, T)
-    return out.reshape(B, T, N, width).astype(v.dtype), lse
+    return out.reshape(B, T, N, width).astype(parts[0][1].dtype), lse

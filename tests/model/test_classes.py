@@ -1,0 +1,214 @@
+"""Two token classes against a model that keeps all coordinates and masks them, and the rules of classes."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TinyModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zdc_jax import CompressionPlan, generate
+from zdc_jax.cache import KVCache
+from zdc_jax.class_cache import class_order
+from zdc_jax.errors import PlanError, PromptError
+from zdc_jax.plan import LayerRanks, TokenClasses
+
+BLOCK = 16
+
+
+def class_plan(tiny: TinyModel, leaders=(0,), fraction=0.4, more=32, less=16, **near) -> CompressionPlan:
+    """Layers after each leader keep `more` of important tokens and `less` of the others."""
+    important = (LayerRanks(more, more),) * tiny.config.num_layers
+    classes = TokenClasses(leaders, (fraction,) * len(leaders), important, BLOCK)
+    return replace(CompressionPlan.uniform(tiny.config, qk=less, v=less, **near), classes=classes)
+
+
+class Masked:
+    """All coordinates in the calibrated basis, with those that a plan drops masked pair by pair."""
+
+    def __init__(self, tiny: TinyModel, plan: CompressionPlan):
+        self.network = tiny.model(CompressionPlan.full(tiny.config), tiny.basis()).network
+        self.plan, self.H = plan, tiny.config.head_dim
+        self.important = {leader: np.zeros(0, bool) for leader in plan.classes.leaders}
+
+    def run(self, tokens: np.ndarray, classify) -> np.ndarray:
+        """Hidden states [T, D] of one row; `classify(importance, known)` extends the known classes."""
+        T = len(tokens)
+        positions = jnp.arange(T)[None]
+        x = self.network.embeddings.embed(jnp.asarray(tokens)[None], positions)
+        for index, block in enumerate(self.network.layers):
+            leads = index in self.plan.classes.leaders
+            group = max(leader for leader in self.plan.classes.leaders if leader <= index)
+            less, more = self.plan.layers[index], self.plan.classes.important[index]
+            important = np.zeros(T, bool) if leads else self.important[group]
+            widths = [np.where(important, b, a) for a, b in ((less.qk, more.qk), (less.v, more.v))]
+            seen = []
+            attend = lambda q, k, v, widths=widths, seen=seen: self.attend(q, k, v, *widths, seen)
+            x = block(x, positions, attend)
+            if leads:
+                self.important[index] = classify(seen[0], self.important[index])
+        return np.asarray(x[0])
+
+    def attend(self, q, k, v, R, Z, seen):
+        T, N = q.shape[1:3]
+        k, v = (jnp.repeat(x[0], N // x.shape[2], axis=1) for x in (k, v))
+        t, j = np.arange(T)[:, None], np.arange(T)
+        near = (j < self.plan.sinks) | (j > t - self.plan.window) if self.plan.keeps_full_width else t < 0
+        near = np.broadcast_to(near, (T, T))
+        cut = lambda x, ranks: x * (np.arange(self.H) < ranks[:, None])[:, None]
+        score = lambda key: jnp.einsum("tnh,snh->nts", q[0], key) * self.H**-0.5
+        logits = jnp.where(near, score(k), score(cut(k, R)))
+        logits = jnp.where(j <= t, logits, -jnp.inf)
+        lse = jax.nn.logsumexp(logits, -1)
+        seen.append(np.asarray(jax.nn.logsumexp(lse, 0)))
+        weights = jnp.exp(logits - lse[..., None])
+        mix = lambda mask, value: jnp.einsum("nts,snh->tnh", jnp.where(mask, weights, 0), value)
+        return (mix(near, v) + mix(~near, cut(v, Z)))[None]
+
+
+def by_blocks(fraction):
+    """Classes of a whole prompt: the most important of each block."""
+
+    def classify(importance, known):
+        out = np.zeros(len(importance), bool)
+        for start in range(0, len(importance), BLOCK):
+            block = importance[start : start + BLOCK]
+            out[start + np.argsort(-block, kind="stable")[: int(np.ceil(fraction * len(block) - 1e-9))]] = (
+                True
+            )
+        return out
+
+    return classify
+
+
+def one_more(fraction, cap):
+    """The class of one more token: its rank in its block so far, as far as slots are left."""
+
+    def classify(importance, known):
+        start = (len(importance) - 1) // BLOCK * BLOCK
+        block, mine = importance[start:], known[start:]
+        wanted = (block[:-1] >= block[-1]).sum() < int(np.ceil(fraction * len(block) - 1e-9))
+        important = mine.sum() < cap if wanted else (~mine).sum() >= BLOCK - cap
+        return np.append(known, important)
+
+    return classify
+
+
+NEAR = [{}, {"window": 8, "sinks": 2}]
+
+
+@pytest.mark.parametrize("near", NEAR)
+@pytest.mark.parametrize("leaders", [(0,), (0, 2)])
+def test_whole_sequences_equal_masked_ones(tiny: TinyModel, near, leaders):
+    plan = class_plan(tiny, leaders, **near)
+    tokens = tiny.tokens(2, 41)
+    got = np.asarray(tiny.model(plan).network.hidden(jnp.asarray(tokens)))
+    for row, ours in zip(tokens, got, strict=True):
+        want = Masked(tiny, plan).run(row, by_blocks(0.4))
+        np.testing.assert_allclose(ours, want, atol=2e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("near", NEAR)
+def test_pieces_and_decoded_tokens_equal_masked_ones(tiny: TinyModel, near):
+    """A ragged batch in two pieces, then token by token over the end of a block."""
+    plan = class_plan(tiny, **near)
+    network = tiny.model(plan).network
+    tokens, prompts = tiny.tokens(2, 60), (42, 37)
+    cache = KVCache.create(plan, batch=2, capacity=64, dtype=jnp.float32)
+    for start, width in ((0, 32), (32, 16)):
+        cache = replace(cache, lengths=jnp.full(2, start))
+        end = jnp.minimum(jnp.asarray(prompts), start + width)
+        _, cache = network.extend(cache, jnp.asarray(tokens[:, start : start + width]), end)
+    steps = []
+    for step in range(15):
+        at = np.array(prompts) + step
+        hidden, cache = network.extend(cache, jnp.asarray(tokens[[0, 1], at][:, None]), jnp.asarray(at + 1))
+        steps.append(np.asarray(hidden[:, 0]))
+    cap = plan.classes.slots(0, BLOCK)
+    for row, prompt in enumerate(prompts):
+        masked = Masked(tiny, plan)
+        masked.run(tokens[row, :prompt], by_blocks(0.4))
+        for step in range(15):
+            want = masked.run(tokens[row, : prompt + step + 1], one_more(0.4, cap))[-1]
+            np.testing.assert_allclose(steps[step][row], want, atol=2e-4 * np.abs(want).max())
+
+
+def test_equal_classes_are_the_uniform_plan(tiny: TinyModel):
+    tokens = jnp.asarray(tiny.tokens(1, 40))
+    for rank in (16, 32):
+        uniform = CompressionPlan.uniform(tiny.config, qk=rank, v=rank)
+        want = tiny.model(uniform).network.hidden(tokens)
+        got = tiny.model(class_plan(tiny, more=rank, less=rank)).network.hidden(tokens)
+        np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("near", NEAR)
+def test_arrays_are_as_small_as_the_plan_says(tiny: TinyModel, near):
+    plan = class_plan(tiny, **near)
+    cache = KVCache.create(plan, batch=3, capacity=70, dtype=jnp.bfloat16)
+    assert cache.bytes() == plan.bytes(70, 3, 2)
+    if not near:
+        dense = CompressionPlan.full(tiny.config)
+        assert plan.bytes(4096) < 0.85 * dense.bytes(4096)
+    first = tiny.model(plan).network.layers[1].attention
+    assert first.v[...].shape[-1] == 32
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 999), T=st.integers(1, 50), fraction=st.floats(0.05, 0.95))
+def test_order_puts_each_token_into_one_slot_of_its_class(seed, T, fraction):
+    rng = np.random.default_rng(seed)
+    importance = rng.normal(size=(2, T)).astype(np.float32)
+    valid = np.arange(T) < rng.integers(0, T + 1, (2, 1))
+    classes = TokenClasses((0,), (fraction,), (LayerRanks(16, 16),), BLOCK)
+    first, second = (
+        np.asarray(x) for x in class_order(jnp.asarray(importance), jnp.asarray(valid), classes, 0)
+    )
+    assert first.shape[1] == (classes.important_in(0, T) if T > 1 else classes.slots(0, 1))
+    for row in range(2):
+        assert sorted([*first[row], *second[row]]) == list(range(T))
+        n = valid[row].sum()
+        want = np.flatnonzero(by_blocks(fraction)(importance[row, :n], None)) if n else []
+        assert sorted(i for i in first[row] if valid[row, i]) == list(want)
+
+
+def test_generation_in_pieces_equals_generation_at_once(tiny_llama: TinyModel):
+    model = tiny_llama.model(class_plan(tiny_llama, window=8, sinks=2))
+    prompts = [tiny_llama.tokens(1, n, seed=n)[0].tolist() for n in (70, 45)]
+    whole = generate(model, prompts, 12)
+    pieces = generate(model, prompts, 12, prefill_chunk=32, implementation="xla")
+    assert [c.tokens for c in whole.completions] == [c.tokens for c in pieces.completions]
+    assert whole.kv_bytes == model.plan.bytes(whole.capacity, 2, 4)
+
+
+def test_what_classes_cannot_do_is_said(tiny_llama: TinyModel):
+    plan = class_plan(tiny_llama)
+    model = tiny_llama.model(replace(plan, classes=replace(plan.classes, block=48)))
+    with pytest.raises(PromptError, match="must be a multiple of the plan's blocks of 48"):
+        generate(model, [[5, 6, 7]], 2)
+    with pytest.raises(NotImplementedError, match="layers with token classes run on xla"):
+        generate(tiny_llama.model(plan), [[5, 6, 7]], 2, implementation="pallas")
+
+
+IMPOSSIBLE = {
+    "leaders": [(), (1,), (0, 3), (0, 2, 1)],
+    "fraction": [(0.0,), (1.0,), (0.5, 0.5), (float("nan"),)],
+    "important": [(LayerRanks(32, 32),), (LayerRanks(16, 24),) * 3, (LayerRanks(16, 16),) * 3],
+    "block": [0],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in IMPOSSIBLE.items() for v in values])
+def test_impossible_classes_are_refused(tiny_llama: TinyModel, name, value):
+    plan = class_plan(tiny_llama, less=32)
+    with pytest.raises(PlanError):
+        replace(plan, classes=replace(plan.classes, **{name: value}))
+
+
+def test_classes_survive_json(tiny_llama: TinyModel, tmp_path):
+    plan = class_plan(tiny_llama, (0, 2), window=64)
+    plan.save(tmp_path / "plan.json")
+    assert CompressionPlan.load(tmp_path / "plan.json") == plan

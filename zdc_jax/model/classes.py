@@ -1,0 +1,120 @@
+"""Layers with two token classes (ZDC §5.2): a leader classifies, the other layers of its group use it.
+
+A piece of a prompt is put into class order once a group: important tokens first, each class by position, so
+that projections and cache writes are of contiguous rows, at the width of their class.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zdc_jax.axes import Array
+from zdc_jax.cache import ClassLayerCache, append
+from zdc_jax.class_cache import (
+    GroupState,
+    class_order,
+    first_slots,
+    place_token,
+    put_piece,
+    put_token,
+    write_piece,
+)
+from zdc_jax.importance import token_importance
+from zdc_jax.model.block import Block
+from zdc_jax.ops.xla import segment_attention
+from zdc_jax.plan import LayerRanks, TokenClasses
+
+
+class Arrangement(NamedTuple):
+    """How the tokens of one call stand in class order, and where they go.
+
+    order, inverse [B, T]: the tokens in class order, and back. slots: of the first token of each class in a
+    piece; of a decoded token [B], past the end of the segment that is not of its class.
+    """
+
+    order: Array
+    inverse: Array
+    slots: tuple[Array, Array]
+
+    def sorted(self, x: Array) -> Array:
+        """x [B, T, ...] in class order."""
+        return _take(x, self.order)
+
+    def restored(self, x: Array) -> Array:
+        """x [B, T, ...], in class order, by position again."""
+        return _take(x, self.inverse)
+
+
+def _take(x: Array, order: Array) -> Array:
+    return jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)), axis=1)
+
+
+@partial(jax.jit, static_argnames=("classes", "index"))
+def arrange(
+    group: GroupState, lse: Array, positions: Array, end: Array, classes: TokenClasses, index: int
+) -> tuple[GroupState, Arrangement]:
+    """Classifies the tokens of a call by their leader's log-sum-exp [B, N, T].
+
+    A piece of more than one token begins at a multiple of `classes.block`, at the same in all rows.
+    """
+    importance, valid = token_importance(lse), positions < end[:, None]
+    if positions.shape[1] == 1:
+        group, slots = place_token(group, importance[:, 0], positions[:, 0], valid[:, 0], classes, index)
+        same = jnp.zeros_like(positions)
+        return group, Arrangement(same, same, slots)
+    both = class_order(importance, valid, classes, index)
+    group = write_piece(group, both, positions, importance, valid, classes, index)
+    order = jnp.concatenate(both, 1)
+    slots = first_slots(positions[0, 0], classes, index)
+    return group, Arrangement(order, jnp.argsort(order, axis=1), slots)
+
+
+@partial(jax.jit, static_argnames=("first", "less", "near"))
+def class_layer(
+    block: Block,
+    x: Array,
+    cache: ClassLayerCache,
+    group: GroupState,
+    arrangement: Arrangement,
+    positions: Array,
+    end: Array,
+    first: int,
+    less: LayerRanks,
+    near: tuple[int, int],
+) -> tuple[Array, ClassLayerCache]:
+    """One layer on tokens in class order, and its cache with them.
+
+    positions [B, T] and end [B] as in `Transformer.extend`; the `first` tokens of x are important, the others
+    keep `less`; near: sinks and window, for which projections stay whole.
+    """
+    (sinks, window), longer = near, cache
+    ordered = arrangement.sorted(positions)
+    segments = cache.important, cache.rest
+
+    def attend(q: Array, k: tuple[Array, Array], v: tuple[Array, Array]) -> Array:
+        nonlocal longer
+        ring, keys = cache.near, None
+        if sinks or window:
+            own_k, own_v = (arrangement.restored(jnp.concatenate(each, 1)) for each in (k, v))
+            ring, keys = append(cache.near, own_k, own_v, positions, end, sinks=sinks, window=window)
+        if positions.shape[1] == 1:  # Its slots tell its class: both segments are offered the token.
+            k, v = (k[0], k[0]), (v[0], v[0])
+        put = put_token if positions.shape[1] == 1 else put_piece
+        new = [
+            put(old, keys_[..., : old.k.shape[-1]], values[..., : old.v.shape[-1]], slot)
+            for old, keys_, values, slot in zip(segments, k, v, arrangement.slots, strict=True)
+        ]
+        longer = ClassLayerCache(ring, *new)
+        held = [(s.k, s.v, at) for s, at in zip(new, group.positions, strict=True)]
+        scale = block.attention.config.head_dim**-0.5
+        return segment_attention(q, ordered, held, scale=scale, near=keys, sinks=sinks, window=window)
+
+    def project(hidden: Array, positions: Array) -> tuple[Array, tuple[Array, Array], tuple[Array, Array]]:
+        H = block.attention.config.head_dim
+        kept = LayerRanks(H, H) if sinks or window else less
+        return block.attention.project_classes(hidden, positions, first, kept)
+
+    x = block(x, ordered, attend, project=project)
+    return x, longer
