@@ -31,3 +31,7 @@ class PromptError(ZDCError, ValueError):
 
 class CacheMemoryError(ZDCError, MemoryError):
     """A KV cache does not fit; the message says what would."""
+
+
+class MeshError(ZDCError, ValueError):
+    """A device mesh is impossible here, or does not fit the model, the batch or the prompt."""

@@ -21,7 +21,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from kernels_pallas import TAIL_ALIGNMENT, Ring, Trailing, decode_attention, prefill_attention
+from kernels_pallas import (
+    TAIL_ALIGNMENT,
+    Ring,
+    Trailing,
+    decode_attention,
+    merge_partial,
+    prefill_attention,
+)
 from zdc_jax.axes import Array
 from zdc_jax.cache import LayerCache, append, recent_rows, write
 from zdc_jax.ops.xla import NearKeys, xla_attention
@@ -73,6 +80,100 @@ def self_attention(
             )
             return o, lse.swapaxes(1, 2)
     return _xla_whole(q, k, v, R, Z, scale, sinks, window)
+
+
+def near_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B W+T K H"],
+    v: Float[Array, "B W+T K H"],
+    sink_k: Float[Array, "B P K H"],
+    sink_v: Float[Array, "B P K H"],
+    start: Int[Array, ""],
+    *,
+    scale: float,
+    window: int,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """The near half of attention, for tokens that stand at positions start, start + 1, …; at full rank.
+
+    Args:
+      k, v: of the `window` tokens before the queries and of the queries' own; rows of positions below 0 are
+        not seen.
+      sink_k, sink_v: of positions 0 … P-1; seen once, as sinks.
+      scale, window, implementation: as in `self_attention`.
+
+    Returns:
+      the result and its log-sum-exp, to be merged with `far_attention`'s (`kernels_pallas.merge_partial`).
+
+    Raises:
+      NotImplementedError: the chosen implementation cannot do this call, with the reason.
+    """
+    B, T, _, H = q.shape
+    P = sink_k.shape[1]
+    refusals: dict[Implementation, Callable[[], str | None]] = {
+        "pallas": lambda: _pallas_refusal(q, H, H, H, True, P, window),
+        "cudnn": lambda: _cudnn_refusal(q, k, v, True),
+    }
+    k, v, sink_k, sink_v = (x.swapaxes(1, 2) for x in (k, v, sink_k, sink_v))
+    positions = jnp.broadcast_to(start + jnp.arange(T), (B, T))
+    whole = functools.partial(xla_attention, q, positions=positions, scale=scale)
+    if _choose("near_attention", implementation, refusals) == "pallas":
+        starts = jnp.full(B, start)
+        options = {"scale": scale, "starts": starts, "sinks": P, "window": window}
+        recent = prefill_attention(q, k, v, keys="near", key_starts=starts - window, **options)
+        if not P:
+            return recent
+        return merge_partial([recent, whole(k=sink_k, v=sink_v, near=None, sinks=0, window=0)])
+    held = start - window + jnp.arange(window + T)
+    held = jnp.concatenate([jnp.arange(P), jnp.where(held >= P, held, -1)])
+    join = lambda sinks, recent: jnp.concatenate([sinks, recent], 2)
+    near = NearKeys(join(sink_k, k), join(sink_v, v), jnp.broadcast_to(held, (B, *held.shape)))
+    return whole(k=k[:, :, :0, :0], v=v[:, :, :0, :0], near=near, sinks=P, window=window)
+
+
+def far_attention(
+    q: Float[Array, "B T N R"],
+    k: Float[Array, "B S K R"],
+    v: Float[Array, "B S K Z"],
+    start: Int[Array, ""] | int = 0,
+    *,
+    scale: float,
+    sinks: Int[Array, ""] | int,
+    window: int,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
+    """The far half of attention, sinks ≤ j ≤ t - window, on truncated coordinates; else all keys j ≤ t.
+
+    Args:
+      start: position of the first query. Keys stand at positions 0 … S-1.
+      scale, sinks, window, implementation: as in `self_attention`; sinks may be negative.
+
+    Returns:
+      the result and its log-sum-exp; zeros and -inf for queries without far keys.
+
+    Raises:
+      NotImplementedError: the chosen implementation cannot do this call, with the reason.
+    """
+    B, T = q.shape[:2]
+    R, Z = k.shape[-1], v.shape[-1]
+
+    def refusal() -> str | None:
+        if not isinstance(sinks, int):
+            return "it needs to know the number of sinks when it is compiled"
+        return _pallas_refusal(q, R, Z, Z, False, 0, 0)
+
+    refusals: dict[Implementation, Callable[[], str | None]] = {
+        "pallas": refusal,
+        "cudnn": lambda: "it gives no part of attention",
+    }
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    if _choose("far_attention", implementation, refusals) == "pallas":
+        assert isinstance(sinks, int)
+        starts = jnp.full(B, start)
+        options = {"scale": scale, "starts": starts, "sinks": max(sinks, 0), "window": window}
+        return prefill_attention(q, k, v, keys="far", **options)
+    positions = jnp.broadcast_to(start + jnp.arange(T), (B, T))
+    return xla_attention(q, k, v, positions, scale=scale, near=None, sinks=sinks, window=window)
 
 
 def cached_attention(

@@ -1,5 +1,6 @@
 """Attention on truncated coordinates in plain XLA, for every device."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ def xla_attention(
     *,
     scale: float,
     near: NearKeys | None,
-    sinks: int,
+    sinks: Int[Array, ""] | int,
     window: int,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
     """Attention in plain XLA: any rank, dtype, device, near set. Also the log-sum-exp of scaled scores.
@@ -43,13 +44,17 @@ def xla_attention(
       k, v: first coordinates of all keys, slot = position; slots past a query's position are ignored.
       positions: position of each query in its row; consecutive within a row.
       scale: factor on the scores, 1/√H of the original head dim.
-      near: full-rank keys, whose last T entries are the queries' own tokens; None where all keys are far.
-      sinks, window: near set, in tokens; both 0 without near keys.
+      near: full-rank keys, whose last T entries are the queries' own tokens; None where all keys are far, or
+        where near ones are attended to apart.
+      sinks, window: near set, in tokens; without `near` its keys are not seen.
+
+    A query that sees no key gives zeros and a log-sum-exp of -inf.
 
     Blocks of queries go one after another, so that logits take about `_LOGITS_BYTES`.
     """
     B, T, N, _ = q.shape
-    block = query_block(B * N * (k.shape[2] + (0 if near is None else sinks + window)), T)
+    past = 0 if near is None else near.k.shape[2] - T
+    block = query_block(B * N * (k.shape[2] + past), T)
     pad = -T % block
     # Padded queries repeat the last position, so that they see keys and stay finite; they are cut off below.
     q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
@@ -64,7 +69,7 @@ def xla_attention(
     def one_block(index: Array) -> tuple[Array, Array]:
         start = index * block
         take = lambda x: jax.lax.dynamic_slice_in_dim(x, start, block, axis=1)
-        near_block = None if near is None else _near_block(near, start, sinks, window + block)
+        near_block = None if near is None else _near_block(near, start, past - window, window + block)
         return _xla_block(take(q), k, v, take(positions), scale, near_block, sinks, window)
 
     if block >= T:
@@ -141,16 +146,13 @@ def _xla_block(
     positions: Array,
     scale: float,
     near: NearKeys | None,
-    sinks: int,
+    sinks: Array | int,
     window: int,
 ) -> tuple[Array, Array]:
     S, R = k.shape[2:]
     t = positions[:, :, None]
     j = jnp.arange(S)
-    visible = j <= t
-    if near is not None:
-        visible &= (j >= sinks) & (j <= t - window)
-    parts = [(k, v, visible)] if R else []
+    parts = [(k, v, (j >= sinks) & (j <= t - window))] if R else []
     if near is not None:
         j = near.positions[:, None, :]
         visible = (j >= 0) & (j <= t) & ((j < sinks) | (j > t - window))
@@ -179,11 +181,15 @@ def _attend(q: Array, parts: list[tuple[Array, Array, Array]], scale: float) -> 
         jnp.where(visible[:, None, None], jnp.exp(part - highest), 0.0)
         for part, (_, _, visible) in zip(logits, parts, strict=True)
     ]
+    # A sum is at least 1, the highest key's share, unless no key is visible.
     total = sum(part.sum(-1, keepdims=True) for part in weights)
+    divisor = jnp.maximum(total, 1.0)
     width = max(value.shape[-1] for _, value, _ in parts)
-    out = jnp.zeros((B, T, K, N // K, width), jnp.float32)
-    for part, (_, value, _) in zip(weights, parts, strict=True):
-        share = einsum_f32("BKGTS,BKSZ->BTKGZ", (part / total).astype(value.dtype), value)
-        out = out.at[..., : value.shape[-1]].add(share)
+    shares = [
+        einsum_f32("BKGTS,BKSZ->BTKGZ", (part / divisor).astype(value.dtype), value)
+        for part, (_, value, _) in zip(weights, parts, strict=True)
+    ]
+    widened = [jnp.pad(share, [(0, 0)] * 4 + [(0, width - share.shape[-1])]) for share in shares]
+    out = functools.reduce(jnp.add, widened)
     lse = (highest + jnp.log(total)).reshape(B, N, T)
     return out.reshape(B, T, N, width).astype(parts[0][1].dtype), lse

@@ -1,0 +1,123 @@
+"""Tokens divided over devices give what one device gives: every method, shape of heads, kind of plan, length."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import LLAMA, OPT, TinyModel
+
+from zdc_jax.errors import MeshError
+from zdc_jax.fold import fold_attention
+from zdc_jax.loading import LanguageModel
+from zdc_jax.model.transformer import Transformer
+from zdc_jax.parallel.attention import METHODS
+from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.parallel.transformer import hidden
+from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
+
+HEADS = {"MHA": (4, 4), "GQA, K = U": (8, 4), "GQA, K < U": (8, 2), "MQA": (4, 1)}
+FULL, HALF, MIXED, NONE = LayerRanks(32, 32), LayerRanks(16, 16), LayerRanks(16, 32), LayerRanks(0, 0)
+PLANS = {
+    "full": ((FULL,) * 3, {}, 60),
+    "truncated": ((HALF, MIXED, FULL), {}, 61),
+    "window and sinks": ((HALF, NONE, MIXED), {"window": 9, "sinks": 2}, 62),
+    "window of several devices": ((HALF, NONE, FULL), {"window": 37, "sinks": 3}, 63),
+    "window of all": ((HALF, NONE, MIXED), {"window": 300, "sinks": 40}, 57),
+    "sinks only": ((HALF, MIXED, FULL), {"sinks": 5}, 50),
+}
+
+
+@cache
+def tiny(name: str, num_heads: int, num_kv_heads: int) -> TinyModel:
+    config = {"llama": LLAMA, "opt": OPT}[name]
+    return TinyModel(replace(config, num_heads=num_heads, num_kv_heads=num_kv_heads))
+
+
+@cache
+def one_device(heads: str, plan: str) -> tuple[LanguageModel, np.ndarray, np.ndarray]:
+    """A model, two rows of tokens, and their hidden states."""
+    model = tiny("llama", *HEADS[heads])
+    layers, near, length = PLANS[plan]
+    network = model.model(CompressionPlan(layers, model.config.num_kv_heads, 32, **near)).network
+    tokens = model.tokens(2, length)
+    return network, tokens, np.asarray(network.hidden(jnp.asarray(tokens)))
+
+
+def assert_equal(got, expected):
+    assert got.shape == expected.shape
+    assert np.abs(np.asarray(got) - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_as_on_one_device(plan, heads, method):
+    network, tokens, expected = one_device(heads, plan)
+    mesh = MeshConfig(data=2, sequence=4).create()
+    assert_equal(hidden(network, jnp.asarray(tokens), mesh, method=method), expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("length", [8, 9, 61])
+def test_eight_devices_and_few_tokens(length, method):
+    """Of 9 tokens, three of eight devices hold padding only. Learned positions, biases."""
+    model = tiny("opt", 8, 8)
+    network = model.model(CompressionPlan.uniform(model.config, qk=16, v=16, window=3, sinks=1)).network
+    tokens = jnp.asarray(model.tokens(1, length))
+    mesh = MeshConfig(sequence=8).create()
+    assert_equal(hidden(network, tokens, mesh, method=method), np.asarray(network.hidden(tokens)))
+
+
+def test_longer_than_the_learned_positions_with_padding():
+    model = tiny("opt", 4, 4)
+    network = model.dense
+    tokens = jnp.asarray(model.tokens(1, 253))  # of 256 positions
+    mesh = MeshConfig(sequence=4).create()
+    assert_equal(hidden(network, tokens, mesh), np.asarray(network.hidden(tokens)))
+
+
+def test_late_ulysses_truncates_what_whole_projections_give():
+    """Its model keeps all coordinates; the one it must equal dropped them in the weights."""
+    model = tiny("opt", 4, 4)
+    config = model.config
+    plan, basis = CompressionPlan.uniform(config, qk=16, v=16), model.basis()
+    layers = []
+    for index, layer in enumerate(model.layers):
+        ranks = plan.layers[index]
+        folded = fold_attention(layer["attention"], config, basis, index, ranks, full_width=True)
+        layers.append(jax.tree.map(lambda x: np.asarray(x, np.float32), {**layer, "attention": folded}))
+    whole = Transformer(config, plan, model.embeddings, layers)
+    tokens = jnp.asarray(model.tokens(2, 61))
+    mesh = MeshConfig(sequence=4).create()
+    expected = np.asarray(model.model(plan, basis).network.hidden(tokens))
+    for method in METHODS:
+        assert_equal(hidden(whole, tokens, mesh, method=method), expected)
+
+
+def test_refusals():
+    network = tiny("llama", 4, 2).dense
+    tokens = jnp.zeros((3, 40), jnp.int32)
+    refused = {
+        "4 query heads cannot be divided over sequence=8": (MeshConfig(sequence=8), tokens),
+        "3 rows cannot be divided over data=2": (MeshConfig(data=2), tokens),
+        "3 tokens cannot be divided over sequence=4": (MeshConfig(sequence=4), tokens[:, :3]),
+    }
+    for message, (config, given) in refused.items():
+        with pytest.raises(MeshError, match=message):
+            hidden(network, given, config.create())
+    with pytest.raises(ValueError, match=r"method='rings' must be one of .*'ulysses'"):
+        hidden(network, tokens, MeshConfig().create(), method="rings")
+    # Keys that come to the queries leave heads together.
+    hidden(network, tokens[:, :8], MeshConfig(sequence=8).create(), method="ring")
+
+
+def test_token_classes_are_refused():
+    model = tiny("llama", 4, 2)
+    classes = TokenClasses((0,), (0.5,), (LayerRanks(32, 32),) * 3, 16)
+    plan = replace(CompressionPlan.uniform(model.config, qk=16, v=16), classes=classes)
+    network = model.model(plan).network
+    with pytest.raises(NotImplementedError, match="token classes"):
+        hidden(network, jnp.zeros((1, 32), jnp.int32), MeshConfig(sequence=2).create())

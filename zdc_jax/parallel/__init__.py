@@ -1,0 +1,1 @@
+"""Several devices: meshes, sequence parallelism and the bytes it moves."""

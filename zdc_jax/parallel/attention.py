@@ -1,0 +1,108 @@
+"""Attention of sequences whose tokens are divided over a mesh: several methods behind one function."""
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from kernels_pallas import merge_partial
+from zdc_jax.axes import Array
+from zdc_jax.ops.attention import Implementation, near_attention, self_attention
+from zdc_jax.parallel.exchange import gather_heads, scatter_heads
+from zdc_jax.parallel.far import FarAttention, Keys, all_gather, ring, ulysses
+from zdc_jax.parallel.mesh import SEQUENCE
+from zdc_jax.parallel.near import first_tokens, with_halo
+from zdc_jax.plan import LayerRanks
+
+Method = Literal["ulysses", "late_ulysses", "all_gather", "ring"]
+METHODS: tuple[Method, ...] = get_args(Method)
+"""`ulysses`: truncated coordinates are exchanged (dense Ulysses where the plan is full). `late_ulysses`: all
+coordinates are exchanged and truncated after it, as methods do that compress only the cache. `all_gather`,
+`ring`: truncated keys and values of all tokens come to the queries."""
+_FAR: dict[Method, FarAttention] = {"ulysses": ulysses, "all_gather": all_gather, "ring": ring}
+
+
+def sharded_attention(
+    q: Float[Array, "B t N Hq"],
+    k: Float[Array, "B t K Hq"],
+    v: Float[Array, "B t K Hv"],
+    *,
+    scale: float,
+    ranks: LayerRanks,
+    sinks: int,
+    window: int,
+    method: Method,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B t N Hv"]:
+    """`self_attention` of all tokens, for those of one device: inside `jax.shard_map`, T over `sequence`.
+
+    Near keys are attended to on the device, at full rank, with a halo from the devices before it; that does
+    not depend on what is exchanged for far keys, so that both may go on at once (ours).
+
+    Args:
+      q, k, v: as `self_attention` takes them, of this device's t tokens; coordinates past `ranks` are dropped
+        where a plan without near keys is run on arrays that hold more.
+      scale: factor on the scores, 1/√H of the original head dim.
+      ranks: coordinates that far keys count with; sinks, window: near set, in tokens.
+      method: see `METHODS`. implementation: of the attention, see `zdc_jax.ops.attention`.
+
+    Raises:
+      NotImplementedError: the chosen implementation cannot do this call, with the reason.
+    """
+    near = bool(sinks or window) and (q.shape[-1] > ranks.qk or v.shape[-1] > ranks.v)
+    if not near:
+        sinks = window = 0
+    length = q.shape[1] * jax.lax.axis_size(SEQUENCE)
+    keys = Keys(scale, min(sinks, length), min(window, length), implementation)
+    if method == "late_ulysses":
+        return _late(q, k, v, ranks, keys)
+    far = lambda: _FAR[method](q[..., : ranks.qk], k[..., : ranks.qk], v[..., : ranks.v], keys)
+    if not near:
+        return _widened(far()[0], v.shape[-1])
+    parts = [_near(q, k, v, keys)]
+    if ranks.qk:
+        o, lse = far()
+        assert lse is not None  # Every method gives it where there is a near set.
+        parts.append((o, lse))
+    return merge_partial(parts)[0]
+
+
+def _near(q: Array, k: Array, v: Array, keys: Keys) -> tuple[Array, Array]:
+    sink_k, sink_v = first_tokens(k, v, keys.sinks, SEQUENCE)
+    k, v = with_halo(k, v, keys.window, SEQUENCE)
+    return near_attention(
+        q,
+        k,
+        v,
+        sink_k,
+        sink_v,
+        jax.lax.axis_index(SEQUENCE) * q.shape[1],
+        scale=keys.scale,
+        window=keys.window,
+        implementation=keys.implementation,
+    )
+
+
+def _late(q: Array, k: Array, v: Array, ranks: LayerRanks, keys: Keys) -> Array:
+    width = v.shape[-1]
+    q, k, v = scatter_heads(q, k, v, SEQUENCE)
+    if keys.are_all:
+        q, k, v = q[..., : ranks.qk], k[..., : ranks.qk], v[..., : ranks.v]
+    o, _ = self_attention(
+        q,
+        k,
+        v,
+        scale=keys.scale,
+        qk_rank=ranks.qk,
+        v_rank=ranks.v,
+        sinks=keys.sinks,
+        window=keys.window,
+        implementation=keys.implementation,
+    )
+    return gather_heads(_widened(o, width), SEQUENCE)
+
+
+def _widened(o: Array, width: int) -> Array:
+    """Zeros for the coordinates that were dropped and W_O still has."""
+    return jnp.pad(o, [(0, 0)] * 3 + [(0, width - o.shape[-1])])
