@@ -14,7 +14,8 @@ def test_parse():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "sequence", "sequence=", "sequence=-1", "sequence=two", "tensor=2", "data=1,data=2", "data=1,"]
+    "text",
+    ["", "sequence", "sequence=", "sequence=-1", "sequence=two", "tensor=2", "data=1,data=2", "data=1,"],
 )
 def test_parse_refuses(text):
     with pytest.raises(MeshError, match=r"AXIS=SIZE.*'data', 'sequence', 'model'"):

@@ -25,11 +25,11 @@ def hidden(
     *,
     method: Method = "ulysses",
     implementation: Implementation | None = None,
-) -> Float[Array, "B T D"]:
+) -> Float[Array, "B T' D"]:
     """`Transformer.hidden` on a mesh: batch over `data`, tokens over `sequence`; weights on every device.
 
-    T need not be a multiple of the devices along `sequence`: prompts are padded on the right, where causal
-    attention does not look.
+    T need not be a multiple of the devices along `sequence`: prompts are padded on the right to T', where
+    causal attention does not look. The result is divided as the tokens are; that of padding is unspecified.
 
     Args:
       method: how attention gets at tokens of other devices, see `zdc_jax.parallel.attention`.
@@ -47,7 +47,7 @@ def hidden(
     x = _embed(network.embeddings, tokens, jnp.int32(T), mesh)
     for block, ranks in zip(network.layers, plan.layers, strict=True):
         x = _layer(block, x, ranks, near, mesh, method, implementation)
-    return x[:, :T]
+    return x
 
 
 def check(network: Transformer, mesh: Mesh, batch: int, length: int, method: Method) -> None:

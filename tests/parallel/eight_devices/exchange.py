@@ -1,4 +1,4 @@
-"""Every element of a relayout lands where it belongs: inputs say which device, token, head and column they are."""
+"""Every element of a relayout lands where it belongs: all elements of the inputs differ."""
 
 import jax
 import jax.numpy as jnp

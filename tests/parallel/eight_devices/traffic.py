@@ -1,0 +1,58 @@
+"""Bytes that leave a device: the closed formula against what is in the compiled program."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import LLAMA
+
+from zdc_jax.config import ModelConfig
+from zdc_jax.model.params import random_params
+from zdc_jax.model.transformer import Transformer
+from zdc_jax.parallel.attention import METHODS
+from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.parallel.traffic import hlo_bytes, prefill_bytes
+from zdc_jax.parallel.transformer import hidden
+from zdc_jax.plan import CompressionPlan, LayerRanks
+
+CONFIGS = {
+    "MHA": replace(LLAMA, num_layers=2, num_heads=4, num_kv_heads=4),
+    "GQA, K < U": replace(LLAMA, num_layers=2, num_heads=8, num_kv_heads=2),
+}
+NEAR = {
+    "no window": ("GQA, K < U", {}),
+    "window": ("MHA", {"window": 9, "sinks": 2}),
+    "window of several devices": ("GQA, K < U", {"window": 37}),
+    "window of all": ("MHA", {"window": 300, "sinks": 70}),
+}
+
+
+def network(config: ModelConfig, plan: CompressionPlan) -> Transformer:
+    """Whole projections, as for a plan with a window; the program is compiled, not run."""
+    params = random_params(config, jax.random.key(0))
+    return Transformer(config, plan, params["embeddings"], params["layers"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("near", NEAR)
+def test_formula_is_what_is_compiled(near, method):
+    heads, options = NEAR[near]
+    config = CONFIGS[heads]
+    ranks = (LayerRanks(16, 32), LayerRanks(0, 0) if options else LayerRanks(32, 32))
+    plan = CompressionPlan(ranks, config.num_kv_heads, config.head_dim, **options)
+    mesh = MeshConfig(data=2, sequence=4).create()
+    tokens = jax.ShapeDtypeStruct((6, 61), jnp.int32)
+    program = jax.jit(lambda tokens: hidden(network(config, plan), tokens, mesh, method=method))
+    text = program.lower(tokens).compile().as_text()
+    expected = prefill_bytes(config, plan, length=61, degree=4, method=method, batch=3, itemsize=4)
+    assert hlo_bytes(text) == expected
+
+
+def test_two_byte_elements_are_not_widened_on_the_way():
+    config = replace(CONFIGS["MHA"], dtype="bfloat16")
+    plan = CompressionPlan.uniform(config, qk=16, v=16, window=9)
+    mesh = MeshConfig(sequence=4).create()
+    program = jax.jit(lambda tokens: hidden(network(config, plan), tokens, mesh))
+    text = program.lower(jax.ShapeDtypeStruct((1, 64), jnp.int32)).compile().as_text()
+    assert hlo_bytes(text) == prefill_bytes(config, plan, length=64, degree=4)

@@ -1,0 +1,65 @@
+"""Bytes of well-known shapes, and every way in which a compiled program writes a collective."""
+
+import pytest
+
+from zdc_jax.config import ModelConfig
+from zdc_jax.parallel.traffic import hlo_bytes, prefill_bytes
+from zdc_jax.plan import CompressionPlan
+
+LLAMA_7B = ModelConfig(
+    family="llama",
+    num_layers=32,
+    embed_dim=4096,
+    ffn_dim=11008,
+    vocab_size=32000,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    max_positions=131072,
+    norm_eps=1e-5,
+    activation="silu",
+    dtype="bfloat16",
+    tie_embeddings=False,
+)
+
+
+def test_dense_ulysses():
+    """Four of N H coordinates a token (q, k, v, o), of which (U-1)/U leave."""
+    sent = prefill_bytes(LLAMA_7B, CompressionPlan.full(LLAMA_7B), length=131072, degree=4)
+    assert sent == 32 * 4 * (131072 // 4) * 32 * 128 * 2 * 3 // 4
+
+
+def test_truncated_exchange_is_a_share_of_dense():
+    """(R + Z) / 2H, and halo, sinks and log-sum-exp on top."""
+    dense = prefill_bytes(LLAMA_7B, CompressionPlan.full(LLAMA_7B), length=131072, degree=4)
+    bare = CompressionPlan.uniform(LLAMA_7B, qk=32, v=64)
+    near = CompressionPlan.uniform(LLAMA_7B, qk=32, v=64, window=512, sinks=4)
+    assert prefill_bytes(LLAMA_7B, bare, length=131072, degree=4) == 0.375 * dense
+    assert 0.375 * dense < prefill_bytes(LLAMA_7B, near, length=131072, degree=4) <= 0.40 * dense
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "%x = (u16[1,8]{1,0}, u16[1,8]{1,0}) all-to-all(%a, %b), replica_groups={{0,1}}, dimensions={0}",
+            16,
+        ),
+        ("%x = u16[4,8]{1,0} all-to-all(%a), replica_groups=[2,4]<=[8], dimensions={0}", 48),
+        ("ROOT %x = f32[4,2]{1,0} all-gather(%a), replica_groups={{0,1,2,3}}, dimensions={0}", 24),
+        ("%x = (f32[2]{0}, f32[8]{0}) all-gather-start(%a), replica_groups=[1,4]<=[4]", 24),
+        ("%x = f32[8]{0} all-gather-done(%y)", 0),
+        ("%x = f32[8]{0} all-reduce(%a), replica_groups=mesh['data'=2,'sequence'=4] {'sequence'}, c=1", 48),
+        ("%x = f32[2]{0} reduce-scatter(%a), replica_groups=[1,4]<=[4], dimensions={0}", 24),
+        ("%x = bf16[3,5]{1,0} collective-permute(%a), source_target_pairs={{0,1},{1,2}}", 30),
+        ("%x = (u16[3], u16[3], u32[], u32[]) collective-permute-start(%a), source_target_pairs={{0,1}}", 6),
+        ("%x = f32[8]{0} fusion(%all-reduce.1), calls=%y", 0),
+    ],
+)
+def test_collectives(line, expected):
+    assert hlo_bytes(line) == expected
+
+
+def test_unknown_groups_are_an_error():
+    with pytest.raises(ValueError, match="replica groups"):
+        hlo_bytes("%x = f32[8]{0} all-reduce(%a), replica_groups=@other")

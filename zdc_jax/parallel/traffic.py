@@ -1,0 +1,122 @@
+"""Bytes that leave a device in a sequence-parallel prefill: by formula, and as counted in a compiled program.
+
+Both follow the ring algorithms: of x bytes on each of U devices an all-to-all sends x (U-1)/U, an all-gather
+x (U-1), an all-reduce 2 x (U-1)/U. A device that does more than others is the one that counts.
+"""
+
+import math
+import re
+
+from zdc_jax.config import ModelConfig
+from zdc_jax.parallel.attention import Method
+from zdc_jax.parallel.exchange import kv_copies
+from zdc_jax.parallel.near import halo_rows
+from zdc_jax.plan import CompressionPlan, LayerRanks
+
+_LSE_BYTES = 4
+
+
+def prefill_bytes(
+    config: ModelConfig,
+    plan: CompressionPlan,
+    *,
+    length: int,
+    degree: int,
+    method: Method = "ulysses",
+    batch: int = 1,
+    itemsize: int = 2,
+) -> int:
+    """Bytes that the attention of all layers sends from one of `degree` devices along `sequence`.
+
+    `length` T and `batch` count tokens and rows of one group of devices along `sequence`; the padding of T is
+    counted. A full plan with method `ulysses` is dense Ulysses.
+    """
+    layer = lambda ranks: layer_bytes(
+        config,
+        ranks,
+        (plan.sinks, plan.window),
+        length=length,
+        degree=degree,
+        method=method,
+        itemsize=itemsize,
+    )
+    return batch * sum(layer(ranks) for ranks in plan.layers)
+
+
+def layer_bytes(
+    config: ModelConfig,
+    ranks: LayerRanks,
+    near: tuple[int, int],
+    *,
+    length: int,
+    degree: int,
+    method: Method,
+    itemsize: int,
+) -> int:
+    """`prefill_bytes` of one layer and one row; near: sinks and window.
+
+    Far keys, with K' = K · copies (`kv_copies`) and t = ⌈T/U⌉: `ulysses` N R + K' (R + Z) there and N Z back
+    for each of t tokens, times (U-1)/U; `late_ulysses` the same with H for R and Z; `all_gather` and `ring`
+    K (R + Z) for each of t (U-1) tokens. A near set adds the log-sum-exp on the way back of `ulysses`, a halo
+    of min(W, (U-1) t) tokens and the sinks, with 2 K H coordinates each.
+    """
+    N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
+    U, t = degree, -(-length // degree)
+    is_near = any(near) and (ranks.qk < H or ranks.v < H)
+    R, Z = (H, H) if method == "late_ulysses" else (ranks.qk, ranks.v)
+    if method in ("all_gather", "ring"):
+        far = t * (U - 1) * K * (R + Z) * itemsize
+    else:
+        coordinates = N * (R + Z) + K * kv_copies(K, U) * (R + Z)
+        far = t * (U - 1) * coordinates * itemsize // U
+    if not is_near or method == "late_ulysses":
+        return far
+    if method == "ulysses" and ranks.qk:
+        far += t * (U - 1) * N * _LSE_BYTES // U
+    sinks, window = (min(count, U * t) for count in near)
+    token = 2 * K * H * itemsize
+    return far + sum(halo_rows(window, t, U)) * token + 2 * (U - 1) * sinks * token // U
+
+
+_COLLECTIVE = re.compile(
+    r" = (?P<shape>\(.*?\)|\S+) "
+    r"(?P<kind>all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute)(?P<start>-start)?\("
+)
+_ARRAY = re.compile(r"(?P<kind>[a-z]+)(?P<bits>\d+)\[(?P<dims>[\d,]*)\]")
+
+
+def hlo_bytes(text: str) -> int:
+    """Bytes that leave one device when a compiled program (`compiled.as_text()`) runs once.
+
+    Each collective counts once: none may stand in a loop. Raises `ValueError` for groups it cannot read.
+    """
+    return sum(
+        _collective_bytes(line, found) for line in text.splitlines() if (found := _COLLECTIVE.search(line))
+    )
+
+
+def _collective_bytes(line: str, found: re.Match[str]) -> int:
+    arrays = [_array_bytes(array) for array in _ARRAY.finditer(found["shape"])]
+    if found["kind"] == "collective-permute":
+        return arrays[0]
+    # The results of a `-start` come behind its operands, one for each.
+    results = sum(arrays[len(arrays) // 2 :] if found["start"] and found["kind"] != "all-reduce" else arrays)
+    U = _group_size(line)
+    sent = {"all-to-all": 1, "all-gather": 1, "all-reduce": 2, "reduce-scatter": U}[found["kind"]]
+    return results * sent * (U - 1) // U
+
+
+def _array_bytes(array: re.Match[str]) -> int:
+    return math.prod(int(size) for size in array["dims"].split(",") if size) * int(array["bits"]) // 8
+
+
+def _group_size(line: str) -> int:
+    """Devices in each group: `{{0,1},…}`, `[groups,size]<=…`, or `mesh['a'=2,…] {'a'}`."""
+    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return found[1].count(",") + 1
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+        return int(found[1])
+    if found := re.search(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found[2]))
+    raise ValueError(f"cannot read the replica groups of {line.strip()!r}")
