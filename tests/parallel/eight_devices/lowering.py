@@ -1,0 +1,67 @@
+"""The program for GPUs, lowered without one: kernels inside `shard_map`, and what waits for an exchange."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import LLAMA
+from jax.sharding import PartitionSpec as P
+
+import zdc_jax.ops.attention as ops
+from zdc_jax.model.params import random_params
+from zdc_jax.model.transformer import Transformer
+from zdc_jax.ops import rotation
+from zdc_jax.parallel.attention import METHODS, sharded_attention
+from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.parallel.transformer import hidden
+from zdc_jax.plan import CompressionPlan, LayerRanks
+
+CONFIG = replace(LLAMA, num_layers=1, num_kv_heads=4, dtype="bfloat16")
+PLANS = {
+    "full": CompressionPlan.full(CONFIG),
+    "window": CompressionPlan.uniform(CONFIG, qk=16, v=16, window=64),
+    "window and sinks": CompressionPlan.uniform(CONFIG, qk=16, v=16, window=64, sinks=4),
+}
+
+
+def network(plan):
+    params = random_params(CONFIG, jax.random.key(0))
+    return Transformer(CONFIG, plan, params["embeddings"], params["layers"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_kernels_lower_inside_shard_map(monkeypatch, plan, method):
+    monkeypatch.setattr(ops, "_pallas_refusal", lambda *args: None)
+    monkeypatch.setattr(rotation, "on_hopper", lambda x: True)
+    model, mesh = network(PLANS[plan]), MeshConfig(sequence=4).create()
+    program = jax.jit(lambda tokens: hidden(model, tokens, mesh, method=method, implementation="pallas"))
+    traced = lambda: program.trace(jax.ShapeDtypeStruct((1, 500), jnp.int32))
+    if method == "ring" and "sinks" in plan:
+        with pytest.raises(NotImplementedError, match="number of sinks"):
+            traced()
+        return
+    assert "zdc_prefill" in traced().lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("method", ["ulysses", "all_gather"])
+def test_near_attention_waits_for_no_exchange(method):
+    """Of the four products of attention, near scores and values do not depend on what is exchanged."""
+    options = {"scale": 1.0, "ranks": LayerRanks(16, 16), "sinks": 2, "window": 9, "method": method}
+    tokens = P(None, "sequence")
+    attend = jax.shard_map(
+        partial(sharded_attention, **options),
+        mesh=MeshConfig(sequence=4).create(),
+        in_specs=(tokens,) * 3,
+        out_specs=tokens,
+        check_vma=False,
+    )
+    [body] = jax.make_jaxpr(attend)(*[jnp.zeros((1, 64, 4, 32))] * 3).eqns
+    exchanged, products = set(), {True: 0, False: 0}
+    for step in body.params["jaxpr"].eqns:
+        waits = any(id(x) in exchanged for x in step.invars) or step.primitive.name.startswith("all_")
+        exchanged |= {id(x) for x in step.outvars} if waits else set()
+        products[waits] += str(step).count("dot_general[")
+    assert products == {True: 2, False: 2}
