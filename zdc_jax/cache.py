@@ -215,18 +215,30 @@ def _put_ring(ring: Array, *, x: Array, positions: Array, end: Array, sinks: int
         slot = jnp.where(positions < end[:, None], slot, nowhere)
         rows = jnp.arange(x.shape[0])[:, None]
         return ring.at[rows, :, slot].set(x, mode="drop")
-    # Slot by slot: the position it shall hold, where that is in x, else what it held before.
+    return ring_of_piece(ring, x, positions, end, sinks=sinks, window=window)
+
+
+def ring_of_piece(
+    ring: Float[Array, "B K M C"],
+    x: Float[Array, "B T K C"],
+    positions: Int[Array, "B T"],
+    end: Int[Array, " B"],
+    *,
+    sinks: int,
+    window: int,
+) -> Float[Array, "B K M C"]:
+    """The ring of rows of `end` tokens: what x has of it, at `positions`, else what it held before."""
     slots = jnp.arange(ring.shape[2])
     last = end[:, None] - 1
     recent = last - (last - slots) % max(window, 1)
     wanted = jnp.where(slots < window, recent, slots - window)
-    start = positions[:, :1]
+    start, T = positions[:, :1], x.shape[1]
     kept = (
         jnp.where(slots < window, wanted >= sinks, wanted < sinks)
         & (wanted >= start)
-        & (wanted < end[:, None])
+        & (wanted < jnp.minimum(end[:, None], start + T))
     )
-    source = jnp.clip(wanted - start, 0, x.shape[1] - 1)
+    source = jnp.clip(wanted - start, 0, T - 1)
     taken = jnp.take_along_axis(x, source[:, :, None, None], axis=1).swapaxes(1, 2)
     return jnp.where(kept[:, None, :, None], taken, ring)
 

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
-from zdc_jax.model.layers import add_bias, param, rope_frequencies, rotate
+from zdc_jax.model.layers import Reduce, add_bias, param, rope_frequencies, rotate, whole
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.rotation import rope_and_basis
 from zdc_jax.plan import LayerRanks
@@ -45,7 +45,7 @@ class Attention(nnx.Module):
         v = add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.v[...]), self.v_bias)
         if self.frequencies is not None:
             per_head = self.frequencies[...]
-            per_query = jnp.repeat(per_head, self.config.group_size, axis=0)
+            per_query = jnp.repeat(per_head, q.shape[2] // k.shape[2], axis=0)
             q = rotate(q, positions, per_query, interleaved=True)
             return q, rotate(k, positions, per_head, interleaved=True), v
         if self.config.rope is None:
@@ -87,6 +87,6 @@ class Attention(nnx.Module):
         }
         return Attention(weights, self.config)
 
-    def output(self, o: Float[Array, "B T N Z"]) -> Float[Array, "B T D"]:
+    def output(self, o: Float[Array, "B T N Z"], reduce: Reduce = whole) -> Float[Array, "B T D"]:
         """W_O applied to the heads' outputs in the rotated basis."""
-        return add_bias(jnp.einsum("BTNZ,NZD->BTD", o, self.o[...]), self.o_bias)
+        return add_bias(reduce(jnp.einsum("BTNZ,NZD->BTD", o, self.o[...])), self.o_bias)

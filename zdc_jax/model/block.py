@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.attention import Attention
-from zdc_jax.model.layers import FeedForward, Norm
+from zdc_jax.model.layers import FeedForward, Norm, Reduce, whole
 from zdc_jax.ops.attention import Implementation
 
 Attend = Callable[[Array, Any, Any], Array]
@@ -37,13 +37,14 @@ class Block(nnx.Module):
         attend: Attend,
         implementation: Implementation | None = None,
         project: Project | None = None,
+        reduce: Reduce = whole,
     ) -> Float[Array, "B T D"]:
         project = project or partial(self.attention.project, implementation=implementation)
         with jax.named_scope("attention"):
             hidden = self.attention_norm(x) if self.pre_norm else x
             q, k, v = project(hidden, positions)
-            x = x + self.attention.output(attend(q, k, v))
+            x = x + self.attention.output(attend(q, k, v), reduce)
             x = x if self.pre_norm else self.attention_norm(x)
         with jax.named_scope("mlp"):
-            x = x + self.mlp(self.mlp_norm(x) if self.pre_norm else x)
+            x = x + self.mlp(self.mlp_norm(x) if self.pre_norm else x, reduce)
             return x if self.pre_norm else self.mlp_norm(x)

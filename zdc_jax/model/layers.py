@@ -11,6 +11,15 @@ from jaxtyping import Float, Int
 from zdc_jax.axes import Array
 from zdc_jax.config import RopeConfig
 
+Reduce = Callable[[Array], Array]
+"""Sums what each of several devices gives of one product, before its bias (tensor parallelism)."""
+
+
+def whole(x: Array) -> Array:
+    """The `Reduce` of a device that computes all of a product."""
+    return x
+
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "relu": jax.nn.relu,
@@ -57,12 +66,12 @@ class FeedForward(nnx.Module):
         self.down, self.down_bias = nnx.Param(weights["down"]), param(weights, "down_bias")
         self.activation = activation
 
-    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    def __call__(self, x: Float[Array, "*B D"], reduce: Reduce = whole) -> Float[Array, "*B D"]:
         act = ACTIVATIONS[self.activation]
         up = add_bias(x @ self.up[...], self.up_bias)
         gate = None if self.gate is None else add_bias(x @ self.gate[...], self.gate_bias)
         hidden = act(up) if gate is None else act(gate) * up
-        return add_bias(hidden @ self.down[...], self.down_bias)
+        return add_bias(reduce(hidden @ self.down[...]), self.down_bias)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:

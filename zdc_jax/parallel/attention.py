@@ -1,5 +1,6 @@
 """Attention of sequences whose tokens are divided over a mesh: several methods behind one function."""
 
+from functools import partial
 from typing import Literal, get_args
 
 import jax
@@ -10,7 +11,7 @@ from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
 from zdc_jax.ops.attention import Implementation, near_attention, self_attention
 from zdc_jax.parallel.exchange import gather_heads, scatter_heads
-from zdc_jax.parallel.far import FarAttention, Keys, all_gather, ring, ulysses
+from zdc_jax.parallel.far import FarAttention, Keep, Keys, all_gather, ring, ulysses
 from zdc_jax.parallel.mesh import SEQUENCE
 from zdc_jax.parallel.near import first_tokens, with_halo
 from zdc_jax.plan import LayerRanks
@@ -34,6 +35,7 @@ def sharded_attention(
     window: int,
     method: Method,
     implementation: Implementation | None = None,
+    keep: Keep | None = None,
 ) -> Float[Array, "B t N Hv"]:
     """`self_attention` of all tokens, for those of one device: inside `jax.shard_map`, T over `sequence`.
 
@@ -46,6 +48,7 @@ def sharded_attention(
       scale: factor on the scores, 1/√H of the original head dim.
       ranks: coordinates that far keys count with; sinks, window: near set, in tokens.
       method: see `METHODS`. implementation: of the attention, see `zdc_jax.ops.attention`.
+      keep: only with `ulysses`; is given the far keys and values, for a cache.
 
     Raises:
       NotImplementedError: the chosen implementation cannot do this call, with the reason.
@@ -57,7 +60,8 @@ def sharded_attention(
     keys = Keys(scale, min(sinks, length), min(window, length), implementation)
     if method == "late_ulysses":
         return _late(q, k, v, ranks, keys)
-    far = lambda: _FAR[method](q[..., : ranks.qk], k[..., : ranks.qk], v[..., : ranks.v], keys)
+    attend_far = _FAR[method] if keep is None else partial(ulysses, keep=keep)
+    far = lambda: attend_far(q[..., : ranks.qk], k[..., : ranks.qk], v[..., : ranks.v], keys)
     if not near:
         return _widened(far()[0], v.shape[-1])
     parts = [_near(q, k, v, keys)]

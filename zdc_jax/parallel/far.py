@@ -50,9 +50,15 @@ class Keys:
 FarAttention = Callable[[Array, Array, Array, Keys], tuple[Array, Array | None]]
 
 
-def ulysses(q: Array, k: Array, v: Array, keys: Keys) -> tuple[Array, Array | None]:
+Keep = Callable[[Array, Array], None]
+"""Is given k [B, T, K/U, R] and v [B, T, K/U, Z] of all tokens for the heads of this device."""
+
+
+def ulysses(q: Array, k: Array, v: Array, keys: Keys, keep: Keep | None = None) -> tuple[Array, Array | None]:
     """Heads for tokens and back, two all-to-alls (DeepSpeed-Ulysses, with what is truncated: ZDC §5.3)."""
     q, k, v = scatter_heads(q, k, v, SEQUENCE)
+    if keep is not None:
+        keep(k, v)
     if keys.are_all:
         o, _ = self_attention(q, k, v, scale=keys.scale, implementation=keys.implementation)
         return gather_heads(o, SEQUENCE), None

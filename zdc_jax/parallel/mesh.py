@@ -1,10 +1,11 @@
 """Device meshes, and the one table that says which axis of an array lies along which axis of a mesh."""
 
+import math
 from dataclasses import astuple, dataclass, fields
 from typing import Self
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from zdc_jax.errors import MeshError
 
@@ -72,11 +73,15 @@ class MeshConfig:
         return jax.make_mesh(astuple(self), names, (AxisType.Auto,) * len(names), devices=devices)
 
 
-def spec(axes: str) -> PartitionSpec:
-    """How an array with these axes, such as `B T D`, is divided; axes not in the table (or `1`) are whole."""
-    return PartitionSpec(*(MESH_AXES.get(axis) for axis in axes.split()))
+def spec(axes: str, among: tuple[str, ...] = (DATA, SEQUENCE, MODEL)) -> PartitionSpec:
+    """How an array with these axes, such as `B T D`, is divided over the mesh axes `among`.
+
+    Axes that are not in the table (or `1`) are whole.
+    """
+    names = [tuple(name for name in MESH_AXES.get(axis, ()) if name in among) for axis in axes.split()]
+    return PartitionSpec(*(name or None for name in names))
 
 
-def sharding(mesh: Mesh, axes: str) -> NamedSharding:
-    """Of an array with these axes on `mesh`, see `spec`."""
-    return NamedSharding(mesh, spec(axes))
+def degree(mesh: Mesh, among: tuple[str, ...]) -> int:
+    """Devices along these axes together."""
+    return math.prod(mesh.shape[name] for name in among)

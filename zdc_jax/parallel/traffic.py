@@ -78,6 +78,25 @@ def layer_bytes(
     return far + sum(halo_rows(window, t, U)) * token + 2 * (U - 1) * sinks * token // U
 
 
+def cache_bytes(
+    config: ModelConfig,
+    plan: CompressionPlan,
+    *,
+    capacity: int,
+    degree: int,
+    batch: int = 1,
+    itemsize: int = 2,
+) -> int:
+    """Bytes that one of `degree` devices sends once, after a prompt, to leave the cache divided by head.
+
+    Trailing coordinates of the ring's slots, K' (M (2H - R - Z)) (U-1)/U a layer; first coordinates are where
+    the exchange has brought them.
+    """
+    heads = config.num_kv_heads * kv_copies(config.num_kv_heads, degree)
+    trailing = sum(2 * plan.head_dim - ranks.qk - ranks.v for ranks in plan.layers)
+    return batch * heads * plan.ring_slots(capacity) * trailing * itemsize * (degree - 1) // degree
+
+
 _COLLECTIVE = re.compile(
     r" = (?P<shape>\(.*?\)|\S+) "
     r"(?P<kind>all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute)(?P<start>-start)?\("

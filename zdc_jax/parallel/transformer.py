@@ -1,70 +1,141 @@
-"""A transformer on whole sequences whose tokens are divided over a mesh."""
+"""A transformer on a mesh.
+
+Prompts come whole, their tokens divided over `sequence`. Then tokens come one by one, with heads divided over
+the same devices, on the cache as the prompt has left it.
+"""
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
+from zdc_jax.cache import KVCache, LayerCache
 from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
+from zdc_jax.model.layers import Reduce, whole
 from zdc_jax.model.transformer import Embeddings, Transformer
-from zdc_jax.ops.attention import Implementation
+from zdc_jax.ops.attention import Implementation, cached_attention
 from zdc_jax.parallel.attention import METHODS, Method, sharded_attention
-from zdc_jax.parallel.mesh import DATA, SEQUENCE, spec
+from zdc_jax.parallel.mesh import DATA, MODEL, SEQUENCE, degree, spec
+from zdc_jax.parallel.prompt_cache import Slots, layer_cache
+from zdc_jax.parallel.weights import placed, replicated, weight_specs
 from zdc_jax.plan import LayerRanks
 
+BY_TOKEN, BY_HEAD = (MODEL,), (MODEL, SEQUENCE)
+"""Mesh axes that divide the weights for prompts, whose tokens lie along `sequence`, and for single tokens."""
 
-def hidden(
-    network: Transformer,
-    tokens: Int[Array, "B T"],
-    mesh: Mesh,
-    *,
-    method: Method = "ulysses",
-    implementation: Implementation | None = None,
-) -> Float[Array, "B T' D"]:
-    """`Transformer.hidden` on a mesh: batch over `data`, tokens over `sequence`; weights on every device.
 
-    T need not be a multiple of the devices along `sequence`: prompts are padded on the right to T', where
-    causal attention does not look. The result is divided as the tokens are; that of padding is unspecified.
+class ShardedTransformer(nnx.Module):
+    """A `Transformer` on a mesh: batch over `data`; tokens of a prompt over `sequence`; heads over `model`.
 
-    Args:
-      method: how attention gets at tokens of other devices, see `zdc_jax.parallel.attention`.
-      implementation: of attention on each device, see `zdc_jax.ops.attention`.
+    Every device along `sequence` holds all weights (of its share along `model`) for prompts, and beside them
+    its share by head for tokens that are decoded, for which `sequence` divides heads as `model` does.
 
     Raises:
-      MeshError: heads, batch or tokens cannot be divided over this mesh; before anything is computed.
-      NotImplementedError: the plan has token classes, or the implementation cannot do a call.
+      MeshError: heads or feed-forward columns cannot be divided over this mesh.
+      NotImplementedError: the plan has token classes.
     """
-    B, T = tokens.shape
-    check(network, mesh, B, T, method)
-    tokens = jnp.pad(tokens, ((0, 0), (0, -T % mesh.shape[SEQUENCE])))
-    plan = network.plan
-    near = (plan.sinks, plan.window)
-    x = _embed(network.embeddings, tokens, jnp.int32(T), mesh)
-    for block, ranks in zip(network.layers, plan.layers, strict=True):
-        x = _layer(block, x, ranks, near, mesh, method, implementation)
-    return x
 
+    def __init__(self, network: Transformer, mesh: Mesh):
+        config = network.config
+        for name, count in (("num_heads", config.num_heads), ("ffn_dim", config.ffn_dim)):
+            if count % degree(mesh, BY_HEAD):
+                raise MeshError(
+                    f"{name}={count} cannot be divided over model={mesh.shape[MODEL]} times "
+                    f"sequence={mesh.shape[SEQUENCE]} devices"
+                )
+        if network.plan.classes is not None:
+            raise NotImplementedError("plans with token classes run on one device")
+        self.config, self.plan, self.mesh = config, network.plan, mesh
+        self.embeddings = replicated(network.embeddings, mesh)
+        self.prompt_layers = nnx.List([placed(block, mesh, BY_TOKEN) for block in network.layers])
+        self.token_layers = nnx.List([placed(block, mesh, BY_HEAD) for block in network.layers])
 
-def check(network: Transformer, mesh: Mesh, batch: int, length: int, method: Method) -> None:
-    """Raises what `hidden` says where this mesh cannot serve these prompts."""
-    heads, U = network.config.num_heads, mesh.shape[SEQUENCE]
-    if method not in METHODS:
-        raise ValueError(f"{method=} must be one of {METHODS}")
-    if network.plan.classes is not None:
-        raise NotImplementedError("plans with token classes run on one device")
-    if method in ("ulysses", "late_ulysses") and heads % U:
-        raise MeshError(f"{heads} query heads cannot be divided over sequence={U}: it must be a divisor")
-    if batch % mesh.shape[DATA]:
-        raise MeshError(f"{batch} rows cannot be divided over data={mesh.shape[DATA]}: it must be a divisor")
-    if length < U:
-        raise MeshError(
-            f"{length} tokens cannot be divided over sequence={U}: each device needs one at least"
-        )
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of weights, activations and cache."""
+        return self.embeddings.tokens[...].dtype
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        method: Method = "ulysses",
+        implementation: Implementation | None = None,
+    ) -> Float[Array, "B T' D"]:
+        """Last hidden states of whole sequences, without a cache.
+
+        T need not be a multiple of the devices along `sequence`: prompts are padded on the right to T', where
+        causal attention does not look. The result is divided as the tokens are; that of padding is
+        unspecified.
+
+        Args:
+          method: how attention gets at tokens of other devices, see `zdc_jax.parallel.attention`.
+          implementation: of attention on each device, see `zdc_jax.ops.attention`.
+
+        Raises:
+          MeshError: rows or tokens cannot be divided over this mesh; before anything is computed.
+          NotImplementedError: the implementation cannot do a call.
+        """
+        if method not in METHODS:
+            raise ValueError(f"{method=} must be one of {METHODS}")
+        x = self._embedded(tokens)
+        near = (self.plan.sinks, self.plan.window)
+        for block, ranks in zip(self.prompt_layers, self.plan.layers, strict=True):
+            x = _whole_layer(block, x, ranks, near, self.mesh, method, implementation)
+        return x
+
+    def prefill(
+        self,
+        tokens: Int[Array, "B T"],
+        end: Int[Array, " B"],
+        *,
+        capacity: int,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B T' D"], KVCache]:
+        """`hidden` of prompts of `end` tokens, padded on the right, and their cache of `capacity` tokens.
+
+        The cache is divided by head over `model` and `sequence`; its KV heads are repeated where those do not
+        divide them. Its first coordinates are where the exchange has brought them; the trailing ones of the
+        last window and the sinks are scattered by head. Raises what `hidden` does.
+        """
+        x, layers = self._embedded(tokens), []
+        near, slots = (self.plan.sinks, self.plan.window), Slots.of(self.plan, capacity)
+        for block, ranks in zip(self.prompt_layers, self.plan.layers, strict=True):
+            x, layer = _prompt_layer(block, x, end, ranks, near, slots, self.mesh, implementation)
+            layers.append(layer)
+        return x, KVCache(tuple(layers), end, slots.sinks, slots.window)
+
+    def extend(
+        self,
+        cache: KVCache,
+        tokens: Int[Array, "B 1"],
+        end: Int[Array, " B"],
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B 1 D"], KVCache]:
+        """`Transformer.extend` by one token a row; heads and F over `model` and `sequence`."""
+        positions = cache.lengths[:, None]
+        x, layers = self.embeddings.embed(tokens, positions), []
+        for block, held in zip(self.token_layers, cache.layers, strict=True):
+            near = (cache.sinks, cache.window)
+            x, layer = _token_layer(block, x, held, positions, end, near, self.mesh, implementation)
+            layers.append(layer)
+        return x, KVCache(tuple(layers), end, cache.sinks, cache.window)
+
+    def _embedded(self, tokens: Array) -> Array:
+        """Embeddings of tokens [B, T], padded, after checking that they can be divided."""
+        (B, T), U, rows = tokens.shape, self.mesh.shape[SEQUENCE], self.mesh.shape[DATA]
+        if B % rows:
+            raise MeshError(f"{B} rows cannot be divided over data={rows}: it must be a divisor")
+        if T < U:
+            raise MeshError(f"{T} tokens cannot be divided over sequence={U}: each device needs one")
+        return _embed(self.embeddings, jnp.pad(tokens, ((0, 0), (0, -T % U))), jnp.int32(T), self.mesh)
 
 
 @partial(jax.jit, static_argnames="mesh")
@@ -73,11 +144,12 @@ def _embed(embeddings: Embeddings, tokens: Array, length: Array, mesh: Mesh) -> 
         # Padding takes the last position, so that it stays within the table of learned positions.
         return embeddings.embed(tokens, jnp.minimum(_positions(tokens), length - 1))
 
-    return _over(mesh, local, PartitionSpec(), spec("B T"), PartitionSpec())(embeddings, tokens, length)
+    in_specs = (PartitionSpec(), spec("B T"), PartitionSpec())
+    return _on(mesh, local, in_specs, spec("B T D"))(embeddings, tokens, length)
 
 
 @partial(jax.jit, static_argnames=("ranks", "near", "mesh", "method", "implementation"))
-def _layer(
+def _whole_layer(
     block: Block,
     x: Array,
     ranks: LayerRanks,
@@ -86,7 +158,7 @@ def _layer(
     method: Method,
     implementation: Implementation | None,
 ) -> Array:
-    """One layer. Jitted, so that layers alike are traced and compiled once."""
+    """One layer on whole sequences. Jitted, so that layers alike are traced and compiled once."""
     attend = partial(
         sharded_attention,
         scale=block.attention.config.head_dim**-0.5,
@@ -96,8 +168,103 @@ def _layer(
         method=method,
         implementation=implementation,
     )
-    local = lambda block, x: block(x, _positions(x), attend, implementation)
-    return _over(mesh, local, PartitionSpec(), spec("B T D"))(block, x)
+
+    def local(block: Block, x: Array) -> Array:
+        return block(x, _positions(x), attend, implementation, reduce=_sum_over(mesh, BY_TOKEN))
+
+    return _on(mesh, local, (weight_specs(block, BY_TOKEN), spec("B T D")), spec("B T D"))(block, x)
+
+
+@partial(jax.jit, static_argnames=("ranks", "near", "slots", "mesh", "implementation"))
+def _prompt_layer(
+    block: Block,
+    x: Array,
+    end: Array,
+    ranks: LayerRanks,
+    near: tuple[int, int],
+    slots: Slots,
+    mesh: Mesh,
+    implementation: Implementation | None,
+) -> tuple[Array, LayerCache]:
+    """One layer on whole prompts, and its cache with them. Jitted as `_whole_layer` is."""
+
+    def local(block: Block, x: Array, end: Array) -> tuple[Array, LayerCache]:
+        positions, exchanged, layer = _positions(x), None, None
+
+        def keep(k: Array, v: Array) -> None:
+            nonlocal exchanged
+            exchanged = k, v
+
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            nonlocal layer
+            o = sharded_attention(
+                q,
+                k,
+                v,
+                scale=block.attention.config.head_dim**-0.5,
+                ranks=ranks,
+                sinks=near[0],
+                window=near[1],
+                method="ulysses",
+                implementation=implementation,
+                keep=keep,
+            )
+            layer = layer_cache(k, v, exchanged, positions, end, ranks, slots)
+            return o
+
+        x = block(x, positions, attend, implementation, reduce=_sum_over(mesh, BY_TOKEN))
+        assert layer is not None
+        return x, layer
+
+    in_specs = (weight_specs(block, BY_TOKEN), spec("B T D"), spec("B"))
+    return _on(mesh, local, in_specs, (spec("B T D"), spec("B K S R")))(block, x, end)
+
+
+@partial(jax.jit, static_argnames=("near", "mesh", "implementation"))
+def _token_layer(
+    block: Block,
+    x: Array,
+    cache: LayerCache,
+    positions: Array,
+    end: Array,
+    near: tuple[int, int],
+    mesh: Mesh,
+    implementation: Implementation | None,
+) -> tuple[Array, LayerCache]:
+    """One layer on one token a row, and its cache with it. Jitted as `_whole_layer` is."""
+
+    def local(
+        block: Block, x: Array, cache: LayerCache, positions: Array, end: Array
+    ) -> tuple[Array, LayerCache]:
+        cache = longer = _with_new_empties(cache)
+
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            nonlocal longer
+            longer, o, _ = cached_attention(
+                q,
+                k,
+                v,
+                cache,
+                positions,
+                end,
+                scale=block.attention.config.head_dim**-0.5,
+                sinks=near[0],
+                window=near[1],
+                implementation=implementation,
+            )
+            return o
+
+        x = block(x, positions, attend, implementation, reduce=_sum_over(mesh, BY_HEAD))
+        return x, _with_new_empties(longer)
+
+    token, held = spec("B 1 D"), spec("B K S R")
+    in_specs = (weight_specs(block, BY_HEAD), token, held, spec("B 1"), spec("B"))
+    return _on(mesh, local, in_specs, (token, held))(block, x, cache, positions, end)
+
+
+def _with_new_empties(cache: LayerCache) -> LayerCache:
+    """Makes empty arrays (rank 0 or H) anew: XLA for CPUs crashes on such arguments of a divided program."""
+    return jax.tree.map(lambda x: x if x.size else jnp.zeros_like(x), cache)
 
 
 def _positions(x: Array) -> Array:
@@ -106,7 +273,12 @@ def _positions(x: Array) -> Array:
     return jnp.broadcast_to(jax.lax.axis_index(SEQUENCE) * t + jnp.arange(t), (B, t))
 
 
-def _over(mesh: Mesh, local: Callable[..., Array], *in_specs: PartitionSpec) -> Callable[..., Array]:
-    """`local` on each device, from divided arguments to hidden states."""
+def _sum_over(mesh: Mesh, among: tuple[str, ...]) -> Reduce:
+    """Over the devices that share each product of a layer."""
+    return whole if degree(mesh, among) == 1 else partial(jax.lax.psum, axis_name=among)
+
+
+def _on(mesh: Mesh, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`local` on each device's share of the arguments."""
     # Replication is not checked: kernels do not say along which axes their results vary.
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=spec("B T D"), check_vma=False)
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

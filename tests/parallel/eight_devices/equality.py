@@ -14,7 +14,7 @@ from zdc_jax.fold import fold_attention
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.attention import METHODS
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.transformer import hidden
+from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 HEADS = {"MHA": (4, 4), "GQA": (8, 4), "MQA": (4, 1)}
@@ -53,7 +53,7 @@ def assert_equal(got, expected):
 def test_as_on_one_device(plan, heads, method):
     network, tokens, expected = one_device(heads, plan)
     mesh = MeshConfig(data=2, sequence=4).create()
-    assert_equal(hidden(network, jnp.asarray(tokens), mesh, method=method), expected)
+    assert_equal(ShardedTransformer(network, mesh).hidden(jnp.asarray(tokens), method=method), expected)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -63,14 +63,17 @@ def test_eight_devices_and_few_tokens(method):
     network = model.model(CompressionPlan.uniform(model.config, qk=16, v=16, window=300, sinks=3)).network
     tokens = jnp.asarray(model.tokens(1, 9))
     mesh = MeshConfig(sequence=8).create()
-    assert_equal(hidden(network, tokens, mesh, method=method), np.asarray(network.hidden(tokens)))
+    assert_equal(
+        ShardedTransformer(network, mesh).hidden(tokens, method=method), np.asarray(network.hidden(tokens))
+    )
 
 
 def test_sinks_alone():
     model = tiny("llama", 4, 4)
     network = model.model(CompressionPlan.uniform(model.config, qk=16, v=32, sinks=20)).network
     tokens = jnp.asarray(model.tokens(1, 50))
-    assert_equal(hidden(network, tokens, MeshConfig(sequence=4).create()), np.asarray(network.hidden(tokens)))
+    mesh = MeshConfig(sequence=4).create()
+    assert_equal(ShardedTransformer(network, mesh).hidden(tokens), np.asarray(network.hidden(tokens)))
 
 
 def test_longer_than_the_learned_positions_with_padding():
@@ -78,7 +81,7 @@ def test_longer_than_the_learned_positions_with_padding():
     network = model.dense
     tokens = jnp.asarray(model.tokens(1, 253))  # of 256 positions
     mesh = MeshConfig(sequence=4).create()
-    assert_equal(hidden(network, tokens, mesh), np.asarray(network.hidden(tokens)))
+    assert_equal(ShardedTransformer(network, mesh).hidden(tokens), np.asarray(network.hidden(tokens)))
 
 
 def test_late_ulysses_truncates_what_whole_projections_give():
@@ -96,24 +99,22 @@ def test_late_ulysses_truncates_what_whole_projections_give():
     mesh = MeshConfig(sequence=4).create()
     expected = np.asarray(model.model(plan, basis).network.hidden(tokens))
     for method in METHODS:
-        assert_equal(hidden(whole, tokens, mesh, method=method), expected)
+        assert_equal(ShardedTransformer(whole, mesh).hidden(tokens, method=method), expected)
 
 
 def test_refusals():
     network = tiny("llama", 4, 4).dense
     tokens = jnp.zeros((3, 40), jnp.int32)
     refused = {
-        "4 query heads cannot be divided over sequence=8": (MeshConfig(sequence=8), tokens),
+        "num_heads=4 cannot be divided over model=1 times sequence=8": (MeshConfig(sequence=8), tokens),
         "3 rows cannot be divided over data=2": (MeshConfig(data=2), tokens),
         "3 tokens cannot be divided over sequence=4": (MeshConfig(sequence=4), tokens[:, :3]),
     }
     for message, (config, given) in refused.items():
         with pytest.raises(MeshError, match=message):
-            hidden(network, given, config.create())
+            ShardedTransformer(network, config.create()).hidden(given)
     with pytest.raises(ValueError, match=r"method='rings' must be one of .*'ulysses'"):
-        hidden(network, tokens, MeshConfig().create(), method="rings")
-    # Keys that come to the queries leave heads together.
-    hidden(network, tokens[:, :8], MeshConfig(sequence=8).create(), method="ring")
+        ShardedTransformer(network, MeshConfig().create()).hidden(tokens, method="rings")
 
 
 def test_token_classes_are_refused():
@@ -122,4 +123,4 @@ def test_token_classes_are_refused():
     plan = replace(CompressionPlan.uniform(model.config, qk=16, v=16), classes=classes)
     network = model.model(plan).network
     with pytest.raises(NotImplementedError, match="token classes"):
-        hidden(network, jnp.zeros((1, 32), jnp.int32), MeshConfig(sequence=2).create())
+        ShardedTransformer(network, MeshConfig(sequence=2).create())

@@ -15,7 +15,7 @@ from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops import rotation
 from zdc_jax.parallel.attention import METHODS, sharded_attention
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.transformer import hidden
+from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 CONFIG = replace(LLAMA, num_layers=1, num_kv_heads=4, dtype="bfloat16")
@@ -36,8 +36,8 @@ def network(plan):
 def test_kernels_lower_inside_shard_map(monkeypatch, plan, method):
     monkeypatch.setattr(ops, "_pallas_refusal", lambda *args: None)
     monkeypatch.setattr(rotation, "on_hopper", lambda x: True)
-    model, mesh = network(PLANS[plan]), MeshConfig(sequence=4).create()
-    program = jax.jit(lambda tokens: hidden(model, tokens, mesh, method=method, implementation="pallas"))
+    model = ShardedTransformer(network(PLANS[plan]), MeshConfig(sequence=4).create())
+    program = jax.jit(lambda tokens: model.hidden(tokens, method=method, implementation="pallas"))
     traced = lambda: program.trace(jax.ShapeDtypeStruct((1, 500), jnp.int32))
     if method == "ring" and "sinks" in plan:
         with pytest.raises(NotImplementedError, match="number of sinks"):

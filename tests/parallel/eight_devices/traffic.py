@@ -12,8 +12,8 @@ from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.attention import METHODS
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.traffic import hlo_bytes, prefill_bytes
-from zdc_jax.parallel.transformer import hidden
+from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes, prefill_bytes
+from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 CONFIGS = {
@@ -43,16 +43,32 @@ def test_formula_is_what_is_compiled(near, method):
     plan = CompressionPlan(ranks, config.num_kv_heads, config.head_dim, **options)
     mesh = MeshConfig(data=2, sequence=4).create()
     tokens = jax.ShapeDtypeStruct((6, 61), jnp.int32)
-    program = jax.jit(lambda tokens: hidden(network(config, plan), tokens, mesh, method=method))
+    program = jax.jit(
+        lambda tokens: ShardedTransformer(network(config, plan), mesh).hidden(tokens, method=method)
+    )
     text = program.lower(tokens).compile().as_text()
     expected = prefill_bytes(config, plan, length=61, degree=4, method=method, batch=3, itemsize=4)
     assert hlo_bytes(text) == expected
+
+
+@pytest.mark.parametrize("near", NEAR)
+def test_cache_adds_its_trailing_coordinates(near):
+    heads, options = NEAR[near]
+    config = CONFIGS[heads]
+    plan = CompressionPlan.uniform(config, qk=16, v=32, **options)
+    model = ShardedTransformer(network(config, plan), MeshConfig(sequence=4).create())
+    program = jax.jit(lambda tokens, end: model.prefill(tokens, end, capacity=128))
+    prompts = jax.ShapeDtypeStruct((2, 61), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    options = {"degree": 4, "batch": 2, "itemsize": 4}
+    expected = prefill_bytes(config, plan, length=61, **options)
+    expected += cache_bytes(config, plan, capacity=128, **options)
+    assert hlo_bytes(program.lower(*prompts).compile().as_text()) == expected
 
 
 def test_two_byte_elements_are_not_widened_on_the_way():
     config = replace(CONFIGS["MHA"], dtype="bfloat16")
     plan = CompressionPlan.uniform(config, qk=16, v=16, window=9)
     mesh = MeshConfig(sequence=4).create()
-    program = jax.jit(lambda tokens: hidden(network(config, plan), tokens, mesh))
+    program = jax.jit(lambda tokens: ShardedTransformer(network(config, plan), mesh).hidden(tokens))
     text = program.lower(jax.ShapeDtypeStruct((1, 64), jnp.int32)).compile().as_text()
     assert hlo_bytes(text) == prefill_bytes(config, plan, length=64, degree=4)

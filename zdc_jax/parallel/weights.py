@@ -1,0 +1,63 @@
+"""Weights of a layer on a mesh: whole, or divided by head and feed-forward column (tensor parallelism)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zdc_jax.axes import Array
+from zdc_jax.model.block import Block
+from zdc_jax.parallel.exchange import kv_copies
+from zdc_jax.parallel.mesh import degree, spec
+
+_AXES = {
+    "q": "D N H",
+    "q_bias": "N H",
+    "k": "D K H",
+    "k_bias": "K H",
+    "v": "D K H",
+    "v_bias": "K H",
+    "o": "N H D",
+    "q_rotation": "K H R",
+    "k_rotation": "K H R",
+    "k_shift": "K R",
+    "frequencies": "K R",
+    "gate": "D F",
+    "gate_bias": "F",
+    "up": "D F",
+    "up_bias": "F",
+    "down": "F D",
+}
+"""Axes of the weights that can be divided; all others are vectors of D."""
+
+
+def weight_specs(block: Block, among: tuple[str, ...]) -> Block:
+    """How each weight of a layer is divided over the mesh axes `among`; a tree of the layer's own form."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: spec(_axes(path), among), block)
+
+
+def placed(block: Block, mesh: Mesh, among: tuple[str, ...]) -> Block:
+    """A layer with its heads and feed-forward columns divided over the mesh axes `among`, whole on others.
+
+    KV heads are repeated (`kv_copies`) where the devices of `among` do not divide them.
+    """
+
+    def put(path: Any, weight: Array) -> Array:
+        axes = _axes(path)
+        if "K" in axes.split():
+            axis = axes.split().index("K")
+            weight = jnp.repeat(weight, kv_copies(weight.shape[axis], degree(mesh, among)), axis=axis)
+        return jax.device_put(weight, NamedSharding(mesh, spec(axes, among)))
+
+    return jax.tree_util.tree_map_with_path(put, block)
+
+
+def replicated(tree: Any, mesh: Mesh) -> Any:
+    """Every array of a tree on every device."""
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+
+
+def _axes(path: Any) -> str:
+    names = [getattr(key, "name", getattr(key, "key", None)) for key in path]
+    return next((_AXES[name] for name in names if name in _AXES), "D")
