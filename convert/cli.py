@@ -30,6 +30,7 @@ from zdc_jax.evaluate import compare, window_nll
 from zdc_jax.generate.api import generate, stream
 from zdc_jax.generate.sampling import Sampling
 from zdc_jax.loading import load, stored_basis
+from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.plan import CompressionPlan
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -254,6 +255,8 @@ class Generate:
     """Strings that end the text."""
     stream: bool = False
     """Print text as it comes (one prompt only)."""
+    mesh: str | None = None
+    """Devices to use, such as data=1,sequence=4,model=2; default one."""
     dtype: Dtype | None = None
     """Dtype to run in; default that of the stored weights."""
 
@@ -262,8 +265,9 @@ class Generate:
         sampling = Sampling(self.temperature, self.top_k, self.top_p, self.seed)
         if self.stream and len(prompts) != 1:
             raise PromptError(f"--stream takes one prompt, got {len(prompts)}")
+        mesh = None if self.mesh is None else MeshConfig.parse(self.mesh)
         model = load(self.path, self.flags.build(self.path), dtype=self.dtype)
-        arguments: dict[str, Any] = {"sampling": sampling, "stop": self.stop}
+        arguments: dict[str, Any] = {"sampling": sampling, "stop": self.stop, "mesh": mesh}
         if self.stream:
             for delta in stream(model, prompts, self.max_new_tokens, **arguments):
                 print(delta.text, end="", flush=True)

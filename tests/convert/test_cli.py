@@ -72,6 +72,10 @@ def test_generate(folder, capsys, monkeypatch):
     assert "KV cache" in rest
     assert main(["generate", model, "w3 w4", "--max-new-tokens", "6", "--stream"]) == 0
     assert "w3 w4" + capsys.readouterr().out == first + "\n"
+    assert main(["generate", model, "w3 w4", "--max-new-tokens", "6", "--mesh", "sequence=1"]) == 0
+    assert capsys.readouterr().out.startswith(first + "\n")
+    assert main(["generate", model, "w3 w4", "--mesh", "sequence=64"]) == 2
+    assert "needs 64 devices" in capsys.readouterr().err
     monkeypatch.setattr(sys, "stdin", io.StringIO("w3 w4"))
     assert main(["generate", model, "-", "--max-new-tokens", "6"]) == 0
     assert capsys.readouterr().out.startswith(first + "\n")

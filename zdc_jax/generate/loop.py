@@ -12,6 +12,7 @@ from zdc_jax.cache import KVCache
 from zdc_jax.generate.sampling import SamplingArrays, choose
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
+from zdc_jax.parallel.transformer import ShardedTransformer
 
 PREFILL_CHUNK = 2048
 """Longest prompt piece of one prefill call, in tokens."""
@@ -77,6 +78,28 @@ def prefill(
     return _first_token(network, cache, last_hidden, sampling, stop_tokens, max_new_tokens)
 
 
+def prefill_on_mesh(
+    network: ShardedTransformer,
+    prompts: list[np.ndarray],
+    width: int,
+    capacity: int,
+    sampling: SamplingArrays | None,
+    stop_tokens: Array,
+    max_new_tokens: int,
+    *,
+    implementation: Implementation | None = None,
+) -> DecodeState:
+    """`prefill` of whole prompts, padded to `width`, on a mesh; the cache is divided by head."""
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    last_hidden, cache = network.prefill(
+        jnp.asarray(tokens), jnp.asarray(lengths), capacity=capacity, implementation=implementation
+    )
+    return _first_token(network, cache, last_hidden, sampling, stop_tokens, max_new_tokens)
+
+
 @partial(jax.jit, donate_argnums=(1, 2), static_argnames="implementation")
 def _prefill_chunk(
     network: Transformer,
@@ -102,7 +125,7 @@ def _prefill_chunk(
 
 @partial(jax.jit, static_argnames="max_new_tokens", donate_argnums=1)
 def _first_token(
-    network: Transformer,
+    network: Transformer | ShardedTransformer,
     cache: KVCache,
     last_hidden: Array,
     sampling: SamplingArrays | None,
@@ -122,7 +145,7 @@ def _first_token(
 
 @partial(jax.jit, donate_argnums=1, static_argnames="implementation")
 def decode(
-    network: Transformer,
+    network: Transformer | ShardedTransformer,
     state: DecodeState,
     limit: Array,
     sampling: SamplingArrays | None,

@@ -5,6 +5,7 @@ the same devices, on the cache as the prompt has left it.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,13 +16,14 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache import KVCache, LayerCache
+from zdc_jax.cache import KVCache, LayerCache, check_fits, free_bytes
 from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
 from zdc_jax.model.layers import Reduce, whole
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation, cached_attention
 from zdc_jax.parallel.attention import METHODS, Method, sharded_attention
+from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.mesh import DATA, MODEL, SEQUENCE, degree, spec
 from zdc_jax.parallel.prompt_cache import Slots, layer_cache
 from zdc_jax.parallel.weights import placed, replicated, weight_specs
@@ -98,8 +100,8 @@ class ShardedTransformer(nnx.Module):
         *,
         capacity: int,
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B T' D"], KVCache]:
-        """`hidden` of prompts of `end` tokens, padded on the right, and their cache of `capacity` tokens.
+    ) -> tuple[Float[Array, "B D"], KVCache]:
+        """Hidden states of the last of `end` tokens of each prompt, and a cache of `capacity` tokens a row.
 
         The cache is divided by head over `model` and `sequence`; its KV heads are repeated where those do not
         divide them. Its first coordinates are where the exchange has brought them; the trailing ones of the
@@ -110,7 +112,7 @@ class ShardedTransformer(nnx.Module):
         for block, ranks in zip(self.prompt_layers, self.plan.layers, strict=True):
             x, layer = _prompt_layer(block, x, end, ranks, near, slots, self.mesh, implementation)
             layers.append(layer)
-        return x, KVCache(tuple(layers), end, slots.sinks, slots.window)
+        return _last_token(x, end, self.mesh), KVCache(tuple(layers), end, slots.sinks, slots.window)
 
     def extend(
         self,
@@ -128,11 +130,26 @@ class ShardedTransformer(nnx.Module):
             layers.append(layer)
         return x, KVCache(tuple(layers), end, cache.sinks, cache.window)
 
+    def check_fits(self, batch: int, capacity: int) -> None:
+        """Raises `CacheMemoryError` where a device's share of such a cache is more than its free memory.
+
+        And `MeshError` where the rows cannot be divided over `data`.
+        """
+        rows, shares = self._rows(batch), degree(self.mesh, BY_HEAD)
+        heads = self.config.num_kv_heads * kv_copies(self.config.num_kv_heads, shares) // shares
+        plan = replace(self.plan, num_kv_heads=heads)
+        check_fits(plan, batch=rows, capacity=capacity, dtype=self.dtype, free=free_bytes())
+
+    def _rows(self, batch: int) -> int:
+        """Of each device, after checking that they can be divided."""
+        if batch % (count := self.mesh.shape[DATA]):
+            raise MeshError(f"{batch} rows cannot be divided over data={count}: it must be a divisor")
+        return batch // count
+
     def _embedded(self, tokens: Array) -> Array:
         """Embeddings of tokens [B, T], padded, after checking that they can be divided."""
-        (B, T), U, rows = tokens.shape, self.mesh.shape[SEQUENCE], self.mesh.shape[DATA]
-        if B % rows:
-            raise MeshError(f"{B} rows cannot be divided over data={rows}: it must be a divisor")
+        (B, T), U = tokens.shape, self.mesh.shape[SEQUENCE]
+        self._rows(B)
         if T < U:
             raise MeshError(f"{T} tokens cannot be divided over sequence={U}: each device needs one")
         return _embed(self.embeddings, jnp.pad(tokens, ((0, 0), (0, -T % U))), jnp.int32(T), self.mesh)
@@ -218,6 +235,17 @@ def _prompt_layer(
 
     in_specs = (weight_specs(block, BY_TOKEN), spec("B T D"), spec("B"))
     return _on(mesh, local, in_specs, (spec("B T D"), spec("B K S R")))(block, x, end)
+
+
+@partial(jax.jit, static_argnames="mesh")
+def _last_token(x: Array, end: Array, mesh: Mesh) -> Array:
+    """Of each row of `end` tokens [B, D], from the device that holds it."""
+
+    def local(x: Array, end: Array) -> Array:
+        here = _positions(x) == end[:, None] - 1
+        return jax.lax.psum(jnp.where(here[..., None], x, 0).sum(1), SEQUENCE)
+
+    return _on(mesh, local, (spec("B T D"), spec("B")), spec("B D"))(x, end)
 
 
 @partial(jax.jit, static_argnames=("near", "mesh", "implementation"))

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from conftest import LLAMA, OPT, TinyModel
 
+from zdc_jax import generate, stream
 from zdc_jax.cache import KVCache
+from zdc_jax.errors import MeshError
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
@@ -24,14 +26,15 @@ MODELS = {
     "llama, K < U": (replace(LLAMA, num_layers=2, num_heads=8, num_kv_heads=2), "sequence=4"),
     "opt": (replace(OPT, num_layers=2, num_heads=8, num_kv_heads=8), "data=2,sequence=2,model=2"),
 }
+PROMPTS = [[5, 6, 7] * 15, [3, 9], [80, 4, 4, 60, 11], [12]]
 LENGTHS, CAPACITY, STEPS = np.array([61, 20]), 96, 12
 
 
 def replay(network, prefill):
     """Last hidden states of prompts of two lengths and of some tokens after them [B, 1 + STEPS, D]."""
     tokens = np.random.default_rng(0).integers(3, 90, (2, CAPACITY), dtype=np.int32)
-    hidden, cache = prefill(jnp.asarray(tokens[:, : LENGTHS.max()]), jnp.asarray(LENGTHS))
-    states = [np.asarray(hidden)[np.arange(2), LENGTHS - 1]]
+    last, cache = prefill(jnp.asarray(tokens[:, : LENGTHS.max()]), jnp.asarray(LENGTHS))
+    states = [np.asarray(last)]
     extend = jax.jit(lambda network, cache, token, end: network.extend(cache, token, end))
     for step in range(STEPS):
         token = jnp.asarray(tokens[np.arange(2), LENGTHS + step][:, None])
@@ -52,7 +55,8 @@ def test_as_on_one_device(plan, name):
 
     def on_one(tokens, end):
         empty = KVCache.create(compression, batch=2, capacity=CAPACITY, dtype=jnp.float32)
-        return network.extend(empty, tokens, end)
+        hidden, cache = network.extend(empty, tokens, end)
+        return hidden[np.arange(2), LENGTHS - 1], cache
 
     expected, cache = replay(network, on_one)
     got, divided = replay(sharded, lambda tokens, end: sharded.prefill(tokens, end, capacity=CAPACITY))
@@ -62,3 +66,23 @@ def test_as_on_one_device(plan, name):
     assert sum(x.nbytes for x in jax.tree.leaves(divided.layers)) == copies * sum(
         x.nbytes for x in jax.tree.leaves(cache.layers)
     )
+
+
+@pytest.mark.parametrize("plan", ["ranks", "window"])
+def test_generate(plan):
+    model = TinyModel(MODELS["llama, K < U"][0])
+    layers, near = PLANS[plan]
+    language_model = model.model(CompressionPlan(layers, model.config.num_kv_heads, 32, **near))
+    expected = generate(language_model, PROMPTS, 20)
+    mesh = MeshConfig(data=2, sequence=4)
+    got = generate(language_model, PROMPTS, 20, mesh=mesh)
+    assert got.completions == expected.completions
+    assert got.capacity == expected.capacity
+    lengths = 4 * len(PROMPTS)
+    assert got.kv_bytes - lengths == 2 * (expected.kv_bytes - lengths)  # two copies of each KV head
+    streamed = [[] for _ in PROMPTS]
+    for delta in stream(language_model, PROMPTS, 20, mesh=mesh):
+        streamed[delta.row].extend(delta.tokens)
+    assert [tuple(tokens) for tokens in streamed] == [row.tokens for row in expected.completions]
+    with pytest.raises(MeshError, match="3 rows cannot be divided over data=2"):
+        generate(language_model, PROMPTS[:3], 20, mesh=mesh)

@@ -46,6 +46,24 @@ def test_kernels_lower_inside_shard_map(monkeypatch, plan, method):
     assert "zdc_prefill" in traced().lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_prompt_and_decoded_token_lower_on_kernels(monkeypatch, plan):
+    monkeypatch.setattr(ops, "_pallas_refusal", lambda *args: None)
+    monkeypatch.setattr(rotation, "on_hopper", lambda x: True)
+    model = ShardedTransformer(network(PLANS[plan]), MeshConfig(sequence=4).create())
+
+    def two_steps(tokens, end):
+        last, cache = model.prefill(tokens, end, capacity=512, implementation="pallas")
+        return last, model.extend(cache, tokens[:, :1], end + 1, "pallas")
+
+    integers = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
+    text = (
+        jax.jit(two_steps).trace(integers(1, 500), integers(1)).lower(lowering_platforms=("cuda",)).as_text()
+    )
+    assert "zdc_prefill" in text
+    assert "zdc_decode" in text
+
+
 @pytest.mark.parametrize("method", ["ulysses", "all_gather"])
 def test_near_attention_waits_for_no_exchange(method):
     """Of the four products of attention, near scores and values do not depend on what is exchanged."""
