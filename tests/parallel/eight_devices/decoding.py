@@ -20,7 +20,6 @@ PLANS = {
     "ranks": ((FULL, MIXED), {}),
     "window": ((HALF, NONE), {"window": 9, "sinks": 3}),
     "window of several devices": ((MIXED, FULL), {"window": 37, "sinks": 20}),
-    "sinks only": ((HALF, MIXED), {"sinks": 5}),
 }
 MODELS = {
     "llama, K < U": (replace(LLAMA, num_layers=2, num_heads=8, num_kv_heads=2), "sequence=4"),

@@ -22,7 +22,7 @@ FULL, HALF, MIXED, NONE = LayerRanks(32, 32), LayerRanks(16, 16), LayerRanks(16,
 PLANS = {
     "ranks": ((FULL, MIXED), {}, 61),
     "window and sinks": ((HALF, NONE), {"window": 9, "sinks": 2}, 64),
-    "window of several devices": ((MIXED, FULL), {"window": 37, "sinks": 20}, 63),
+    "window of several devices": ((MIXED, MIXED), {"window": 37, "sinks": 20}, 63),
 }
 
 

@@ -51,7 +51,7 @@ def test_formula_is_what_is_compiled(near, method):
     assert hlo_bytes(text) == expected
 
 
-@pytest.mark.parametrize("near", NEAR)
+@pytest.mark.parametrize("near", ["window", "window of several devices"])
 def test_cache_adds_its_trailing_coordinates(near):
     heads, options = NEAR[near]
     config = CONFIGS[heads]
