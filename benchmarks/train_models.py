@@ -1,9 +1,9 @@
-"""Trains the small models that plans are learned from (`bench_predictor`): Llama and OPT shapes, a minute or two each.
+"""Trains the small models that plans are learned from (`bench_predictor`), a minute or two each.
 
     python -m benchmarks.train_models --corpus CORPUS --tokenizer FOLDER --output FOLDER [--names opt-32 …]
 
-With torch and transformers, on one GPU, from `CORPUS/<topic>/train.txt.xz`, in windows of 4096 tokens packed from
-whole documents. Every model is a Hugging Face folder `OUTPUT/NAME` with the tokenizer of `FOLDER`.
+With torch and transformers, on one GPU, from `CORPUS/<topic>/train.txt.xz`, in windows of 4096 tokens packed
+from whole documents. Every model is a Hugging Face folder `OUTPUT/NAME` with the tokenizer of `FOLDER`.
 """
 
 import math
