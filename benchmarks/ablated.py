@@ -49,7 +49,7 @@ class OnlineAttention(Attention):
 
 
 class RestoringAttention(OnlineAttention):
-    """/ZO as the paper's Fig. 10a has it: keys and values are compressed for the cache alone, and come back to
+    """/ZO as in the paper's Fig. 10a: keys and values are compressed for the cache alone, and come back to
     their full width before attention."""
 
     def project(

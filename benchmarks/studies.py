@@ -95,13 +95,15 @@ def degradation(nll: np.ndarray, reference: np.ndarray) -> dict[str, Any]:
     return {"increase": float(np.expm1(difference.mean())), "interval": bootstrap_interval(difference)}
 
 
+def percent(found: dict[str, Any]) -> str:
+    """What `degradation` gave, to be read."""
+    low, high = (100 * bound for bound in found["interval"])
+    return f"{100 * found['increase']:+.2f} % [{low:+.2f}, {high:+.2f}]"
+
+
 def over(row: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     """A row of `Bench.run` with what it costs more than another, window by window."""
     pair = (np.log1p(one["window_increases"]) for one in (row, base))
     found = degradation(*pair)
-    low, high = (100 * bound for bound in found["interval"])
-    print(
-        f"    {row['label']} over {base['label']}: {100 * found['increase']:+.2f} % [{low:+.2f}, {high:+.2f}]",
-        flush=True,
-    )
+    print(f"    {row['label']} over {base['label']}: {percent(found)}", flush=True)
     return {**row, "over": {"base": base["label"], **found}}
