@@ -82,7 +82,7 @@ def class_plan(config: ModelConfig, fraction: Sequence[float], **near: int) -> C
     important takes the bytes of (1/2, 3/4) for all tokens, but for the positions of the slots.
     """
     L = config.num_layers
-    leaders = tuple(range(0, L, -(-L // GROUPS)))
+    leaders = tuple(L * group // GROUPS for group in range(GROUPS))
     classes = TokenClasses(leaders, tuple(fraction), (quarters(config, 3, 4),) * L)
     plan = uniform_plan(config, 1, 2, **near)
     ranks = [quarters(config, 2, 3) if i in leaders else ranks for i, ranks in enumerate(plan.layers)]
