@@ -148,7 +148,7 @@ def decomposition_seconds() -> dict[str, list[float]]:
     return found
 
 
-def token_classes(bench: Bench) -> list[dict[str, Any]]:
+def token_classes(bench: Bench) -> dict[str, Any]:
     """/DT: classes against one rate for all tokens, without and with a window."""
     rows = []
     for near in ({}, {"window": WINDOW, "sinks": SINKS}):
@@ -157,20 +157,20 @@ def token_classes(bench: Bench) -> list[dict[str, Any]]:
         classes = bench.run(Case("dt", f"classes{name}", "balanced", plan))
         alike = bench.run(Case("dt", f"one rate{name}", "balanced", uniform_plan(bench.config, 2, 3, **near)))
         rows += [classes, over(alike, classes)]
-    return rows
+    return {"rows": rows}
 
 
-def layer_fractions(bench: Bench) -> list[dict[str, Any]]:
+def layer_fractions(bench: Bench) -> dict[str, Any]:
     """/DL: fractions of important tokens by depth, at equal bytes."""
     rows = {}
     for name, fraction in FRACTIONS.items():
         plan = class_plan(bench.config, fraction)
         rows[name] = bench.run(Case("dl", name, "balanced", plan, {"fraction": fraction}))
     rising = rows.pop("rising")
-    return [rising, *(over(row, rising) for row in rows.values())]
+    return {"rows": [rising, *(over(row, rising) for row in rows.values())]}
 
 
-def lightweight_importance(bench: Bench) -> list[dict[str, Any]]:
+def lightweight_importance(bench: Bench) -> dict[str, Any]:
     """/LT: the product, and the same plan with zeros in place of what is dropped (`MaskedClasses`).
 
     Its row with denominators tells how far the zeros are from the product.
@@ -184,7 +184,8 @@ def lightweight_importance(bench: Bench) -> list[dict[str, Any]]:
         case = Case("lt", f"masked: {way}", "balanced", plan, {"masked": True})
         rows[way] = bench.run(case, masked)
     base = rows.pop("denominator")
-    return [product, over(base, product), *(over(row, base) for row in rows.values())]
+    others = [over(row, base) for row in rows.values()]
+    return {"rows": [product, over(base, product), *others], "times": "importance-cost.json"}
 
 
 PARTS = {

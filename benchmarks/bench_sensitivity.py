@@ -71,16 +71,16 @@ def timed_row(bench: Bench, case: Case) -> dict[str, Any]:
     return bench.run(case, model) | {"prefill_ms": prefill_ms(bench, model.network)}
 
 
-def fractions(bench: Bench) -> list[dict[str, Any]]:
+def fractions(bench: Bench) -> dict[str, Any]:
     """Fig. 24."""
     rows = []
     for g in FRACTIONS:
         plan = class_plan(bench.config, (g,) * GROUPS)
         rows.append(timed_row(bench, Case("g", f"g={g}", "balanced", plan, {"g": g})))
-    return rows
+    return {"rows": rows}
 
 
-def dropped(bench: Bench) -> list[dict[str, Any]]:
+def dropped(bench: Bench) -> dict[str, Any]:
     """Fig. 25, in our basis and the paper's; times do not depend on the basis."""
     H, rows = bench.config.head_dim, []
     for side, rank in itertools.product(("qk", "v"), allowed_ranks(H)[1:-1]):
@@ -89,7 +89,7 @@ def dropped(bench: Bench) -> list[dict[str, Any]]:
         label = f"p of {side} = {about['p']:.2f}"
         rows.append(timed_row(bench, Case("p", label, "balanced", plan, about)))
         rows.append(bench.run(Case("p", label, "stacked", plan, about)))
-    return rows
+    return {"rows": rows}
 
 
 def papers_calibration(bench: Bench, prune: float, clusters: int) -> tuple[Basis, float]:
@@ -110,7 +110,7 @@ def papers_calibration(bench: Bench, prune: float, clusters: int) -> tuple[Basis
     return basis, seconds
 
 
-def calibrations(bench: Bench, name: str, settings: list[tuple[float, int]]) -> list[dict[str, Any]]:
+def calibrations(bench: Bench, name: str, settings: list[tuple[float, int]]) -> dict[str, Any]:
     """One row for each (prune, clusters), over the basis of exact moments of all tokens."""
     plan = uniform_plan(bench.config, 2, 3)
     exact = bench.run(Case(name, "exact moments", "stacked", plan))
@@ -120,20 +120,20 @@ def calibrations(bench: Bench, name: str, settings: list[tuple[float, int]]) -> 
         about = {"prune": prune, "clusters": clusters, "calibration_seconds": seconds}
         row = bench.run(Case(name, f"prune={prune} M={clusters}", "paper", plan, about))
         rows.append(over(row, exact))
-    return rows
+    return {"rows": rows}
 
 
-def prune(bench: Bench) -> list[dict[str, Any]]:
+def prune(bench: Bench) -> dict[str, Any]:
     """Fig. 26a."""
     return calibrations(bench, "prune", [(share, CLUSTERS_OF_PRUNE) for share in PRUNE])
 
 
-def clusters(bench: Bench) -> list[dict[str, Any]]:
+def clusters(bench: Bench) -> dict[str, Any]:
     """Fig. 26b."""
     return calibrations(bench, "clusters", [(PAPER_PRUNE, count) for count in CLUSTERS])
 
 
-def transfer(bench: Bench) -> list[dict[str, Any]]:
+def transfer(bench: Bench) -> dict[str, Any]:
     """Fig. 14 and the case across data sets of Fig. 26; `over_all` is over the basis from all topics."""
     topics = np.array(bench.train_topics)
     moments = {str(t): bench.collect(bench.train[topics == t]) for t in np.unique(topics)}
@@ -149,7 +149,7 @@ def transfer(bench: Bench) -> list[dict[str, Any]]:
             "half of the topics, unseen": np.where(in_first, second, first),
         }.items():
             rows.append(transferred(bench, basis, plan, nll, everything))
-    return rows + single_topics(bench, moments, plan, everything)
+    return {"rows": rows + single_topics(bench, moments, plan, everything)}
 
 
 def single_topics(
@@ -199,16 +199,16 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for axis, name in zip(axes, PARTS, strict=True):
         axis.set(title=name, ylabel="increase of perplexity, %")
         if name in results:
-            PANELS[name](axis, results[name]["found"])
+            PANELS[name](axis, results[name]["rows"])
     figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
-def line(axis: Axes, x: list[Any], rows: list[dict[str, Any]], label: str) -> None:
+def line(axis: Axes, x: list[Any], rows: list[dict[str, Any]], label: str, **style: Any) -> None:
     """Increase of perplexity with its intervals."""
     y = np.array([row["increase"] for row in rows])
     bars = np.abs(np.array([row["interval"] for row in rows]).T - y)
-    axis.errorbar(x, 100 * y, 100 * bars, marker="o", markersize=4, capsize=2, label=label)
+    axis.errorbar(x, 100 * y, 100 * bars, marker="o", markersize=4, capsize=2, label=label, **style)
 
 
 def draw_fractions(axis: Axes, rows: list[dict[str, Any]]) -> None:
@@ -238,17 +238,21 @@ def draw_calibrations(axis: Axes, rows: list[dict[str, Any]], by: str, scale: st
     beside.plot(x, [row["calibration_seconds"] for row in rows], "s--", color="0.5", markersize=4)
     beside.set(ylabel="calibration, s", ylim=(0, None))
     axis.set(xlabel=by, xscale=scale)
+    axis.minorticks_off()
+    axis.set_xticks(x, x)
     axis.legend(fontsize=7)
 
 
 def draw_transfer(axis: Axes, rows: list[dict[str, Any]]) -> None:
-    rows = [row for row in rows if not row["basis"].startswith("only ")]
+    rows = [row for row in rows if not row["basis"].startswith(("only ", "all "))]
     kept = list(dict.fromkeys((row["qk"], row["v"]) for row in rows))
-    for basis in dict.fromkeys(row["basis"] for row in rows):
+    for shift, basis in zip((-0.1, 0, 0.1), dict.fromkeys(row["basis"] for row in rows), strict=True):
         own = [row for row in rows if row["basis"] == basis]
-        line(axis, [kept.index((row["qk"], row["v"])) for row in own], own, basis)
+        x = [kept.index((row["qk"], row["v"])) + shift for row in own]
+        line(axis, x, [row["over_all"] for row in own], basis, linestyle="")
+    axis.axhline(0, color="0.5", linestyle=":")
     axis.set_xticks(range(len(kept)), [f"({qk}, {v})" for qk, v in kept])
-    axis.set(xlabel="kept of (Q/K, V)", yscale="log")
+    axis.set(xlabel="kept of (Q/K, V)", ylabel="over the basis from all topics, %")
     axis.legend(fontsize=7)
 
 

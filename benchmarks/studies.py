@@ -29,7 +29,8 @@ class Options(bench_quality.Options):
     parts: tuple[str, ...] = ()
 
 
-Part = Callable[[Bench], Any]
+Part = Callable[[Bench], dict[str, Any]]
+"""What is found, with the plans measured as `rows`."""
 
 
 def run_parts(options: Options, parts: dict[str, Part], figure: Callable[[Any, Path], None] | None) -> None:
@@ -56,7 +57,7 @@ def run_parts(options: Options, parts: dict[str, Part], figure: Callable[[Any, P
         }
         for name in options.parts or parts:
             began = time.perf_counter()
-            results[name] = {"found": parts[name](bench), "seconds": time.perf_counter() - began}
+            results[name] = {**parts[name](bench), "seconds": time.perf_counter() - began}
             print(f"{name}: {results[name]['seconds']:.0f} s", flush=True)
             write_result(options.name, settings, results, options.results)
     if figure is not None:
