@@ -9,7 +9,8 @@ device. Ranks are written as quarters of the head dim, (Q/K, V); plans have no w
       shape (random weights) with both placements of the Q/K basis, and at the model.
 `oc`  the basis from the window that it is judged on, as if computed online, instead of from training text;
       and what the decomposition takes: of the stacked rows (the paper's), and of their second moments.
-`dt`  one rate for all tokens instead of two classes, at equal bytes.
+`dt`  one rate for all tokens instead of two classes, at equal bytes; and on a window, which classes keep
+      whole beside their segments, so that they take more.
 `dl`  the same fraction of important tokens in all groups of layers, and falling, instead of rising.
 `lt`  importance by column sums instead of softmax denominators. What both take is in `importance-cost.json`.
 """
