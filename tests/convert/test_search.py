@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from convert.calibrate import CalibrationOptions, calibrate
 from convert.cli import main
 from convert.conversion import convert
-from convert.search import LayerCosts, Search, SearchOptions, cheapest_path, rank_levels, steps_down
+from convert.search import Search, SearchOptions
 from convert.trials import Trial, TrialBook, pareto_front
 from zdc_jax import CompressionPlan, load
 from zdc_jax.errors import PlanError
 from zdc_jax.evaluate import window_nll
+from zdc_jax.layer_costs import LayerCosts, cheapest_path, rank_levels, steps_down
 from zdc_jax.plan import LayerRanks, allowed_ranks
 
 CONTEXT = 128
