@@ -138,7 +138,7 @@ class Bench:
         """One row; `model` stands in for the one that the case describes."""
         began = time.perf_counter()
         model = model or self.model(case.plan, self.bases[case.basis])
-        report = compare(model, self.dense_nll, self.heldout, batch=self.options.batch)
+        report = compare(model.network, self.dense_nll, self.heldout, batch=self.options.batch)
         mean_qk, mean_v = case.plan.mean_ranks
         row = {
             "group": case.group,

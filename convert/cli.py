@@ -313,7 +313,7 @@ class Perplexity:
         dense = load(self.path, dtype=self.dtype)
         dense_nll = window_nll(dense.network, windows, batch=self.batch)
         model = dense if plan is None else load(self.path, plan, dtype=self.dtype)
-        report = compare(model, dense_nll, windows, batch=self.batch).to_json() | {
+        report = compare(model.network, dense_nll, windows, batch=self.batch).to_json() | {
             "texts": [str(path) for path in self.texts],
             "topics": sorted(set(topics)),
             "seed": self.seed,
