@@ -9,7 +9,7 @@ with the model's features, to `results/observations/NAME.json`. `fit` learns fro
 predictor that ships. `evaluate` leaves the model out, learns from the others, and measures on held-out text,
 beside `oracle` (the search's best plan at the limit, by its text):
 
-`predicted`  unchecked, with the predictor's margin;   `predicted, checked`  corrected on 8 training windows;
+`predicted`  unchecked, with the predictor's margin;   `predicted, checked`  corrected on 16 training windows;
 `constant`   the plan of the model nearest in shape at the middle limit, whatever limit is asked;
 `look-up`    that model's plan at the limit asked. Both stretched by relative depth and share of the head dim.
 """
@@ -39,7 +39,7 @@ OBSERVATIONS = RESULTS / "observations"
 STORED = Path(__file__).parents[1] / "zdc_jax" / "predictor.json"
 SEARCHED = (0.01, 0.02, 0.05, 0.005, 0.1)
 LIMITS = (0.01, 0.02, 0.05)
-SEARCH_WINDOWS, CHECK_WINDOWS = 12, 8
+SEARCH_WINDOWS, CHECK_WINDOWS = 12, 16
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,10 @@ def predicted_plans(bench: Bench, predictor: Predictor, limit: float) -> dict[st
     def propose(limit: float) -> CompressionPlan:
         return predictor.plan(config, bench.basis, bench.profile, max_degradation=limit, context=context)
 
-    began, book = time.perf_counter(), bench.book(bench.searched[-SEARCH_WINDOWS:][:CHECK_WINDOWS])
+    began, book = (
+        time.perf_counter(),
+        bench.book(bench.searched[-SEARCH_WINDOWS - CHECK_WINDOWS : -SEARCH_WINDOWS]),
+    )
     measure = lambda plan: book.measure(plan).increase
     checked = checked_plan(propose, measure, max_degradation=limit, context=context)
     print(f"checked {len(book.seen) - 1} plans in {time.perf_counter() - began:.0f} s", flush=True)

@@ -25,7 +25,7 @@ from zdc_jax.text import read_documents, token_windows
 
 logger = logging.getLogger("zdc_jax")
 
-CHECK_WINDOWS = 8
+CHECK_WINDOWS = 16
 """Windows of `check_text` on which a predicted plan is measured."""
 CHECK_SEED = 2
 """Chooses them; another than calibration's and the search's."""
