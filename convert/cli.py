@@ -21,7 +21,7 @@ from convert.calibrate import CalibrationOptions, calibrate, calibration_windows
 from convert.conversion import convert, verify_against_transformers
 from convert.demo import demo
 from convert.plots import write_front
-from convert.search import Mode, Search, SearchOptions, describe
+from convert.search import Mode, Objective, Search, SearchOptions, describe
 from convert.trials import Trial, TrialBook
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
@@ -145,14 +145,20 @@ class PlanFlags:
 
 @dataclass(kw_only=True)
 class SearchFlags:
-    """A plan by search: the fewest bytes within a limit on perplexity."""
+    """A plan by search: the fewest bytes, or the least time, within a limit on perplexity."""
 
     max_degradation: float | None = None
     """Limit on the relative increase of perplexity (0.02: 2 %). Searches with the flags below."""
     texts: tuple[Path, ...] = ()
     """Text to measure plans on, as for calibrate."""
     mode: Mode = "window"
-    """What plans may do: recent tokens at full rank and ranks per layer, or one pair of ranks for all."""
+    """What plans may do: recent tokens at full rank and ranks per layer; one pair of ranks for all; two token
+    classes, without and with a window."""
+    objective: Objective = "bytes"
+    """What is to be least: bytes of the KV cache, or time of attention as predicted for one H200."""
+    constrained: bool = True
+    """Whether token classes keep to the paper's Eq. 6: more important tokens in deeper layers, fewer
+    coordinates for the rest, and no more of Q/K than of V."""
     trials: int = 400
     """Most plans to measure."""
     windows: int = 12
@@ -169,7 +175,9 @@ class SearchFlags:
     def search(self, path: Path, output: Path, console: Console) -> CompressionPlan:
         """Searches, showing the best so far; a journal beside `output` lets a broken-off search go on."""
         assert self.max_degradation is not None
-        options = SearchOptions(self.max_degradation, self.mode, self.trials)
+        options = SearchOptions(
+            self.max_degradation, self.mode, self.trials, self.objective, self.constrained
+        )
         if not self.texts:
             raise PlanError("--max-degradation needs --texts to measure plans on")
         checkpoint = Checkpoint.open(path)
