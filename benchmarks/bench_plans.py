@@ -22,11 +22,13 @@ import tyro
 
 from benchmarks import bench_quality
 from benchmarks.common import RESULTS, write_result
-from convert.search import SINKS, Mode, Search, SearchOptions
+from convert.profile import collect_profile
+from convert.search import Mode, Search, SearchOptions
 from convert.trials import TrialBook, trial_json
 from zdc_jax.basis import Basis
 from zdc_jax.errors import PlanError
 from zdc_jax.plan import CompressionPlan, allowed_ranks
+from zdc_jax.profile import SINKS
 
 LIMITS = (0.01, 0.005, 0.02, 0.05, 0.1)
 """The first is searched from nothing, and timed; the others use what was measured for it."""
@@ -84,6 +86,8 @@ class Bench:
         self.options, self.quality = options, bench_quality.Bench(quality, folder)
         kinds = ("stacked", "balanced")
         self.bases = {kind: self.quality.make_basis(self.quality.moments, qk=kind, vo=kind) for kind in kinds}
+        dense, fingerprint = self.quality.dense.network, self.quality.checkpoint.fingerprint
+        self.profile = collect_profile(dense, self.quality.train, fingerprint=fingerprint)
         self.heldout = {kind: self.book(basis, self.quality.heldout) for kind, basis in self.bases.items()}
         count = options.search_windows
         seen = bench_quality.Bench.windows(self.quality, "train", options.tokens // 4096 + count)[0]
@@ -91,7 +95,9 @@ class Bench:
 
     def book(self, basis: Basis, windows: np.ndarray) -> TrialBook:
         path, options = self.quality.checkpoint.path, self.options
-        return TrialBook(path, windows, basis=basis, dtype=options.dtype, batch=options.batch)
+        return TrialBook(
+            path, windows, basis=basis, profile=self.profile, dtype=options.dtype, batch=options.batch
+        )
 
     def row(self, kind: str, plan: CompressionPlan, basis: str = "balanced", **extra: Any) -> dict[str, Any]:
         trial = self.heldout[basis].measure(plan)

@@ -75,7 +75,9 @@ class Bench:
 
     def book(self, windows: np.ndarray) -> TrialBook:
         path, run = self.quality.checkpoint.path, self.run
-        return TrialBook(path, windows, basis=self.basis, dtype=run.dtype, batch=run.batch)
+        return TrialBook(
+            path, windows, basis=self.basis, profile=self.profile, dtype=run.dtype, batch=run.batch
+        )
 
 
 @dataclass(frozen=True)

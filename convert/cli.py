@@ -29,7 +29,7 @@ from zdc_jax.errors import PlanError, PromptError, TextError, ZDCError
 from zdc_jax.evaluate import compare, window_nll
 from zdc_jax.generate.api import generate, stream
 from zdc_jax.generate.sampling import Sampling
-from zdc_jax.loading import load, stored_basis
+from zdc_jax.loading import load, predicted_plan, stored_basis
 from zdc_jax.plan import CompressionPlan
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -148,9 +148,9 @@ class SearchFlags:
     """A plan by search: the fewest bytes, or the least time, within a limit on perplexity."""
 
     max_degradation: float | None = None
-    """Limit on the relative increase of perplexity (0.02: 2 %). Searches with the flags below."""
+    """Limit on the relative increase of perplexity (0.02: 2 %)."""
     texts: tuple[Path, ...] = ()
-    """Text to measure plans on, as for calibrate."""
+    """Text to search on with the flags below, as for calibrate. None: a plan predicted, without search."""
     mode: Mode = "window"
     """What plans may do: recent tokens at full rank and ranks per layer; one pair of ranks for all; two token
     classes, without and with a window."""
@@ -173,14 +173,18 @@ class SearchFlags:
     """Dtype to run in; default that of the stored weights."""
 
     def search(self, path: Path, output: Path, console: Console) -> CompressionPlan:
-        """Searches, showing the best so far; a journal beside `output` lets a broken-off search go on."""
+        """Searches, showing the best so far; a journal beside `output` lets a broken-off search go on.
+
+        Without texts the plan is predicted.
+        """
         assert self.max_degradation is not None
         options = SearchOptions(
             self.max_degradation, self.mode, self.trials, self.objective, self.constrained
         )
-        if not self.texts:
-            raise PlanError("--max-degradation needs --texts to measure plans on")
         checkpoint = Checkpoint.open(path)
+        if not self.texts:
+            basis = stored_basis(checkpoint)
+            return predicted_plan(checkpoint, basis, max_degradation=options.max_degradation)
         windows, _ = text_windows(
             checkpoint, self.texts, self.windows, self.context, batch=self.batch, seed=self.seed
         )

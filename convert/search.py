@@ -3,10 +3,10 @@
 Smallest in bytes of the KV cache, or in predicted time of attention. The stages of `window`, each starting
 from what the last one found:
 
-1. spectrum: ranks by σ² (`CompressionPlan.from_spectrum`), as many coordinates as the limit asks for;
+1. prediction: from calibration (`zdc_jax.predictor`), for each window the last plan within the limit on the
+   path from all coordinates to none;
 2. layers: what lowering Q/K or V or cutting off distant tokens in one layer alone costs in perplexity; costs
-   are taken to add up, which orders all steps from the dense cache to the smallest by cost per byte; along
-   that path the last plan within the limit, for each window;
+   are taken to add up, which gives such paths once more;
 3. refine: single further steps from there, cheapest first, kept where the limit still holds.
 
 `uniform` knows no window and one pair of ranks, `classes` the paper's two token classes (see
@@ -27,19 +27,16 @@ from zdc_jax.costs import request_seconds
 from zdc_jax.errors import PlanError
 from zdc_jax.layer_costs import LayerCosts, cheapest_path, rank_levels, steps_down
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses, allowed_ranks
+from zdc_jax.predictor import Predictor
+from zdc_jax.profile import SINKS, windows_for
 
 Mode = Literal["window", "uniform", "classes", "window+classes"]
 Objective = Literal["bytes", "time"]
 
-WINDOWS = (64, 128, 256, 512)
-"""Windows tried, where they are at most a quarter of the context."""
 CLASS_WINDOWS = (128, 256, 512)
-"""The same with token classes."""
+"""Windows tried with token classes."""
 COST_WINDOW = 128
 """The window with which single layers are measured."""
-SINKS = 4
-BUDGETS = tuple(np.linspace(0.9, 0.1, 17))
-"""Shares of the coordinates outside the window that the spectrum stage tries."""
 REFINE_FAILURES = 8
 """Steps of the last stage that may fail one after another."""
 
@@ -110,7 +107,8 @@ class Search:
                 case "classes":
                     self._class_search([0])
                 case "window+classes":
-                    self._class_search(self._windows(CLASS_WINDOWS))
+                    windows = [window for window in windows_for(self.length) if window in CLASS_WINDOWS]
+                    self._class_search(windows or [CLASS_WINDOWS[0]])
         if self.best is None:
             raise PlanError(
                 f"no plan measured in mode {self.options.mode!r} stays within {self.limit:.2%} and takes "
@@ -154,12 +152,16 @@ class Search:
                 high = middle
 
     def _window_search(self) -> None:
-        windows = self._windows(WINDOWS)
+        windows = list(windows_for(self.length))
         near = min(windows, key=lambda w: abs(w - COST_WINDOW))
-        self.last_within(self._spectrum_plans(near))
+        # From the middle window outwards: the best so far spares the others most of their trials.
+        windows.sort(key=lambda window: abs(np.log2(window / near)))
+        paths = Predictor.stored().paths(self.config, self.book.basis, self.book.profile)
+        predicted = {path[0][0].window: [plan.for_model("") for plan, _ in path] for path in paths}
+        for window in windows:
+            self.last_within(predicted.get(window, []))
         costs = self._layer_costs(near)
-        # From the window that was measured outwards: the best so far spares the others most of their trials.
-        for window in sorted(windows, key=lambda w: abs(np.log2(w / near))):
+        for window in windows:
             self.last_within([self._plan(ranks, window) for ranks in cheapest_path(costs)])
         self._refine(costs)
 
@@ -182,24 +184,9 @@ class Search:
                 self.limit,
             )
 
-    def _windows(self, windows: Sequence[int]) -> list[int]:
-        """Those of at most a quarter of the context, else the least that is ever tried."""
-        return [window for window in windows if window <= self.length // 4] or [WINDOWS[0]]
-
     def _plan(self, ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
         full = CompressionPlan.full(self.config)
         return replace(full, layers=tuple(ranks), window=window, sinks=SINKS)
-
-    def _spectrum_plans(self, window: int) -> list[CompressionPlan]:
-        basis = self.book.basis
-        least = 2 * allowed_ranks(self.config.head_dim)[1] / (2 * self.config.head_dim)
-        return [
-            CompressionPlan.from_spectrum(
-                basis.qk_spectrum, basis.vo_spectrum, budget=budget, qk_share=0.45, window=window, sinks=SINKS
-            )
-            for budget in BUDGETS
-            if budget * 0.45 * 2 >= least
-        ]
 
     def _layer_costs(self, window: int) -> LayerCosts:
         config, H = self.config, self.config.head_dim

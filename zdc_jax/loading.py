@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,9 +99,12 @@ def load(
         plan = CompressionPlan.from_error(basis, max_score_error=max_score_error)
     if max_degradation is not None:
         basis = basis or stored_basis(checkpoint)
-        plan = predicted_plan(
-            checkpoint, basis, max_degradation=max_degradation, check_text=check_text, dtype=target
-        )
+        if check_text:
+            plan = predicted_and_checked_plan(
+                checkpoint, basis, max_degradation=max_degradation, texts=check_text, dtype=target
+            )
+        else:
+            plan = predicted_plan(checkpoint, basis, max_degradation=max_degradation)
     if plan is None:
         logger.info("loading %s at full rank; pass plan= to compress its KV cache", path)
         plan, basis = CompressionPlan.full(config), None
@@ -120,50 +123,50 @@ def load(
     return LanguageModel(network, checkpoint.tokenizer(), basis)
 
 
-def predicted_plan(
+def predicted_plan(checkpoint: Checkpoint, basis: Basis, *, max_degradation: float) -> CompressionPlan:
+    """The plan predicted for a limit on perplexity, unchecked: with a margin, and with a warning.
+
+    Raises:
+      PlanError: a limit of 0 or below. CalibrationError: no profile in the folder, or another model's.
+    """
+    predictor = Predictor.stored()
+    plan = _propose(checkpoint, basis)(max_degradation / predictor.margin)
+    warnings.warn(
+        f"{max_degradation=} was predicted, not measured; check the plan on text of your own", stacklevel=3
+    )
+    return plan
+
+
+def predicted_and_checked_plan(
     checkpoint: Checkpoint,
     basis: Basis,
     *,
     max_degradation: float,
-    check_text: str | Path | Sequence[str | Path] = (),
-    dtype: jnp.dtype | None = None,
-    predictor: Predictor | None = None,
+    texts: str | Path | Sequence[str | Path],
+    dtype: jnp.dtype,
 ) -> CompressionPlan | None:
-    """The plan that `load` takes for a limit on perplexity; None stands for the unmodified model.
+    """The plan that `load` takes with `check_text`; None stands for the unmodified model, with a warning.
 
-    Args and errors: as of `load`; dtype: that in which plans are measured, default that of the weights;
-    predictor: default the one that ships with the package.
+    Raises:
+      As `predicted_plan` does. TextError: `texts` are missing, or shorter than one window.
     """
-    config, context = checkpoint.config, basis.context_length
-    folder = checkpoint.calibration_path / "profile"
-    if not folder.exists():
-        raise CalibrationError(f"{checkpoint.path} has no profile; run: zdc calibrate {checkpoint.path} TEXT")
-    profile, predictor = Profile.load(folder), predictor or Predictor.stored()
-    if profile.fingerprint != checkpoint.fingerprint:
-        raise CalibrationError(f"the profile is of another model, {profile.fingerprint!r}")
-    propose = lambda limit: predictor.plan(config, basis, profile, max_degradation=limit, context=context)
-    if not check_text:
-        warnings.warn(
-            f"{max_degradation=} was predicted, not measured; pass check_text= to check it", stacklevel=3
-        )
-        return propose(max_degradation / predictor.margin)
+    config, context, tokenizer = checkpoint.config, basis.context_length, checkpoint.tokenizer()
+    propose = _propose(checkpoint, basis)
     propose(max_degradation)  # An impossible limit is found before any text is read.
-    texts = [check_text] if isinstance(check_text, (str, Path)) else check_text
-    tokenizer = checkpoint.tokenizer()
     if tokenizer is None:
         raise CalibrationError(f"{checkpoint.path} has no tokenizer, so check_text cannot be read")
     windows, _ = token_windows(
-        read_documents(texts),
+        read_documents([texts] if isinstance(texts, str | Path) else texts),
         tokenizer,
         length=context,
         num_windows=CHECK_WINDOWS,
         seed=CHECK_SEED,
         eos_id=next(iter(config.eos_ids), None),
     )
-    dense = window_nll(load(checkpoint.path, dtype=dtype and dtype.name).network, windows)
+    dense = window_nll(load(checkpoint.path, dtype=dtype.name).network, windows)
 
     def measure(plan: CompressionPlan) -> float:
-        network = load(checkpoint.path, plan, basis=basis, dtype=dtype and dtype.name).network
+        network = load(checkpoint.path, plan, basis=basis, dtype=dtype.name).network
         return float(np.expm1((window_nll(network, windows) - dense).mean()))
 
     plan = checked_plan(propose, measure, max_degradation=max_degradation, context=context)
@@ -172,6 +175,13 @@ def predicted_plan(
             f"no predicted plan holds {max_degradation=} on check_text; nothing is compressed", stacklevel=3
         )
     return plan
+
+
+def _propose(checkpoint: Checkpoint, basis: Basis) -> Callable[[float], CompressionPlan]:
+    """The stored predictor's plan for a limit."""
+    profile, predictor = stored_profile(checkpoint), Predictor.stored()
+    config, context = checkpoint.config, basis.context_length
+    return lambda limit: predictor.plan(config, basis, profile, max_degradation=limit, context=context)
 
 
 def stored_basis(checkpoint: Checkpoint) -> Basis:
@@ -183,6 +193,17 @@ def stored_basis(checkpoint: Checkpoint) -> Basis:
             f"run: zdc calibrate {checkpoint.path} TEXT"
         )
     return Basis.load(folder)
+
+
+def stored_profile(checkpoint: Checkpoint) -> Profile:
+    """The profile in the folder; raises `CalibrationError` where there is none of this model."""
+    folder = checkpoint.calibration_path / "profile"
+    if not folder.exists():
+        raise CalibrationError(f"{checkpoint.path} has no profile; run: zdc calibrate {checkpoint.path} TEXT")
+    profile = Profile.load(folder)
+    if profile.fingerprint != checkpoint.fingerprint:
+        raise CalibrationError(f"the profile is of another model, {profile.fingerprint!r}")
+    return profile
 
 
 def prepared_layers(

@@ -21,7 +21,7 @@ from zdc_jax.basis import Basis
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
 from zdc_jax.layer_costs import LayerCosts, cheapest_path, rank_levels
-from zdc_jax.plan import CompressionPlan, LayerRanks
+from zdc_jax.plan import CompressionPlan
 from zdc_jax.profile import SINKS, Profile
 
 CHECKS = 6
@@ -127,6 +127,21 @@ class Predictor:
             ranks, nats(errors[0], none), nats(none, errors[1]), nats(one, one)[:, 0]
         ).monotone()
 
+    def paths(
+        self, config: ModelConfig, basis: Basis, profile: Profile
+    ) -> list[list[tuple[CompressionPlan, float]]]:
+        """For each window, plans from all coordinates to none outside it, and their predicted nats a token."""
+        rotary, full = config.rope is not None, CompressionPlan.full(config).for_model(basis.fingerprint)
+        floor = float(floor_nats(self.weights, jnp.array(float(rotary))))
+        found = []
+        for index, window in enumerate(profile.windows.tolist()):
+            costs = self.layer_costs(basis, profile, index, rotary=rotary)
+            nats = lambda ranks, costs=costs: floor + sum(costs.of(i, kept) for i, kept in enumerate(ranks))
+            plan = replace(full, window=window, sinks=SINKS)
+            path = [(replace(plan, layers=ranks), nats(ranks)) for ranks in cheapest_path(costs)]
+            found.append(path)
+        return found
+
     def plan(
         self, config: ModelConfig, basis: Basis, profile: Profile, *, max_degradation: float, context: int
     ) -> CompressionPlan:
@@ -139,20 +154,10 @@ class Predictor:
         """
         if not max_degradation > 0:
             raise PlanError(f"max_degradation={max_degradation} must be > 0 (0.02 means 2 %)")
-        full, rotary = CompressionPlan.full(config), config.rope is not None
-        allowed = np.log1p(max_degradation) - float(floor_nats(self.weights, jnp.array(float(rotary))))
-        found = [full]
-        for index, window in enumerate(profile.windows.tolist()):
-            costs = self.layer_costs(basis, profile, index, rotary=rotary)
-            plan = replace(full, window=window, sinks=SINKS)
-            found += [replace(plan, layers=ranks) for ranks in _within(costs, allowed)[-1:]]
-        return min(found, key=lambda plan: plan.bytes(context)).for_model(basis.fingerprint)
-
-
-def _within(costs: LayerCosts, allowed: float) -> list[tuple[LayerRanks, ...]]:
-    """The part of the path from all coordinates to none whose cost is allowed."""
-    price = lambda ranks: sum(costs.of(layer, kept) for layer, kept in enumerate(ranks))
-    return [ranks for ranks in cheapest_path(costs) if price(ranks) <= allowed]
+        full, allowed = CompressionPlan.full(config).for_model(basis.fingerprint), np.log1p(max_degradation)
+        plans = (pair for path in self.paths(config, basis, profile) for pair in path)
+        held = [plan for plan, nats in plans if nats <= allowed]
+        return min([full, *held], key=lambda plan: plan.bytes(context))
 
 
 @cache
