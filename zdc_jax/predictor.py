@@ -130,7 +130,7 @@ class Predictor:
     def paths(
         self, config: ModelConfig, basis: Basis, profile: Profile
     ) -> list[list[tuple[CompressionPlan, float]]]:
-        """For each window, plans from all coordinates to none outside it, and their predicted nats a token."""
+        """For each window, plans from all coordinates to none outside it, with predicted nats a token."""
         rotary, full = config.rope is not None, CompressionPlan.full(config).for_model(basis.fingerprint)
         floor = float(floor_nats(self.weights, jnp.array(float(rotary))))
         found = []
