@@ -4,7 +4,8 @@
 
 Bases and searches read the corpus' `train` split (the searches other windows of it than the bases), every
 figure is of `heldout`, and every plan is a model of physically smaller arrays. `oracle` is what the search
-found at each limit. The JSON is written anew after every kind of plan.
+found at each limit; `classes` and `window+classes` what it found among the paper's token classes, within
+Eq. 6. The JSON is written anew after every kind of plan.
 """
 
 import itertools
@@ -21,13 +22,20 @@ import tyro
 
 from benchmarks import bench_quality
 from benchmarks.common import RESULTS, write_result
-from convert.search import SINKS, Search, SearchOptions
+from convert.profile import collect_profile
+from convert.search import Mode, Search, SearchOptions
 from convert.trials import TrialBook, trial_json
 from zdc_jax.basis import Basis
+from zdc_jax.errors import PlanError
 from zdc_jax.plan import CompressionPlan, allowed_ranks
+from zdc_jax.profile import SINKS
 
 LIMITS = (0.01, 0.005, 0.02, 0.05, 0.1)
 """The first is searched from nothing, and timed; the others use what was measured for it."""
+CLASS_LIMITS = (0.01, 0.02, 0.05)
+CLASS_MODES: tuple[Mode, ...] = ("classes", "window+classes")
+CLASS_TRIALS = 40
+"""Most plans measured at each limit with token classes."""
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 WINDOWS = (128, 256, 512)
 
@@ -78,42 +86,55 @@ class Bench:
         self.options, self.quality = options, bench_quality.Bench(quality, folder)
         kinds = ("stacked", "balanced")
         self.bases = {kind: self.quality.make_basis(self.quality.moments, qk=kind, vo=kind) for kind in kinds}
+        dense, fingerprint = self.quality.dense.network, self.quality.checkpoint.fingerprint
+        self.profile = collect_profile(dense, self.quality.train, fingerprint=fingerprint)
         self.heldout = {kind: self.book(basis, self.quality.heldout) for kind, basis in self.bases.items()}
+        count = options.search_windows
+        seen = bench_quality.Bench.windows(self.quality, "train", options.tokens // 4096 + count)[0]
+        self.training = self.book(self.bases["balanced"], seen[-count:])
 
     def book(self, basis: Basis, windows: np.ndarray) -> TrialBook:
         path, options = self.quality.checkpoint.path, self.options
-        return TrialBook(path, windows, basis=basis, dtype=options.dtype, batch=options.batch)
+        return TrialBook(
+            path, windows, basis=basis, profile=self.profile, dtype=options.dtype, batch=options.batch
+        )
 
     def row(self, kind: str, plan: CompressionPlan, basis: str = "balanced", **extra: Any) -> dict[str, Any]:
         trial = self.heldout[basis].measure(plan)
         print(f"{kind:18} {trial.bytes_share:.3f} {100 * trial.increase:+7.2f} %", flush=True)
-        certificate = plan.certificate(self.bases[basis])
-        rms = lambda error: float(np.sqrt(np.square(error).mean()))
-        errors = {"score_error": rms(certificate.score), "value_error": rms(certificate.value)}
+        errors: dict[str, float] = {}
+        if plan.classes is None:  # The certificate knows one rank for all tokens of a layer.
+            certificate = plan.certificate(self.bases[basis])
+            rms = lambda error: float(np.sqrt(np.square(error).mean()))
+            errors = {"score_error": rms(certificate.score), "value_error": rms(certificate.value)}
         return {"kind": kind, "basis": basis, **trial_json(trial), **errors, **extra}
 
     def rows(self) -> Iterator[list[dict[str, Any]]]:
         """All rows, kind by kind."""
-        yield list(self.searched())
+        yield list(self.searched("oracle", [SearchOptions(limit) for limit in LIMITS]))
         by_kind = itertools.groupby(plans(self.heldout["balanced"]), key=lambda pair: pair[0])
         for kind, group in by_kind:
             chosen = [plan for _, plan in group]
             yield [self.row(kind, plan) for plan in chosen]
             if kind == "uniform":
                 yield [self.row("uniform stacked", plan, "stacked") for plan in chosen]
+        for mode in CLASS_MODES:
+            yield list(self.searched(mode, [SearchOptions(x, mode, CLASS_TRIALS) for x in CLASS_LIMITS]))
 
-    def searched(self) -> Iterator[dict[str, Any]]:
-        """The search's plan at each limit, with what it cost where it was searched and on held-out text."""
-        count = self.options.search_windows
-        seen = bench_quality.Bench.windows(self.quality, "train", self.options.tokens // 4096 + count)[0]
-        book = self.book(self.bases["balanced"], seen[-count:])
-        for limit in LIMITS:
+    def searched(self, kind: str, searches: list[SearchOptions]) -> Iterator[dict[str, Any]]:
+        """What searches found, each with the memory of those before: what it cost there, and held out."""
+        book = self.training
+        for options in searches:
             began, before = time.perf_counter(), len(book.seen)
-            best = Search(book, SearchOptions(limit)).run()
+            try:
+                best = Search(book, options).run()
+            except PlanError as nothing:
+                print(f"{kind:18} {nothing}", flush=True)
+                continue
             yield self.row(
-                "oracle",
+                kind,
                 best.plan,
-                limit=limit,
+                limit=options.max_degradation,
                 searched_increase=best.increase,
                 seconds=time.perf_counter() - began,
                 plans_measured=len(book.seen) - before,

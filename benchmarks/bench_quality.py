@@ -76,7 +76,7 @@ class Bench:
         self.config = self.checkpoint.config
         self.layers = [self.checkpoint.layer(i) for i in range(self.config.num_layers)]
         self.dense = load(folder / "converted", dtype=options.dtype)
-        self.train, _ = self.windows("train", options.tokens // CONTEXT)
+        self.train, self.train_topics = self.windows("train", options.tokens // CONTEXT)
         self.heldout, self.topics = self.windows("heldout", options.windows)
         self.dense_nll = window_nll(self.dense.network, self.heldout, batch=options.batch)
         self.moments = self.collect(self.train)
@@ -134,10 +134,11 @@ class Bench:
             costs.append(self.training_nll(plan))
         return np.argsort(costs).tolist()
 
-    def run(self, case: Case) -> dict[str, Any]:
+    def run(self, case: Case, model: LanguageModel | None = None) -> dict[str, Any]:
+        """One row; `model` stands in for the one that the case describes."""
         began = time.perf_counter()
-        model = self.model(case.plan, self.bases[case.basis])
-        report = compare(model, self.dense_nll, self.heldout, batch=self.options.batch)
+        model = model or self.model(case.plan, self.bases[case.basis])
+        report = compare(model.network, self.dense_nll, self.heldout, batch=self.options.batch)
         mean_qk, mean_v = case.plan.mean_ranks
         row = {
             "group": case.group,

@@ -49,10 +49,11 @@ def draw_fronts() -> None:
 
 def draw_certificate() -> None:
     """`certificate.png`: errors of far pairs against perplexity by window, of models whose rows have them."""
-    models = [model for model in MODELS if "score_error" in rows_of(model)[0]]
+    certified = {model: [row for row in rows_of(model) if "score_error" in row] for model in MODELS}
+    models = [model for model in MODELS if certified[model]]
     figure, axes = plt.subplots(1, len(models), figsize=(5.5 * len(models), 4.5), layout="constrained")
     for axis, model in zip(np.atleast_1d(axes), models, strict=True):
-        rows = sorted(rows_of(model), key=lambda row: row["plan"]["window"])
+        rows = sorted(certified[model], key=lambda row: row["plan"]["window"])
         for window, group in itertools.groupby(rows, key=lambda row: row["plan"]["window"]):
             chosen = [row for row in group if row["increase"] > 0]
             error = [np.sqrt(row["score_error"] ** 2 + row["value_error"] ** 2) for row in chosen]

@@ -1,5 +1,6 @@
 """Device time of jitted functions, and of PyTorch's in a process of their own."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -18,6 +19,28 @@ def device_ms(f: Callable[..., Any], *args: Any, iterations: int = 7) -> list[fl
     """
     _, times = profiler.measure(jax.jit(f), iterations=iterations)(*args)
     return [float(t) for t in times]
+
+
+def costs_in_turns(
+    calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]], *, rounds: int = 4, iterations: int = 5
+) -> dict[str, dict[str, Any]]:
+    """Of each function on its arguments: `ms` as in `device_ms` (none without a GPU), `peak_bytes`, of
+    arguments, results and what the program needs beside them, `scratch_bytes`.
+
+    Calls go in turns: the card's clock falls as it warms up.
+    """
+    programs = {name: jax.jit(f).lower(*args).compile() for name, (f, args) in calls.items()}
+    costs: dict[str, dict[str, Any]] = {}
+    for name, program in programs.items():
+        memory = program.memory_analysis()
+        scratch = memory.temp_size_in_bytes
+        whole = memory.argument_size_in_bytes + memory.output_size_in_bytes + scratch
+        costs[name] = {"ms": [], "peak_bytes": whole, "scratch_bytes": scratch}
+    if jax.default_backend() == "gpu":
+        for _, (name, (_, args)) in itertools.product(range(rounds), calls.items()):
+            _, times = profiler.measure(programs[name], iterations=iterations)(*args)
+            costs[name]["ms"] += [float(t) for t in times]
+    return costs
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:

@@ -16,6 +16,7 @@ from rich.progress import track
 from convert.basis import make_basis
 from convert.kmeans import kmeans_moments
 from convert.moments import Moments
+from convert.profile import collect_profile
 from zdc_jax.axes import Array
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
@@ -86,7 +87,7 @@ def calibrate(
     dtype: str | None = None,
     progress: bool = True,
 ) -> Basis:
-    """Calibrates a converted folder on text and stores moments and basis in it.
+    """Calibrates a converted folder on text and stores moments, profile and basis in it.
 
     Args:
       path: folder written by `zdc convert`.
@@ -125,6 +126,8 @@ def calibrate(
                 batch=options.batch,
                 progress=progress,
             )
+        profile = collect_profile(network, windows, fingerprint=checkpoint.fingerprint)
+        profile.save(checkpoint.calibration_path / "profile")
         del network
         moments.save(checkpoint.calibration_path / "moments")
         record = {

@@ -21,7 +21,7 @@ from convert.calibrate import CalibrationOptions, calibrate, calibration_windows
 from convert.conversion import convert, verify_against_transformers
 from convert.demo import demo
 from convert.plots import write_front
-from convert.search import Mode, Search, SearchOptions, describe
+from convert.search import Mode, Objective, Search, SearchOptions, describe
 from convert.trials import Trial, TrialBook
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
@@ -29,7 +29,7 @@ from zdc_jax.errors import PlanError, PromptError, TextError, ZDCError
 from zdc_jax.evaluate import compare, window_nll
 from zdc_jax.generate.api import generate, stream
 from zdc_jax.generate.sampling import Sampling
-from zdc_jax.loading import load, stored_basis
+from zdc_jax.loading import load, predicted_plan, stored_basis
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.plan import CompressionPlan
 
@@ -146,14 +146,20 @@ class PlanFlags:
 
 @dataclass(kw_only=True)
 class SearchFlags:
-    """A plan by search: the fewest bytes within a limit on perplexity."""
+    """A plan by search: the fewest bytes, or the least time, within a limit on perplexity."""
 
     max_degradation: float | None = None
-    """Limit on the relative increase of perplexity (0.02: 2 %). Searches with the flags below."""
+    """Limit on the relative increase of perplexity (0.02: 2 %)."""
     texts: tuple[Path, ...] = ()
-    """Text to measure plans on, as for calibrate."""
+    """Text to search on with the flags below, as for calibrate. None: a plan predicted, without search."""
     mode: Mode = "window"
-    """What plans may do: recent tokens at full rank and ranks per layer, or one pair of ranks for all."""
+    """What plans may do: recent tokens at full rank and ranks per layer; one pair of ranks for all; two token
+    classes, without and with a window."""
+    objective: Objective = "bytes"
+    """What is to be least: bytes of the KV cache, or time of attention as predicted for one H200."""
+    constrained: bool = True
+    """Whether token classes keep to the paper's Eq. 6: more important tokens in deeper layers, fewer
+    coordinates for the rest, and no more of Q/K than of V."""
     trials: int = 400
     """Most plans to measure."""
     windows: int = 12
@@ -168,12 +174,18 @@ class SearchFlags:
     """Dtype to run in; default that of the stored weights."""
 
     def search(self, path: Path, output: Path, console: Console) -> CompressionPlan:
-        """Searches, showing the best so far; a journal beside `output` lets a broken-off search go on."""
+        """Searches, showing the best so far; a journal beside `output` lets a broken-off search go on.
+
+        Without texts the plan is predicted.
+        """
         assert self.max_degradation is not None
-        options = SearchOptions(self.max_degradation, self.mode, self.trials)
-        if not self.texts:
-            raise PlanError("--max-degradation needs --texts to measure plans on")
+        options = SearchOptions(
+            self.max_degradation, self.mode, self.trials, self.objective, self.constrained
+        )
         checkpoint = Checkpoint.open(path)
+        if not self.texts:
+            basis = stored_basis(checkpoint)
+            return predicted_plan(checkpoint, basis, max_degradation=options.max_degradation)
         windows, _ = text_windows(
             checkpoint, self.texts, self.windows, self.context, batch=self.batch, seed=self.seed
         )
@@ -317,7 +329,7 @@ class Perplexity:
         dense = load(self.path, dtype=self.dtype)
         dense_nll = window_nll(dense.network, windows, batch=self.batch)
         model = dense if plan is None else load(self.path, plan, dtype=self.dtype)
-        report = compare(model, dense_nll, windows, batch=self.batch).to_json() | {
+        report = compare(model.network, dense_nll, windows, batch=self.batch).to_json() | {
             "texts": [str(path) for path in self.texts],
             "topics": sorted(set(topics)),
             "seed": self.seed,

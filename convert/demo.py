@@ -109,7 +109,7 @@ def _row(
     result: Generation,
     rate: float,
 ) -> dict[str, Any]:
-    report = compare(model, dense_nll, windows)
+    report = compare(model.network, dense_nll, windows)
     return {
         "plan": name,
         "ranks": [[r.qk, r.v] for r in model.plan.layers],

@@ -38,13 +38,16 @@ def layer_importance(
     )
     found = []
     for block in network.layers:
-        x, importance = _layer(block, x, method)
+        x, importance = layer_and_importance(block, x, method)
         found.append(np.asarray(importance))
     return np.stack(found)
 
 
 @partial(jax.jit, static_argnames="method")
-def _layer(block: Block, x: Array, method: Method) -> tuple[Array, Array]:
+def layer_and_importance(
+    block: Block, x: Float[Array, "B T D"], method: Method
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T"]]:
+    """One layer on whole sequences, and the importance of every token in it."""
     B, T, _ = x.shape
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
     scale = block.attention.config.head_dim**-0.5

@@ -18,6 +18,7 @@ def write_front(book: TrialBook, best: Trial, options: SearchOptions, path: Path
     value = {
         "max_degradation": options.max_degradation,
         "mode": options.mode,
+        "objective": options.objective,
         "context": int(book.windows.shape[1]),
         "windows": len(book.windows),
         "best": trial_json(best),
@@ -27,7 +28,8 @@ def write_front(book: TrialBook, best: Trial, options: SearchOptions, path: Path
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     axes.plot([t.bytes_share for t in book.trials], [t.increase for t in book.trials], ".", color="0.75")
     axes.plot([t.bytes_share for t in front], [t.increase for t in front], "o-", label="undominated")
-    axes.plot(best.bytes_share, best.increase, "*", markersize=14, label="best within the limit")
+    least = f"least {options.objective} within the limit"
+    axes.plot(best.bytes_share, best.increase, "*", markersize=14, label=least)
     axes.axhline(options.max_degradation, linestyle=":", color="0.4", label="limit")
     axes.set(xlabel="KV bytes, share of dense", ylabel="increase of perplexity")
     axes.set_ylim(-0.01, max(6 * options.max_degradation, 0.05))

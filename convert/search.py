@@ -1,54 +1,73 @@
-"""Search for the plan of fewest bytes within a limit on perplexity: `zdc plan --max-degradation` (ours).
+"""Search for the smallest plan within a limit on perplexity: `zdc plan --max-degradation` (ours).
 
-Stages, each starting from what the last one found:
+Smallest in bytes of the KV cache, or in predicted time of attention. The stages of `window`, each starting
+from what the last one found:
 
-1. spectrum: ranks by σ² (`CompressionPlan.from_spectrum`), as many coordinates as the limit asks for;
+1. prediction: from calibration (`zdc_jax.predictor`), for each window the last plan within the limit on the
+   path from all coordinates to none;
 2. layers: what lowering Q/K or V or cutting off distant tokens in one layer alone costs in perplexity; costs
-   are taken to add up, which orders all steps from the dense cache to the smallest by cost per byte; along
-   that path the last plan within the limit, for each window;
+   are taken to add up, which gives such paths once more;
 3. refine: single further steps from there, cheapest first, kept where the limit still holds.
 
-Every plan is measured with arrays of its own size. `uniform` knows no window and one pair of ranks.
+`uniform` knows no window and one pair of ranks, `classes` the paper's two token classes (see
+`convert.class_search`), `window+classes` these and a window. Every plan is measured with arrays of its size.
 """
 
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, get_args
 
 import numpy as np
 
+from convert.class_search import ClassNumbers, descend
 from convert.trials import Trial, TrialBook
 from zdc_jax.config import ModelConfig
+from zdc_jax.costs import request_seconds
 from zdc_jax.errors import PlanError
-from zdc_jax.plan import CompressionPlan, LayerRanks, allowed_ranks
+from zdc_jax.layer_costs import LayerCosts, cheapest_path, rank_levels, steps_down
+from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses, allowed_ranks
+from zdc_jax.predictor import Predictor
+from zdc_jax.profile import SINKS, windows_for
 
-Mode = Literal["window", "uniform"]
+Mode = Literal["window", "uniform", "classes", "window+classes"]
+Objective = Literal["bytes", "time"]
 
-WINDOWS = (64, 128, 256, 512)
-"""Windows tried, where they are at most a quarter of the context."""
+CLASS_WINDOWS = (128, 256, 512)
+"""Windows tried with token classes."""
 COST_WINDOW = 128
 """The window with which single layers are measured."""
-SINKS = 4
-BUDGETS = tuple(np.linspace(0.9, 0.1, 17))
-"""Shares of the coordinates outside the window that the spectrum stage tries."""
 REFINE_FAILURES = 8
 """Steps of the last stage that may fail one after another."""
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """`max_degradation`: limit on the relative increase of perplexity; `trials`: most plans measured."""
+    """What to search for.
+
+    max_degradation: limit on the relative increase of perplexity, > 0. mode: what plans may do. trials: most
+    plans measured. objective: what is to be least, bytes of the KV cache or seconds of attention as
+    `zdc_jax.costs.request_seconds` predicts them, both at the length of the windows. constrained: whether
+    token classes keep to the paper's Eq. 6 (`ClassNumbers.meets_constraints`).
+
+    Raises:
+      PlanError: on any other value, naming it and what is allowed.
+    """
 
     max_degradation: float
     mode: Mode = "window"
     trials: int = 400
+    objective: Objective = "bytes"
+    constrained: bool = True
 
     def __post_init__(self) -> None:
         if not self.max_degradation > 0:
             raise PlanError(f"max_degradation={self.max_degradation} must be > 0 (0.02 means 2 %)")
         if self.trials < 1:
             raise PlanError(f"trials={self.trials} must be >= 1")
+        for name, allowed in (("mode", get_args(Mode)), ("objective", get_args(Objective))):
+            if getattr(self, name) not in allowed:
+                raise PlanError(f"{name}={getattr(self, name)!r} must be one of {allowed}")
 
 
 class _Exhausted(Exception):
@@ -69,6 +88,7 @@ class Search:
     ):
         self.book, self.options, self.watch = book, options, watch
         self.limit, self.config = options.max_degradation, book.config
+        self.length = book.windows.shape[1]
         self.best: Trial | None = None
         self.measured = 0
 
@@ -79,16 +99,34 @@ class Search:
           PlanError: no plan of this mode holds the limit.
         """
         with contextlib.suppress(_Exhausted):
-            if self.options.mode == "window":
-                self._window_search()
-            else:
-                self._uniform_search()
+            match self.options.mode:
+                case "window":
+                    self._window_search()
+                case "uniform":
+                    self._uniform_search()
+                case "classes":
+                    self._class_search([0])
+                case "window+classes":
+                    windows = [window for window in windows_for(self.length) if window in CLASS_WINDOWS]
+                    self._class_search(windows or [CLASS_WINDOWS[0]])
         if self.best is None:
             raise PlanError(
-                f"no plan measured in mode {self.options.mode!r} stays within {self.limit:.2%}; the dense "
-                f"cache does: raise the limit or the number of trials ({self.options.trials})"
+                f"no plan measured in mode {self.options.mode!r} stays within {self.limit:.2%} and takes "
+                f"less {self.options.objective} than the dense cache: raise the limit or the number of "
+                f"trials ({self.options.trials})"
             )
         return self.best
+
+    def size(self, plan: CompressionPlan) -> float:
+        """The objective, as a share of what the dense cache takes."""
+        if self.options.objective == "bytes":
+            return self.book.share(plan)
+        seconds = lambda plan: request_seconds(plan, self.config.num_heads, self.length)
+        return seconds(plan) / seconds(CompressionPlan.full(self.config))
+
+    def smallest(self) -> float:
+        """`size` of the best so far; 1, the dense cache's, until there is one."""
+        return 1.0 if self.best is None else self.size(self.best.plan)
 
     def try_plan(self, plan: CompressionPlan) -> Trial:
         """Measures, and keeps what is smaller within the limit."""
@@ -96,8 +134,7 @@ class Search:
             raise _Exhausted
         trial = self.book.measure(plan)
         self.measured += 1
-        better = self.best is None or trial.bytes_share < self.best.bytes_share
-        if trial.increase <= self.limit and better:
+        if trial.increase <= self.limit and self.size(plan) < self.smallest():
             self.best = trial
         if self.watch is not None:
             self.watch(trial, self.best)
@@ -108,20 +145,23 @@ class Search:
         low, high = 0, len(plans)
         while low < high:
             middle = (low + high) // 2
-            larger = self.best is not None and self.book.share(plans[middle]) >= self.best.bytes_share
+            larger = self.size(plans[middle]) >= self.smallest()
             if larger or self.try_plan(plans[middle]).increase <= self.limit:
                 low = middle + 1
             else:
                 high = middle
 
     def _window_search(self) -> None:
-        length = self.book.windows.shape[1]
-        windows = [w for w in WINDOWS if w <= length // 4] or [WINDOWS[0]]
+        windows = list(windows_for(self.length))
         near = min(windows, key=lambda w: abs(w - COST_WINDOW))
-        self.last_within(self._spectrum_plans(near))
+        # From the middle window outwards: the best so far spares the others most of their trials.
+        windows.sort(key=lambda window: abs(np.log2(window / near)))
+        paths = Predictor.stored().paths(self.config, self.book.basis, self.book.profile)
+        predicted = {path[0][0].window: [plan.for_model("") for plan, _ in path] for path in paths}
+        for window in windows:
+            self.last_within(predicted.get(window, []))
         costs = self._layer_costs(near)
-        # From the window that was measured outwards: the best so far spares the others most of their trials.
-        for window in sorted(windows, key=lambda w: abs(np.log2(w / near))):
+        for window in windows:
             self.last_within([self._plan(ranks, window) for ranks in cheapest_path(costs)])
         self._refine(costs)
 
@@ -130,22 +170,25 @@ class Search:
         for v in ranks:
             self.last_within([CompressionPlan.uniform(self.config, qk=qk, v=v) for qk in ranks])
 
+    def _class_search(self, windows: Sequence[int]) -> None:
+        """Descends once a window, from where the last one ended: a longer window leaves room for more."""
+        constrained = self.options.constrained
+        block = min(TokenClasses.block, self.length)
+        numbers = ClassNumbers.largest(self.config, constrained=constrained, block=block)
+        for window in windows:
+            numbers = descend(
+                replace(numbers, window=window, sinks=SINKS if window else 0),
+                lambda here: here.neighbours(self.config, self.size, constrained=constrained),
+                lambda here: self.size(here.plan(self.config)),
+                lambda here: self.try_plan(here.plan(self.config)).increase,
+                self.limit,
+            )
+
     def _plan(self, ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
         full = CompressionPlan.full(self.config)
         return replace(full, layers=tuple(ranks), window=window, sinks=SINKS)
 
-    def _spectrum_plans(self, window: int) -> list[CompressionPlan]:
-        basis = self.book.basis
-        least = 2 * allowed_ranks(self.config.head_dim)[1] / (2 * self.config.head_dim)
-        return [
-            CompressionPlan.from_spectrum(
-                basis.qk_spectrum, basis.vo_spectrum, budget=budget, qk_share=0.45, window=window, sinks=SINKS
-            )
-            for budget in BUDGETS
-            if budget * 0.45 * 2 >= least
-        ]
-
-    def _layer_costs(self, window: int) -> "LayerCosts":
+    def _layer_costs(self, window: int) -> LayerCosts:
         config, H = self.config, self.config.head_dim
         ranks = rank_levels(H)
 
@@ -162,7 +205,7 @@ class Search:
             np.array([alone(layer, 0, 0) for layer in layers]),
         ).monotone()
 
-    def _refine(self, costs: "LayerCosts") -> None:
+    def _refine(self, costs: LayerCosts) -> None:
         """Single steps down from the best, cheapest first by its layer's costs, until several fail."""
         progress = self.best is not None
         while progress:
@@ -177,73 +220,27 @@ class Search:
                     break
 
 
-class LayerCosts(NamedTuple):
-    """Increase of the mean negative log likelihood when one layer alone keeps less for distant tokens.
-
-    ranks ascending, the last H; qk, v [L, len(ranks)]; cut [L]: the layer sees no distant token.
-    """
-
-    ranks: tuple[int, ...]
-    qk: np.ndarray
-    v: np.ndarray
-    cut: np.ndarray
-
-    def monotone(self) -> "LayerCosts":
-        """Noise taken off: no rank costs less than a higher one, and nothing less than none."""
-        falling = lambda x: np.maximum.accumulate(np.maximum(x, 0)[:, ::-1], axis=1)[:, ::-1]
-        return self._replace(qk=falling(self.qk), v=falling(self.v), cut=np.maximum(self.cut, 0))
-
-    def of(self, layer: int, ranks: LayerRanks) -> float:
-        """Cost of a layer at these ranks, which need not be levels: those next below count."""
-        if ranks.qk == 0:
-            return float(self.cut[layer])
-        level = lambda rank: max(i for i, r in enumerate(self.ranks) if r <= rank)
-        return float(self.qk[layer, level(ranks.qk)] + self.v[layer, level(ranks.v)])
-
-
-def rank_levels(head_dim: int) -> tuple[int, ...]:
-    """Ranks at which single layers are measured: about H/8, H/4, H/2, 3H/4 and H."""
-    allowed = np.array(allowed_ranks(head_dim)[1:])
-    wanted = (head_dim * share for share in (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1))
-    return tuple(sorted({int(allowed[np.abs(allowed - rank).argmin()]) for rank in wanted}))
-
-
-def steps_down(
-    costs: LayerCosts, layers: Sequence[LayerRanks], *, single: bool = False
-) -> list[tuple[int, LayerRanks]]:
-    """Every layer with every smaller choice of ranks (`single`: the next level of one rank, or cutting it
-    off), by cost for each coordinate that it saves."""
-    steps = []
-    for layer, now in enumerate(layers):
-        lower = lambda rank: [r for r in costs.ranks if r < rank][-1 if single else 0 :]
-        both = [] if single else [LayerRanks(qk, v) for qk in lower(now.qk) for v in lower(now.v)]
-        fewer_qk = [LayerRanks(qk, now.v) for qk in lower(now.qk)]
-        fewer_v = [LayerRanks(now.qk, v) for v in lower(now.v)]
-        for ranks in [LayerRanks(0, 0)] * (now.qk > 0) + fewer_qk + fewer_v + both:
-            saved = now.qk + now.v - ranks.qk - ranks.v
-            price = (costs.of(layer, ranks) - costs.of(layer, now)) / saved
-            steps.append((price, -saved, layer, ranks))
-    return [(layer, ranks) for *_, layer, ranks in sorted(steps, key=lambda step: step[:3])]
-
-
-def cheapest_path(costs: LayerCosts) -> list[tuple[LayerRanks, ...]]:
-    """Ranks of all layers from all coordinates to none, always the step of least cost per coordinate."""
-    top = costs.ranks[-1]
-    layers = [LayerRanks(top, top)] * len(costs.cut)
-    path = [tuple(layers)]
-    while steps := steps_down(costs, layers):
-        layer, layers[layer] = steps[0]
-        path.append(tuple(layers))
-    return path
-
-
 def describe(config: ModelConfig, trial: Trial) -> str:
     """One line for people."""
-    R, Z = trial.plan.mean_ranks
-    cut = sum(ranks.qk == 0 for ranks in trial.plan.layers)
     low, high = trial.interval
     return (
         f"{trial.bytes_share:.1%} of the dense KV bytes at {trial.increase:+.2%} [{low:+.2%}, {high:+.2%}]: "
-        f"window {trial.plan.window}, mean R={R:.0f} Z={Z:.0f} of {config.head_dim}, "
+        f"window {trial.plan.window}, {_describe_ranks(config, trial.plan)}"
+    )
+
+
+def _describe_ranks(config: ModelConfig, plan: CompressionPlan) -> str:
+    if plan.classes is not None:
+        classes, pair = plan.classes, lambda ranks: f"({ranks.qk}, {ranks.v})"
+        member = 1 % config.num_layers  # Behind the first leader.
+        return (
+            f"{classes.fraction[0]:.0%} to {classes.fraction[-1]:.0%} of tokens important at "
+            f"{pair(classes.important[member])} of (R, Z), the rest at {pair(plan.layers[member])}, "
+            f"{len(classes.leaders)} leaders at {pair(plan.layers[0])}"
+        )
+    R, Z = plan.mean_ranks
+    cut = sum(ranks.qk == 0 for ranks in plan.layers)
+    return (
+        f"mean R={R:.0f} Z={Z:.0f} of {config.head_dim}, "
         f"{cut} of {config.num_layers} layers without distant tokens"
     )

@@ -14,9 +14,10 @@ from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import PlanError
 from zdc_jax.evaluate import bootstrap_interval, window_nll
-from zdc_jax.loading import cast, load, prepared_layers, stored_basis
+from zdc_jax.loading import cast, load, prepared_layers, stored_basis, stored_profile
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
+from zdc_jax.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,10 @@ class TrialBook:
 
     Entries of the journal (JSON lines) are of one model, basis, dtype and set of windows each; others are
     kept and passed over, so that a search can be interrupted and taken up, or repeated with another limit.
+    basis, profile: default those stored by `zdc calibrate`.
 
     Raises:
-      CheckpointError, CalibrationError: no converted folder, no basis in it.
+      CheckpointError, CalibrationError: no converted folder, no basis or profile in it.
       PlanError: a journal that is not one.
     """
 
@@ -47,6 +49,7 @@ class TrialBook:
         windows: np.ndarray,
         *,
         basis: Basis | None = None,
+        profile: Profile | None = None,
         dtype: str | None = None,
         batch: int = 1,
         journal: Path | None = None,
@@ -55,6 +58,7 @@ class TrialBook:
         self.config = self.checkpoint.config
         self.basis = basis or stored_basis(self.checkpoint)
         self.basis.check_model(self.checkpoint.fingerprint, self.config)
+        self.profile = profile or stored_profile(self.checkpoint)
         self.dtype = jnp.dtype(dtype or self.config.dtype)
         self.windows, self.batch, self.journal = windows, batch, journal
         self.layers = [self.checkpoint.layer(index) for index in range(self.config.num_layers)]

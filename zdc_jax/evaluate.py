@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.loading import LanguageModel
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.plan import CompressionPlan
 
@@ -81,11 +80,11 @@ def window_nll(
 
 
 def compare(
-    model: LanguageModel, dense_nll: np.ndarray, windows: np.ndarray, *, batch: int = 1
+    network: Transformer, dense_nll: np.ndarray, windows: np.ndarray, *, batch: int = 1
 ) -> PerplexityReport:
-    """Perplexity of `model` on `windows` [W, T], beside the unmodified model's `dense_nll` [W] on them."""
-    nll = window_nll(model.network, windows, batch=batch)
-    length, itemsize = windows.shape[1], model.network.dtype.itemsize
+    """Perplexity of `network` on `windows` [W, T], beside the unmodified model's `dense_nll` [W] on them."""
+    nll = window_nll(network, windows, batch=batch)
+    length, itemsize = windows.shape[1], network.dtype.itemsize
     return PerplexityReport(
         perplexity=float(np.exp(nll.mean())),
         dense_perplexity=float(np.exp(dense_nll.mean())),
@@ -93,8 +92,8 @@ def compare(
         interval=bootstrap_interval(nll - dense_nll),
         windows=len(windows),
         window_length=length,
-        kv_bytes=model.plan.bytes(length, 1, itemsize),
-        dense_kv_bytes=CompressionPlan.full(model.config).bytes(length, 1, itemsize),
+        kv_bytes=network.plan.bytes(length, 1, itemsize),
+        dense_kv_bytes=CompressionPlan.full(network.config).bytes(length, 1, itemsize),
         window_increases=tuple(np.expm1(nll - dense_nll).tolist()),
     )
 

@@ -1,7 +1,8 @@
 """`load`: a converted folder and a plan → a model whose arrays are already folded and sliced."""
 
 import logging
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,20 @@ from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError, CheckpointError, PlanError
+from zdc_jax.evaluate import window_nll
 from zdc_jax.fold import fold_attention
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
+from zdc_jax.predictor import Predictor, checked_plan
+from zdc_jax.profile import Profile
+from zdc_jax.text import read_documents, token_windows
 
 logger = logging.getLogger("zdc_jax")
 
+CHECK_WINDOWS = 16
+"""Windows of `check_text` on which a predicted plan is measured."""
+CHECK_SEED = 2
+"""Chooses them; another than calibration's and the search's."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -52,6 +61,8 @@ def load(
     basis: Basis | None = None,
     dtype: str | None = None,
     max_score_error: float | None = None,
+    max_degradation: float | None = None,
+    check_text: str | Path | Sequence[str | Path] = (),
 ) -> LanguageModel:
     """Loads a converted folder; with a plan, folds the calibrated basis in and keeps the plan's coordinates.
 
@@ -62,22 +73,38 @@ def load(
       dtype: dtype of weights, activations and cache; default that of the stored weights.
       max_score_error: instead of a plan, the fewest coordinates within this calibrated relative error of
         scores and values (`CompressionPlan.from_error`).
+      max_degradation: instead of a plan, the fewest coordinates predicted to raise perplexity by no more
+        (`Predictor.plan`; 0.02 means 2 %). With a warning, unless it is checked.
+      check_text: text files or folders on which that prediction is checked, and corrected until it holds;
+        where no plan holds the limit, the unmodified model is loaded, with a warning.
 
     Raises:
       CheckpointError: unreadable folder, unknown dtype.
-      PlanError: corrupt plan, or one made for another model; a limit outside (0, 1), or beside a plan.
-      CalibrationError: a plan was given and the folder holds no basis, or that of another model.
+      PlanError: corrupt plan, or one made for another model; an impossible limit, or one beside a plan or
+        another limit; `check_text` without `max_degradation`.
+      CalibrationError: a plan was asked for and the folder holds no basis, or that of another model.
+      TextError: `check_text` is missing, or shorter than one window.
     """
     checkpoint = Checkpoint.open(path)
     config = checkpoint.config
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype={dtype!r} must be one of {DTYPES}")
     target = jnp.dtype(dtype or config.dtype)
+    if sum(choice is not None for choice in (plan, max_score_error, max_degradation)) > 1:
+        raise PlanError("plan=, max_score_error= and max_degradation= each choose a plan; give one of them")
+    if check_text and max_degradation is None:
+        raise PlanError(f"{check_text=} checks a prediction; give max_degradation= with it")
     if max_score_error is not None:
-        if plan is not None:
-            raise PlanError(f"{max_score_error=} chooses a plan; give it or plan=, not both")
         basis = basis or stored_basis(checkpoint)
         plan = CompressionPlan.from_error(basis, max_score_error=max_score_error)
+    if max_degradation is not None:
+        basis = basis or stored_basis(checkpoint)
+        if check_text:
+            plan = predicted_and_checked_plan(
+                checkpoint, basis, max_degradation=max_degradation, texts=check_text, dtype=target
+            )
+        else:
+            plan = predicted_plan(checkpoint, basis, max_degradation=max_degradation)
     if plan is None:
         logger.info("loading %s at full rank; pass plan= to compress its KV cache", path)
         plan, basis = CompressionPlan.full(config), None
@@ -96,6 +123,67 @@ def load(
     return LanguageModel(network, checkpoint.tokenizer(), basis)
 
 
+def predicted_plan(checkpoint: Checkpoint, basis: Basis, *, max_degradation: float) -> CompressionPlan:
+    """The plan predicted for a limit on perplexity, unchecked: with a margin, and with a warning.
+
+    Raises:
+      PlanError: a limit of 0 or below. CalibrationError: no profile in the folder, or another model's.
+    """
+    predictor = Predictor.stored()
+    plan = _propose(checkpoint, basis)(max_degradation / predictor.margin)
+    warnings.warn(
+        f"{max_degradation=} was predicted, not measured; check the plan on text of your own", stacklevel=3
+    )
+    return plan
+
+
+def predicted_and_checked_plan(
+    checkpoint: Checkpoint,
+    basis: Basis,
+    *,
+    max_degradation: float,
+    texts: str | Path | Sequence[str | Path],
+    dtype: jnp.dtype,
+) -> CompressionPlan | None:
+    """The plan that `load` takes with `check_text`; None stands for the unmodified model, with a warning.
+
+    Raises:
+      As `predicted_plan` does. TextError: `texts` are missing, or shorter than one window.
+    """
+    config, context, tokenizer = checkpoint.config, basis.context_length, checkpoint.tokenizer()
+    propose = _propose(checkpoint, basis)
+    propose(max_degradation)  # An impossible limit is found before any text is read.
+    if tokenizer is None:
+        raise CalibrationError(f"{checkpoint.path} has no tokenizer, so check_text cannot be read")
+    windows, _ = token_windows(
+        read_documents([texts] if isinstance(texts, str | Path) else texts),
+        tokenizer,
+        length=context,
+        num_windows=CHECK_WINDOWS,
+        seed=CHECK_SEED,
+        eos_id=next(iter(config.eos_ids), None),
+    )
+    dense = window_nll(load(checkpoint.path, dtype=dtype.name).network, windows)
+
+    def measure(plan: CompressionPlan) -> float:
+        network = load(checkpoint.path, plan, basis=basis, dtype=dtype.name).network
+        return float(np.expm1((window_nll(network, windows) - dense).mean()))
+
+    plan = checked_plan(propose, measure, max_degradation=max_degradation, context=context)
+    if plan is None:
+        warnings.warn(
+            f"no predicted plan holds {max_degradation=} on check_text; nothing is compressed", stacklevel=3
+        )
+    return plan
+
+
+def _propose(checkpoint: Checkpoint, basis: Basis) -> Callable[[float], CompressionPlan]:
+    """The stored predictor's plan for a limit."""
+    profile, predictor = stored_profile(checkpoint), Predictor.stored()
+    config, context = checkpoint.config, basis.context_length
+    return lambda limit: predictor.plan(config, basis, profile, max_degradation=limit, context=context)
+
+
 def stored_basis(checkpoint: Checkpoint) -> Basis:
     """The basis in the folder; raises `CalibrationError` where there is none."""
     folder = checkpoint.calibration_path / "basis"
@@ -105,6 +193,17 @@ def stored_basis(checkpoint: Checkpoint) -> Basis:
             f"run: zdc calibrate {checkpoint.path} TEXT"
         )
     return Basis.load(folder)
+
+
+def stored_profile(checkpoint: Checkpoint) -> Profile:
+    """The profile in the folder; raises `CalibrationError` where there is none of this model."""
+    folder = checkpoint.calibration_path / "profile"
+    if not folder.exists():
+        raise CalibrationError(f"{checkpoint.path} has no profile; run: zdc calibrate {checkpoint.path} TEXT")
+    profile = Profile.load(folder)
+    if profile.fingerprint != checkpoint.fingerprint:
+        raise CalibrationError(f"the profile is of another model, {profile.fingerprint!r}")
+    return profile
 
 
 def prepared_layers(

@@ -169,7 +169,8 @@ PLAN_FLAGS = "plan qk v budget max-score-error window sinks"
 FLAGS = {
     "convert": "dtype overwrite verify calibrate",
     "calibrate": "qk vo center tokens context batch seed reduction prune clusters dtype",
-    "plan": f"{PLAN_FLAGS} max-degradation texts mode trials windows context seed batch dtype",
+    "plan": f"{PLAN_FLAGS} max-degradation texts mode objective constrained trials windows context seed "
+    "batch dtype",
     "generate": f"{PLAN_FLAGS} max-new-tokens temperature top-k top-p seed stop stream dtype",
     "perplexity": f"{PLAN_FLAGS} windows context seed batch dtype output",
     "inspect": "check",

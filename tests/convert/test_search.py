@@ -2,11 +2,13 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import CONFIGS
 from hf_variants import write_variant
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,11 +16,13 @@ from hypothesis import strategies as st
 from convert.calibrate import CalibrationOptions, calibrate
 from convert.cli import main
 from convert.conversion import convert
-from convert.search import LayerCosts, Search, SearchOptions, cheapest_path, rank_levels, steps_down
+from convert.search import Search, SearchOptions
 from convert.trials import Trial, TrialBook, pareto_front
 from zdc_jax import CompressionPlan, load
+from zdc_jax.costs import layer_parts
 from zdc_jax.errors import PlanError
 from zdc_jax.evaluate import window_nll
+from zdc_jax.layer_costs import LayerCosts, cheapest_path, rank_levels, steps_down
 from zdc_jax.plan import LayerRanks, allowed_ranks
 
 CONTEXT = 128
@@ -103,10 +107,22 @@ def test_a_trial_is_the_loaded_model(folder, windows):
     )
 
 
-@pytest.mark.parametrize("mode", ["window", "uniform"])
-def test_search_holds_the_limit_and_loses_nothing_when_broken_off(folder, windows, tmp_path, mode):
+@pytest.mark.parametrize(
+    ("mode", "trials", "more"),
+    [
+        ("window", 30, {}),
+        ("uniform", 30, {"objective": "time"}),
+        ("classes", 7, {}),
+        ("window+classes", 7, {"constrained": False}),
+    ],
+)
+def test_search_holds_the_limit_and_loses_nothing_when_broken_off(
+    folder, windows, tmp_path, monkeypatch, mode, trials, more
+):
+    monkeypatch.setattr("convert.class_search.rank_levels", lambda H: (16, H))  # Large steps, few trials.
+    monkeypatch.setattr("convert.search.CLASS_WINDOWS", (16,))
     journal = tmp_path / "journal.jsonl"
-    options = SearchOptions(0.05, mode, trials=30)
+    options = SearchOptions(0.05, mode, trials, **more)
     whole = Search(TrialBook(folder / "model", windows), options).run()
     assert whole.increase <= 0.05
     assert whole.bytes_share < 1
@@ -156,6 +172,52 @@ def test_impossible_options_are_named(options):
         SearchOptions(**options)
 
 
+@pytest.mark.parametrize("name", ["mode", "objective"])
+def test_unknown_words_are_named_with_those_allowed(name):
+    with pytest.raises(PlanError, match=rf"{name}='both' must be one of \("):
+        SearchOptions(0.1, **{name: "both"})
+
+
+class FakeBook:
+    """Measures by a formula: 4096 tokens, eight layers, what is dropped of far tokens costs."""
+
+    config = replace(CONFIGS["llama"], num_layers=8, head_dim=64)
+    windows = np.zeros((1, 4096), np.int32)
+
+    def share(self, plan):
+        return plan.bytes(4096) / CompressionPlan.full(self.config).bytes(4096)
+
+    def measure(self, plan):
+        parts = [part for layer in range(8) for part in layer_parts(plan, layer)]
+        lost = sum(share * (2 * (1 - r.qk / 64) ** 2 + (1 - r.v / 64) ** 2) for share, r in parts)
+        return Trial(plan, self.share(plan), 0.02 * lost / (1 + plan.window / 64), (0.0, 0.0))
+
+
+def test_time_counts_what_bytes_do_not():
+    """V costs prefill more than Q/K; the ring of a window is a second pass, here for more than it saves."""
+    search = Search(FakeBook(), SearchOptions(0.1, "window+classes", objective="time"))
+    size = lambda qk, v, **near: search.size(CompressionPlan.uniform(FakeBook.config, qk=qk, v=v, **near))
+    assert size(64, 64) == 1
+    assert size(32, 16) < size(16, 32) < 1 < size(32, 32, window=512)
+    with pytest.raises(PlanError, match="takes less time than the dense cache"):
+        search.run()
+    best = Search(FakeBook(), SearchOptions(0.05, "uniform", objective="time")).run()
+    assert search.size(best.plan) < 1
+
+
+@pytest.mark.parametrize("constrained", [True, False])
+@pytest.mark.parametrize(("mode", "windows"), [("classes", {0}), ("window+classes", {128, 256, 512})])
+def test_class_modes_take_few_trials_and_every_window(mode, windows, constrained):
+    tried: list[CompressionPlan] = []
+    options = SearchOptions(0.05, mode, constrained=constrained)
+    best = Search(FakeBook(), options, lambda trial, _: tried.append(trial.plan)).run()
+    assert best.increase <= 0.05
+    assert best.bytes_share < 0.75
+    assert {plan.window for plan in tried} == windows
+    assert {plan.sinks for plan in tried} == ({4} if max(windows) else {0})
+    assert len(tried) <= 80
+
+
 def test_a_limit_that_nothing_holds_is_said(folder, windows):
     book = TrialBook(folder / "model", windows)
     book.measure = lambda plan: Trial(plan, 0.5, 1.0, (1.0, 1.0))  # type: ignore[method-assign]
@@ -180,6 +242,12 @@ def test_command(folder, tmp_path, capsys):
     assert (tmp_path / "plan.front.png").stat().st_size > 1000
     assert front["best"]["increase"] <= 0.1
     assert load(model, found, dtype="bfloat16").network.dtype == jnp.bfloat16
+    capsys.readouterr()
+    classes = ["--mode", "classes", "--no-constrained", "--objective", "time", "--trials", "5"]
+    assert main([*arguments, *small, *classes]) == 0
+    assert CompressionPlan.load(plan).classes.block == 128
+    front = json.loads((tmp_path / "plan.front.json").read_text())
+    assert (front["mode"], front["objective"]) == ("classes", "time")
     capsys.readouterr()
     for extra, message in (
         (["--qk", "16"], "--max-degradation searches"),

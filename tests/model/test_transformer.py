@@ -7,6 +7,7 @@ import pytest
 from conftest import TinyModel
 
 from zdc_jax.cache import KVCache
+from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 PLANS = {
@@ -73,6 +74,13 @@ def test_ranks_per_layer(tiny: TinyModel, pieces):
     cached = replay(network, tokens, pieces)
     for row, length in enumerate(LENGTHS):
         assert np.abs(cached[row, :length] - whole[row, :length]).max() <= 1e-5 * np.abs(whole).max()
+
+
+def test_arrays_from_a_checkpoint_are_put_on_the_device(tiny_opt: TinyModel):
+    """All of them: a NumPy array cannot be indexed inside `jax.lax.map`, as the K-means route does."""
+    host = jax.tree.map(np.asarray, (tiny_opt.embeddings, tiny_opt.layers))
+    network = Transformer(tiny_opt.config, CompressionPlan.full(tiny_opt.config), *host)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(network))
 
 
 def test_a_row_does_not_see_its_batch(tiny: TinyModel):

@@ -25,7 +25,7 @@ class Embeddings(nnx.Module):
     """What is at both ends: embeddings of tokens (and learned positions), final norm and head."""
 
     def __init__(self, weights: Mapping[str, Any], config: ModelConfig):
-        self.tokens = nnx.Param(jnp.asarray(weights["tokens"]))
+        self.tokens = nnx.Param(weights["tokens"])
         self.positions = param(weights, "positions")
         self.project_in = param(weights, "project_in")
         self.project_out = param(weights, "project_out")
@@ -66,9 +66,9 @@ class Transformer(nnx.Module):
         embeddings: Mapping[str, Any],
         layers: Iterable[Mapping[str, Any]],
     ):
-        """Puts `layers` (in order, consumed one at a time) on the default device."""
+        """Puts `embeddings` and `layers` (in order, consumed one at a time) on the default device."""
         self.config, self.plan = config, plan
-        self.embeddings = Embeddings(embeddings, config)
+        self.embeddings = Embeddings(jax.tree.map(jnp.asarray, embeddings), config)
         self.layers = nnx.List([Block(jax.tree.map(jnp.asarray, layer), config) for layer in layers])
 
     @property

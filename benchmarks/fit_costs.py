@@ -1,0 +1,99 @@
+"""Fits the constants of `zdc_jax.costs` to the measured kernels, and says how far each row is off.
+
+python -m benchmarks.fit_costs
+"""
+
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.common import RESULTS
+from zdc_jax.costs import AttentionCall, KernelCosts, Parts
+from zdc_jax.plan import LayerRanks
+
+KERNELS = RESULTS / "kernels-h200.json"
+N, H = 32, 128
+"""Query heads and head dim of every row (`bench_kernels`)."""
+
+
+class Measured(NamedTuple):
+    """One row of the table: the call it timed, ranks of its tokens, seconds."""
+
+    name: str
+    kind: str
+    call: AttentionCall
+    parts: Parts
+    seconds: float
+
+    def predicted(self, costs: KernelCosts) -> float:
+        """Seconds by the model."""
+        return (costs.decode if self.kind == "decode" else costs.prefill)(self.call, self.parts)
+
+
+def measured_rows(path: Path = KERNELS) -> list[Measured]:
+    """The rows that the model describes: contiguous caches, our kernels."""
+    rows = []
+    results = json.loads(path.read_text())["results"]
+    for row in (row for section in results.values() if isinstance(section, list) for row in section):
+        if (described := _describe(row["name"])) is not None:
+            rows.append(Measured(row["name"], *described, 1e-3 * row["ms"]))
+    return rows
+
+
+def _describe(name: str) -> tuple[str, AttentionCall, Parts] | None:
+    alike = lambda R, Z: [(1.0, LayerRanks(int(R), int(Z)))]
+    if found := re.fullmatch(r"prefill \((\d+),(\d+)\) K=(\d+)", name):
+        R, Z, K = found.groups()
+        return "prefill", AttentionCall(N, int(K), H, 16384), alike(R, Z)
+    if found := re.fullmatch(r"decode \((\d+),(\d+)\)( ring 512)? B=(\d+) S=(\d+) K=(\d+)", name):
+        R, Z, ring, B, S, K = found.groups()
+        near = (512, 4) if ring else (0, 0)
+        return "decode", AttentionCall(N, int(K), H, int(S), int(B), *near), alike(R, Z)
+    return {
+        "(32,64) alone S=32768": ("prefill", AttentionCall(N, N, H, 32768), alike(32, 64)),
+        "two ranks, window 512, far (32,64)": (
+            "prefill",
+            AttentionCall(N, N, H, 32768, window=512, sinks=4),
+            alike(32, 64),
+        ),
+        "classes (64,96) and (32,64), halves": (
+            "prefill",
+            AttentionCall(N, N, H, 16384),
+            [(0.5, LayerRanks(64, 96)), (0.5, LayerRanks(32, 64))],
+        ),
+    }.get(name)
+
+
+def fit(rows: list[Measured]) -> KernelCosts:
+    """Constants of least squared relative error; the factor of classes from its only row."""
+    prefill = [row for row in rows if row.kind == "prefill" and len(row.parts) == 1]
+    decode = [row for row in rows if row.kind == "decode"]
+    (classes,) = (row for row in rows if len(row.parts) == 2)
+    far = _least_squares([row.call.prefill_terms(row.parts[0][1]) / row.seconds for row in prefill])
+    cached = _least_squares([row.call.decode_terms(row.parts[0][1]) / row.seconds for row in decode])
+    costs = KernelCosts(*far, *cached, classes=1.0)
+    return replace(costs, classes=classes.seconds / classes.predicted(costs))
+
+
+def _least_squares(terms: list[np.ndarray]) -> list[float]:
+    scale = np.abs(terms).max(0)
+    return (np.linalg.lstsq(np.array(terms) / scale, np.ones(len(terms)))[0] / scale).tolist()
+
+
+def main() -> None:
+    """Prints the constants and the rows."""
+    rows = measured_rows()
+    costs = fit(rows)
+    for name, value in asdict(costs).items():
+        print(f"{name}={value:.4g}")
+    for row in rows:
+        ms = 1e3 * row.predicted(costs)
+        print(f"{row.name:44} {1e3 * row.seconds:8.3f} ms, model {ms:8.3f} {ms / 1e3 / row.seconds - 1:+.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Profiles against plain attention, the regression against plans of known cost, and `load` within a limit."""
+
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import LLAMA
+from hf_variants import write_variant
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from convert.calibrate import CalibrationOptions, calibrate
+from convert.conversion import convert
+from convert.predictor import Observations, fit, predicted_nats
+from convert.profile import collect_profile
+from convert.trials import TrialBook
+from zdc_jax import Checkpoint, CompressionPlan, load
+from zdc_jax.errors import CalibrationError, CheckpointError, PlanError, TextError
+from zdc_jax.layer_costs import rank_levels
+from zdc_jax.plan import LayerRanks
+from zdc_jax.predictor import Predictor, Weights, checked_plan
+from zdc_jax.profile import SINKS, Profile, windows_for
+
+CONTEXT = 128
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """model/ converted and calibrated, text/ beside it."""
+    folder = tmp_path_factory.mktemp("predictor")
+    write_variant("llama-head-dim-80", folder / "hf")
+    rng = np.random.default_rng(0)
+    (folder / "text").mkdir()
+    (folder / "text" / "a.txt").write_text(" ".join(f"w{i}" for i in rng.integers(3, 96, 4000)))
+    convert(folder / "hf", folder / "model", progress=False)
+    options = CalibrationOptions(tokens=1024, context=CONTEXT, qk="balanced", vo="balanced")
+    calibrate(folder / "model", [folder / "text"], options, progress=False)
+    return folder
+
+
+def test_the_profile_is_what_far_keys_write(tiny):
+    """The first layer in float64 with plain softmax."""
+    tokens = tiny.tokens(2, 96)
+    found = collect_profile(tiny.dense, tokens, fingerprint="x")
+    block, changes, whole = tiny.dense.layers[0], 0.0, 0.0
+    for row in tokens:
+        positions = jnp.arange(96)[None]
+        x = tiny.dense.embeddings.embed(jnp.asarray(row[None]), positions)
+        q, k, v = block.attention.project(block.attention_norm(x), positions)
+        q, k, v = (np.asarray(y[0], np.float64) for y in (q, k, v))
+        k, v = (np.repeat(y, q.shape[1] // y.shape[1], axis=1) for y in (k, v))
+        scores = np.einsum("tnh,snh->nts", q, k) * q.shape[-1] ** -0.5
+        t, j = np.arange(96)[:, None], np.arange(96)
+
+        def attended(visible, scores=scores, v=v):
+            weights = np.where(visible, np.exp(scores - scores.max(-1, keepdims=True)), 0)
+            return np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), v)
+
+        near = (j < SINKS) | (j > t - windows_for(96)[0])
+        written = [
+            block.attention.output(jnp.asarray(attended(mask & (j <= t))[None], jnp.float32))
+            for mask in (near, True)
+        ]
+        changes += np.square(np.asarray(written[0] - written[1], np.float64)).sum()
+        whole += np.square(np.asarray(x, np.float64)).sum()
+    assert found.far_write[0, 0] == pytest.approx(np.sqrt(changes / whole), rel=1e-3)
+
+
+def test_a_profile_comes_back_as_it_was_saved(tmp_path):
+    profile = Profile(np.random.default_rng(0).random((3, 2)), np.array([64, 128], np.int32), "x")
+    profile.save(tmp_path / "profile")
+    again = Profile.load(tmp_path / "profile")
+    np.testing.assert_array_equal(again.far_write, profile.far_write)
+    assert again.fingerprint == "x"
+    replace(profile, windows=np.array([64])).save(tmp_path / "profile")
+    with pytest.raises(CheckpointError, match="far_write"):
+        Profile.load(tmp_path / "profile")
+
+
+TRUE = Weights(
+    jnp.array([0.5, -0.3]),
+    jnp.array(2.0),
+    jnp.array([-1.5, -0.5]),
+    jnp.array(0.2),
+    jnp.array([-2.0, 0.8]),
+    jnp.array(0.4),
+    jnp.array([-7.0, -2.0]),
+)
+
+
+def observations(seed: int, layers: int, *, rotary: bool, head_dim: int = 64) -> Observations:
+    """Plans of a made-up model whose costs are those of `TRUE`, with noise."""
+    rng = np.random.default_rng(seed)
+    error = np.sort(rng.random((layers, head_dim + 1)), axis=1)[:, ::-1]
+    error = error / error[:, :1]
+    error[:, -1] = 0
+    choices = [(0, 0), *((r, z) for r in rank_levels(head_dim) for z in rank_levels(head_dim))]
+    plans = tuple(
+        (128, tuple(choices[i] for i in rng.integers(len(choices), size=layers))) for _ in range(60)
+    )
+    far = np.exp(rng.normal(-3, 0.7, (layers, 1)))
+    empty = Observations(f"m{seed}", rotary, (128,), far, error, error, plans, np.zeros(60))
+    nats = np.asarray(predicted_nats(TRUE, empty.features())) * np.exp(rng.normal(0, 0.1, 60))
+    return replace(empty, nats=nats)
+
+
+def test_the_fit_foretells_plans_of_an_unseen_model(tmp_path):
+    models = [observations(seed, 5 + seed, rotary=seed % 2 == 0) for seed in range(4)]
+    predictor = fit(models)
+    unseen = observations(9, 8, rotary=True)
+    ratio = np.log(np.asarray(predicted_nats(predictor.weights, unseen.features())) / unseen.nats)
+    assert np.abs(ratio).mean() < 0.25
+    assert 1 <= predictor.margin < 2
+    again = Predictor.from_json(predictor.to_json())
+    np.testing.assert_allclose(again.weights.cut, predictor.weights.cut, atol=1e-4)
+    unseen.save(tmp_path / "x.json")
+    np.testing.assert_allclose(Observations.load(tmp_path / "x.json").nats, unseen.nats, atol=1e-6)
+
+
+def test_one_model_is_too_few():
+    with pytest.raises(PlanError, match="two models"):
+        fit([observations(0, 3, rotary=True)])
+
+
+def test_foreign_json_is_refused(tmp_path):
+    with pytest.raises(PlanError, match="not a predictor"):
+        Predictor.from_json('{"weights": {"cut": [1, 2]}}')
+    (tmp_path / "x.json").write_text('{"name": "x"}')
+    with pytest.raises(PlanError, match="no observations"):
+        Observations.load(tmp_path / "x.json")
+
+
+def test_higher_limits_keep_less(folder):
+    book = TrialBook(folder / "model", np.zeros((1, CONTEXT), np.int32))
+    profile = Profile.load(folder / "model" / "calibration" / "profile")
+    plan = lambda limit: Predictor.stored().plan(
+        book.config, book.basis, profile, max_degradation=limit, context=CONTEXT
+    )
+    sizes = [plan(limit).bytes(CONTEXT) for limit in (1e-6, 0.001, 0.01, 0.1, 1.0)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert plan(1e-6).layers == CompressionPlan.full(book.config).layers
+    assert sizes[-1] < sizes[0]
+    with pytest.raises(PlanError, match="max_degradation=0 must be > 0"):
+        plan(0)
+
+
+@settings(deadline=None)
+@given(scale=st.floats(0.05, 20), limit=st.floats(0.005, 0.1))
+def test_checked_plans_hold_the_limit(scale, limit):
+    """However wrong the prediction: proposals keep less the higher the limit, and cost `scale` times it."""
+    plan = lambda asked: CompressionPlan.uniform(
+        LLAMA, qk=16, v=16, window=max(1, round(1e4 / (1 + 1e4 * asked)))
+    )
+    degradation = lambda plan: scale * (1e4 / plan.window - 1) / 1e4
+    found = checked_plan(plan, degradation, max_degradation=limit, context=8192)
+    assert found is not None
+    assert degradation(found) <= limit
+    assert degradation(found) >= 0.3 * limit or found.window <= 2
+
+
+def test_nothing_holds_the_limit():
+    full = CompressionPlan.full(LLAMA)
+    assert checked_plan(lambda _: full, lambda _: 1.0, max_degradation=0.01, context=64) is None
+
+
+def test_load_within_a_limit(folder):
+    with pytest.warns(UserWarning, match="predicted, not measured"):
+        unchecked = load(folder / "model", max_degradation=0.5)
+    assert unchecked.plan.layers
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checked = load(folder / "model", max_degradation=0.5, check_text=folder / "text")
+    full = CompressionPlan.full(checked.config)
+    assert checked.plan.bytes(CONTEXT) < full.bytes(CONTEXT)
+    assert LayerRanks(80, 80) not in checked.plan.layers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"max_degradation": 0.0}, PlanError, "max_degradation=0.0 must be > 0"),
+        ({"max_degradation": -1.0, "check_text": "missing"}, PlanError, "max_degradation=-1.0"),
+        ({"max_degradation": 0.1, "max_score_error": 0.1}, PlanError, "give one of them"),
+        ({"check_text": "x"}, PlanError, "give max_degradation="),
+        ({"max_degradation": 0.1, "check_text": "missing"}, TextError, "missing does not exist"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:max_degradation")
+def test_impossible_limits(folder, arguments, error, message):
+    with pytest.raises(error, match=message):
+        load(folder / "model", **arguments)
+
+
+def test_text_shorter_than_a_window(folder, tmp_path):
+    (tmp_path / "short.txt").write_text("w3 w4 w5")
+    with pytest.raises(TextError):
+        load(folder / "model", max_degradation=0.1, check_text=tmp_path / "short.txt")
+
+
+def test_a_folder_without_profile(folder, tmp_path):
+    convert(folder / "hf", tmp_path / "bare", progress=False)
+    source = Checkpoint.open(folder / "model").calibration_path / "basis"
+    target = Checkpoint.open(tmp_path / "bare").calibration_path
+    target.mkdir(exist_ok=True)
+    (target / "basis").symlink_to(source)
+    with pytest.raises(CalibrationError, match="no profile"):
+        load(tmp_path / "bare", max_degradation=0.1)
+    stolen = Profile.load(source.parent / "profile")
+    replace(stolen, fingerprint="other").save(target / "profile")
+    with pytest.raises(CalibrationError, match="another model"):
+        load(tmp_path / "bare", max_degradation=0.1)
+
+
+def test_the_stored_predictor_names_its_models():
+    predictor = Predictor.stored()
+    assert len(predictor.models) >= 8
+    assert predictor.margin >= 1
+    assert json.loads(predictor.to_json())["models"] == list(predictor.models)

@@ -1,0 +1,199 @@
+"""Plans without a search: perplexity predicted from calibration, by a regression over models (ZDC §5.2).
+
+The paper's regression goes from model and limit to ratios. Ours goes from a layer's calibration (spectra and
+`Profile`) and what it keeps to its share of the degradation, and is turned around by taking the cheapest plan
+predicted to be within the limit: so it serves models of any number of layers and heads, and any limit.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import NamedTuple, Self
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from zdc_jax.axes import Array
+from zdc_jax.basis import Basis
+from zdc_jax.config import ModelConfig
+from zdc_jax.errors import PlanError
+from zdc_jax.layer_costs import LayerCosts, cheapest_path, rank_levels
+from zdc_jax.plan import CompressionPlan
+from zdc_jax.profile import SINKS, Profile
+
+CHECKS = 6
+"""Plans measured at most when a predicted plan is checked on text."""
+
+
+class Weights(NamedTuple):
+    """Of the regression; pairs are a constant and what is added to it for rotary models.
+
+    A layer that is cut off costs exp(cut) · far_write ** far nats a token. One that keeps some coordinates
+    costs, of that, exp(qk) · (relative score error) ** exp(qk_power) for Q/K, and likewise for V. exp(floor)
+    is what the basis itself costs in 16 bits.
+    """
+
+    cut: Float[Array, "2"]
+    far: Float[Array, ""]
+    qk: Float[Array, "2"]
+    qk_power: Float[Array, ""]
+    v: Float[Array, "2"]
+    v_power: Float[Array, ""]
+    floor: Float[Array, "2"]
+
+
+class Features(NamedTuple):
+    """Of layers with plans: far_write, and relative errors of scores and values of far pairs (1: cut off,
+    0: all coordinates kept); rotary 0 or 1. All broadcast against each other."""
+
+    far_write: Array
+    score: Array
+    value: Array
+    rotary: Array
+
+
+def layer_nats(weights: Weights, features: Features) -> Array:
+    """Predicted increase of the mean negative log likelihood that each layer causes, nats a token."""
+    far_write, score, value, rotary = features
+    at = lambda pair: pair[0] + pair[1] * rotary
+    tiny = 1e-6
+    part = lambda error, pair, power: jnp.where(
+        error > 0, jnp.exp(at(pair) + jnp.exp(power) * jnp.log(jnp.maximum(error, tiny))), 0.0
+    )
+    kept = part(score, weights.qk, weights.qk_power) + part(value, weights.v, weights.v_power)
+    whole = jnp.exp(at(weights.cut) + weights.far * jnp.log(jnp.maximum(far_write, tiny)))
+    return whole * jnp.where((score >= 1) & (value >= 1), 1.0, kept)
+
+
+def floor_nats(weights: Weights, rotary: Array) -> Array:
+    """Predicted cost of the basis at full rank, nats a token."""
+    return jnp.exp(weights.floor[0] + weights.floor[1] * rotary)
+
+
+def head_errors(error: np.ndarray) -> np.ndarray:
+    """Relative errors [L, K, H + 1] of a basis by layer: root mean square over heads, [L, H + 1]; 0 at H."""
+    errors = np.sqrt(np.square(error).mean(1))
+    errors[:, -1] = 0
+    return errors
+
+
+@dataclass(frozen=True, eq=False)
+class Predictor:
+    """A fitted regression. `margin` ≥ 1 is the factor by which unchecked predictions are taken too low;
+    `models` names what it learned from."""
+
+    weights: Weights
+    margin: float
+    models: tuple[str, ...]
+
+    @classmethod
+    def stored(cls) -> Self:
+        """The one that ships with the package."""
+        return cls.from_json(_stored_text())
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Inverse of `to_json`; raises `PlanError` where the text is no predictor."""
+        try:
+            value = json.loads(text)
+            weights = Weights(**{name: jnp.array(x) for name, x in value.pop("weights").items()})
+            return cls(weights, value["margin"], tuple(value["models"]))
+        except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
+            raise PlanError(f"not a predictor: {error!r}") from error
+
+    def to_json(self) -> str:
+        """Readable JSON."""
+        weights = {
+            name: np.asarray(x, np.float64).round(4).tolist() for name, x in self.weights._asdict().items()
+        }
+        value = {"models": self.models, "margin": round(self.margin, 4), "weights": weights}
+        return json.dumps(value, indent=1) + "\n"
+
+    def layer_costs(self, basis: Basis, profile: Profile, window: int, *, rotary: bool) -> LayerCosts:
+        """Predicted costs of single layers at the index `window` of the profile's windows."""
+        ranks = rank_levels(basis.k_map.shape[-1])
+        errors = [head_errors(error)[:, list(ranks)] for error in (basis.qk_error, basis.vo_error)]
+        far = profile.far_write[:, window, None]
+        none, one = np.zeros_like(errors[0]), np.ones_like(far)
+
+        def nats(score: np.ndarray, value: np.ndarray) -> np.ndarray:
+            features = Features(*map(jnp.asarray, (far, score, value, float(rotary))))
+            return np.asarray(layer_nats(self.weights, features), np.float64)
+
+        return LayerCosts(
+            ranks, nats(errors[0], none), nats(none, errors[1]), nats(one, one)[:, 0]
+        ).monotone()
+
+    def paths(
+        self, config: ModelConfig, basis: Basis, profile: Profile
+    ) -> list[list[tuple[CompressionPlan, float]]]:
+        """For each window, plans from all coordinates to none outside it, with predicted nats a token."""
+        rotary, full = config.rope is not None, CompressionPlan.full(config).for_model(basis.fingerprint)
+        floor = float(floor_nats(self.weights, jnp.array(float(rotary))))
+        found = []
+        for index, window in enumerate(profile.windows.tolist()):
+            costs = self.layer_costs(basis, profile, index, rotary=rotary)
+            nats = lambda ranks, costs=costs: floor + sum(costs.of(i, kept) for i, kept in enumerate(ranks))
+            plan = replace(full, window=window, sinks=SINKS)
+            path = [(replace(plan, layers=ranks), nats(ranks)) for ranks in cheapest_path(costs)]
+            found.append(path)
+        return found
+
+    def plan(
+        self, config: ModelConfig, basis: Basis, profile: Profile, *, max_degradation: float, context: int
+    ) -> CompressionPlan:
+        """The plan of fewest bytes at `context` tokens predicted to raise perplexity by no more.
+
+        All coordinates are kept where nothing less is predicted to hold the limit.
+
+        Raises:
+          PlanError: a limit of 0 or below.
+        """
+        if not max_degradation > 0:
+            raise PlanError(f"max_degradation={max_degradation} must be > 0 (0.02 means 2 %)")
+        full, allowed = CompressionPlan.full(config).for_model(basis.fingerprint), np.log1p(max_degradation)
+        plans = (pair for path in self.paths(config, basis, profile) for pair in path)
+        held = [plan for plan, nats in plans if nats <= allowed]
+        return min([full, *held], key=lambda plan: plan.bytes(context))
+
+
+@cache
+def _stored_text() -> str:
+    return (resources.files("zdc_jax") / "predictor.json").read_text()
+
+
+def checked_plan(
+    propose: Callable[[float], CompressionPlan],
+    measure: Callable[[CompressionPlan], float],
+    *,
+    max_degradation: float,
+    context: int,
+) -> CompressionPlan | None:
+    """The smallest of a few proposed plans whose measured degradation holds the limit; None where none does.
+
+    Args:
+      propose: the predicted plan for a limit. It is asked for lower limits while plans break
+        `max_degradation`, for higher ones while they hold it, and then for limits in between.
+      measure: the relative increase of perplexity of a plan.
+      context: tokens at which bytes count.
+    """
+    asked, holds, breaks = max_degradation, 0.0, np.inf
+    best: CompressionPlan | None = None
+    seen: dict[CompressionPlan, float] = {}
+    for _ in range(CHECKS):
+        plan = propose(asked)
+        increase = seen[plan] if plan in seen else seen.setdefault(plan, measure(plan))
+        if increase <= max_degradation:
+            holds = asked
+            best = plan if best is None else min(best, plan, key=lambda plan: plan.bytes(context))
+        else:
+            breaks = asked
+        ratio = max_degradation / max(increase, max_degradation / 10)
+        if holds and np.isfinite(breaks):
+            asked = float(np.sqrt(holds * breaks))
+        else:
+            asked *= float(np.clip(ratio, 1.2, 4) if holds else np.clip(0.9 * ratio, 0.05, 0.9))
+    return best
