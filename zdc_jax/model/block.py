@@ -39,12 +39,21 @@ class Block(nnx.Module):
         project: Project | None = None,
         reduce: Reduce = whole,
     ) -> Float[Array, "B T D"]:
-        project = project or partial(self.attention.project, implementation=implementation)
         with jax.named_scope("attention"):
-            hidden = self.attention_norm(x) if self.pre_norm else x
-            q, k, v = project(hidden, positions)
+            q, k, v = self.projected(x, positions, implementation, project)
             x = x + self.attention.output(attend(q, k, v), reduce)
             x = x if self.pre_norm else self.attention_norm(x)
         with jax.named_scope("mlp"):
             x = x + self.mlp(self.mlp_norm(x) if self.pre_norm else x, reduce)
             return x if self.pre_norm else self.mlp_norm(x)
+
+    def projected(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        implementation: Implementation | None = None,
+        project: Project | None = None,
+    ) -> tuple[Array, Any, Any]:
+        """q, k, v as `Attend` takes them."""
+        project = project or partial(self.attention.project, implementation=implementation)
+        return project(self.attention_norm(x) if self.pre_norm else x, positions)

@@ -11,6 +11,7 @@ from zdc_jax.config import ModelConfig
 from zdc_jax.parallel.attention import Method
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.near import halo_rows
+from zdc_jax.parallel.partition import Partition, cache_slots
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 _LSE_BYTES = 4
@@ -95,6 +96,21 @@ def cache_bytes(
     heads = config.num_kv_heads * kv_copies(config.num_kv_heads, degree)
     trailing = sum(2 * plan.head_dim - ranks.qk - ranks.v for ranks in plan.layers)
     return batch * heads * plan.ring_slots(capacity) * trailing * itemsize * (degree - 1) // degree
+
+
+def handed_bytes(
+    plan: CompressionPlan, partition: Partition, *, capacity: int, batch: int = 1, itemsize: int = 2
+) -> tuple[int, ...]:
+    """Bytes of KV cache that each device hands on to the next with KV-Runahead; none from the last.
+
+    K (S (R + Z) + M (2H - R - Z)) a layer and row, with S slots of each device's cache (`cache_slots`) and M
+    of the ring: a dense plan's sum is Eq. 6 of the paper. The hidden state of each row's last token comes on
+    top, once a prompt.
+    """
+    ring, whole = plan.ring_slots(capacity), 2 * plan.head_dim * len(plan.layers)
+    kept = sum(ranks.qk + ranks.v for ranks in plan.layers)
+    caches = (slots * kept + ring * (whole - kept) for slots in cache_slots(partition, plan, capacity)[:-1])
+    return (*(batch * plan.num_kv_heads * itemsize * cache for cache in caches), 0)
 
 
 _COLLECTIVE = re.compile(
