@@ -10,9 +10,6 @@ import numpy as np
 from zdc_jax.errors import MeshError
 from zdc_jax.plan import CompressionPlan
 
-_COPIED_ROWS = 8
-"""Kernels read caches in eights of tokens."""
-
 
 @dataclass(frozen=True)
 class Partition:
@@ -91,4 +88,9 @@ def cache_slots(partition: Partition, plan: CompressionPlan, capacity: int) -> t
     Of the others as few as hold their tokens (and the sinks, which are read together): all slots travel.
     """
     least = (max(end, plan.sinks) for end in partition.ends[:-1])
-    return (*(min(-(-count // _COPIED_ROWS) * _COPIED_ROWS, capacity) for count in least), capacity)
+    return (*(min(in_eights(count), capacity) for count in least), capacity)
+
+
+def in_eights(tokens: int) -> int:
+    """Slots for so many tokens in a cache that kernels can read."""
+    return -(-tokens // 8) * 8

@@ -15,6 +15,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Self
 
@@ -25,8 +26,9 @@ from jaxtyping import Int
 from scipy.optimize import nnls
 
 from zdc_jax.axes import Array
+from zdc_jax.model.transformer import Embeddings
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.parallel.partition import Partition
+from zdc_jax.parallel.partition import Partition, in_eights
 from zdc_jax.parallel.runahead import RunaheadTransformer
 
 
@@ -98,8 +100,8 @@ def searched(length: int, devices: int, cost: PieceCost, *, layers: int, link: L
 
     If no device or link may be busy for longer than some bound, the last device has least to do when all
     others take as much as the bound allows. So partitions are a matter of one number, and the hierarchical
-    grid search (§4.2, Fig. 6) is one of a line. Exact but for the sum of hand-overs, of which a bound may
-    leave a choice (ours).
+    grid search (§4.2, Fig. 6) is one on a line (ours). Of what a bound leaves free, when hand-overs and the
+    last device's layer end, it sees only these partitions: a share of 1 / layers of the time.
 
     Raises:
       MeshError: fewer tokens than devices, or no device.
@@ -152,20 +154,23 @@ def measured(
     Raises:
       what `RunaheadTransformer.prefill` does.
     """
-    unembed = jax.jit(model.networks[-1].embeddings.unembed)
+    embeddings = model.networks[-1].embeddings
 
     def once(partition: Partition) -> float:
         began = time.perf_counter()
         prompts = tokens[:, : partition.length]
         end = jnp.full(len(tokens), partition.length, jnp.int32)
-        capacity = -(-partition.length // 8) * 8
-        last, _ = model.prefill(
-            prompts, end, partition=partition, capacity=capacity, implementation=implementation
-        )
-        jax.block_until_ready(unembed(last))
+        prefill = partial(model.prefill, partition=partition, implementation=implementation)
+        last, _ = prefill(prompts, end, capacity=in_eights(partition.length))
+        jax.block_until_ready(_logits(embeddings, last))
         return time.perf_counter() - began
 
     return {each: median([once(each) for _ in range(repeats + 1)][1:]) for each in partitions}
+
+
+@jax.jit
+def _logits(embeddings: Embeddings, last: Array) -> Array:
+    return embeddings.unembed(last)
 
 
 def link_bandwidth(source: jax.Device, target: jax.Device, *, size: int = 2**28, repeats: int = 5) -> float:

@@ -25,7 +25,7 @@ from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation, cached_attention
 from zdc_jax.parallel.partition import Partition, cache_slots
 from zdc_jax.parallel.prompt_cache import Slots
-from zdc_jax.plan import LayerRanks
+from zdc_jax.plan import CompressionPlan, LayerRanks
 
 
 class RunaheadTransformer:
@@ -75,10 +75,12 @@ class RunaheadTransformer:
         slots, layers = Slots.of(self.plan, capacity), list[LayerCache]()
         near, ahead = (slots.sinks, slots.window), 2 * len(self.devices)
         pieces = self._pieces(tokens, end, partition, capacity)
+        empty = {ranks: _empty(self.plan, ranks, batch, slots.ring, dtype) for ranks in self.plan.layers}
         for index, ranks in enumerate(self.plan.layers):
-            if index >= ahead:  # Caches that a device receives take its memory from when it is told of them.
+            if index >= ahead:
+                # What a device will receive takes its memory as soon as it is asked for: not all layers at once.
                 jax.block_until_ready(layers[index - ahead])
-            cache = _empty(self.plan.num_kv_heads, self.plan.head_dim, ranks, batch, slots.ring, dtype)
+            cache = empty[ranks]
             for piece in pieces:
                 cache = piece.run(index, jax.device_put(cache, piece.device), near, implementation)
             layers.append(cache)
@@ -138,12 +140,10 @@ class _Piece:
         return longer
 
 
-def _empty(
-    num_kv_heads: int, head_dim: int, ranks: LayerRanks, batch: int, ring: int, dtype: jnp.dtype
-) -> LayerCache:
+def _empty(plan: CompressionPlan, ranks: LayerRanks, batch: int, ring: int, dtype: jnp.dtype) -> LayerCache:
     """What the first device begins with: no tokens, and no room for any."""
-    rows = lambda slots, width: jnp.zeros((batch, num_kv_heads, slots, width), dtype)
-    rings = rows(ring, head_dim - ranks.qk), rows(ring, head_dim - ranks.v)
+    rows = lambda slots, width: jnp.zeros((batch, plan.num_kv_heads, slots, width), dtype)
+    rings = rows(ring, plan.head_dim - ranks.qk), rows(ring, plan.head_dim - ranks.v)
     return LayerCache(rows(0, ranks.qk), rows(0, ranks.v), *rings)
 
 

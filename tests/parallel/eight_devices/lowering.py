@@ -10,11 +10,13 @@ from conftest import LLAMA
 from jax.sharding import PartitionSpec as P
 
 import zdc_jax.ops.attention as ops
+from zdc_jax.cache import LayerCache
 from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops import rotation
 from zdc_jax.parallel.attention import METHODS, sharded_attention
 from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.parallel.runahead import _attended
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
@@ -62,6 +64,28 @@ def test_prompt_and_decoded_token_lower_on_kernels(monkeypatch, plan):
     )
     assert "zdc_prefill" in text
     assert "zdc_decode" in text
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_piece_on_a_cache_that_was_handed_on_lowers_on_kernels(monkeypatch, plan):
+    """250 tokens after 252, whose cache came with room for 256."""
+    monkeypatch.setattr(ops, "_pallas_refusal", lambda *args: None)
+    block, [ranks] = network(PLANS[plan]).layers[0], PLANS[plan].layers
+    array = lambda *dims: jax.ShapeDtypeStruct((1, *dims), jnp.bfloat16)
+    ring, K, H = PLANS[plan].ring_slots(512), CONFIG.num_kv_heads, CONFIG.head_dim
+    held = LayerCache(
+        array(K, 256, ranks.qk),
+        array(K, 256, ranks.v),
+        array(K, ring, H - ranks.qk),
+        array(K, ring, H - ranks.v),
+    )
+    qkv = array(250, CONFIG.num_heads, H), array(250, K, H), array(250, K, H)
+    integers = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
+    positions, end, near = integers(1, 250), integers(1), (PLANS[plan].sinks, PLANS[plan].window)
+    traced = _attended.trace(
+        block, array(250, CONFIG.embed_dim), qkv, held, positions, end, near, 512, "pallas"
+    )
+    assert "zdc_prefill" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("method", ["ulysses", "all_gather"])

@@ -31,12 +31,10 @@ PLANS = {
     "window of several pieces": ((MIXED, FULL), {"window": 37, "sinks": 20}),
 }
 CASES = [
-    ("llama", "GQA", "full", (30, 18, 13)),
     ("llama", "GQA", "full", (1, 60)),
     ("llama", "GQA", "truncated", (30, 18, 13)),
     ("llama", "GQA", "window", (24, 37)),
     ("llama", "GQA", "window of several pieces", (3, 1, 40, 17)),
-    ("opt", "MHA", "truncated", (24, 37)),
     ("opt", "MHA", "window", (24, 37)),
 ]
 LENGTHS, CAPACITY, STEPS = np.array([61, 20]), 96, 2
@@ -71,9 +69,10 @@ def one_device(name, heads, plan):
     model, basis = tiny(name, heads)
     layers, near = PLANS[plan]
     compression = CompressionPlan(layers, model.config.num_kv_heads, 32, **near)
-    network = model.model(compression, basis).network
-    tokens = model.tokens(2, CAPACITY)
     empty = KVCache.create(compression, batch=2, capacity=CAPACITY, dtype=jnp.float32)
+    # On the device where pieces end, so that decoding is compiled once.
+    network, empty = jax.device_put((model.model(compression, basis).network, empty), jax.devices()[-1])
+    tokens = model.tokens(2, CAPACITY)
     hidden, held = network.extend(empty, jnp.asarray(tokens[:, :61]), jnp.asarray(LENGTHS))
     return network, tokens, replay(network, tokens, hidden[np.arange(2), LENGTHS - 1], held)
 
