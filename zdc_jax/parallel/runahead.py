@@ -78,7 +78,7 @@ class RunaheadTransformer:
         empty = {ranks: _empty(self.plan, ranks, batch, slots.ring, dtype) for ranks in self.plan.layers}
         for index, ranks in enumerate(self.plan.layers):
             if index >= ahead:
-                # What a device will receive takes its memory as soon as it is asked for: not all layers at once.
+                # What a device will receive takes memory once it is asked for: so not all layers at once.
                 jax.block_until_ready(layers[index - ahead])
             cache = empty[ranks]
             for piece in pieces:
