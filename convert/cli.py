@@ -278,8 +278,8 @@ class Generate:
         if self.stream and len(prompts) != 1:
             raise PromptError(f"--stream takes one prompt, got {len(prompts)}")
         mesh = None if self.mesh is None else MeshConfig.parse(self.mesh)
-        model = load(self.path, self.flags.build(self.path), dtype=self.dtype)
-        arguments: dict[str, Any] = {"sampling": sampling, "stop": self.stop, "mesh": mesh}
+        model = load(self.path, self.flags.build(self.path), dtype=self.dtype, mesh=mesh)
+        arguments: dict[str, Any] = {"sampling": sampling, "stop": self.stop}
         if self.stream:
             for delta in stream(model, prompts, self.max_new_tokens, **arguments):
                 print(delta.text, end="", flush=True)
