@@ -133,7 +133,7 @@ class ShardedTransformer(nnx.Module):
         for block, ranks in zip(self.prompt_layers, self.plan.layers, strict=True):
             x, layer = _prompt_layer(block, x, end, ranks, near, slots, self.mesh, implementation)
             layers.append(layer)
-        return _last_token(x, end, self.mesh), KVCache(tuple(layers), end, slots.sinks, slots.window)
+        return last_token(x, end, self.mesh), KVCache(tuple(layers), end, slots.sinks, slots.window)
 
     def extend(
         self,
@@ -259,8 +259,8 @@ def _prompt_layer(
 
 
 @partial(jax.jit, static_argnames="mesh")
-def _last_token(x: Array, end: Array, mesh: Mesh) -> Array:
-    """Of each row of `end` tokens [B, D], from the device that holds it."""
+def last_token(x: Float[Array, "B T D"], end: Int[Array, " B"], mesh: Mesh) -> Float[Array, "B D"]:
+    """Hidden states of the last of `end` tokens of each row, from the device that holds it."""
 
     def local(x: Array, end: Array) -> Array:
         here = _positions(x) == end[:, None] - 1
