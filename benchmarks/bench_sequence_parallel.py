@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from benchmarks.bench_calibration import LLAMA_2_13B
 from benchmarks.bench_generate import LLAMA_2_7B
@@ -41,7 +41,7 @@ from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.attention import Method
-from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.parallel.mesh import MeshConfig, whole_on
 from zdc_jax.parallel.traffic import hlo_bytes, prefill_bytes
 from zdc_jax.parallel.transformer import ShardedTransformer, last_token
 from zdc_jax.plan import CompressionPlan
@@ -115,7 +115,7 @@ class Model:
 
     def __init__(self, config: ModelConfig, mesh: Mesh):
         self.config, self.mesh = config, mesh
-        everywhere = NamedSharding(mesh, PartitionSpec())
+        everywhere = whole_on(mesh)
         layer = jax.jit(self._layer, out_shardings=everywhere)
         ends = jax.jit(
             lambda key: random_tree(embedding_shapes(config), config, key), out_shardings=everywhere

@@ -5,12 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from zdc_jax.axes import Array
 from zdc_jax.model.block import Block
 from zdc_jax.parallel.exchange import kv_copies
-from zdc_jax.parallel.mesh import degree, spec
+from zdc_jax.parallel.mesh import degree, spec, whole_on
 
 _AXES = {
     "q": "D N H",
@@ -59,7 +59,7 @@ def placed(block: Block, mesh: Mesh, among: tuple[str, ...]) -> Block:
 
 def replicated(tree: Any, mesh: Mesh) -> Any:
     """Every array of a tree, numpy's or on devices, on every device."""
-    return jax.tree.map(lambda x: _put(x, NamedSharding(mesh, PartitionSpec())), tree)
+    return jax.tree.map(lambda x: _put(x, whole_on(mesh)), tree)
 
 
 def _put(x: Array | np.ndarray, sharding: NamedSharding) -> Array:

@@ -2,16 +2,13 @@
 
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
-from conftest import LLAMA
+from conftest import LLAMA, TinyModel
 
 from zdc_jax import load
-from zdc_jax.checkpoint import CheckpointWriter
 from zdc_jax.errors import MeshError
 from zdc_jax.evaluate import window_nll
-from zdc_jax.model.params import random_params
 from zdc_jax.parallel.mesh import MeshConfig
 
 CONFIG = replace(LLAMA, num_layers=2, num_heads=8, num_kv_heads=2)
@@ -19,13 +16,8 @@ CONFIG = replace(LLAMA, num_layers=2, num_heads=8, num_kv_heads=2)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    params = random_params(CONFIG, jax.random.key(0))
     output = tmp_path_factory.mktemp("loading") / "model"
-    with CheckpointWriter(output) as writer:
-        writer.write_embeddings(params["embeddings"])
-        for index, layer in enumerate(params["layers"]):
-            writer.write_layer(index, layer)
-        writer.finish(CONFIG, {})
+    TinyModel(CONFIG).write(output)
     return output
 
 
