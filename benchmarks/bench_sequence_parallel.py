@@ -12,6 +12,12 @@ Bytes that leave a device are counted in the compiled program of one layer, besi
 check runs two layers on a short prompt in the same dtype and in float32: `error` of the row and `own_error`
 of one device with the same plan are against float32, relative to the largest logit. Rows are merged by name
 into the JSON file, which is written anew after each figure; a figure that fails becomes its error.
+
+Over sockets, as between hosts, one process a GPU, each with its own CUDA_VISIBLE_DEVICES and `--process-id`:
+
+    NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_IB_DISABLE=1 CUDA_VISIBLE_DEVICES=0 \\
+        python -m benchmarks.bench_sequence_parallel \\
+        --coordinator 127.0.0.1:5555 --num-processes 4 --process-id 0
 """
 
 import json
@@ -42,6 +48,7 @@ from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.attention import Method
 from zdc_jax.parallel.mesh import MeshConfig, whole_on
+from zdc_jax.parallel.processes import initialize
 from zdc_jax.parallel.traffic import hlo_bytes, prefill_bytes
 from zdc_jax.parallel.transformer import ShardedTransformer, last_token
 from zdc_jax.plan import CompressionPlan
@@ -94,7 +101,8 @@ RowName = Literal[*ROWS]
 @dataclass(frozen=True)
 class Options:
     """`lengths` T in tokens; `far` ranks R and Z; `layers` shortens the model for a trial; `check` tokens of
-    the numerics check; `link_bytes` on each device for the link's rate."""
+    the numerics check; `link_bytes` on each device for the link's rate; `traces` folder for a profile of each
+    row's first token; the last three as `zdc_jax.initialize` takes them."""
 
     mesh: str = "sequence=4"
     shape: ShapeName = "llama-2-7b"
@@ -108,6 +116,10 @@ class Options:
     check: int = 2048
     link_bytes: int = 2**28
     results: Path = RESULTS
+    traces: Path | None = None
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
 
 
 class Model:
@@ -165,6 +177,8 @@ class Bench:
         self.config = replace(config, num_layers=options.layers or config.num_layers)
         self.mesh, self.degree = sizes.create(), sizes.sequence
         self.name = f"sequence-parallel-{options.shape}-{self.degree}"
+        if jax.process_count() > 1:
+            self.name += f"-{jax.process_count()}-processes"
         path = options.results / f"{self.name}.json"
         self.results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
         self.failed = False
@@ -177,15 +191,20 @@ class Bench:
             into[key] = figure()
         except Exception as error:  # XLA's and the kernels' own types; other figures can still be had.
             into[key], self.failed = {"error": f"{type(error).__name__}: {error}"[:500]}, True
+        if jax.process_index():
+            return
         shown = into[key]
         if isinstance(shown, list):
             shown = f"{1e3 * float(np.median(shown)):.3f} ms"
         print(f"{into.get('row', ''):18} {into.get('length', ''):>7} {key:18} {shown}", flush=True)
-        settings = {
-            key: value for key, value in asdict(self.options).items() if key not in ("results", "rows")
-        }
-        settings["xla_flags"] = os.environ.get("XLA_FLAGS", "")
-        write_result(self.name, settings, self.results, self.options.results)
+        write_result(self.name, self.settings(), self.results, self.options.results)
+
+    def settings(self) -> dict[str, Any]:
+        """What the results depend on."""
+        apart = ("results", "rows", "lengths", "traces", "coordinator", "num_processes", "process_id")
+        settings = {key: value for key, value in asdict(self.options).items() if key not in apart}
+        variables = {key: value for key, value in os.environ.items() if key.startswith(("XLA_", "NCCL_"))}
+        return {**settings, "processes": jax.process_count(), "environment": variables}
 
     def plan(self, row: Row, layers: int | None = None) -> CompressionPlan:
         """The row's plan for the first layers."""
@@ -216,7 +235,11 @@ class Bench:
         network = self.network(row, self.plan(row))
         tokens, implementation = self.tokens(length), self.implementation(row)
         run = lambda: logits(network, tokens, row.method, implementation)
-        return seconds_each(run, rounds=self.options.repeats, steps=1)
+        times = seconds_each(run, rounds=self.options.repeats, steps=1)
+        if self.options.traces is not None:
+            with jax.profiler.trace(self.options.traces / f"{row.method}-{row.near}-{length}"):
+                jax.block_until_ready(run())
+        return times
 
     def measure_parts(self, method: Method, row: Row, length: int, out: dict[str, Any]) -> None:
         """Seconds of each part of a layer's attention, and what they and the first token's time say."""
@@ -293,6 +316,9 @@ def _unembed(embeddings: Embeddings, hidden: Array) -> Array:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures the rows; 1 where a figure could not be had."""
     options = tyro.cli(Options, args=arguments, description=__doc__)
+    processes = (options.coordinator, options.num_processes, options.process_id)
+    if processes != (None, None, None):
+        initialize(*processes)
     bench = Bench(options)
     for length in options.lengths:
         for name in options.rows:

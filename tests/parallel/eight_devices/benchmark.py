@@ -12,11 +12,13 @@ OPTIONS = (
 def test_rows(tmp_path):
     arguments = [*OPTIONS.split(), "--results", str(tmp_path)]
     assert main([*arguments, "--rows", "plan"]) == 0
-    assert main([*arguments, "--rows", "one_device", "ring"]) == 0  # into the same file
+    traces = tmp_path / "traces"
+    assert main([*arguments, "--rows", "one_device", "--traces", str(traces)]) == 0  # into the same file
+    assert list(traces.rglob("*.xplane.pb"))
     written = json.loads((tmp_path / "sequence-parallel-tiny-4.json").read_text())
     results = written["results"]
     assert written["config"]["mesh"] == "sequence=4"
-    assert results.keys() == {"link_rate", "plan 61", "one_device 61", "ring 61"}
+    assert results.keys() == {"link_rate", "plan 61", "one_device 61"}
     for name, out in results.items():
         if name == "link_rate":
             continue
