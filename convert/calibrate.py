@@ -108,6 +108,7 @@ def calibrate(
         windows, topics = calibration_windows(checkpoint, texts, context, options)
         began = time.perf_counter()
         network = load(path, dtype=dtype).network
+        assert isinstance(network, Transformer)  # It was not loaded onto a mesh.
         if options.reduction == "kmeans":
             moments = kmeans_moments(
                 network,

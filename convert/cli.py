@@ -25,12 +25,13 @@ from convert.search import Mode, Objective, Search, SearchOptions, describe
 from convert.trials import Trial, TrialBook
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
-from zdc_jax.errors import PlanError, PromptError, TextError, ZDCError
+from zdc_jax.errors import MeshError, PlanError, PromptError, TextError, ZDCError
 from zdc_jax.evaluate import compare, window_nll
 from zdc_jax.generate.api import generate, stream
 from zdc_jax.generate.sampling import Sampling
 from zdc_jax.loading import load, predicted_plan, stored_basis
 from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.parallel.processes import initialize
 from zdc_jax.plan import CompressionPlan
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -245,6 +246,31 @@ class Plan:
 
 
 @dataclass
+class ProcessFlags:
+    """This process as one of several that share a mesh."""
+
+    distributed: bool = False
+    """Join the other processes of this Slurm, Open MPI or Kubernetes job, on one mesh."""
+    coordinator: str | None = None
+    """HOST:PORT of process 0, to join others without detection."""
+    num_processes: int | None = None
+    """How many there are."""
+    process_id: int | None = None
+    """Which this is, from 0."""
+    join_timeout: float = 300.0
+    """Seconds to wait for the others."""
+
+    def join(self, mesh: str | None) -> None:
+        """Meets the other processes, if these flags ask for it."""
+        given = (self.coordinator, self.num_processes, self.process_id)
+        if not self.distributed and given == (None, None, None):
+            return
+        if mesh is None:
+            raise MeshError("several processes share a mesh; give --mesh with all their devices")
+        initialize(*given, timeout=self.join_timeout)
+
+
+@dataclass
 class Generate:
     """Continue prompts."""
 
@@ -269,6 +295,7 @@ class Generate:
     """Print text as it comes (one prompt only)."""
     mesh: str | None = None
     """Devices to use, such as data=1,sequence=4,model=2; default one."""
+    processes: Annotated[ProcessFlags, tyro.conf.arg(name="")] = field(default_factory=ProcessFlags)
     dtype: Dtype | None = None
     """Dtype to run in; default that of the stored weights."""
 
@@ -278,14 +305,18 @@ class Generate:
         if self.stream and len(prompts) != 1:
             raise PromptError(f"--stream takes one prompt, got {len(prompts)}")
         mesh = None if self.mesh is None else MeshConfig.parse(self.mesh)
-        model = load(self.path, self.flags.build(self.path), dtype=self.dtype)
-        arguments: dict[str, Any] = {"sampling": sampling, "stop": self.stop, "mesh": mesh}
+        self.processes.join(self.mesh)
+        is_first = jax.process_index() == 0  # Others compute the same and say nothing.
+        model = load(self.path, self.flags.build(self.path), dtype=self.dtype, mesh=mesh)
+        arguments: dict[str, Any] = {"sampling": sampling, "stop": self.stop}
         if self.stream:
             for delta in stream(model, prompts, self.max_new_tokens, **arguments):
-                print(delta.text, end="", flush=True)
-            print()
+                print(delta.text if is_first else "", end="", flush=True)
+            print(end="\n" if is_first else "")
             return
         result = generate(model, prompts, self.max_new_tokens, **arguments)
+        if not is_first:
+            return
         for prompt, completion in zip(prompts, result.completions, strict=True):
             console.out(prompt, style="dim", end="", highlight=False)
             print(completion.text)

@@ -36,7 +36,10 @@ HELDOUT_WINDOWS = 10
 NEW_TOKENS = 48
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, seed=1)
 PROMPT = "def moving_average(values, window):\n"
-DTYPE = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def _dtype() -> str:
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def demo(output: Path, console: Console) -> None:
@@ -48,7 +51,7 @@ def demo(output: Path, console: Console) -> None:
     heldout_text = _collect_sources(HELDOUT_PACKAGES, output / "text" / "heldout")
     console.print(f"converted {checkpoint.config.num_layers} layers; calibrating")
     options = CalibrationOptions(tokens=CALIBRATION_TOKENS, context=CONTEXT)
-    basis = calibrate(model_path, [calibration_text], options, dtype=DTYPE)
+    basis = calibrate(model_path, [calibration_text], options, dtype=_dtype())
     heldout = CalibrationOptions(tokens=HELDOUT_WINDOWS * CONTEXT, context=CONTEXT)
     windows, _ = calibration_windows(checkpoint, [heldout_text], CONTEXT, heldout)
 
@@ -61,7 +64,7 @@ def demo(output: Path, console: Console) -> None:
     }
     rows: list[dict[str, Any]] = []
     for name, plan in plans.items():
-        model = load(model_path, plan, dtype=DTYPE)
+        model = load(model_path, plan, dtype=_dtype())
         if plan is None:
             dense_nll = window_nll(model.network, windows)
         result, rate = _timed_generation(model)
@@ -128,7 +131,7 @@ def _print(console: Console, rows: list[dict[str, Any]]) -> None:
     for row in rows[:: len(rows) - 1]:
         console.print(f"[bold]{row['plan']}[/bold]")
         console.print(row["text"], markup=False, highlight=False, style="dim")
-    title = f"{DTYPE}, contexts of {CONTEXT} tokens, window of 128 and 4 sinks at full rank"
+    title = f"{_dtype()}, contexts of {CONTEXT} tokens, window of 128 and 4 sinks at full rank"
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title)
     table.add_column("plan", no_wrap=True)
     for column in ("KV B/token", "of dense", "ppl", "increase", "95 % interval", "tok/s"):

@@ -16,6 +16,7 @@ from zdc_jax.errors import PlanError
 from zdc_jax.evaluate import bootstrap_interval, window_nll
 from zdc_jax.loading import cast, load, prepared_layers, stored_basis, stored_profile
 from zdc_jax.model.transformer import Transformer
+from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.profile import Profile
 
@@ -91,7 +92,7 @@ class TrialBook:
             self._write(name)
         return self.seen[name]
 
-    def _network(self, plan: CompressionPlan | None) -> Transformer:
+    def _network(self, plan: CompressionPlan | None) -> Transformer | ShardedTransformer:
         if plan is None:
             return load(self.checkpoint.path, dtype=self.dtype.name).network
         plan.check_model(self.config, self.checkpoint.fingerprint)

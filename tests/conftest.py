@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hf_variants import write_tokenizer
 
 from convert.basis import make_basis
 from convert.calibrate import collect_moments
 from zdc_jax.basis import Basis
+from zdc_jax.checkpoint import CheckpointWriter
 from zdc_jax.config import ModelConfig, RopeConfig
 from zdc_jax.loading import LanguageModel, prepared_layers
 from zdc_jax.model.params import random_params
@@ -84,6 +86,15 @@ class TinyModel:
     def tokens(self, batch: int, length: int, seed: int = 0) -> np.ndarray:
         rng = np.random.default_rng(seed)
         return rng.integers(3, self.config.vocab_size, (batch, length), dtype=np.int32)
+
+    def write(self, output: Path) -> None:
+        """Its converted folder, with a tokenizer of words `w0`, `w1`, …"""
+        with CheckpointWriter(output) as writer:
+            writer.write_embeddings(self.embeddings)
+            for index, layer in enumerate(self.layers):
+                writer.write_layer(index, layer)
+            write_tokenizer(writer.partial, self.config.vocab_size)
+            writer.finish(self.config, {})
 
     def basis(self, **options: Any) -> Basis:
         moments = collect_moments(self.dense, self.tokens(4, 64, seed=1), fingerprint="tiny")

@@ -18,5 +18,6 @@ from zdc_jax.generate.sampling import Sampling as Sampling
 from zdc_jax.loading import LanguageModel as LanguageModel
 from zdc_jax.loading import load as load
 from zdc_jax.parallel.mesh import MeshConfig as MeshConfig
+from zdc_jax.parallel.processes import initialize as initialize
 from zdc_jax.plan import CompressionPlan as CompressionPlan
 from zdc_jax.plan import LayerRanks as LayerRanks

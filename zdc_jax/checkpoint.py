@@ -120,8 +120,7 @@ class Checkpoint:
 
     def _read(self, item: str, shapes: dict[str, Any]) -> dict[str, Any]:
         try:
-            with closing(ocp.StandardCheckpointer()) as orbax:
-                tree = orbax.restore((self.path / item).resolve())
+            tree = _restored((self.path / item).resolve())
         except Exception as error:
             # Orbax raises many kinds for a damaged item; all mean the same here.
             raise CheckpointError(f"{self.path}: item {item} cannot be read: {error}") from error
@@ -132,7 +131,20 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path}: item {item} holds {sorted(wrong)}, expected {self.config.dtype}"
             )
-        return jax.tree.map(np.asarray, tree)
+        return tree
+
+
+def _restored(path: Path) -> Any:
+    """Numpy arrays of one item, by this process alone: several need not read in step, nor on one topology."""
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}"
+    )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    with closing(ocp.Checkpointer(handler, multiprocessing_options=alone)) as orbax:
+        stored = orbax.metadata(path).item_metadata.tree
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), stored)
+        return orbax.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
 
 
 class CheckpointWriter:

@@ -35,3 +35,7 @@ class CacheMemoryError(ZDCError, MemoryError):
 
 class MeshError(ZDCError, ValueError):
     """A device mesh is impossible here, or does not fit the model, the batch or the prompt."""
+
+
+class ProcessError(ZDCError, RuntimeError):
+    """Processes that should share a mesh did not meet; the message names those that are missing."""

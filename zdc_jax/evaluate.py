@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.model.transformer import Embeddings, Transformer
+from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
 
 _POSITIONS_PER_BLOCK = 512
@@ -41,11 +42,12 @@ class PerplexityReport:
 
 @jax.jit
 def _summed_nll(
-    embeddings: Embeddings, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"]
+    embeddings: Embeddings, hidden: Float[Array, "B T' D"], tokens: Int[Array, "B T"]
 ) -> Float[Array, " B"]:
     """Sum over positions of the negative log likelihood of the next token, float32 [B]."""
-    hidden, targets = hidden[:, :-1], tokens[:, 1:]
+    targets = tokens[:, 1:]
     length = targets.shape[1]
+    hidden = hidden[:, :length]  # without the padding of tokens on a mesh
     blocks = -(-length // _POSITIONS_PER_BLOCK)
     pad = blocks * _POSITIONS_PER_BLOCK - length
     hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0)))
@@ -63,7 +65,7 @@ def _summed_nll(
 
 
 def window_nll(
-    network: Transformer, windows: Int[np.ndarray, "W T"], *, batch: int = 1
+    network: Transformer | ShardedTransformer, windows: Int[np.ndarray, "W T"], *, batch: int = 1
 ) -> Float[np.ndarray, " W"]:
     """Mean negative log likelihood (nats a token) of each window, float64 [W].
 
@@ -80,7 +82,7 @@ def window_nll(
 
 
 def compare(
-    network: Transformer, dense_nll: np.ndarray, windows: np.ndarray, *, batch: int = 1
+    network: Transformer | ShardedTransformer, dense_nll: np.ndarray, windows: np.ndarray, *, batch: int = 1
 ) -> PerplexityReport:
     """Perplexity of `network` on `windows` [W, T], beside the unmodified model's `dense_nll` [W] on them."""
     nll = window_nll(network, windows, batch=batch)

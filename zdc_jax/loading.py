@@ -17,7 +17,10 @@ from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError, CheckpointError, PlanError
 from zdc_jax.evaluate import window_nll
 from zdc_jax.fold import fold_attention
-from zdc_jax.model.transformer import Transformer
+from zdc_jax.model.block import Block
+from zdc_jax.model.transformer import Embeddings, Transformer
+from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.predictor import Predictor, checked_plan
 from zdc_jax.profile import Profile
@@ -39,7 +42,7 @@ class LanguageModel:
     `basis` is None for the unmodified model; `tokenizer` is None for models made from arrays.
     """
 
-    network: Transformer
+    network: Transformer | ShardedTransformer
     tokenizer: Tokenizer | None = None
     basis: Basis | None = None
 
@@ -60,6 +63,7 @@ def load(
     *,
     basis: Basis | None = None,
     dtype: str | None = None,
+    mesh: MeshConfig | None = None,
     max_score_error: float | None = None,
     max_degradation: float | None = None,
     check_text: str | Path | Sequence[str | Path] = (),
@@ -71,6 +75,7 @@ def load(
       plan: a plan or the path of its JSON; None loads the unmodified weights at full rank.
       basis: basis to fold; default the one stored by `zdc calibrate`.
       dtype: dtype of weights, activations and cache; default that of the stored weights.
+      mesh: devices to run on; default one. Layers are read one at a time, and each device gets its share.
       max_score_error: instead of a plan, the fewest coordinates within this calibrated relative error of
         scores and values (`CompressionPlan.from_error`).
       max_degradation: instead of a plan, the fewest coordinates predicted to raise perplexity by no more
@@ -84,7 +89,10 @@ def load(
         another limit; `check_text` without `max_degradation`.
       CalibrationError: a plan was asked for and the folder holds no basis, or that of another model.
       TextError: `check_text` is missing, or shorter than one window.
+      MeshError: the model cannot be divided over the mesh, or there are too few devices.
+      NotImplementedError: the plan cannot run on a mesh.
     """
+    devices = None if mesh is None else mesh.create()
     checkpoint = Checkpoint.open(path)
     config = checkpoint.config
     if dtype is not None and dtype not in DTYPES:
@@ -113,13 +121,15 @@ def load(
         plan.check_model(config, checkpoint.fingerprint)
         basis = basis or stored_basis(checkpoint)
         basis.check_model(checkpoint.fingerprint, config)
-    layers = (checkpoint.layer(index) for index in range(config.num_layers))
-    network = Transformer(
-        config,
-        plan,
-        cast(checkpoint.embeddings(), target),
-        prepared_layers(layers, config, plan, basis, target),
-    )
+    embeddings = cast(checkpoint.embeddings(), target)
+    stored = (checkpoint.layer(index) for index in range(config.num_layers))
+    layers = prepared_layers(stored, config, plan, basis, target)
+    network: Transformer | ShardedTransformer
+    if devices is None:
+        network = Transformer(config, plan, embeddings, layers)
+    else:
+        blocks = (Block(layer, config) for layer in layers)
+        network = ShardedTransformer(config, plan, Embeddings(embeddings, config), blocks, devices)
     return LanguageModel(network, checkpoint.tokenizer(), basis)
 
 

@@ -152,6 +152,8 @@ def test_inspect_checks_hashes(folder, capsys):
         (["generate", "{}/model", "w3", "--plan", "{}/no.json"], "no.json"),
         (["generate", "{}/model", "w3", "--temperature", "-1"], "temperature=-1"),
         (["generate", "{}/model"], "prompt"),
+        (["generate", "{}/model", "w3", "--distributed"], "--mesh"),
+        (["generate", "{}/model", "w3", "--mesh", "sequence=2", "--process-id", "1"], "coordinator=None"),
         (["inspect", "{}/text"], "zdc convert"),
     ],
 )
@@ -171,7 +173,8 @@ FLAGS = {
     "calibrate": "qk vo center tokens context batch seed reduction prune clusters dtype",
     "plan": f"{PLAN_FLAGS} max-degradation texts mode objective constrained trials windows context seed "
     "batch dtype",
-    "generate": f"{PLAN_FLAGS} max-new-tokens temperature top-k top-p seed stop stream dtype",
+    "generate": f"{PLAN_FLAGS} max-new-tokens temperature top-k top-p seed stop stream mesh dtype "
+    "distributed coordinator num-processes process-id join-timeout",
     "perplexity": f"{PLAN_FLAGS} windows context seed batch dtype output",
     "inspect": "check",
     "demo": "output",

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import jax
@@ -26,9 +25,7 @@ from zdc_jax.generate.loop import (
 )
 from zdc_jax.generate.sampling import Sampling
 from zdc_jax.loading import LanguageModel
-from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.transformer import ShardedTransformer
 
 Prompt = str | Sequence[int]
@@ -91,9 +88,11 @@ def generate(
     stop: Sequence[str] = (),
     prefill_chunk: int = PREFILL_CHUNK,
     implementation: Implementation | None = None,
-    mesh: MeshConfig | None = None,
 ) -> Generation:
     """Continues each prompt by up to `max_new_tokens` tokens.
+
+    On a mesh (`load(mesh=…)`) prompts come whole, without `prefill_chunk`, with their tokens over `sequence`,
+    and decoding divides heads over the same devices.
 
     Args:
       prompts: one prompt or a list, each a text or a sequence of token ids; lengths may differ.
@@ -102,18 +101,15 @@ def generate(
       stop: strings that end a row (checked every few steps; what was decoded past one is trimmed).
       prefill_chunk: longest prompt piece of one prefill call, a power of two >= 32.
       implementation: of attention: `pallas`, `xla`, or None for the first that can (`zdc_jax.ops.attention`).
-      mesh: devices to use; default one. Prompts then come whole, without `prefill_chunk`, with their tokens
-        over `sequence`, and decoding divides heads over the same devices. Weights are placed on the mesh at
-        the first call, and stay there until another model or mesh is used.
 
     Raises:
       PromptError: empty prompt, too many tokens for the model, id outside the vocabulary, bad option.
-      MeshError: the model or the batch cannot be divided over the mesh, or there are too few devices.
+      MeshError: the batch cannot be divided over the model's mesh.
       CacheMemoryError: the KV cache does not fit; says what would.
       NotImplementedError: the chosen implementation cannot do this call, with the reason.
     """
     session = _Session(
-        model, prompts, max_new_tokens, sampling, stop_tokens, stop, prefill_chunk, implementation, mesh
+        model, prompts, max_new_tokens, sampling, stop_tokens, stop, prefill_chunk, implementation
     )
     state = session.prefill()
     step = STREAM_STEPS if stop else max_new_tokens
@@ -132,11 +128,10 @@ def stream(
     stop: Sequence[str] = (),
     prefill_chunk: int = PREFILL_CHUNK,
     implementation: Implementation | None = None,
-    mesh: MeshConfig | None = None,
 ) -> Iterator[Delta]:
     """As `generate`, giving the pieces of each row as they come; joined, they equal `generate`'s result."""
     session = _Session(
-        model, prompts, max_new_tokens, sampling, stop_tokens, stop, prefill_chunk, implementation, mesh
+        model, prompts, max_new_tokens, sampling, stop_tokens, stop, prefill_chunk, implementation
     )
     return session.deltas()
 
@@ -154,7 +149,6 @@ class _Session:
         stop: Sequence[str],
         prefill_chunk: int,
         implementation: Implementation | None,
-        mesh: MeshConfig | None,
     ):
         if max_new_tokens < 1:
             raise PromptError(f"{max_new_tokens=} must be >= 1")
@@ -168,8 +162,7 @@ class _Session:
         if any(not text for text in stop):
             raise PromptError(f"stop={list(stop)} must not hold an empty string")
         self.model, self.limit, self.stop, self.chunk = model, max_new_tokens, stop, prefill_chunk
-        self.implementation, self.mesh = implementation, mesh
-        self.network = model.network if mesh is None else _on_mesh(model.network, mesh)
+        self.implementation, self.network = implementation, model.network
         self.prompts = [_encode(model, prompt, max_new_tokens) for prompt in _as_list(prompts)]
         self.stop_ids = _stop_ids(model, stop_tokens)
         self.sampling = (sampling or Sampling()).arrays(model.config.vocab_size)
@@ -320,11 +313,6 @@ def capacity_for(tokens: int, max_positions: int) -> int:
     """Cache capacity for so many tokens: powers of two to 2048, then multiples of 2048, so shapes repeat."""
     rounded = bucket(tokens, SMALLEST_CAPACITY) if tokens <= 2048 else -(-tokens // 2048) * 2048
     return max(tokens, min(rounded, max_positions))
-
-
-@lru_cache(maxsize=1)
-def _on_mesh(network: Transformer, mesh: MeshConfig) -> ShardedTransformer:
-    return ShardedTransformer(network, mesh.create())
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

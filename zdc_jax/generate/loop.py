@@ -12,6 +12,7 @@ from zdc_jax.cache import KVCache
 from zdc_jax.generate.sampling import SamplingArrays, choose
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
+from zdc_jax.parallel.mesh import whole_on
 from zdc_jax.parallel.transformer import ShardedTransformer
 
 PREFILL_CHUNK = 2048
@@ -134,13 +135,22 @@ def _first_token(
 ) -> DecodeState:
     token = choose(network.embeddings.unembed(last_hidden), sampling, cache.lengths)
     batch = token.shape[0]
-    return DecodeState(
+    state = DecodeState(
         cache,
         jnp.zeros((batch, max_new_tokens), jnp.int32).at[:, 0].set(token),
         jnp.ones(batch, jnp.int32),
         token,
         jnp.isin(token, stop_tokens),
     )
+    return _readable(network, state)
+
+
+def _readable(network: Transformer | ShardedTransformer, state: DecodeState) -> DecodeState:
+    """With all rows on every device, so that each of several processes sees them; the cache stays divided."""
+    if isinstance(network, Transformer):
+        return state
+    rows = (state.tokens, state.count, state.last, state.done)
+    return DecodeState(state.cache, *jax.lax.with_sharding_constraint(rows, whole_on(network.mesh)))
 
 
 @partial(jax.jit, donate_argnums=1, static_argnames="implementation")
@@ -174,4 +184,4 @@ def decode(
             state.done | (active & jnp.isin(token, stop_tokens)),
         )
 
-    return jax.lax.while_loop(unfinished, step, state)
+    return _readable(network, jax.lax.while_loop(unfinished, step, state))

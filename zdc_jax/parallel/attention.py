@@ -64,7 +64,7 @@ def sharded_attention(
     far = lambda: attend_far(q[..., : ranks.qk], k[..., : ranks.qk], v[..., : ranks.v], keys)
     if not near:
         return _widened(far()[0], v.shape[-1])
-    parts = [_near(q, k, v, keys)]
+    parts = [attend_near(q, k, v, keys)]
     if ranks.qk:
         o, lse = far()
         assert lse is not None  # Every method gives it where there is a near set.
@@ -72,7 +72,14 @@ def sharded_attention(
     return merge_partial(parts)[0]
 
 
-def _near(q: Array, k: Array, v: Array, keys: Keys) -> tuple[Array, Array]:
+def attend_near(
+    q: Float[Array, "B t N H"], k: Float[Array, "B t K H"], v: Float[Array, "B t K H"], keys: Keys
+) -> tuple[Float[Array, "B t N H"], Float[Array, "B N t"]]:
+    """Near attention of one device's tokens, with the halo and the sinks that it fetches, and log-sum-exp.
+
+    Raises:
+      NotImplementedError: the chosen implementation cannot do this call, with the reason.
+    """
     sink_k, sink_v = first_tokens(k, v, keys.sinks, SEQUENCE)
     k, v = with_halo(k, v, keys.window, SEQUENCE)
     return near_attention(

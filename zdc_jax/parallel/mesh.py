@@ -5,7 +5,7 @@ from dataclasses import astuple, dataclass, fields
 from typing import Self
 
 import jax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zdc_jax.errors import MeshError
 
@@ -64,10 +64,12 @@ class MeshConfig:
         """The mesh on the first devices, neighbours along `sequence` as near as `jax.make_mesh` finds them.
 
         Raises:
-          MeshError: there are fewer devices than `size`.
+          MeshError: there are fewer devices than `size`; or more, and those of several processes.
         """
         if self.size > (count := jax.device_count()):
             raise MeshError(f"{self} needs {self.size} devices, there are {count}")
+        if self.size < count and jax.process_count() > 1:
+            raise MeshError(f"{self} has {self.size} devices; {jax.process_count()} processes have {count}")
         names = tuple(field.name for field in fields(self))
         devices = jax.devices()[: self.size]
         return jax.make_mesh(astuple(self), names, (AxisType.Auto,) * len(names), devices=devices)
@@ -80,6 +82,11 @@ def spec(axes: str, among: tuple[str, ...] = (DATA, SEQUENCE, MODEL)) -> Partiti
     """
     names = [tuple(name for name in MESH_AXES.get(axis, ()) if name in among) for axis in axes.split()]
     return PartitionSpec(*(name or None for name in names))
+
+
+def whole_on(mesh: Mesh) -> NamedSharding:
+    """Of an array that is whole on every device."""
+    return NamedSharding(mesh, PartitionSpec())
 
 
 def degree(mesh: Mesh, among: tuple[str, ...]) -> int:

@@ -4,10 +4,10 @@ Prompts come whole, their tokens divided over `sequence`. Then tokens come one b
 the same devices, on the cache as the prompt has left it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache import KVCache, LayerCache, check_fits, free_bytes
+from zdc_jax.config import ModelConfig
 from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
 from zdc_jax.model.layers import Reduce, whole
@@ -27,7 +28,7 @@ from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.mesh import DATA, MODEL, SEQUENCE, degree, spec
 from zdc_jax.parallel.prompt_cache import Slots, layer_cache
 from zdc_jax.parallel.weights import placed, replicated, weight_specs
-from zdc_jax.plan import LayerRanks
+from zdc_jax.plan import CompressionPlan, LayerRanks
 
 BY_TOKEN, BY_HEAD = (MODEL,), (MODEL, SEQUENCE)
 """Mesh axes that divide the weights for prompts, whose tokens lie along `sequence`, and for single tokens."""
@@ -38,26 +39,46 @@ class ShardedTransformer(nnx.Module):
 
     Every device along `sequence` holds all weights (of its share along `model`) for prompts, and beside them
     its share by head for tokens that are decoded, for which `sequence` divides heads as `model` does.
-
-    Raises:
-      MeshError: heads or feed-forward columns cannot be divided over this mesh.
-      NotImplementedError: the plan has token classes.
     """
 
-    def __init__(self, network: Transformer, mesh: Mesh):
-        config = network.config
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: CompressionPlan,
+        embeddings: Embeddings,
+        layers: Iterable[Block],
+        mesh: Mesh,
+        *,
+        decodes: bool = True,
+    ):
+        """Puts weights, of numpy or on devices, where the mesh needs them.
+
+        Args:
+          layers: in order, consumed one at a time.
+          decodes: whether weights for decoded tokens are made; without them there is no `extend`.
+
+        Raises:
+          MeshError: heads or feed-forward columns cannot be divided over this mesh; before a layer is taken.
+          NotImplementedError: the plan has token classes.
+        """
         for name, count in (("num_heads", config.num_heads), ("ffn_dim", config.ffn_dim)):
             if count % degree(mesh, BY_HEAD):
                 raise MeshError(
                     f"{name}={count} cannot be divided over model={mesh.shape[MODEL]} times "
                     f"sequence={mesh.shape[SEQUENCE]} devices"
                 )
-        if network.plan.classes is not None:
+        if plan.classes is not None:
             raise NotImplementedError("plans with token classes run on one device")
-        self.config, self.plan, self.mesh = config, network.plan, mesh
-        self.embeddings = replicated(network.embeddings, mesh)
-        self.prompt_layers = nnx.List([placed(block, mesh, BY_TOKEN) for block in network.layers])
-        self.token_layers = nnx.List([placed(block, mesh, BY_HEAD) for block in network.layers])
+        self.config, self.plan, self.mesh = config, plan, mesh
+        self.embeddings = replicated(embeddings, mesh)
+        self.prompt_layers = nnx.List([placed(block, mesh, BY_TOKEN) for block in layers])
+        shared = self.prompt_layers if decodes else []
+        self.token_layers = nnx.List([placed(block, mesh, BY_HEAD) for block in shared])
+
+    @classmethod
+    def of(cls, network: Transformer, mesh: Mesh) -> Self:
+        """A network that is on one device; raises what the constructor does."""
+        return cls(network.config, network.plan, network.embeddings, network.layers, mesh)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -112,7 +133,7 @@ class ShardedTransformer(nnx.Module):
         for block, ranks in zip(self.prompt_layers, self.plan.layers, strict=True):
             x, layer = _prompt_layer(block, x, end, ranks, near, slots, self.mesh, implementation)
             layers.append(layer)
-        return _last_token(x, end, self.mesh), KVCache(tuple(layers), end, slots.sinks, slots.window)
+        return last_token(x, end, self.mesh), KVCache(tuple(layers), end, slots.sinks, slots.window)
 
     def extend(
         self,
@@ -238,8 +259,8 @@ def _prompt_layer(
 
 
 @partial(jax.jit, static_argnames="mesh")
-def _last_token(x: Array, end: Array, mesh: Mesh) -> Array:
-    """Of each row of `end` tokens [B, D], from the device that holds it."""
+def last_token(x: Float[Array, "B T D"], end: Int[Array, " B"], mesh: Mesh) -> Float[Array, "B D"]:
+    """Hidden states of the last of `end` tokens of each row, from the device that holds it."""
 
     def local(x: Array, end: Array) -> Array:
         here = _positions(x) == end[:, None] - 1

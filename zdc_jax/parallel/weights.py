@@ -4,12 +4,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from zdc_jax.axes import Array
 from zdc_jax.model.block import Block
 from zdc_jax.parallel.exchange import kv_copies
-from zdc_jax.parallel.mesh import degree, spec
+from zdc_jax.parallel.mesh import degree, spec, whole_on
 
 _AXES = {
     "q": "D N H",
@@ -40,22 +41,32 @@ def weight_specs(block: Block, among: tuple[str, ...]) -> Block:
 def placed(block: Block, mesh: Mesh, among: tuple[str, ...]) -> Block:
     """A layer with its heads and feed-forward columns divided over the mesh axes `among`, whole on others.
 
-    KV heads are repeated (`kv_copies`) where the devices of `among` do not divide them.
+    KV heads are repeated (`kv_copies`) where the devices of `among` do not divide them. Weights are numpy's,
+    of which a device gets its share only, or on devices already.
     """
 
-    def put(path: Any, weight: Array) -> Array:
+    def put(path: Any, weight: Array | np.ndarray) -> Array:
         axes = _axes(path)
         if "K" in axes.split():
             axis = axes.split().index("K")
-            weight = jnp.repeat(weight, kv_copies(weight.shape[axis], degree(mesh, among)), axis=axis)
-        return jax.device_put(weight, NamedSharding(mesh, spec(axes, among)))
+            copies = kv_copies(weight.shape[axis], degree(mesh, among))
+            repeat = jnp.repeat if isinstance(weight, jax.Array) else np.repeat
+            weight = weight if copies == 1 else repeat(weight, copies, axis=axis)
+        return _put(weight, NamedSharding(mesh, spec(axes, among)))
 
     return jax.tree_util.tree_map_with_path(put, block)
 
 
 def replicated(tree: Any, mesh: Mesh) -> Any:
-    """Every array of a tree on every device."""
-    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+    """Every array of a tree, numpy's or on devices, on every device."""
+    return jax.tree.map(lambda x: _put(x, whole_on(mesh)), tree)
+
+
+def _put(x: Array | np.ndarray, sharding: NamedSharding) -> Array:
+    if isinstance(x, jax.Array):
+        return jax.device_put(x, sharding)
+    # Of several processes each reads the same files: that they agree is not checked with every array.
+    return jax.make_array_from_callback(x.shape, sharding, lambda share: x[share])
 
 
 def _axes(path: Any) -> str:

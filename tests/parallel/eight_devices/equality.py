@@ -53,7 +53,7 @@ def assert_equal(got, expected):
 def test_as_on_one_device(plan, heads, method):
     network, tokens, expected = one_device(heads, plan)
     mesh = MeshConfig(data=2, sequence=4).create()
-    assert_equal(ShardedTransformer(network, mesh).hidden(jnp.asarray(tokens), method=method), expected)
+    assert_equal(ShardedTransformer.of(network, mesh).hidden(jnp.asarray(tokens), method=method), expected)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -64,7 +64,7 @@ def test_eight_devices_and_few_tokens(method):
     tokens = jnp.asarray(model.tokens(1, 9))
     mesh = MeshConfig(sequence=8).create()
     assert_equal(
-        ShardedTransformer(network, mesh).hidden(tokens, method=method), np.asarray(network.hidden(tokens))
+        ShardedTransformer.of(network, mesh).hidden(tokens, method=method), np.asarray(network.hidden(tokens))
     )
 
 
@@ -73,7 +73,7 @@ def test_sinks_alone():
     network = model.model(CompressionPlan.uniform(model.config, qk=16, v=32, sinks=20)).network
     tokens = jnp.asarray(model.tokens(1, 50))
     mesh = MeshConfig(sequence=4).create()
-    assert_equal(ShardedTransformer(network, mesh).hidden(tokens), np.asarray(network.hidden(tokens)))
+    assert_equal(ShardedTransformer.of(network, mesh).hidden(tokens), np.asarray(network.hidden(tokens)))
 
 
 def test_longer_than_the_learned_positions_with_padding():
@@ -81,7 +81,7 @@ def test_longer_than_the_learned_positions_with_padding():
     network = model.dense
     tokens = jnp.asarray(model.tokens(1, 253))  # of 256 positions
     mesh = MeshConfig(sequence=4).create()
-    assert_equal(ShardedTransformer(network, mesh).hidden(tokens), np.asarray(network.hidden(tokens)))
+    assert_equal(ShardedTransformer.of(network, mesh).hidden(tokens), np.asarray(network.hidden(tokens)))
 
 
 def test_late_ulysses_truncates_what_whole_projections_give():
@@ -99,7 +99,7 @@ def test_late_ulysses_truncates_what_whole_projections_give():
     mesh = MeshConfig(sequence=4).create()
     expected = np.asarray(model.model(plan, basis).network.hidden(tokens))
     for method in METHODS:
-        assert_equal(ShardedTransformer(whole, mesh).hidden(tokens, method=method), expected)
+        assert_equal(ShardedTransformer.of(whole, mesh).hidden(tokens, method=method), expected)
 
 
 def test_refusals():
@@ -112,9 +112,9 @@ def test_refusals():
     }
     for message, (config, given) in refused.items():
         with pytest.raises(MeshError, match=message):
-            ShardedTransformer(network, config.create()).hidden(given)
+            ShardedTransformer.of(network, config.create()).hidden(given)
     with pytest.raises(ValueError, match=r"method='rings' must be one of .*'ulysses'"):
-        ShardedTransformer(network, MeshConfig().create()).hidden(tokens, method="rings")
+        ShardedTransformer.of(network, MeshConfig().create()).hidden(tokens, method="rings")
 
 
 def test_token_classes_are_refused():
@@ -123,4 +123,4 @@ def test_token_classes_are_refused():
     plan = replace(CompressionPlan.uniform(model.config, qk=16, v=16), classes=classes)
     network = model.model(plan).network
     with pytest.raises(NotImplementedError, match="token classes"):
-        ShardedTransformer(network, MeshConfig(sequence=2).create())
+        ShardedTransformer.of(network, MeshConfig(sequence=2).create())

@@ -38,7 +38,7 @@ def network(plan):
 def test_kernels_lower_inside_shard_map(monkeypatch, plan, method):
     monkeypatch.setattr(ops, "_pallas_refusal", lambda *args: None)
     monkeypatch.setattr(rotation, "on_hopper", lambda x: True)
-    model = ShardedTransformer(network(PLANS[plan]), MeshConfig(sequence=4).create())
+    model = ShardedTransformer.of(network(PLANS[plan]), MeshConfig(sequence=4).create())
     program = jax.jit(lambda tokens: model.hidden(tokens, method=method, implementation="pallas"))
     traced = lambda: program.trace(jax.ShapeDtypeStruct((1, 500), jnp.int32))
     if method == "ring" and "sinks" in plan:
@@ -52,7 +52,7 @@ def test_kernels_lower_inside_shard_map(monkeypatch, plan, method):
 def test_prompt_and_decoded_token_lower_on_kernels(monkeypatch, plan):
     monkeypatch.setattr(ops, "_pallas_refusal", lambda *args: None)
     monkeypatch.setattr(rotation, "on_hopper", lambda x: True)
-    model = ShardedTransformer(network(PLANS[plan]), MeshConfig(sequence=4).create())
+    model = ShardedTransformer.of(network(PLANS[plan]), MeshConfig(sequence=4).create())
 
     def two_steps(tokens, end):
         last, cache = model.prefill(tokens, end, capacity=512, implementation="pallas")

@@ -44,7 +44,7 @@ def test_formula_is_what_is_compiled(near, method):
     mesh = MeshConfig(data=2, sequence=4).create()
     tokens = jax.ShapeDtypeStruct((6, 61), jnp.int32)
     program = jax.jit(
-        lambda tokens: ShardedTransformer(network(config, plan), mesh).hidden(tokens, method=method)
+        lambda tokens: ShardedTransformer.of(network(config, plan), mesh).hidden(tokens, method=method)
     )
     text = program.lower(tokens).compile().as_text()
     expected = prefill_bytes(config, plan, length=61, degree=4, method=method, batch=3, itemsize=4)
@@ -56,7 +56,7 @@ def test_cache_adds_its_trailing_coordinates(near):
     heads, options = NEAR[near]
     config = CONFIGS[heads]
     plan = CompressionPlan.uniform(config, qk=16, v=32, **options)
-    model = ShardedTransformer(network(config, plan), MeshConfig(sequence=4).create())
+    model = ShardedTransformer.of(network(config, plan), MeshConfig(sequence=4).create())
     program = jax.jit(lambda tokens, end: model.prefill(tokens, end, capacity=128))
     prompts = jax.ShapeDtypeStruct((2, 61), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
     options = {"degree": 4, "batch": 2, "itemsize": 4}
@@ -70,6 +70,6 @@ def test_two_byte_elements_are_not_widened_on_the_way():
     config = replace(CONFIGS["MHA"], dtype="bfloat16")
     plan = CompressionPlan.uniform(config, qk=16, v=16, window=9)
     mesh = MeshConfig(sequence=4).create()
-    program = jax.jit(lambda tokens: ShardedTransformer(network(config, plan), mesh).hidden(tokens))
+    program = jax.jit(lambda tokens: ShardedTransformer.of(network(config, plan), mesh).hidden(tokens))
     text = program.lower(jax.ShapeDtypeStruct((1, 64), jnp.int32)).compile().as_text()
     assert hlo_bytes(text) == prefill_bytes(config, plan, length=64, degree=4)

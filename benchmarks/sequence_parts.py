@@ -1,0 +1,152 @@
+"""One layer's attention on a mesh, taken apart: exchange, far and near halves, near beside the exchange."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zdc_jax.axes import Array
+from zdc_jax.config import ModelConfig
+from zdc_jax.ops.attention import Implementation, self_attention
+from zdc_jax.parallel.attention import Method, attend_near, sharded_attention
+from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, kv_copies, scatter_heads
+from zdc_jax.parallel.far import Keys
+from zdc_jax.parallel.mesh import SEQUENCE
+from zdc_jax.plan import CompressionPlan, LayerRanks
+
+TOKENS, HEADS, HEADS_FIRST = P(None, SEQUENCE), P(None, None, SEQUENCE), P(None, SEQUENCE)
+"""How [B, T, N, H] lies on the mesh, by token or by head, and how [B, N, T] and [B, N, T, H] lie by head."""
+
+
+def seconds_each(f: Callable[..., Any], *args: Any, rounds: int = 5, steps: int = 5) -> list[float]:
+    """Wall seconds of a call: means over `steps` dispatched without waiting, after one that compiles."""
+    jax.block_until_ready(f(*args))
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        for _ in range(steps):
+            out = f(*args)
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - began) / steps)
+    return times
+
+
+def link_rate(mesh: Mesh, nbytes: int) -> float:
+    """Bytes a second that leave a device in a bare all-to-all of about `nbytes` on each; no relayout."""
+    U = mesh.shape[SEQUENCE]
+    exchange = partial(jax.lax.all_to_all, axis_name=SEQUENCE, split_axis=0, concat_axis=0)
+    words = normal(mesh, P(SEQUENCE), (U * U, nbytes // U // 4), jnp.float32)
+    times = seconds_each(_on(mesh, exchange, P(SEQUENCE), P(SEQUENCE)), words)
+    return words.nbytes / U * (U - 1) / U / float(np.median(times))
+
+
+def normal(mesh: Mesh, spec: P, shape: tuple[int, ...], dtype: Any = jnp.bfloat16, seed: int = 0) -> Array:
+    """Random normal numbers, made where they lie."""
+    make = jax.jit(lambda key: jax.random.normal(key, shape, dtype), out_shardings=NamedSharding(mesh, spec))
+    return make(jax.random.key(seed))
+
+
+class Parts:
+    """Times of one layer's attention and its parts, on random arrays that lie on the mesh as a layer's do.
+
+    `length` T is a multiple of the devices along `sequence`, the only axis with several; all layers of `plan`
+    are alike.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: CompressionPlan,
+        mesh: Mesh,
+        *,
+        length: int,
+        method: Method,
+        implementation: Implementation,
+    ):
+        self.config, self.mesh, self.length, self.method = config, mesh, length, method
+        self.ranks = plan.layers[0]
+        sinks, window = (min(count, length) for count in (plan.sinks, plan.window))
+        self.keys = Keys(config.head_dim**-0.5, sinks, window, implementation)
+
+    def names(self) -> list[str]:
+        """The parts that this method has."""
+        near = not self.keys.are_all and self.method != "late_ulysses"
+        exchange = self.method in ("ulysses", "late_ulysses")
+        has = {
+            "attention": True,
+            "near": near,
+            "exchange": exchange,
+            "near_and_exchange": near and exchange,
+            "far": self.method == "ulysses",
+        }
+        return [name for name in has if has[name]]
+
+    def seconds(self, name: str) -> list[float]:
+        """Wall seconds of one part, see `seconds_each`."""
+        near, exchanged = (TOKENS, HEADS), (TOKENS, HEADS_FIRST, HEADS_FIRST)
+        both = lambda *qkv: (self._near(*qkv), self._exchange(*qkv))
+        programs: dict[str, tuple[Callable[..., Any], P, Any]] = {
+            "attention": (self._attention, TOKENS, TOKENS),
+            "near": (self._near, TOKENS, near),
+            "exchange": (self._exchange, TOKENS, exchanged),
+            "near_and_exchange": (both, TOKENS, (near, exchanged)),
+            "far": (self._far, HEADS, (HEADS, HEADS_FIRST)),
+        }
+        f, in_spec, out_specs = programs[name]
+        H, K = self.config.head_dim, self.config.num_kv_heads
+        if name == "far":
+            copies = kv_copies(K, self.mesh.shape[SEQUENCE])
+            arrays = self._random(in_spec, K * copies, self.ranks.qk, self.ranks.v)
+        else:
+            arrays = self._random(in_spec, K, H, H)
+        return seconds_each(_on(self.mesh, f, in_spec, out_specs), *arrays)
+
+    def _attention(self, q: Array, k: Array, v: Array) -> Array:
+        return sharded_attention(
+            q,
+            k,
+            v,
+            scale=self.keys.scale,
+            ranks=self.ranks,
+            sinks=self.keys.sinks,
+            window=self.keys.window,
+            method=self.method,
+            implementation=self.keys.implementation,
+        )
+
+    def _near(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        return attend_near(q, k, v, self.keys)
+
+    def _far(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        if self.keys.are_all:
+            return self_attention(q, k, v, scale=self.keys.scale, implementation=self.keys.implementation)
+        return self.keys.attend(q, k, v)
+
+    def _exchange(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+        """Both all-to-alls with their relayouts; numbers of q stand in for what attention would give."""
+        H, late = self.config.head_dim, self.method == "late_ulysses"
+        ranks = LayerRanks(H, H) if late else self.ranks
+        q, k, v = scatter_heads(q[..., : ranks.qk], k[..., : ranks.qk], v[..., : ranks.v], SEQUENCE)
+        o = jnp.tile(q, -(-ranks.v // ranks.qk))[..., : ranks.v]
+        if self.keys.are_all or late:
+            o = gather_heads(o, SEQUENCE)
+        else:
+            o, _ = gather_heads_and_lse(o, q[..., 0].swapaxes(1, 2).astype(jnp.float32), SEQUENCE)
+        return o, k.swapaxes(1, 2), v.swapaxes(1, 2)
+
+    def _random(self, spec: P, kv_heads: int, R: int, Z: int) -> tuple[Array, Array, Array]:
+        shapes = [(self.config.num_heads, R), (kv_heads, R), (kv_heads, Z)]
+        q, k, v = (
+            normal(self.mesh, spec, (1, self.length, *shape), seed=seed) for seed, shape in enumerate(shapes)
+        )
+        return q, k, v
+
+
+def _on(mesh: Mesh, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))

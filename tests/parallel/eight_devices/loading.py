@@ -1,0 +1,48 @@
+"""A converted folder loaded straight onto a mesh: each device holds its share and nothing else."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import LLAMA, TinyModel
+
+from zdc_jax import load
+from zdc_jax.errors import MeshError
+from zdc_jax.evaluate import window_nll
+from zdc_jax.parallel.mesh import MeshConfig
+
+CONFIG = replace(LLAMA, num_layers=2, num_heads=8, num_kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    output = tmp_path_factory.mktemp("loading") / "model"
+    TinyModel(CONFIG).write(output)
+    return output
+
+
+def test_each_device_holds_its_share(folder, monkeypatch):
+    """Host arrays never pass through the default device, and perplexity is that of one device."""
+    whole = load(folder)
+    monkeypatch.setattr("jax.numpy.asarray", lambda x: pytest.fail("an array on the default device"))
+    on_mesh = load(folder, mesh=MeshConfig(data=2, sequence=2, model=2)).network
+    monkeypatch.undo()
+    layer = whole.network.layers[0]
+    for layers, shares, kv_heads in ((on_mesh.prompt_layers, 2, 1), (on_mesh.token_layers, 4, 1)):
+        attention = layers[0].attention
+        shapes = [x[...].addressable_shards[0].data.shape for x in (attention.q, attention.k, attention.o)]
+        assert shapes == [(64, 8 // shares, 32), (64, kv_heads, 32), (8 // shares, 32, 64)]
+        assert layers[0].mlp.up[...].addressable_shards[0].data.shape == (64, 96 // shares)
+        np.testing.assert_array_equal(attention.q[...], layer.attention.q[...])
+        copies = max(1, shares // 2)
+        np.testing.assert_array_equal(attention.k[...], np.repeat(layer.attention.k[...], copies, axis=1))
+    windows = np.random.default_rng(0).integers(3, 90, (2, 61), dtype=np.int32)
+    expected = window_nll(whole.network, windows, batch=2)
+    np.testing.assert_allclose(window_nll(on_mesh, windows, batch=2), expected, rtol=1e-5)
+
+
+def test_refusals(folder):
+    with pytest.raises(MeshError, match="needs 16 devices, there are 8"):
+        load(folder, mesh=MeshConfig(sequence=16))
+    with pytest.raises(MeshError, match="num_heads=8 cannot be divided over model=1 times sequence=7"):
+        load(folder, mesh=MeshConfig(sequence=7))

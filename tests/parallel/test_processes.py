@@ -1,0 +1,102 @@
+"""Two processes on one mesh, as one device; and processes that wait for one that never comes."""
+
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import LLAMA, TinyModel
+
+from convert.cli import main
+from zdc_jax import load
+from zdc_jax.errors import ProcessError
+from zdc_jax.parallel.processes import initialize, meet
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def test_two_processes_give_what_one_gives(tmp_path, capsys):
+    TinyModel(replace(LLAMA, num_layers=2, num_heads=8, num_kv_heads=2)).write(tmp_path / "model")
+    address = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, str(Path(__file__).parent / "process.py"), str(tmp_path), address]
+    environment = {
+        **os.environ,
+        **ENVIRONMENT,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    processes = [subprocess.Popen([*command, str(index)], **options) for index in range(2)]
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+
+    model = load(tmp_path / "model").network
+    tokens = np.random.default_rng(0).integers(3, 90, (1, 61), dtype=np.int32)
+    expected = np.asarray(model.hidden(jnp.asarray(tokens)))[:, -1]
+    for index in range(2):
+        got = np.load(tmp_path / f"last-{index}.npy")
+        assert np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max()
+    arguments = ["generate", str(tmp_path / "model"), "w5 w6 w7 w8 w9 w10", "w3", "--max-new-tokens", "9"]
+    assert main(arguments) == 0
+    texts = capsys.readouterr().out.splitlines()[:2]
+    assert [line for line in outputs[0][0].splitlines() if line.startswith("w")] == texts
+    assert "w5" not in outputs[1][0]  # Only process 0 prints.
+
+
+def test_processes_that_never_come_are_named():
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        waits = [pool.submit(meet, "127.0.0.1", port, 4, index, 1.0) for index in (2, 0)]
+        for wait in waits:
+            with pytest.raises(ProcessError, match=r"process 1, 3 of 4 did not come within 1 s"):
+                wait.result()
+    with pytest.raises(ProcessError, match=f"process 0 did not come to 127.0.0.1:{port} within 0.2 s"):
+        meet("127.0.0.1", port, 2, 1, 0.2)
+    with pytest.raises(ProcessError, match=r"process 1 of 2 did not come within 0\.2 s"):
+        initialize(f"127.0.0.1:{port}", 2, 0, timeout=0.2)
+
+
+def test_strangers_are_not_counted():
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        waits = [pool.submit(meet, "127.0.0.1", port, 2, 0, 20.0)]
+        while True:
+            try:
+                stranger = socket.create_connection(("127.0.0.1", port), timeout=20)
+                break
+            except ConnectionRefusedError:
+                continue
+        with stranger:
+            stranger.sendall(b"GET / HTTP/1.1")
+            assert stranger.recv(1) == b""
+        waits.append(pool.submit(meet, "127.0.0.1", port, 2, 1, 20.0))
+        assert [wait.result() for wait in waits] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("host:1", 2, None), "process_id=None: give all three"),
+        (("host:1", 2, 2), "process_id=2 must be at least 0 and below num_processes=2"),
+        (("host", 2, 0), "coordinator='host' must be HOST:PORT"),
+    ],
+)
+def test_refusals(arguments, message):
+    with pytest.raises(ProcessError, match=message):
+        initialize(*arguments)
