@@ -162,7 +162,7 @@ def known_plans(
 ) -> dict[str, CompressionPlan]:
     """What a search of this model found, and what the plans of others offer."""
     alike = [each for each in others.values() if each.rotary == own.rotary]
-    nearest = min(alike, key=lambda each: abs(each.far_write.shape[0] - own.far_write.shape[0]))
+    nearest = min(alike, key=lambda each: abs(len(each.far_nats) - len(own.far_nats)))
     return {
         "oracle": best_plan(own, limit, bench.config),
         "look-up": best_plan(nearest, min(SEARCHED, key=lambda at: abs(at - limit)), bench.config),

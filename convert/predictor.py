@@ -32,14 +32,16 @@ MARGIN_QUANTILE = 0.9
 class Observations:
     """What one model's searches measured, with its features.
 
-    far_write [L, W] at `windows`, score and value: relative errors by rank [L, H + 1] (`head_errors`);
-    plans: (window, ((R, Z), …)) without token classes; nats: increase of their mean negative log likelihood.
+    write [L, W] at `windows` is `Profile.relative_write`, far_nats [L] as there; score, value: relative
+    errors by rank [L, H + 1] (`head_errors`); plans: (window, ((R, Z), …)) without token classes; nats:
+    increase of their mean negative log likelihood.
     """
 
     name: str
     rotary: bool
     windows: tuple[int, ...]
-    far_write: np.ndarray
+    write: np.ndarray
+    far_nats: np.ndarray
     score: np.ndarray
     value: np.ndarray
     plans: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
@@ -57,7 +59,8 @@ class Observations:
             name,
             config.rope is not None,
             windows,
-            profile.far_write,
+            profile.relative_write(),
+            profile.far_nats,
             head_errors(basis.qk_error),
             head_errors(basis.vo_error),
             tuple((trial.plan.window, ranks(trial.plan)) for trial in kept),
@@ -70,7 +73,8 @@ class Observations:
         window = [self.windows.index(window) for window, _ in self.plans]
         layers = np.arange(ranks.shape[1])
         columns = (
-            self.far_write.T[window],
+            self.far_nats,
+            self.write.T[window],
             self.score[layers, ranks[..., 0]],
             self.value[layers, ranks[..., 1]],
             np.float64(self.rotary),
@@ -90,7 +94,7 @@ class Observations:
         """Reads what `save` wrote; raises `PlanError` where it is something else."""
         try:
             value: dict[str, Any] = json.loads(path.read_text())
-            arrays = {name: np.array(value[name]) for name in ("far_write", "score", "value", "nats")}
+            arrays = {name: np.array(value[name]) for name in ("write", "far_nats", "score", "value", "nats")}
             plans = tuple((window, tuple(map(tuple, plan))) for window, plan in value["plans"])
             return cls(**{**value, **arrays, "windows": tuple(value["windows"]), "plans": plans})
         except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
@@ -138,7 +142,16 @@ def _loss(weights: Weights, sets: Sequence[_Set]) -> Array:
 @jax.jit
 def _fit_weights(sets: Sequence[_Set]) -> Weights:
     two, half = jnp.zeros(2), jnp.array(0.5)
-    start = Weights(two - 2.0, jnp.array(2.0), two - 1.0, half, two - 1.0, half, jnp.array([-6.0, -2.0]))
+    start = Weights(
+        cut=two,
+        nats=half,
+        window=half,
+        qk=two - 1.0,
+        qk_power=half,
+        v=two - 1.0,
+        v_power=half,
+        floor=jnp.array([-6.0, -2.0]),
+    )
     optimizer = optax.adam(LEARNING_RATE)
 
     def step(state: Any, _: None) -> tuple[Any, None]:

@@ -26,18 +26,22 @@ from zdc_jax.profile import SINKS, Profile
 
 CHECKS = 6
 """Plans measured at most when a predicted plan is checked on text."""
+TINY_NATS = 2e-4
+"""Below this, costs of single layers are noise."""
 
 
 class Weights(NamedTuple):
     """Of the regression; pairs are a constant and what is added to it for rotary models.
 
-    A layer that is cut off costs exp(cut) · far_write ** far nats a token. One that keeps some coordinates
-    costs, of that, exp(qk) · (relative score error) ** exp(qk_power) for Q/K, and likewise for V. exp(floor)
-    is what the basis itself costs in 16 bits.
+    A layer that is cut off costs, in nats a token, exp(cut) times powers of what it cost alone (`nats`, not
+    taken below `TINY_NATS`) and of how much more its distant tokens write with another window than the
+    measured one (`window`). A layer that keeps some coordinates costs, of that, exp(qk) · (relative score
+    error) ** exp(qk_power) for Q/K, and likewise for V. exp(floor) is what the basis itself costs in 16 bits.
     """
 
     cut: Float[Array, "2"]
-    far: Float[Array, ""]
+    nats: Float[Array, ""]
+    window: Float[Array, ""]
     qk: Float[Array, "2"]
     qk_power: Float[Array, ""]
     v: Float[Array, "2"]
@@ -46,10 +50,14 @@ class Weights(NamedTuple):
 
 
 class Features(NamedTuple):
-    """Of layers with plans: far_write, and relative errors of scores and values of far pairs (1: cut off,
-    0: all coordinates kept); rotary 0 or 1. All broadcast against each other."""
+    """Of layers with plans; all broadcast against each other.
 
-    far_write: Array
+    far_nats of the `Profile`; window: its `relative_write` at the plan's window. score, value: relative errors
+    of far pairs (1: cut off, 0: all coordinates kept). rotary: 0 or 1.
+    """
+
+    far_nats: Array
+    window: Array
     score: Array
     value: Array
     rotary: Array
@@ -57,14 +65,14 @@ class Features(NamedTuple):
 
 def layer_nats(weights: Weights, features: Features) -> Array:
     """Predicted increase of the mean negative log likelihood that each layer causes, nats a token."""
-    far_write, score, value, rotary = features
+    far_nats, window, score, value, rotary = features
     at = lambda pair: pair[0] + pair[1] * rotary
-    tiny = 1e-6
+    log = lambda x, least=1e-6: jnp.log(jnp.maximum(x, least))
     part = lambda error, pair, power: jnp.where(
-        error > 0, jnp.exp(at(pair) + jnp.exp(power) * jnp.log(jnp.maximum(error, tiny))), 0.0
+        error > 0, jnp.exp(at(pair) + jnp.exp(power) * log(error)), 0.0
     )
     kept = part(score, weights.qk, weights.qk_power) + part(value, weights.v, weights.v_power)
-    whole = jnp.exp(at(weights.cut) + weights.far * jnp.log(jnp.maximum(far_write, tiny)))
+    whole = jnp.exp(at(weights.cut) + weights.nats * log(far_nats, TINY_NATS) + weights.window * log(window))
     return whole * jnp.where((score >= 1) & (value >= 1), 1.0, kept)
 
 
@@ -116,11 +124,12 @@ class Predictor:
         """Predicted costs of single layers at the index `window` of the profile's windows."""
         ranks = rank_levels(basis.k_map.shape[-1])
         errors = [head_errors(error)[:, list(ranks)] for error in (basis.qk_error, basis.vo_error)]
-        far = profile.far_write[:, window, None]
-        none, one = np.zeros_like(errors[0]), np.ones_like(far)
+        layers = profile.far_nats, profile.relative_write()[:, window]
+        none, one = np.zeros_like(errors[0]), np.ones_like(errors[0][:, :1])
 
         def nats(score: np.ndarray, value: np.ndarray) -> np.ndarray:
-            features = Features(*map(jnp.asarray, (far, score, value, float(rotary))))
+            columns = (*(x[:, None] for x in layers), score, value, float(rotary))
+            features = Features(*map(jnp.asarray, columns))
             return np.asarray(layer_nats(self.weights, features), np.float64)
 
         return LayerCosts(

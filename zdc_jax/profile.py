@@ -1,5 +1,6 @@
 """`Profile`: how much each layer writes that comes from distant tokens (ours)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Self
@@ -11,6 +12,8 @@ from zdc_jax.errors import CheckpointError
 
 WINDOWS = (64, 128, 256, 512)
 """Windows of recent tokens that plans are searched and predicted for."""
+COST_WINDOW = 128
+"""Of these, the one with which single layers are measured."""
 SINKS = 4
 """First tokens kept at full rank in those plans."""
 
@@ -20,23 +23,34 @@ def windows_for(context: int) -> tuple[int, ...]:
     return tuple(window for window in WINDOWS if window <= context // 4) or WINDOWS[:1]
 
 
+def cost_window(windows: Sequence[int]) -> int:
+    """Index of the window that single layers are measured with."""
+    return min(range(len(windows)), key=lambda index: abs(windows[index] - COST_WINDOW))
+
+
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """What calibration saw of far attention, layer by layer.
-
-    Where a layer sees its window of recent tokens and the sinks alone, what it adds to the residual stream
-    changes. `far_write` is that change's root mean square over tokens, relative to the residual stream that
-    enters the layer. It tells far better than a spectrum whether a layer needs distant tokens at all.
+    """What calibration saw of far attention, layer by layer, where one layer alone sees nothing but its
+    window of recent tokens and the sinks. No spectrum says whether a layer needs distant tokens at all.
 
     Attributes:
-      far_write: float64 [L, W].
+      far_write: change of what the layer adds to the residual stream, root mean square over tokens, relative
+        to the residual stream that enters it; float64 [L, W].
+      far_nats: increase of the mean negative log likelihood, nats a token, with the window at
+        `cost_window(windows)`; float64 [L].
       windows: tokens, int32 [W].
       fingerprint: of the model.
     """
 
     far_write: np.ndarray
+    far_nats: np.ndarray
     windows: np.ndarray
     fingerprint: str
+
+    def relative_write(self) -> np.ndarray:
+        """`far_write` [L, W], of that with the window of `far_nats`."""
+        measured = self.far_write[:, cost_window(self.windows.tolist()), None]
+        return self.far_write / np.maximum(measured, 1e-12)
 
     def save(self, folder: str | Path) -> None:
         """Writes `profile.safetensors` and `profile.json`; a crash never leaves half a folder.
@@ -54,7 +68,7 @@ class Profile:
           CheckpointError: missing, corrupt, or of another format version.
         """
         profile = cls(**load_fields(folder, "profile", {f.name for f in fields(cls)}))
-        if profile.far_write.ndim != 2 or profile.far_write.shape[1:] != profile.windows.shape:
-            shapes = f"far_write {profile.far_write.shape}, windows {profile.windows.shape}"
-            raise CheckpointError(f"{folder}: {shapes} are not [L, W] and [W]")
+        shapes = profile.far_write.shape, profile.far_nats.shape + profile.windows.shape
+        if shapes[0] != shapes[1]:
+            raise CheckpointError(f"{folder}: far_write {shapes[0]} is not [L, W] = {shapes[1]}")
         return profile

@@ -20,6 +20,7 @@ from convert.profile import collect_profile
 from convert.trials import TrialBook
 from zdc_jax import Checkpoint, CompressionPlan, load
 from zdc_jax.errors import CalibrationError, CheckpointError, PlanError, TextError
+from zdc_jax.evaluate import window_nll
 from zdc_jax.layer_costs import rank_levels
 from zdc_jax.plan import LayerRanks
 from zdc_jax.predictor import Predictor, Weights, checked_plan
@@ -70,8 +71,23 @@ def test_the_profile_is_what_far_keys_write(tiny):
     assert found.far_write[0, 0] == pytest.approx(np.sqrt(changes / whole), rel=1e-3)
 
 
+def test_the_profile_is_what_cutting_off_a_layer_costs(tiny):
+    """Against models loaded with plans that keep everything but one layer's distant tokens."""
+    tokens = tiny.tokens(2, 96)
+    found = collect_profile(tiny.dense, tokens, fingerprint="x")
+    dense = window_nll(tiny.dense, tokens).mean()
+    full = CompressionPlan.full(tiny.dense.config)
+    for layer in range(len(full.layers)):
+        ranks = [LayerRanks(0, 0) if i == layer else kept for i, kept in enumerate(full.layers)]
+        plan = replace(full, layers=tuple(ranks), window=windows_for(96)[0], sinks=SINKS)
+        want = window_nll(tiny.model(plan).network, tokens).mean() - dense
+        assert found.far_nats[layer] == pytest.approx(want, abs=2e-5)
+    assert tiny.dense.plan == full
+
+
 def test_a_profile_comes_back_as_it_was_saved(tmp_path):
-    profile = Profile(np.random.default_rng(0).random((3, 2)), np.array([64, 128], np.int32), "x")
+    draw = np.random.default_rng(0).random
+    profile = Profile(draw((3, 2)), draw(3), np.array([64, 128], np.int32), "x")
     profile.save(tmp_path / "profile")
     again = Profile.load(tmp_path / "profile")
     np.testing.assert_array_equal(again.far_write, profile.far_write)
@@ -82,13 +98,14 @@ def test_a_profile_comes_back_as_it_was_saved(tmp_path):
 
 
 TRUE = Weights(
-    jnp.array([0.5, -0.3]),
-    jnp.array(2.0),
-    jnp.array([-1.5, -0.5]),
-    jnp.array(0.2),
-    jnp.array([-2.0, 0.8]),
-    jnp.array(0.4),
-    jnp.array([-7.0, -2.0]),
+    cut=jnp.array([0.5, -0.3]),
+    nats=jnp.array(0.8),
+    window=jnp.array(2.0),
+    qk=jnp.array([-1.5, -0.5]),
+    qk_power=jnp.array(0.2),
+    v=jnp.array([-2.0, 0.8]),
+    v_power=jnp.array(0.4),
+    floor=jnp.array([-7.0, -2.0]),
 )
 
 
@@ -102,8 +119,8 @@ def observations(seed: int, layers: int, *, rotary: bool, head_dim: int = 64) ->
     plans = tuple(
         (128, tuple(choices[i] for i in rng.integers(len(choices), size=layers))) for _ in range(60)
     )
-    far = np.exp(rng.normal(-3, 0.7, (layers, 1)))
-    empty = Observations(f"m{seed}", rotary, (128,), far, error, error, plans, np.zeros(60))
+    far, cost = np.ones((layers, 1)), np.exp(rng.normal(-5, 1, layers))
+    empty = Observations(f"m{seed}", rotary, (128,), far, cost, error, error, plans, np.zeros(60))
     nats = np.asarray(predicted_nats(TRUE, empty.features())) * np.exp(rng.normal(0, 0.1, 60))
     return replace(empty, nats=nats)
 
