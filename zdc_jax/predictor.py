@@ -52,8 +52,8 @@ class Weights(NamedTuple):
 class Features(NamedTuple):
     """Of layers with plans; all broadcast against each other.
 
-    far_nats of the `Profile`; window: its `relative_write` at the plan's window. score, value: relative errors
-    of far pairs (1: cut off, 0: all coordinates kept). rotary: 0 or 1.
+    far_nats of the `Profile`; window: its `relative_write` at the plan's window. score, value: relative
+    errors of far pairs (1: cut off, 0: all coordinates kept). rotary: 0 or 1.
     """
 
     far_nats: Array
