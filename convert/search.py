@@ -154,7 +154,7 @@ class Search:
         near = windows[cost_window(windows)]
         # From the middle window outwards: the best so far spares the others most of their trials.
         windows.sort(key=lambda window: abs(np.log2(window / near)))
-        paths = Predictor.stored().paths(self.config, self.book.basis, self.book.profile)
+        paths = Predictor.stored().paths(self.config, self.book.profile)
         predicted = {path[0][0].window: [plan.for_model("") for plan, _ in path] for path in paths}
         for window in windows:
             self.last_within(predicted.get(window, []))

@@ -30,21 +30,26 @@ def cost_window(windows: Sequence[int]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """What calibration saw of far attention, layer by layer, where one layer alone sees nothing but its
-    window of recent tokens and the sinks. No spectrum says whether a layer needs distant tokens at all.
+    """What calibration saw of far attention, layer by layer, where one layer alone sees less than all of
+    distant tokens. No spectrum says whether a layer needs them at all.
 
     Attributes:
-      far_write: change of what the layer adds to the residual stream, root mean square over tokens, relative
-        to the residual stream that enters it; float64 [L, W].
-      far_nats: increase of the mean negative log likelihood, nats a token, with the window at
-        `cost_window(windows)`; float64 [L].
-      windows: tokens, int32 [W].
+      far_nats: increase of the mean negative log likelihood, nats a token, where the layer sees nothing but
+        the sinks and its window, that at `cost_window(windows)`; float64 [L].
+      far_write: change of what the layer then adds to the residual stream, root mean square over tokens,
+        relative to the residual stream that enters it; float64 [L, W].
+      score_error, value_error: such a change where far pairs keep `ranks` coordinates of Q/K alone, and of
+        V/O alone, relative to that of keeping none; float64 [L, Q].
+      windows: tokens, int32 [W]. ranks: int32 [Q], ascending, below the head dim.
       fingerprint: of the model.
     """
 
-    far_write: np.ndarray
     far_nats: np.ndarray
+    far_write: np.ndarray
+    score_error: np.ndarray
+    value_error: np.ndarray
     windows: np.ndarray
+    ranks: np.ndarray
     fingerprint: str
 
     def relative_write(self) -> np.ndarray:
@@ -68,7 +73,8 @@ class Profile:
           CheckpointError: missing, corrupt, or of another format version.
         """
         profile = cls(**load_fields(folder, "profile", {f.name for f in fields(cls)}))
-        shapes = profile.far_write.shape, profile.far_nats.shape + profile.windows.shape
-        if shapes[0] != shapes[1]:
-            raise CheckpointError(f"{folder}: far_write {shapes[0]} is not [L, W] = {shapes[1]}")
+        L, W, Q = len(profile.far_nats), len(profile.windows), len(profile.ranks)
+        for name, shape in {"far_write": (L, W), "score_error": (L, Q), "value_error": (L, Q)}.items():
+            if (found := getattr(profile, name).shape) != shape:
+                raise CheckpointError(f"{folder}: {name} has shape {found}, not {shape}")
         return profile
