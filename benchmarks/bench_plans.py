@@ -9,9 +9,10 @@ Eq. 6. The JSON is written anew after every kind of plan.
 """
 
 import itertools
+import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import tyro
 
 from benchmarks import bench_quality
 from benchmarks.common import RESULTS, write_result
-from convert.profile import collect_profile
+from convert.profile import collect_profile, whole_plan
 from convert.search import Mode, Search, SearchOptions
 from convert.trials import TrialBook, trial_json
 from zdc_jax.basis import Basis
@@ -42,7 +43,10 @@ WINDOWS = (128, 256, 512)
 
 @dataclass(frozen=True)
 class Options:
-    """`search_windows` of training text for the search, `windows` of held-out text for what is reported."""
+    """`search_windows` of training text for the search, `windows` of held-out text for what is reported.
+
+    kinds: those to measure (default all); the others stay as they are in the JSON.
+    """
 
     model: Path
     corpus: Path
@@ -54,6 +58,7 @@ class Options:
     batch: int = 4
     dtype: str | None = None
     results: Path = RESULTS
+    kinds: tuple[str, ...] = ()
 
 
 def plans(book: TrialBook) -> Iterator[tuple[str, CompressionPlan]]:
@@ -86,8 +91,9 @@ class Bench:
         self.options, self.quality = options, bench_quality.Bench(quality, folder)
         kinds = ("stacked", "balanced")
         self.bases = {kind: self.quality.make_basis(self.quality.moments, qk=kind, vo=kind) for kind in kinds}
-        dense, fingerprint = self.quality.dense.network, self.quality.checkpoint.fingerprint
-        self.profile = collect_profile(dense, self.quality.train, fingerprint=fingerprint)
+        whole = self.quality.model(whole_plan(self.quality.config), self.bases["balanced"]).network
+        fingerprint = self.quality.checkpoint.fingerprint
+        self.profile = collect_profile(whole, self.quality.train, fingerprint=fingerprint)
         self.heldout = {kind: self.book(basis, self.quality.heldout) for kind, basis in self.bases.items()}
         count = options.search_windows
         seen = bench_quality.Bench.windows(self.quality, "train", options.tokens // 4096 + count)[0]
@@ -109,17 +115,21 @@ class Bench:
             errors = {"score_error": rms(certificate.score), "value_error": rms(certificate.value)}
         return {"kind": kind, "basis": basis, **trial_json(trial), **errors, **extra}
 
-    def rows(self) -> Iterator[list[dict[str, Any]]]:
-        """All rows, kind by kind."""
-        yield list(self.searched("oracle", [SearchOptions(limit) for limit in LIMITS]))
-        by_kind = itertools.groupby(plans(self.heldout["balanced"]), key=lambda pair: pair[0])
-        for kind, group in by_kind:
-            chosen = [plan for _, plan in group]
-            yield [self.row(kind, plan) for plan in chosen]
-            if kind == "uniform":
-                yield [self.row("uniform stacked", plan, "stacked") for plan in chosen]
+    def kinds(self) -> dict[str, Callable[[], list[dict[str, Any]]]]:
+        """What measures the rows of each kind of plan."""
+        by_kind: dict[str, list[CompressionPlan]] = {}
+        for kind, plan in plans(self.heldout["balanced"]):
+            by_kind.setdefault(kind, []).append(plan)
+        oracle = [SearchOptions(limit) for limit in LIMITS]
+        found = {"oracle": lambda: list(self.searched("oracle", oracle))}
+        for kind, chosen in by_kind.items():
+            found[kind] = lambda kind=kind, chosen=chosen: [self.row(kind, plan) for plan in chosen]
+        stacked = "uniform stacked"
+        found[stacked] = lambda: [self.row(stacked, plan, "stacked") for plan in by_kind["uniform"]]
         for mode in CLASS_MODES:
-            yield list(self.searched(mode, [SearchOptions(x, mode, CLASS_TRIALS) for x in CLASS_LIMITS]))
+            searches = [SearchOptions(limit, mode, CLASS_TRIALS) for limit in CLASS_LIMITS]
+            found[mode] = lambda mode=mode, searches=searches: list(self.searched(mode, searches))
+        return found
 
     def searched(self, kind: str, searches: list[SearchOptions]) -> Iterator[dict[str, Any]]:
         """What searches found, each with the memory of those before: what it cost there, and held out."""
@@ -145,21 +155,19 @@ def main(options: Options) -> None:
     """Measures all plans and writes one JSON."""
     if options.dtype == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")
-    began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(options, Path(folder))
         dense = float(np.exp(bench.heldout["balanced"].dense_nll.mean()))
         print(f"dense perplexity {dense:.3f} on {jax.devices()[0].device_kind}")
-        settings = {k: str(v) for k, v in asdict(options).items() if k != "results"}
+        settings = {k: str(v) for k, v in asdict(options).items() if k not in ("results", "kinds")}
         settings |= {"model": options.model.name, "corpus": options.corpus.name}
-        rows: list[dict[str, Any]] = []
-        for more in bench.rows():
-            rows += more
-            results = {
-                "dense_perplexity": dense,
-                "rows": rows,
-                "seconds_total": time.perf_counter() - began,
-            }
+        kinds, path = bench.kinds(), options.results / f"{options.name}.json"
+        if unknown := set(options.kinds) - kinds.keys():
+            raise SystemExit(f"kinds={sorted(unknown)} must be of {sorted(kinds)}")
+        results = json.loads(path.read_text())["results"] if options.kinds and path.exists() else {"rows": []}
+        for kind in options.kinds or kinds:
+            others = [row for row in results["rows"] if row["kind"] != kind]
+            results = {"dense_perplexity": dense, "rows": others + kinds[kind]()}
             print(write_result(options.name, settings, results, options.results), flush=True)
 
 

@@ -26,7 +26,7 @@ import tyro
 from benchmarks import bench_quality
 from benchmarks.common import RESULTS, write_result
 from convert.predictor import Observations, fit
-from convert.profile import collect_profile
+from convert.profile import collect_profile, whole_plan
 from convert.search import Search, SearchOptions
 from convert.trials import TrialBook, trial_json
 from zdc_jax.config import ModelConfig
@@ -67,9 +67,8 @@ class Bench:
         self.run, self.quality = run, bench_quality.Bench(options, folder)
         self.config = self.quality.config
         self.basis = self.quality.make_basis(self.quality.moments, qk="balanced", vo="balanced")
-        self.profile = collect_profile(
-            self.quality.dense.network, self.quality.train, fingerprint=self.basis.fingerprint
-        )
+        whole = self.quality.model(whole_plan(self.config), self.basis).network
+        self.profile = collect_profile(whole, self.quality.train, fingerprint=self.basis.fingerprint)
         count = run.tokens // bench_quality.CONTEXT + SEARCH_WINDOWS
         self.searched, _ = self.quality.windows("train", count)
 
@@ -92,7 +91,7 @@ class Observe(Run):
             for limit in SEARCHED:
                 best = Search(book, SearchOptions(limit)).run()
                 print(f"{self.name}: limit {limit} {best.bytes_share:.3f} {best.increase:+.4f}", flush=True)
-            seen = Observations.of(self.name, bench.config, bench.basis, bench.profile, book.trials)
+            seen = Observations.of(self.name, bench.config, bench.profile, book.trials)
         (self.results / OBSERVATIONS.name).mkdir(parents=True, exist_ok=True)
         seen.save(self.results / OBSERVATIONS.name / f"{self.name}.json")
 
@@ -142,7 +141,7 @@ def predicted_plans(bench: Bench, predictor: Predictor, limit: float) -> dict[st
     context, config = bench_quality.CONTEXT, bench.config
 
     def propose(limit: float) -> CompressionPlan:
-        return predictor.plan(config, bench.basis, bench.profile, max_degradation=limit, context=context)
+        return predictor.plan(config, bench.profile, max_degradation=limit, context=context)
 
     began, book = (
         time.perf_counter(),
@@ -162,7 +161,7 @@ def known_plans(
 ) -> dict[str, CompressionPlan]:
     """What a search of this model found, and what the plans of others offer."""
     alike = [each for each in others.values() if each.rotary == own.rotary]
-    nearest = min(alike, key=lambda each: abs(each.far_write.shape[0] - own.far_write.shape[0]))
+    nearest = min(alike, key=lambda each: abs(len(each.far_nats) - len(own.far_nats)))
     return {
         "oracle": best_plan(own, limit, bench.config),
         "look-up": best_plan(nearest, min(SEARCHED, key=lambda at: abs(at - limit)), bench.config),
@@ -173,7 +172,7 @@ def known_plans(
 def best_plan(observations: Observations, limit: float, config: ModelConfig) -> CompressionPlan:
     """The smallest plan observed within the limit, stretched to the shape of `config`."""
     plans = zip(observations.plans, observations.nats, strict=True)
-    held = [stretched(*plan, observations.score.shape[1] - 1, config) for plan, nats in plans
+    held = [stretched(*plan, observations.head_dim, config) for plan, nats in plans
             if nats <= np.log1p(limit)]  # fmt: skip
     if not held:
         raise PlanError(f"{observations.name} has no plan within {limit:.1%}")

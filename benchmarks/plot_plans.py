@@ -21,8 +21,11 @@ MODELS = ("ref-llama-23m", "ref-opt-26m")
 
 
 def rows_of(model: str) -> list[dict[str, Any]]:
-    """All measured plans of a model."""
-    return json.loads((RESULTS / f"plans-{model}.json").read_text())["results"]["rows"]
+    """All measured plans of a model, those predicted for it with it left out among them."""
+    read = lambda path: json.loads(path.read_text())["results"]["rows"] if path.exists() else []
+    predicted = read(RESULTS / f"predicted-{model}.json")
+    others = [row for row in predicted if row["kind"].startswith("predicted")]
+    return read(RESULTS / f"plans-{model}.json") + others
 
 
 def rank_correlation(rows: list[dict[str, Any]]) -> float:
@@ -34,16 +37,18 @@ def rank_correlation(rows: list[dict[str, Any]]) -> float:
 def draw_fronts() -> None:
     """`plans.png`: one line a kind of plan."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+    kinds = sorted({row["kind"] for model in MODELS for row in rows_of(model)})
     for axis, model in zip(axes, MODELS, strict=True):
-        rows = sorted(rows_of(model), key=lambda row: row["kind"])
-        for kind, group in itertools.groupby(rows, key=lambda row: row["kind"]):
-            points = [(100 * row["bytes_share"], 100 * row["increase"]) for row in group]
-            front = np.array(points)[undominated(points)]
-            axis.plot(front[:, 0], front[:, 1], "o-", markersize=4, label=kind)
+        for color, kind in enumerate(kinds):
+            chosen = [row for row in rows_of(model) if row["kind"] == kind]
+            points = [(100 * row["bytes_share"], 100 * row["increase"]) for row in chosen]
+            if points:
+                front = np.array(points)[undominated(points)]
+                axis.plot(front[:, 0], front[:, 1], "o-", color=f"C{color}", markersize=4, label=kind)
         axis.axhline(1, linestyle=":", color="0.5")
         axis.set(title=model, xlabel="KV bytes at 4096 tokens, % of dense", xlim=(0, 100), ylim=(-0.5, 12))
+        axis.legend(fontsize=8)
     axes[0].set_ylabel("increase of perplexity, %, held-out text")
-    axes[0].legend()
     figure.savefig(RESULTS / "plans.png", dpi=110)
 
 

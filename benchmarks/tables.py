@@ -65,6 +65,25 @@ def plans_table() -> str:
     return "\n".join(lines)
 
 
+def ablation_table() -> str:
+    """What each part of the method is worth on both reference models."""
+    results = {name: read(f"ablation-{name}")["results"] for name in MODELS}
+    names = {
+        "zo": "compression at run time",
+        "oc": "basis online",
+        "dt": "classes or one rate",
+        "dl": "important by depth",
+        "lt": "importance by",
+    }
+    lines = [f"| switch | | {MODELS[0]} | {MODELS[1]} |", "|---|---|---|---|"]
+    for part, name in names.items():
+        index = [{row["label"]: row for row in results[model][part]["rows"]} for model in MODELS]
+        lines += [
+            f"| {name} | {label} | {cell(index[0][label])} | {cell(index[1][label])} |" for label in index[0]
+        ]
+    return "\n".join(lines)
+
+
 def calibration_table() -> str:
     """The offline route."""
     results = read("calibration-llama-2-13b-shape")["results"]
@@ -117,6 +136,7 @@ TABLES = {
     "generate": generate_table,
     "quality": quality_table,
     "plans": plans_table,
+    "ablation": ablation_table,
     "calibration": calibration_table,
     "kernels": kernel_table,
 }

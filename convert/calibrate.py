@@ -1,5 +1,6 @@
 """Calibration: text → moments of q, k, v, o → basis, stored in the converted folder (ZDC §4.3, §5.1)."""
 
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from rich.progress import track
 from convert.basis import make_basis
 from convert.kmeans import kmeans_moments
 from convert.moments import Moments
-from convert.profile import collect_profile
+from convert.profile import collect_profile, whole_plan
 from zdc_jax.axes import Array
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
@@ -92,7 +93,7 @@ def calibrate(
     Args:
       path: folder written by `zdc convert`.
       texts: files or folders, see `zdc_jax.text.read_documents`; topics are folder names. Empty: a new basis
-        from the moments stored by an earlier calibration.
+        from the moments stored by an earlier calibration, and no profile.
       dtype: dtype the model runs in; default that of the stored weights.
 
     Raises:
@@ -127,8 +128,6 @@ def calibrate(
                 batch=options.batch,
                 progress=progress,
             )
-        profile = collect_profile(network, windows, fingerprint=checkpoint.fingerprint)
-        profile.save(checkpoint.calibration_path / "profile")
         del network
         moments.save(checkpoint.calibration_path / "moments")
         record = {
@@ -140,6 +139,12 @@ def calibrate(
     basis = choose_basis(checkpoint, moments, windows, options, dtype=dtype)
     basis = replace(basis, record={**basis.record, **record, "center": options.center})
     basis.save(checkpoint.calibration_path / "basis")
+    # A profile is of one basis: it goes where there is no text to measure it anew.
+    shutil.rmtree(checkpoint.calibration_path / "profile", ignore_errors=True)
+    if windows is not None:
+        network = load(path, whole_plan(checkpoint.config), basis=basis, dtype=dtype).network
+        profile = collect_profile(network, windows, fingerprint=checkpoint.fingerprint)
+        profile.save(checkpoint.calibration_path / "profile")
     return basis
 
 

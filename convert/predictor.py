@@ -13,10 +13,9 @@ import optax
 
 from convert.trials import Trial
 from zdc_jax.axes import Array
-from zdc_jax.basis import Basis
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
-from zdc_jax.predictor import Features, Predictor, Weights, floor_nats, head_errors, layer_nats
+from zdc_jax.predictor import Features, Predictor, Weights, floor_nats, layer_nats
 from zdc_jax.profile import Profile
 
 STEPS, LEARNING_RATE = 800, 0.03
@@ -32,34 +31,40 @@ MARGIN_QUANTILE = 0.9
 class Observations:
     """What one model's searches measured, with its features.
 
-    far_write [L, W] at `windows`, score and value: relative errors by rank [L, H + 1] (`head_errors`);
-    plans: (window, ((R, Z), …)) without token classes; nats: increase of their mean negative log likelihood.
+    windows [W], ranks [Q], far_nats [L], score_error and value_error [L, Q] as in `Profile`; write [L, W] is
+    its `relative_write`. plans: (window, ((R, Z), …)) without token classes; nats: increase of their mean
+    negative log likelihood.
     """
 
     name: str
     rotary: bool
-    windows: tuple[int, ...]
-    far_write: np.ndarray
-    score: np.ndarray
-    value: np.ndarray
+    head_dim: int
+    windows: np.ndarray
+    ranks: np.ndarray
+    write: np.ndarray
+    far_nats: np.ndarray
+    score_error: np.ndarray
+    value_error: np.ndarray
     plans: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
     nats: np.ndarray
 
     @classmethod
-    def of(
-        cls, name: str, config: ModelConfig, basis: Basis, profile: Profile, trials: Sequence[Trial]
-    ) -> Self:
-        """Of those trials whose plans have a window of the profile and no token classes."""
-        windows = tuple(profile.windows.tolist())
-        kept = [t for t in trials if t.plan.window in windows and t.plan.classes is None]
+    def of(cls, name: str, config: ModelConfig, profile: Profile, trials: Sequence[Trial]) -> Self:
+        """Of those trials whose plans have a window and ranks of the profile, and no token classes."""
+        levels = {0, *profile.ranks.tolist(), config.head_dim}
         ranks = lambda plan: tuple((layer.qk, layer.v) for layer in plan.layers)
+        known = lambda plan: plan.window in profile.windows and levels.issuperset(sum(ranks(plan), ()))
+        kept = [t for t in trials if known(t.plan) and t.plan.classes is None]
         return cls(
             name,
             config.rope is not None,
-            windows,
-            profile.far_write,
-            head_errors(basis.qk_error),
-            head_errors(basis.vo_error),
+            config.head_dim,
+            profile.windows,
+            profile.ranks,
+            profile.relative_write(),
+            profile.far_nats,
+            profile.score_error,
+            profile.value_error,
             tuple((trial.plan.window, ranks(trial.plan)) for trial in kept),
             np.log1p([trial.increase for trial in kept]),
         )
@@ -67,12 +72,15 @@ class Observations:
     def features(self) -> Features:
         """Of all plans: arrays [P, L]."""
         ranks = np.array([plan for _, plan in self.plans])
-        window = [self.windows.index(window) for window, _ in self.plans]
-        layers = np.arange(ranks.shape[1])
+        level = np.searchsorted([0, *self.ranks, self.head_dim], ranks)
+        window = np.searchsorted(self.windows, [window for window, _ in self.plans])
+        layers, ends = np.arange(ranks.shape[1]), np.ones((ranks.shape[1], 1))
+        score, value = (np.hstack([ends, e, 0 * ends]) for e in (self.score_error, self.value_error))
         columns = (
-            self.far_write.T[window],
-            self.score[layers, ranks[..., 0]],
-            self.value[layers, ranks[..., 1]],
+            self.far_nats,
+            self.write.T[window],
+            score[layers, level[..., 0]],
+            value[layers, level[..., 1]],
             np.float64(self.rotary),
         )
         return Features(*map(jnp.asarray, columns))
@@ -90,9 +98,9 @@ class Observations:
         """Reads what `save` wrote; raises `PlanError` where it is something else."""
         try:
             value: dict[str, Any] = json.loads(path.read_text())
-            arrays = {name: np.array(value[name]) for name in ("far_write", "score", "value", "nats")}
-            plans = tuple((window, tuple(map(tuple, plan))) for window, plan in value["plans"])
-            return cls(**{**value, **arrays, "windows": tuple(value["windows"]), "plans": plans})
+            plans = tuple((window, tuple(map(tuple, plan))) for window, plan in value.pop("plans"))
+            value = {name: np.array(x) if isinstance(x, list) else x for name, x in value.items()}
+            return cls(**value, plans=plans)
         except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"{path} holds no observations of plans: {error!r}") from error
 
@@ -138,7 +146,16 @@ def _loss(weights: Weights, sets: Sequence[_Set]) -> Array:
 @jax.jit
 def _fit_weights(sets: Sequence[_Set]) -> Weights:
     two, half = jnp.zeros(2), jnp.array(0.5)
-    start = Weights(two - 2.0, jnp.array(2.0), two - 1.0, half, two - 1.0, half, jnp.array([-6.0, -2.0]))
+    start = Weights(
+        cut=two,
+        nats=half,
+        window=half,
+        qk=two - 1.0,
+        qk_power=half,
+        v=two - 1.0,
+        v_power=half,
+        floor=jnp.array([-6.0, -2.0]),
+    )
     optimizer = optax.adam(LEARNING_RATE)
 
     def step(state: Any, _: None) -> tuple[Any, None]:

@@ -28,15 +28,13 @@ from zdc_jax.errors import PlanError
 from zdc_jax.layer_costs import LayerCosts, cheapest_path, rank_levels, steps_down
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses, allowed_ranks
 from zdc_jax.predictor import Predictor
-from zdc_jax.profile import SINKS, windows_for
+from zdc_jax.profile import SINKS, cost_window, windows_for
 
 Mode = Literal["window", "uniform", "classes", "window+classes"]
 Objective = Literal["bytes", "time"]
 
 CLASS_WINDOWS = (128, 256, 512)
 """Windows tried with token classes."""
-COST_WINDOW = 128
-"""The window with which single layers are measured."""
 REFINE_FAILURES = 8
 """Steps of the last stage that may fail one after another."""
 
@@ -153,10 +151,10 @@ class Search:
 
     def _window_search(self) -> None:
         windows = list(windows_for(self.length))
-        near = min(windows, key=lambda w: abs(w - COST_WINDOW))
+        near = windows[cost_window(windows)]
         # From the middle window outwards: the best so far spares the others most of their trials.
         windows.sort(key=lambda window: abs(np.log2(window / near)))
-        paths = Predictor.stored().paths(self.config, self.book.basis, self.book.profile)
+        paths = Predictor.stored().paths(self.config, self.book.profile)
         predicted = {path[0][0].window: [plan.for_model("") for plan, _ in path] for path in paths}
         for window in windows:
             self.last_within(predicted.get(window, []))

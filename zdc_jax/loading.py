@@ -191,7 +191,7 @@ def _propose(checkpoint: Checkpoint, basis: Basis) -> Callable[[float], Compress
     """The stored predictor's plan for a limit."""
     profile, predictor = stored_profile(checkpoint), Predictor.stored()
     config, context = checkpoint.config, basis.context_length
-    return lambda limit: predictor.plan(config, basis, profile, max_degradation=limit, context=context)
+    return lambda limit: predictor.plan(config, profile, max_degradation=limit, context=context)
 
 
 def stored_basis(checkpoint: Checkpoint) -> Basis:

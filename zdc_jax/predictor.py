@@ -1,8 +1,8 @@
 """Plans without a search: perplexity predicted from calibration, by a regression over models (ZDC §5.2).
 
-The paper's regression goes from model and limit to ratios. Ours goes from a layer's calibration (spectra and
-`Profile`) and what it keeps to its share of the degradation, and is turned around by taking the cheapest plan
-predicted to be within the limit: so it serves models of any number of layers and heads, and any limit.
+The paper's regression goes from model and limit to ratios. Ours goes from what calibration has seen of a
+layer (`Profile`) and what it keeps to its share of the degradation, and is turned around by taking the
+cheapest plan predicted to be within the limit: so it serves any number of layers and heads, and any limit.
 """
 
 import json
@@ -17,27 +17,30 @@ import numpy as np
 from jaxtyping import Float
 
 from zdc_jax.axes import Array
-from zdc_jax.basis import Basis
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
-from zdc_jax.layer_costs import LayerCosts, cheapest_path, rank_levels
+from zdc_jax.layer_costs import LayerCosts, cheapest_path
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.profile import SINKS, Profile
 
 CHECKS = 6
 """Plans measured at most when a predicted plan is checked on text."""
+TINY_NATS = 2e-4
+"""Below this, costs of single layers are noise."""
 
 
 class Weights(NamedTuple):
     """Of the regression; pairs are a constant and what is added to it for rotary models.
 
-    A layer that is cut off costs exp(cut) · far_write ** far nats a token. One that keeps some coordinates
-    costs, of that, exp(qk) · (relative score error) ** exp(qk_power) for Q/K, and likewise for V. exp(floor)
-    is what the basis itself costs in 16 bits.
+    A layer that is cut off costs, in nats a token, exp(cut) times powers of what it cost alone (`nats`, not
+    taken below `TINY_NATS`) and of how much more its distant tokens write with another window than the
+    measured one (`window`). A layer that keeps some coordinates costs, of that, exp(qk) · score_error **
+    exp(qk_power) for Q/K, and likewise for V. exp(floor) is what the basis itself costs in 16 bits.
     """
 
     cut: Float[Array, "2"]
-    far: Float[Array, ""]
+    nats: Float[Array, ""]
+    window: Float[Array, ""]
     qk: Float[Array, "2"]
     qk_power: Float[Array, ""]
     v: Float[Array, "2"]
@@ -46,10 +49,14 @@ class Weights(NamedTuple):
 
 
 class Features(NamedTuple):
-    """Of layers with plans: far_write, and relative errors of scores and values of far pairs (1: cut off,
-    0: all coordinates kept); rotary 0 or 1. All broadcast against each other."""
+    """Of layers with plans; all broadcast against each other.
 
-    far_write: Array
+    far_nats of the `Profile`; window: its `relative_write` at the plan's window; score, value: its errors at
+    the plan's ranks (1: cut off, 0: all coordinates kept). rotary: 0 or 1.
+    """
+
+    far_nats: Array
+    window: Array
     score: Array
     value: Array
     rotary: Array
@@ -57,27 +64,20 @@ class Features(NamedTuple):
 
 def layer_nats(weights: Weights, features: Features) -> Array:
     """Predicted increase of the mean negative log likelihood that each layer causes, nats a token."""
-    far_write, score, value, rotary = features
+    far_nats, window, score, value, rotary = features
     at = lambda pair: pair[0] + pair[1] * rotary
-    tiny = 1e-6
+    log = lambda x, least=1e-6: jnp.log(jnp.maximum(x, least))
     part = lambda error, pair, power: jnp.where(
-        error > 0, jnp.exp(at(pair) + jnp.exp(power) * jnp.log(jnp.maximum(error, tiny))), 0.0
+        error > 0, jnp.exp(at(pair) + jnp.exp(power) * log(error)), 0.0
     )
     kept = part(score, weights.qk, weights.qk_power) + part(value, weights.v, weights.v_power)
-    whole = jnp.exp(at(weights.cut) + weights.far * jnp.log(jnp.maximum(far_write, tiny)))
+    whole = jnp.exp(at(weights.cut) + weights.nats * log(far_nats, TINY_NATS) + weights.window * log(window))
     return whole * jnp.where((score >= 1) & (value >= 1), 1.0, kept)
 
 
 def floor_nats(weights: Weights, rotary: Array) -> Array:
     """Predicted cost of the basis at full rank, nats a token."""
     return jnp.exp(weights.floor[0] + weights.floor[1] * rotary)
-
-
-def head_errors(error: np.ndarray) -> np.ndarray:
-    """Relative errors [L, K, H + 1] of a basis by layer: root mean square over heads, [L, H + 1]; 0 at H."""
-    errors = np.sqrt(np.square(error).mean(1))
-    errors[:, -1] = 0
-    return errors
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,30 +112,28 @@ class Predictor:
         value = {"models": self.models, "margin": round(self.margin, 4), "weights": weights}
         return json.dumps(value, indent=1) + "\n"
 
-    def layer_costs(self, basis: Basis, profile: Profile, window: int, *, rotary: bool) -> LayerCosts:
+    def layer_costs(self, profile: Profile, window: int, head_dim: int, *, rotary: bool) -> LayerCosts:
         """Predicted costs of single layers at the index `window` of the profile's windows."""
-        ranks = rank_levels(basis.k_map.shape[-1])
-        errors = [head_errors(error)[:, list(ranks)] for error in (basis.qk_error, basis.vo_error)]
-        far = profile.far_write[:, window, None]
-        none, one = np.zeros_like(errors[0]), np.ones_like(far)
+        layers = profile.far_nats, profile.relative_write()[:, window]
+        whole = np.zeros((len(profile.far_nats), 1))
+        score, value = (np.hstack([e, whole]) for e in (profile.score_error, profile.value_error))
 
         def nats(score: np.ndarray, value: np.ndarray) -> np.ndarray:
-            features = Features(*map(jnp.asarray, (far, score, value, float(rotary))))
+            columns = (*(x[:, None] for x in layers), score, value, float(rotary))
+            features = Features(*map(jnp.asarray, columns))
             return np.asarray(layer_nats(self.weights, features), np.float64)
 
-        return LayerCosts(
-            ranks, nats(errors[0], none), nats(none, errors[1]), nats(one, one)[:, 0]
-        ).monotone()
+        none, one = np.zeros_like(score), whole + 1
+        ranks = (*profile.ranks.tolist(), head_dim)
+        return LayerCosts(ranks, nats(score, none), nats(none, value), nats(one, one)[:, 0]).monotone()
 
-    def paths(
-        self, config: ModelConfig, basis: Basis, profile: Profile
-    ) -> list[list[tuple[CompressionPlan, float]]]:
+    def paths(self, config: ModelConfig, profile: Profile) -> list[list[tuple[CompressionPlan, float]]]:
         """For each window, plans from all coordinates to none outside it, with predicted nats a token."""
-        rotary, full = config.rope is not None, CompressionPlan.full(config).for_model(basis.fingerprint)
+        rotary, full = config.rope is not None, CompressionPlan.full(config).for_model(profile.fingerprint)
         floor = float(floor_nats(self.weights, jnp.array(float(rotary))))
         found = []
         for index, window in enumerate(profile.windows.tolist()):
-            costs = self.layer_costs(basis, profile, index, rotary=rotary)
+            costs = self.layer_costs(profile, index, config.head_dim, rotary=rotary)
             nats = lambda ranks, costs=costs: floor + sum(costs.of(i, kept) for i, kept in enumerate(ranks))
             plan = replace(full, window=window, sinks=SINKS)
             path = [(replace(plan, layers=ranks), nats(ranks)) for ranks in cheapest_path(costs)]
@@ -143,7 +141,7 @@ class Predictor:
         return found
 
     def plan(
-        self, config: ModelConfig, basis: Basis, profile: Profile, *, max_degradation: float, context: int
+        self, config: ModelConfig, profile: Profile, *, max_degradation: float, context: int
     ) -> CompressionPlan:
         """The plan of fewest bytes at `context` tokens predicted to raise perplexity by no more.
 
@@ -154,8 +152,8 @@ class Predictor:
         """
         if not max_degradation > 0:
             raise PlanError(f"max_degradation={max_degradation} must be > 0 (0.02 means 2 %)")
-        full, allowed = CompressionPlan.full(config).for_model(basis.fingerprint), np.log1p(max_degradation)
-        plans = (pair for path in self.paths(config, basis, profile) for pair in path)
+        full, allowed = CompressionPlan.full(config).for_model(profile.fingerprint), np.log1p(max_degradation)
+        plans = (pair for path in self.paths(config, profile) for pair in path)
         held = [plan for plan, nats in plans if nats <= allowed]
         return min([full, *held], key=lambda plan: plan.bytes(context))
 

@@ -1,5 +1,6 @@
 """`Profile`: how much each layer writes that comes from distant tokens (ours)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Self
@@ -11,6 +12,8 @@ from zdc_jax.errors import CheckpointError
 
 WINDOWS = (64, 128, 256, 512)
 """Windows of recent tokens that plans are searched and predicted for."""
+COST_WINDOW = 128
+"""Of these, the one with which single layers are measured."""
 SINKS = 4
 """First tokens kept at full rank in those plans."""
 
@@ -20,23 +23,39 @@ def windows_for(context: int) -> tuple[int, ...]:
     return tuple(window for window in WINDOWS if window <= context // 4) or WINDOWS[:1]
 
 
+def cost_window(windows: Sequence[int]) -> int:
+    """Index of the window that single layers are measured with."""
+    return min(range(len(windows)), key=lambda index: abs(windows[index] - COST_WINDOW))
+
+
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """What calibration saw of far attention, layer by layer.
-
-    Where a layer sees its window of recent tokens and the sinks alone, what it adds to the residual stream
-    changes. `far_write` is that change's root mean square over tokens, relative to the residual stream that
-    enters the layer. It tells far better than a spectrum whether a layer needs distant tokens at all.
+    """What calibration saw of far attention, layer by layer, where one layer alone sees less than all of
+    distant tokens. No spectrum says whether a layer needs them at all.
 
     Attributes:
-      far_write: float64 [L, W].
-      windows: tokens, int32 [W].
+      far_nats: increase of the mean negative log likelihood, nats a token, where the layer sees nothing but
+        the sinks and its window, that at `cost_window(windows)`; float64 [L].
+      far_write: change of what the layer then adds to the residual stream, root mean square over tokens,
+        relative to the residual stream that enters it; float64 [L, W].
+      score_error, value_error: such a change where far pairs keep `ranks` coordinates of Q/K alone, and of
+        V/O alone, relative to that of keeping none; float64 [L, Q].
+      windows: tokens, int32 [W]. ranks: int32 [Q], ascending, below the head dim.
       fingerprint: of the model.
     """
 
+    far_nats: np.ndarray
     far_write: np.ndarray
+    score_error: np.ndarray
+    value_error: np.ndarray
     windows: np.ndarray
+    ranks: np.ndarray
     fingerprint: str
+
+    def relative_write(self) -> np.ndarray:
+        """`far_write` [L, W], of that with the window of `far_nats`."""
+        measured = self.far_write[:, cost_window(self.windows.tolist()), None]
+        return self.far_write / np.maximum(measured, 1e-12)
 
     def save(self, folder: str | Path) -> None:
         """Writes `profile.safetensors` and `profile.json`; a crash never leaves half a folder.
@@ -54,7 +73,8 @@ class Profile:
           CheckpointError: missing, corrupt, or of another format version.
         """
         profile = cls(**load_fields(folder, "profile", {f.name for f in fields(cls)}))
-        if profile.far_write.ndim != 2 or profile.far_write.shape[1:] != profile.windows.shape:
-            shapes = f"far_write {profile.far_write.shape}, windows {profile.windows.shape}"
-            raise CheckpointError(f"{folder}: {shapes} are not [L, W] and [W]")
+        L, W, Q = len(profile.far_nats), len(profile.windows), len(profile.ranks)
+        for name, shape in {"far_write": (L, W), "score_error": (L, Q), "value_error": (L, Q)}.items():
+            if (found := getattr(profile, name).shape) != shape:
+                raise CheckpointError(f"{folder}: {name} has shape {found}, not {shape}")
         return profile

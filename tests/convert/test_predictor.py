@@ -1,6 +1,7 @@
 """Profiles against plain attention, the regression against plans of known cost, and `load` within a limit."""
 
 import json
+import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import LLAMA
+from conftest import LLAMA, TinyModel
 from hf_variants import write_variant
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,10 +17,11 @@ from hypothesis import strategies as st
 from convert.calibrate import CalibrationOptions, calibrate
 from convert.conversion import convert
 from convert.predictor import Observations, fit, predicted_nats
-from convert.profile import collect_profile
+from convert.profile import collect_profile, whole_plan
 from convert.trials import TrialBook
 from zdc_jax import Checkpoint, CompressionPlan, load
 from zdc_jax.errors import CalibrationError, CheckpointError, PlanError, TextError
+from zdc_jax.evaluate import window_nll
 from zdc_jax.layer_costs import rank_levels
 from zdc_jax.plan import LayerRanks
 from zdc_jax.predictor import Predictor, Weights, checked_plan
@@ -42,36 +44,62 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+def profile_of(tiny: TinyModel, tokens: np.ndarray) -> Profile:
+    network = tiny.model(whole_plan(tiny.dense.config)).network
+    return collect_profile(network, tokens, fingerprint="x")
+
+
 def test_the_profile_is_what_far_keys_write(tiny):
-    """The first layer in float64 with plain softmax."""
+    """The first layer in float64 with plain softmax, in the rotated basis."""
     tokens = tiny.tokens(2, 96)
-    found = collect_profile(tiny.dense, tokens, fingerprint="x")
-    block, changes, whole = tiny.dense.layers[0], 0.0, 0.0
+    found = profile_of(tiny, tokens)
+    network = tiny.model(whole_plan(tiny.dense.config)).network
+    block, window, rank = network.layers[0], windows_for(96)[0], int(found.ranks[0])
+    changes, whole = np.zeros(3), 0.0
     for row in tokens:
         positions = jnp.arange(96)[None]
-        x = tiny.dense.embeddings.embed(jnp.asarray(row[None]), positions)
+        x = network.embeddings.embed(jnp.asarray(row[None]), positions)
         q, k, v = block.attention.project(block.attention_norm(x), positions)
         q, k, v = (np.asarray(y[0], np.float64) for y in (q, k, v))
         k, v = (np.repeat(y, q.shape[1] // y.shape[1], axis=1) for y in (k, v))
-        scores = np.einsum("tnh,snh->nts", q, k) * q.shape[-1] ** -0.5
-        t, j = np.arange(96)[:, None], np.arange(96)
+        H, t, j = q.shape[-1], np.arange(96)[:, None], np.arange(96)
+        near = (j < SINKS) | (j > t - window)
 
-        def attended(visible, scores=scores, v=v):
-            weights = np.where(visible, np.exp(scores - scores.max(-1, keepdims=True)), 0)
-            return np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), v)
+        def attended(R, Z, q=q, k=k, v=v, near=near, t=t, j=j, H=H):
+            score = lambda width: np.einsum("tnh,snh->nts", q[..., :width], k[..., :width]) * H**-0.5
+            visible = (j <= t) & (near | (R > 0))
+            weights = np.where(visible, np.exp(np.where(near, score(H), score(R))), 0)
+            weights /= weights.sum(-1, keepdims=True)
+            far = np.einsum("nts,snh->tnh", np.where(near, 0, weights), v) * (np.arange(H) < Z)
+            o = np.einsum("nts,snh->tnh", np.where(near, weights, 0), v) + far
+            return np.asarray(block.attention.output(jnp.asarray(o[None], jnp.float32)), np.float64)
 
-        near = (j < SINKS) | (j > t - windows_for(96)[0])
-        written = [
-            block.attention.output(jnp.asarray(attended(mask & (j <= t))[None], jnp.float32))
-            for mask in (near, True)
-        ]
-        changes += np.square(np.asarray(written[0] - written[1], np.float64)).sum()
+        all_of_it = attended(H, H)
+        for index, (R, Z) in enumerate(((0, 0), (rank, H), (H, rank))):
+            changes[index] += np.square(attended(R, Z) - all_of_it).sum()
         whole += np.square(np.asarray(x, np.float64)).sum()
-    assert found.far_write[0, 0] == pytest.approx(np.sqrt(changes / whole), rel=1e-3)
+    assert found.far_write[0, 0] == pytest.approx(np.sqrt(changes[0] / whole), rel=1e-3)
+    assert found.score_error[0, 0] == pytest.approx(np.sqrt(changes[1] / changes[0]), rel=1e-3)
+    assert found.value_error[0, 0] == pytest.approx(np.sqrt(changes[2] / changes[0]), rel=1e-3)
+
+
+def test_the_profile_is_what_cutting_off_a_layer_costs(tiny):
+    """Against models loaded with plans that keep everything but one layer's distant tokens."""
+    tokens = tiny.tokens(2, 96)
+    found = profile_of(tiny, tokens)
+    dense = window_nll(tiny.dense, tokens).mean()
+    full = CompressionPlan.full(tiny.dense.config)
+    for layer in range(len(full.layers)):
+        ranks = [LayerRanks(0, 0) if i == layer else kept for i, kept in enumerate(full.layers)]
+        plan = replace(full, layers=tuple(ranks), window=windows_for(96)[0], sinks=SINKS)
+        want = window_nll(tiny.model(plan).network, tokens).mean() - dense
+        assert found.far_nats[layer] == pytest.approx(want, abs=2e-5)
 
 
 def test_a_profile_comes_back_as_it_was_saved(tmp_path):
-    profile = Profile(np.random.default_rng(0).random((3, 2)), np.array([64, 128], np.int32), "x")
+    draw = np.random.default_rng(0).random
+    windows, ranks = np.array([64, 128], np.int32), np.array([16], np.int32)
+    profile = Profile(draw(3), draw((3, 2)), draw((3, 1)), draw((3, 1)), windows, ranks, "x")
     profile.save(tmp_path / "profile")
     again = Profile.load(tmp_path / "profile")
     np.testing.assert_array_equal(again.far_write, profile.far_write)
@@ -81,29 +109,37 @@ def test_a_profile_comes_back_as_it_was_saved(tmp_path):
         Profile.load(tmp_path / "profile")
 
 
+def test_a_basis_without_text_takes_the_profile_away(folder, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    calibrate(tmp_path / "model", [], CalibrationOptions(qk="stacked", vo="stacked"), progress=False)
+    assert not (tmp_path / "model" / "calibration" / "profile").exists()
+
+
 TRUE = Weights(
-    jnp.array([0.5, -0.3]),
-    jnp.array(2.0),
-    jnp.array([-1.5, -0.5]),
-    jnp.array(0.2),
-    jnp.array([-2.0, 0.8]),
-    jnp.array(0.4),
-    jnp.array([-7.0, -2.0]),
+    cut=jnp.array([0.5, -0.3]),
+    nats=jnp.array(0.8),
+    window=jnp.array(2.0),
+    qk=jnp.array([-1.5, -0.5]),
+    qk_power=jnp.array(0.2),
+    v=jnp.array([-2.0, 0.8]),
+    v_power=jnp.array(0.4),
+    floor=jnp.array([-7.0, -2.0]),
 )
 
 
-def observations(seed: int, layers: int, *, rotary: bool, head_dim: int = 64) -> Observations:
+def observations(seed: int, layers: int, *, rotary: bool) -> Observations:
     """Plans of a made-up model whose costs are those of `TRUE`, with noise."""
-    rng = np.random.default_rng(seed)
-    error = np.sort(rng.random((layers, head_dim + 1)), axis=1)[:, ::-1]
-    error = error / error[:, :1]
-    error[:, -1] = 0
-    choices = [(0, 0), *((r, z) for r in rank_levels(head_dim) for z in rank_levels(head_dim))]
+    rng, head_dim = np.random.default_rng(seed), 64
+    levels = rank_levels(head_dim)
+    error = lambda: np.sort(rng.random((layers, len(levels) - 1)), axis=1)[:, ::-1]
+    choices = [(0, 0), *((r, z) for r in levels for z in levels)]
     plans = tuple(
         (128, tuple(choices[i] for i in rng.integers(len(choices), size=layers))) for _ in range(60)
     )
-    far = np.exp(rng.normal(-3, 0.7, (layers, 1)))
-    empty = Observations(f"m{seed}", rotary, (128,), far, error, error, plans, np.zeros(60))
+    ranks, cost = np.array(levels[:-1]), np.exp(rng.normal(-5, 1, layers))
+    write = np.ones((layers, 1))
+    features = np.array([128]), ranks, write, cost, error(), error()
+    empty = Observations(f"m{seed}", rotary, head_dim, *features, plans, np.zeros(60))
     nats = np.asarray(predicted_nats(TRUE, empty.features())) * np.exp(rng.normal(0, 0.1, 60))
     return replace(empty, nats=nats)
 
@@ -137,9 +173,7 @@ def test_foreign_json_is_refused(tmp_path):
 def test_higher_limits_keep_less(folder):
     book = TrialBook(folder / "model", np.zeros((1, CONTEXT), np.int32))
     profile = Profile.load(folder / "model" / "calibration" / "profile")
-    plan = lambda limit: Predictor.stored().plan(
-        book.config, book.basis, profile, max_degradation=limit, context=CONTEXT
-    )
+    plan = lambda limit: Predictor.stored().plan(book.config, profile, max_degradation=limit, context=CONTEXT)
     sizes = [plan(limit).bytes(CONTEXT) for limit in (1e-6, 0.001, 0.01, 0.1, 1.0)]
     assert sizes == sorted(sizes, reverse=True)
     assert plan(1e-6).layers == CompressionPlan.full(book.config).layers
