@@ -23,7 +23,7 @@ import tyro
 
 from benchmarks import bench_quality
 from benchmarks.common import RESULTS, write_result
-from convert.profile import collect_profile, whole_plan
+from convert.calibrate import measured_profile
 from convert.search import Mode, Search, SearchOptions
 from convert.trials import TrialBook, trial_json
 from zdc_jax.basis import Basis
@@ -91,9 +91,9 @@ class Bench:
         self.options, self.quality = options, bench_quality.Bench(quality, folder)
         kinds = ("stacked", "balanced")
         self.bases = {kind: self.quality.make_basis(self.quality.moments, qk=kind, vo=kind) for kind in kinds}
-        whole = self.quality.model(whole_plan(self.quality.config), self.bases["balanced"]).network
-        fingerprint = self.quality.checkpoint.fingerprint
-        self.profile = collect_profile(whole, self.quality.train, fingerprint=fingerprint)
+        self.profile = measured_profile(
+            self.quality.checkpoint, self.bases["balanced"], self.quality.train, dtype=options.dtype
+        )
         self.heldout = {kind: self.book(basis, self.quality.heldout) for kind, basis in self.bases.items()}
         count = options.search_windows
         seen = bench_quality.Bench.windows(self.quality, "train", options.tokens // 4096 + count)[0]

@@ -25,8 +25,8 @@ import tyro
 
 from benchmarks import bench_quality
 from benchmarks.common import RESULTS, write_result
+from convert.calibrate import measured_profile
 from convert.predictor import Observations, fit
-from convert.profile import collect_profile, whole_plan
 from convert.search import Search, SearchOptions
 from convert.trials import TrialBook, trial_json
 from zdc_jax.config import ModelConfig
@@ -67,8 +67,9 @@ class Bench:
         self.run, self.quality = run, bench_quality.Bench(options, folder)
         self.config = self.quality.config
         self.basis = self.quality.make_basis(self.quality.moments, qk="balanced", vo="balanced")
-        whole = self.quality.model(whole_plan(self.config), self.basis).network
-        self.profile = collect_profile(whole, self.quality.train, fingerprint=self.basis.fingerprint)
+        self.profile = measured_profile(
+            self.quality.checkpoint, self.basis, self.quality.train, dtype=run.dtype
+        )
         count = run.tokens // bench_quality.CONTEXT + SEARCH_WINDOWS
         self.searched, _ = self.quality.windows("train", count)
 

@@ -29,6 +29,7 @@ from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import self_attention
 from zdc_jax.ops.contract import einsum_f32
 from zdc_jax.plan import CompressionPlan, allowed_ranks
+from zdc_jax.profile import Profile
 from zdc_jax.text import read_documents, token_windows
 
 QkChoice = Literal["auto", "stacked", "balanced", "pairs"]
@@ -142,10 +143,18 @@ def calibrate(
     # A profile is of one basis: it goes where there is no text to measure it anew.
     shutil.rmtree(checkpoint.calibration_path / "profile", ignore_errors=True)
     if windows is not None:
-        network = load(path, whole_plan(checkpoint.config), basis=basis, dtype=dtype).network
-        profile = collect_profile(network, windows, fingerprint=checkpoint.fingerprint)
+        profile = measured_profile(checkpoint, basis, windows, dtype=dtype)
         profile.save(checkpoint.calibration_path / "profile")
     return basis
+
+
+def measured_profile(
+    checkpoint: Checkpoint, basis: Basis, windows: np.ndarray, *, dtype: str | None = None
+) -> Profile:
+    """Profile of the model in this basis."""
+    network = load(checkpoint.path, whole_plan(checkpoint.config), basis=basis, dtype=dtype).network
+    assert isinstance(network, Transformer)  # It was not loaded onto a mesh.
+    return collect_profile(network, windows, fingerprint=checkpoint.fingerprint)
 
 
 def stored_moments(checkpoint: Checkpoint) -> tuple[Moments, dict[str, Any]]:
