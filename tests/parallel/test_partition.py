@@ -94,7 +94,9 @@ def test_attention_is_shared_as_the_closed_form(devices):
     assert slowest == pytest.approx(even / (2 - 1 / devices), rel=1e-3)
 
 
-@pytest.mark.parametrize("link", [FREE, lambda end: 1e-4 * end, lambda end: 4e-3 * end], ids=str)
+@pytest.mark.parametrize(
+    "link", [FREE, lambda end: 1e-4 * end, lambda end: 4e-3 * end], ids=["free", "fast", "slow"]
+)
 @pytest.mark.parametrize("cost", [ATTENTION, PieceCost(1e-3, 2e-4, 3e-5, 1e-5)], ids=["attention", "all"])
 def test_search_as_brute_force(cost, link):
     length, devices = 48, 4
