@@ -65,6 +65,19 @@ def plans_table() -> str:
     return "\n".join(lines)
 
 
+def predictor_table() -> str:
+    """Plans of models left out of the fit, beside what a search finds; by held-out text."""
+    kinds = ("oracle", "predicted", "predicted, checked", "look-up", "constant")
+    lines = [f"| model | limit | {' | '.join(kinds)} |", "|---" * (2 + len(kinds)) + "|"]
+    for path in sorted(RESULTS.glob("predicted-*.json")):
+        rows = json.loads(path.read_text())["results"]["rows"]
+        for limit in dict.fromkeys(row["limit"] for row in rows):
+            found = {row["kind"]: row for row in rows if row["limit"] == limit}
+            cells = [f"{found[kind]['bytes_share']:.1%} {percent(found[kind]['increase'])}" for kind in kinds]
+            lines.append(f"| {path.stem.removeprefix('predicted-')} | {limit:.0%} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def ablation_table() -> str:
     """What each part of the method is worth on both reference models."""
     results = {name: read(f"ablation-{name}")["results"] for name in MODELS}
@@ -136,6 +149,7 @@ TABLES = {
     "generate": generate_table,
     "quality": quality_table,
     "plans": plans_table,
+    "predictor": predictor_table,
     "ablation": ablation_table,
     "calibration": calibration_table,
     "kernels": kernel_table,
