@@ -111,7 +111,7 @@ class ShardedTransformer(nnx.Module):
         x = self._embedded(tokens)
         near = (self.plan.sinks, self.plan.window)
         for block, ranks in zip(self.prompt_layers, self.plan.layers, strict=True):
-            x = _whole_layer(block, x, ranks, near, self.mesh, method, implementation)
+            x = whole_layer(block, x, ranks, near, self.mesh, method, implementation)
         return x
 
     def prefill(
@@ -187,7 +187,7 @@ def _embed(embeddings: Embeddings, tokens: Array, length: Array, mesh: Mesh) -> 
 
 
 @partial(jax.jit, static_argnames=("ranks", "near", "mesh", "method", "implementation"))
-def _whole_layer(
+def whole_layer(
     block: Block,
     x: Array,
     ranks: LayerRanks,
@@ -224,7 +224,7 @@ def _prompt_layer(
     mesh: Mesh,
     implementation: Implementation | None,
 ) -> tuple[Array, LayerCache]:
-    """One layer on whole prompts, and its cache with them. Jitted as `_whole_layer` is."""
+    """One layer on whole prompts, and its cache with them. Jitted as `whole_layer` is."""
 
     def local(block: Block, x: Array, end: Array) -> tuple[Array, LayerCache]:
         positions, exchanged, layer = _positions(x), None, None
@@ -280,7 +280,7 @@ def _token_layer(
     mesh: Mesh,
     implementation: Implementation | None,
 ) -> tuple[Array, LayerCache]:
-    """One layer on one token a row, and its cache with it. Jitted as `_whole_layer` is."""
+    """One layer on one token a row, and its cache with it. Jitted as `whole_layer` is."""
 
     def local(
         block: Block, x: Array, cache: LayerCache, positions: Array, end: Array
