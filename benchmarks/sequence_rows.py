@@ -49,6 +49,29 @@ TASKS: tuple[Task, ...] = (
     *("late:parts", "dense:check", "ring:check", "runahead:check"),
 )
 
+LABELS = {
+    "dense": "dense Ulysses (cuDNN)",
+    "dense_pallas": "dense Ulysses (our kernels)",
+    "plan": "**Ulysses on truncated coordinates**",
+    "late": "truncated after the exchange",
+    "all_gather": "all-gather of keys and values, dense",
+    "all_gather_plan": "all-gather, truncated",
+    "ring": "ring attention, dense",
+    "ring_plan": "ring attention, truncated",
+    "runahead_dense": "KV-Runahead, dense",
+    "runahead": "KV-Runahead, truncated",
+    "runahead_searched": "KV-Runahead, truncated, searched partition",
+    "one_device_dense": "one GPU, dense (cuDNN)",
+    "one_device": "one GPU, truncated",
+}
+"""Rows as tables and plots name and order them."""
+SEQUENCE_RESULTS = {
+    "NVLink": "sequence-parallel-llama-2-7b-4",
+    "sockets": "sequence-parallel-llama-2-7b-4-4-processes-sockets",
+}
+"""Result files that those show, by link; of prompts of `SEQUENCE_LENGTH` tokens."""
+SEQUENCE_LENGTH = 131072
+
 PEERS = ("dense", "one_device", "one_device_dense")
 
 
@@ -74,7 +97,7 @@ def compare(results: dict[str, Any], layers: int) -> None:
         )
         alone = None if exchange is None or near is None else exchange + near
         compared = {f"speedup_over_{name}": _over(median(peer[name], "first_token"), first) for name in PEERS}
-        compared["bytes_of_dense"] = _over(_sent(out), _sent(peer["dense"]))
+        compared["bytes_of_dense"] = _over(sent(out), sent(peer["dense"]))
         compared["exchange_of_dense"] = _over(exchange, median(peer["dense"], "exchange"))
         compared["together_over_sum"] = _over(median(out, "near_and_exchange"), alone)
         compared["exchange_share"] = _over(exchange, _over(first, layers))
@@ -83,7 +106,8 @@ def compare(results: dict[str, Any], layers: int) -> None:
         out["compared"] = {name: value for name, value in compared.items() if value is not None}
 
 
-def _sent(out: dict[str, Any]) -> float | None:
+def sent(out: dict[str, Any]) -> float | None:
+    """Bytes of a prompt that leave a device, at most; None where they are not known."""
     return out.get("bytes", {}).get("formula")
 
 
