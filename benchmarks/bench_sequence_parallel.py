@@ -57,6 +57,7 @@ from zdc_jax.parallel.processes import initialize
 from zdc_jax.parallel.runahead import RunaheadTransformer
 from zdc_jax.parallel.traffic import handed_bytes, hlo_bytes, prefill_bytes
 from zdc_jax.parallel.transformer import last_token, whole_layer
+from zdc_jax.parallel.weights import gathered_bytes
 from zdc_jax.plan import CompressionPlan
 
 
@@ -194,7 +195,7 @@ class Bench:
             prefill = partial(runahead.prefill, partition=partition, capacity=in_eights(length))
             ends = runahead.networks[-1].embeddings
             return lambda: _unembed(ends, prefill(tokens, end, implementation=implementation)[0])
-        network = self.model.on_mesh(plan)
+        network = self.model.on_mesh(plan, row.weights)
         hidden = partial(network.hidden, tokens, method=row.method, implementation=implementation)
         return lambda: _unembed(network.embeddings, last_token(hidden(), end, self.mesh))
 
@@ -247,15 +248,16 @@ class Bench:
             return {"formula": max(handed), "by_device": handed, "partition": partition.tokens}
         assert row.method is not None
         formula = prefill_bytes(self.config, plan, length=length, degree=self.degree, method=row.method)
-        network = self.model.on_mesh(self.plan(row, 1))
+        network = self.model.on_mesh(self.plan(row, 1), row.weights)
         padded = -(-length // self.degree) * self.degree
         by_token = NamedSharding(self.mesh, spec("B T D"))
         x = jax.ShapeDtypeStruct((1, padded, self.config.embed_dim), network.dtype, sharding=by_token)
         near, block = (plan.sinks, plan.window), network.prompt_layers[0]
-        program = whole_layer.lower(
-            block, x, plan.layers[0], near, self.mesh, row.method, self.implementation(row)
-        )
-        return {"formula": formula, "compiled": layers * hlo_bytes(program.compile().as_text())}
+        how = (plan.layers[0], near, self.mesh, row.method, self.implementation(row), row.weights)
+        compiled = layers * hlo_bytes(whole_layer.lower(block, x, *how).compile().as_text())
+        if row.weights == "gathered":
+            formula += layers * gathered_bytes(block, self.mesh)
+        return {"formula": formula, "compiled": compiled}
 
     def check(self, row: Row) -> dict[str, float]:
         """Errors of two layers' logits, of the row and of one device, against float32 on one device."""

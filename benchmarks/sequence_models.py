@@ -17,6 +17,7 @@ from zdc_jax.model.block import Block
 from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.parallel.transformer import ShardedTransformer
+from zdc_jax.parallel.weights import Weights
 from zdc_jax.plan import CompressionPlan
 
 SHAPES = {
@@ -43,8 +44,8 @@ class Model:
     """Random weights with a random basis after the rotary embedding, the same on every device.
 
     Each device makes them for itself: nothing comes from the host, and no device holds them twice, for what
-    the methods below give is made of these very arrays. A plan chooses how many of the first layers there
-    are; the basis is there only where it has a window.
+    the methods below give is made of these very arrays where it keeps their dtype and division. A plan says
+    how many of the first layers there are; the basis is there only where it has a window.
     """
 
     def __init__(self, config: ModelConfig, mesh: Mesh):
@@ -57,11 +58,12 @@ class Model:
         self.layers = [layer(np.int32(1 + index)) for index in range(config.num_layers)]
         jax.block_until_ready(self.layers)
 
-    def on_mesh(self, plan: CompressionPlan) -> ShardedTransformer:
-        """Whole on each device of the mesh, for prompts only."""
+    def on_mesh(self, plan: CompressionPlan, weights: Weights = "replicated") -> ShardedTransformer:
+        """For prompts only; `gathered` holds a further share of them, which lies beside the whole."""
         layers = (Block(layer, self.config) for layer in self._of(plan))
         ends = Embeddings(self.embeddings, self.config)
-        return ShardedTransformer(self.config, plan, ends, layers, self.mesh, decodes=False)
+        options: Any = {"weights": weights, "decodes": False}
+        return ShardedTransformer(self.config, plan, ends, layers, self.mesh, **options)
 
     def on_each(self, plan: CompressionPlan) -> Transformer:
         """Of arrays that every device of the mesh holds, to be put on one or another."""

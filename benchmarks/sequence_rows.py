@@ -7,6 +7,7 @@ import numpy as np
 
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.attention import Method
+from zdc_jax.parallel.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Row:
     near: Literal["window", "window and sinks"] | None
     implementation: Implementation = "pallas"
     partition: Literal["even", "searched"] = "even"
+    weights: Weights = "replicated"
 
 
 ROWS = {
@@ -34,6 +36,7 @@ ROWS = {
     "ring_plan": Row("ring", "window"),  # The kernels cannot skip sinks of keys that go round.
     "one_device_dense": Row(None, None, "cudnn"),
     "dense_pallas": Row("ulysses", None),
+    "plan_gathered": Row("ulysses", "window and sinks", weights="gathered"),
     "runahead_dense": Row("runahead", None),
     "runahead_searched": Row("runahead", "window and sinks", partition="searched"),
 }
@@ -45,7 +48,7 @@ with `:check`, its numerics."""
 TASKS: tuple[Task, ...] = (
     *("dense", "plan", "one_device", "plan:parts", "dense:parts", "plan:check"),
     *("late", "all_gather", "ring", "runahead", "all_gather_plan", "ring_plan", "one_device_dense"),
-    *("dense_pallas", "runahead_dense", "runahead_searched"),
+    *("dense_pallas", "plan_gathered", "runahead_dense", "runahead_searched"),
     *("late:parts", "dense:check", "ring:check", "runahead:check"),
 )
 
@@ -53,6 +56,7 @@ LABELS = {
     "dense": "dense Ulysses (cuDNN)",
     "dense_pallas": "dense Ulysses (our kernels)",
     "plan": "**Ulysses on truncated coordinates**",
+    "plan_gathered": "the same, weights gathered by layer",
     "late": "truncated after the exchange",
     "all_gather": "all-gather of keys and values, dense",
     "all_gather_plan": "all-gather, truncated",

@@ -15,7 +15,7 @@ jax.config.update("jax_default_matmul_precision", "highest")
 arguments = ["generate", f"{folder}/model", "w5 w6 w7 w8 w9 w10", "w3", "--mesh", "data=1,sequence=4"]
 arguments += ["--coordinator", address, "--num-processes", "2", "--process-id", process_id]
 assert main([*arguments, "--join-timeout", "60", "--max-new-tokens", "9"]) == 0
-network = load(f"{folder}/model", mesh=MeshConfig(sequence=4)).network
+network = load(f"{folder}/model", mesh=MeshConfig(sequence=4), weights="gathered").network
 tokens = np.random.default_rng(0).integers(3, 90, (1, 61), dtype=np.int32)
 last, _ = network.prefill(jnp.asarray(tokens), jnp.array([61]), capacity=64)
 np.save(f"{folder}/last-{process_id}.npy", last)
