@@ -1,6 +1,7 @@
 """What does truncation gain where a prompt is divided over devices? Whole models and one layer's parts.
 
-    XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 python -m benchmarks.bench_sequence_parallel --mesh sequence=4
+    export XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true
+    python -m benchmarks.bench_sequence_parallel --mesh sequence=4
 
 A row is a method of sequence parallelism on a plan, KV-Runahead, or one device (`sequence_rows.ROWS`):
 `dense` on cuDNN, others on our kernels; `plan` keeps a window and sinks at full rank and `far` coordinates of
@@ -155,7 +156,7 @@ class Bench:
             case "check":
                 self.record(out, "check", lambda: self.check(row))
             case _:
-                self.record(out, "first_token", lambda: self.first_token(row, length))
+                self.record(out, "first_token", lambda: self.first_token(name, length))
                 if row.method is not None:
                     self.record(out, "bytes", lambda: self.sent(row, length))
 
@@ -172,15 +173,15 @@ class Bench:
         """The row's own on GPUs; elsewhere there is only XLA."""
         return row.implementation if jax.default_backend() == "gpu" else "xla"
 
-    def first_token(self, row: Row, length: int) -> list[float]:
+    def first_token(self, name: str, length: int) -> list[float]:
         """Seconds from a prompt to the logits of its last token."""
-        tokens = self.tokens(length)
+        row, tokens = ROWS[name], self.tokens(length)
         # Layers alike share one program, which is compiled here with all others.
         jax.block_until_ready(self.logits(row, tokens, layers=1)())
         whole = self.logits(row, tokens)
         times = [seconds(whole) for _ in range(self.options.repeats)]
         if self.options.traces is not None:
-            with jax.profiler.trace(self.options.traces / f"{row.method}-{row.near}-{length}"):
+            with jax.profiler.trace(self.options.traces / f"{name}-{length}"):
                 jax.block_until_ready(whole())
         return times
 
