@@ -60,10 +60,10 @@ def test_two_processes_give_what_one_gives(tmp_path, capsys):
     assert "w5" not in outputs[1][0]  # Only process 0 prints.
 
     written = json.loads((tmp_path / "sequence-parallel-tiny-4-2-processes-gloo.json").read_text())
-    plan, runahead = (written["results"][f"{name} 61"] for name in ("plan", "runahead"))
+    dense, runahead = (written["results"][f"{name} 61"] for name in ("dense", "runahead"))
     assert written["results"]["link_rate"] > 0
-    assert plan["bytes"]["compiled"] == plan["bytes"]["formula"]
-    assert all(plan[part][0] > 0 for part in ("first_token", "exchange", "near", "near_and_exchange"))
+    assert dense["bytes"]["compiled"] == dense["bytes"]["formula"]
+    assert all(dense[figure][0] > 0 for figure in ("first_token", "attention", "exchange", "far"))
     assert runahead["first_token"]["error"] == "MeshError: KV-Runahead runs in one process, not in 2"
 
 
