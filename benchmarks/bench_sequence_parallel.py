@@ -1,112 +1,77 @@
 """What does truncation gain where a prompt is divided over devices? Whole models and one layer's parts.
 
-    XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 python -m benchmarks.bench_sequence_parallel --mesh sequence=4
+    export XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true
+    python -m benchmarks.bench_sequence_parallel --mesh sequence=4
 
-Each row is a method of sequence parallelism on a plan (`ROWS`), or one device: `dense` on cuDNN, else on our
-kernels; `plan` keeps a window and sinks at full rank and `far` coordinates of the rest. Random bf16 weights,
-which are on each device once, with a random basis after the rotary embedding where there is a plan; times do
-not depend on the values. Wall clock: the time to the first token's logits from call to result, layer by
-layer as `generate` does; parts of one layer's attention as means over calls dispatched without waiting.
+A row is a method of sequence parallelism on a plan, KV-Runahead, or one device (`sequence_rows.ROWS`):
+`dense` on cuDNN, others on our kernels; `plan` keeps a window and sinks at full rank and `far` coordinates of
+the rest. Random bf16 weights; times do not depend on the values. Wall clock: from call to the first token's
+logits, layer by layer as `generate` does, after a run of one layer that compiles; parts of one layer's
+attention as means over calls dispatched without waiting.
 
-Bytes that leave a device are counted in the compiled program of one layer, beside the formula. The numerics
-check runs two layers on a short prompt in the same dtype and in float32: `error` of the row and `own_error`
-of one device with the same plan are against float32, relative to the largest logit. Rows are merged by name
-into the JSON file, which is written anew after each figure; a figure that fails becomes its error.
+Bytes that leave a device are counted in the compiled program of one layer, beside the formula; those of
+KV-Runahead by the formula alone, for the device that hands on most. The numerics check runs two layers on a
+short prompt in the same dtype and in float32: `error` of the row and `own_error` of one device with the same
+plan are against float32, relative to the largest logit. Rows are merged by name into the JSON file, which is
+written anew after each figure; a figure that fails becomes its error.
 
-Over sockets, as between hosts, one process a GPU, each with its own CUDA_VISIBLE_DEVICES and `--process-id`:
+One process a GPU, over sockets as between hosts:
 
-    NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_IB_DISABLE=1 CUDA_VISIBLE_DEVICES=0 \\
-        python -m benchmarks.bench_sequence_parallel \\
-        --coordinator 127.0.0.1:5555 --num-processes 4 --process-id 0
+    export NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NVLS_ENABLE=0 NCCL_IB_DISABLE=1 NCCL_NET=Socket \\
+        NCCL_SOCKET_IFNAME=lo NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4
+    for id in 0 1 2 3; do
+        CUDA_VISIBLE_DEVICES=$id python -m benchmarks.bench_sequence_parallel --label sockets \\
+            --tasks dense plan late --coordinator 127.0.0.1:5555 --num-processes 4 --process-id $id &
+    done; wait
+
+`link_rate` tells what such a link carries: bytes a second that leave a device in a bare all-to-all.
 """
 
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from jax.sharding import Mesh
+from jax.sharding import NamedSharding
 
-from benchmarks.bench_calibration import LLAMA_2_13B
-from benchmarks.bench_generate import LLAMA_2_7B
+from benchmarks.bench_generate import seconds
 from benchmarks.common import RESULTS, write_result
-from benchmarks.sequence_parts import Parts, link_rate, seconds_each
+from benchmarks.sequence_models import SHAPES, Model, ShapeName
+from benchmarks.sequence_parts import Parts, link_rate, searched_partition
+from benchmarks.sequence_rows import ROWS, TASKS, Row, Task, compare
 from zdc_jax.axes import Array
-from zdc_jax.config import ModelConfig, RopeConfig
 from zdc_jax.errors import MeshError
-from zdc_jax.model.block import Block
-from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
-from zdc_jax.model.transformer import Embeddings, Transformer
+from zdc_jax.model.transformer import Embeddings
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.parallel.attention import Method
-from zdc_jax.parallel.mesh import MeshConfig, whole_on
+from zdc_jax.parallel.mesh import MeshConfig, spec
+from zdc_jax.parallel.partition import Partition, in_eights, interpolated
 from zdc_jax.parallel.processes import initialize
-from zdc_jax.parallel.traffic import hlo_bytes, prefill_bytes
-from zdc_jax.parallel.transformer import ShardedTransformer, last_token
+from zdc_jax.parallel.runahead import RunaheadTransformer
+from zdc_jax.parallel.traffic import handed_bytes, hlo_bytes, prefill_bytes
+from zdc_jax.parallel.transformer import last_token, whole_layer
+from zdc_jax.parallel.weights import gathered_bytes
 from zdc_jax.plan import CompressionPlan
-
-SHAPES = {
-    "llama-2-7b": LLAMA_2_7B,
-    "llama-2-13b": replace(LLAMA_2_13B, max_positions=2**18),
-    "llama-3-8b": replace(
-        LLAMA_2_7B, ffn_dim=14336, num_kv_heads=8, vocab_size=128256, rope=RopeConfig(theta=500_000.0)
-    ),
-    "tiny": replace(
-        LLAMA_2_7B,
-        num_layers=2,
-        embed_dim=64,
-        ffn_dim=96,
-        vocab_size=97,
-        num_heads=8,
-        num_kv_heads=8,
-        head_dim=32,
-    ),
-}
-ShapeName = Literal[*SHAPES]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One build: `method` None is one device; `near` None is a full plan."""
-
-    method: Method | None
-    near: Literal["window", "window and sinks"] | None
-    implementation: Implementation = "pallas"
-
-
-ROWS = {
-    "dense": Row("ulysses", None, "cudnn"),
-    "plan": Row("ulysses", "window and sinks"),
-    "one_device": Row(None, "window and sinks"),
-    "dense_pallas": Row("ulysses", None),
-    "late": Row("late_ulysses", "window and sinks"),
-    "all_gather": Row("all_gather", None),
-    "ring": Row("ring", None),
-    "all_gather_plan": Row("all_gather", "window and sinks"),
-    "ring_plan": Row("ring", "window"),  # The kernels cannot skip sinks of keys that go round.
-    "one_device_dense": Row(None, None, "cudnn"),
-}
-"""In order of business."""
-RowName = Literal[*ROWS]
 
 
 @dataclass(frozen=True)
 class Options:
     """`lengths` T in tokens; `far` ranks R and Z; `layers` shortens the model for a trial; `check` tokens of
-    the numerics check; `link_bytes` on each device for the link's rate; `traces` folder for a profile of each
-    row's first token; the last three as `zdc_jax.initialize` takes them."""
+    the numerics check; `link_bytes` on each device for the link's rate; `label` ends the name of the JSON
+    file; `traces` folder for a profile of each row's first token; the last three as `zdc_jax.initialize`
+    takes them."""
 
     mesh: str = "sequence=4"
     shape: ShapeName = "llama-2-7b"
-    rows: tuple[RowName, ...] = tuple(ROWS)
+    tasks: tuple[Task, ...] = TASKS
     lengths: tuple[int, ...] = (131072,)
     window: int = 512
     sinks: int = 4
@@ -115,6 +80,7 @@ class Options:
     repeats: int = 3
     check: int = 2048
     link_bytes: int = 2**28
+    label: str = ""
     results: Path = RESULTS
     traces: Path | None = None
     coordinator: str | None = None
@@ -122,51 +88,8 @@ class Options:
     process_id: int | None = None
 
 
-class Model:
-    """Random weights, made where they lie: whole on every device of the mesh, and there once."""
-
-    def __init__(self, config: ModelConfig, mesh: Mesh):
-        self.config, self.mesh = config, mesh
-        everywhere = whole_on(mesh)
-        layer = jax.jit(self._layer, out_shardings=everywhere)
-        ends = jax.jit(
-            lambda key: random_tree(embedding_shapes(config), config, key), out_shardings=everywhere
-        )
-        key = jax.random.key(0)
-        self.embeddings = ends(key)
-        self.layers = [layer(jax.random.fold_in(key, 1 + index)) for index in range(config.num_layers)]
-
-    def _layer(self, key: Array) -> Any:
-        config = self.config
-        weights = random_tree(layer_shapes(config), config, key)
-        shape = (config.num_kv_heads, config.head_dim, config.head_dim)
-        basis = jnp.linalg.qr(jax.random.normal(key, shape))[0].astype(config.dtype)
-        weights["attention"] |= {"q_rotation": basis, "k_rotation": basis}
-        return weights
-
-    def on_mesh(self, plan: CompressionPlan) -> ShardedTransformer:
-        """The first layers on the mesh, as many as the plan has; the basis only where there is a window."""
-        config = replace(self.config, num_layers=len(plan.layers))
-        layers = (Block(layer, config) for layer in self._of(plan))
-        ends = Embeddings(self.embeddings, config)
-        return ShardedTransformer(config, plan, ends, layers, self.mesh, decodes=False)
-
-    def on_one(self, plan: CompressionPlan, dtype: str) -> Transformer:
-        """The same on the first device; of the same arrays, where `dtype` is that of the weights."""
-        local = lambda tree: jax.tree.map(lambda x: x.addressable_data(0).astype(dtype), tree)
-        config = replace(self.config, num_layers=len(plan.layers), dtype=dtype)
-        return Transformer(config, plan, local(self.embeddings), map(local, self._of(plan)))
-
-    def _of(self, plan: CompressionPlan) -> Iterator[Any]:
-        for layer, _ in zip(self.layers, plan.layers, strict=False):
-            attention = layer["attention"]
-            if not plan.keeps_full_width:
-                attention = {name: x for name, x in attention.items() if "rotation" not in name}
-            yield {**layer, "attention": attention}
-
-
 class Bench:
-    """One model on one mesh, and the rows that are asked of it."""
+    """One model on one mesh, and the tasks that are asked of it."""
 
     def __init__(self, options: Options):
         self.options = options
@@ -176,9 +99,9 @@ class Bench:
         config = SHAPES[options.shape]
         self.config = replace(config, num_layers=options.layers or config.num_layers)
         self.mesh, self.degree = sizes.create(), sizes.sequence
-        self.name = f"sequence-parallel-{options.shape}-{self.degree}"
-        if jax.process_count() > 1:
-            self.name += f"-{jax.process_count()}-processes"
+        processes = f"{jax.process_count()}-processes" if jax.process_count() > 1 else ""
+        parts = ("sequence-parallel", options.shape, str(self.degree), processes, options.label)
+        self.name = "-".join(part for part in parts if part)
         path = options.results / f"{self.name}.json"
         self.results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
         self.failed = False
@@ -186,25 +109,56 @@ class Bench:
         self.model = Model(self.config, self.mesh)
 
     def record(self, into: dict[str, Any], key: str, figure: Callable[[], Any]) -> None:
-        """Keeps a figure, or why there is none, prints it and writes the file anew."""
+        """Keeps a figure, or why there is none, prints it with the seconds it took, writes the file anew."""
+        began = time.perf_counter()
         try:
             into[key] = figure()
         except Exception as error:  # XLA's and the kernels' own types; other figures can still be had.
             into[key], self.failed = {"error": f"{type(error).__name__}: {error}"[:500]}, True
         if jax.process_index():
             return
-        shown = into[key]
+        took, shown = time.perf_counter() - began, into[key]
         if isinstance(shown, list):
             shown = f"{1e3 * float(np.median(shown)):.3f} ms"
-        print(f"{into.get('row', ''):18} {into.get('length', ''):>7} {key:18} {shown}", flush=True)
+        row = f"{into.get('row', ''):18} {into.get('length', ''):>7}"
+        print(f"{row} {key:18} {shown} ({took:.1f} s)", flush=True)
+        compare(self.results, self.config.num_layers)
         write_result(self.name, self.settings(), self.results, self.options.results)
 
     def settings(self) -> dict[str, Any]:
         """What the results depend on."""
-        apart = ("results", "rows", "lengths", "traces", "coordinator", "num_processes", "process_id")
+        apart = (
+            "results",
+            "tasks",
+            "lengths",
+            "traces",
+            "label",
+            "coordinator",
+            "num_processes",
+            "process_id",
+        )
         settings = {key: value for key, value in asdict(self.options).items() if key not in apart}
         variables = {key: value for key, value in os.environ.items() if key.startswith(("XLA_", "NCCL_"))}
         return {**settings, "processes": jax.process_count(), "environment": variables}
+
+    def run(self, task: Task, length: int) -> None:
+        """The figures of one task at one length."""
+        name, _, figures = task.partition(":")
+        row, key = ROWS[name], f"{name} {length}"
+        out = self.results.setdefault(key, {})
+        build = {**asdict(row), "implementation": self.implementation(row)}
+        out |= {"row": name, "length": length, "build": build}
+        match figures:
+            case "parts":
+                parts = self.parts(row, length)
+                for part in parts.names():
+                    self.record(out, part, partial(parts.seconds, part))
+            case "check":
+                self.record(out, "check", lambda: self.check(row))
+            case _:
+                self.record(out, "first_token", lambda: self.first_token(name, length))
+                if row.method is not None:
+                    self.record(out, "bytes", lambda: self.sent(row, length))
 
     def plan(self, row: Row, layers: int | None = None) -> CompressionPlan:
         """The row's plan for the first layers."""
@@ -219,93 +173,107 @@ class Bench:
         """The row's own on GPUs; elsewhere there is only XLA."""
         return row.implementation if jax.default_backend() == "gpu" else "xla"
 
-    def measure(self, name: RowName, length: int) -> None:
-        """All figures of one row at one length."""
-        row, implementation = ROWS[name], self.implementation(ROWS[name])
-        out: dict[str, Any] = {"row": name, "length": length, **asdict(row), "implementation": implementation}
-        self.results[f"{name} {length}"] = out
-        self.record(out, "first_token", lambda: self.first_token(row, length))
-        if row.method is not None:
-            self.measure_parts(row.method, row, length, out)
-            self.record(out, "bytes", lambda: self.sent(row.method, row, length))
-        self.record(out, "check", lambda: self.check(row))
-
-    def first_token(self, row: Row, length: int) -> list[float]:
-        """Seconds from a prompt to the logits of its last token, without the call that compiles."""
-        network = self.network(row, self.plan(row))
-        tokens, implementation = self.tokens(length), self.implementation(row)
-        run = lambda: logits(network, tokens, row.method, implementation)
-        times = seconds_each(run, rounds=self.options.repeats, steps=1)
+    def first_token(self, name: str, length: int) -> list[float]:
+        """Seconds from a prompt to the logits of its last token."""
+        row, tokens = ROWS[name], self.tokens(length)
+        # Layers alike share one program, which is compiled here with all others.
+        jax.block_until_ready(self.logits(row, tokens, layers=1)())
+        whole = self.logits(row, tokens)
+        times = [seconds(whole) for _ in range(self.options.repeats)]
         if self.options.traces is not None:
-            with jax.profiler.trace(self.options.traces / f"{row.method}-{row.near}-{length}"):
-                jax.block_until_ready(run())
+            with jax.profiler.trace(self.options.traces / f"{name}-{length}"):
+                jax.block_until_ready(whole())
         return times
 
-    def measure_parts(self, method: Method, row: Row, length: int, out: dict[str, Any]) -> None:
-        """Seconds of each part of a layer's attention, and what they and the first token's time say."""
-        length = -(-length // self.degree) * self.degree
-        implementation = self.implementation(row)
-        parts = Parts(
+    def logits(self, row: Row, tokens: Array, layers: int | None = None) -> Callable[[], Array]:
+        """A call of the row's model for float32 logits of the last token [1, V]."""
+        plan, implementation = self.plan(row, layers), self.implementation(row)
+        if row.method is None:
+            return self.on_one_device(plan, tokens, self.config.dtype, implementation)
+        end, length = jnp.full(1, tokens.shape[1], jnp.int32), tokens.shape[1]
+        if row.method == "runahead":
+            runahead, partition = self.runahead(plan), self.partition(row, length)
+            prefill = partial(runahead.prefill, partition=partition, capacity=in_eights(length))
+            ends = runahead.networks[-1].embeddings
+            return lambda: _unembed(ends, prefill(tokens, end, implementation=implementation)[0])
+        network = self.model.on_mesh(plan, row.weights)
+        hidden = partial(network.hidden, tokens, method=row.method, implementation=implementation)
+        return lambda: _unembed(network.embeddings, last_token(hidden(), end, self.mesh))
+
+    def on_one_device(
+        self, plan: CompressionPlan, tokens: Array, dtype: str, implementation: Implementation
+    ) -> Callable[[], Array]:
+        """The same of one device in any dtype."""
+        network = self.model.on_first(plan, dtype)
+        return lambda: _unembed(network.embeddings, network.hidden(tokens, implementation)[:, -1])
+
+    def runahead(self, plan: CompressionPlan) -> RunaheadTransformer:
+        """On the devices of the mesh, which must be of this process."""
+        if jax.process_count() > 1:
+            raise MeshError(f"KV-Runahead runs in one process, not in {jax.process_count()}")
+        return RunaheadTransformer(self.model.on_each(plan), list(self.mesh.devices.flat))
+
+    def partition(self, row: Row, length: int) -> Partition:
+        """Of a prompt over the devices: even, or as was searched for the longest of `lengths`."""
+        if row.partition == "even":
+            return Partition.even(length, self.degree)
+        return interpolated([self.searched], length)
+
+    @cached_property
+    def searched(self) -> Partition:
+        """The partition that the search proposes, on the first layers; all layers cost the same."""
+        row = ROWS["runahead_searched"]
+        runahead = self.runahead(self.plan(row, 2))
+        tokens = self.tokens(max(self.options.lengths))
+        return searched_partition(runahead, tokens, self.config.num_layers, self.implementation(row))
+
+    def parts(self, row: Row, length: int) -> Parts:
+        """One layer's attention."""
+        assert row.method not in (None, "runahead")
+        padded = -(-length // self.degree) * self.degree
+        return Parts(
             self.config,
             self.plan(row),
             self.mesh,
-            length=length,
-            method=method,
-            implementation=implementation,
+            length=padded,
+            method=row.method,
+            implementation=self.implementation(row),
         )
-        for name in parts.names():
-            self.record(out, name, partial(parts.seconds, name))
-        median = {name: np.median(value) for name, value in out.items() if isinstance(value, list)}
-        if {"first_token", "attention"} <= median.keys():
-            rest = float(median["first_token"] / self.config.num_layers - median["attention"])
-            self.record(out, "rest", lambda: [rest])
-        if {"near", "exchange", "near_and_exchange"} <= median.keys():
-            share = float(median["near_and_exchange"] / (median["near"] + median["exchange"]))
-            self.record(out, "together_over_sum", lambda: share)
 
-    def sent(self, method: Method, row: Row, length: int) -> dict[str, int]:
+    def sent(self, row: Row, length: int) -> dict[str, Any]:
         """Bytes that leave a device in all layers: formula, and one layer's compiled program times layers."""
-        network, implementation = self.model.on_mesh(self.plan(row, 1)), self.implementation(row)
-        run = lambda network, tokens: network.hidden(tokens, method=method, implementation=implementation)
-        program = jax.jit(run).lower(network, jax.ShapeDtypeStruct((1, length), jnp.int32)).compile()
-        formula = prefill_bytes(self.config, self.plan(row), length=length, degree=self.degree, method=method)
-        return {"formula": formula, "compiled": self.config.num_layers * hlo_bytes(program.as_text())}
+        plan, layers = self.plan(row), self.config.num_layers
+        if row.method == "runahead":
+            partition = self.partition(row, length)
+            handed = handed_bytes(plan, partition, capacity=in_eights(length))
+            return {"formula": max(handed), "by_device": handed, "partition": partition.tokens}
+        assert row.method is not None
+        formula = prefill_bytes(self.config, plan, length=length, degree=self.degree, method=row.method)
+        network = self.model.on_mesh(self.plan(row, 1), row.weights)
+        padded = -(-length // self.degree) * self.degree
+        by_token = NamedSharding(self.mesh, spec("B T D"))
+        x = jax.ShapeDtypeStruct((1, padded, self.config.embed_dim), network.dtype, sharding=by_token)
+        near, block = (plan.sinks, plan.window), network.prompt_layers[0]
+        how = (plan.layers[0], near, self.mesh, row.method, self.implementation(row), row.weights)
+        compiled = layers * hlo_bytes(whole_layer.lower(block, x, *how).compile().as_text())
+        if row.weights == "gathered":
+            formula += layers * gathered_bytes(block, self.mesh)
+        return {"formula": formula, "compiled": compiled}
 
     def check(self, row: Row) -> dict[str, float]:
         """Errors of two layers' logits, of the row and of one device, against float32 on one device."""
-        plan = self.plan(row, min(2, self.config.num_layers))
-        tokens, implementation = self.tokens(self.options.check), self.implementation(row)
+        layers = min(2, self.config.num_layers)
+        plan, tokens = self.plan(row, layers), self.tokens(self.options.check)
         with jax.default_matmul_precision("highest"):
-            exact = np.asarray(logits(self.model.on_one(plan, "float32"), tokens, None, "xla"))
-        alone = logits(self.model.on_one(plan, self.config.dtype), tokens, None, implementation)
-        got = logits(self.network(row, plan), tokens, row.method, implementation)
+            exact = np.asarray(self.on_one_device(plan, tokens, "float32", "xla")())
+        alone = self.on_one_device(plan, tokens, self.config.dtype, self.implementation(row))()
         error = lambda x: float(np.abs(np.asarray(x) - exact).max() / np.abs(exact).max())
-        return {"error": error(got), "own_error": error(alone)}
-
-    def network(self, row: Row, plan: CompressionPlan) -> Transformer | ShardedTransformer:
-        """The model of a row with a plan of some layers."""
-        return self.model.on_one(plan, self.config.dtype) if row.method is None else self.model.on_mesh(plan)
+        return {"error": error(self.logits(row, tokens, layers)()), "own_error": error(alone)}
 
     def tokens(self, length: int) -> Array:
         """One prompt."""
         rng = np.random.default_rng(0)
         return jnp.asarray(rng.integers(self.config.vocab_size, size=(1, length)), jnp.int32)
-
-
-def logits(
-    network: Transformer | ShardedTransformer,
-    tokens: Array,
-    method: Method | None,
-    implementation: Implementation,
-) -> Array:
-    """Float32 logits of the last token [1, V]."""
-    if isinstance(network, Transformer):
-        last = network.hidden(tokens, implementation)[:, -1]
-    else:
-        assert method is not None
-        hidden = network.hidden(tokens, method=method, implementation=implementation)
-        last = last_token(hidden, jnp.full(1, tokens.shape[1]), network.mesh)
-    return _unembed(network.embeddings, last)
 
 
 @jax.jit
@@ -314,15 +282,15 @@ def _unembed(embeddings: Embeddings, hidden: Array) -> Array:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures the rows; 1 where a figure could not be had."""
+    """Carries out the tasks; 1 where a figure could not be had."""
     options = tyro.cli(Options, args=arguments, description=__doc__)
     processes = (options.coordinator, options.num_processes, options.process_id)
     if processes != (None, None, None):
         initialize(*processes)
     bench = Bench(options)
     for length in options.lengths:
-        for name in options.rows:
-            bench.measure(name, length)
+        for task in options.tasks:
+            bench.run(task, length)
     print(options.results / f"{bench.name}.json")
     return int(bench.failed)
 

@@ -1,8 +1,11 @@
-"""One layer's attention on a mesh, taken apart: exchange, far and near halves, near beside the exchange."""
+"""One layer's attention on a mesh, taken apart: exchange, far and near halves, near beside the exchange.
+
+And what links and single devices take, from which a partition for KV-Runahead is searched.
+"""
 
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -18,6 +21,10 @@ from zdc_jax.parallel.attention import Method, attend_near, sharded_attention
 from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, kv_copies, scatter_heads
 from zdc_jax.parallel.far import Keys
 from zdc_jax.parallel.mesh import SEQUENCE
+from zdc_jax.parallel.partition import Partition, in_eights
+from zdc_jax.parallel.partition_search import PieceCost, link_bandwidth, measured, searched
+from zdc_jax.parallel.runahead import RunaheadTransformer
+from zdc_jax.parallel.traffic import handed_bytes
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 TOKENS, HEADS, HEADS_FIRST = P(None, SEQUENCE), P(None, None, SEQUENCE), P(None, SEQUENCE)
@@ -46,10 +53,34 @@ def link_rate(mesh: Mesh, nbytes: int) -> float:
     return words.nbytes / U * (U - 1) / U / float(np.median(times))
 
 
+def searched_partition(
+    model: RunaheadTransformer, tokens: Array, layers: int, implementation: Implementation
+) -> Partition:
+    """Of prompts [1, T] over the model's devices, by a cost fitted to four pairs of pieces on the first.
+
+    `layers` of the whole model, of which `model` may hold fewer.
+    """
+    length, (first, second) = tokens.shape[1], model.devices[:2]
+    pair = RunaheadTransformer(model.networks[0], [first] * 2)
+    eighths = [Partition((m * length // 8, n * length // 8)) for m, n in ((1, 1), (1, 4), (4, 4), (4, 2))]
+    times = measured(pair, tokens, eighths, implementation=implementation, repeats=2)
+    scale = layers / len(model.plan.layers)
+    cost = PieceCost.fit({partition: scale * each for partition, each in times.items()})
+    handed = lambda end: handed_bytes(model.plan, Partition((end, 1)), capacity=in_eights(length))[0]
+    bandwidth = link_bandwidth(first, second)
+    link = lambda end: scale * handed(end) / bandwidth
+    return searched(length, len(model.devices), cost, layers=layers, link=link)
+
+
 def normal(mesh: Mesh, spec: P, shape: tuple[int, ...], dtype: Any = jnp.bfloat16, seed: int = 0) -> Array:
     """Random normal numbers, made where they lie."""
-    make = jax.jit(lambda key: jax.random.normal(key, shape, dtype), out_shardings=NamedSharding(mesh, spec))
-    return make(jax.random.key(seed))
+    return _normal(NamedSharding(mesh, spec), shape, dtype)(np.int32(seed))
+
+
+@cache
+def _normal(sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> Callable[[np.int32], Array]:
+    """A jitted function of the seed, the same one for the same arrays: compiled once."""
+    return jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), shape, dtype), out_shardings=sharding)
 
 
 class Parts:

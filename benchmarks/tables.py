@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS
+from benchmarks.sequence_rows import LABELS, SEQUENCE_LENGTH, SEQUENCE_RESULTS, median, sent
 
 README = Path(__file__).parents[1] / "README.md"
 MODELS = ("ref-llama-23m", "ref-opt-26m")
@@ -145,6 +146,49 @@ def generate_table() -> str:
     return "\n".join(lines)
 
 
+def sequence_table() -> str:
+    """Prompts divided over GPUs by method, on NVLink and over sockets; empty where nothing was measured."""
+    names = SEQUENCE_RESULTS.values()
+    links = [read(name)["results"] if (RESULTS / f"{name}.json").exists() else {} for name in names]
+    if not any(links):
+        return ""
+    lines = [
+        "| method | NVLink: first token | beside dense | GB that leave a GPU | exchange, a layer "
+        "| near + exchange | sockets: first token | beside dense |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row, label in LABELS.items():
+        nvlink, sockets = (results.get(f"{row} {SEQUENCE_LENGTH}", {}) for results in links)
+        cells = [*first_token_cells(nvlink), *exchange_cells(nvlink), *first_token_cells(sockets)]
+        if any(cell != "–" for cell in cells):
+            lines.append(f"| {label} | {' | '.join(cells)} |")
+    rates = [results.get("link_rate") for results in links]
+    lines.append("| link, GB/s | {} | | | | | {} | |".format(*map(rate_cell, rates)))
+    return "\n".join(lines)
+
+
+def first_token_cells(out: dict[str, Any]) -> list[str]:
+    """Time to the first token, and dense Ulysses' over it."""
+    seconds, speedup = median(out, "first_token"), out.get("compared", {}).get("speedup_over_dense")
+    return ["–" if seconds is None else f"{seconds:.2f} s", "–" if speedup is None else f"{speedup:.2f}x"]
+
+
+def exchange_cells(out: dict[str, Any]) -> list[str]:
+    """Bytes of a prompt; the exchange alone; near attention and exchange in one program over their sum."""
+    count, seconds = sent(out), median(out, "exchange")
+    share = out.get("compared", {}).get("together_over_sum")
+    return [
+        "–" if count is None else f"{count / 1e9:.2f}",
+        "–" if seconds is None else f"{1e3 * seconds:.2f} ms",
+        "–" if share is None else f"{share:.2f} of their sum",
+    ]
+
+
+def rate_cell(rate: Any) -> str:
+    """Bytes a second, as measured."""
+    return f"{rate / 1e9:.1f}" if isinstance(rate, float) else "–"
+
+
 TABLES = {
     "generate": generate_table,
     "quality": quality_table,
@@ -153,6 +197,7 @@ TABLES = {
     "ablation": ablation_table,
     "calibration": calibration_table,
     "kernels": kernel_table,
+    "sequence": sequence_table,
 }
 
 
@@ -163,7 +208,7 @@ def main() -> None:
         start, end = f"<!-- table {name} -->", f"<!-- end {name} -->"
         head, _, rest = text.partition(start)
         _, _, tail = rest.partition(end)
-        text = f"{head}{start}\n{table()}\n{end}{tail}"
+        text = head + "\n".join(filter(None, [start, table(), end])) + tail
     README.write_text(text)
 
 

@@ -48,7 +48,7 @@ def pad_rows(x: Array, axis: int) -> Array:
 
 def check_device() -> None:
     """Raises `NotImplementedError` on a GPU that is not of compute capability 9.0; others are left to JAX."""
-    if jax.default_backend() == "gpu" and (capability := jax.devices()[0].compute_capability) != "9.0":
+    if jax.default_backend() == "gpu" and (capability := jax.local_devices()[0].compute_capability) != "9.0":
         raise NotImplementedError(
             f"these kernels are written for compute capability 9.0, the device has {capability}"
         )

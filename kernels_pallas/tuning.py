@@ -25,5 +25,5 @@ def measured(kernel: str, **widths: int) -> dict[str, Any] | None:
     """Fastest measured config of a kernel at these widths on this device; None where none was measured."""
     if jax.default_backend() != "gpu":
         return None
-    entries = _table(jax.devices()[0].device_kind).get(kernel, [])
+    entries = _table(jax.local_devices()[0].device_kind).get(kernel, [])
     return next((entry["config"] for entry in entries if entry["widths"] == widths), None)

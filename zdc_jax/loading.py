@@ -21,6 +21,7 @@ from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.transformer import ShardedTransformer
+from zdc_jax.parallel.weights import Weights
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.predictor import Predictor, checked_plan
 from zdc_jax.profile import Profile
@@ -64,6 +65,7 @@ def load(
     basis: Basis | None = None,
     dtype: str | None = None,
     mesh: MeshConfig | None = None,
+    weights: Weights = "replicated",
     max_score_error: float | None = None,
     max_degradation: float | None = None,
     check_text: str | Path | Sequence[str | Path] = (),
@@ -76,6 +78,8 @@ def load(
       basis: basis to fold; default the one stored by `zdc calibrate`.
       dtype: dtype of weights, activations and cache; default that of the stored weights.
       mesh: devices to run on; default one. Layers are read one at a time, and each device gets its share.
+      weights: on a mesh, `replicated` for prompts, or `gathered` from all devices layer by layer
+        (`zdc_jax.parallel.weights`).
       max_score_error: instead of a plan, the fewest coordinates within this calibrated relative error of
         scores and values (`CompressionPlan.from_error`).
       max_degradation: instead of a plan, the fewest coordinates predicted to raise perplexity by no more
@@ -129,7 +133,8 @@ def load(
         network = Transformer(config, plan, embeddings, layers)
     else:
         blocks = (Block(layer, config) for layer in layers)
-        network = ShardedTransformer(config, plan, Embeddings(embeddings, config), blocks, devices)
+        ends = Embeddings(embeddings, config)
+        network = ShardedTransformer(config, plan, ends, blocks, devices, weights=weights)
     return LanguageModel(network, checkpoint.tokenizer(), basis)
 
 

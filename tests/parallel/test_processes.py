@@ -1,5 +1,6 @@
-"""Two processes on one mesh, as one device; and processes that wait for one that never comes."""
+"""Two processes on one mesh, as one device, and measured; processes that wait for one that never comes."""
 
+import json
 import os
 import socket
 import subprocess
@@ -57,6 +58,13 @@ def test_two_processes_give_what_one_gives(tmp_path, capsys):
     texts = capsys.readouterr().out.splitlines()[:2]
     assert [line for line in outputs[0][0].splitlines() if line.startswith("w")] == texts
     assert "w5" not in outputs[1][0]  # Only process 0 prints.
+
+    written = json.loads((tmp_path / "sequence-parallel-tiny-4-2-processes-gloo.json").read_text())
+    dense, runahead = (written["results"][f"{name} 61"] for name in ("dense", "runahead"))
+    assert written["results"]["link_rate"] > 0
+    assert dense["bytes"]["compiled"] == dense["bytes"]["formula"]
+    assert all(dense[figure][0] > 0 for figure in ("first_token", "attention", "exchange", "far"))
+    assert runahead["first_token"]["error"] == "MeshError: KV-Runahead runs in one process, not in 2"
 
 
 def test_processes_that_never_come_are_named():

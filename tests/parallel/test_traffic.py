@@ -60,6 +60,41 @@ def test_collectives(line, expected):
     assert hlo_bytes(line) == expected
 
 
+@pytest.mark.parametrize(
+    ("shape", "kind", "expected"),
+    [
+        ("((u16[4,8]{1,0}), u16[4,8]{1,0})", "all-to-all", 48),
+        ("((u16[8], u16[8]), (u16[8], /*index=1*/u16[8]), u32[], u32[])", "all-to-all", 24),
+        ("(f8e4m3fn[2,8]{1,0:S(1)}, f8e4m3fn[8,8]{1,0:S(1)})", "all-gather", 48),
+        ("((f32[2]{0}, bf16[1]{0}), (f32[8]{0}, bf16[4]{0}))", "all-gather", 30),
+        ("f32[8]{0}", "all-reduce", 48),
+        ("(f32[8]{0}, f32[4]{0})", "all-reduce", 72),
+        ("((f32[8]{0}), f32[8]{0})", "all-reduce", 48),
+        ("((f32[8]{0}), f32[2]{0}, s32[])", "reduce-scatter", 24),
+        ("(u16[1,512]{1,0}, u16[1,512]{1,0})", "collective-permute", 1024),
+        ("((u16[3]{0}, pred[5]{0}), (u16[3]{0}, pred[5]{0}))", "collective-permute", 11),
+    ],
+)
+def test_asynchronous_collectives_of_gpus(shape, kind, expected):
+    started = f"%x = {shape} {kind}-start(u16[4,8]{{1,0}} %bitcast.1), channel_id=1"
+    text = f'{started}, replica_groups={{{{0,1,2,3}}}}, backend_config={{"is_sync":false}}'
+    assert hlo_bytes(text) == expected
+    assert hlo_bytes(f"%y = u16[4,8]{{1,0}} {kind}-done({shape} %x)") == 0
+
+
+def test_asynchronous_computation():
+    """One that is not written as a `-start` counts where its computation is written."""
+    text = """
+%async_computation (p: u16[4,8]) -> u16[4,8] {
+  ROOT %all-to-all.1 = u16[4,8]{1,0} all-to-all(%p), replica_groups={{0,1,2,3}}, dimensions={0}
+}
+ENTRY %main {
+  %x = ((u16[4,8]{1,0}), u16[4,8]{1,0}, u32[]) async-start(%a), calls=%async_computation
+  ROOT %y = u16[4,8]{1,0} async-done(%x)
+}"""
+    assert hlo_bytes(text) == 48
+
+
 def test_unknown_groups_are_an_error():
     with pytest.raises(ValueError, match="replica groups"):
         hlo_bytes("%x = f32[8]{0} all-reduce(%a), replica_groups=@other")

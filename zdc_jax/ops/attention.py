@@ -263,7 +263,7 @@ def _log_choice(kind: str, name: str, passed_over: tuple[str, ...]) -> None:
 
 def on_hopper(x: Array) -> bool:
     """Whether the kernels run here on arrays of x's dtype."""
-    return _needs_gpu(x) is None and jax.devices()[0].compute_capability == "9.0"
+    return _needs_gpu(x) is None and jax.local_devices()[0].compute_capability == "9.0"
 
 
 def _needs_gpu(q: Array) -> str | None:
@@ -298,7 +298,7 @@ def _pallas_refusal(
 ) -> str | None:
     if (reason := _needs_gpu(q)) is not None:
         return reason
-    if (capability := jax.devices()[0].compute_capability) != "9.0":
+    if (capability := jax.local_devices()[0].compute_capability) != "9.0":
         return f"it is written for compute capability 9.0, the device has {capability}"
     for name, rank in {"R": R, "Z": Z, "H": H}.items():
         if rank % 16 or not 16 <= rank <= 256:

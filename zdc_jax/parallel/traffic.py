@@ -117,13 +117,15 @@ _COLLECTIVE = re.compile(
     r" = (?P<shape>\(.*?\)|\S+) "
     r"(?P<kind>all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute)(?P<start>-start)?\("
 )
-_ARRAY = re.compile(r"(?P<kind>[a-z]+)(?P<bits>\d+)\[(?P<dims>[\d,]*)\]")
+_ARRAY = re.compile(r"(?P<kind>[a-z]+)(?P<bits>\d*)\w*\[(?P<dims>[\d,]*)\]")
+_LAYOUT = re.compile(r"\{[^}]*\}")
 
 
 def hlo_bytes(text: str) -> int:
     """Bytes that leave one device when a compiled program (`compiled.as_text()`) runs once.
 
-    Each collective counts once: none may stand in a loop. Raises `ValueError` for groups it cannot read.
+    Each collective counts once: none may stand in a loop. On GPUs they are `-start` operations, or wrapped in
+    a computation of their own. Raises `ValueError` for groups it cannot read.
     """
     return sum(
         _collective_bytes(line, found) for line in text.splitlines() if (found := _COLLECTIVE.search(line))
@@ -131,18 +133,24 @@ def hlo_bytes(text: str) -> int:
 
 
 def _collective_bytes(line: str, found: re.Match[str]) -> int:
-    arrays = [_array_bytes(array) for array in _ARRAY.finditer(found["shape"])]
+    shape = _LAYOUT.sub("", found["shape"])
+    arrays = [_array_bytes(array) for array in _ARRAY.finditer(shape)]
+    nested = shape.startswith("((")
+    if found["start"] and (nested or found["kind"] != "all-reduce"):
+        # (operand, result, …) or ((operands), results, …), with scalars of the asynchronous call behind.
+        count = len(_ARRAY.findall(shape[: shape.index(")")])) if nested else 1
+        arrays = arrays[count : 2 * count]
+    results = sum(arrays)
     if found["kind"] == "collective-permute":
-        return arrays[0]
-    # The results of a `-start` come behind its operands, one for each.
-    results = sum(arrays[len(arrays) // 2 :] if found["start"] and found["kind"] != "all-reduce" else arrays)
+        return results
     U = _group_size(line)
     sent = {"all-to-all": 1, "all-gather": 1, "all-reduce": 2, "reduce-scatter": U}[found["kind"]]
     return results * sent * (U - 1) // U
 
 
 def _array_bytes(array: re.Match[str]) -> int:
-    return math.prod(int(size) for size in array["dims"].split(",") if size) * int(array["bits"]) // 8
+    bits = 8 if array["kind"] == "pred" else int(array["bits"])
+    return math.prod(int(size) for size in array["dims"].split(",") if size) * bits // 8
 
 
 def _group_size(line: str) -> int:

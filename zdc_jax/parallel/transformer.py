@@ -27,7 +27,15 @@ from zdc_jax.parallel.attention import METHODS, Method, sharded_attention
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.mesh import DATA, MODEL, SEQUENCE, degree, spec
 from zdc_jax.parallel.prompt_cache import Slots, layer_cache
-from zdc_jax.parallel.weights import placed, replicated, weight_specs
+from zdc_jax.parallel.weights import (
+    GATHERED_OVER,
+    WEIGHTS,
+    Weights,
+    placed,
+    replicated,
+    weight_specs,
+    whole_weights,
+)
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 BY_TOKEN, BY_HEAD = (MODEL,), (MODEL, SEQUENCE)
@@ -37,8 +45,9 @@ BY_TOKEN, BY_HEAD = (MODEL,), (MODEL, SEQUENCE)
 class ShardedTransformer(nnx.Module):
     """A `Transformer` on a mesh: batch over `data`; tokens of a prompt over `sequence`; heads over `model`.
 
-    Every device along `sequence` holds all weights (of its share along `model`) for prompts, and beside them
-    its share by head for tokens that are decoded, for which `sequence` divides heads as `model` does.
+    Every device along `sequence` holds all weights (of its share along `model`) for prompts, or gathers them
+    layer by layer, and beside them its share by head for tokens that are decoded, for which `sequence`
+    divides heads as `model` does.
     """
 
     def __init__(
@@ -49,16 +58,20 @@ class ShardedTransformer(nnx.Module):
         layers: Iterable[Block],
         mesh: Mesh,
         *,
+        weights: Weights = "replicated",
         decodes: bool = True,
     ):
         """Puts weights, of numpy or on devices, where the mesh needs them.
 
         Args:
           layers: in order, consumed one at a time.
+          weights: how those for prompts lie, see `zdc_jax.parallel.weights`.
           decodes: whether weights for decoded tokens are made; without them there is no `extend`.
 
         Raises:
-          MeshError: heads or feed-forward columns cannot be divided over this mesh; before a layer is taken.
+          MeshError: heads, feed-forward columns or (`gathered`) the embedding dim cannot be divided over this
+            mesh; before a layer is taken.
+          ValueError: unknown `weights`.
           NotImplementedError: the plan has token classes.
         """
         for name, count in (("num_heads", config.num_heads), ("ffn_dim", config.ffn_dim)):
@@ -67,18 +80,22 @@ class ShardedTransformer(nnx.Module):
                     f"{name}={count} cannot be divided over model={mesh.shape[MODEL]} times "
                     f"sequence={mesh.shape[SEQUENCE]} devices"
                 )
+        if weights not in WEIGHTS:
+            raise ValueError(f"{weights=} must be one of {WEIGHTS}")
+        if weights == "gathered" and config.embed_dim % (shares := degree(mesh, GATHERED_OVER)):
+            raise MeshError(f"embed_dim={config.embed_dim} cannot be gathered from {shares} equal shares")
         if plan.classes is not None:
             raise NotImplementedError("plans with token classes run on one device")
-        self.config, self.plan, self.mesh = config, plan, mesh
+        self.config, self.plan, self.mesh, self.weights = config, plan, mesh, weights
         self.embeddings = replicated(embeddings, mesh)
-        self.prompt_layers = nnx.List([placed(block, mesh, BY_TOKEN) for block in layers])
+        self.prompt_layers = nnx.List([placed(block, mesh, BY_TOKEN, weights) for block in layers])
         shared = self.prompt_layers if decodes else []
         self.token_layers = nnx.List([placed(block, mesh, BY_HEAD) for block in shared])
 
     @classmethod
-    def of(cls, network: Transformer, mesh: Mesh) -> Self:
+    def of(cls, network: Transformer, mesh: Mesh, *, weights: Weights = "replicated") -> Self:
         """A network that is on one device; raises what the constructor does."""
-        return cls(network.config, network.plan, network.embeddings, network.layers, mesh)
+        return cls(network.config, network.plan, network.embeddings, network.layers, mesh, weights=weights)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -111,7 +128,7 @@ class ShardedTransformer(nnx.Module):
         x = self._embedded(tokens)
         near = (self.plan.sinks, self.plan.window)
         for block, ranks in zip(self.prompt_layers, self.plan.layers, strict=True):
-            x = _whole_layer(block, x, ranks, near, self.mesh, method, implementation)
+            x = whole_layer(block, x, ranks, near, self.mesh, method, implementation, self.weights)
         return x
 
     def prefill(
@@ -131,7 +148,9 @@ class ShardedTransformer(nnx.Module):
         x, layers = self._embedded(tokens), []
         near, slots = (self.plan.sinks, self.plan.window), Slots.of(self.plan, capacity)
         for block, ranks in zip(self.prompt_layers, self.plan.layers, strict=True):
-            x, layer = _prompt_layer(block, x, end, ranks, near, slots, self.mesh, implementation)
+            x, layer = _prompt_layer(
+                block, x, end, ranks, near, slots, self.mesh, implementation, self.weights
+            )
             layers.append(layer)
         return last_token(x, end, self.mesh), KVCache(tuple(layers), end, slots.sinks, slots.window)
 
@@ -186,8 +205,8 @@ def _embed(embeddings: Embeddings, tokens: Array, length: Array, mesh: Mesh) -> 
     return _on(mesh, local, in_specs, spec("B T D"))(embeddings, tokens, length)
 
 
-@partial(jax.jit, static_argnames=("ranks", "near", "mesh", "method", "implementation"))
-def _whole_layer(
+@partial(jax.jit, static_argnames=("ranks", "near", "mesh", "method", "implementation", "weights"))
+def whole_layer(
     block: Block,
     x: Array,
     ranks: LayerRanks,
@@ -195,6 +214,7 @@ def _whole_layer(
     mesh: Mesh,
     method: Method,
     implementation: Implementation | None,
+    weights: Weights,
 ) -> Array:
     """One layer on whole sequences. Jitted, so that layers alike are traced and compiled once."""
     attend = partial(
@@ -208,12 +228,14 @@ def _whole_layer(
     )
 
     def local(block: Block, x: Array) -> Array:
+        block = whole_weights(block, weights)
         return block(x, _positions(x), attend, implementation, reduce=_sum_over(mesh, BY_TOKEN))
 
-    return _on(mesh, local, (weight_specs(block, BY_TOKEN), spec("B T D")), spec("B T D"))(block, x)
+    in_specs = (weight_specs(block, BY_TOKEN, weights), spec("B T D"))
+    return _on(mesh, local, in_specs, spec("B T D"))(block, x)
 
 
-@partial(jax.jit, static_argnames=("ranks", "near", "slots", "mesh", "implementation"))
+@partial(jax.jit, static_argnames=("ranks", "near", "slots", "mesh", "implementation", "weights"))
 def _prompt_layer(
     block: Block,
     x: Array,
@@ -223,8 +245,9 @@ def _prompt_layer(
     slots: Slots,
     mesh: Mesh,
     implementation: Implementation | None,
+    weights: Weights,
 ) -> tuple[Array, LayerCache]:
-    """One layer on whole prompts, and its cache with them. Jitted as `_whole_layer` is."""
+    """One layer on whole prompts, and its cache with them. Jitted as `whole_layer` is."""
 
     def local(block: Block, x: Array, end: Array) -> tuple[Array, LayerCache]:
         positions, exchanged, layer = _positions(x), None, None
@@ -250,11 +273,12 @@ def _prompt_layer(
             layer = layer_cache(k, v, exchanged, positions, end, ranks, slots)
             return o
 
+        block = whole_weights(block, weights)
         x = block(x, positions, attend, implementation, reduce=_sum_over(mesh, BY_TOKEN))
         assert layer is not None
         return x, layer
 
-    in_specs = (weight_specs(block, BY_TOKEN), spec("B T D"), spec("B"))
+    in_specs = (weight_specs(block, BY_TOKEN, weights), spec("B T D"), spec("B"))
     return _on(mesh, local, in_specs, (spec("B T D"), spec("B K S R")))(block, x, end)
 
 
@@ -280,7 +304,7 @@ def _token_layer(
     mesh: Mesh,
     implementation: Implementation | None,
 ) -> tuple[Array, LayerCache]:
-    """One layer on one token a row, and its cache with it. Jitted as `_whole_layer` is."""
+    """One layer on one token a row, and its cache with it. Jitted as `whole_layer` is."""
 
     def local(
         block: Block, x: Array, cache: LayerCache, positions: Array, end: Array

@@ -1,16 +1,20 @@
-"""Weights of a layer on a mesh: whole, or divided by head and feed-forward column (tensor parallelism)."""
+"""Weights of a layer on a mesh: whole, or divided by head and feed-forward column (tensor parallelism).
 
-from typing import Any
+What that leaves whole along `data` and `sequence` may be divided once more and gathered layer by layer.
+"""
+
+from functools import partial
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zdc_jax.axes import Array
 from zdc_jax.model.block import Block
-from zdc_jax.parallel.exchange import kv_copies
-from zdc_jax.parallel.mesh import degree, spec, whole_on
+from zdc_jax.parallel.exchange import kv_copies, moved
+from zdc_jax.parallel.mesh import DATA, SEQUENCE, degree, spec, whole_on
 
 _AXES = {
     "q": "D N H",
@@ -31,18 +35,47 @@ _AXES = {
     "down": "F D",
 }
 """Axes of the weights that can be divided; all others are vectors of D."""
+_ALONG_D = frozenset(name for name, axes in _AXES.items() if "D" in axes.split())
+
+Weights = Literal["replicated", "gathered"]
+WEIGHTS: tuple[Weights, ...] = get_args(Weights)
+"""`replicated`: each device holds all weights of its share along `model`. `gathered`: the devices along
+`data` and `sequence` together hold the matrices once, divided along D, and each layer begins with an
+all-gather of its own, as in FSDP and ZeRO-3 (Rajbhandari et al., 2020)."""
+GATHERED_OVER = (DATA, SEQUENCE)
 
 
-def weight_specs(block: Block, among: tuple[str, ...]) -> Block:
+def weight_specs(block: Block, among: tuple[str, ...], weights: Weights = "replicated") -> Block:
     """How each weight of a layer is divided over the mesh axes `among`; a tree of the layer's own form."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: spec(_axes(path), among), block)
+    return jax.tree_util.tree_map_with_path(lambda path, _: _spec(path, among, weights), block)
 
 
-def placed(block: Block, mesh: Mesh, among: tuple[str, ...]) -> Block:
-    """A layer with its heads and feed-forward columns divided over the mesh axes `among`, whole on others.
+def whole_weights(block: Block, weights: Weights) -> Block:
+    """A layer with the matrices of `gathered` whole again, from all devices' shares: in `jax.shard_map`."""
+    if weights == "replicated":
+        return block
 
-    KV heads are repeated (`kv_copies`) where the devices of `among` do not divide them. Weights are numpy's,
-    of which a device gets its share only, or on devices already.
+    def gather(path: Any, weight: Array) -> Array:
+        if _name(path) not in _ALONG_D:
+            return weight
+        axis = _axes(path).split().index("D")
+        return moved(partial(jax.lax.all_gather, axis_name=GATHERED_OVER, axis=axis, tiled=True), weight)
+
+    return jax.tree_util.tree_map_with_path(gather, block)
+
+
+def gathered_bytes(block: Block, mesh: Mesh) -> int:
+    """Bytes that leave a device when a layer that lies as `gathered` is gathered once, by rings."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(block)
+    shares = [x.addressable_shards[0].data.nbytes for path, x in flat if _name(path) in _ALONG_D]
+    return sum(shares) * (degree(mesh, GATHERED_OVER) - 1)
+
+
+def placed(block: Block, mesh: Mesh, among: tuple[str, ...], weights: Weights = "replicated") -> Block:
+    """A layer with its heads and feed-forward columns divided over the mesh axes `among`.
+
+    On other axes it is as `weights` says. KV heads are repeated (`kv_copies`) where the devices of `among` do
+    not divide them. Weights are numpy's, of which a device gets its share only, or on devices already.
     """
 
     def put(path: Any, weight: Array | np.ndarray) -> Array:
@@ -52,7 +85,7 @@ def placed(block: Block, mesh: Mesh, among: tuple[str, ...]) -> Block:
             copies = kv_copies(weight.shape[axis], degree(mesh, among))
             repeat = jnp.repeat if isinstance(weight, jax.Array) else np.repeat
             weight = weight if copies == 1 else repeat(weight, copies, axis=axis)
-        return _put(weight, NamedSharding(mesh, spec(axes, among)))
+        return _put(weight, NamedSharding(mesh, _spec(path, among, weights)))
 
     return jax.tree_util.tree_map_with_path(put, block)
 
@@ -69,6 +102,20 @@ def _put(x: Array | np.ndarray, sharding: NamedSharding) -> Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda share: x[share])
 
 
+def _spec(path: Any, among: tuple[str, ...], weights: Weights) -> PartitionSpec:
+    axes = _axes(path)
+    parts = spec(axes, among)
+    if weights == "replicated" or _name(path) not in _ALONG_D:
+        return parts
+    divided = zip(axes.split(), parts, strict=True)
+    return PartitionSpec(*(GATHERED_OVER if axis == "D" else part for axis, part in divided))
+
+
 def _axes(path: Any) -> str:
+    return _AXES.get(_name(path), "D")
+
+
+def _name(path: Any) -> str:
+    """Of a weight in `_AXES`; empty for others."""
     names = [getattr(key, "name", getattr(key, "key", None)) for key in path]
-    return next((_AXES[name] for name in names if name in _AXES), "D")
+    return next((name for name in names if name in _AXES), "")

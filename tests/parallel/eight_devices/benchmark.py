@@ -2,37 +2,71 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import sequence_parts
 from benchmarks.bench_sequence_parallel import main
+from benchmarks.sequence_models import SHAPES, Model
+from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.parallel.partition_search import PieceCost, searched
+from zdc_jax.parallel.runahead import RunaheadTransformer
+from zdc_jax.plan import CompressionPlan
 
 OPTIONS = (
     "--shape tiny --lengths 61 --window 9 --sinks 0 --far 16 16 --repeats 1 --check 40 --link-bytes 4096"
 )
 
 
-def test_rows(tmp_path):
+def test_tasks(tmp_path):
     arguments = [*OPTIONS.split(), "--results", str(tmp_path)]
-    assert main([*arguments, "--rows", "plan"]) == 0
+    assert main([*arguments, "--tasks", "plan", "plan:parts", "plan:check"]) == 0
     traces = tmp_path / "traces"
-    assert main([*arguments, "--rows", "one_device", "--traces", str(traces)]) == 0  # into the same file
+    others = ("--tasks", "one_device", "runahead", "--traces", str(traces))
+    assert main([*arguments, *others]) == 0  # into the same file
     assert list(traces.rglob("*.xplane.pb"))
     written = json.loads((tmp_path / "sequence-parallel-tiny-4.json").read_text())
     results = written["results"]
     assert written["config"]["mesh"] == "sequence=4"
-    assert results.keys() == {"link_rate", "plan 61", "one_device 61"}
-    for name, out in results.items():
-        if name == "link_rate":
-            continue
-        assert out["first_token"][0] > 0
-        assert out["check"]["error"] <= 2 * out["check"]["own_error"]
-        if out["method"] is not None:
-            assert out["bytes"]["compiled"] == out["bytes"]["formula"]
-            assert out["attention"][0] > 0
-    parts = ["attention", "near", "exchange", "near_and_exchange", "far", "together_over_sum"]
-    assert all(part in results["plan 61"] for part in parts)
+    assert results.keys() == {"link_rate", "plan 61", "one_device 61", "runahead 61"}
+    assert all(out["first_token"][0] > 0 for name, out in results.items() if name != "link_rate")
+    plan = results["plan 61"]
+    assert plan["bytes"]["compiled"] == plan["bytes"]["formula"]
+    assert plan["check"]["error"] <= 2 * plan["check"]["own_error"]
+    assert all(plan[part][0] > 0 for part in ("attention", "near", "exchange", "near_and_exchange", "far"))
+    expected = results["one_device 61"]["first_token"][0] / plan["first_token"][0]
+    assert plan["compared"]["speedup_over_one_device"] == expected
+    assert results["runahead 61"]["bytes"]["partition"] == [16, 15, 15, 15]
 
 
-def test_a_figure_that_fails_leaves_the_others(tmp_path, capsys):
-    arguments = [*OPTIONS.split(), "--results", str(tmp_path), "--rows", "dense", "--mesh", "sequence=3"]
+def test_a_figure_that_fails_leaves_the_others(tmp_path):
+    arguments = [*OPTIONS.split(), "--results", str(tmp_path), "--tasks", "dense", "--mesh", "sequence=3"]
     assert main(arguments) == 1
     out = json.loads((tmp_path / "sequence-parallel-tiny-3.json").read_text())["results"]["dense 61"]
     assert out["first_token"]["error"].startswith("MeshError: num_heads=8 cannot be divided")
+
+
+def test_weights_are_on_each_device_once():
+    mesh = MeshConfig(sequence=4).create()
+    model, plan = Model(SHAPES["tiny"], mesh), CompressionPlan.full(SHAPES["tiny"])
+    held = lambda tree: {
+        shard.data.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) for shard in x.addressable_shards
+    }
+    runahead = RunaheadTransformer(model.on_each(plan), list(mesh.devices.flat))
+    made = held((model.embeddings, model.layers))
+    assert held((model.on_mesh(plan), model.on_first(plan, "bfloat16"), runahead.networks)) <= made
+
+
+def test_search_finds_what_times_were_made_of(monkeypatch):
+    """Two of 32 layers are measured; the partition is that of all of them."""
+    mesh = MeshConfig(sequence=4).create()
+    model, cost = Model(SHAPES["tiny"], mesh), PieceCost(call=0.0, token=3e-5, past=4e-9, own=2e-9)
+    times = lambda model, tokens, partitions, **_: {p: sum(cost.seconds(p)) / 16 for p in partitions}
+    monkeypatch.setattr(sequence_parts, "measured", times)
+    monkeypatch.setattr(sequence_parts, "link_bandwidth", lambda *devices: 1e15)
+    plan = CompressionPlan.full(SHAPES["tiny"])
+    runahead = RunaheadTransformer(model.on_each(plan), list(mesh.devices.flat))
+    found = sequence_parts.searched_partition(runahead, jnp.zeros((1, 4096), jnp.int32), 32, "xla")
+    expected = searched(4096, 4, cost, layers=32, link=lambda end: 0.0)
+    assert found.ends == pytest.approx(expected.ends, abs=2)

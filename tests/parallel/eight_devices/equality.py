@@ -68,6 +68,27 @@ def test_eight_devices_and_few_tokens(method):
     )
 
 
+def test_gathered_weights():
+    """Prompts and a decoded token; the four devices along `data` and `sequence` share matrices only."""
+    model = tiny("opt", 4, 4)
+    network = model.model(CompressionPlan.uniform(model.config, qk=16, v=16, window=9, sinks=2)).network
+    mesh = MeshConfig(data=2, sequence=2, model=2).create()
+    sharded = ShardedTransformer.of(network, mesh, weights="gathered")
+    tokens, end = jnp.asarray(model.tokens(2, 62)), jnp.array([61, 20])
+    expected = np.asarray(network.hidden(tokens))
+    assert_equal(sharded.hidden(tokens), expected)
+    last, cache = sharded.prefill(tokens[:, :61], end, capacity=64)
+    assert_equal(last, expected[[0, 1], [60, 19]])
+    token, _ = sharded.extend(cache, tokens[[0, 1], [61, 20]][:, None], end + 1)
+    assert_equal(token, expected[[0, 1], [61, 20]][:, None])
+    whole = ShardedTransformer.of(network, mesh)
+    for layer, other in zip(sharded.prompt_layers, whole.prompt_layers, strict=True):
+        for x, y in zip(jax.tree.leaves(layer), jax.tree.leaves(other), strict=True):
+            is_matrix = x.ndim > 1 and model.config.embed_dim in x.shape
+            held = [z.addressable_shards[0].data.nbytes for z in (x, y)]
+            assert held[0] * (4 if is_matrix else 1) == held[1]
+
+
 def test_sinks_alone():
     model = tiny("llama", 4, 4)
     network = model.model(CompressionPlan.uniform(model.config, qk=16, v=32, sinks=20)).network
@@ -113,6 +134,10 @@ def test_refusals():
     for message, (config, given) in refused.items():
         with pytest.raises(MeshError, match=message):
             ShardedTransformer.of(network, config.create()).hidden(given)
+    with pytest.raises(MeshError, match="embed_dim=64 cannot be gathered from 3 equal shares"):
+        ShardedTransformer.of(network, MeshConfig(data=3).create(), weights="gathered")
+    with pytest.raises(ValueError, match=r"weights='fsdp' must be one of .*'gathered'"):
+        ShardedTransformer.of(network, MeshConfig().create(), weights="fsdp")
     with pytest.raises(ValueError, match=r"method='rings' must be one of .*'ulysses'"):
         ShardedTransformer.of(network, MeshConfig().create()).hidden(tokens, method="rings")
 

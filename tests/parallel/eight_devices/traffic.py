@@ -14,6 +14,7 @@ from zdc_jax.parallel.attention import METHODS
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes, prefill_bytes
 from zdc_jax.parallel.transformer import ShardedTransformer
+from zdc_jax.parallel.weights import gathered_bytes
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 CONFIGS = {
@@ -64,6 +65,19 @@ def test_cache_adds_its_trailing_coordinates(near):
     expected += cache_bytes(config, plan, capacity=128, **options)
     expected += 2 * 2 * config.embed_dim * 4 * 3 // 4  # the last token's hidden states
     assert hlo_bytes(program.lower(*prompts).compile().as_text()) == expected
+
+
+def test_gathered_weights_add_their_matrices():
+    """2-byte matrices of attention (q, k, v, o) and three of the feed-forward part, of which 7/8 come in."""
+    config = replace(CONFIGS["MHA"], dtype="bfloat16")
+    plan, mesh = CompressionPlan.full(config), MeshConfig(data=2, sequence=4).create()
+    model = ShardedTransformer.of(network(config, plan), mesh, weights="gathered")
+    program = jax.jit(lambda tokens: model.hidden(tokens))
+    text = program.lower(jax.ShapeDtypeStruct((2, 64), jnp.int32)).compile().as_text()
+    D, F, NH = config.embed_dim, config.ffn_dim, config.num_heads * config.head_dim
+    gathered = 2 * 2 * (4 * D * NH + 3 * D * F) * 7 // 8
+    assert sum(gathered_bytes(block, mesh) for block in model.prompt_layers) == gathered
+    assert hlo_bytes(text) == prefill_bytes(config, plan, length=64, degree=4) + gathered
 
 
 def test_two_byte_elements_are_not_widened_on_the_way():
