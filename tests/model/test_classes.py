@@ -17,6 +17,8 @@ from zdc_jax.errors import PlanError, PromptError
 from zdc_jax.plan import LayerRanks, TokenClasses
 
 BLOCK = 16
+LENGTH = 64
+"""Rows of masked models are padded to multiples of it."""
 
 
 def class_plan(tiny: TinyModel, leaders=(0,), fraction=0.4, more=32, less=16, **near) -> CompressionPlan:
@@ -35,22 +37,27 @@ class Masked:
         self.important = {leader: np.zeros(0, bool) for leader in plan.classes.leaders}
 
     def run(self, tokens: np.ndarray, classify) -> np.ndarray:
-        """Hidden states [T, D] of one row; `classify(importance, known)` extends the known classes."""
-        T = len(tokens)
-        positions = jnp.arange(T)[None]
-        x = self.network.embeddings.embed(jnp.asarray(tokens)[None], positions)
+        """Hidden states [T, D] of one row; `classify(importance, known)` extends the known classes.
+
+        Padded on the right, where nobody looks, so that operations are compiled for one length.
+        """
+        T, whole = len(tokens), -(-len(tokens) // LENGTH) * LENGTH
+        positions = jnp.arange(whole)[None]
+        x = self.network.embeddings.embed(jnp.asarray(np.pad(tokens, (0, whole - T)))[None], positions)
         for index, block in enumerate(self.network.layers):
             leads = index in self.plan.classes.leaders
             group = max(leader for leader in self.plan.classes.leaders if leader <= index)
             less, more = self.plan.layers[index], self.plan.classes.important[index]
-            important = np.zeros(T, bool) if leads else self.important[group]
+            important = np.zeros(whole, bool)
+            if not leads:
+                important[:T] = self.important[group]
             widths = [np.where(important, b, a) for a, b in ((less.qk, more.qk), (less.v, more.v))]
             seen = []
             attend = lambda q, k, v, widths=widths, seen=seen: self.attend(q, k, v, *widths, seen)
             x = block(x, positions, attend)
             if leads:
-                self.important[index] = classify(seen[0], self.important[index])
-        return np.asarray(x[0])
+                self.important[index] = classify(seen[0][:T], self.important[index])
+        return np.asarray(x[0])[:T]
 
     def attend(self, q, k, v, R, Z, seen):
         T, N = q.shape[1:3]
