@@ -18,14 +18,14 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
-from zdc_jax.cache import ClassLayerCache, LayerCache
+from zdc_jax.cache import ClassLayerCache, KVCache, LayerCache
 from zdc_jax.class_cache import EMPTY, GroupState, Segment
 from zdc_jax.importance import token_importance
 from zdc_jax.model.block import Block
 from zdc_jax.model.classes import Arrangement, arrange, class_layer, projection
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.xla import segment_attention
-from zdc_jax.parallel.attention import attend_near
+from zdc_jax.parallel.attention import Method, attend_near
 from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, kv_copies, moved, scatter_heads
 from zdc_jax.parallel.far import Keys
 from zdc_jax.parallel.mesh import (
@@ -51,16 +51,22 @@ _ARRANGEMENT = Arrangement(*_BY_TOKEN)
 """How [B, T, ...], the log-sum-exp [B, N, T] and an arrangement of each device's tokens lie on a mesh."""
 
 
+def check_class_method(method: Method) -> None:
+    """Raises `NotImplementedError` where tokens of two classes do not travel by this method."""
+    if method != "ulysses":
+        raise NotImplementedError(f"{method=} cannot do this call: token classes need 'ulysses'")
+
+
 class Widths(NamedTuple):
     """What a layer keeps of each class: the `first` tokens of a device are important and keep `more`.
 
-    slots: of both segments of its cache, in tokens a row.
+    slots: of both segments of its cache, in tokens a row; None without one.
     """
 
     first: int
     more: LayerRanks
     less: LayerRanks
-    slots: tuple[int, int]
+    slots: tuple[int, int] | None
 
 
 def prompt_through_groups(
@@ -71,16 +77,16 @@ def prompt_through_groups(
     slots: Slots | None,
     mesh: Mesh,
     implementation: Implementation | None,
-) -> tuple[Float[Array, "B T D"], tuple[LayerCache | ClassLayerCache, ...], tuple[GroupState, ...]]:
+) -> tuple[Float[Array, "B T D"], KVCache | None]:
     """Whole prompts of `end` tokens through all layers, group by group, each behind its leader.
 
     Args:
       x: embeddings, divided as tokens are; every device holds whole blocks.
-      slots: of the caches to be made; None makes none.
+      slots: of the cache to be made; None makes none.
       implementation: of attention to all tokens alike and to near ones; class attention runs on XLA.
 
     Returns:
-      hidden states, and the caches and groups of a `KVCache`.
+      hidden states, and the cache, divided by head over `model` and `sequence`.
     """
     classes, near = plan.classes, (plan.sinks, plan.window)
     assert classes is not None
@@ -92,18 +98,20 @@ def prompt_through_groups(
             layers[leader], x, end, plan.layers[leader], near, slots, mesh, implementation
         )
         caches.append(cache)
-        x, group, arrangement = _classified(x, lse, end, classes, index, mesh)
-        sizes = (0, 0) if slots is None else classes.segment_slots(index, slots.capacity)
+        sizes = None if slots is None else classes.segment_slots(index, slots.capacity)
+        x, arrangement, positions, group = _classified(x, lse, end, classes, index, sizes, mesh)
         for member in classes.members(index, len(layers)):
             ranks = classes.important[member], plan.layers[member]
             widths = Widths(classes.important_in(index, tokens), *ranks, sizes)
             x, cache = _member_layer(
-                layers[member], x, end, group, arrangement, widths, near, slots, mesh, implementation
+                layers[member], x, end, positions, arrangement, widths, near, slots, mesh, implementation
             )
             caches.append(cache)
         x = _restored(x, arrangement, mesh)
-        groups.append(_with_slots(group, sizes))
-    return x, tuple(caches), tuple(groups)
+        groups.append(group)
+    if slots is None:
+        return x, None
+    return x, KVCache(tuple(caches), end, slots.sinks, slots.window, tuple(groups))
 
 
 @partial(jax.jit, static_argnames=("ranks", "near", "slots", "mesh", "implementation"))
@@ -145,16 +153,25 @@ def _leader_layer(
     return on_mesh(mesh, local, in_specs, (_TOKENS, _LSE, spec("B K S R")))(block, x, end)
 
 
-@partial(jax.jit, static_argnames=("classes", "index", "mesh"))
+@partial(jax.jit, static_argnames=("classes", "index", "sizes", "mesh"))
 def _classified(
-    x: Array, lse: Array, end: Array, classes: TokenClasses, index: int, mesh: Mesh
-) -> tuple[Array, GroupState, Arrangement]:
+    x: Array,
+    lse: Array,
+    end: Array,
+    classes: TokenClasses,
+    index: int,
+    sizes: tuple[int, int] | None,
+    mesh: Mesh,
+) -> tuple[Array, Arrangement, tuple[Array, Array], GroupState | None]:
     """Tokens of x [B, T, D] in the class order of each device, by their leader's log-sum-exp.
 
-    The group holds positions of all tokens, device by device, on every device.
+    Also positions of all tokens [B, T₁], [B, T₂], by class and in it by device; `EMPTY` stands for padding.
+    And, for a cache whose segments have `sizes` slots, the group.
     """
 
-    def local(x: Array, lse: Array, end: Array) -> tuple[Array, GroupState, Arrangement]:
+    def local(
+        x: Array, lse: Array, end: Array
+    ) -> tuple[Array, Arrangement, tuple[Array, Array], GroupState | None]:
         B, t, _ = x.shape
         start = jax.lax.axis_index(SEQUENCE) * t
         # The sum over heads of all devices is that of their sums.
@@ -163,16 +180,24 @@ def _classified(
         own = jnp.broadcast_to(jnp.arange(t), (B, t))
         group, arrangement = arrange(group, lse, own, end - start, classes, index)
         held = jnp.concatenate(group.positions, 1)
-        held = jnp.where(held == EMPTY, EMPTY, held + start)
-        held = jax.lax.all_gather(held, SEQUENCE, axis=1)
+        held = jax.lax.all_gather(jnp.where(held == EMPTY, EMPTY, start + held), SEQUENCE, axis=1)
         first, rest = jnp.split(held, [group.positions[0].shape[1]], axis=2)
+        positions = first.reshape(B, -1), rest.reshape(B, -1)
+        if sizes is None:
+            return arrangement.sorted(x), arrangement, positions, None
         newest = (start < end) & (end <= start + t)
         importance = jax.lax.psum(jnp.where(newest[:, None], group.importance, 0), SEQUENCE)
-        positions = first.reshape(B, -1), rest.reshape(B, -1)
-        return arrangement.sorted(x), GroupState(positions, importance), arrangement
+        slots = _fitted(positions[0], sizes[0]), _fitted(positions[1], sizes[1])
+        return arrangement.sorted(x), arrangement, positions, GroupState(slots, importance)
 
     in_specs = (_TOKENS, _LSE, spec("B"))
-    return on_mesh(mesh, local, in_specs, (_TOKENS, spec("B"), _ARRANGEMENT))(x, lse, end)
+    return on_mesh(mesh, local, in_specs, (_TOKENS, _ARRANGEMENT, spec("B"), spec("B")))(x, lse, end)
+
+
+def _fitted(positions: Int[Array, "B T"], slots: int) -> Int[Array, "B S"]:
+    """Positions in so many slots; those that are left out stand for padding."""
+    positions = positions[:, :slots]
+    return jnp.pad(positions, ((0, 0), (0, slots - positions.shape[1])), constant_values=EMPTY)
 
 
 @partial(jax.jit, static_argnames=("widths", "near", "slots", "mesh", "implementation"))
@@ -180,7 +205,7 @@ def _member_layer(
     block: Block,
     x: Array,
     end: Array,
-    group: GroupState,
+    held: tuple[Array, Array],
     arrangement: Arrangement,
     widths: Widths,
     near: Near,
@@ -188,17 +213,20 @@ def _member_layer(
     mesh: Mesh,
     implementation: Implementation | None,
 ) -> tuple[Array, ClassLayerCache | None]:
-    """One layer behind a leader, on tokens in class order, and its cache for given `slots`."""
+    """One layer behind a leader, on tokens in class order, and its cache for given `slots`.
+
+    held [B, T₁], [B, T₂]: positions of the tokens of all devices, by class.
+    """
 
     def local(
-        block: Block, x: Array, end: Array, group: GroupState, arrangement: Arrangement
+        block: Block, x: Array, end: Array, held: tuple[Array, Array], arrangement: Arrangement
     ) -> tuple[Array, ClassLayerCache | None]:
         positions, cache = positions_of(x), None
         keys, H = _keys(block, x, near, implementation), block.attention.config.head_dim
 
         def attend(q: Array, k: tuple[Array, Array], v: tuple[Array, Array]) -> Array:
             nonlocal cache
-            far, segments = _attend_segments(q, k, v, group, widths, keys)
+            far, segments = _attend_segments(q, k, v, held, widths, keys)
             if keys.are_all:
                 o = gather_heads(far[0], SEQUENCE)
                 own_k = own_v = jnp.zeros((*q.shape[:2], k[0].shape[2], H), q.dtype)  # A ring of no slots.
@@ -210,8 +238,9 @@ def _member_layer(
                 o, _ = merge_partial(parts)
             if slots is not None:
                 ring = layer_cache(own_k, own_v, None, positions, end, LayerRanks(0, 0), slots)
-                held = zip(segments, widths.slots, strict=True)
-                cache = ClassLayerCache(ring, *(Segment(stored(s.k, n), stored(s.v, n)) for s, n in held))
+                assert widths.slots is not None
+                sized = zip(segments, widths.slots, strict=True)
+                cache = ClassLayerCache(ring, *(Segment(stored(s.k, n), stored(s.v, n)) for s, n in sized))
             return o
 
         project = projection(block, widths.first, widths.less, near)
@@ -221,7 +250,7 @@ def _member_layer(
 
     in_specs = (weight_specs(block, BY_TOKEN), _TOKENS, spec("B"), spec("B"), _ARRANGEMENT)
     layer = on_mesh(mesh, local, in_specs, (_TOKENS, spec("B K S R")))
-    return layer(block, x, end, group, arrangement)
+    return layer(block, x, end, held, arrangement)
 
 
 def _keys(block: Block, x: Array, near: Near, implementation: Implementation | None) -> Keys:
@@ -234,13 +263,14 @@ def _attend_segments(
     q: Array,
     k: tuple[Array, Array],
     v: tuple[Array, Array],
-    group: GroupState,
+    held: tuple[Array, Array],
     widths: Widths,
     keys: Keys,
 ) -> tuple[tuple[Array, Array], list[Segment]]:
     """Far attention of all tokens for one device's heads, [B, T, N/U, Z], its log-sum-exp; and its keys.
 
-    q, k, v: of one device's tokens in class order. The result stands device by device, as tokens do.
+    q, k, v: of one device's tokens in class order; held: positions of the tokens of all devices, by class.
+    The result stands device by device, as tokens do.
     """
     more, less = widths.more, widths.less
     q, *kv = scatter_segments(
@@ -256,11 +286,11 @@ def _attend_segments(
     kv = [x.swapaxes(1, 2) for x in kv]
     segments = [Segment(*kv[:2]), Segment(*kv[2:])]
     B, U = q.shape[0], jax.lax.axis_size(SEQUENCE)
-    by_device = [positions.reshape(B, U, -1) for positions in group.positions]
+    by_device = [positions.reshape(B, U, -1) for positions in held]
     far = segment_attention(
         q,
         jnp.concatenate(by_device, 2).reshape(B, -1),
-        [(s.k, s.v, at) for s, at in zip(segments, group.positions, strict=True)],
+        [(s.k, s.v, at) for s, at in zip(segments, held, strict=True)],
         scale=keys.scale,
         near=None,
         sinks=keys.sinks,
@@ -292,16 +322,6 @@ def _restored(x: Array, arrangement: Arrangement, mesh: Mesh) -> Array:
     """x [B, T, D], in class order on each device, by position again."""
     restore = lambda x, arrangement: arrangement.restored(x)
     return on_mesh(mesh, restore, (_TOKENS, _ARRANGEMENT), _TOKENS)(x, arrangement)
-
-
-@partial(jax.jit, static_argnames="slots")
-def _with_slots(group: GroupState, slots: tuple[int, int]) -> GroupState:
-    """A group whose segments have so many slots: more are empty, those left out hold padding only."""
-    fit = lambda held, count: jnp.pad(
-        held[:, :count], ((0, 0), (0, max(0, count - held.shape[1]))), constant_values=EMPTY
-    )
-    first, rest = (fit(held, count) for held, count in zip(group.positions, slots, strict=True))
-    return GroupState((first, rest), group.importance)
 
 
 @partial(jax.jit, static_argnames=("less", "near", "mesh"))

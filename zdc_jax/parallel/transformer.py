@@ -25,7 +25,7 @@ from zdc_jax.model.classes import Arrangement, check_implementation, extend_grou
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation, cached_attention
 from zdc_jax.parallel.attention import METHODS, Method, sharded_attention
-from zdc_jax.parallel.classes import class_token_layer, prompt_through_groups
+from zdc_jax.parallel.classes import check_class_method, class_token_layer, prompt_through_groups
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.mesh import (
     BY_HEAD,
@@ -116,8 +116,7 @@ class ShardedTransformer(nnx.Module):
         if method not in METHODS:
             raise ValueError(f"{method=} must be one of {METHODS}")
         if self.plan.classes is not None:
-            if method != "ulysses":
-                raise NotImplementedError(f"{method=} cannot do this call: token classes need 'ulysses'")
+            check_class_method(method)
             end = jnp.full(len(tokens), tokens.shape[1])
             return self._through_groups(tokens, end, None, implementation)[0]
         x, near = self._embedded(tokens), (self.plan.sinks, self.plan.window)
@@ -141,8 +140,9 @@ class ShardedTransformer(nnx.Module):
         """
         near, slots = (self.plan.sinks, self.plan.window), Slots.of(self.plan, capacity)
         if self.plan.classes is not None:
-            x, caches, groups = self._through_groups(tokens, end, slots, implementation)
-            return last_token(x, end, self.mesh), KVCache(caches, end, slots.sinks, slots.window, groups)
+            x, cache = self._through_groups(tokens, end, slots, implementation)
+            assert cache is not None  # There are slots for it.
+            return last_token(x, end, self.mesh), cache
         x, layers = self._embedded(tokens), []
         for block, ranks in zip(self.prompt_layers, self.plan.layers, strict=True):
             x, layer = _prompt_layer(block, x, end, ranks, near, slots, self.mesh, implementation)
@@ -181,7 +181,7 @@ class ShardedTransformer(nnx.Module):
 
     def _through_groups(
         self, tokens: Array, end: Array, slots: Slots | None, implementation: Implementation | None
-    ) -> tuple[Array, tuple[LayerCache | ClassLayerCache, ...], tuple[GroupState, ...]]:
+    ) -> tuple[Array, KVCache | None]:
         check_implementation(implementation)
         x = self._embedded(tokens)
         return prompt_through_groups(self.prompt_layers, self.plan, x, end, slots, self.mesh, implementation)

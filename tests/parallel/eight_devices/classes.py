@@ -1,49 +1,147 @@
-"""Token classes on tokens divided over devices: hidden states, decoding and bytes, as on one device."""
+"""Token classes on tokens divided over devices: what one device gives, in the bytes that the formula says."""
 
 from dataclasses import replace
+from functools import cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import LLAMA, OPT, TinyModel
 
+import zdc_jax.ops.attention as ops
+from zdc_jax import generate
+from zdc_jax.basis import Basis
+from zdc_jax.cache import KVCache
+from zdc_jax.parallel.attention import METHODS
 from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes, prefill_bytes
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
-BLOCK = 8
-CASES = {
-    "llama, K < U": (replace(LLAMA, num_heads=8, num_kv_heads=2), "data=2,sequence=4", {}, 61),
-    "llama, window": (
-        replace(LLAMA, num_heads=8, num_kv_heads=4),
-        "sequence=4,model=2",
-        {"window": 9, "sinks": 2},
-        64,
-    ),
-    "MQA, window of several devices": (
-        replace(LLAMA, num_kv_heads=1),
-        "sequence=4",
-        {"window": 37, "sinks": 20},
-        63,
-    ),
-    "opt": (replace(OPT, num_heads=8, num_kv_heads=8), "data=2,sequence=2,model=2", {}, 40),
+BLOCK, CAPACITY = 8, 96
+HEADS = {"MHA": (4, 4), "GQA": (8, 4), "MQA": (4, 1)}
+FAR = {"window": 37, "sinks": 20}
+"""A window of several devices."""
+WHOLE = {
+    "MHA": ("MHA", {}, 61),
+    "GQA": ("GQA", {}, 64),
+    "MQA, padding alone on one device": ("MQA", {}, 23),
+    "MHA, window of several devices": ("MHA", FAR, 61),
+    "GQA, window": ("GQA", {"window": 9, "sinks": 2}, 64),
+    "MQA, window": ("MQA", {"window": 9}, 50),
 }
 
 
-def plan_of(config, near) -> CompressionPlan:
-    important = (LayerRanks(32, 32), LayerRanks(32, 16), LayerRanks(16, 32))
-    classes = TokenClasses((0,), (0.4,), important, BLOCK)
-    return replace(CompressionPlan.uniform(config, qk=16, v=16, **near), classes=classes)
+@cache
+def tiny(heads: str) -> tuple[TinyModel, Basis]:
+    num_heads, num_kv_heads = HEADS[heads]
+    model = TinyModel(replace(LLAMA, num_layers=2, num_heads=num_heads, num_kv_heads=num_kv_heads))
+    return model, model.basis()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_whole(name):
-    config, mesh, near, length = CASES[name]
-    model = TinyModel(config)
-    network = model.model(plan_of(config, near)).network
+def class_plan(model: TinyModel, near, leaders=(0,)) -> CompressionPlan:
+    """Important tokens keep 32 of 32 coordinates of q and k; others, and leaders, 16."""
+    important = (LayerRanks(32, 32 if near else 16),) * model.config.num_layers
+    classes = TokenClasses(leaders, (0.4, 0.7)[: len(leaders)], important, BLOCK)
+    return replace(CompressionPlan.uniform(model.config, qk=16, v=16, **near), classes=classes)
+
+
+def assert_equal(got, expected):
+    assert np.abs(np.asarray(got) - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_prompts(name):
+    heads, near, length = WHOLE[name]
+    model, basis = tiny(heads)
+    network = model.model(plan := class_plan(model, near), basis).network
     tokens = jnp.asarray(model.tokens(2, length))
-    expected = np.asarray(network.hidden(tokens))
-    got = ShardedTransformer.of(network, MeshConfig.parse(mesh).create()).hidden(tokens)
-    got = np.asarray(got)[:, :length]
-    print(name, np.abs(got - expected).max() / np.abs(expected).max())
-    assert np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max()
+    sharded = ShardedTransformer.of(network, MeshConfig(data=2, sequence=4).create())
+    program = jax.jit(lambda sharded, tokens: sharded.hidden(tokens)).lower(sharded, tokens).compile()
+    assert_equal(program(sharded, tokens)[:, :length], np.asarray(network.hidden(tokens)))
+    text = program.as_text()
+    assert hlo_bytes(text) == prefill_bytes(model.config, plan, length=length, degree=4, itemsize=4)
+    assert text.count(" all-to-all(") == 2 * len(plan.layers)  # one message for q, k, v of both classes
+
+
+CACHED = {
+    "llama, K < U": (replace(LLAMA, num_layers=2, num_heads=8), FAR, (0,), "sequence=4"),
+    "opt": (replace(OPT, num_heads=8, num_kv_heads=8), {}, (0, 2), "data=2,sequence=2,model=2"),
+}
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_decoding(name):
+    """Ragged prompts, then tokens over the end of a block, which are classified where they come."""
+    config, near, leaders, mesh_config = CACHED[name]
+    model, mesh = TinyModel(config), MeshConfig.parse(mesh_config).create()
+    network = model.model(plan := class_plan(model, near, leaders)).network
+    sharded = ShardedTransformer.of(network, mesh)
+    tokens, lengths = model.tokens(2, CAPACITY), np.array([61, 20])
+    prompts, end = jnp.asarray(tokens[:, :61]), jnp.asarray(lengths)
+    one = KVCache.create(plan, batch=2, capacity=CAPACITY, dtype=jnp.float32)
+    hidden, one = network.extend(one, prompts, end)
+    prefill = jax.jit(lambda sharded, *prompts: sharded.prefill(*prompts, capacity=CAPACITY))
+    program = prefill.lower(sharded, prompts, end).compile()
+    last, many = program(sharded, prompts, end)
+    assert_equal(last, np.asarray(hidden)[np.arange(2), lengths - 1])
+    if mesh.shape["model"] == 1:  # Else products of weights are summed as well.
+        options = {"degree": 4, "batch": 2, "itemsize": 4}
+        expected = prefill_bytes(config, plan, length=61, **options)
+        expected += cache_bytes(config, plan, capacity=CAPACITY, **options)
+        expected += 2 * 2 * config.embed_dim * 4 * 3 // 4  # the last token's hidden states
+        assert hlo_bytes(program.as_text()) == expected
+    copies = max(1, 4 // config.num_kv_heads)
+    for mine, whole in zip(jax.tree.leaves(many.layers), jax.tree.leaves(one.layers), strict=True):
+        assert mine.nbytes == copies * whole.nbytes
+    extend = jax.jit(lambda network, *step: network.extend(*step))
+    for step in range(6):
+        token, end = (
+            jnp.asarray(tokens[np.arange(2), lengths + step][:, None]),
+            jnp.asarray(lengths + step + 1),
+        )
+        expected, one = extend(network, one, token, end)
+        got, many = extend(sharded, many, token, end)
+        assert_equal(got, np.asarray(expected))
+    for mine, whole in zip(many.groups, one.groups, strict=True):
+        for held, expected in zip(mine.positions, whole.positions, strict=True):
+            np.testing.assert_array_equal(np.sort(held), np.sort(expected))
+
+
+def test_generate():
+    model, basis = tiny("MQA")
+    on_one = model.model(class_plan(model, {"window": 9, "sinks": 2}), basis)
+    prompts = [[5, 6, 7] * 15, [3, 9]]
+    network = ShardedTransformer.of(on_one.network, MeshConfig(sequence=4).create())
+    expected, got = generate(on_one, prompts, 12), generate(replace(on_one, network=network), prompts, 12)
+    assert got.completions == expected.completions
+
+
+def test_leaders_lower_on_kernels(monkeypatch):
+    monkeypatch.setattr(ops, "_pallas_refusal", lambda *args: None)
+    model, basis = tiny("MHA")
+    network = model.model(class_plan(model, {"window": 64}), basis).network
+    network = jax.tree.map(lambda x: x.astype(jnp.bfloat16), network)
+    sharded = ShardedTransformer.of(network, MeshConfig(sequence=4).create())
+    traced = jax.jit(lambda tokens: sharded.hidden(tokens)).trace(jax.ShapeDtypeStruct((1, 500), jnp.int32))
+    assert "zdc_prefill" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_refusals():
+    model, basis = tiny("MHA")
+    network = model.model(plan := class_plan(model, {}), basis).network
+    sharded = ShardedTransformer.of(network, MeshConfig(sequence=2).create())
+    tokens, end = jnp.zeros((1, 40), jnp.int32), jnp.array([40])
+    for method in {*METHODS} - {"ulysses"}:
+        for call in (
+            lambda method=method: sharded.hidden(tokens, method=method),
+            lambda method=method: prefill_bytes(model.config, plan, length=40, degree=2, method=method),
+        ):
+            with pytest.raises(NotImplementedError, match=f"method='{method}' .*need 'ulysses'"):
+                call()
+    for implementation in ("pallas", "cudnn"):
+        with pytest.raises(NotImplementedError, match="layers with token classes run on xla"):
+            sharded.hidden(tokens, implementation=implementation)
+        with pytest.raises(NotImplementedError, match="layers with token classes run on xla"):
+            sharded.prefill(tokens, end, capacity=64, implementation=implementation)

@@ -15,7 +15,7 @@ from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.attention import METHODS
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.transformer import ShardedTransformer
-from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
+from zdc_jax.plan import CompressionPlan, LayerRanks
 
 HEADS = {"MHA": (4, 4), "GQA": (8, 4), "MQA": (4, 1)}
 FULL, HALF, MIXED, NONE = LayerRanks(32, 32), LayerRanks(16, 16), LayerRanks(16, 32), LayerRanks(0, 0)
@@ -115,12 +115,3 @@ def test_refusals():
             ShardedTransformer.of(network, config.create()).hidden(given)
     with pytest.raises(ValueError, match=r"method='rings' must be one of .*'ulysses'"):
         ShardedTransformer.of(network, MeshConfig().create()).hidden(tokens, method="rings")
-
-
-def test_token_classes_are_refused():
-    model = tiny("llama", 4, 4)
-    classes = TokenClasses((0,), (0.5,), (FULL,) * 2, 16)
-    plan = replace(CompressionPlan.uniform(model.config, qk=16, v=16), classes=classes)
-    network = model.model(plan).network
-    with pytest.raises(NotImplementedError, match="token classes"):
-        ShardedTransformer.of(network, MeshConfig(sequence=2).create())
