@@ -47,9 +47,16 @@ def assert_equal(got, expected):
     assert np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("plan", PLANS)
+CASES = {(plan, heads, "ulysses") for plan in PLANS for heads in HEADS}
+CASES |= {
+    (plan, [*HEADS][(p + m) % len(HEADS)], method)
+    for p, plan in enumerate(PLANS)
+    for m, method in enumerate(METHODS)
+}
+"""All for `ulysses`; for the other methods every plan and all heads, each pair of the three once."""
+
+
+@pytest.mark.parametrize(("plan", "heads", "method"), sorted(CASES))
 def test_as_on_one_device(plan, heads, method):
     network, tokens, expected = one_device(heads, plan)
     mesh = MeshConfig(data=2, sequence=4).create()
