@@ -94,7 +94,6 @@ def load(
       CalibrationError: a plan was asked for and the folder holds no basis, or that of another model.
       TextError: `check_text` is missing, or shorter than one window.
       MeshError: the model cannot be divided over the mesh, or there are too few devices.
-      NotImplementedError: the plan cannot run on a mesh.
     """
     devices = None if mesh is None else mesh.create()
     checkpoint = Checkpoint.open(path)

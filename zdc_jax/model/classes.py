@@ -4,6 +4,8 @@ A piece of a prompt is put into class order once a group: important tokens first
 that projections and cache writes are of contiguous rows, at the width of their class.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from zdc_jax.axes import Array
-from zdc_jax.cache import ClassLayerCache, append
+from zdc_jax.cache import ClassLayerCache, KVCache, LayerCache, append
 from zdc_jax.class_cache import (
     GroupState,
     class_order,
@@ -22,7 +24,9 @@ from zdc_jax.class_cache import (
     write_piece,
 )
 from zdc_jax.importance import token_importance
-from zdc_jax.model.block import Block
+from zdc_jax.model.block import Block, Project
+from zdc_jax.model.layers import Reduce, whole
+from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.xla import segment_attention
 from zdc_jax.plan import LayerRanks, TokenClasses
 
@@ -71,7 +75,46 @@ def arrange(
     return group, Arrangement(order, jnp.argsort(order, axis=1), slots)
 
 
-@partial(jax.jit, static_argnames=("first", "less", "near"))
+Lead = Callable[[int, Array, LayerCache], tuple[Array, LayerCache, Array]]
+"""(layer, x [B, T, D], cache) → x, the longer cache, log-sum-exp [B, N, T]."""
+Follow = Callable[[int, Array, ClassLayerCache, GroupState, Arrangement, int], tuple[Array, ClassLayerCache]]
+"""(layer, x in class order, cache, group, arrangement, important tokens of x) → x, the longer cache."""
+
+
+def extend_groups(
+    classes: TokenClasses,
+    cache: KVCache,
+    x: Array,
+    positions: Array,
+    end: Array,
+    lead: Lead,
+    follow: Follow,
+) -> tuple[Array, KVCache]:
+    """`Transformer.extend` for embeddings x [B, T, D]: group by group, each behind its leader."""
+    layers, groups = list(cache.layers), list(cache.groups)
+    for index, leader in enumerate(classes.leaders):
+        layer = layers[leader]
+        assert isinstance(layer, LayerCache)
+        x, layers[leader], lse = lead(leader, x, layer)
+        groups[index], arrangement = arrange(groups[index], lse, positions, end, classes, index)
+        first = classes.important_in(index, positions.shape[1])
+        members = classes.members(index, len(layers))
+        x = arrangement.sorted(x) if members else x
+        for member in members:
+            held = layers[member]
+            assert isinstance(held, ClassLayerCache)
+            x, layers[member] = follow(member, x, held, groups[index], arrangement, first)
+        x = arrangement.restored(x) if members else x
+    return x, replace(cache, layers=tuple(layers), lengths=end, groups=tuple(groups))
+
+
+def check_implementation(implementation: Implementation | None) -> None:
+    """Raises `NotImplementedError` where layers with token classes cannot run on it."""
+    if implementation not in (None, "xla"):
+        reason = "layers with token classes run on xla"
+        raise NotImplementedError(f"{implementation=} cannot do this call: {reason}")
+
+
 def class_layer(
     block: Block,
     x: Array,
@@ -83,11 +126,12 @@ def class_layer(
     first: int,
     less: LayerRanks,
     near: tuple[int, int],
+    reduce: Reduce = whole,
 ) -> tuple[Array, ClassLayerCache]:
     """One layer on tokens in class order, and its cache with them.
 
     positions [B, T] and end [B] as in `Transformer.extend`; the `first` tokens of x are important, the others
-    keep `less`; near: sinks and window, for which projections stay whole.
+    keep `less`; near: sinks and window, for which projections stay whole; reduce: as `Block` takes it.
     """
     (sinks, window), longer = near, cache
     ordered = arrangement.sorted(positions)
@@ -109,12 +153,15 @@ def class_layer(
         longer = ClassLayerCache(ring, *new)
         held = [(s.k, s.v, at) for s, at in zip(new, group.positions, strict=True)]
         scale = block.attention.config.head_dim**-0.5
-        return segment_attention(q, ordered, held, scale=scale, near=keys, sinks=sinks, window=window)
+        o, _ = segment_attention(q, ordered, held, scale=scale, near=keys, sinks=sinks, window=window)
+        return o
 
-    def project(hidden: Array, positions: Array) -> tuple[Array, tuple[Array, Array], tuple[Array, Array]]:
-        H = block.attention.config.head_dim
-        kept = LayerRanks(H, H) if sinks or window else less
-        return block.attention.project_classes(hidden, positions, first, kept)
-
-    x = block(x, ordered, attend, project=project)
+    x = block(x, ordered, attend, project=projection(block, first, less, near), reduce=reduce)
     return x, longer
+
+
+def projection(block: Block, first: int, less: LayerRanks, near: tuple[int, int]) -> Project:
+    """How a layer projects tokens in class order; the arguments are those of `class_layer`."""
+    H = block.attention.config.head_dim
+    kept = LayerRanks(H, H) if any(near) else less
+    return partial(block.attention.project_classes, first=first, less=kept)

@@ -12,9 +12,10 @@ from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache import ClassLayerCache, KVCache, LayerCache
+from zdc_jax.class_cache import GroupState
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.block import Block
-from zdc_jax.model.classes import arrange, class_layer
+from zdc_jax.model.classes import Arrangement, check_implementation, class_layer, extend_groups
 from zdc_jax.model.layers import Norm, param
 from zdc_jax.ops.attention import Implementation, cached_attention, self_attention
 from zdc_jax.ops.contract import einsum_f32
@@ -116,9 +117,9 @@ class Transformer(nnx.Module):
         """
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
         x = self.embeddings.embed(tokens, positions)
-        near, layers = (cache.sinks, cache.window), list(cache.layers)
         if self.plan.classes is not None:
             return self._extend_groups(self.plan.classes, cache, x, positions, end, implementation)
+        near, layers = (cache.sinks, cache.window), list(cache.layers)
         for index, block in enumerate(self.layers):
             layer = cache.layers[index]
             assert isinstance(layer, LayerCache)
@@ -134,38 +135,27 @@ class Transformer(nnx.Module):
         end: Array,
         implementation: Implementation | None,
     ) -> tuple[Array, KVCache]:
-        """`extend` of a plan with token classes: group by group, each behind its leader."""
-        if implementation not in (None, "xla"):
-            reason = "layers with token classes run on xla"
-            raise NotImplementedError(f"{implementation=} cannot do this call: {reason}")
-        near, layers, groups = (cache.sinks, cache.window), list(cache.layers), list(cache.groups)
-        for index, leader in enumerate(classes.leaders):
-            layer = layers[leader]
-            assert isinstance(layer, LayerCache)
-            x, layers[leader], lse = _extended_layer(
-                self.layers[leader], x, layer, positions, end, near, implementation
-            )
-            groups[index], arrangement = arrange(groups[index], lse, positions, end, classes, index)
-            first = classes.important_in(index, positions.shape[1])
-            members = classes.members(index, len(self.layers))
-            x = arrangement.sorted(x) if members else x
-            for member in members:
-                layer, less = layers[member], self.plan.layers[member]
-                assert isinstance(layer, ClassLayerCache)
-                x, layers[member] = class_layer(
-                    self.layers[member],
-                    x,
-                    layer,
-                    groups[index],
-                    arrangement,
-                    positions,
-                    end,
-                    first,
-                    less,
-                    near,
-                )
-            x = arrangement.restored(x) if members else x
-        return x, KVCache(tuple(layers), end, cache.sinks, cache.window, tuple(groups))
+        check_implementation(implementation)
+        near = (cache.sinks, cache.window)
+
+        def lead(index: int, x: Array, held: LayerCache) -> tuple[Array, LayerCache, Array]:
+            return _extended_layer(self.layers[index], x, held, positions, end, near, implementation)
+
+        def follow(
+            index: int,
+            x: Array,
+            held: ClassLayerCache,
+            group: GroupState,
+            arrangement: Arrangement,
+            first: int,
+        ) -> tuple[Array, ClassLayerCache]:
+            less, block = self.plan.layers[index], self.layers[index]
+            return _class_layer(block, x, held, group, arrangement, positions, end, first, less, near)
+
+        return extend_groups(classes, cache, x, positions, end, lead, follow)
+
+
+_class_layer = jax.jit(class_layer, static_argnames=("first", "less", "near"))
 
 
 @partial(jax.jit, static_argnames=("ranks", "near", "implementation"))

@@ -88,12 +88,12 @@ def segment_attention(
     near: NearKeys | None,
     sinks: int,
     window: int,
-) -> Float[Array, "B T N Hv"]:
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
     """Attention over keys of several classes, each k [B, K, S, R], v [B, K, S, Z], positions [B, S].
 
     Scores with a segment's keys use the first R coordinates of q, and narrower values count as zero beyond
-    their Z. Positions, of queries and keys, may come in any order; -1 marks an empty slot. With near keys
-    the segments' are far ones, as in `xla_attention`.
+    their Z. Positions, of queries and keys, may come in any order; -1 marks an empty slot. The segments' keys
+    are far ones; near keys and the log-sum-exp are as in `xla_attention`.
     """
     B, T, N, _ = q.shape
     sizes = [positions.shape[1] for *_, positions in segments] + ([] if near is None else [near.k.shape[2]])
@@ -102,24 +102,22 @@ def segment_attention(
     q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
     positions = jnp.pad(positions, ((0, 0), (0, pad)))
 
-    def one_block(index: Array) -> Array:
+    def one_block(index: Array) -> tuple[Array, Array]:
         take = lambda x: jax.lax.dynamic_slice_in_dim(x, index * block, block, axis=1)
         t, grouped = take(positions)[:, :, None], take(q)
         parts = []
         for k, v, held in segments:
             j = held[:, None]
-            visible = (j >= 0) & (j <= t)
-            if near is not None:
-                visible &= (j >= sinks) & (j <= t - window)
-            parts.append((k, v, visible))
+            parts.append((k, v, (j >= sinks) & (j <= t - window)))
         if near is not None:
             j = near.positions[:, None]
             visible = (j >= 0) & (j <= t) & ((j < sinks) | (j > t - window))
             parts.append((near.k, near.v, visible))
-        return _attend(grouped, parts, scale)[0]
+        return _attend(grouped, parts, scale)
 
-    out = jax.lax.map(one_block, jnp.arange((T + pad) // block))
-    return jnp.moveaxis(out, 0, 1).reshape(B, T + pad, N, -1)[:, :T]
+    out, lse = jax.lax.map(one_block, jnp.arange((T + pad) // block))
+    out = jnp.moveaxis(out, 0, 1).reshape(B, T + pad, N, -1)[:, :T]
+    return out, jnp.moveaxis(lse, 0, 2).reshape(B, N, T + pad)[:, :, :T]
 
 
 def query_block(keys: int, queries: int) -> int:

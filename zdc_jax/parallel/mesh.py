@@ -1,13 +1,19 @@
 """Device meshes, and the one table that says which axis of an array lies along which axis of a mesh."""
 
 import math
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
-from typing import Self
+from functools import partial
+from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int
 
+from zdc_jax.axes import Array
 from zdc_jax.errors import MeshError
+from zdc_jax.model.layers import Reduce, whole
 
 DATA, SEQUENCE, MODEL = "data", "sequence", "model"
 MESH_AXES: dict[str, tuple[str, ...]] = {
@@ -22,6 +28,8 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
 Tokens of a prompt lie along `sequence`. What is divided by head (or by F), the cache and the weights of
 decode, lies along `model` and `sequence` together: the order in which a prefill's exchange leaves its heads.
 """
+BY_TOKEN, BY_HEAD = (MODEL,), (MODEL, SEQUENCE)
+"""Mesh axes that divide the weights for prompts, whose tokens lie along `sequence`, and for single tokens."""
 
 
 @dataclass(frozen=True)
@@ -92,3 +100,20 @@ def whole_on(mesh: Mesh) -> NamedSharding:
 def degree(mesh: Mesh, among: tuple[str, ...]) -> int:
     """Devices along these axes together."""
     return math.prod(mesh.shape[name] for name in among)
+
+
+def on_mesh(mesh: Mesh, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`local` on each device's share of the arguments."""
+    # Replication is not checked: kernels do not say along which axes their results vary.
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def positions_of(x: Array) -> Int[Array, "B t"]:
+    """Of this device's tokens, for x [B, t, ...]; inside `on_mesh`."""
+    B, t = x.shape[:2]
+    return jnp.broadcast_to(jax.lax.axis_index(SEQUENCE) * t + jnp.arange(t), (B, t))
+
+
+def sum_over(mesh: Mesh, among: tuple[str, ...]) -> Reduce:
+    """Over the devices that share each product of a layer, those of the mesh axes `among`."""
+    return whole if degree(mesh, among) == 1 else partial(jax.lax.psum, axis_name=among)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache import LayerCache, ring_of_piece
+from zdc_jax.cache import ClassLayerCache, LayerCache, ring_of_piece
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.mesh import SEQUENCE
 from zdc_jax.plan import CompressionPlan, LayerRanks
@@ -58,12 +58,17 @@ def layer_cache(
     if exchanged is None:
         first_k = first_v = jnp.zeros((B, ring.shape[1], slots.capacity, 0), k.dtype)
     else:
-        first_k, first_v = (_stored(x, slots.capacity) for x in exchanged)
+        first_k, first_v = (stored(x.swapaxes(1, 2), slots.capacity) for x in exchanged)
     split = k.shape[-1] - ranks.qk
     return LayerCache(first_k, first_v, ring[..., :split], ring[..., split:])
 
 
-def _stored(x: Float[Array, "B T K R"], capacity: int) -> Float[Array, "B K S R"]:
-    """Tokens by slot, padding beyond the capacity dropped."""
-    x = x.swapaxes(1, 2)[:, :, :capacity]
-    return jnp.pad(x, ((0, 0), (0, 0), (0, capacity - x.shape[2]), (0, 0)))
+def stored(x: Float[Array, "B K T R"], slots: int) -> Float[Array, "B K S R"]:
+    """Tokens in a cache of S = `slots`; those beyond, which are padding, are dropped."""
+    x = x[:, :, :slots]
+    return jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)))
+
+
+def with_new_empties[Cache: (LayerCache, ClassLayerCache)](cache: Cache) -> Cache:
+    """Makes empty arrays (rank 0 or H) anew: XLA for CPUs crashes on such arguments of a divided program."""
+    return jax.tree.map(lambda x: x if x.size else jnp.zeros_like(x), cache)

@@ -9,10 +9,11 @@ import re
 
 from zdc_jax.config import ModelConfig
 from zdc_jax.parallel.attention import Method
+from zdc_jax.parallel.classes import check_class_method
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.near import halo_rows
 from zdc_jax.parallel.partition import Partition, cache_slots
-from zdc_jax.plan import CompressionPlan, LayerRanks
+from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 _LSE_BYTES = 4
 
@@ -30,7 +31,8 @@ def prefill_bytes(
     """Bytes that the attention of all layers sends from one of `degree` devices along `sequence`.
 
     `length` T and `batch` count tokens and rows of one group of devices along `sequence`; the padding of T is
-    counted. A full plan with method `ulysses` is dense Ulysses.
+    counted. A full plan with method `ulysses` is dense Ulysses. Raises `NotImplementedError` for a method
+    that cannot exchange the plan's token classes.
     """
     layer = lambda ranks: layer_bytes(
         config,
@@ -41,6 +43,11 @@ def prefill_bytes(
         method=method,
         itemsize=itemsize,
     )
+    if plan.classes is not None:
+        check_class_method(method)
+        return batch * _class_bytes(
+            config, plan, plan.classes, length=length, degree=degree, itemsize=itemsize
+        )
     return batch * sum(layer(ranks) for ranks in plan.layers)
 
 
@@ -74,9 +81,48 @@ def layer_bytes(
         return far
     if method == "ulysses" and ranks.qk:
         far += t * (U - 1) * N * _LSE_BYTES // U
+    return far + _near_bytes(config, near, t, U, itemsize)
+
+
+def _near_bytes(config: ModelConfig, near: tuple[int, int], t: int, U: int, itemsize: int) -> int:
     sinks, window = (min(count, U * t) for count in near)
-    token = 2 * K * H * itemsize
-    return far + sum(halo_rows(window, t, U)) * token + 2 * (U - 1) * sinks * token // U
+    token = 2 * config.num_kv_heads * config.head_dim * itemsize
+    return sum(halo_rows(window, t, U)) * token + 2 * (U - 1) * sinks * token // U
+
+
+def _class_bytes(
+    config: ModelConfig,
+    plan: CompressionPlan,
+    classes: TokenClasses,
+    *,
+    length: int,
+    degree: int,
+    itemsize: int,
+) -> int:
+    """`prefill_bytes` of one row under a plan with token classes; t tokens a device, in whole blocks.
+
+    A leader sends what `layer_bytes` says, its log-sum-exp also without a near set, and then the int32
+    positions of its group, 4 t (U-1). In the other layers t₁ important tokens keep (R₁, Z₁), and the t₂
+    others, but for q and o, (R₂, Z₂): t N (R₁ + Z₁) + K' (t₁ (R₁ + Z₁) + t₂ (R₂ + Z₂)) coordinates, times
+    (U-1)/U, and the near set as there.
+    """
+    N, K, H, U = config.num_heads, config.num_kv_heads, config.head_dim, degree
+    t = -(-length // (U * classes.block)) * classes.block
+    near, lse = (plan.sinks, plan.window), t * (U - 1) * N * _LSE_BYTES // U
+    total = len(classes.leaders) * 4 * t * (U - 1)
+    for index, less in enumerate(plan.layers):
+        if plan.has_classes(index):
+            more, important = classes.important[index], classes.important_in(classes.group_of(index), t)
+            kept = important * (more.qk + more.v) + (t - important) * (less.qk + less.v)
+            coordinates = t * N * (more.qk + more.v) + K * kv_copies(K, U) * kept
+            total += coordinates * itemsize * (U - 1) // U
+            total += (lse + _near_bytes(config, near, t, U, itemsize)) if any(near) else 0
+        else:
+            total += layer_bytes(
+                config, less, near, length=U * t, degree=U, method="ulysses", itemsize=itemsize
+            )
+            total += 0 if any(near) and (less.qk < H or less.v < H) else lse  # It is counted, or none goes.
+    return total
 
 
 def cache_bytes(
@@ -91,11 +137,15 @@ def cache_bytes(
     """Bytes that one of `degree` devices sends once, after a prompt, to leave the cache divided by head.
 
     Trailing coordinates of the ring's slots, K' (M (2H - R - Z)) (U-1)/U a layer; first coordinates are where
-    the exchange has brought them.
+    the exchange has brought them. In layers with token classes the ring holds all 2H; each group adds the
+    float32 importance of one block, summed over the devices.
     """
     heads = config.num_kv_heads * kv_copies(config.num_kv_heads, degree)
-    trailing = sum(2 * plan.head_dim - ranks.qk - ranks.v for ranks in plan.layers)
-    return batch * heads * plan.ring_slots(capacity) * trailing * itemsize * (degree - 1) // degree
+    kept = (ranks.qk + ranks.v for index, ranks in enumerate(plan.layers) if not plan.has_classes(index))
+    trailing = 2 * plan.head_dim * len(plan.layers) - sum(kept)
+    ring = heads * plan.ring_slots(capacity) * trailing * itemsize
+    blocks = 0 if plan.classes is None else 2 * 4 * len(plan.classes.leaders) * plan.classes.block
+    return batch * (ring + blocks) * (degree - 1) // degree
 
 
 def handed_bytes(

@@ -4,10 +4,10 @@ Prompts come whole, their tokens divided over `sequence`. Then tokens come one b
 the same devices, on the cache as the prompt has left it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +16,30 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache import KVCache, LayerCache, check_fits, free_bytes
+from zdc_jax.cache import ClassLayerCache, KVCache, LayerCache, check_fits, free_bytes
+from zdc_jax.class_cache import GroupState
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
-from zdc_jax.model.layers import Reduce, whole
+from zdc_jax.model.classes import Arrangement, check_implementation, extend_groups
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation, cached_attention
 from zdc_jax.parallel.attention import METHODS, Method, sharded_attention
+from zdc_jax.parallel.classes import check_class_method, class_token_layer, prompt_through_groups
 from zdc_jax.parallel.exchange import kv_copies
-from zdc_jax.parallel.mesh import DATA, MODEL, SEQUENCE, degree, spec
-from zdc_jax.parallel.prompt_cache import Slots, layer_cache
+from zdc_jax.parallel.mesh import (
+    BY_HEAD,
+    BY_TOKEN,
+    DATA,
+    MODEL,
+    SEQUENCE,
+    degree,
+    on_mesh,
+    positions_of,
+    spec,
+    sum_over,
+)
+from zdc_jax.parallel.prompt_cache import Slots, layer_cache, with_new_empties
 from zdc_jax.parallel.weights import (
     GATHERED_OVER,
     WEIGHTS,
@@ -37,9 +50,6 @@ from zdc_jax.parallel.weights import (
     whole_weights,
 )
 from zdc_jax.plan import CompressionPlan, LayerRanks
-
-BY_TOKEN, BY_HEAD = (MODEL,), (MODEL, SEQUENCE)
-"""Mesh axes that divide the weights for prompts, whose tokens lie along `sequence`, and for single tokens."""
 
 
 class ShardedTransformer(nnx.Module):
@@ -72,7 +82,6 @@ class ShardedTransformer(nnx.Module):
           MeshError: heads, feed-forward columns or (`gathered`) the embedding dim cannot be divided over this
             mesh; before a layer is taken.
           ValueError: unknown `weights`.
-          NotImplementedError: the plan has token classes.
         """
         for name, count in (("num_heads", config.num_heads), ("ffn_dim", config.ffn_dim)):
             if count % degree(mesh, BY_HEAD):
@@ -84,8 +93,6 @@ class ShardedTransformer(nnx.Module):
             raise ValueError(f"{weights=} must be one of {WEIGHTS}")
         if weights == "gathered" and config.embed_dim % (shares := degree(mesh, GATHERED_OVER)):
             raise MeshError(f"embed_dim={config.embed_dim} cannot be gathered from {shares} equal shares")
-        if plan.classes is not None:
-            raise NotImplementedError("plans with token classes run on one device")
         self.config, self.plan, self.mesh, self.weights = config, plan, mesh, weights
         self.embeddings = replicated(embeddings, mesh)
         self.prompt_layers = nnx.List([placed(block, mesh, BY_TOKEN, weights) for block in layers])
@@ -112,8 +119,8 @@ class ShardedTransformer(nnx.Module):
         """Last hidden states of whole sequences, without a cache.
 
         T need not be a multiple of the devices along `sequence`: prompts are padded on the right to T', where
-        causal attention does not look. The result is divided as the tokens are; that of padding is
-        unspecified.
+        causal attention does not look; with token classes so that each device has whole blocks. The result is
+        divided as the tokens are; that of padding is unspecified.
 
         Args:
           method: how attention gets at tokens of other devices, see `zdc_jax.parallel.attention`.
@@ -121,12 +128,15 @@ class ShardedTransformer(nnx.Module):
 
         Raises:
           MeshError: rows or tokens cannot be divided over this mesh; before anything is computed.
-          NotImplementedError: the implementation cannot do a call.
+          NotImplementedError: the implementation cannot do a call, or the method none with token classes.
         """
         if method not in METHODS:
             raise ValueError(f"{method=} must be one of {METHODS}")
-        x = self._embedded(tokens)
-        near = (self.plan.sinks, self.plan.window)
+        if self.plan.classes is not None:
+            check_class_method(method)
+            end = jnp.full(len(tokens), tokens.shape[1])
+            return self._through_groups(tokens, end, None, implementation)[0]
+        x, near = self._embedded(tokens), (self.plan.sinks, self.plan.window)
         for block, ranks in zip(self.prompt_layers, self.plan.layers, strict=True):
             x = whole_layer(block, x, ranks, near, self.mesh, method, implementation, self.weights)
         return x
@@ -145,8 +155,12 @@ class ShardedTransformer(nnx.Module):
         divide them. Its first coordinates are where the exchange has brought them; the trailing ones of the
         last window and the sinks are scattered by head. Raises what `hidden` does.
         """
-        x, layers = self._embedded(tokens), []
         near, slots = (self.plan.sinks, self.plan.window), Slots.of(self.plan, capacity)
+        if self.plan.classes is not None:
+            x, cache = self._through_groups(tokens, end, slots, implementation)
+            assert cache is not None  # There are slots for it.
+            return last_token(x, end, self.mesh), cache
+        x, layers = self._embedded(tokens), []
         for block, ranks in zip(self.prompt_layers, self.plan.layers, strict=True):
             x, layer = _prompt_layer(
                 block, x, end, ranks, near, slots, self.mesh, implementation, self.weights
@@ -162,13 +176,35 @@ class ShardedTransformer(nnx.Module):
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B 1 D"], KVCache]:
         """`Transformer.extend` by one token a row; heads and F over `model` and `sequence`."""
-        positions = cache.lengths[:, None]
+        positions, near = cache.lengths[:, None], (cache.sinks, cache.window)
         x, layers = self.embeddings.embed(tokens, positions), []
-        for block, held in zip(self.token_layers, cache.layers, strict=True):
-            near = (cache.sinks, cache.window)
-            x, layer = _token_layer(block, x, held, positions, end, near, self.mesh, implementation)
+
+        def lead(index: int, x: Array, held: LayerCache) -> tuple[Array, LayerCache, Array]:
+            block = self.token_layers[index]
+            return _token_layer(block, x, held, positions, end, near, self.mesh, implementation)
+
+        def follow(
+            index: int, x: Array, held: ClassLayerCache, group: GroupState, arrangement: Arrangement, _: int
+        ) -> tuple[Array, ClassLayerCache]:
+            block, given = self.token_layers[index], (group, arrangement, positions, end)
+            return class_token_layer(block, x, held, *given, self.plan.layers[index], near, self.mesh)
+
+        if self.plan.classes is not None:
+            check_implementation(implementation)
+            return extend_groups(self.plan.classes, cache, x, positions, end, lead, follow)
+        for index, held in enumerate(cache.layers):
+            assert isinstance(held, LayerCache)
+            x, layer, _ = lead(index, x, held)
             layers.append(layer)
         return x, KVCache(tuple(layers), end, cache.sinks, cache.window)
+
+    def _through_groups(
+        self, tokens: Array, end: Array, slots: Slots | None, implementation: Implementation | None
+    ) -> tuple[Array, KVCache | None]:
+        check_implementation(implementation)
+        x = self._embedded(tokens)
+        given = (self.mesh, implementation, self.weights)
+        return prompt_through_groups(self.prompt_layers, self.plan, x, end, slots, *given)
 
     def check_fits(self, batch: int, capacity: int) -> None:
         """Raises `CacheMemoryError` where a device's share of such a cache is more than its free memory.
@@ -187,22 +223,23 @@ class ShardedTransformer(nnx.Module):
         return batch // count
 
     def _embedded(self, tokens: Array) -> Array:
-        """Embeddings of tokens [B, T], padded, after checking that they can be divided."""
+        """Embeddings of tokens [B, T], padded, after checking that they can be divided; blocks stay whole."""
         (B, T), U = tokens.shape, self.mesh.shape[SEQUENCE]
         self._rows(B)
         if T < U:
             raise MeshError(f"{T} tokens cannot be divided over sequence={U}: each device needs one")
-        return _embed(self.embeddings, jnp.pad(tokens, ((0, 0), (0, -T % U))), jnp.int32(T), self.mesh)
+        unit = U if self.plan.classes is None else U * self.plan.classes.block
+        return _embed(self.embeddings, jnp.pad(tokens, ((0, 0), (0, -T % unit))), jnp.int32(T), self.mesh)
 
 
 @partial(jax.jit, static_argnames="mesh")
 def _embed(embeddings: Embeddings, tokens: Array, length: Array, mesh: Mesh) -> Array:
     def local(embeddings: Embeddings, tokens: Array, length: Array) -> Array:
         # Padding takes the last position, so that it stays within the table of learned positions.
-        return embeddings.embed(tokens, jnp.minimum(_positions(tokens), length - 1))
+        return embeddings.embed(tokens, jnp.minimum(positions_of(tokens), length - 1))
 
     in_specs = (PartitionSpec(), spec("B T"), PartitionSpec())
-    return _on(mesh, local, in_specs, spec("B T D"))(embeddings, tokens, length)
+    return on_mesh(mesh, local, in_specs, spec("B T D"))(embeddings, tokens, length)
 
 
 @partial(jax.jit, static_argnames=("ranks", "near", "mesh", "method", "implementation", "weights"))
@@ -229,10 +266,10 @@ def whole_layer(
 
     def local(block: Block, x: Array) -> Array:
         block = whole_weights(block, weights)
-        return block(x, _positions(x), attend, implementation, reduce=_sum_over(mesh, BY_TOKEN))
+        return block(x, positions_of(x), attend, implementation, reduce=sum_over(mesh, BY_TOKEN))
 
     in_specs = (weight_specs(block, BY_TOKEN, weights), spec("B T D"))
-    return _on(mesh, local, in_specs, spec("B T D"))(block, x)
+    return on_mesh(mesh, local, in_specs, spec("B T D"))(block, x)
 
 
 @partial(jax.jit, static_argnames=("ranks", "near", "slots", "mesh", "implementation", "weights"))
@@ -250,7 +287,7 @@ def _prompt_layer(
     """One layer on whole prompts, and its cache with them. Jitted as `whole_layer` is."""
 
     def local(block: Block, x: Array, end: Array) -> tuple[Array, LayerCache]:
-        positions, exchanged, layer = _positions(x), None, None
+        positions, exchanged, layer = positions_of(x), None, None
 
         def keep(k: Array, v: Array) -> None:
             nonlocal exchanged
@@ -274,12 +311,12 @@ def _prompt_layer(
             return o
 
         block = whole_weights(block, weights)
-        x = block(x, positions, attend, implementation, reduce=_sum_over(mesh, BY_TOKEN))
+        x = block(x, positions, attend, implementation, reduce=sum_over(mesh, BY_TOKEN))
         assert layer is not None
         return x, layer
 
     in_specs = (weight_specs(block, BY_TOKEN, weights), spec("B T D"), spec("B"))
-    return _on(mesh, local, in_specs, (spec("B T D"), spec("B K S R")))(block, x, end)
+    return on_mesh(mesh, local, in_specs, (spec("B T D"), spec("B K S R")))(block, x, end)
 
 
 @partial(jax.jit, static_argnames="mesh")
@@ -287,10 +324,10 @@ def last_token(x: Float[Array, "B T D"], end: Int[Array, " B"], mesh: Mesh) -> F
     """Hidden states of the last of `end` tokens of each row, from the device that holds it."""
 
     def local(x: Array, end: Array) -> Array:
-        here = _positions(x) == end[:, None] - 1
+        here = positions_of(x) == end[:, None] - 1
         return jax.lax.psum(jnp.where(here[..., None], x, 0).sum(1), SEQUENCE)
 
-    return _on(mesh, local, (spec("B T D"), spec("B")), spec("B D"))(x, end)
+    return on_mesh(mesh, local, (spec("B T D"), spec("B")), spec("B D"))(x, end)
 
 
 @partial(jax.jit, static_argnames=("near", "mesh", "implementation"))
@@ -303,17 +340,18 @@ def _token_layer(
     near: tuple[int, int],
     mesh: Mesh,
     implementation: Implementation | None,
-) -> tuple[Array, LayerCache]:
-    """One layer on one token a row, and its cache with it. Jitted as `whole_layer` is."""
+) -> tuple[Array, LayerCache, Array]:
+    """One layer on one token a row, its cache with it, and its log-sum-exp. Jitted as `whole_layer` is."""
 
     def local(
         block: Block, x: Array, cache: LayerCache, positions: Array, end: Array
-    ) -> tuple[Array, LayerCache]:
-        cache = longer = _with_new_empties(cache)
+    ) -> tuple[Array, LayerCache, Array]:
+        cache = longer = with_new_empties(cache)
+        seen = jnp.zeros(())
 
         def attend(q: Array, k: Array, v: Array) -> Array:
-            nonlocal longer
-            longer, o, _ = cached_attention(
+            nonlocal longer, seen
+            longer, o, seen = cached_attention(
                 q,
                 k,
                 v,
@@ -327,31 +365,9 @@ def _token_layer(
             )
             return o
 
-        x = block(x, positions, attend, implementation, reduce=_sum_over(mesh, BY_HEAD))
-        return x, _with_new_empties(longer)
+        x = block(x, positions, attend, implementation, reduce=sum_over(mesh, BY_HEAD))
+        return x, with_new_empties(longer), seen
 
     token, held = spec("B 1 D"), spec("B K S R")
     in_specs = (weight_specs(block, BY_HEAD), token, held, spec("B 1"), spec("B"))
-    return _on(mesh, local, in_specs, (token, held))(block, x, cache, positions, end)
-
-
-def _with_new_empties(cache: LayerCache) -> LayerCache:
-    """Makes empty arrays (rank 0 or H) anew: XLA for CPUs crashes on such arguments of a divided program."""
-    return jax.tree.map(lambda x: x if x.size else jnp.zeros_like(x), cache)
-
-
-def _positions(x: Array) -> Array:
-    """Of this device's tokens, for x [B, t, ...]."""
-    B, t = x.shape[:2]
-    return jnp.broadcast_to(jax.lax.axis_index(SEQUENCE) * t + jnp.arange(t), (B, t))
-
-
-def _sum_over(mesh: Mesh, among: tuple[str, ...]) -> Reduce:
-    """Over the devices that share each product of a layer."""
-    return whole if degree(mesh, among) == 1 else partial(jax.lax.psum, axis_name=among)
-
-
-def _on(mesh: Mesh, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`local` on each device's share of the arguments."""
-    # Replication is not checked: kernels do not say along which axes their results vary.
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return on_mesh(mesh, local, in_specs, (token, held, spec("B N 1")))(block, x, cache, positions, end)

@@ -1,0 +1,136 @@
+"""Token classes on tokens divided over devices: what one device gives, in the bytes that the formula says."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import LLAMA, OPT, TinyModel
+
+import zdc_jax.ops.attention as ops
+from zdc_jax import generate
+from zdc_jax.basis import Basis
+from zdc_jax.cache import KVCache
+from zdc_jax.parallel.attention import METHODS
+from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes, prefill_bytes
+from zdc_jax.parallel.transformer import ShardedTransformer
+from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
+
+BLOCK, CAPACITY = 8, 96
+HEADS = {"MHA": (4, 4), "GQA": (8, 4), "MQA": (4, 1)}
+FAR = {"window": 37, "sinks": 20}
+"""A window of several devices."""
+WHOLE = {
+    "MHA": ("MHA", {}, 61),
+    "GQA": ("GQA", {}, 64),
+    "MQA, padding alone on one device": ("MQA", {}, 23),
+    "MHA, window of several devices": ("MHA", FAR, 61),
+    "GQA, window": ("GQA", {"window": 9, "sinks": 2}, 64),
+    "MQA, window": ("MQA", {"window": 9}, 50),
+}
+
+
+@cache
+def tiny(heads: str) -> tuple[TinyModel, Basis]:
+    num_heads, num_kv_heads = HEADS[heads]
+    model = TinyModel(replace(LLAMA, num_layers=2, num_heads=num_heads, num_kv_heads=num_kv_heads))
+    return model, model.basis()
+
+
+def class_plan(model: TinyModel, near, leaders=(0,)) -> CompressionPlan:
+    """Important tokens keep 32 of 32 coordinates of q and k; others, and leaders, 16."""
+    important = (LayerRanks(32, 32 if near else 16),) * model.config.num_layers
+    classes = TokenClasses(leaders, (0.4, 0.7)[: len(leaders)], important, BLOCK)
+    return replace(CompressionPlan.uniform(model.config, qk=16, v=16, **near), classes=classes)
+
+
+def assert_equal(got, expected):
+    assert np.abs(np.asarray(got) - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_prompts(name):
+    heads, near, length = WHOLE[name]
+    model, basis = tiny(heads)
+    network = model.model(plan := class_plan(model, near), basis).network
+    tokens = jnp.asarray(model.tokens(2, length))
+    sharded = ShardedTransformer.of(network, MeshConfig(data=2, sequence=4).create())
+    program = jax.jit(lambda sharded, tokens: sharded.hidden(tokens)).lower(sharded, tokens).compile()
+    expected = jax.jit(lambda network, tokens: network.hidden(tokens))(network, tokens)
+    assert_equal(program(sharded, tokens)[:, :length], np.asarray(expected))
+    text = program.as_text()
+    assert hlo_bytes(text) == prefill_bytes(model.config, plan, length=length, degree=4, itemsize=4)
+    assert text.count(" all-to-all(") == 2 * len(plan.layers)  # one message for q, k, v of both classes
+
+
+def test_decoding():
+    """Ragged prompts, then tokens over the end of a block, which are classified where they come; K < U."""
+    model = TinyModel(config := replace(LLAMA, num_layers=2, num_heads=8))
+    network = model.model(plan := class_plan(model, FAR)).network
+    sharded = ShardedTransformer.of(network, MeshConfig(sequence=4).create())
+    tokens, lengths = model.tokens(2, CAPACITY), np.array([61, 20])
+    prompts, end = jnp.asarray(tokens[:, :61]), jnp.asarray(lengths)
+    one = KVCache.create(plan, batch=2, capacity=CAPACITY, dtype=jnp.float32)
+    extend = jax.jit(lambda network, *step: network.extend(*step))
+    hidden, one = extend(network, one, prompts, end)
+    prefill = jax.jit(lambda sharded, *prompts: sharded.prefill(*prompts, capacity=CAPACITY))
+    program = prefill.lower(sharded, prompts, end).compile()
+    last, many = program(sharded, prompts, end)
+    assert_equal(last, np.asarray(hidden)[np.arange(2), lengths - 1])
+    options = {"degree": 4, "batch": 2, "itemsize": 4}
+    sent = prefill_bytes(config, plan, length=61, **options)
+    sent += cache_bytes(config, plan, capacity=CAPACITY, **options)
+    sent += 2 * 2 * config.embed_dim * 4 * 3 // 4  # the last token's hidden states
+    assert hlo_bytes(program.as_text()) == sent
+    for mine, whole in zip(jax.tree.leaves(many.layers), jax.tree.leaves(one.layers), strict=True):
+        assert mine.nbytes == 2 * whole.nbytes  # two copies of each KV head
+    for at in lengths + np.arange(5)[:, None]:
+        token, end = jnp.asarray(tokens[np.arange(2), at][:, None]), jnp.asarray(at + 1)
+        expected, one = extend(network, one, token, end)
+        got, many = extend(sharded, many, token, end)
+        assert_equal(got, np.asarray(expected))
+    for mine, whole in zip(many.groups[0].positions, one.groups[0].positions, strict=True):
+        np.testing.assert_array_equal(np.sort(mine), np.sort(whole))
+
+
+def test_generate():
+    """Heads, and with them the importance of a token, are divided over `model` too; weights are gathered."""
+    model = TinyModel(replace(OPT, num_heads=8, num_kv_heads=8))
+    on_one = model.model(class_plan(model, {}, leaders=(0, 2)))
+    prompts = [[5, 6, 7] * 15, [3, 9]]
+    mesh = MeshConfig(data=2, sequence=2, model=2).create()
+    network = ShardedTransformer.of(on_one.network, mesh, weights="gathered")
+    expected, got = generate(on_one, prompts, 12), generate(replace(on_one, network=network), prompts, 12)
+    assert got.completions == expected.completions
+
+
+def test_leaders_lower_on_kernels(monkeypatch):
+    monkeypatch.setattr(ops, "_pallas_refusal", lambda *args: None)
+    model, basis = tiny("MHA")
+    network = model.model(class_plan(model, {"window": 64}), basis).network
+    network = jax.tree.map(lambda x: x.astype(jnp.bfloat16), network)
+    sharded = ShardedTransformer.of(network, MeshConfig(sequence=4).create())
+    traced = jax.jit(lambda tokens: sharded.hidden(tokens)).trace(jax.ShapeDtypeStruct((1, 500), jnp.int32))
+    assert "zdc_prefill" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_refusals():
+    model, basis = tiny("MHA")
+    network = model.model(plan := class_plan(model, {}), basis).network
+    sharded = ShardedTransformer.of(network, MeshConfig(sequence=2).create())
+    tokens, end = jnp.zeros((1, 40), jnp.int32), jnp.array([40])
+    for method in {*METHODS} - {"ulysses"}:
+        for call in (
+            lambda method=method: sharded.hidden(tokens, method=method),
+            lambda method=method: prefill_bytes(model.config, plan, length=40, degree=2, method=method),
+        ):
+            with pytest.raises(NotImplementedError, match=f"method='{method}' .*need 'ulysses'"):
+                call()
+    for implementation in ("pallas", "cudnn"):
+        with pytest.raises(NotImplementedError, match="layers with token classes run on xla"):
+            sharded.hidden(tokens, implementation=implementation)
+        with pytest.raises(NotImplementedError, match="layers with token classes run on xla"):
+            sharded.prefill(tokens, end, capacity=64, implementation=implementation)
