@@ -84,7 +84,7 @@ class Transformer(nnx.Module):
         x = self.embeddings.embed(tokens, positions)
         if self.plan.classes is not None:
             B, T = tokens.shape
-            cache = KVCache.create(self.plan, batch=B, capacity=T, dtype=self.dtype)
+            cache = KVCache.create(self.plan, batch=B, capacity=-(-T // 8) * 8, dtype=self.dtype)
             return self.extend(cache, tokens, jnp.full(B, T, jnp.int32), implementation)[0]
         near = (self.plan.sinks, self.plan.window) if self.plan.keeps_full_width else (0, 0)
         for block, ranks in zip(self.layers, self.plan.layers, strict=True):
@@ -135,9 +135,6 @@ class Transformer(nnx.Module):
         implementation: Implementation | None,
     ) -> tuple[Array, KVCache]:
         """`extend` of a plan with token classes: group by group, each behind its leader."""
-        if implementation not in (None, "xla"):
-            reason = "layers with token classes run on xla"
-            raise NotImplementedError(f"{implementation=} cannot do this call: {reason}")
         near, layers, groups = (cache.sinks, cache.window), list(cache.layers), list(cache.groups)
         for index, leader in enumerate(classes.leaders):
             layer = layers[leader]
@@ -163,6 +160,7 @@ class Transformer(nnx.Module):
                     first,
                     less,
                     near,
+                    implementation,
                 )
             x = arrangement.restored(x) if members else x
         return x, KVCache(tuple(layers), end, cache.sinks, cache.window, tuple(groups))
