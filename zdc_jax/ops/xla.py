@@ -55,7 +55,8 @@ def xla_attention(
     """
     B, T, N, _ = q.shape
     past = 0 if near is None else near.k.shape[2] - T
-    block = query_block(B * N * (k.shape[2] + past), T)
+    far = k.shape[2] if k.shape[3] else 0
+    block = query_block(B * N * (far + past), T)
     pad = -T % block
     # Padded queries repeat the last position, so that they see keys and stay finite; they are cut off below.
     q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
