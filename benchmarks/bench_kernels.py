@@ -32,8 +32,8 @@ from kernels_pallas import (
     segment_attention,
 )
 
-Section = Literal["prefill", "two-rank", "decode", "epilogue", "segments"]
-SECTIONS: tuple[Section, ...] = ("prefill", "two-rank", "decode", "epilogue", "segments")
+Section = Literal["prefill", "two-rank", "window", "decode", "epilogue", "segments"]
+SECTIONS: tuple[Section, ...] = ("prefill", "two-rank", "window", "decode", "epilogue", "segments")
 MULTIPROCESSORS, EXP_PER_CLOCK, CLOCK = 132, 16, 1.755e9
 N, H = 32, 128
 PREFILL_RANKS = [(128, 128), (96, 96), (64, 128), (64, 96), (48, 96), (64, 64), (32, 64)]
@@ -92,7 +92,10 @@ def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Arra
 def exact_rows(
     q: jax.Array, k: jax.Array, v: jax.Array, positions: list[int], tail: Any, sinks: int, window: int
 ) -> np.ndarray:
-    """Float64 output [positions, Hv] of the first row and head of q [B, T, N, Hq], k [B, K, S, R], v."""
+    """Float64 output [positions, Hv] of the first row and head of q [B, T, N, Hq], k [B, K, S, R], v.
+
+    Far keys of no width are not seen.
+    """
     f = lambda x: np.asarray(x.astype(jnp.float32), np.float64)
     q, k, v = f(q[0, jnp.array(positions), 0]), f(k[0, 0]), f(v[0, 0])
     j, t = np.arange(k.shape[0]), np.array(positions)[:, None]
@@ -101,7 +104,8 @@ def exact_rows(
     if tail is not None:
         scores = scores + np.where(near, q[:, k.shape[1] :] @ f(tail[0][0, 0]).T, 0)
         values.append((f(tail[1][0, 0]), near))
-    weights = np.where(j <= t, np.exp(H**-0.5 * (scores - scores.max(1, keepdims=True))), 0)
+    seen = (j <= t) & (near | (k.shape[1] > 0))
+    weights = np.where(seen, np.exp(H**-0.5 * (scores - scores.max(1, keepdims=True))), 0)
     weights /= weights.sum(1, keepdims=True)
     return np.concatenate([(weights * mask) @ x for x, mask in values], 1)
 
@@ -183,6 +187,39 @@ def two_rank(ceilings: Ceilings) -> Iterator[Row]:
     times = device_ms(both, q, k, v, tails)
     over = float(np.median(times) / np.median(alone))
     yield row("two ranks, window 512, far (32,64)", times, peer, bounds(1), error=wrong, over_alone=over)
+
+
+def window_alone(ceilings: Ceilings) -> Iterator[Row]:
+    """Layers without far attention: window 512 and 4 sinks at full rank, beside cuDNN on all tokens."""
+    sinks, window = 4, 512
+    for S in (16384, 131072):
+        q, k, v = (normal(i, 1, S, N, H) for i in range(3))
+        peer = device_ms(lambda q, k, v: cudnn(q, k, v, causal=True), q, k, v)
+        k, v = (normal(i, 1, N, S, H) for i in (1, 2))
+        f = lambda q, k, v: prefill_attention(
+            q, k[..., :0], v[..., :0], scale=H**-0.5, sinks=sinks, window=window,
+            trailing=Trailing(k, v, jnp.zeros(1, jnp.int32), k[:, :, :8], v[:, :, :8]),
+        )[0]  # fmt: skip
+        positions, pairs = [0, 600, S // 2, S - 1], N * S * (window + sinks)
+        got = jax.jit(f)(q, k, v)[0, jnp.array(positions), 0]
+        wrong = error(got, exact_rows(q, k[..., :0], v[..., :0], positions, (k, v), sinks, window))
+        bounds = ceilings.bounds(flops=4 * H * pairs, exps=pairs, nbytes=2.0 * S * N * 4 * H)
+        yield row(f"window 512 alone S={S}", device_ms(f, q, k, v), peer, bounds, error=wrong)
+    yield decode_window(ceilings, 16, 8192)
+
+
+def decode_window(ceilings: Ceilings, B: int, S: int) -> Row:
+    """One token a row on the ring alone."""
+    near = {"sinks": 4, "window": 512}
+    q, k, v = normal(0, B, 1, N, H), normal(1, B, S, N, H), normal(2, B, S, N, H)
+    peer = device_ms(lambda q, k, v: cudnn(q, k, v, causal=False), q, k, v)
+    ring = normal(3, B, N, 520, H), normal(4, B, N, 520, H)
+    absent = jnp.zeros((B, N, S, 0), jnp.bfloat16)
+    f = functools.partial(one_token, lengths=jnp.full(B, S, jnp.int32), **near)
+    bounds = {"bandwidth": 1e3 * sum(x.nbytes for x in ring) / ceilings.copy}
+    wrong = decode_error(f, q[:, 0], absent, absent, ring, **near)
+    times = device_ms(f, q[:, 0], absent, absent, ring)
+    return row(f"decode window 512 alone B={B} S={S} K={N}", times, peer, bounds, error=wrong)
 
 
 def decode(ceilings: Ceilings) -> Iterator[Row]:
@@ -285,6 +322,8 @@ def segments(ceilings: Ceilings) -> Iterator[Row]:
     pairs = N * S * (S + 1) / 2
     bounds = ceilings.bounds(flops=2 * (160 + 96) / 2 * pairs, exps=pairs, nbytes=0.0)
     yield row("classes (64,96) and (32,64), halves", device_ms(both, q, keys), peer, bounds)
+    del wide
+    yield class_decode(ceilings, 16, 8192)
     x, w = normal(4, S, D), [normal(5 + i, D, N * R) for i, R in enumerate((64, 32, 128))]
     two = lambda x, a, b: (x[: S // 2] @ a, x[S // 2 :] @ b)
     full = device_ms(lambda x, w: x @ w, x, w[2])
@@ -296,6 +335,21 @@ def segments(ceilings: Ceilings) -> Iterator[Row]:
     full = device_ms(lambda o, w: o @ w, normal(12, S, N * H), normal(13, N * H, D))
     bounds = ceilings.bounds(flops=2 * S / 2 * D * N * 160, exps=0.0, nbytes=0.0)
     yield row("W_O of classes, 96 and 64 of 128", device_ms(back, *args), full, bounds)
+
+
+def class_decode(ceilings: Ceilings, B: int, S: int) -> Row:
+    """One token a row, half of its keys at (64, 96) and half at (32, 64), slots in order of position."""
+    q, where = normal(0, B, 1, N, 64), jnp.arange(S, dtype=jnp.int32).reshape(-1, 2).T
+    keys = [
+        Segment(normal(1, B, N, S // 2, R), normal(2, B, N, S // 2, Z), jnp.broadcast_to(held, (B, S // 2)))
+        for (R, Z), held in zip(((64, 96), (32, 64)), where, strict=True)
+    ]
+    last = jnp.full((B, 1), S - 1, jnp.int32)
+    f = lambda q, keys: segment_attention(q, last, keys, scale=H**-0.5)[0]
+    wide = normal(3, B, 1, N, H), normal(4, B, S, N, H), normal(5, B, S, N, H)
+    peer = device_ms(lambda q, k, v: cudnn(q, k, v, causal=False), *wide)
+    bounds = {"bandwidth": 1e3 * sum(x.nbytes for x in jax.tree.leaves(keys)) / ceilings.copy}
+    return row(f"decode classes (64,96) and (32,64) B={B} S={S}", device_ms(f, q, keys), peer, bounds)
 
 
 def turn(x: jax.Array, cos: jax.Array, sin: jax.Array, rotation: jax.Array) -> jax.Array:
@@ -315,7 +369,7 @@ def main() -> None:
         f"copy {ceilings.copy / 1e12:.2f} TB/s, bf16 product {ceilings.matmul / 1e12:.0f} TFLOP/s", flush=True
     )
     functions = {"prefill": prefill, "two-rank": two_rank, "decode": decode, "epilogue": epilogue}
-    functions["segments"] = segments
+    functions |= {"window": window_alone, "segments": segments}
     results: dict[str, Any] = {"ceilings": asdict(ceilings)}
     results |= {section: list(functions[section](ceilings)) for section in options.sections}
     print(write_result(options.name, {"sections": options.sections}, results, options.results))

@@ -88,7 +88,7 @@ def decode() -> Iterator[dict[str, Any]]:
         arrays = normal(0, B, N, H or R), normal(1, B, N, S, R), normal(2, B, N, S, Z)
         ring = Ring(normal(3, B, N, 520, H - R), normal(4, B, N, 520, H - Z)) if H else None
         near = {"sinks": 4, "window": 512} if H else {}
-        rule = decode_kernel.default_config(B * N, S, bool(H))
+        rule = decode_kernel.default_config(B * N, S, R, near.get("window", 0))
         candidates = [DecodeConfig(block, stages, rule.splits, rule.near_splits) for block, stages in DECODE]
         time = lambda config, arrays=arrays, ring=ring, near=near: device_ms(
             lambda q, k, v, ring: decode_attention(

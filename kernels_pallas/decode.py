@@ -7,6 +7,7 @@ heads of a KV head are rows of one tensor-core tile, so that grouped heads read 
 """
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -47,24 +48,27 @@ class DecodeConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
 
 
-def config_for(rows: int, S: int, R: int, Z: int, H: int, *, two_ranks: bool, granule: int) -> DecodeConfig:
+def config_for(rows: int, S: int, R: int, Z: int, H: int, *, window: int, page: int) -> DecodeConfig:
     """The default parts, in blocks as measured for these widths on this device (else as by default).
 
-    granule: what blocks must divide, the window and the page size; 0 if there is neither.
+    Blocks divide the window and the page size; 0 stands for neither.
     """
-    default, found = default_config(rows, S, two_ranks), measured("decode", R=R, Z=Z, H=H)
-    if found is None or granule % found["block"]:
+    default, found = default_config(rows, S, R, window), measured("decode", R=R, Z=Z, H=H)
+    if found is None or math.gcd(window, page) % found["block"]:
         return default
     return replace(default, block=found["block"], stages=found["stages"])
 
 
-def default_config(rows: int, S: int, two_ranks: bool) -> DecodeConfig:
+def default_config(rows: int, S: int, R: int, window: int) -> DecodeConfig:
     """Enough parts of `rows` = B·K heads' caches to fill 132 multiprocessors, of at least four blocks each.
 
-    Blocks of far keys are small with two ranks, so that more CTAs are needed to keep the memory busy.
+    Blocks of far keys are small with two ranks, so that more CTAs are needed to keep the memory busy. Where
+    there are only near keys (R = 0) a part may be a single block of them.
     """
-    wanted = (12 if two_ranks else 2) * 132
-    return DecodeConfig(splits=max(1, min(wanted // rows, S // 256)))
+    wanted = (12 if window else 2) * 132 // rows
+    if not R:
+        return DecodeConfig(near_splits=max(1, min(wanted, window // 64)))
+    return DecodeConfig(splits=max(1, min(wanted, S // 256)))
 
 
 class Ring(NamedTuple):
@@ -89,6 +93,7 @@ def decode_attention(
     sinks: int = 0,
     window: int = 0,
     block_table: Int[Array, "B pages"] | None = None,
+    positions: Int[Array, "B S"] | None = None,
     config: DecodeConfig | None = None,
 ) -> tuple[Float[Array, "B N Hv"], Float[Array, "B N"]]:
     """Attention of each row's last token, at position lengths - 1, over positions 0 … lengths - 1.
@@ -97,12 +102,15 @@ def decode_attention(
       q: bfloat16 or float16; Hq = H with `ring`, else R.
       k, v: [B, K, S, R] and [B, K, S, Z], first coordinates of all tokens, slot = position, the new token's
         own included; R and Z multiples of 16 up to 256. With `block_table`: [pages, K, page size, ·].
-        16-bit slots past a row's length must be finite and are ignored.
+        16-bit slots past a row's length must be finite and are ignored. With `ring` R = Z = 0 means that
+        there are no far keys: nothing but the ring is read.
       lengths: tokens each row holds; a row of length 0 gives zeros and -inf.
       scale: factor on the scores, 1/√H of the original head dim.
       ring: with it, near keys, {j < sinks} ∪ {t - window < j ≤ t}, count with all coordinates.
       sinks, window: near set, in tokens, only with `ring`; window a multiple of 64, sinks at most 64.
       block_table: page of each `page size` positions; the page size is a multiple of 64.
+      positions: of each slot, where these are not the slot (token classes), in any order; slots at negative
+        ones, or past a row's length, are ignored. Not with `ring` or `block_table`.
       config: how keys are cut; None takes the measured or default one.
 
     Returns:
@@ -113,15 +121,16 @@ def decode_attention(
       NotImplementedError: on a GPU not of compute capability 9.0.
     """
     _check(q, k, v, ring, sinks, window, block_table)
+    _check_positions(k, positions, ring, block_table)
     B, N, H = q.shape
     (K, S, R), Z = k.shape[1:], v.shape[-1]
     HV = Z if ring is None else H
     pages = 1 if block_table is None else block_table.shape[1]
-    granule = math.gcd(window, 0 if block_table is None else S)
-    two_ranks, full = ring is not None, R if ring is None else H
-    config = config or config_for(B * K, S * pages, R, Z, full, two_ranks=two_ranks, granule=granule)
+    if config is None:
+        page, full = 0 if block_table is None else S, R if ring is None else H
+        config = config_for(B * K, S * pages, R, Z, full, window=window, page=page)
     _check_blocks(config, S, window, block_table is not None)
-    near_parts = 0 if ring is None else config.near_splits
+    far_parts, near_parts = config.splits if R else 0, 0 if ring is None else config.near_splits
     heads, pitch = _tile_heads(q, K, Z, HV - Z)
     g = _Geometry(
         K=K,
@@ -135,20 +144,25 @@ def decode_attention(
         sinks=sinks,
         window=window,
         scale=scale,
+        far_parts=far_parts,
         near_parts=near_parts,
         paged=block_table is not None,
+        positions=positions is not None,
         B=B,
     )
-    operands = [lengths.astype(jnp.int32), heads, common.pad_rows(k, 2), common.pad_rows(v, 2)]
-    operands += [common.pad_rows(x, 2) for x in ring or () if x.shape[-1]]
+    operands = [_scalars(lengths, positions), heads]
+    operands += [common.pad_rows(x, 2) for x in (k, v, *(ring or ())) if x.shape[-1]]
     operands += [] if block_table is None else [block_table]
+    if positions is not None:
+        padding = (0, 0), (0, -S % config.block)
+        operands.append(jnp.pad(positions.astype(jnp.int32), padding, constant_values=-1))
     partial, lse = plgpu.kernel(
         functools.partial(_kernel, g=g, config=config, dtype=q.dtype),
         out_type=[
-            jax.ShapeDtypeStruct((B, K, config.splits + near_parts, N // K, HV), jnp.float32),
-            jax.ShapeDtypeStruct((B, K, config.splits + near_parts, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, far_parts + near_parts, N // K, HV), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, far_parts + near_parts, ROWS), jnp.float32),
         ],
-        grid=(B * K, config.splits + near_parts),
+        grid=(B * K, far_parts + near_parts),
         grid_names=("head", "part"),
         kernel_name="zdc_decode",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -156,6 +170,15 @@ def decode_attention(
     rows = (jnp.arange(K) * pitch % 8)[:, None] + jnp.arange(g.groups)
     o, total = _merge(partial, jnp.take_along_axis(lse, rows[None, :, None], axis=3))
     return o.reshape(B, N, HV).astype(q.dtype), total.reshape(B, N)
+
+
+def _scalars(lengths: Array, positions: Array | None) -> Array:
+    """[B, 2] int32: positions that a row's keys are below, and slots that hold them."""
+    lengths = lengths.astype(jnp.int32)
+    if positions is None:
+        return jnp.stack([lengths, lengths], 1)
+    held = (positions >= 0) & (positions < lengths[:, None])
+    return jnp.stack([lengths, jnp.where(held, jnp.arange(1, held.shape[1] + 1), 0).max(1)], 1)
 
 
 def _tile_heads(q: Array, K: int, *widths: int) -> tuple[Array, int]:
@@ -192,8 +215,9 @@ def _check(
     common.check_shape("v", v, (leading, K, S, None), "B, K, S, Z")
     Z = v.shape[-1]
     common.check_groups(N, K)
-    common.check_rank("R", R)
-    common.check_rank("Z", Z)
+    if ring is None or R or Z:
+        common.check_rank("R", R)
+        common.check_rank("Z", Z)
     if N // K > ROWS - 8:
         raise ValueError(f"q has {N // K} heads for each head of k: at most {ROWS - 8}")
     if block_table is not None:
@@ -214,6 +238,14 @@ def _check(
     common.check_shape("ring.v", ring.v, (B, K, ring.k.shape[2], H - Z), "B, K, M, H - Z")
     if ring.k.shape[2] < window + sinks:
         raise ValueError(f"the ring has {ring.k.shape[2]} rows: needs window + sinks = {window + sinks}")
+
+
+def _check_positions(k: Array, positions: Array | None, ring: Ring | None, block_table: Array | None) -> None:
+    if positions is None:
+        return
+    if ring is not None or block_table is not None:
+        raise ValueError("positions are given with a ring or a block_table: need neither")
+    common.check_shape("positions", positions, (k.shape[0], k.shape[2]), "B, S")
 
 
 def _check_blocks(config: DecodeConfig, S: int, window: int, paged: bool) -> None:
@@ -237,9 +269,17 @@ class _Geometry(NamedTuple):
     sinks: int
     window: int
     scale: float
+    far_parts: int
     near_parts: int
     paged: bool
+    positions: bool
     B: int
+
+    def widths(self, near: bool) -> tuple[list[int], list[int]]:
+        """Of the arrays of q and k, and of v, that far or near keys are read from: prefix, then ring."""
+        both = (self.R, self.H - self.R), (self.Z, self.HV - self.Z)
+        qk, vo = ([width for width in pair[: 2 if near else 1] if width] for pair in both)
+        return qk, vo
 
 
 class _Step(NamedTuple):
@@ -251,12 +291,12 @@ class _Step(NamedTuple):
     high: Any
 
 
-def _steps(g: _Geometry, block: int, length: Array, near: bool) -> tuple[Array, Any]:
+def _steps(g: _Geometry, block: int, length: Array, slots: Array, near: bool) -> tuple[Array, Any]:
     """Number of a row's far or near steps, and what each of them is."""
     down = lambda x: lax.div(jnp.maximum(x, 0), jnp.int32(block))
     up = lambda x: down(x + (block - 1))
     if not g.near_parts:
-        return up(length), lambda step: _Step(step, None, 0, length)
+        return up(slots), lambda step: _Step(step, None, 0, length)
     past = length - g.window
     if not near:
         skipped = g.sinks // block
@@ -278,11 +318,11 @@ def _steps(g: _Geometry, block: int, length: Array, near: bool) -> tuple[Array, 
 
 def _kernel(*refs: Any, g: _Geometry, config: DecodeConfig, dtype: Any) -> None:
     part = lax.axis_index("part")
-    if not g.near_parts:
-        _Part(g, config, dtype, refs, part, near=False).run()
+    if not (g.far_parts and g.near_parts):
+        _Part(g, config, dtype, refs, part, near=g.near_parts > 0).run()
         return
-    pl.when(part < config.splits)(_Part(g, config, dtype, refs, part, near=False).run)
-    pl.when(part >= config.splits)(_Part(g, config, dtype, refs, part, near=True).run)
+    pl.when(part < g.far_parts)(_Part(g, config, dtype, refs, part, near=False).run)
+    pl.when(part >= g.far_parts)(_Part(g, config, dtype, refs, part, near=True).run)
 
 
 class _Part(NamedTuple):
@@ -300,21 +340,22 @@ class _Part(NamedTuple):
 
         The buffers of keys are gone when that of the result is made: both take the same shared memory.
         """
-        g, near = self.g, self.near
+        g = self.g
         qk, vo = tile_width(g.R, g.H - g.R), tile_width(g.Z, g.HV - g.Z)
         buffer = functools.partial(tiled, dtype=self.dtype)
-        qk_widths = [g.R, g.H - g.R] if near and g.H > g.R else [g.R]
-        v_widths = [g.Z, g.HV - g.Z] if near and g.HV > g.Z else [g.Z]
+        qk_widths, v_widths = g.widths(self.near)
         stages, block = self._stages(), self.config.block
+        arrivals = len(qk_widths) + len(v_widths) + g.positions
         accs, m, l = pl.run_scoped(
             self._accumulate,
             [buffer(ROWS, width, width=qk) for width in qk_widths],
             [buffer(stages, block, width, width=qk) for width in qk_widths],
             [buffer(stages, block, width, width=vo) for width in v_widths],
+            plgpu.SMEM((stages, block), jnp.int32) if g.positions else None,
             plgpu.Barrier(num_arrivals=len(qk_widths)),
-            plgpu.Barrier(num_barriers=stages, num_arrivals=len(qk_widths) + len(v_widths)),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals),
         )
-        out_widths = [g.Z, g.HV - g.Z] if g.HV > g.Z else [g.Z]
+        _, out_widths = g.widths(near=True)
         pl.run_scoped(
             functools.partial(self._store, accs, m, l),
             [plgpu.SMEM((ROWS, width), jnp.float32) for width in out_widths],
@@ -322,41 +363,45 @@ class _Part(NamedTuple):
         )
 
     def _stages(self) -> int:
-        """Near blocks go one at a time: they are few, and their width would take other CTAs' memory."""
-        return 1 if self.near else self.config.stages
+        """Beside far blocks near ones go one at a time: they are few, and wide for other CTAs' memory."""
+        return 1 if self.near and self.g.far_parts else self.config.stages
 
     def _head(self) -> tuple[Array, Array]:
         head = lax.axis_index("head")
         return lax.div(head, jnp.int32(self.g.K)), lax.rem(head, jnp.int32(self.g.K))
 
-    def _accumulate(self, qs: Any, ks: Any, vs: Any, q_ready: Any, ready: Any) -> tuple[Any, Array, Array]:
+    def _accumulate(
+        self, qs: Any, ks: Any, vs: Any, positions: Any, q_ready: Any, ready: Any
+    ) -> tuple[Any, Array, Array]:
         g, config, (b, kv) = self.g, self.config, self._head()
         scalars, q_ref, *sources = self.refs
-        length = scalars[b]
-        total, step_at = _steps(g, config.block, length, self.near)
-        parts = g.near_parts if self.near else config.splits
+        total, step_at = _steps(g, config.block, scalars[b, 0], scalars[b, 1], self.near)
+        parts = g.near_parts if self.near else g.far_parts
         share = lax.div(total + (parts - 1), jnp.int32(parts))
-        begin = jnp.minimum((self.part - config.splits if self.near else self.part) * share, total)
+        begin = jnp.minimum((self.part - g.far_parts if self.near else self.part) * share, total)
         end = jnp.minimum(begin + share, total)
         stages = self._stages()
         slot_of = lambda step: lax.rem(step - begin, jnp.int32(stages))
         # Tiled copies begin at multiples of eight rows: the tile holds the group's heads among others.
         q_rows = pl.ds(pl.multiple_of(lax.div(kv * g.pitch, jnp.int32(8)) * 8, 8), ROWS)
-        columns = (pl.ds(0, g.R), pl.ds(g.R, g.H - g.R))
-        for buffer, column in zip(qs, columns, strict=False):
+        for buffer, column in zip(qs, _columns(g.R, g.H - g.R), strict=False):
             plgpu.copy_gmem_to_smem(q_ref.at[b, q_rows, column], buffer, q_ready)
 
         def load(step: Array) -> None:
             what, slot = step_at(step), slot_of(step)
-            lead, rows = self._prefix_rows(what.block, b)
-            for source, buffers in zip(sources[:2], (ks, vs), strict=True):
-                plgpu.copy_gmem_to_smem(source.at[lead, kv, rows], buffers[0].at[slot], ready.at[slot])
+            copy = lambda rows, buffer: plgpu.copy_gmem_to_smem(rows, buffer.at[slot], ready.at[slot])
+            prefix, ring = (sources[:2], sources[2:]) if g.R else ([], sources)
+            if prefix:
+                lead, rows = self._prefix_rows(what.block, b)
+                for source, buffers in zip(prefix, (ks, vs), strict=True):
+                    copy(source.at[lead, kv, rows], buffers[0])
+            if positions is not None:
+                copy(self.refs[-3].at[b, rows], positions)
             if self.near:
                 rows = pl.ds(pl.multiple_of(what.ring_row, 8), config.block)
-                tails = [buffers for buffers in (ks, vs) if len(buffers) > 1]
-                for source, buffers in zip(sources[2:], tails, strict=False):
-                    row = source.at[b, kv, rows]
-                    plgpu.copy_gmem_to_smem(row, buffers[1].at[slot], ready.at[slot])
+                tails = [buffers[-1] for buffers in (ks, vs) if len(buffers) > len(prefix) // 2]
+                for source, buffer in zip(ring, tails, strict=False):
+                    copy(source.at[b, kv, rows], buffer)
 
         @pl.loop(begin, jnp.minimum(begin + stages, end))
         def _fill(step: Array) -> None:
@@ -368,7 +413,8 @@ class _Part(NamedTuple):
             slot = slot_of(step)
             plgpu.barrier_wait(ready.at[slot])
             at_slot = lambda buffers: [buffer.at[slot] for buffer in buffers]
-            carry = self._add_block(step_at(step), carry, qs, at_slot(ks), at_slot(vs))
+            held = None if positions is None else positions.at[slot]
+            carry = self._add_block(step_at(step), carry, qs, at_slot(ks), at_slot(vs), held)
 
             @pl.when(step + stages < end)
             def _() -> None:
@@ -392,7 +438,7 @@ class _Part(NamedTuple):
         rows = pl.ds(pl.multiple_of(lax.rem(key_block, per_page) * block, 8), block)
         return page, rows
 
-    def _add_block(self, what: _Step, carry: Any, qs: Any, ks: Any, vs: Any) -> Any:
+    def _add_block(self, what: _Step, carry: Any, qs: Any, ks: Any, vs: Any, positions: Any) -> Any:
         """Online softmax over one block of keys."""
         accs, m, l = carry
         block, factor = self.config.block, self.g.scale * LOG2_E
@@ -403,10 +449,12 @@ class _Part(NamedTuple):
             return scores[...]
 
         scores = pl.run_scoped(product, plgpu.ACC((ROWS, block), jnp.float32))
-        j = (
-            plgpu.broadcasted_iota(jnp.int32, (ROWS, block), 1, layout=plgpu.Layout.WGMMA)
-            + what.block * block
-        )
+        layout = plgpu.Layout.WGMMA
+        if positions is None:
+            j = plgpu.broadcasted_iota(jnp.int32, (ROWS, block), 1, layout=layout) + what.block * block
+        else:
+            held = plgpu.load(positions, layout=layout.reduce(0), optimized=False)
+            j = lax.broadcast_in_dim(held, (ROWS, block), [1])
         scores = jnp.where((j >= what.low) & (j < what.high), scores, -jnp.inf)
         m_new = jnp.maximum(m, scores.max(axis=1) * factor)
         p = jnp.exp2(scores * factor - lax.broadcast_in_dim(m_new, scores.shape, [0]))
@@ -427,7 +475,13 @@ class _Part(NamedTuple):
         lse[...] = jnp.where(l > 0, m / LOG2_E + jnp.log(l), -jnp.inf)
         plgpu.commit_smem()
         heads = pl.ds(lax.rem(kv * g.pitch, jnp.int32(8)), g.groups)
-        for out, column in zip(outs, (pl.ds(0, g.Z), pl.ds(g.Z, g.HV - g.Z)), strict=False):
+        for out, column in zip(outs, _columns(g.Z, g.HV - g.Z), strict=True):
             plgpu.copy_smem_to_gmem(out.at[heads], o_ref.at[b, kv, self.part, pl.ds(0, g.groups), column])
         plgpu.copy_smem_to_gmem(lse, lse_ref.at[b, kv, self.part])
         plgpu.wait_smem_to_gmem(0)
+
+
+def _columns(*widths: int) -> list[Any]:
+    """Slices of so many columns one after another, empty ones left out."""
+    begins = itertools.accumulate(widths, initial=0)
+    return [pl.ds(begin, width) for begin, width in zip(begins, widths, strict=False) if width]

@@ -20,16 +20,13 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import LOG2_E, NEVER, filled, scaled, tile_width, tiled
+from kernels_pallas.prefill_inputs import Keys, Trailing, check_inputs, check_positions
 from kernels_pallas.tuning import measured
 
 ROWS = 64
 """Query rows of one warpgroup: what one tensor-core instruction takes."""
-TAIL_ALIGNMENT = 256
-"""`Trailing.start` is a multiple of this, so that key blocks of every size begin at a row of the tail."""
 _L2_BYTES = 32 * 2**20
 """Keys and values of heads worked on together: they stay in the second-level cache."""
-
-Keys = Literal["all", "near", "far"]
 
 
 @dataclass(frozen=True)
@@ -87,22 +84,6 @@ def default_config(R: int, Z: int, H: int, HV: int) -> PrefillConfig:
     raise ValueError(f"no tile fits in shared memory for {R=} {Z=} {H=} {HV=}")
 
 
-class Trailing(NamedTuple):
-    """Trailing coordinates of near keys: k [B, K, M, H-R], v [B, K, M, H-Z], start [B] int32.
-
-    Row i belongs to position start + i, start a multiple of `TAIL_ALIGNMENT` (its value is not checked); rows
-    must cover the window of every query, and rows of positions below `sinks` must be theirs. sink_k
-    [B, K, P, H-R] and sink_v [B, K, P, H-Z] are those of positions 0 … sinks-1 (P ≥ sinks), None without
-    sinks.
-    """
-
-    k: Array
-    v: Array
-    start: Array
-    sink_k: Array | None = None
-    sink_v: Array | None = None
-
-
 @functools.partial(jax.jit, static_argnames=("scale", "sinks", "window", "keys", "config"))
 def prefill_attention(
     q: Float[Array, "B T N Hq"],
@@ -116,28 +97,27 @@ def prefill_attention(
     sinks: int = 0,
     window: int = 0,
     keys: Keys = "all",
-    key_starts: Int[Array, " B"] | None = None,
     positions: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     config: PrefillConfig | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
-    """Attention of queries at positions starts … starts + T - 1 over keys at key_starts, key_starts + 1, …
+    """Attention of queries at positions starts … starts + T - 1 over keys at positions 0 … S - 1.
 
     Args:
       q: bfloat16 or float16; Hq = H with `trailing`, else at least R (the first R coordinates are read).
       k, v: [B, K, S, R] and [B, K, S, Z]: first R and Z coordinates, multiples of 16 up to 256. Rows past a
         query's position must be finite and are ignored. N is a multiple of K: grouped heads read the same
-        keys, nothing is repeated.
+        keys, nothing is repeated. With `trailing` R = Z = 0 means that there are no far keys: only blocks of
+        near ones are read.
       scale: factor on the scores, 1/√H of the original head dim.
       starts: position of the first query of each row; zeros if None.
       lengths: tokens each row holds in all; queries at or past it get zeros (log-sum-exp -inf).
       trailing: with it, near keys, {j < sinks} ∪ {t - window < j ≤ t}, count with all coordinates.
-      sinks, window: near set, in tokens; used with `trailing`, or with `keys` other than `all`.
-      keys: `all` j ≤ t; `near`: only t - window < j ≤ t with j ≥ sinks; `far`: only sinks ≤ j ≤ t - window.
-        The last two are halves that merge by log-sum-exp (sequence parallelism); not with `trailing`.
-      key_starts: position of row 0 of k, may be negative: positions below 0 are absent. Zeros if None;
-        only with `keys="near"`.
-      positions: of queries and of keys, ascending in each row, where these are no runs (token classes);
-        blocks that no query of a tile sees are skipped. Only with `keys="all"`, without `trailing`.
+      sinks, window: near set, in tokens; used with `trailing`, or with `keys="far"`.
+      keys: `all` j ≤ t; `far`: only sinks ≤ j ≤ t - window, to be merged by log-sum-exp with a near half
+        (sequence parallelism); not with `trailing`.
+      positions: of queries and of keys, where these are no runs (token classes), in any order; a key at a
+        negative one is not there. Blocks that no query of a tile sees are skipped where only such follow, so
+        that roughly ascending keys are fastest. Only with `keys="all"`, without `trailing`.
       config: tile sizes; None takes the measured or default ones.
 
     Returns:
@@ -149,40 +129,43 @@ def prefill_attention(
       ValueError: a rank, dtype, shape or option not allowed, named with its value, before launch.
       NotImplementedError: on a GPU not of compute capability 9.0.
     """
-    _check(q, k, v, trailing, sinks, window, keys, key_starts)
-    _check_positions(q, k, positions, keys, trailing)
+    check_inputs(q, k, v, trailing, sinks, window, keys)
+    check_positions(q, k, positions, keys, trailing)
     B, T, N, H = q.shape
-    (K, S, R), Z = k.shape[1:], v.shape[-1]
-    HV = Z if trailing is None else H
-    config = config or config_for(R, Z, R if trailing is None else H, HV)
     zeros = jnp.zeros(B, jnp.int32)
     starts = zeros if starts is None else starts
     lengths = starts + T if lengths is None else lengths
-    base = zeros if key_starts is None else key_starts
-    base = base if trailing is None else trailing.start
+    base, tails, near_only = zeros, [], not k.shape[-1]
+    if trailing is not None:
+        base = trailing.start
+        tails = [x for x in (trailing.k, trailing.v, trailing.sink_k, trailing.sink_v) if x is not None]
+        tails = [x for x in tails if x.shape[-1]]
+    if near_only:  # Trailing coordinates are all there are: keys of one rank, and the sinks.
+        k, v, *tails = tails
+    two_ranks = trailing is not None and not near_only
+    (K, S, R), Z = k.shape[1:], v.shape[-1]
+    H, HV = (H, H) if two_ranks else (R, Z)
+    config = config or config_for(R, Z, H, HV)
     g = _Geometry(
         N=N,
         groups=N // K,
         R=R,
         Z=Z,
-        H=R if trailing is None else H,
+        H=H,
         HV=HV,
         tiles=pl.cdiv(T, config.warpgroups * ROWS),
         sinks=sinks,
         window=window,
         scale=scale,
-        keys=keys,
-        two_ranks=trailing is not None,
+        keys="near" if near_only else keys,
+        two_ranks=two_ranks,
         positions=positions is not None,
         together=_together(B * N, N // K, S * (R + Z)),
     )
     operands = [jnp.stack([starts, lengths, base], 1).astype(jnp.int32), common.pad_rows(q, 1)]
-    operands += [common.pad_rows(x, 2) for x in (k, v)]
+    operands += [common.pad_rows(x, 2) for x in (k, v, *tails)]
     if positions is not None:
         operands += _bounds(positions, g.tiles, config)
-    if trailing is not None:
-        tails = trailing.k, trailing.v, trailing.sink_k, trailing.sink_v
-        operands += [common.pad_rows(x, 2) for x in tails if x is not None and x.shape[-1]]
     o, lse = plgpu.kernel(
         functools.partial(_kernel, g=g, config=config, dtype=q.dtype),
         out_type=[
@@ -199,81 +182,21 @@ def prefill_attention(
     return o[:, :T], lse[..., :T]
 
 
-def _check(
-    q: Array,
-    k: Array,
-    v: Array,
-    trailing: Trailing | None,
-    sinks: int,
-    window: int,
-    keys: Keys,
-    key_starts: Array | None,
-) -> None:
-    common.check_device()
-    common.check_dtypes(q=q, k=k, v=v)
-    common.check_shape("q", q, (None,) * 4, "B, T, N, H")
-    B, _, N, H = q.shape
-    common.check_shape("k", k, (B, None, None, None), "B, K, S, R")
-    _, K, S, R = k.shape
-    common.check_shape("v", v, (B, K, S, None), "B, K, S, Z")
-    Z = v.shape[-1]
-    common.check_groups(N, K)
-    common.check_rank("R", R)
-    common.check_rank("Z", Z)
-    if H < R:
-        raise ValueError(f"q has {H} coordinates: must be at least those of k, R={R}")
-    if keys not in ("all", "near", "far"):
-        raise ValueError(f"keys={keys!r}: must be 'all', 'near' or 'far'")
-    if sinks < 0 or window < 0:
-        raise ValueError(f"sinks={sinks}, window={window}: must not be negative")
-    if key_starts is not None and keys != "near":
-        raise ValueError(
-            f"key_starts is given with keys={keys!r}: only 'near' keys may start elsewhere than 0"
-        )
-    if trailing is None:
-        return
-    if keys != "all" or not window:
-        raise ValueError(
-            f"trailing is given with keys={keys!r} and window={window}: needs 'all' and a window"
-        )
-    if sinks > 64:
-        raise ValueError(f"sinks={sinks}: at most 64")
-    common.check_tails(H, R, Z)
-    common.check_dtypes(q=q, **{"trailing.k": trailing.k, "trailing.v": trailing.v})
-    common.check_shape("trailing.k", trailing.k, (B, K, None, H - R), "B, K, M, H - R")
-    common.check_shape("trailing.v", trailing.v, (B, K, trailing.k.shape[2], H - Z), "B, K, M, H - Z")
-    if not sinks:
-        return
-    for name, x, width in (("sink_k", trailing.sink_k, H - R), ("sink_v", trailing.sink_v, H - Z)):
-        if x is None:
-            raise ValueError(f"sinks={sinks} need trailing.{name}, got None")
-        common.check_dtypes(q=q, **{f"trailing.{name}": x})
-        common.check_shape(f"trailing.{name}", x, (B, K, None, width), "B, K, P, trailing coordinates")
-        if x.shape[2] < sinks:
-            raise ValueError(f"trailing.{name} has {x.shape[2]} rows: needs at least sinks={sinks}")
-
-
-def _check_positions(
-    q: Array, k: Array, positions: tuple[Array, Array] | None, keys: Keys, trailing: Trailing | None
-) -> None:
-    if positions is None:
-        return
-    if keys != "all" or trailing is not None:
-        raise ValueError(f"positions are given with keys={keys!r} or trailing: need 'all' and none")
-    common.check_shape("positions[0]", positions[0], q.shape[:2], "B, T")
-    common.check_shape("positions[1]", positions[1], (q.shape[0], k.shape[2]), "B, S")
-
-
 def _bounds(positions: tuple[Array, Array], tiles: int, config: PrefillConfig) -> list[Array]:
-    """Positions padded to whole tiles and blocks; [B, tiles, 2] blocks that all, or any, queries see."""
+    """Positions padded to whole tiles and blocks, absent keys beyond all queries; and [B, tiles, 2] blocks:
+    how many come before the first with a key that some query does not see, and before those none sees.
+    """
     rows, block, never = config.warpgroups * ROWS, config.block_kv, jnp.iinfo(jnp.int32).max
     queries, keys = (x.astype(jnp.int32) for x in positions)
     queries = jnp.pad(queries, ((0, 0), (0, tiles * rows - queries.shape[1])), mode="edge")
     keys = jnp.pad(keys, ((0, 0), (0, -keys.shape[1] % block)), constant_values=never)
+    keys = jnp.where(keys < 0, never, keys)
     tile = queries.reshape(queries.shape[0], tiles, rows)
-    blocks = keys.reshape(keys.shape[0], 1, -1, block)
-    by_all = (blocks[..., -1] <= tile[..., :1]).sum(-1)
-    by_any = (blocks[..., 0] <= tile[..., -1:]).sum(-1)
+    blocks = keys.reshape(keys.shape[0], -1, block)
+    highest = lax.cummax(blocks.max(-1), axis=1)[:, None]
+    lowest = lax.cummin(blocks.min(-1), axis=1, reverse=True)[:, None]
+    by_all = (highest <= tile.min(-1, keepdims=True)).sum(-1)
+    by_any = (lowest <= tile.max(-1, keepdims=True)).sum(-1)
     return [queries, keys, jnp.stack([by_all, by_any], -1).astype(jnp.int32)]
 
 
@@ -296,7 +219,7 @@ class _Geometry(NamedTuple):
     sinks: int
     window: int
     scale: float
-    keys: Keys
+    keys: Literal["all", "near", "far"]
     two_ranks: bool
     positions: bool
     together: int
@@ -311,7 +234,8 @@ class _Item(NamedTuple):
 
     Steps 0 … plain-1 take unmasked blocks from `begin` on. Then come `mixed` steps, with both ranks among
     their keys: block 0 for the sinks (if `sink_step`) and the blocks from `edge` on. The last `inner` steps
-    go on from there; all their visible keys count alike.
+    go on from there; all their visible keys count alike. With near keys alone all steps are inner ones, of
+    the sinks' own array and of blocks whose row 0 is at position `base`.
     """
 
     b: Array
@@ -361,8 +285,9 @@ def _steps(g: _Geometry, block: int, first: Array, end: Array, base: Array) -> t
     up = lambda x: down(x + (block - 1))
     zero, empty = jnp.int32(0), end <= first
     if g.keys == "near":
-        edge = down(first - g.window + 1 - base)
-        return zero, zero, zero, jnp.where(empty, 0, up(end - base) - edge), edge, zero
+        edge, sink_step = down(first - g.window + 1 - base), jnp.int32(g.sinks > 0)
+        count = jnp.where(empty, 0, up(end - base) - edge + sink_step)
+        return zero, zero, zero, count, edge, sink_step
     past = g.window if g.keys == "far" else 0
     last = jnp.where(empty, 0, up(end - past))
     # Unmasked blocks are those that every query sees in the same way: all their keys visible, or all far.
@@ -428,22 +353,34 @@ def _load_keys(
 ) -> None:
     """The producer: blocks of keys and values into their slots, as these become free."""
     block, kv_head = config.block_kv, lax.div(item.head, jnp.int32(g.groups))
+    buffers = [smem[name + "_tail"] for name in g.tails()]
+    sinks = tails[len(buffers) :] if g.sinks else [None, None]
 
-    def copy(source: Any, row: Array, destination: Any, ready: Any) -> None:
-        rows = pl.ds(pl.multiple_of(row, 8), block)
-        plgpu.copy_gmem_to_smem(source.at[item.b, kv_head, rows], destination, ready)
+    def copy(at_sinks: Array, sources: tuple[Any, Any], row: Array, destination: Any, ready: Any) -> None:
+        """Rows of the first source from `row` on, or at the sinks the first ones of the second, if any."""
+
+        def start(source: Any, rows: Any) -> None:
+            plgpu.copy_gmem_to_smem(source.at[item.b, kv_head, rows], destination, ready)
+
+        (source, of_sinks), rows = sources, pl.ds(pl.multiple_of(row, 8), block)
+        if of_sinks is None:
+            start(source, rows)
+            return
+        pl.when(at_sinks)(lambda: start(of_sinks, pl.ds(0, block)))
+        pl.when(jnp.logical_not(at_sinks))(lambda: start(source, rows))
 
     @pl.loop(0, item.plain + item.mixed + item.inner)
     def _step(step: Array) -> None:
-        slot, key_block = lax.rem(step, jnp.int32(config.stages)), item.block(step)
-        for name, source in zip("kv", sources, strict=True):
+        slot, row = lax.rem(step, jnp.int32(config.stages)), item.block(step) * block
+        at_sinks = (item.sink_step == 1) & (step == item.plain)
+        for i, name in enumerate("kv"):
 
             @pl.when(step >= config.stages)
             def _(name: str = name) -> None:
                 plgpu.barrier_wait(smem[name + "_free"].at[slot])
 
-            destination, ready = smem[name].at[slot], smem[name + "_ready"].at[slot]
-            copy(source, key_block * block, destination, ready)
+            pair = sources[i], sinks[i] if g.keys == "near" else None
+            copy(at_sinks, pair, row, smem[name].at[slot], smem[name + "_ready"].at[slot])
 
         if g.two_ranks:
 
@@ -453,20 +390,8 @@ def _load_keys(
                 def _() -> None:
                     plgpu.barrier_wait(smem["tail_free"])
 
-                at_sinks = (item.sink_step == 1) & (step == item.plain)
-                buffers = [smem[name + "_tail"] for name in g.tails()]
-
-                @pl.when(jnp.logical_not(at_sinks))
-                def _() -> None:
-                    for source, buffer in zip(tails[: len(buffers)], buffers, strict=True):
-                        copy(source, key_block * block - item.base, buffer, smem["tail_ready"])
-
-                if g.sinks:
-
-                    @pl.when(at_sinks)
-                    def _() -> None:
-                        for source, buffer in zip(tails[len(buffers) :], buffers, strict=True):
-                            copy(source, key_block * block, buffer, smem["tail_ready"])
+                for *pair, buffer in zip(tails, sinks, buffers, strict=False):
+                    copy(at_sinks, tuple(pair), row - item.base, buffer, smem["tail_ready"])
 
 
 class _State(NamedTuple):
@@ -558,12 +483,14 @@ class _Consumer(NamedTuple):
             plgpu.barrier_wait(self.smem[name].at[slot])
         if g.two_ranks:
             plgpu.barrier_wait(self.smem["tail_ready"])
-        first_key = self.item.block(step) * self.config.block_kv
+        first_key, at_sinks = self.item.block(step) * self.config.block_kv, step < self.item.sink_step
+        if g.keys == "near":
+            first_key = first_key + jnp.where(at_sinks, 0, self.item.base)
 
         def part(i: Array, carry: Any) -> tuple[_State, Array | None]:
             rows = pl.ds(pl.multiple_of(i * width, 8), width)
             state, tail = carry
-            return self._masked_part(state, tail, slot, rows, first_key + i * width, mixed)
+            return self._masked_part(state, tail, slot, rows, first_key + i * width, at_sinks, mixed)
 
         state, tail = lax.fori_loop(0, self.config.block_kv // width, part, (state, tail))
         for name in ["k_free", "v_free"]:
@@ -573,14 +500,21 @@ class _Consumer(NamedTuple):
         return state, tail
 
     def _masked_part(
-        self, state: _State, tail: Array | None, slot: Array, part: Any, first_key: Array, mixed: bool
+        self,
+        state: _State,
+        tail: Array | None,
+        slot: Array,
+        part: Any,
+        first_key: Array,
+        at_sinks: Array,
+        mixed: bool,
     ) -> tuple[_State, Array | None]:
         g, smem, width = self.g, self.smem, part.size
         q, k, v = smem["q"].at[self.wg], smem["k"].at[slot, part], smem["v"].at[slot, part]
         q_tail = (smem["q_tail"].at[self.wg], smem["k_tail"].at[part]) if g.H > g.R else None
         iota = lambda axis: plgpu.broadcasted_iota(jnp.int32, (ROWS, width), axis, layout=plgpu.Layout.WGMMA)
         t = iota(0) + (self.item.first + self.wg * ROWS)
-        j = iota(1) + (first_key + (self.item.base if g.keys == "near" else 0))
+        j = iota(1) + first_key
         if g.positions:
             t, j = self._positions_of(first_key, width)
         near = lambda t, j: (j > t - g.window) | (j < g.sinks)
@@ -590,7 +524,7 @@ class _Consumer(NamedTuple):
                 scores = scores + jnp.where(near(t, j), self._product(q_tail), 0.0)
         else:
             scores = self._product((q, k), *([q_tail] if q_tail is not None else []))
-        p, state, alpha = self._softmax(jnp.where(self._visible(t, j), scores, -jnp.inf), state)
+        p, state, alpha = self._softmax(jnp.where(self._visible(t, j, at_sinks), scores, -jnp.inf), state)
         state = state._replace(acc=_accumulate(state.acc, p.astype(self.dtype), v))
         if tail is not None:
             if mixed:
@@ -612,14 +546,18 @@ class _Consumer(NamedTuple):
             loaded.append(lax.broadcast_in_dim(values, shape, [axis]))
         return loaded[0], loaded[1]
 
-    def _visible(self, t: Array, j: Array) -> Array:
-        """Which keys at positions j queries at positions t see."""
+    def _visible(self, t: Array, j: Array, at_sinks: Array) -> Array:
+        """Which keys at positions j queries at positions t see; with near keys alone, of this step's."""
         g = self.g
         if g.keys == "all":
             return j <= t
         if g.keys == "far":
             return (j <= t - g.window) & (j >= g.sinks)
-        return (j <= t) & (j > t - g.window) & (j >= g.sinks)
+        never = jnp.iinfo(jnp.int32).max // 2
+        pick = lambda of_sinks, recent: jnp.where(at_sinks, jnp.int32(of_sinks), jnp.int32(recent))
+        first = jnp.maximum(t - (pick(never, g.window) - 1), pick(0, g.sinks))
+        last = jnp.minimum(t, pick(g.sinks - 1, never))
+        return (first <= j) & (j <= last)
 
     def _plain_step(self, step: Array, state: _State) -> _State:
         return self._add_block(step, state, self._scores(step))

@@ -1,7 +1,7 @@
 """Attention over token classes: keys of each class stored contiguously, at ranks of their own (paper, §5.2).
 
-One pass of the prefill kernel a class, causal by position with whole blocks skipped, and the partial results
-merged by their log-sum-exp: one softmax over all classes.
+One pass of the prefill or the decode kernel a class, causal by position with whole blocks skipped, and the
+partial results merged by their log-sum-exp: one softmax over all classes.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,15 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from kernels_pallas.prefill import PrefillConfig, prefill_attention
+from kernels_pallas.decode import decode_attention
+from kernels_pallas.prefill import prefill_attention
 
 
 class Segment(NamedTuple):
-    """Keys of one class: k [B, K, S, R], v [B, K, S, Z], positions [B, S] int32, ascending in each row."""
+    """Keys of one class: k [B, K, S, R], v [B, K, S, Z], positions [B, S] int32, negative for an empty slot.
+
+    Positions may come in any order; roughly ascending ones are fastest.
+    """
 
     k: Array
     v: Array
@@ -28,19 +32,29 @@ def segment_attention(
     segments: Sequence[Segment],
     *,
     scale: float,
-    config: PrefillConfig | None = None,
+    sinks: int = 0,
+    window: int = 0,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
-    """Causal attention of queries (of any one class) at ascending `positions` over the keys of all segments.
+    """Causal attention of queries (of any class, in any order) at `positions` over the keys of all segments.
 
     Scores with a segment's keys use the first R coordinates of q, so H is at least the largest R; values of
-    narrower segments count as zero beyond their Z, and Hv is the largest Z. Also gives the natural
-    log-sum-exp. Raises as `prefill_attention` does.
+    narrower segments count as zero beyond their Z, and Hv is the largest Z. With `sinks` or `window`, in
+    tokens, only far keys are seen, sinks ≤ j ≤ t - window. Also gives the natural log-sum-exp, and as
+    `prefill_attention` does zeros and -inf for queries that see no key. T = 1 runs on `decode_attention`.
+    Raises as these do.
     """
-    parts = [
-        prefill_attention(q, s.k, s.v, scale=scale, positions=(positions, s.positions), config=config)
-        for s in segments
-    ]
-    return merge_partial(parts)
+    seen_to = positions - window
+
+    def attend(segment: Segment) -> tuple[Array, Array]:
+        k, v, held = segment
+        held = jnp.where(held >= sinks, held, -1)
+        if q.shape[1] > 1:
+            return prefill_attention(q, k, v, scale=scale, positions=(seen_to, held))
+        one = q[:, 0, :, : k.shape[-1]]
+        o, lse = decode_attention(one, k, v, seen_to[:, 0] + 1, scale=scale, positions=held)
+        return o[:, None], lse[..., None]
+
+    return merge_partial([attend(segment) for segment in segments])
 
 
 def merge_partial(

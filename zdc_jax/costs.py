@@ -3,8 +3,8 @@
 Prefill costs so much for each pair of a query and a key it may see, more by R and Z; pairs near each other,
 so much again. A decode step costs a launch, a second pass where there is a ring, and the bytes it reads.
 Projections, feed-forward and the rotary epilogue are left out, and so are launches of prefill, which do not
-show at the measured lengths. Ranks that were not measured (below 32, and none) follow the same lines. Layers
-of two token classes run on XLA; they are priced as the kernels would serve them.
+show at the measured lengths. Ranks that were not measured (below 32, and none) follow the same lines. So do
+layers of two token classes that decode, or have a window.
 """
 
 from collections.abc import Sequence

@@ -53,9 +53,13 @@ class TokenClasses:
         return math.ceil(self.fraction[group] * tokens - 1e-9)
 
     def segment_slots(self, group: int, capacity: int) -> tuple[int, int]:
-        """Slots of the important segment and of the rest, for a cache of `capacity` tokens."""
+        """Slots of the important segment and of the rest, for a cache of `capacity` tokens.
+
+        Both are rounded up to the 8 rows that a GPU copies at a time.
+        """
         blocks, slots = -(-capacity // self.block), self.slots(group, self.block)
-        return blocks * slots, blocks * (self.block - slots)
+        rounded = lambda rows: -(-rows // 8) * 8
+        return rounded(blocks * slots), rounded(blocks * (self.block - slots))
 
     def important_in(self, group: int, tokens: int) -> int:
         """Important tokens of a piece that begins with a block; 1 for a decoded token, of whichever class."""
@@ -259,15 +263,15 @@ class CompressionPlan:
         coordinates = sum(capacity * kept + ring * (whole - kept) for kept in alike)
         extra = 0
         if self.classes is not None:
-            blocks = -(-capacity // self.classes.block)
+            groups = range(len(self.classes.leaders))
+            slots = [self.classes.segment_slots(group, capacity) for group in groups]
             for index, less in enumerate(self.layers):
                 if self.has_classes(index):
-                    slots = self.classes.slots(self.classes.group_of(index), self.classes.block)
+                    important, rest = slots[self.classes.group_of(index)]
                     more = self.classes.important[index]
-                    rest = (self.classes.block - slots) * (less.qk + less.v)
-                    coordinates += blocks * (slots * (more.qk + more.v) + rest) + ring * whole
+                    coordinates += important * (more.qk + more.v) + rest * (less.qk + less.v) + ring * whole
             # Positions of all slots, and the importance of one block, once a group.
-            extra = 4 * len(self.classes.leaders) * (blocks + 1) * self.classes.block
+            extra = 4 * sum(sum(each) + self.classes.block for each in slots)
         return batch * (coordinates * self.num_kv_heads * itemsize + LENGTH_BYTES + extra)
 
     def has_classes(self, layer: int) -> bool:

@@ -18,18 +18,21 @@ def attend(scores, visible, values):
         return np.concatenate(o, 1), np.where(total > 0, np.log(total) + highest, -np.inf)[:, 0]
 
 
-def prefill(q, k, v, *, scale, starts, lengths, sinks=0, window=0, tail=None, keys="all", key_starts=None):
-    """[B, T, N, ·] and [B, N, T]; tail: k, v [B, K, positions, ·] with row = position, or None."""
+def prefill(q, k, v, *, scale, starts, lengths, sinks=0, window=0, tail=None, keys="all"):
+    """[B, T, N, ·] and [B, N, T]; tail: k, v [B, K, positions, ·] with row = position, or None.
+
+    Keys of no width are not seen unless they are near.
+    """
     q, k, v = f64(q), f64(k), f64(v)
     (B, T, N, _), (K, S, R) = q.shape, k.shape[1:]
     o, lse = [], []
     for b in range(B):
         t = starts[b] + np.arange(T)[:, None]
-        j = np.arange(S)[None] + (0 if key_starts is None else key_starts[b])
+        j = np.arange(S)[None]
         near = (j < sinks) | (j > t - window)
-        visible = (j <= t) & (t < lengths[b]) & (j >= 0)
-        if keys == "near":
-            visible = visible & (j > t - window) & (j >= sinks)
+        visible = (j <= t) & (t < lengths[b])
+        if R == 0:
+            visible = visible & near
         if keys == "far":
             visible = visible & ~near
         for n in range(N):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brute_force import decode, f64
+from brute_force import attend, decode, f64
 
 from kernels_pallas import DecodeConfig, Ring, decode_attention
 
@@ -54,6 +54,23 @@ def test_lowers_with_two_ranks(R, Z, H, block):
     assert lower(f, *args).out_info[0].shape == (2, 8, H)
 
 
+@pytest.mark.parametrize(("H", "sinks"), [(64, 0), (128, 4), (256, 4)])
+def test_lowers_near_keys_alone(H, sinks):
+    f = lambda q, k, v, n, ring: decode_attention(q, k, v, n, scale=1.0, ring=ring, sinks=sinks, window=256)
+    ring = Ring(shape(2, 4, 264, H), shape(2, 4, 264, H))
+    args = shape(2, 8, H), shape(2, 4, 9999, 0), shape(2, 4, 9999, 0), shape(2, dtype=jnp.int32), ring
+    assert lower(f, *args).out_info[0].shape == (2, 8, H)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_lowers_by_position(block):
+    f = lambda q, k, v, n, t: decode_attention(
+        q, k, v, n, scale=1.0, positions=t, config=DecodeConfig(block=block)
+    )
+    integers = [shape(2, dtype=jnp.int32), shape(2, 300, dtype=jnp.int32)]
+    lower(f, shape(2, 8, 64), shape(2, 4, 300, 64), shape(2, 4, 300, 96), *integers)
+
+
 @pytest.mark.parametrize("page", [64, 128, 256])
 def test_lowers_paged(page):
     f = lambda q, k, v, n, table: decode_attention(q, k, v, n, scale=1.0, block_table=table)
@@ -77,6 +94,9 @@ def test_lowers_paged(page):
         ({"ring": ring_shapes(64), "q": shape(2, 4, 64), "window": 64, "sinks": 4}, "the ring has 64 rows"),
         ({"block_table": TABLE, "k": shape(9, 2, 80, 32), "v": shape(9, 2, 80, 32)}, "pages of 80"),
         ({"block_table": shape(3, 4, dtype=jnp.int32)}, "block_table has shape"),
+        ({"k": shape(2, 2, 64, 0), "q": shape(2, 4, 0)}, "R=0"),
+        ({"positions": shape(2, 65, dtype=jnp.int32)}, "positions has shape"),
+        ({"positions": shape(2, 64, dtype=jnp.int32), "block_table": TABLE}, "positions are given"),
     ],
 )  # fmt: skip
 def test_refuses(change, message):
@@ -132,6 +152,46 @@ def test_two_ranks(R, Z, H, N, K, sinks, config):
     options = {"scale": H**-0.5, "sinks": sinks, "window": window}
     o = decode_attention(q, k, v, jnp.asarray(LENGTHS), ring=ring, config=config, **options)
     check(*o, *decode(q, k, v, LENGTHS, ring=ring, **options), BF16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize(("N", "K"), HEADS)
+@pytest.mark.parametrize(("sinks", "config"), [
+    (0, None), (4, None), (64, DecodeConfig(near_splits=1)),
+    (4, DecodeConfig(block=128, stages=3, near_splits=2)),
+])  # fmt: skip
+def test_near_keys_alone(H, N, K, sinks, config):
+    B, S, window = len(LENGTHS), 1024, 256
+    q, k, v = draw(0, B, N, H), draw(1, B, K, S, 0), draw(2, B, K, S, 0)
+    ring = Ring(draw(3, B, K, window + 64, H), draw(4, B, K, window + 64, H))
+    options = {"scale": H**-0.5, "sinks": sinks, "window": window}
+    o = decode_attention(q, k, v, jnp.asarray(LENGTHS), ring=ring, config=config, **options)
+    check(*o, *decode(q, k, v, LENGTHS, ring=ring, **options), BF16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("R", "Z"), ONE_RANK)
+@pytest.mark.parametrize(("N", "K"), HEADS)
+@pytest.mark.parametrize("config", [None, DecodeConfig(block=128, stages=1, splits=3)])
+def test_by_position(R, Z, N, K, config):
+    """Slots in any order, some empty, some of tokens yet to come."""
+    B, S, rng = len(LENGTHS), 1000, np.random.default_rng(0)
+    q, k, v = draw(0, B, N, R), draw(1, B, K, S, R), draw(2, B, K, S, Z)
+    positions = np.stack([rng.permutation(1100)[:S] for _ in range(B)])
+    positions[rng.random((B, S)) < 0.3] = -1
+    o, lse = decode_attention(
+        q, k, v, jnp.asarray(LENGTHS), scale=R**-0.5, positions=jnp.asarray(positions), config=config
+    )
+    visible = (positions >= 0) & (positions < LENGTHS[:, None])
+    row = lambda b, n: attend(
+        R**-0.5 * (f64(q[b, n])[None] @ f64(k[b, n // (N // K)]).T),
+        visible[b][None],
+        [(f64(v[b, n // (N // K)]), 1.0)],
+    )
+    rows = [[row(b, n) for n in range(N)] for b in range(B)]
+    truth, truth_lse = (np.array([[part[i][0] for part in heads] for heads in rows]) for i in range(2))
+    check(o, lse, truth, truth_lse, BF16)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,7 @@
 """The prefill kernel: lowers for CUDA everywhere, refuses what it cannot do, and is right on the device."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from brute_force import f64, prefill
 
 from kernels_pallas import PrefillConfig, Trailing, merge_partial, prefill_attention
+from kernels_pallas import prefill as prefill_kernel
 
 BF16, F16 = jnp.bfloat16, jnp.float16
 TWO_RANKS = [
@@ -39,7 +42,7 @@ def trailing_shapes(B, K, M, H, R, Z, dtype=BF16):
     return Trailing(*tail[:2], shape(B, dtype=jnp.int32), *tail[2:])
 
 
-WIDE = shape(1, 64, 4, 64)
+WIDE, NO_SCORES = shape(1, 64, 4, 64), trailing_shapes(1, 2, 64, 64, 0, 32)
 
 
 @pytest.mark.parametrize(("R", "Z"), ONE_RANK)
@@ -59,10 +62,57 @@ def test_lowers_with_two_ranks(R, Z, H, dtype):
     assert lower(f, *args).out_info[0].shape == (1, 77, 4, H)
 
 
-@pytest.mark.parametrize("keys", ["near", "far"])
-def test_lowers_halves(keys):
-    f = lambda q, k, v: prefill_attention(q, k, v, scale=1.0, sinks=4, window=128, keys=keys)
+def test_lowers_far_keys_alone():
+    f = lambda q, k, v: prefill_attention(q, k, v, scale=1.0, sinks=4, window=128, keys="far")
     lower(f, shape(1, 300, 4, 64), shape(1, 2, 300, 64), shape(1, 2, 300, 64))
+
+
+@pytest.mark.parametrize(("H", "sinks"), [(64, 0), (128, 4), (256, 4)])
+def test_lowers_near_keys_alone(H, sinks):
+    f = lambda q, k, v, t: prefill_attention(q, k, v, scale=1.0, trailing=t, sinks=sinks, window=100)
+    trailing = trailing_shapes(1, 2, 500, H, 0, 0)
+    trailing = trailing if sinks else trailing._replace(sink_k=None, sink_v=None)
+    args = shape(1, 300, 4, H), shape(1, 2, 9999, 0), shape(1, 2, 9999, 0), trailing
+    assert lower(f, *args).out_info[0].shape == (1, 300, 4, H)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_near_keys_alone_visit_their_blocks_and_no_more(seed):
+    """Of queries at first … end - 1: steps cover window and sinks once, however far from the beginning."""
+    rng = np.random.default_rng(seed)
+    block, sinks, window = int(rng.choice([64, 128])), int(rng.integers(0, 9)), int(rng.integers(1, 600))
+    first = int(rng.integers(0, 2**17))
+    end, base = first + int(rng.integers(1, 193)), first - int(rng.integers(0, window + 300))
+    g = SimpleNamespace(keys="near", sinks=sinks, window=window)
+    begin, plain, mixed, inner, edge, sink_step = map(
+        int, prefill_kernel._steps(g, block, *(jnp.int32(x) for x in (first, end, base)))
+    )
+    assert (begin, plain, mixed, sink_step) == (0, 0, 0, sinks > 0)
+    rows = np.arange(edge * block, (edge + inner - sink_step) * block)
+    wanted = np.arange(max(first - window + 1, base, 0), end)
+    assert np.isin(wanted, rows + base).all()
+    assert len(rows) <= len(wanted) + 2 * block
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_of_keys_by_position(seed):
+    """Blocks said to be seen by all queries are, whole; those left out hold nothing that any sees."""
+    rng = np.random.default_rng(seed)
+    config = PrefillConfig(block_kv=64, warpgroups=2)
+    queries = np.sort(rng.permutation(900)[:400]) - int(rng.integers(0, 200))
+    keys = np.sort(rng.permutation(900)[:300])
+    if seed % 2:
+        queries = np.concatenate([queries[1::2], queries[::2]])
+        keys[40:90] = rng.permutation(keys[40:90])
+    keys[rng.random(300) < 0.1], keys[250:] = -1, -1
+    padded, held, bounds = map(np.asarray, prefill_kernel._bounds((queries[None], keys[None]), 4, config))
+    assert np.array_equal(held[0, :300][keys >= 0], keys[keys >= 0])
+    assert (held[0, :300][keys < 0] > 900).all()
+    for tile, (by_all, by_any) in enumerate(bounds[0]):
+        visible = held[0] <= padded[0, tile * 128 : (tile + 1) * 128, None]
+        assert visible[:, : by_all * 64].all()
+        assert not visible[:, by_any * 64 :].any()
+    assert bounds[0, :, 1].max() <= 4
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -84,12 +134,13 @@ def test_lowers_with_each_config(warpgroups, overlap):
         ({"q": shape(1, 64, 4, 16)}, "q has 16 coordinates"),
         ({"q": shape(64, 4, 32)}, "q has shape"),
         ({"v": shape(1, 2, 65, 32)}, "v has shape"),
-        ({"keys": "recent"}, "keys='recent'"),
+        ({"keys": "near"}, "keys='near'"),
+        ({"k": shape(1, 2, 64, 0)}, "R=0"),
+        ({"trailing": NO_SCORES, "window": 64, "q": WIDE, "k": shape(1, 2, 64, 0)}, "R=0"),
         ({"window": -1}, "window=-1"),
         ({"trailing": trailing_shapes(1, 2, 64, 64, 32, 32)}, "window=0"),
         ({"trailing": trailing_shapes(1, 2, 64, 64, 32, 32), "window": 64, "q": shape(1, 64, 4, 40)}, "H=40"),
         ({"trailing": trailing_shapes(1, 2, 64, 96, 32, 32), "window": 64, "q": WIDE}, "trailing.k"),
-        ({"key_starts": shape(1, dtype=jnp.int32)}, "key_starts"),
         ({"trailing": trailing_shapes(1, 2, 64, 64, 32, 32), "window": 64, "sinks": 9, "q": WIDE}, "8 rows"),
     ],
 )  # fmt: skip
@@ -158,23 +209,26 @@ def test_two_ranks(R, Z, H, sinks, T, starts):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("H", [64, 128, 256])
 @pytest.mark.parametrize("sinks", [0, 4])
-def test_halves_merge_to_the_whole(sinks):
-    """near and far apart, with a halo that one row lacks; without sinks they merge to attention over all."""
-    B, T, N, K, H, window, starts = 2, 400, 4, 2, 64, 256, np.array([0, 400])
+@pytest.mark.parametrize("window", [64, 256, 333])
+@pytest.mark.parametrize(("T", "starts"), [(400, (0, 400)), (77, (3, 650)), (700, (0, 1))])
+def test_near_keys_alone(H, sinks, window, T, starts):
+    """With a halo that one row lacks; with far keys alone they merge to attention over all."""
+    B, N, K, starts = 2, 4, 2, np.array(starts)
     q, k, v = draw(0, B, T, N, H), draw(1, B, K, 800, H), draw(2, B, K, 800, H)
     halo = starts - window
     cut = lambda x: jnp.stack([jnp.roll(x[b], -halo[b], axis=1)[:, : window + T] for b in range(B)])
     options = {"scale": H**-0.5, "starts": starts, "sinks": sinks, "window": window}
-    near = prefill_attention(q, cut(k), cut(v), keys="near", key_starts=jnp.asarray(halo), **options)
+    of_sinks = (k[:, :, :8], v[:, :, :8]) if sinks else ()
+    trailing = Trailing(cut(k), cut(v), jnp.asarray(halo), *of_sinks)
+    near = prefill_attention(q, k[..., :0], v[..., :0], trailing=trailing, **options)
     far = prefill_attention(q, k, v, keys="far", **options)
-    lengths = starts + T
-    truth = {"scale": H**-0.5, "starts": starts, "lengths": lengths, "sinks": sinks, "window": window}
-    check(*near, *prefill(q, cut(k), cut(v), keys="near", key_starts=halo, **truth), BF16)
+    truth = {**options, "lengths": starts + T}
+    check(*near, *prefill(q, k[..., :0], v[..., :0], tail=(k, v), **truth), BF16)
     check(*far, *prefill(q, k, v, keys="far", **truth), BF16)
-    if not sinks:
-        whole = prefill(q, k, v, scale=H**-0.5, starts=starts, lengths=lengths)
-        check(*merge_partial([near, far]), *whole, BF16)
+    whole = prefill(q, k, v, scale=H**-0.5, starts=starts, lengths=starts + T)
+    check(*merge_partial([near, far]), *whole, BF16)
 
 
 @pytest.mark.gpu

@@ -20,13 +20,14 @@ def classes(T, share, seed):
     return [np.stack([np.sort(row[cut]) for row in rows]) for cut in (slice(count), slice(count, None))]
 
 
-def test_lowers():
+@pytest.mark.parametrize(("T", "near"), [(90, {}), (90, {"sinks": 4, "window": 100}), (1, {})])
+def test_lowers(T, near):
     integers = lambda n: shape(2, n, dtype=jnp.int32)
     sizes = zip((90, 700), RANKS, strict=True)
     segments = [Segment(shape(2, 2, n, R), shape(2, 2, n, Z), integers(n)) for n, (R, Z) in sizes]
-    f = lambda q, t, segments: segment_attention(q, t, segments, scale=1.0)
-    o, lse = lower(f, shape(2, 90, 4, 64), integers(90), segments).out_info
-    assert (o.shape, lse.shape) == ((2, 90, 4, 96), (2, 4, 90))
+    f = lambda q, t, segments: segment_attention(q, t, segments, scale=1.0, **near)
+    o, lse = lower(f, shape(2, T, 4, 64), integers(T), segments).out_info
+    assert (o.shape, lse.shape) == ((2, T, 4, 96), (2, 4, T))
 
 
 @pytest.mark.parametrize(("positions", "message"), [((2, 91), "B, T"), ((3, 90), "B, T")])
@@ -53,34 +54,39 @@ def test_merge_is_one_softmax():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [0.1, 0.5])
-@pytest.mark.parametrize("query_class", [0, 1])
-def test_classes(share, query_class):
-    T, N, K, H = 1500, 4, 2, 64
-    positions = classes(T, share, 0)
-    q, k, v = draw(0, 2, T, N, H), draw(1, 2, K, T, H), draw(2, 2, K, T, 96)
-    take = lambda x, where, axis: jnp.stack([jnp.take(x[b], where[b], axis=axis) for b in range(2)])
+@pytest.mark.parametrize("near", [{}, {"sinks": 4, "window": 192}])
+@pytest.mark.parametrize("queries", ["first class", "second class", "class order", "one"])
+def test_classes(share, near, queries):
+    """Empty slots among both classes, and slots that decoding filled out of order."""
+    T, N, K, H, rng = 1500, 4, 2, 64, np.random.default_rng(1)
+    held = classes(T, share, 0)
+    for p in held:
+        p[:, -60:-20] = rng.permuted(p[:, -60:-20], axis=1)
+        p[rng.random(p.shape) < 0.05] = -1
     segments = [
-        Segment(take(k, p, 1)[..., :R], take(v, p, 1)[..., :Z], jnp.asarray(p, jnp.int32))
-        for p, (R, Z) in zip(positions, RANKS, strict=True)
+        Segment(draw(3 * i, 2, K, p.shape[1], R), draw(3 * i + 1, 2, K, p.shape[1], Z), jnp.asarray(p))
+        for i, (p, (R, Z)) in enumerate(zip(held, RANKS, strict=True))
     ]
-    t = positions[query_class]
-    own = take(q, t, 0)
-    f = lambda q, t, segments: segment_attention(q, t, segments, scale=H**-0.5)
-    o, lse = jax.jit(f)(own, jnp.asarray(t, jnp.int32), segments)
-    truth, truth_lse = [], []
-    for b in range(2):
-        rank_of = np.empty(T, int)
-        for index, p in enumerate(positions):
-            rank_of[p[b]] = index
-        for n in range(N):
-            keys, values = f64(k[b, n // 2]), f64(v[b, n // 2])
-            scores, parts = 0, []
-            for index, (R, Z) in enumerate(RANKS):
-                mask = rank_of == index
-                scores = scores + (f64(own[b, :, n, :R]) @ keys[:, :R].T) * mask
-                parts.append((np.where(np.arange(96) < Z, values, 0), mask))
-            out, row_lse = attend(scores * H**-0.5, np.arange(T) <= t[b][:, None], parts)
-            truth.append(out[:, :96] + out[:, 96:])
-            truth_lse.append(row_lse)
-    truth = np.stack(truth).reshape(2, N, len(t[0]), 96).transpose(0, 2, 1, 3)
-    check(o, lse, truth, np.stack(truth_lse).reshape(2, N, -1), jnp.bfloat16)
+    both = classes(T, share, 0)
+    t = {
+        "first class": both[0],
+        "second class": both[1],
+        "class order": np.concatenate(both, 1),
+        "one": np.array([[T - 7], [150]]),
+    }[queries]
+    q = draw(9, 2, t.shape[1], N, H)
+    f = lambda q, t, segments: segment_attention(q, t, segments, scale=H**-0.5, **near)
+    o, lse = jax.jit(f)(q, jnp.asarray(t), segments)
+    rows = [[one_head(q[b, :, n], t[b], segments, b, n // 2, **near) for n in range(N)] for b in range(2)]
+    truth, truth_lse = (np.stack([np.stack([head[i] for head in heads]) for heads in rows]) for i in range(2))
+    check(o, lse, truth.transpose(0, 2, 1, 3), truth_lse, jnp.bfloat16)
+
+
+def one_head(q, t, segments, b, kv, sinks=0, window=0):
+    """Float64 attention of one head: scores and values of all slots of all segments side by side."""
+    wide = max(s.v.shape[-1] for s in segments)
+    scores = [f64(q)[:, : s.k.shape[-1]] @ f64(s.k[b, kv]).T for s in segments]
+    values = [np.pad(f64(s.v[b, kv]), ((0, 0), (0, wide - s.v.shape[-1]))) for s in segments]
+    j, t = np.concatenate([np.asarray(s.positions[b]) for s in segments]), t[:, None]
+    visible = (j >= sinks) & (j <= t - window)
+    return attend(q.shape[-1] ** -0.5 * np.concatenate(scores, 1), visible, [(np.concatenate(values), 1.0)])

@@ -14,6 +14,8 @@ from zdc_jax import CompressionPlan, generate
 from zdc_jax.cache import KVCache
 from zdc_jax.class_cache import class_order
 from zdc_jax.errors import PlanError, PromptError
+from zdc_jax.model.classes import arrange, class_layer
+from zdc_jax.ops import attention as ops
 from zdc_jax.plan import LayerRanks, TokenClasses
 
 BLOCK = 16
@@ -196,8 +198,66 @@ def test_what_classes_cannot_do_is_said(tiny_llama: TinyModel):
     model = tiny_llama.model(replace(plan, classes=replace(plan.classes, block=48)))
     with pytest.raises(PromptError, match="must be a multiple of the plan's blocks of 48"):
         generate(model, [[5, 6, 7]], 2)
-    with pytest.raises(NotImplementedError, match="layers with token classes run on xla"):
-        generate(tiny_llama.model(plan), [[5, 6, 7]], 2, implementation="pallas")
+    model = tiny_llama.model(plan).network
+    with pytest.raises(NotImplementedError, match="it does not read this cache"):
+        model.hidden(jnp.zeros((1, 8), jnp.int32), "cudnn")
+
+
+ON_KERNELS = [{}, {"window": 64, "sinks": 4}]
+
+
+def half(model):
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.network)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="what can be checked without a GPU")
+@pytest.mark.parametrize("near", ON_KERNELS)
+def test_class_layers_lower_for_cuda(monkeypatch, tiny_llama: TinyModel, near):
+    """A piece and a token; projections stay XLA's, so that every kernel is one of attention."""
+    network = half(tiny_llama.model(class_plan(tiny_llama, **near)))
+    monkeypatch.setattr(ops, "_pallas_refusal", lambda *args: None)
+    cache = KVCache.create(network.plan, batch=2, capacity=128, dtype=network.dtype)
+    integers = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
+    extend = lambda cache, tokens, end: network.extend(cache, tokens, end, "pallas")
+    for width, kernel in ((80, "zdc_prefill"), (1, "zdc_decode")):
+        traced = jax.jit(extend).trace(cache, integers(2, width), integers(2))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert kernel in text
+        # Layers alike are one function: a leader's one kernel, a member's two, and one of its near keys.
+        assert text.count("custom_call @mosaic_gpu") == (4 if near else 3)
+
+
+def replayed(network, x, lse, implementation):
+    """One class layer on classes by a given lse: two pieces of a ragged batch, then tokens one by one."""
+    plan, prompts, T = network.plan, np.array([150, 113]), 160
+    cache = KVCache.create(plan, batch=2, capacity=192, dtype=network.dtype)
+    group, layer, states = cache.groups[0], cache.layers[1], []
+    pieces = [(np.full(2, start), 96, np.minimum(prompts, start + 96)) for start in (0, 96)]
+    tokens = [(prompts + step, 1, prompts + step + 1) for step in range(T - prompts.max())]
+    for start, width, end in pieces + tokens:
+        positions, end = jnp.asarray(start[:, None] + np.arange(width)), jnp.asarray(end)
+        taken = jnp.minimum(positions, T - 1)
+        pick = lambda array, taken=taken: jnp.take_along_axis(array, taken[..., None], 1)
+        group, order = arrange(group, pick(lse).swapaxes(1, 2), positions, end, plan.classes, 0)
+        first, near = plan.classes.important_in(0, width), (plan.sinks, plan.window)
+        given = order.sorted(pick(x).astype(network.dtype))
+        rest = group, order, positions, end, first, plan.layers[1], near, implementation
+        y, layer = class_layer(network.layers[1], given, layer, *rest)
+        y = np.asarray(order.restored(y), np.float32)
+        states.append(np.where((np.asarray(positions) < np.asarray(end)[:, None])[..., None], y, 0))
+    return np.concatenate(states, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("near", ON_KERNELS)
+def test_class_layer_on_kernels_is_that_on_xla(tiny: TinyModel, near):
+    """Error against float32 at most twice that of XLA in bfloat16, on the same classes."""
+    exact = tiny.model(class_plan(tiny, **near))
+    D, N = tiny.config.embed_dim, tiny.config.num_heads
+    x, lse = (jax.random.normal(jax.random.key(i), (2, 160, n)) for i, n in enumerate((D, N)))
+    truth = replayed(exact.network, x, lse, "xla")
+    errors = {name: np.linalg.norm(replayed(half(exact), x, lse, name) - truth) for name in ("xla", "pallas")}
+    assert 0 < errors["pallas"] <= 2 * errors["xla"]
 
 
 IMPOSSIBLE = {

@@ -1,6 +1,7 @@
 """Choice of an attention implementation, and the model on the kernels against the model on XLA."""
 
 import logging
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,14 @@ from zdc_jax.cache import KVCache
 from zdc_jax.loading import LanguageModel
 from zdc_jax.ops import attention as ops
 from zdc_jax.ops import rotation
-from zdc_jax.plan import CompressionPlan, LayerRanks
+from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 PLANS = {
     "full": {"qk": 32, "v": 32},
     "truncated": {"qk": 16, "v": 32},
     "window": {"qk": 16, "v": 16, "window": 64, "sinks": 4},
     "window, values whole": {"qk": 16, "v": 32, "window": 64, "sinks": 0},
+    "window alone": {"qk": 0, "v": 0, "window": 64, "sinks": 4},
 }
 
 
@@ -115,16 +117,24 @@ def test_model_on_kernels_is_the_model_on_xla(config, name):
 
 
 @pytest.mark.gpu
-def test_layers_without_far_attention_are_served_by_xla(caplog):
-    tiny = TinyModel(LLAMA)
-    ranks = (LayerRanks(16, 16), LayerRanks(0, 0), LayerRanks(32, 32))
+@pytest.mark.parametrize("classes", [False, True])
+def test_every_layer_is_served_by_the_kernels(caplog, classes):
+    """Far attention at both ranks, at one, and none; token classes. And what refuses says why."""
+    ranks = (LayerRanks(16, 16), LayerRanks(16, 16) if classes else LayerRanks(0, 0), LayerRanks(32, 32))
     plan = CompressionPlan(ranks, LLAMA.num_kv_heads, LLAMA.head_dim, sinks=4, window=64)
-    model = bfloat16(tiny.model(plan))
+    if classes:
+        important = (LayerRanks(32, 32),) * 3
+        plan = replace(plan, classes=TokenClasses((0, 2), (0.4, 0.4), important, block=32))
+    model = bfloat16(TinyModel(LLAMA).model(plan))
     ops._log_choice.cache_clear()
     with caplog.at_level(logging.INFO, logger="zdc_jax.ops"):
         generate(model, [[5, 6, 7] * 30], 4)
-    messages = [record.getMessage() for record in caplog.records]
-    assert any("R=0" in message for message in messages)
-    assert any(message == "decode runs on pallas" for message in messages)
-    with pytest.raises(NotImplementedError, match="R=0"):
-        generate(model, [[5, 6, 7] * 30], 4, implementation="pallas")
+    messages = {record.getMessage() for record in caplog.records}
+    assert messages == {f"{kind} runs on pallas" for kind in KINDS[: 4 if classes else 2]}
+    generate(model, [[5, 6, 7] * 30], 4, implementation="pallas")
+    unaligned = bfloat16(TinyModel(LLAMA).model(replace(plan, window=60)))
+    with pytest.raises(NotImplementedError, match="a window of 64, got"):
+        generate(unaligned, [[5, 6, 7] * 30], 4, implementation="pallas")
+
+
+KINDS = ["prefill", "decode", "class prefill", "class decode"]

@@ -7,15 +7,18 @@ that projections and cache writes are of contiguous rows, at the width of their 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas import Segment as Held
+from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
-from zdc_jax.cache import ClassLayerCache, KVCache, LayerCache, append
+from zdc_jax.cache import ClassLayerCache, KVCache, LayerCache
 from zdc_jax.class_cache import (
     GroupState,
+    Segment,
     class_order,
     first_slots,
     place_token,
@@ -26,8 +29,7 @@ from zdc_jax.class_cache import (
 from zdc_jax.importance import token_importance
 from zdc_jax.model.block import Block, Project
 from zdc_jax.model.layers import Reduce, whole
-from zdc_jax.ops.attention import Implementation
-from zdc_jax.ops.xla import segment_attention
+from zdc_jax.ops.attention import Implementation, cached_attention, segment_attention
 from zdc_jax.plan import LayerRanks, TokenClasses
 
 
@@ -108,13 +110,7 @@ def extend_groups(
     return x, replace(cache, layers=tuple(layers), lengths=end, groups=tuple(groups))
 
 
-def check_implementation(implementation: Implementation | None) -> None:
-    """Raises `NotImplementedError` where layers with token classes cannot run on it."""
-    if implementation not in (None, "xla"):
-        reason = "layers with token classes run on xla"
-        raise NotImplementedError(f"{implementation=} cannot do this call: {reason}")
-
-
+@partial(jax.jit, static_argnames=("first", "less", "near", "implementation", "reduce"))
 def class_layer(
     block: Block,
     x: Array,
@@ -126,37 +122,35 @@ def class_layer(
     first: int,
     less: LayerRanks,
     near: tuple[int, int],
+    implementation: Implementation | None,
     reduce: Reduce = whole,
 ) -> tuple[Array, ClassLayerCache]:
     """One layer on tokens in class order, and its cache with them.
 
     positions [B, T] and end [B] as in `Transformer.extend`; the `first` tokens of x are important, the others
-    keep `less`; near: sinks and window, for which projections stay whole; reduce: as `Block` takes it.
+    keep `less`; near: sinks and window, for which projections stay whole; implementation: of attention;
+    reduce: as `Block` takes it.
     """
-    (sinks, window), longer = near, cache
-    ordered = arrangement.sorted(positions)
-    segments = cache.important, cache.rest
+    longer, ordered = cache, arrangement.sorted(positions)
+    options: dict[str, Any] = {"sinks": near[0], "window": near[1], "implementation": implementation}
+    options["scale"] = block.attention.config.head_dim**-0.5
 
     def attend(q: Array, k: tuple[Array, Array], v: tuple[Array, Array]) -> Array:
         nonlocal longer
-        ring, keys = cache.near, None
-        if sinks or window:
-            own_k, own_v = (arrangement.restored(jnp.concatenate(each, 1)) for each in (k, v))
-            ring, keys = append(cache.near, own_k, own_v, positions, end, sinks=sinks, window=window)
-        if positions.shape[1] == 1:  # Its slots tell its class: both segments are offered the token.
-            k, v = (k[0], k[0]), (v[0], v[0])
-        put = put_token if positions.shape[1] == 1 else put_piece
-        new = [
-            put(old, keys_[..., : old.k.shape[-1]], values[..., : old.v.shape[-1]], slot)
-            for old, keys_, values, slot in zip(segments, k, v, arrangement.slots, strict=True)
-        ]
-        longer = ClassLayerCache(ring, *new)
-        held = [(s.k, s.v, at) for s, at in zip(new, group.positions, strict=True)]
-        scale = block.attention.config.head_dim**-0.5
-        o, _ = segment_attention(q, ordered, held, scale=scale, near=keys, sinks=sinks, window=window)
-        return o
+        segments = _put(cache, k, v, arrangement, positions.shape[1] == 1)
+        longer = replace(cache, important=segments[0], rest=segments[1])
+        held = [Held(s.k, s.v, at) for s, at in zip(segments, group.positions, strict=True)]
+        far = segment_attention(q, ordered, held, **options)
+        if near == (0, 0):
+            return far[0]
+        q, own_k, own_v = (arrangement.restored(x) for x in (q, *(jnp.concatenate(x, 1) for x in (k, v))))
+        ring, o, lse = cached_attention(q, own_k, own_v, cache.near, positions, end, **options)
+        longer = replace(longer, near=ring)
+        lse = arrangement.sorted(lse.swapaxes(1, 2)).swapaxes(1, 2)
+        return merge_partial([far, (arrangement.sorted(o), lse)])[0]
 
-    x = block(x, ordered, attend, project=projection(block, first, less, near), reduce=reduce)
+    project = projection(block, first, less, near)
+    x = block(x, ordered, attend, project=project, reduce=reduce)
     return x, longer
 
 
@@ -165,3 +159,22 @@ def projection(block: Block, first: int, less: LayerRanks, near: tuple[int, int]
     H = block.attention.config.head_dim
     kept = LayerRanks(H, H) if any(near) else less
     return partial(block.attention.project_classes, first=first, less=kept)
+
+
+def _put(
+    cache: ClassLayerCache,
+    k: tuple[Array, Array],
+    v: tuple[Array, Array],
+    arrangement: Arrangement,
+    decoded: bool,
+) -> list[Segment]:
+    """Both segments with new keys and values, each cut to the width of its class."""
+    if decoded:  # Its slots tell its class: both segments are offered the token.
+        k, v = (k[0], k[0]), (v[0], v[0])
+    put = put_token if decoded else put_piece
+    return [
+        put(old, keys[..., : old.k.shape[-1]], values[..., : old.v.shape[-1]], slot)
+        for old, keys, values, slot in zip(
+            (cache.important, cache.rest), k, v, arrangement.slots, strict=True
+        )
+    ]

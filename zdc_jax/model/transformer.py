@@ -15,7 +15,7 @@ from zdc_jax.cache import ClassLayerCache, KVCache, LayerCache
 from zdc_jax.class_cache import GroupState
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.block import Block
-from zdc_jax.model.classes import Arrangement, check_implementation, class_layer, extend_groups
+from zdc_jax.model.classes import Arrangement, class_layer, extend_groups
 from zdc_jax.model.layers import Norm, param
 from zdc_jax.ops.attention import Implementation, cached_attention, self_attention
 from zdc_jax.ops.contract import einsum_f32
@@ -85,7 +85,7 @@ class Transformer(nnx.Module):
         x = self.embeddings.embed(tokens, positions)
         if self.plan.classes is not None:
             B, T = tokens.shape
-            cache = KVCache.create(self.plan, batch=B, capacity=T, dtype=self.dtype)
+            cache = KVCache.create(self.plan, batch=B, capacity=-(-T // 8) * 8, dtype=self.dtype)
             return self.extend(cache, tokens, jnp.full(B, T, jnp.int32), implementation)[0]
         near = (self.plan.sinks, self.plan.window) if self.plan.keeps_full_width else (0, 0)
         for block, ranks in zip(self.layers, self.plan.layers, strict=True):
@@ -135,7 +135,6 @@ class Transformer(nnx.Module):
         end: Array,
         implementation: Implementation | None,
     ) -> tuple[Array, KVCache]:
-        check_implementation(implementation)
         near = (cache.sinks, cache.window)
 
         def lead(index: int, x: Array, held: LayerCache) -> tuple[Array, LayerCache, Array]:
@@ -150,12 +149,10 @@ class Transformer(nnx.Module):
             first: int,
         ) -> tuple[Array, ClassLayerCache]:
             less, block = self.plan.layers[index], self.layers[index]
-            return _class_layer(block, x, held, group, arrangement, positions, end, first, less, near)
+            given = (positions, end, first, less, near, implementation)
+            return class_layer(block, x, held, group, arrangement, *given)
 
         return extend_groups(classes, cache, x, positions, end, lead, follow)
-
-
-_class_layer = jax.jit(class_layer, static_argnames=("first", "less", "near"))
 
 
 @partial(jax.jit, static_argnames=("ranks", "near", "implementation"))

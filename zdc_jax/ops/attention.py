@@ -14,7 +14,7 @@ the log (`zdc_jax.ops`, once a kind of call).
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
@@ -24,14 +24,15 @@ from jaxtyping import Float, Int
 from kernels_pallas import (
     TAIL_ALIGNMENT,
     Ring,
+    Segment,
     Trailing,
     decode_attention,
-    merge_partial,
     prefill_attention,
 )
+from kernels_pallas import segment_attention as kernel_segments
 from zdc_jax.axes import Array
 from zdc_jax.cache import LayerCache, append, recent_rows, write
-from zdc_jax.ops.xla import NearKeys, xla_attention
+from zdc_jax.ops.xla import NearKeys, xla_attention, xla_segments
 
 Implementation = Literal["pallas", "cudnn", "xla"]
 
@@ -111,24 +112,23 @@ def near_attention(
     B, T, _, H = q.shape
     P = sink_k.shape[1]
     refusals: dict[Implementation, Callable[[], str | None]] = {
-        "pallas": lambda: _pallas_refusal(q, H, H, H, True, P, window),
+        "pallas": lambda: _pallas_refusal(q, 0, 0, H, True, P, window),
         "cudnn": lambda: _cudnn_refusal(q, k, v, True),
     }
     k, v, sink_k, sink_v = (x.swapaxes(1, 2) for x in (k, v, sink_k, sink_v))
-    positions = jnp.broadcast_to(start + jnp.arange(T), (B, T))
-    whole = functools.partial(xla_attention, q, positions=positions, scale=scale)
+    no_k, no_v = k[..., :0], v[..., :0]
     if _choose("near_attention", implementation, refusals) == "pallas":
         starts = jnp.full(B, start)
-        options = {"scale": scale, "starts": starts, "sinks": P, "window": window}
-        recent = prefill_attention(q, k, v, keys="near", key_starts=starts - window, **options)
-        if not P:
-            return recent
-        return merge_partial([recent, whole(k=sink_k, v=sink_v, near=None, sinks=0, window=0)])
+        trailing = Trailing(k, v, starts - window, *((sink_k, sink_v) if P else ()))
+        return prefill_attention(
+            q, no_k, no_v, scale=scale, starts=starts, trailing=trailing, sinks=P, window=window
+        )
+    positions = jnp.broadcast_to(start + jnp.arange(T), (B, T))
     held = start - window + jnp.arange(window + T)
     held = jnp.concatenate([jnp.arange(P), jnp.where(held >= P, held, -1)])
     join = lambda sinks, recent: jnp.concatenate([sinks, recent], 2)
     near = NearKeys(join(sink_k, k), join(sink_v, v), jnp.broadcast_to(held, (B, *held.shape)))
-    return whole(k=k[:, :, :0, :0], v=v[:, :, :0, :0], near=near, sinks=P, window=window)
+    return xla_attention(q, no_k, no_v, positions, scale=scale, near=near, sinks=P, window=window)
 
 
 def far_attention(
@@ -234,6 +234,47 @@ def cached_attention(
     return _pallas_prefill(q, k, v, cache, positions, end, scale, sinks, window)
 
 
+def segment_attention(
+    q: Float[Array, "B T N H"],
+    positions: Int[Array, "B T"],
+    segments: Sequence[Segment],
+    *,
+    scale: float,
+    sinks: int,
+    window: int,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
+    """Attention of queries at `positions`, in any order, to the keys of several token classes.
+
+    Args:
+      q: scores with a segment's keys use its first R coordinates.
+      segments: k [B, K, S, R], v [B, K, S, Z] and positions [B, S] of each class, negative for an empty slot.
+      sinks, window: only far keys are seen, sinks ≤ j ≤ t - window; all j ≤ t where both are 0.
+      scale, implementation: as in `self_attention`.
+
+    Returns:
+      the result in the width of the widest values, narrower ones counting as zero beyond theirs, and its
+      log-sum-exp; zeros and -inf for queries that see no key.
+
+    Raises:
+      NotImplementedError: the chosen implementation cannot do this call, with the reason.
+    """
+
+    def refusal() -> str | None:
+        ranks = [(s.k.shape[-1], s.v.shape[-1]) for s in segments]
+        reasons = (_pallas_refusal(q, R, Z, Z, False, 0, 0) for R, Z in ranks)
+        caches = (_cache_refusal(q, s.k, window=0) for s in segments if q.shape[1] == 1)
+        return next((reason for reason in (*reasons, *caches) if reason is not None), None)
+
+    refusals: dict[Implementation, Callable[[], str | None]] = {
+        "pallas": refusal,
+        "cudnn": lambda: "it reads no keys of several classes",
+    }
+    kind = "class decode" if q.shape[1] == 1 else "class prefill"
+    attend = kernel_segments if _choose(kind, implementation, refusals) == "pallas" else xla_segments
+    return attend(q, positions, segments, scale=scale, sinks=sinks, window=window)
+
+
 def _choose(
     kind: str,
     implementation: Implementation | None,
@@ -300,17 +341,22 @@ def _pallas_refusal(
         return reason
     if (capability := jax.local_devices()[0].compute_capability) != "9.0":
         return f"it is written for compute capability 9.0, the device has {capability}"
-    for name, rank in {"R": R, "Z": Z, "H": H}.items():
+    ranks = {"H": H} if near and R == Z == 0 else {"R": R, "Z": Z, "H": H}
+    for name, rank in ranks.items():
         if rank % 16 or not 16 <= rank <= 256:
             return f"it needs ranks that are multiples of 16 from 16 to 256, got {name}={rank}"
     if near and (not window or sinks > 64):
         return f"it needs a window, and at most 64 sinks, got {window=}, {sinks=}"
-    if cache is None:
-        return None
-    if cache.k.shape[2] % 8 or window % 64:
-        return f"it needs a capacity in multiples of 8 and a window of 64, got {cache.k.shape[2]}, {window}"
-    if q.shape[2] // cache.k.shape[1] > 56:
-        return f"it packs at most 56 query heads of a KV head, got {q.shape[2] // cache.k.shape[1]}"
+    return None if cache is None else _cache_refusal(q, cache.k, window)
+
+
+def _cache_refusal(q: Array, k: Array, window: int) -> str | None:
+    """What the kernels ask of cached keys [B, K, S, R], for q [B, T, N, H]."""
+    _, K, S, _ = k.shape
+    if S % 8 or window % 64:
+        return f"it needs a capacity in multiples of 8 and a window of 64, got {S}, {window}"
+    if q.shape[2] // K > 56:
+        return f"it packs at most 56 query heads of a KV head, got {q.shape[2] // K}"
     return None
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from kernels_pallas import Segment
 from zdc_jax.axes import Array
 from zdc_jax.ops.contract import einsum_f32
 
@@ -54,7 +55,8 @@ def xla_attention(
     """
     B, T, N, _ = q.shape
     past = 0 if near is None else near.k.shape[2] - T
-    block = query_block(B * N * (k.shape[2] + past), T)
+    far = k.shape[2] if k.shape[3] else 0
+    block = query_block(B * N * (far + past), T)
     pad = -T % block
     # Padded queries repeat the last position, so that they see keys and stay finite; they are cut off below.
     q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
@@ -79,41 +81,29 @@ def xla_attention(
     return out, jnp.moveaxis(lse, 0, 2).reshape(B, N, T + pad)[:, :, :T]
 
 
-def segment_attention(
-    q: Float[Array, "B T N Hq"],
+def xla_segments(
+    q: Float[Array, "B T N H"],
     positions: Int[Array, "B T"],
-    segments: Sequence[tuple[Array, Array, Array]],
+    segments: Sequence[Segment],
     *,
     scale: float,
-    near: NearKeys | None,
     sinks: int,
     window: int,
-) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
-    """Attention over keys of several classes, each k [B, K, S, R], v [B, K, S, Z], positions [B, S].
-
-    Scores with a segment's keys use the first R coordinates of q, and narrower values count as zero beyond
-    their Z. Positions, of queries and keys, may come in any order; -1 marks an empty slot. The segments' keys
-    are far ones; near keys and the log-sum-exp are as in `xla_attention`.
-    """
+) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
+    """`zdc_jax.ops.attention.segment_attention` in plain XLA, block by block as in `xla_attention`."""
     B, T, N, _ = q.shape
-    sizes = [positions.shape[1] for *_, positions in segments] + ([] if near is None else [near.k.shape[2]])
-    block = query_block(B * N * sum(sizes), T)
+    block = query_block(B * N * sum(segment.k.shape[2] for segment in segments), T)
     pad = -T % block
     q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
     positions = jnp.pad(positions, ((0, 0), (0, pad)))
 
     def one_block(index: Array) -> tuple[Array, Array]:
         take = lambda x: jax.lax.dynamic_slice_in_dim(x, index * block, block, axis=1)
-        t, grouped = take(positions)[:, :, None], take(q)
-        parts = []
+        t, parts = take(positions)[:, :, None], []
         for k, v, held in segments:
             j = held[:, None]
-            parts.append((k, v, (j >= sinks) & (j <= t - window)))
-        if near is not None:
-            j = near.positions[:, None]
-            visible = (j >= 0) & (j <= t) & ((j < sinks) | (j > t - window))
-            parts.append((near.k, near.v, visible))
-        return _attend(grouped, parts, scale)
+            parts.append((k, v, (j >= sinks) & (j >= 0) & (j <= t - window)))
+        return _attend(take(q), parts, scale)
 
     out, lse = jax.lax.map(one_block, jnp.arange((T + pad) // block))
     out = jnp.moveaxis(out, 0, 1).reshape(B, T + pad, N, -1)[:, :T]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
+from kernels_pallas import Segment as Held
 from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
 from zdc_jax.cache import ClassLayerCache, KVCache, LayerCache
@@ -23,8 +24,7 @@ from zdc_jax.class_cache import EMPTY, GroupState, Segment
 from zdc_jax.importance import token_importance
 from zdc_jax.model.block import Block
 from zdc_jax.model.classes import Arrangement, arrange, class_layer, projection
-from zdc_jax.ops.attention import Implementation
-from zdc_jax.ops.xla import segment_attention
+from zdc_jax.ops.attention import Implementation, segment_attention
 from zdc_jax.parallel.attention import Method, attend_near
 from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, kv_copies, moved, scatter_heads
 from zdc_jax.parallel.far import Keys
@@ -84,7 +84,7 @@ def prompt_through_groups(
     Args:
       x: embeddings, divided as tokens are; every device holds whole blocks.
       slots: of the cache to be made; None makes none.
-      implementation: of attention to all tokens alike and to near ones; class attention runs on XLA.
+      implementation: of attention.
       weights: how those of `layers` lie.
 
     Returns:
@@ -182,9 +182,12 @@ def _classified(
         group = GroupState.create(classes, index, batch=B, capacity=t)
         own = jnp.broadcast_to(jnp.arange(t), (B, t))
         group, arrangement = arrange(group, lse, own, end - start, classes, index)
-        held = jnp.concatenate(group.positions, 1)
+        count = classes.important_in(
+            index, t
+        )  # A group's slots may be more, for they are in whole rows of 8.
+        held = jnp.concatenate([group.positions[0][:, :count], group.positions[1][:, : t - count]], 1)
         held = jax.lax.all_gather(jnp.where(held == EMPTY, EMPTY, start + held), SEQUENCE, axis=1)
-        first, rest = jnp.split(held, [group.positions[0].shape[1]], axis=2)
+        first, rest = jnp.split(held, [count], axis=2)
         positions = first.reshape(B, -1), rest.reshape(B, -1)
         if sizes is None:
             return arrangement.sorted(x), arrangement, positions, None
@@ -295,11 +298,11 @@ def _attend_segments(
     far = segment_attention(
         q,
         jnp.concatenate(by_device, 2).reshape(B, -1),
-        [(s.k, s.v, at) for s, at in zip(segments, held, strict=True)],
+        [Held(s.k, s.v, at) for s, at in zip(segments, held, strict=True)],
         scale=keys.scale,
-        near=None,
         sinks=keys.sinks,
         window=keys.window,
+        implementation=keys.implementation,
     )
     return far, segments
 
@@ -329,7 +332,7 @@ def _restored(x: Array, arrangement: Arrangement, mesh: Mesh) -> Array:
     return on_mesh(mesh, restore, (_TOKENS, _ARRANGEMENT), _TOKENS)(x, arrangement)
 
 
-@partial(jax.jit, static_argnames=("less", "near", "mesh"))
+@partial(jax.jit, static_argnames=("less", "near", "mesh", "implementation"))
 def class_token_layer(
     block: Block,
     x: Float[Array, "B 1 D"],
@@ -341,6 +344,7 @@ def class_token_layer(
     less: LayerRanks,
     near: Near,
     mesh: Mesh,
+    implementation: Implementation | None,
 ) -> tuple[Float[Array, "B 1 D"], ClassLayerCache]:
     """`class_layer` on one token a row, its heads and cache divided over `model` and `sequence`."""
 
@@ -354,7 +358,7 @@ def class_token_layer(
         end: Array,
     ) -> tuple[Array, ClassLayerCache]:
         given = (with_new_empties(cache), group, arrangement, positions, end)
-        x, longer = class_layer(block, x, *given, 1, less, near, sum_over(mesh, BY_HEAD))
+        x, longer = class_layer(block, x, *given, 1, less, near, implementation, sum_over(mesh, BY_HEAD))
         return x, with_new_empties(longer)
 
     rows, token, held = spec("B"), spec("B 1 D"), spec("B K S R")

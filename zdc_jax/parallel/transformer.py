@@ -21,7 +21,7 @@ from zdc_jax.class_cache import GroupState
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
-from zdc_jax.model.classes import Arrangement, check_implementation, extend_groups
+from zdc_jax.model.classes import Arrangement, extend_groups
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation, cached_attention
 from zdc_jax.parallel.attention import METHODS, Method, sharded_attention
@@ -187,10 +187,10 @@ class ShardedTransformer(nnx.Module):
             index: int, x: Array, held: ClassLayerCache, group: GroupState, arrangement: Arrangement, _: int
         ) -> tuple[Array, ClassLayerCache]:
             block, given = self.token_layers[index], (group, arrangement, positions, end)
-            return class_token_layer(block, x, held, *given, self.plan.layers[index], near, self.mesh)
+            less = self.plan.layers[index]
+            return class_token_layer(block, x, held, *given, less, near, self.mesh, implementation)
 
         if self.plan.classes is not None:
-            check_implementation(implementation)
             return extend_groups(self.plan.classes, cache, x, positions, end, lead, follow)
         for index, held in enumerate(cache.layers):
             assert isinstance(held, LayerCache)
@@ -201,7 +201,6 @@ class ShardedTransformer(nnx.Module):
     def _through_groups(
         self, tokens: Array, end: Array, slots: Slots | None, implementation: Implementation | None
     ) -> tuple[Array, KVCache | None]:
-        check_implementation(implementation)
         x = self._embedded(tokens)
         given = (self.mesh, implementation, self.weights)
         return prompt_through_groups(self.prompt_layers, self.plan, x, end, slots, *given)

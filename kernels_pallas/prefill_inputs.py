@@ -1,0 +1,91 @@
+"""What the prefill kernel takes beside q, k and v, and its refusals before launch."""
+
+from typing import Literal, NamedTuple
+
+from jax import Array
+
+from kernels_pallas import common
+
+TAIL_ALIGNMENT = 256
+"""`Trailing.start` is a multiple of this, so that key blocks of every size begin at a row of the tail."""
+
+Keys = Literal["all", "far"]
+
+
+class Trailing(NamedTuple):
+    """Trailing coordinates of near keys: k [B, K, M, H-R], v [B, K, M, H-Z], start [B] int32.
+
+    Row i belongs to position start + i; rows must cover the window of every query. sink_k [B, K, P, H-R] and
+    sink_v [B, K, P, H-Z] are those of positions 0 … sinks-1 (P ≥ sinks), None without sinks. With far keys
+    start is a multiple of `TAIL_ALIGNMENT` (its value is not checked), and rows of positions below `sinks`
+    must be theirs. Without (R = Z = 0) it is any position; rows below position 0 or `sinks` are ignored.
+    """
+
+    k: Array
+    v: Array
+    start: Array
+    sink_k: Array | None = None
+    sink_v: Array | None = None
+
+
+def check_inputs(
+    q: Array,
+    k: Array,
+    v: Array,
+    trailing: Trailing | None,
+    sinks: int,
+    window: int,
+    keys: Keys,
+) -> None:
+    """Raises what `prefill_attention` says it raises, but for `positions`."""
+    common.check_device()
+    common.check_dtypes(q=q, k=k, v=v)
+    common.check_shape("q", q, (None,) * 4, "B, T, N, H")
+    B, _, N, H = q.shape
+    common.check_shape("k", k, (B, None, None, None), "B, K, S, R")
+    _, K, S, R = k.shape
+    common.check_shape("v", v, (B, K, S, None), "B, K, S, Z")
+    Z = v.shape[-1]
+    common.check_groups(N, K)
+    if trailing is None or R or Z:
+        common.check_rank("R", R)
+        common.check_rank("Z", Z)
+    if H < R:
+        raise ValueError(f"q has {H} coordinates: must be at least those of k, R={R}")
+    if keys not in ("all", "far"):
+        raise ValueError(f"keys={keys!r}: must be 'all' or 'far'")
+    if sinks < 0 or window < 0:
+        raise ValueError(f"sinks={sinks}, window={window}: must not be negative")
+    if trailing is None:
+        return
+    if keys != "all" or not window:
+        raise ValueError(
+            f"trailing is given with keys={keys!r} and window={window}: needs 'all' and a window"
+        )
+    if sinks > 64:
+        raise ValueError(f"sinks={sinks}: at most 64")
+    common.check_tails(H, R, Z)
+    common.check_dtypes(q=q, **{"trailing.k": trailing.k, "trailing.v": trailing.v})
+    common.check_shape("trailing.k", trailing.k, (B, K, None, H - R), "B, K, M, H - R")
+    common.check_shape("trailing.v", trailing.v, (B, K, trailing.k.shape[2], H - Z), "B, K, M, H - Z")
+    if not sinks:
+        return
+    for name, x, width in (("sink_k", trailing.sink_k, H - R), ("sink_v", trailing.sink_v, H - Z)):
+        if x is None:
+            raise ValueError(f"sinks={sinks} need trailing.{name}, got None")
+        common.check_dtypes(q=q, **{f"trailing.{name}": x})
+        common.check_shape(f"trailing.{name}", x, (B, K, None, width), "B, K, P, trailing coordinates")
+        if x.shape[2] < sinks:
+            raise ValueError(f"trailing.{name} has {x.shape[2]} rows: needs at least sinks={sinks}")
+
+
+def check_positions(
+    q: Array, k: Array, positions: tuple[Array, Array] | None, keys: Keys, trailing: Trailing | None
+) -> None:
+    """Raises `ValueError` where `positions` have other shapes, or options beside them that need runs."""
+    if positions is None:
+        return
+    if keys != "all" or trailing is not None:
+        raise ValueError(f"positions are given with keys={keys!r} or trailing: need 'all' and none")
+    common.check_shape("positions[0]", positions[0], q.shape[:2], "B, T")
+    common.check_shape("positions[1]", positions[1], (q.shape[0], k.shape[2]), "B, S")
