@@ -159,7 +159,7 @@ def test_two_ranks(R, Z, H, N, K, sinks, config):
 @pytest.mark.parametrize(("N", "K"), HEADS)
 @pytest.mark.parametrize(("sinks", "config"), [
     (0, None), (4, None), (64, DecodeConfig(near_splits=1)),
-    (4, DecodeConfig(block=128, stages=3, near_splits=2)),
+    (4, DecodeConfig(block=128, stages=1, near_splits=2)),
 ])  # fmt: skip
 def test_near_keys_alone(H, N, K, sinks, config):
     B, S, window = len(LENGTHS), 1024, 256
