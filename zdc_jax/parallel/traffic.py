@@ -8,10 +8,11 @@ import math
 import re
 
 from zdc_jax.config import ModelConfig
-from zdc_jax.parallel.attention import Method
+from zdc_jax.parallel.attention import Method, check_method
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.near import halo_rows
 from zdc_jax.parallel.partition import Partition, cache_slots
+from zdc_jax.parallel.payload import Payload
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 _LSE_BYTES = 4
@@ -24,14 +25,19 @@ def prefill_bytes(
     length: int,
     degree: int,
     method: Method = "ulysses",
+    payload: Payload = "native",
     batch: int = 1,
     itemsize: int = 2,
 ) -> int:
     """Bytes that the attention of all layers sends from one of `degree` devices along `sequence`.
 
     `length` T and `batch` count tokens and rows of one group of devices along `sequence`; the padding of T is
-    counted. A full plan with method `ulysses` is dense Ulysses.
+    counted. A full plan with method `ulysses` is dense Ulysses. `itemsize`: bytes of a native element.
+
+    Raises:
+      ValueError, NotImplementedError: as `check_method`.
     """
+    check_method(method, payload)
     layer = lambda ranks: layer_bytes(
         config,
         ranks,
@@ -39,6 +45,7 @@ def prefill_bytes(
         length=length,
         degree=degree,
         method=method,
+        payload=payload,
         itemsize=itemsize,
     )
     return batch * sum(layer(ranks) for ranks in plan.layers)
@@ -52,6 +59,7 @@ def layer_bytes(
     length: int,
     degree: int,
     method: Method,
+    payload: Payload,
     itemsize: int,
 ) -> int:
     """`prefill_bytes` of one layer and one row; near: sinks and window.
@@ -59,7 +67,8 @@ def layer_bytes(
     Far keys, with K' = K · copies (`kv_copies`) and t = ⌈T/U⌉: `ulysses` N R + K' (R + Z) there and N Z back
     for each of t tokens, times (U-1)/U; `late_ulysses` the same with H for R and Z; `all_gather` and `ring`
     K (R + Z) for each of t (U-1) tokens. A near set adds the log-sum-exp on the way back of `ulysses`, a halo
-    of min(W, (U-1) t) tokens and the sinks, with 2 K H coordinates each.
+    of min(W, (U-1) t) tokens and the sinks, with 2 K H coordinates each. A coordinate takes `itemsize` bytes;
+    a far one of `float8` takes 1.
     """
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     U, t = degree, -(-length // degree)
@@ -69,7 +78,7 @@ def layer_bytes(
         far = t * (U - 1) * K * (R + Z) * itemsize
     else:
         coordinates = N * (R + Z) + K * kv_copies(K, U) * (R + Z)
-        far = t * (U - 1) * coordinates * itemsize // U
+        far = t * (U - 1) * coordinates * (1 if payload == "float8" else itemsize) // U
     if not is_near or method == "late_ulysses":
         return far
     if method == "ulysses" and ranks.qk:

@@ -23,9 +23,10 @@ from zdc_jax.model.block import Block
 from zdc_jax.model.layers import Reduce, whole
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation, cached_attention
-from zdc_jax.parallel.attention import METHODS, Method, sharded_attention
+from zdc_jax.parallel.attention import Method, check_method, sharded_attention
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.mesh import DATA, MODEL, SEQUENCE, degree, spec
+from zdc_jax.parallel.payload import Payload, Scales
 from zdc_jax.parallel.prompt_cache import Slots, layer_cache
 from zdc_jax.parallel.weights import placed, replicated, weight_specs
 from zdc_jax.plan import CompressionPlan, LayerRanks
@@ -38,7 +39,9 @@ class ShardedTransformer(nnx.Module):
     """A `Transformer` on a mesh: batch over `data`; tokens of a prompt over `sequence`; heads over `model`.
 
     Every device along `sequence` holds all weights (of its share along `model`) for prompts, and beside them
-    its share by head for tokens that are decoded, for which `sequence` divides heads as `model` does.
+    its share by head for tokens that are decoded, for which `sequence` divides heads as `model` does. Layers
+    that have scales exchange q, k, v and o of prompts as float8 (`zdc_jax.parallel.payload`); the cache then
+    holds the first coordinates of keys and values as they arrived, rounded.
     """
 
     def __init__(
@@ -85,6 +88,11 @@ class ShardedTransformer(nnx.Module):
         """Dtype of weights, activations and cache."""
         return self.embeddings.tokens[...].dtype
 
+    @property
+    def payload(self) -> Payload:
+        """What prompts are exchanged as."""
+        return "native" if self.prompt_layers[0].attention.v_scale is None else "float8"
+
     def hidden(
         self,
         tokens: Int[Array, "B T"],
@@ -104,10 +112,9 @@ class ShardedTransformer(nnx.Module):
 
         Raises:
           MeshError: rows or tokens cannot be divided over this mesh; before anything is computed.
-          NotImplementedError: the implementation cannot do a call.
+          NotImplementedError: the implementation cannot do a call, or the method a float8 payload.
         """
-        if method not in METHODS:
-            raise ValueError(f"{method=} must be one of {METHODS}")
+        check_method(method, self.payload)
         x = self._embedded(tokens)
         near = (self.plan.sinks, self.plan.window)
         for block, ranks in zip(self.prompt_layers, self.plan.layers, strict=True):
@@ -205,6 +212,7 @@ def _whole_layer(
         window=near[1],
         method=method,
         implementation=implementation,
+        scales=Scales.of(block.attention, ranks),
     )
 
     def local(block: Block, x: Array) -> Array:
@@ -246,6 +254,7 @@ def _prompt_layer(
                 method="ulysses",
                 implementation=implementation,
                 keep=keep,
+                scales=Scales.of(block.attention, ranks),
             )
             layer = layer_cache(k, v, exchanged, positions, end, ranks, slots)
             return o
