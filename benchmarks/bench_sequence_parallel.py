@@ -48,6 +48,7 @@ from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.attention import Method
 from zdc_jax.parallel.mesh import MeshConfig, whole_on
+from zdc_jax.parallel.payload import Payload, scale_for
 from zdc_jax.parallel.processes import initialize
 from zdc_jax.parallel.traffic import hlo_bytes, prefill_bytes
 from zdc_jax.parallel.transformer import ShardedTransformer, last_token
@@ -80,11 +81,13 @@ class Row:
     method: Method | None
     near: Literal["window", "window and sinks"] | None
     implementation: Implementation = "pallas"
+    payload: Payload = "native"
 
 
 ROWS = {
     "dense": Row("ulysses", None, "cudnn"),
     "plan": Row("ulysses", "window and sinks"),
+    "plan_float8": Row("ulysses", "window and sinks", payload="float8"),
     "one_device": Row(None, "window and sinks"),
     "dense_pallas": Row("ulysses", None),
     "late": Row("late_ulysses", "window and sinks"),
@@ -144,10 +147,12 @@ class Model:
         weights["attention"] |= {"q_rotation": basis, "k_rotation": basis}
         return weights
 
-    def on_mesh(self, plan: CompressionPlan) -> ShardedTransformer:
+    def on_mesh(self, plan: CompressionPlan, payload: Payload) -> ShardedTransformer:
         """The first layers on the mesh, as many as the plan has; the basis only where there is a window."""
         config = replace(self.config, num_layers=len(plan.layers))
-        layers = (Block(layer, config) for layer in self._of(plan))
+        scales = random_scales(config) if payload == "float8" else {}
+        whole = ({**layer, "attention": layer["attention"] | scales} for layer in self._of(plan))
+        layers = (Block(layer, config) for layer in whole)
         ends = Embeddings(self.embeddings, config)
         return ShardedTransformer(config, plan, ends, layers, self.mesh, decodes=False)
 
@@ -163,6 +168,16 @@ class Model:
             if not plan.keeps_full_width:
                 attention = {name: x for name, x in attention.items() if "rotation" not in name}
             yield {**layer, "attention": attention}
+
+
+def random_scales(config: ModelConfig) -> dict[str, Array]:
+    """Scales of a float8 payload for random weights: normal matrices give every coordinate this mean square.
+
+    Inputs are normalised to a mean square of 1, weights are N(0, 0.02²), and the basis is orthogonal.
+    """
+    rms = np.full((config.num_kv_heads, config.head_dim), 0.02 * config.embed_dim**0.5)
+    scale = jnp.asarray(scale_for(rms), config.dtype)
+    return {"q_scale": scale, "k_scale": scale, "v_scale": scale}
 
 
 class Bench:
@@ -252,6 +267,7 @@ class Bench:
             length=length,
             method=method,
             implementation=implementation,
+            payload=row.payload,
         )
         for name in parts.names():
             self.record(out, name, partial(parts.seconds, name))
@@ -265,10 +281,11 @@ class Bench:
 
     def sent(self, method: Method, row: Row, length: int) -> dict[str, int]:
         """Bytes that leave a device in all layers: formula, and one layer's compiled program times layers."""
-        network, implementation = self.model.on_mesh(self.plan(row, 1)), self.implementation(row)
+        network, implementation = self.model.on_mesh(self.plan(row, 1), row.payload), self.implementation(row)
         run = lambda network, tokens: network.hidden(tokens, method=method, implementation=implementation)
         program = jax.jit(run).lower(network, jax.ShapeDtypeStruct((1, length), jnp.int32)).compile()
-        formula = prefill_bytes(self.config, self.plan(row), length=length, degree=self.degree, method=method)
+        options = {"length": length, "degree": self.degree, "method": method, "payload": row.payload}
+        formula = prefill_bytes(self.config, self.plan(row), **options)
         return {"formula": formula, "compiled": self.config.num_layers * hlo_bytes(program.as_text())}
 
     def check(self, row: Row) -> dict[str, float]:
@@ -284,7 +301,9 @@ class Bench:
 
     def network(self, row: Row, plan: CompressionPlan) -> Transformer | ShardedTransformer:
         """The model of a row with a plan of some layers."""
-        return self.model.on_one(plan, self.config.dtype) if row.method is None else self.model.on_mesh(plan)
+        if row.method is None:
+            return self.model.on_one(plan, self.config.dtype)
+        return self.model.on_mesh(plan, row.payload)
 
     def tokens(self, length: int) -> Array:
         """One prompt."""
