@@ -37,7 +37,7 @@ def test_truncated_exchange_is_a_share_of_dense():
     assert prefill_bytes(LLAMA_7B, bare, length=131072, degree=4) == 0.375 * dense
     assert 0.375 * dense < prefill_bytes(LLAMA_7B, near, length=131072, degree=4) <= 0.40 * dense
     float8 = prefill_bytes(LLAMA_7B, near, length=131072, degree=4, payload="float8")
-    assert 0.1875 * dense < float8 <= 0.21 * dense
+    assert (0.1875 + 8 / 1024) * dense < float8 <= 0.21 * dense
 
 
 def test_only_ulysses_has_a_float8_payload():

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from zdc_jax.axes import Array
-from zdc_jax.parallel.payload import Scales, dequantized, quantized
+from zdc_jax.parallel.payload import Scales, packed, unpacked
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
@@ -49,17 +49,17 @@ def scatter_heads(
     parts = [q, jnp.repeat(k, copies, axis=2), jnp.repeat(v, copies, axis=2)]
     if scales is not None:
         every = [_of_heads(scale, x.shape[2]) for x, scale in zip(parts, scales, strict=True)]
-        parts = [quantized(x, scale) for x, scale in zip(parts, every, strict=True)]
+        parts = [packed(x, scale) for x, scale in zip(parts, every, strict=True)]
     B, t = q.shape[:2]
-    packed = jnp.concatenate([x.reshape(B, t, U, -1) for x in parts], -1)
-    received = moved(lambda x: jax.lax.all_to_all(x, axis, 0, 0), jnp.moveaxis(packed, 2, 0))
+    message = jnp.concatenate([x.reshape(B, t, U, -1) for x in parts], -1)
+    received = moved(lambda x: jax.lax.all_to_all(x, axis, 0, 0), jnp.moveaxis(message, 2, 0))
     whole = jnp.moveaxis(received, 0, 1).reshape(B, U * t, -1)  # from the tokens of each device, in order
     ends = [x.shape[2] * x.shape[3] // U for x in parts]
     split = jnp.split(whole, [ends[0], ends[0] + ends[1]], axis=-1)
     mine = [y.reshape(B, U * t, -1, x.shape[3]) for x, y in zip(parts, split, strict=True)]
     if scales is not None:
         own = [_own_heads(scale, axis) for scale in every]
-        mine = [dequantized(x, scale, q.dtype) for x, scale in zip(mine, own, strict=True)]
+        mine = [unpacked(x, scale, q.dtype) for x, scale in zip(mine, own, strict=True)]
     return mine[0], mine[1], mine[2]
 
 
@@ -71,7 +71,7 @@ def gather_heads(
     B, T, n, Z = o.shape
     if scale is not None:
         every = _of_heads(scale, U * n)
-        return dequantized(gather_heads(quantized(o, _own_heads(every, axis)), axis), every, o.dtype)
+        return unpacked(gather_heads(packed(o, _own_heads(every, axis)), axis), every, o.dtype)
     blocks = jnp.moveaxis(o.reshape(B, U, T // U, n * Z), 1, 0)
     received = moved(lambda x: jax.lax.all_to_all(x, axis, 0, 0), blocks)
     return jnp.moveaxis(received.reshape(U, B, T // U, n, Z), 0, 2).reshape(B, T // U, U * n, Z)
@@ -87,8 +87,8 @@ def gather_heads_and_lse(
     U, Z = jax.lax.axis_size(axis), o.shape[-1]
     if scale is not None:
         every = _of_heads(scale, U * o.shape[2])
-        back, lse = gather_heads_and_lse(quantized(o, _own_heads(every, axis)), lse, axis)
-        return dequantized(back, every, o.dtype), lse
+        back, lse = gather_heads_and_lse(packed(o, _own_heads(every, axis)), lse, axis)
+        return unpacked(back, every, o.dtype), lse
     words = jax.lax.bitcast_convert_type(o, _WORDS[o.dtype.itemsize])
     columns = jax.lax.bitcast_convert_type(lse.swapaxes(1, 2), words.dtype)
     both = gather_heads(jnp.concatenate([words, columns.reshape(*o.shape[:3], -1)], -1), axis)

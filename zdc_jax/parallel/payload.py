@@ -1,14 +1,17 @@
 """Payload of the exchange: as computed, or 8-bit floating point with scales from calibration (ours).
 
 e4m3 rounds to 3 bits of mantissa, 2^-4 of a number, over a range of 2^15: what matters about a scale is that
-nothing overflows. So it is known before a prompt is seen, and no maximum has to be found, nor agreed on.
+nothing overflows. So it is known before a prompt is seen, and no maximum has to be found, nor agreed on. What
+it rounds off large scores is what costs, and in a calibrated basis these are made of the first coordinates:
+those stay as they are.
 """
 
 from typing import Literal, NamedTuple, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 
 from zdc_jax.axes import Array
 from zdc_jax.basis import Basis
@@ -18,8 +21,10 @@ from zdc_jax.plan import LayerRanks
 
 Payload = Literal["native", "float8"]
 PAYLOADS: tuple[Payload, ...] = get_args(Payload)
-"""`native`: numbers travel in the dtype that they have. `float8`: q, k, v and o travel as e4m3; halo, sinks
-and log-sum-exp as they are."""
+"""`native`: numbers travel in the dtype that they have. `float8`: q, k, v and o travel as e4m3 but for their
+first `EXACT` coordinates; these, halo, sinks and log-sum-exp travel as they are."""
+EXACT = 2
+"""Coordinates of each head that are not rounded."""
 _FLOAT8 = jnp.float8_e4m3fn
 _LARGEST = float(jnp.finfo(_FLOAT8).max)
 HEADROOM = 64
@@ -71,13 +76,32 @@ def scale_for(rms: np.ndarray) -> np.ndarray:
     return np.where(rms > 0, 2.0**exponent, 1.0)
 
 
-def quantized(x: Float[Array, "B T N R"], scale: Float[Array, "N R"]) -> Float[Array, "B T N R"]:
-    """e4m3 of x / scale, saturating: the cast alone makes NaN of what is beyond ±448."""
-    return jnp.clip(x / scale, -_LARGEST, _LARGEST).astype(_FLOAT8)
+def packed(x: Float[Array, "B T N R"], scale: Float[Array, "N R"]) -> UInt8[Array, "B T N C"]:
+    """Bytes of the first `EXACT` coordinates as they are, and behind them of e4m3 of the others / scale.
+
+    Saturating: the cast alone makes NaN of what is beyond ±448.
+    """
+    rest = jnp.clip(x[..., EXACT:] / scale[:, EXACT:], -_LARGEST, _LARGEST).astype(_FLOAT8)
+    first = jax.lax.bitcast_convert_type(x[..., :EXACT], jnp.uint8)
+    return jnp.concatenate(
+        [first.reshape(*x.shape[:-1], -1), jax.lax.bitcast_convert_type(rest, jnp.uint8)], -1
+    )
 
 
-def dequantized(
-    x: Float[Array, "B T N R"], scale: Float[Array, "N R"], dtype: jnp.dtype
+def unpacked(
+    message: UInt8[Array, "B T N C"], scale: Float[Array, "N R"], dtype: jnp.dtype
 ) -> Float[Array, "B T N R"]:
-    """What `quantized` gave, exactly, in a dtype of 16 bits or more."""
-    return x.astype(dtype) * scale.astype(dtype)
+    """What `packed` was given, rounded, in the dtype that it had."""
+    count = EXACT * jnp.dtype(dtype).itemsize
+    first = message[..., :count].reshape(*message.shape[:-1], EXACT, -1)
+    rest = jax.lax.bitcast_convert_type(message[..., count:], _FLOAT8).astype(dtype)
+    exact = jax.lax.bitcast_convert_type(first, dtype)
+    return jnp.concatenate([exact, rest * scale[:, EXACT:].astype(dtype)], -1)
+
+
+def row_bytes(width: int, payload: Payload, itemsize: int) -> int:
+    """Bytes of the first `width` coordinates of one head; `itemsize` is a native element's."""
+    if payload == "native":
+        return width * itemsize
+    exact = min(width, EXACT)
+    return exact * itemsize + width - exact

@@ -12,7 +12,7 @@ from zdc_jax.parallel.attention import Method, check_method
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.near import halo_rows
 from zdc_jax.parallel.partition import Partition, cache_slots
-from zdc_jax.parallel.payload import Payload
+from zdc_jax.parallel.payload import Payload, row_bytes
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 _LSE_BYTES = 4
@@ -68,7 +68,7 @@ def layer_bytes(
     for each of t tokens, times (U-1)/U; `late_ulysses` the same with H for R and Z; `all_gather` and `ring`
     K (R + Z) for each of t (U-1) tokens. A near set adds the log-sum-exp on the way back of `ulysses`, a halo
     of min(W, (U-1) t) tokens and the sinks, with 2 K H coordinates each. A coordinate takes `itemsize` bytes;
-    a far one of `float8` takes 1.
+    of far ones in `float8` only the first few do, and the others 1 (`row_bytes`).
     """
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     U, t = degree, -(-length // degree)
@@ -77,8 +77,8 @@ def layer_bytes(
     if method in ("all_gather", "ring"):
         far = t * (U - 1) * K * (R + Z) * itemsize
     else:
-        coordinates = N * (R + Z) + K * kv_copies(K, U) * (R + Z)
-        far = t * (U - 1) * coordinates * (1 if payload == "float8" else itemsize) // U
+        token = sum(row_bytes(width, payload, itemsize) for width in (R, Z)) * (N + K * kv_copies(K, U))
+        far = t * (U - 1) * token // U
     if not is_near or method == "late_ulysses":
         return far
     if method == "ulysses" and ranks.qk:

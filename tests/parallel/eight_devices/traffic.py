@@ -73,7 +73,7 @@ def test_cache_adds_its_trailing_coordinates(near):
 
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_elements_are_not_widened_on_the_way(payload):
-    """Far coordinates take two bytes or one, those of the halo two, log-sum-exps four."""
+    """Far coordinates take two bytes or mostly one, those of the halo two, log-sum-exps four."""
     config = replace(CONFIGS["MHA"], dtype="bfloat16")
     plan = CompressionPlan.uniform(config, qk=16, v=16, window=9)
     mesh = MeshConfig(sequence=4).create()
