@@ -79,6 +79,7 @@ def continuation_nll(network: ShardedTransformer, windows: np.ndarray, batch: in
         _, cache = network.prefill(tokens[:, : T - STEPS], end, capacity=T)
         for position in range(T - STEPS, T - 1):
             cache, nll = _step(network, cache, tokens[:, position : position + 2], nll)
+            jax.block_until_ready(nll)  # Virtual devices with many steps ahead block one another.
         means.append(np.asarray(nll, np.float64) / (STEPS - 1))
     return np.concatenate(means)
 
