@@ -196,7 +196,7 @@ class Bench:
             prefill = partial(runahead.prefill, partition=partition, capacity=in_eights(length))
             ends = runahead.networks[-1].embeddings
             return lambda: _unembed(ends, prefill(tokens, end, implementation=implementation)[0])
-        network = self.model.on_mesh(plan, row.weights)
+        network = self.model.on_mesh(plan, row.weights, row.payload)
         hidden = partial(network.hidden, tokens, method=row.method, implementation=implementation)
         return lambda: _unembed(network.embeddings, last_token(hidden(), end, self.mesh))
 
@@ -238,6 +238,7 @@ class Bench:
             length=padded,
             method=row.method,
             implementation=self.implementation(row),
+            payload=row.payload,
         )
 
     def sent(self, row: Row, length: int) -> dict[str, Any]:
@@ -248,14 +249,15 @@ class Bench:
             handed = handed_bytes(plan, partition, capacity=in_eights(length))
             return {"formula": max(handed), "by_device": handed, "partition": partition.tokens}
         assert row.method is not None
-        formula = prefill_bytes(self.config, plan, length=length, degree=self.degree, method=row.method)
-        network = self.model.on_mesh(self.plan(row, 1), row.weights)
+        how = {"length": length, "degree": self.degree, "method": row.method, "payload": row.payload}
+        formula = prefill_bytes(self.config, plan, **how)
+        network = self.model.on_mesh(self.plan(row, 1), row.weights, row.payload)
         padded = -(-length // self.degree) * self.degree
         by_token = NamedSharding(self.mesh, spec("B T D"))
         x = jax.ShapeDtypeStruct((1, padded, self.config.embed_dim), network.dtype, sharding=by_token)
         near, block = (plan.sinks, plan.window), network.prompt_layers[0]
-        how = (plan.layers[0], near, self.mesh, row.method, self.implementation(row), row.weights)
-        compiled = layers * hlo_bytes(whole_layer.lower(block, x, *how).compile().as_text())
+        options = (plan.layers[0], near, self.mesh, row.method, self.implementation(row), row.weights)
+        compiled = layers * hlo_bytes(whole_layer.lower(block, x, *options).compile().as_text())
         if row.weights == "gathered":
             formula += layers * gathered_bytes(block, self.mesh)
         return {"formula": formula, "compiled": compiled}

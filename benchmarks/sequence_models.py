@@ -16,6 +16,7 @@ from zdc_jax.config import ModelConfig, RopeConfig
 from zdc_jax.model.block import Block
 from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
 from zdc_jax.model.transformer import Embeddings, Transformer
+from zdc_jax.parallel.payload import Payload, scale_for
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.parallel.weights import Weights
 from zdc_jax.plan import CompressionPlan
@@ -58,9 +59,13 @@ class Model:
         self.layers = [layer(np.int32(1 + index)) for index in range(config.num_layers)]
         jax.block_until_ready(self.layers)
 
-    def on_mesh(self, plan: CompressionPlan, weights: Weights = "replicated") -> ShardedTransformer:
+    def on_mesh(
+        self, plan: CompressionPlan, weights: Weights = "replicated", payload: Payload = "native"
+    ) -> ShardedTransformer:
         """For prompts only; `gathered` holds a further share of them, which lies beside the whole."""
-        layers = (Block(layer, self.config) for layer in self._of(plan))
+        scales = random_scales(self.config) if payload == "float8" else {}
+        scaled = ({**layer, "attention": layer["attention"] | scales} for layer in self._of(plan))
+        layers = (Block(layer, self.config) for layer in scaled)
         ends = Embeddings(self.embeddings, self.config)
         options: Any = {"weights": weights, "decodes": False}
         return ShardedTransformer(self.config, plan, ends, layers, self.mesh, **options)
@@ -92,3 +97,13 @@ class Model:
             if not plan.keeps_full_width:
                 attention = {name: x for name, x in attention.items() if "rotation" not in name}
             yield {**layer, "attention": attention}
+
+
+def random_scales(config: ModelConfig) -> dict[str, jax.Array]:
+    """Scales of a float8 payload for random weights: normal matrices give every coordinate this mean square.
+
+    Inputs are normalised to a mean square of 1, weights are N(0, 0.02²), and the basis is orthogonal.
+    """
+    rms = np.full((config.num_kv_heads, config.head_dim), 0.02 * config.embed_dim**0.5)
+    scale = jnp.asarray(scale_for(rms), config.dtype)
+    return {"q_scale": scale, "k_scale": scale, "v_scale": scale}

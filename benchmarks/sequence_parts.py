@@ -23,6 +23,7 @@ from zdc_jax.parallel.far import Keys
 from zdc_jax.parallel.mesh import SEQUENCE
 from zdc_jax.parallel.partition import Partition, in_eights
 from zdc_jax.parallel.partition_search import PieceCost, link_bandwidth, measured, searched
+from zdc_jax.parallel.payload import Payload, Scales, scale_for
 from zdc_jax.parallel.runahead import RunaheadTransformer
 from zdc_jax.parallel.traffic import handed_bytes
 from zdc_jax.plan import CompressionPlan, LayerRanks
@@ -99,11 +100,17 @@ class Parts:
         length: int,
         method: Method,
         implementation: Implementation,
+        payload: Payload = "native",
     ):
         self.config, self.mesh, self.length, self.method = config, mesh, length, method
         self.ranks = plan.layers[0]
         sinks, window = (min(count, length) for count in (plan.sinks, plan.window))
         self.keys = Keys(config.head_dim**-0.5, sinks, window, implementation)
+        self.scales: Scales | None = None
+        if payload == "float8":
+            widths = (self.ranks.qk, self.ranks.qk, self.ranks.v)
+            unit = (jnp.asarray(scale_for(np.ones((config.num_kv_heads, width)))) for width in widths)
+            self.scales = Scales(*(scale.astype(jnp.bfloat16) for scale in unit))
 
     def names(self) -> list[str]:
         """The parts that this method has."""
@@ -149,6 +156,7 @@ class Parts:
             window=self.keys.window,
             method=self.method,
             implementation=self.keys.implementation,
+            scales=self.scales,
         )
 
     def _near(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
@@ -163,12 +171,15 @@ class Parts:
         """Both all-to-alls with their relayouts; numbers of q stand in for what attention would give."""
         H, late = self.config.head_dim, self.method == "late_ulysses"
         ranks = LayerRanks(H, H) if late else self.ranks
-        q, k, v = scatter_heads(q[..., : ranks.qk], k[..., : ranks.qk], v[..., : ranks.v], SEQUENCE)
+        first = q[..., : ranks.qk], k[..., : ranks.qk], v[..., : ranks.v]
+        q, k, v = scatter_heads(*first, SEQUENCE, self.scales)
+        scale = None if self.scales is None else self.scales.v
         o = jnp.tile(q, -(-ranks.v // ranks.qk))[..., : ranks.v]
         if self.keys.are_all or late:
-            o = gather_heads(o, SEQUENCE)
+            o = gather_heads(o, SEQUENCE, scale)
         else:
-            o, _ = gather_heads_and_lse(o, q[..., 0].swapaxes(1, 2).astype(jnp.float32), SEQUENCE)
+            lse = q[..., 0].swapaxes(1, 2).astype(jnp.float32)
+            o, _ = gather_heads_and_lse(o, lse, SEQUENCE, scale)
         return o, k.swapaxes(1, 2), v.swapaxes(1, 2)
 
     def _random(self, spec: P, kv_heads: int, R: int, Z: int) -> tuple[Array, Array, Array]:

@@ -7,6 +7,7 @@ import numpy as np
 
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.attention import Method
+from zdc_jax.parallel.payload import Payload
 from zdc_jax.parallel.weights import Weights
 
 
@@ -22,6 +23,7 @@ class Row:
     implementation: Implementation = "pallas"
     partition: Literal["even", "searched"] = "even"
     weights: Weights = "replicated"
+    payload: Payload = "native"
 
 
 ROWS = {
@@ -36,6 +38,7 @@ ROWS = {
     "ring_plan": Row("ring", "window"),  # The kernels cannot skip sinks of keys that go round.
     "one_device_dense": Row(None, None, "cudnn"),
     "dense_pallas": Row("ulysses", None),
+    "plan_float8": Row("ulysses", "window and sinks", payload="float8"),
     "plan_gathered": Row("ulysses", "window and sinks", weights="gathered"),
     "runahead_dense": Row("runahead", None),
     "runahead_searched": Row("runahead", "window and sinks", partition="searched"),
@@ -46,16 +49,26 @@ Task = Literal[*ROWS, *PARTS, *CHECKS]
 """A row's name alone: its time to the first token and bytes; with `:parts`, one layer's attention in parts;
 with `:check`, its numerics."""
 TASKS: tuple[Task, ...] = (
-    *("dense", "plan", "one_device", "plan:parts", "dense:parts", "plan:check"),
+    *(
+        "dense",
+        "plan",
+        "one_device",
+        "plan:parts",
+        "dense:parts",
+        "plan_float8",
+        "plan_float8:parts",
+        "plan:check",
+    ),
     *("late", "all_gather", "ring", "runahead", "all_gather_plan", "ring_plan", "one_device_dense"),
     *("dense_pallas", "plan_gathered", "runahead_dense", "runahead_searched"),
-    *("late:parts", "dense:check", "ring:check", "runahead:check"),
+    *("late:parts", "dense:check", "plan_float8:check", "ring:check", "runahead:check"),
 )
 
 LABELS = {
     "dense": "dense Ulysses (cuDNN)",
     "dense_pallas": "dense Ulysses (our kernels)",
     "plan": "**Ulysses on truncated coordinates**",
+    "plan_float8": "the same, exchanged as float8",
     "plan_gathered": "the same, weights gathered by layer",
     "late": "truncated after the exchange",
     "all_gather": "all-gather of keys and values, dense",

@@ -166,7 +166,9 @@ def _solve_qk(
             C_K = moments.covariance("k", layer)
             extra["key_mean"] = moments.mean("k", layer)
         A_K = stacked(moments.group_size * C_Q, C_K) if kind == "stacked" else balanced(C_Q, C_K, ridge)
-    return extra | {"k_map": A_K} | _measures("qk", C_Q, C_K, A_K, scale=1 / C_Q.shape[-1])
+    A_Q = np.linalg.inv(A_K).swapaxes(-1, -2)
+    extra |= {"k_map": A_K, "q_rms": _rms(C_Q, A_Q), "k_rms": _rms(C_K, A_K)}
+    return extra | _measures("qk", C_Q, C_K, A_K, scale=1 / C_Q.shape[-1])
 
 
 def _solve_vo(
@@ -176,11 +178,19 @@ def _solve_vo(
     source: Quantity = "o" if kind == "output" else "v"
     extra: dict[str, np.ndarray] = {}
     C_V = moments.second(source, layer)
+    seen = moments.second("v", layer)
     if center:
         C_V = moments.covariance(source, layer)
-        extra["value_mean"] = moments.mean(source, layer)
+        shift, mean = moments.mean(source, layer), moments.mean("v", layer)
+        extra["value_mean"] = shift
+        seen = moments.covariance("v", layer) + (mean - shift)[:, :, None] * (mean - shift)[:, None, :]
     C = stacked(M / moments.num_tokens, C_V) if kind == "stacked" else balanced(M, C_V, ridge)
-    return extra | {"v_map": C} | _measures("vo", M, C_V, C, scale=1.0)
+    return extra | {"v_map": C, "v_rms": _rms(seen, C)} | _measures("vo", M, C_V, C, scale=1.0)
+
+
+def _rms(second: Matrices, A: Matrices) -> Float64[np.ndarray, "*K H"]:
+    """Root mean square of each coordinate of x A, where `second` is the mean of xᵀx."""
+    return np.sqrt(np.einsum("...HR,...HI,...IR->...R", A, second, A, optimize=True).clip(0))
 
 
 def _group_moment(W_O: np.ndarray, group_size: int, layer: int) -> Matrices:

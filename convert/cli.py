@@ -31,6 +31,7 @@ from zdc_jax.generate.api import generate, stream
 from zdc_jax.generate.sampling import Sampling
 from zdc_jax.loading import load, predicted_plan, stored_basis
 from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.parallel.payload import Payload
 from zdc_jax.parallel.processes import initialize
 from zdc_jax.plan import CompressionPlan
 
@@ -295,6 +296,8 @@ class Generate:
     """Print text as it comes (one prompt only)."""
     mesh: str | None = None
     """Devices to use, such as data=1,sequence=4,model=2; default one."""
+    payload: Payload = "native"
+    """What they exchange of a prompt; float8 takes half the bytes and rounds."""
     processes: Annotated[ProcessFlags, tyro.conf.arg(name="")] = field(default_factory=ProcessFlags)
     dtype: Dtype | None = None
     """Dtype to run in; default that of the stored weights."""
@@ -307,7 +310,8 @@ class Generate:
         mesh = None if self.mesh is None else MeshConfig.parse(self.mesh)
         self.processes.join(self.mesh)
         is_first = jax.process_index() == 0  # Others compute the same and say nothing.
-        model = load(self.path, self.flags.build(self.path), dtype=self.dtype, mesh=mesh)
+        plan = self.flags.build(self.path)
+        model = load(self.path, plan, dtype=self.dtype, mesh=mesh, payload=self.payload)
         arguments: dict[str, Any] = {"sampling": sampling, "stop": self.stop}
         if self.stream:
             for delta in stream(model, prompts, self.max_new_tokens, **arguments):

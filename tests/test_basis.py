@@ -68,6 +68,7 @@ def test_a_replaced_map_gets_its_own_inverse():
     "changes",
     [
         {},
+        {f"{name}_rms": np.full((2, 3, 4), 2.5) for name in "qkv"},
         {"key_mean": np.ones((2, 3, 4)), "value_mean": np.full((2, 3, 4), 2.0)},
         {"qk_kind": "pairs", "pairs": np.tile(np.array([1, 0], np.int32), (2, 3, 1))},
         # A transposed view: what is stored must be its values, not its memory.
@@ -85,6 +86,13 @@ def test_save_and_load_round_trip(tmp_path, changes):
             assert theirs.dtype == mine.dtype
         else:
             assert theirs == mine
+
+
+def test_a_folder_from_before_root_mean_squares_were_kept(tmp_path):
+    make().save(tmp_path / "basis")
+    rewrite(q_rms=..., k_rms=..., v_rms=...)(tmp_path / "basis")
+    assert "rms" not in (tmp_path / "basis" / "basis.json").read_text()
+    assert Basis.load(tmp_path / "basis").q_rms is None
 
 
 def test_saving_again_replaces_and_leaves_nothing_behind(tmp_path):

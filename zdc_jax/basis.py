@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -49,6 +49,9 @@ class Basis:
         old dimension p_i and column 2i + 1 takes p_i + H/2.
       key_mean, value_mean: shifts taken off keys and values before the maps, float64 [L, K, H], in
         original coordinates; None where nothing is centred.
+      q_rms, k_rms, v_rms: root mean squares of the new coordinates of q, k and v, as attention sees them,
+        over calibration tokens (q: and the query heads of the group), float64 [L, K, H]; None in folders
+        written before they were kept.
     """
 
     k_map: np.ndarray
@@ -68,6 +71,9 @@ class Basis:
     pairs: np.ndarray | None = None
     key_mean: np.ndarray | None = None
     value_mean: np.ndarray | None = None
+    q_rms: np.ndarray | None = None
+    k_rms: np.ndarray | None = None
+    v_rms: np.ndarray | None = None
 
     @cached_property
     def q_map(self) -> np.ndarray:
@@ -106,7 +112,8 @@ class Basis:
         Raises:
           CheckpointError: missing, corrupt, or of another format version.
         """
-        values = load_fields(folder, "basis", {f.name for f in fields(cls)})
+        later = {"q_rms", "k_rms", "v_rms"}
+        values = load_fields(folder, "basis", {f.name for f in fields(cls)} - later, optional=later)
         basis = cls(**values)
         square = (*basis.k_map.shape[:2], basis.k_map.shape[-1], basis.k_map.shape[-1])
         if not basis.k_map.shape == basis.v_map.shape == square:
@@ -147,8 +154,10 @@ def save_fields(folder: str | Path, kind: str, values: Mapping[str, Any]) -> Non
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def load_fields(folder: str | Path, kind: str, names: set[str]) -> dict[str, Any]:
-    """Reads what `save_fields` wrote; `names` are the fields that must be there, and no others.
+def load_fields(
+    folder: str | Path, kind: str, names: set[str], *, optional: Set[str] = frozenset()
+) -> dict[str, Any]:
+    """Reads what `save_fields` wrote; `names` are the fields that must be there, `optional` may be.
 
     Raises:
       CheckpointError: missing, corrupt, or of another format version.
@@ -163,7 +172,6 @@ def load_fields(folder: str | Path, kind: str, names: set[str]) -> dict[str, Any
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{path}: format_version={version!r}, this release reads {FORMAT_VERSION}")
     values |= arrays
-    if values.keys() != names:
-        wrong = ", ".join(sorted(values.keys() ^ names))
-        raise CheckpointError(f"{folder}: missing or unknown fields: {wrong}")
+    if wrong := (values.keys() ^ names) - optional:
+        raise CheckpointError(f"{folder}: missing or unknown fields: {', '.join(sorted(wrong))}")
     return values

@@ -14,12 +14,14 @@ from tokenizers import Tokenizer
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
-from zdc_jax.errors import CalibrationError, CheckpointError, PlanError
+from zdc_jax.errors import CalibrationError, CheckpointError, MeshError, PlanError
 from zdc_jax.evaluate import window_nll
 from zdc_jax.fold import fold_attention
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings, Transformer
+from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.parallel.payload import PAYLOADS, Payload, check_scales, scale_weights
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.parallel.weights import Weights
 from zdc_jax.plan import CompressionPlan
@@ -66,6 +68,7 @@ def load(
     dtype: str | None = None,
     mesh: MeshConfig | None = None,
     weights: Weights = "replicated",
+    payload: Payload = "native",
     max_score_error: float | None = None,
     max_degradation: float | None = None,
     check_text: str | Path | Sequence[str | Path] = (),
@@ -80,6 +83,8 @@ def load(
       mesh: devices to run on; default one. Layers are read one at a time, and each device gets its share.
       weights: on a mesh, `replicated` for prompts, or `gathered` from all devices layer by layer
         (`zdc_jax.parallel.weights`).
+      payload: what devices exchange of a prompt: `native`, or `float8`, which halves the bytes of 16 bits and
+        rounds, with q and o, what the cache holds of the prompt (`zdc_jax.parallel.payload`).
       max_score_error: instead of a plan, the fewest coordinates within this calibrated relative error of
         scores and values (`CompressionPlan.from_error`).
       max_degradation: instead of a plan, the fewest coordinates predicted to raise perplexity by no more
@@ -91,10 +96,17 @@ def load(
       CheckpointError: unreadable folder, unknown dtype.
       PlanError: corrupt plan, or one made for another model; an impossible limit, or one beside a plan or
         another limit; `check_text` without `max_degradation`.
-      CalibrationError: a plan was asked for and the folder holds no basis, or that of another model.
+      CalibrationError: a plan was asked for and the folder holds no basis, or that of another model; `float8`
+        without a plan, or with a basis too old to give scales.
       TextError: `check_text` is missing, or shorter than one window.
-      MeshError: the model cannot be divided over the mesh, or there are too few devices.
+      MeshError: the model cannot be divided over the mesh, there are too few devices, `float8` without one.
+      ValueError: an unknown payload.
+      NotImplementedError: `float8` for a plan with token classes.
     """
+    if payload not in PAYLOADS:
+        raise ValueError(f"{payload=} must be one of {PAYLOADS}")
+    if payload == "float8" and mesh is None:
+        raise MeshError(f"{payload=} is exchanged between devices; give mesh= with it")
     devices = None if mesh is None else mesh.create()
     checkpoint = Checkpoint.open(path)
     config = checkpoint.config
@@ -124,9 +136,13 @@ def load(
         plan.check_model(config, checkpoint.fingerprint)
         basis = basis or stored_basis(checkpoint)
         basis.check_model(checkpoint.fingerprint, config)
+    if payload == "float8":
+        check_scales(basis)
+        if plan.classes is not None:
+            check_classes("ulysses", payload)
     embeddings = cast(checkpoint.embeddings(), target)
     stored = (checkpoint.layer(index) for index in range(config.num_layers))
-    layers = prepared_layers(stored, config, plan, basis, target)
+    layers = prepared_layers(stored, config, plan, basis, target, payload)
     network: Transformer | ShardedTransformer
     if devices is None:
         network = Transformer(config, plan, embeddings, layers)
@@ -226,8 +242,9 @@ def prepared_layers(
     plan: CompressionPlan,
     basis: Basis | None,
     dtype: jnp.dtype,
+    payload: Payload = "native",
 ) -> Iterator[dict[str, Any]]:
-    """Folded (if there is a basis), sliced and rounded layers, one at a time."""
+    """Folded (if there is a basis), sliced and rounded layers, one at a time; `float8`: with scales."""
     for index, layer in enumerate(layers):
         if basis is not None:
             folded = fold_attention(
@@ -238,6 +255,8 @@ def prepared_layers(
                 plan.stored_ranks(index),
                 full_width=plan.keeps_full_width,
             )
+            if payload == "float8":
+                folded |= scale_weights(basis, index)
             layer = {**layer, "attention": folded}
         yield cast(layer, dtype)
 

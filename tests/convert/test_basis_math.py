@@ -271,6 +271,23 @@ def test_pairs_never_centre_keys_and_output_centres_on_the_outputs():
     np.testing.assert_allclose(basis.value_mean[0, 0], x["o"][0, 0].mean((0, 1)))
 
 
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize(
+    ("qk", "vo"), [("balanced", "output"), ("stacked", "balanced"), ("pairs", "stacked")]
+)
+def test_root_mean_squares_are_those_of_the_samples_in_the_basis(qk, vo, center):
+    moments, x, weights = sample_moments()
+    basis = make_basis(moments, weights, qk=qk, vo=vo, center=center)
+    for name, A, mean in (
+        ("q", basis.q_map, None),
+        ("k", basis.k_map, basis.key_mean),
+        ("v", basis.v_map, basis.value_mean),
+    ):
+        rows = x[name] if mean is None else x[name] - mean[:, :, None, None]
+        new = np.einsum("LKGTH,LKHR->LKGTR", rows, A)
+        np.testing.assert_allclose(getattr(basis, f"{name}_rms"), np.sqrt((new**2).mean((2, 3))), rtol=1e-6)
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("vo", ["balanced", "output"])
 def test_fewer_tokens_than_coordinates_still_give_an_invertible_accurate_basis(tokens, vo):

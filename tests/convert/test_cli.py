@@ -173,7 +173,7 @@ FLAGS = {
     "calibrate": "qk vo center tokens context batch seed reduction prune clusters dtype",
     "plan": f"{PLAN_FLAGS} max-degradation texts mode objective constrained trials windows context seed "
     "batch dtype",
-    "generate": f"{PLAN_FLAGS} max-new-tokens temperature top-k top-p seed stop stream mesh dtype "
+    "generate": f"{PLAN_FLAGS} max-new-tokens temperature top-k top-p seed stop stream mesh payload dtype "
     "distributed coordinator num-processes process-id join-timeout",
     "perplexity": f"{PLAN_FLAGS} windows context seed batch dtype output",
     "inspect": "check",

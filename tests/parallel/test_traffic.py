@@ -36,6 +36,14 @@ def test_truncated_exchange_is_a_share_of_dense():
     near = CompressionPlan.uniform(LLAMA_7B, qk=32, v=64, window=512, sinks=4)
     assert prefill_bytes(LLAMA_7B, bare, length=131072, degree=4) == 0.375 * dense
     assert 0.375 * dense < prefill_bytes(LLAMA_7B, near, length=131072, degree=4) <= 0.40 * dense
+    float8 = prefill_bytes(LLAMA_7B, near, length=131072, degree=4, payload="float8")
+    assert (0.1875 + 8 / 1024) * dense < float8 <= 0.21 * dense
+
+
+def test_only_ulysses_has_a_float8_payload():
+    plan = CompressionPlan.full(LLAMA_7B)
+    with pytest.raises(NotImplementedError, match="payload='float8' needs method='ulysses', method='ring'"):
+        prefill_bytes(LLAMA_7B, plan, length=4096, degree=4, method="ring", payload="float8")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ class Attention(nnx.Module):
     `q_rotation`/`k_rotation` [K, H, R]: after the rotary embedding (`post_rope`);
     `frequencies` [K, R/2]: weights hold chosen rotary pairs, interleaved (`pairs`);
     neither: inside W_Q and W_K (`folded`), or no basis at all.
+    `q_scale`, `k_scale`, `v_scale` [K, H], where they are present, are those of a float8 exchange of prompts
+    between devices (`zdc_jax.parallel.payload`).
     """
 
     def __init__(self, weights: Mapping[str, Array], config: ModelConfig):
@@ -31,6 +33,8 @@ class Attention(nnx.Module):
         self.q_rotation = param(weights, "q_rotation")
         self.k_rotation, self.k_shift = param(weights, "k_rotation"), param(weights, "k_shift")
         self.frequencies = param(weights, "frequencies")
+        self.q_scale, self.k_scale = param(weights, "q_scale"), param(weights, "k_scale")
+        self.v_scale = param(weights, "v_scale")
         self.config = config
 
     def project(

@@ -14,6 +14,7 @@ from zdc_jax.parallel.exchange import gather_heads, scatter_heads
 from zdc_jax.parallel.far import FarAttention, Keep, Keys, all_gather, ring, ulysses
 from zdc_jax.parallel.mesh import SEQUENCE
 from zdc_jax.parallel.near import first_tokens, with_halo
+from zdc_jax.parallel.payload import Payload, Scales
 from zdc_jax.plan import LayerRanks
 
 Method = Literal["ulysses", "late_ulysses", "all_gather", "ring"]
@@ -21,7 +22,15 @@ METHODS: tuple[Method, ...] = get_args(Method)
 """`ulysses`: truncated coordinates are exchanged (dense Ulysses where the plan is full). `late_ulysses`: all
 coordinates are exchanged and truncated after it, as methods do that compress only the cache. `all_gather`,
 `ring`: truncated keys and values of all tokens come to the queries."""
-_FAR: dict[Method, FarAttention] = {"ulysses": ulysses, "all_gather": all_gather, "ring": ring}
+_FAR: dict[Method, FarAttention] = {"all_gather": all_gather, "ring": ring}
+
+
+def check_method(method: Method, payload: Payload) -> None:
+    """Raises `ValueError` for an unknown method, `NotImplementedError` where it cannot send this payload."""
+    if method not in METHODS:
+        raise ValueError(f"{method=} must be one of {METHODS}")
+    if payload == "float8" and method != "ulysses":
+        raise NotImplementedError(f"{payload=} needs method='ulysses', {method=} has none")
 
 
 def sharded_attention(
@@ -36,6 +45,7 @@ def sharded_attention(
     method: Method,
     implementation: Implementation | None = None,
     keep: Keep | None = None,
+    scales: Scales | None = None,
 ) -> Float[Array, "B t N Hv"]:
     """`self_attention` of all tokens, for those of one device: inside `jax.shard_map`, T over `sequence`.
 
@@ -48,7 +58,8 @@ def sharded_attention(
       scale: factor on the scores, 1/√H of the original head dim.
       ranks: coordinates that far keys count with; sinks, window: near set, in tokens.
       method: see `METHODS`. implementation: of the attention, see `zdc_jax.ops.attention`.
-      keep: only with `ulysses`; is given the far keys and values, for a cache.
+      keep: only with `ulysses`; is given the far keys and values, for a cache, as they arrived.
+      scales: only with `ulysses`; of a float8 payload, None for a native one (`zdc_jax.parallel.payload`).
 
     Raises:
       NotImplementedError: the chosen implementation cannot do this call, with the reason.
@@ -60,7 +71,7 @@ def sharded_attention(
     keys = Keys(scale, min(sinks, length), min(window, length), implementation)
     if method == "late_ulysses":
         return _late(q, k, v, ranks, keys)
-    attend_far = _FAR[method] if keep is None else partial(ulysses, keep=keep)
+    attend_far = partial(ulysses, keep=keep, scales=scales) if method == "ulysses" else _FAR[method]
     far = lambda: attend_far(q[..., : ranks.qk], k[..., : ranks.qk], v[..., : ranks.v], keys)
     if not near:
         return _widened(far()[0], v.shape[-1])

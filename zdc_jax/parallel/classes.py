@@ -39,6 +39,7 @@ from zdc_jax.parallel.mesh import (
     spec,
     sum_over,
 )
+from zdc_jax.parallel.payload import Payload
 from zdc_jax.parallel.prompt_cache import Slots, layer_cache, stored, with_new_empties
 from zdc_jax.parallel.weights import Weights, weight_specs, whole_weights
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
@@ -51,10 +52,12 @@ _ARRANGEMENT = Arrangement(*_BY_TOKEN)
 """How [B, T, ...], the log-sum-exp [B, N, T] and an arrangement of each device's tokens lie on a mesh."""
 
 
-def check_class_method(method: Method) -> None:
-    """Raises `NotImplementedError` where tokens of two classes do not travel by this method."""
+def check_classes(method: Method, payload: Payload) -> None:
+    """Raises `NotImplementedError` where tokens of two classes do not travel by this method, or as this."""
     if method != "ulysses":
         raise NotImplementedError(f"{method=} cannot do this call: token classes need 'ulysses'")
+    if payload != "native":
+        raise NotImplementedError(f"{payload=} cannot do this call: token classes need 'native'")
 
 
 class Widths(NamedTuple):

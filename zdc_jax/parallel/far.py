@@ -15,6 +15,7 @@ from zdc_jax.axes import Array
 from zdc_jax.ops.attention import Implementation, far_attention, self_attention
 from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, moved, scatter_heads
 from zdc_jax.parallel.mesh import SEQUENCE
+from zdc_jax.parallel.payload import Scales
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,18 @@ Keep = Callable[[Array, Array], None]
 """Is given k [B, T, K/U, R] and v [B, T, K/U, Z] of all tokens for the heads of this device."""
 
 
-def ulysses(q: Array, k: Array, v: Array, keys: Keys, keep: Keep | None = None) -> tuple[Array, Array | None]:
+def ulysses(
+    q: Array, k: Array, v: Array, keys: Keys, keep: Keep | None = None, scales: Scales | None = None
+) -> tuple[Array, Array | None]:
     """Heads for tokens and back, two all-to-alls (DeepSpeed-Ulysses, with what is truncated: ZDC §5.3)."""
-    q, k, v = scatter_heads(q, k, v, SEQUENCE)
+    q, k, v = scatter_heads(q, k, v, SEQUENCE, scales)
+    scale = None if scales is None else scales.v
     if keep is not None:
         keep(k, v)
     if keys.are_all:
         o, _ = self_attention(q, k, v, scale=keys.scale, implementation=keys.implementation)
-        return gather_heads(o, SEQUENCE), None
-    return gather_heads_and_lse(*keys.attend(q, k, v), SEQUENCE)
+        return gather_heads(o, SEQUENCE, scale), None
+    return gather_heads_and_lse(*keys.attend(q, k, v), SEQUENCE, scale)
 
 
 def all_gather(q: Array, k: Array, v: Array, keys: Keys) -> tuple[Array, Array | None]:

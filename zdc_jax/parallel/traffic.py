@@ -8,11 +8,12 @@ import math
 import re
 
 from zdc_jax.config import ModelConfig
-from zdc_jax.parallel.attention import Method
-from zdc_jax.parallel.classes import check_class_method
+from zdc_jax.parallel.attention import Method, check_method
+from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.near import halo_rows
 from zdc_jax.parallel.partition import Partition, cache_slots
+from zdc_jax.parallel.payload import Payload, row_bytes
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 _LSE_BYTES = 4
@@ -25,15 +26,20 @@ def prefill_bytes(
     length: int,
     degree: int,
     method: Method = "ulysses",
+    payload: Payload = "native",
     batch: int = 1,
     itemsize: int = 2,
 ) -> int:
     """Bytes that the attention of all layers sends from one of `degree` devices along `sequence`.
 
     `length` T and `batch` count tokens and rows of one group of devices along `sequence`; the padding of T is
-    counted. A full plan with method `ulysses` is dense Ulysses. Raises `NotImplementedError` for a method
-    that cannot exchange the plan's token classes.
+    counted. A full plan with method `ulysses` is dense Ulysses. `itemsize`: bytes of a native element.
+
+    Raises:
+      ValueError, NotImplementedError: as `check_method`; a method or payload that cannot exchange the plan's
+        token classes.
     """
+    check_method(method, payload)
     layer = lambda ranks: layer_bytes(
         config,
         ranks,
@@ -41,10 +47,11 @@ def prefill_bytes(
         length=length,
         degree=degree,
         method=method,
+        payload=payload,
         itemsize=itemsize,
     )
     if plan.classes is not None:
-        check_class_method(method)
+        check_classes(method, payload)
         return batch * _class_bytes(
             config, plan, plan.classes, length=length, degree=degree, itemsize=itemsize
         )
@@ -59,6 +66,7 @@ def layer_bytes(
     length: int,
     degree: int,
     method: Method,
+    payload: Payload,
     itemsize: int,
 ) -> int:
     """`prefill_bytes` of one layer and one row; near: sinks and window.
@@ -66,7 +74,8 @@ def layer_bytes(
     Far keys, with K' = K · copies (`kv_copies`) and t = ⌈T/U⌉: `ulysses` N R + K' (R + Z) there and N Z back
     for each of t tokens, times (U-1)/U; `late_ulysses` the same with H for R and Z; `all_gather` and `ring`
     K (R + Z) for each of t (U-1) tokens. A near set adds the log-sum-exp on the way back of `ulysses`, a halo
-    of min(W, (U-1) t) tokens and the sinks, with 2 K H coordinates each.
+    of min(W, (U-1) t) tokens and the sinks, with 2 K H coordinates each. A coordinate takes `itemsize` bytes;
+    of far ones in `float8` only the first few do, and the others 1 (`row_bytes`).
     """
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     U, t = degree, -(-length // degree)
@@ -75,8 +84,8 @@ def layer_bytes(
     if method in ("all_gather", "ring"):
         far = t * (U - 1) * K * (R + Z) * itemsize
     else:
-        coordinates = N * (R + Z) + K * kv_copies(K, U) * (R + Z)
-        far = t * (U - 1) * coordinates * itemsize // U
+        token = sum(row_bytes(width, payload, itemsize) for width in (R, Z)) * (N + K * kv_copies(K, U))
+        far = t * (U - 1) * token // U
     if not is_near or method == "late_ulysses":
         return far
     if method == "ulysses" and ranks.qk:
@@ -118,9 +127,8 @@ def _class_bytes(
             total += coordinates * itemsize * (U - 1) // U
             total += (lse + _near_bytes(config, near, t, U, itemsize)) if any(near) else 0
         else:
-            total += layer_bytes(
-                config, less, near, length=U * t, degree=U, method="ulysses", itemsize=itemsize
-            )
+            alike = {"length": U * t, "degree": U, "itemsize": itemsize}
+            total += layer_bytes(config, less, near, method="ulysses", payload="native", **alike)
             total += 0 if any(near) and (less.qk < H or less.v < H) else lse  # It is counted, or none goes.
     return total
 

@@ -24,8 +24,8 @@ from zdc_jax.model.block import Block
 from zdc_jax.model.classes import Arrangement, extend_groups
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation, cached_attention
-from zdc_jax.parallel.attention import METHODS, Method, sharded_attention
-from zdc_jax.parallel.classes import check_class_method, class_token_layer, prompt_through_groups
+from zdc_jax.parallel.attention import Method, check_method, sharded_attention
+from zdc_jax.parallel.classes import check_classes, class_token_layer, prompt_through_groups
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.mesh import (
     BY_HEAD,
@@ -39,6 +39,7 @@ from zdc_jax.parallel.mesh import (
     spec,
     sum_over,
 )
+from zdc_jax.parallel.payload import Payload, Scales
 from zdc_jax.parallel.prompt_cache import Slots, layer_cache, with_new_empties
 from zdc_jax.parallel.weights import (
     GATHERED_OVER,
@@ -57,7 +58,9 @@ class ShardedTransformer(nnx.Module):
 
     Every device along `sequence` holds all weights (of its share along `model`) for prompts, or gathers them
     layer by layer, and beside them its share by head for tokens that are decoded, for which `sequence`
-    divides heads as `model` does.
+    divides heads as `model` does. Layers that have scales exchange q, k, v and o of prompts as float8
+    (`zdc_jax.parallel.payload`); the cache then holds the first coordinates of keys and values as they
+    arrived, rounded.
     """
 
     def __init__(
@@ -109,6 +112,11 @@ class ShardedTransformer(nnx.Module):
         """Dtype of weights, activations and cache."""
         return self.embeddings.tokens[...].dtype
 
+    @property
+    def payload(self) -> Payload:
+        """What prompts are exchanged as."""
+        return "native" if self.prompt_layers[0].attention.v_scale is None else "float8"
+
     def hidden(
         self,
         tokens: Int[Array, "B T"],
@@ -128,14 +136,13 @@ class ShardedTransformer(nnx.Module):
 
         Raises:
           MeshError: rows or tokens cannot be divided over this mesh; before anything is computed.
-          NotImplementedError: the implementation cannot do a call, or the method none with token classes.
+          NotImplementedError: the implementation cannot do a call, the method no float8 payload, or
+            method and payload no token classes.
         """
-        if method not in METHODS:
-            raise ValueError(f"{method=} must be one of {METHODS}")
+        check_method(method, self.payload)
         if self.plan.classes is not None:
-            check_class_method(method)
             end = jnp.full(len(tokens), tokens.shape[1])
-            return self._through_groups(tokens, end, None, implementation)[0]
+            return self._through_groups(tokens, end, None, method, implementation)[0]
         x, near = self._embedded(tokens), (self.plan.sinks, self.plan.window)
         for block, ranks in zip(self.prompt_layers, self.plan.layers, strict=True):
             x = whole_layer(block, x, ranks, near, self.mesh, method, implementation, self.weights)
@@ -157,7 +164,7 @@ class ShardedTransformer(nnx.Module):
         """
         near, slots = (self.plan.sinks, self.plan.window), Slots.of(self.plan, capacity)
         if self.plan.classes is not None:
-            x, cache = self._through_groups(tokens, end, slots, implementation)
+            x, cache = self._through_groups(tokens, end, slots, "ulysses", implementation)
             assert cache is not None  # There are slots for it.
             return last_token(x, end, self.mesh), cache
         x, layers = self._embedded(tokens), []
@@ -199,8 +206,14 @@ class ShardedTransformer(nnx.Module):
         return x, KVCache(tuple(layers), end, cache.sinks, cache.window)
 
     def _through_groups(
-        self, tokens: Array, end: Array, slots: Slots | None, implementation: Implementation | None
+        self,
+        tokens: Array,
+        end: Array,
+        slots: Slots | None,
+        method: Method,
+        implementation: Implementation | None,
     ) -> tuple[Array, KVCache | None]:
+        check_classes(method, self.payload)
         x = self._embedded(tokens)
         given = (self.mesh, implementation, self.weights)
         return prompt_through_groups(self.prompt_layers, self.plan, x, end, slots, *given)
@@ -261,6 +274,7 @@ def whole_layer(
         window=near[1],
         method=method,
         implementation=implementation,
+        scales=Scales.of(block.attention, ranks),
     )
 
     def local(block: Block, x: Array) -> Array:
@@ -305,6 +319,7 @@ def _prompt_layer(
                 method="ulysses",
                 implementation=implementation,
                 keep=keep,
+                scales=Scales.of(block.attention, ranks),
             )
             layer = layer_cache(k, v, exchanged, positions, end, ranks, slots)
             return o

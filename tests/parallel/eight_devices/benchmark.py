@@ -21,7 +21,8 @@ OPTIONS = (
 
 def test_tasks(tmp_path):
     arguments = [*OPTIONS.split(), "--results", str(tmp_path)]
-    assert main([*arguments, "--tasks", "plan", "plan:parts", "plan:check"]) == 0
+    float8 = ("plan_float8", "plan_float8:check")
+    assert main([*arguments, "--tasks", "plan", "plan:parts", "plan:check", *float8]) == 0
     traces = tmp_path / "traces"
     others = ("--tasks", "one_device", "runahead", "--traces", str(traces))
     assert main([*arguments, *others]) == 0  # into the same file
@@ -29,9 +30,11 @@ def test_tasks(tmp_path):
     written = json.loads((tmp_path / "sequence-parallel-tiny-4.json").read_text())
     results = written["results"]
     assert written["config"]["mesh"] == "sequence=4"
-    assert results.keys() == {"link_rate", "plan 61", "one_device 61", "runahead 61"}
+    assert results.keys() == {"link_rate", "plan 61", "plan_float8 61", "one_device 61", "runahead 61"}
     assert all(out["first_token"][0] > 0 for name, out in results.items() if name != "link_rate")
-    plan = results["plan 61"]
+    plan, rounded = results["plan 61"], results["plan_float8 61"]
+    assert rounded["bytes"]["compiled"] == rounded["bytes"]["formula"] < plan["bytes"]["formula"]
+    assert rounded["check"]["error"] < 2.0**-4
     assert plan["bytes"]["compiled"] == plan["bytes"]["formula"]
     assert plan["check"]["error"] <= 2 * plan["check"]["own_error"]
     assert all(plan[part][0] > 0 for part in ("attention", "near", "exchange", "near_and_exchange", "far"))

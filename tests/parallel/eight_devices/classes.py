@@ -14,6 +14,7 @@ from zdc_jax import generate
 from zdc_jax.basis import Basis
 from zdc_jax.cache import KVCache
 from zdc_jax.parallel.attention import METHODS
+from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes, prefill_bytes
 from zdc_jax.parallel.transformer import ShardedTransformer
@@ -120,6 +121,8 @@ def test_layers_lower_on_kernels(monkeypatch):
 
 
 def test_refusals():
+    with pytest.raises(NotImplementedError, match=r"payload='float8' .*need 'native'"):
+        check_classes("ulysses", "float8")
     model, basis = tiny("MHA")
     network = model.model(plan := class_plan(model, {}), basis).network
     sharded = ShardedTransformer.of(network, MeshConfig(sequence=2).create())

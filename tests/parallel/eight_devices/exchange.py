@@ -40,7 +40,7 @@ def test_every_head_gets_all_its_tokens(N, K):
     np.testing.assert_array_equal(kv_of_query, np.arange(N) // (N // K))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
 def test_there_and_back_bit_by_bit(dtype):
     bits = jax.random.bits(jax.random.key(0), (B, T, 8, 6), jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}"))
     x = jax.lax.bitcast_convert_type(bits, dtype)  # NaNs and denormals among them

@@ -16,6 +16,7 @@ from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops import rotation
 from zdc_jax.parallel.attention import METHODS, sharded_attention
 from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.parallel.payload import Scales
 from zdc_jax.parallel.runahead import _attended
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
@@ -64,6 +65,24 @@ def test_prompt_and_decoded_token_lower_on_kernels(monkeypatch, plan):
     )
     assert "zdc_prefill" in text
     assert "zdc_decode" in text
+
+
+def test_float8_payload_lowers_beside_the_kernels(monkeypatch):
+    monkeypatch.setattr(ops, "_pallas_refusal", lambda *args: None)
+    ranks, width = LayerRanks(16, 16), 32
+    scales = Scales(*(jnp.ones((4, 16), jnp.bfloat16),) * 3)
+    options = {"scale": 1.0, "ranks": ranks, "sinks": 4, "window": 64, "method": "ulysses", "scales": scales}
+    attend = partial(sharded_attention, **options, implementation="pallas")
+    specs, mesh = P(None, "sequence"), MeshConfig(sequence=4).create()
+    program = jax.jit(
+        jax.shard_map(attend, mesh=mesh, in_specs=(specs,) * 3, out_specs=specs, check_vma=False)
+    )
+    arrays = [jax.ShapeDtypeStruct((1, 512, 4, width), jnp.bfloat16)] * 3
+    text = program.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert "zdc_prefill" in text
+    exchanges = [line for line in text.splitlines() if "stablehlo.all_to_all" in line]
+    assert len(exchanges) == 2
+    assert all("xui8>" in line for line in exchanges)
 
 
 @pytest.mark.parametrize("plan", PLANS)

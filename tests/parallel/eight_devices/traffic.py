@@ -12,6 +12,7 @@ from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.attention import METHODS
 from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.parallel.payload import PAYLOADS, Payload
 from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes, prefill_bytes
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.parallel.weights import gathered_bytes
@@ -29,9 +30,13 @@ NEAR = {
 }
 
 
-def network(config: ModelConfig, plan: CompressionPlan) -> Transformer:
+def network(config: ModelConfig, plan: CompressionPlan, payload: Payload = "native") -> Transformer:
     """Whole projections, as for a plan with a window; the program is compiled, not run."""
     params = random_params(config, jax.random.key(0))
+    if payload == "float8":
+        ones = jnp.ones((config.num_kv_heads, config.head_dim), config.dtype)
+        for layer in params["layers"]:
+            layer["attention"] |= {"q_scale": ones, "k_scale": ones, "v_scale": ones}
     return Transformer(config, plan, params["embeddings"], params["layers"])
 
 
@@ -80,10 +85,13 @@ def test_gathered_weights_add_their_matrices():
     assert hlo_bytes(text) == prefill_bytes(config, plan, length=64, degree=4) + gathered
 
 
-def test_two_byte_elements_are_not_widened_on_the_way():
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_elements_are_not_widened_on_the_way(payload):
+    """Far coordinates take two bytes or mostly one, those of the halo two, log-sum-exps four."""
     config = replace(CONFIGS["MHA"], dtype="bfloat16")
     plan = CompressionPlan.uniform(config, qk=16, v=16, window=9)
     mesh = MeshConfig(sequence=4).create()
-    program = jax.jit(lambda tokens: ShardedTransformer.of(network(config, plan), mesh).hidden(tokens))
+    whole = network(config, plan, payload)
+    program = jax.jit(lambda tokens: ShardedTransformer.of(whole, mesh).hidden(tokens))
     text = program.lower(jax.ShapeDtypeStruct((1, 64), jnp.int32)).compile().as_text()
-    assert hlo_bytes(text) == prefill_bytes(config, plan, length=64, degree=4)
+    assert hlo_bytes(text) == prefill_bytes(config, plan, length=64, degree=4, payload=payload)
