@@ -1,13 +1,14 @@
 """What does a float8 payload of the exchange cost in perplexity? Float8 beside native, same plan, paired.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=2 python -m benchmarks.bench_payload \\
-        --model HF_FOLDER --corpus CORPUS --name payload-NAME
+    NPROC=8 JAX_CPU_ENABLE_ASYNC_DISPATCH=false XLA_FLAGS=--xla_force_host_platform_device_count=2 \\
+        python -m benchmarks.bench_payload --model HF_FOLDER --corpus CORPUS --name payload-NAME
 
-Prompts are divided over `degree` devices along `sequence`; those of a CPU are virtual, which changes times
-and no numbers. `whole`: held-out windows in one prefill. `continuation`: their last `STEPS` tokens, decoded
-one by one on the cache of those before them, whose first coordinates are rounded. `divergence`: mean
-Kullback-Leibler divergence of the next token's distribution, native to float8, in nats, on the first batch of
-windows; it is what rounding costs on text that the model itself would write, with far less noise.
+Prompts are divided over `degree` devices along `sequence`; those of a CPU are virtual (and wait for one
+another on the threads of one pool, hence NPROC), which changes times and no numbers. `whole`: held-out
+windows in one prefill. `continuation`: their last `STEPS` tokens, decoded one by one on the cache of those
+before them, whose first coordinates are rounded. `divergence`: mean Kullback-Leibler divergence of the next
+token's distribution, native to float8, in nats, on the first batch of windows; it is what rounding costs on
+text that the model itself would write, with far less noise.
 """
 
 import tempfile
