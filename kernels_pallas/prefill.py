@@ -114,7 +114,7 @@ def prefill_attention(
       trailing: with it, near keys, {j < sinks} ∪ {t - window < j ≤ t}, count with all coordinates.
       sinks, window: near set, in tokens; used with `trailing`, or with `keys="far"`.
       keys: `all` j ≤ t; `far`: only sinks ≤ j ≤ t - window, to be merged by log-sum-exp with a near half
-        (sequence parallelism); not with `trailing`.
+        (sequence parallelism), by queries that may be past all keys; not with `trailing`.
       positions: of queries and of keys, where these are no runs (token classes), in any order; a key at a
         negative one is not there. Blocks that no query of a tile sees are skipped where only such follow, so
         that roughly ascending keys are fastest. Only with `keys="all"`, without `trailing`.
@@ -154,6 +154,7 @@ def prefill_attention(
         H=H,
         HV=HV,
         tiles=pl.cdiv(T, config.warpgroups * ROWS),
+        S=S,
         sinks=sinks,
         window=window,
         scale=scale,
@@ -216,6 +217,7 @@ class _Geometry(NamedTuple):
     H: int
     HV: int
     tiles: int
+    S: int
     sinks: int
     window: int
     scale: float
@@ -292,6 +294,8 @@ def _steps(g: _Geometry, block: int, first: Array, end: Array, base: Array) -> t
     last = jnp.where(empty, 0, up(end - past))
     # Unmasked blocks are those that every query sees in the same way: all their keys visible, or all far.
     edge = jnp.minimum(down(first + 1 - (g.window if g.two_ranks else past)), last)
+    if g.keys == "far":  # Its queries may be past all keys.
+        last, edge = jnp.minimum(last, pl.cdiv(g.S, block)), jnp.minimum(edge, g.S // block)
     sink_step = jnp.where((edge > 0) & (g.sinks > 0), 1, 0).astype(jnp.int32)
     if not g.two_ranks:
         return sink_step, edge - sink_step, zero, last - edge + sink_step, edge, sink_step
@@ -552,7 +556,7 @@ class _Consumer(NamedTuple):
         if g.keys == "all":
             return j <= t
         if g.keys == "far":
-            return (j <= t - g.window) & (j >= g.sinks)
+            return (j <= t - g.window) & (j >= g.sinks) & (j < g.S)
         never = jnp.iinfo(jnp.int32).max // 2
         pick = lambda of_sinks, recent: jnp.where(at_sinks, jnp.int32(of_sinks), jnp.int32(recent))
         first = jnp.maximum(t - (pick(never, g.window) - 1), pick(0, g.sinks))

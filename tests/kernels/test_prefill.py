@@ -94,6 +94,28 @@ def test_near_keys_alone_visit_their_blocks_and_no_more(seed):
     assert len(rows) <= len(wanted) + 2 * block
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_far_keys_are_visited_where_they_are(seed):
+    """Blocks without a mask hold far keys of every query alone; all blocks together hold all far keys."""
+    rng = np.random.default_rng(seed)
+    block, S = int(rng.choice([64, 128])), int(rng.integers(1, 700))
+    sinks, window, first = (int(rng.integers(0, most)) for most in (9, 300, 900))
+    end = first + int(rng.integers(1, 193))
+    g = SimpleNamespace(keys="far", sinks=sinks, window=window, S=S, two_ranks=False)
+    begin, plain, mixed, inner, edge, sink_step = map(
+        int, prefill_kernel._steps(g, block, *(jnp.int32(x) for x in (first, end, 0)))
+    )
+    far = lambda t: set(range(sinks, min(t - window + 1, S)))
+    rows = lambda blocks: {row for i in blocks for row in range(i * block, (i + 1) * block)}
+    unmasked = rows(range(begin, begin + plain))
+    masked = rows(([0] if sink_step else []) + list(range(edge, edge + inner - sink_step)))
+    assert mixed == 0
+    assert unmasked <= far(first)
+    assert far(end - 1) <= unmasked | masked
+    assert not unmasked & masked
+    assert max(unmasked | masked, default=0) < S + block
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_blocks_of_keys_by_position(seed):
     """Blocks said to be seen by all queries are, whole; those left out hold nothing that any sees."""
@@ -229,6 +251,17 @@ def test_near_keys_alone(H, sinks, window, T, starts):
     check(*far, *prefill(q, k, v, keys="far", **truth), BF16)
     whole = prefill(q, k, v, scale=H**-0.5, starts=starts, lengths=starts + T)
     check(*merge_partial([near, far]), *whole, BF16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("S", [192, 203, 256])
+@pytest.mark.parametrize(("sinks", "window"), [(0, 0), (4, 100)])
+def test_far_keys_of_queries_past_all_of_them(S, sinks, window):
+    """A block of keys that goes round a ring: rows that are not there count for nothing."""
+    B, T, N, K, starts = 2, 150, 4, 2, np.array([190, 3000])
+    q, k, v = draw(0, B, T, N, 64), draw(1, B, K, S, 64), draw(2, B, K, S, 96)
+    options = {"scale": 0.125, "starts": starts, "sinks": sinks, "window": window, "keys": "far"}
+    check(*prefill_attention(q, k, v, **options), *prefill(q, k, v, lengths=starts + T, **options), BF16)
 
 
 @pytest.mark.gpu
