@@ -22,6 +22,8 @@ from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 
 jax.config.update("jax_default_matmul_precision", "highest")
+if jax.default_backend() == "cpu":  # Programs run once or twice: compiling them is what takes time.
+    jax.config.update("jax_disable_most_optimizations", True)
 
 LLAMA = ModelConfig(
     family="llama",
