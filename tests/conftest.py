@@ -1,6 +1,7 @@
 """Shared fixtures: exact matrix products, tiny models, and the reference data where it is present."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 
 jax.config.update("jax_default_matmul_precision", "highest")
-if jax.default_backend() == "cpu":  # Programs run once or twice: compiling them is what takes time.
-    jax.config.update("jax_disable_most_optimizations", True)
+ON_CPU = jax.default_backend() == "cpu"
+# Most programs run once or twice, and compiling them is what takes time.
+jax.config.update("jax_disable_most_optimizations", ON_CPU)
 
 LLAMA = ModelConfig(
     family="llama",
@@ -61,6 +63,14 @@ def reference_data() -> Path | None:
     default = Path(__file__).parents[2] / "shared" / "data"
     folder = Path(os.environ.get("ZDC_TEST_DATA", default))
     return folder if folder.exists() else None
+
+
+@pytest.fixture
+def optimised() -> Iterator[None]:
+    """Programs compiled with all optimisations, for tests whose time is that of running them."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", ON_CPU)
 
 
 @pytest.fixture(scope="session")

@@ -32,6 +32,7 @@ def test_variants_equal_golden_logits(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.usefixtures("optimised")
 def test_reference_models_equal_golden_logits(name, data, tmp_path):
     convert(data / "models" / name, tmp_path / "ours", progress=False)
     network = load(tmp_path / "ours", dtype="float32").network
