@@ -172,7 +172,7 @@ class Parts:
         H, late = self.config.head_dim, self.method == "late_ulysses"
         ranks = LayerRanks(H, H) if late else self.ranks
         first = q[..., : ranks.qk], k[..., : ranks.qk], v[..., : ranks.v]
-        q, k, v = scatter_heads(*first, SEQUENCE, self.scales)
+        q, k, v = scatter_heads(first, SEQUENCE, self.scales)
         scale = None if self.scales is None else self.scales.v
         o = jnp.tile(q, -(-ranks.v // ranks.qk))[..., : ranks.v]
         if self.keys.are_all or late:

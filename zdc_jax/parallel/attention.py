@@ -108,7 +108,7 @@ def attend_near(
 
 def _late(q: Array, k: Array, v: Array, ranks: LayerRanks, keys: Keys) -> Array:
     width = v.shape[-1]
-    q, k, v = scatter_heads(q, k, v, SEQUENCE)
+    q, k, v = scatter_heads((q, k, v), SEQUENCE)
     if keys.are_all:
         q, k, v = q[..., : ranks.qk], k[..., : ranks.qk], v[..., : ranks.v]
     o, _ = self_attention(

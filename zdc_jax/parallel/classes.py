@@ -6,7 +6,6 @@ both classes travel at their own widths in one dense exchange. Queries, and what
 width of important tokens, since queries of both classes meet important keys.
 """
 
-import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from zdc_jax.model.block import Block
 from zdc_jax.model.classes import Arrangement, arrange, class_layer, projection
 from zdc_jax.ops.attention import Implementation, segment_attention
 from zdc_jax.parallel.attention import Method, attend_near
-from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, kv_copies, moved, scatter_heads
+from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, scatter_heads
 from zdc_jax.parallel.far import Keys
 from zdc_jax.parallel.mesh import (
     BY_HEAD,
@@ -143,8 +142,8 @@ def _leader_layer(
             if not keys.are_all:
                 parts.append(attend_near(q, k, v, keys))
             if ranks.qk:
-                cut = scatter_heads(q[..., : ranks.qk], k[..., : ranks.qk], v[..., : ranks.v], SEQUENCE)
-                exchanged = cut[1:]
+                cut = scatter_heads((q[..., : ranks.qk], k[..., : ranks.qk], v[..., : ranks.v]), SEQUENCE)
+                exchanged = cut[1], cut[2]
                 parts.append(gather_heads_and_lse(*keys.attend(*cut), SEQUENCE))
             if slots is not None:
                 cache = layer_cache(k, v, exchanged, positions, end, ranks, slots)
@@ -284,7 +283,7 @@ def _attend_segments(
     The result stands device by device, as tokens do.
     """
     more, less = widths.more, widths.less
-    q, *kv = scatter_segments(
+    q, *kv = scatter_heads(
         (
             q[..., : more.qk],
             k[0][..., : more.qk],
@@ -308,24 +307,6 @@ def _attend_segments(
         implementation=keys.implementation,
     )
     return far, segments
-
-
-def scatter_segments(parts: Sequence[Float[Array, "B t N R"]], axis: str) -> list[Float[Array, "B T N/U R"]]:
-    """`scatter_heads` of arrays that differ in t, N and R: all tokens of one device's heads, one all-to-all.
-
-    Heads that U does not divide are sent `kv_copies` times.
-    """
-    U, B = jax.lax.axis_size(axis), parts[0].shape[0]
-    parts = [jnp.repeat(x, kv_copies(x.shape[2], U), axis=2) for x in parts]
-    by_device = [jnp.moveaxis(x.reshape(*x.shape[:2], U, -1, x.shape[3]), 2, 0) for x in parts]
-    packed = jnp.concatenate([x.reshape(U, -1) for x in by_device], 1)
-    received = moved(lambda x: jax.lax.all_to_all(x, axis, 0, 0), packed)
-    ends = itertools.accumulate(x.size // U for x in parts[:-1])
-    split = jnp.split(received, list(ends), axis=1)
-    return [
-        jnp.moveaxis(y.reshape(x.shape), 0, 1).reshape(B, -1, *x.shape[3:])
-        for x, y in zip(by_device, split, strict=True)
-    ]
 
 
 @partial(jax.jit, static_argnames="mesh")

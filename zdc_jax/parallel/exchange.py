@@ -5,15 +5,16 @@ arrive as they were sent, and no backend widens them on the way. With scales num
 the way, and are back in their own dtype right after it (`zdc_jax.parallel.payload`).
 """
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
 from zdc_jax.axes import Array
-from zdc_jax.parallel.payload import Scales, packed, unpacked
+from zdc_jax.parallel.payload import packed, unpacked
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
@@ -33,48 +34,69 @@ def kv_copies(num_kv_heads: int, degree: int) -> int:
     return degree // math.gcd(num_kv_heads, degree)
 
 
+def all_to_all(parts: Sequence[Array], axis: str) -> list[Array]:
+    """Block i of each array [U, ...] goes to device i, in one dense message; what comes is by its sender.
+
+    Arrays lie in the message one after another, as they are in memory, in words as wide as the narrowest.
+    """
+    U, width = len(parts[0]), min(x.dtype.itemsize for x in parts)
+    if width == 1 and all(x.nbytes // U % 2 == 0 for x in parts):
+        width = 2
+    words = [_words(x, width) for x in parts]
+    received = jax.lax.all_to_all(jnp.concatenate(words, 1), axis, 0, 0)
+    split = jnp.split(received, list(itertools.accumulate(x.shape[1] for x in words[:-1])), axis=1)
+    return [_from_words(y, x) for x, y in zip(parts, split, strict=True)]
+
+
+def _words(x: Array, width: int) -> Array:
+    """[U, ·], x's bits in unsigned integers of so many bytes."""
+    x, many = x.reshape(len(x), x.size // len(x)), width // x.dtype.itemsize
+    x = x if many <= 1 else x.reshape(len(x), x.shape[1] // many, many)
+    words = jax.lax.bitcast_convert_type(x, _WORDS[width])
+    return words.reshape(len(x), words.size // len(x))
+
+
+def _from_words(words: Array, like: Array) -> Array:
+    """What `_words` was given, an array of the shape and dtype of `like`."""
+    many = like.dtype.itemsize // words.dtype.itemsize
+    words = words if many <= 1 else words.reshape(len(words), words.shape[1] // many, many)
+    return jax.lax.bitcast_convert_type(words, like.dtype).reshape(like.shape)
+
+
 def scatter_heads(
-    q: Float[Array, "B t N R"],
-    k: Float[Array, "B t K R"],
-    v: Float[Array, "B t K Z"],
-    axis: str,
-    scales: Scales | None = None,
-) -> tuple[Float[Array, "B T N/U R"], Float[Array, "B T K/U R"], Float[Array, "B T K/U Z"]]:
+    parts: Sequence[Float[Array, "B t N R"]], axis: str, scales: Sequence[Array] | None = None
+) -> list[Float[Array, "B T N/U R"]]:
     """All tokens of one device's heads, from all heads of its tokens: one dense all-to-all (ZDC §5.3).
 
-    U must divide N. KV heads that U does not divide are sent `kv_copies` times. scales: of a float8 payload.
+    parts: q, k and v, or others; each may have a t, N and R of its own. Heads that U does not divide are sent
+    `kv_copies` times. scales: of a float8 payload, [K, R] for each part.
     """
     U = jax.lax.axis_size(axis)
-    copies = kv_copies(k.shape[2], U)
-    parts = [q, jnp.repeat(k, copies, axis=2), jnp.repeat(v, copies, axis=2)]
-    if scales is not None:
-        every = [_of_heads(scale, x.shape[2]) for x, scale in zip(parts, scales, strict=True)]
-        parts = [packed(x, scale) for x, scale in zip(parts, every, strict=True)]
-    B, t = q.shape[:2]
-    message = jnp.concatenate([x.reshape(B, t, U, -1) for x in parts], -1)
-    received = moved(lambda x: jax.lax.all_to_all(x, axis, 0, 0), jnp.moveaxis(message, 2, 0))
-    whole = jnp.moveaxis(received, 0, 1).reshape(B, U * t, -1)  # from the tokens of each device, in order
-    ends = [x.shape[2] * x.shape[3] // U for x in parts]
-    split = jnp.split(whole, [ends[0], ends[0] + ends[1]], axis=-1)
-    mine = [y.reshape(B, U * t, -1, x.shape[3]) for x, y in zip(parts, split, strict=True)]
-    if scales is not None:
-        own = [_own_heads(scale, axis) for scale in every]
-        mine = [unpacked(x, scale, q.dtype) for x, scale in zip(mine, own, strict=True)]
-    return mine[0], mine[1], mine[2]
+    parts = [jnp.repeat(x, kv_copies(x.shape[2], U), axis=2) for x in parts]
+    if scales is None:
+        return _scattered(parts, axis)
+    every = [_of_heads(scale, x.shape[2]) for x, scale in zip(parts, scales, strict=True)]
+    halves = [half for x, scale in zip(parts, every, strict=True) for half in packed(x, scale)]
+    halves, own = _scattered(halves, axis), [_own_heads(scale, axis) for scale in every]
+    return [unpacked(*pair) for pair in zip(halves[::2], halves[1::2], own, strict=True)]
+
+
+def _scattered(parts: list[Array], axis: str) -> list[Array]:
+    U = jax.lax.axis_size(axis)
+    by_receiver = [jnp.moveaxis(x.reshape(*x.shape[:2], U, -1, x.shape[3]), 2, 0) for x in parts]
+    by_sender = all_to_all(by_receiver, axis)
+    return [jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in by_sender]
 
 
 def gather_heads(
     o: Float[Array, "B T N/U Z"], axis: str, scale: Float[Array, "K Z"] | None = None
 ) -> Float[Array, "B t N Z"]:
     """All heads of one device's tokens, from all tokens of its heads: the way back. scale: v's, of float8."""
-    U = jax.lax.axis_size(axis)
-    B, T, n, Z = o.shape
-    if scale is not None:
-        every = _of_heads(scale, U * n)
-        return unpacked(gather_heads(packed(o, _own_heads(every, axis)), axis), every, o.dtype)
-    blocks = jnp.moveaxis(o.reshape(B, U, T // U, n * Z), 1, 0)
-    received = moved(lambda x: jax.lax.all_to_all(x, axis, 0, 0), blocks)
-    return jnp.moveaxis(received.reshape(U, B, T // U, n, Z), 0, 2).reshape(B, T // U, U * n, Z)
+    if scale is None:
+        return _gathered([o], axis)[0]
+    every = _of_heads(scale, jax.lax.axis_size(axis) * o.shape[2])
+    exact, rest = _gathered(packed(o, _own_heads(every, axis)), axis)
+    return unpacked(exact, rest, every)
 
 
 def gather_heads_and_lse(
@@ -83,18 +105,22 @@ def gather_heads_and_lse(
     axis: str,
     scale: Float[Array, "K Z"] | None = None,
 ) -> tuple[Float[Array, "B t N Z"], Float[Array, "B N t"]]:
-    """`gather_heads` with the float32 log-sum-exp in the same message, as further columns of as many bits."""
-    U, Z = jax.lax.axis_size(axis), o.shape[-1]
-    if scale is not None:
-        every = _of_heads(scale, U * o.shape[2])
-        back, lse = gather_heads_and_lse(packed(o, _own_heads(every, axis)), lse, axis)
-        return unpacked(back, every, o.dtype), lse
-    words = jax.lax.bitcast_convert_type(o, _WORDS[o.dtype.itemsize])
-    columns = jax.lax.bitcast_convert_type(lse.swapaxes(1, 2), words.dtype)
-    both = gather_heads(jnp.concatenate([words, columns.reshape(*o.shape[:3], -1)], -1), axis)
-    columns = both[..., Z] if o.dtype.itemsize == 4 else both[..., Z:]
-    lse = jax.lax.bitcast_convert_type(columns, jnp.float32).swapaxes(1, 2)
-    return jax.lax.bitcast_convert_type(both[..., :Z], o.dtype), lse
+    """`gather_heads` with the float32 log-sum-exp in the same message."""
+    of_lse = lse.swapaxes(1, 2)[..., None]
+    if scale is None:
+        o, of_lse = _gathered([o, of_lse], axis)
+    else:
+        every = _of_heads(scale, jax.lax.axis_size(axis) * o.shape[2])
+        exact, rest, of_lse = _gathered([*packed(o, _own_heads(every, axis)), of_lse], axis)
+        o = unpacked(exact, rest, every)
+    return o, of_lse[..., 0].swapaxes(1, 2)
+
+
+def _gathered(parts: Sequence[Float[Array, "B T N/U _"]], axis: str) -> list[Float[Array, "B t N _"]]:
+    U, (B, T, n, _) = jax.lax.axis_size(axis), parts[0].shape
+    by_receiver = [jnp.moveaxis(x.reshape(B, U, T // U, n, x.shape[3]), 1, 0) for x in parts]
+    by_sender = all_to_all(by_receiver, axis)
+    return [jnp.moveaxis(x, 0, 2).reshape(B, T // U, U * n, x.shape[4]) for x in by_sender]
 
 
 def _of_heads(scale: Float[Array, "K R"], heads: int) -> Float[Array, "N R"]:

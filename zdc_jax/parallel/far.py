@@ -59,7 +59,7 @@ def ulysses(
     q: Array, k: Array, v: Array, keys: Keys, keep: Keep | None = None, scales: Scales | None = None
 ) -> tuple[Array, Array | None]:
     """Heads for tokens and back, two all-to-alls (DeepSpeed-Ulysses, with what is truncated: ZDC §5.3)."""
-    q, k, v = scatter_heads(q, k, v, SEQUENCE, scales)
+    q, k, v = scatter_heads((q, k, v), SEQUENCE, scales)
     scale = None if scales is None else scales.v
     if keep is not None:
         keep(k, v)

@@ -8,10 +8,9 @@ those stay as they are.
 
 from typing import Literal, NamedTuple, get_args
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 
 from zdc_jax.axes import Array
 from zdc_jax.basis import Basis
@@ -76,27 +75,23 @@ def scale_for(rms: np.ndarray) -> np.ndarray:
     return np.where(rms > 0, 2.0**exponent, 1.0)
 
 
-def packed(x: Float[Array, "B T N R"], scale: Float[Array, "N R"]) -> UInt8[Array, "B T N C"]:
-    """Bytes of the first `EXACT` coordinates as they are, and behind them of e4m3 of the others / scale.
+def packed(
+    x: Float[Array, "B T N R"], scale: Float[Array, "N R"]
+) -> tuple[Float[Array, "B T N E"], Float[Array, "B T N R-E"]]:
+    """The first `EXACT` coordinates as they are, and the others / scale as e4m3.
 
     Saturating: the cast alone makes NaN of what is beyond ±448.
     """
-    rest = jnp.clip(x[..., EXACT:] / scale[:, EXACT:], -_LARGEST, _LARGEST).astype(_FLOAT8)
-    first = jax.lax.bitcast_convert_type(x[..., :EXACT], jnp.uint8)
-    return jnp.concatenate(
-        [first.reshape(*x.shape[:-1], -1), jax.lax.bitcast_convert_type(rest, jnp.uint8)], -1
-    )
+    rest = jnp.clip(x[..., EXACT:] / scale[:, EXACT:], -_LARGEST, _LARGEST)
+    return x[..., :EXACT], rest.astype(_FLOAT8)
 
 
 def unpacked(
-    message: UInt8[Array, "B T N C"], scale: Float[Array, "N R"], dtype: jnp.dtype
+    exact: Float[Array, "B T N E"], rest: Float[Array, "B T N R-E"], scale: Float[Array, "N R"]
 ) -> Float[Array, "B T N R"]:
     """What `packed` was given, rounded, in the dtype that it had."""
-    count = EXACT * jnp.dtype(dtype).itemsize
-    first = message[..., :count].reshape(*message.shape[:-1], EXACT, -1)
-    rest = jax.lax.bitcast_convert_type(message[..., count:], _FLOAT8).astype(dtype)
-    exact = jax.lax.bitcast_convert_type(first, dtype)
-    return jnp.concatenate([exact, rest * scale[:, EXACT:].astype(dtype)], -1)
+    dtype = exact.dtype
+    return jnp.concatenate([exact, rest.astype(dtype) * scale[:, EXACT:].astype(dtype)], -1)
 
 
 def row_bytes(width: int, payload: Payload, itemsize: int) -> int:

@@ -27,7 +27,7 @@ def sharded(f, in_specs, out_specs, devices=U):
 @pytest.mark.parametrize(("N", "K"), [(8, 8), (8, 4), (8, 2), (8, 1), (4, 4), (12, 3), (12, 6)])
 def test_every_head_gets_all_its_tokens(N, K):
     q, k, v = coded(N, 5), coded(K, 5) + 0.25, coded(K, 3) + 0.5
-    scatter = sharded(lambda *x: scatter_heads(*x, SEQUENCE), (TOKENS,) * 3, (HEADS,) * 3)
+    scatter = sharded(lambda *x: scatter_heads(x, SEQUENCE), (TOKENS,) * 3, [HEADS] * 3)
     heads_q, heads_k, heads_v = scatter(q, k, v)
     np.testing.assert_array_equal(heads_q, q)
     copies = kv_copies(K, U)
@@ -46,7 +46,7 @@ def test_there_and_back_bit_by_bit(dtype):
     x = jax.lax.bitcast_convert_type(bits, dtype)  # NaNs and denormals among them
 
     def round_trip(x):
-        heads, *_ = scatter_heads(x, x, x, SEQUENCE)
+        heads, *_ = scatter_heads((x, x, x), SEQUENCE)
         return gather_heads(heads, SEQUENCE)
 
     back = sharded(round_trip, (TOKENS,), TOKENS)(x)

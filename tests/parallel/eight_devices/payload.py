@@ -45,7 +45,7 @@ def emulated(x, scale):
 @pytest.mark.parametrize(("N", "K"), [(8, 8), (8, 2), (12, 6)])
 def test_what_arrives_is_what_the_cast_gives(N, K):
     (q, k, v), scales = drawn(N, K, 5, 3)
-    got = sharded(lambda *x: scatter_heads(*x, SEQUENCE, scales), (TOKENS,) * 3, (HEADS,) * 3)(q, k, v)
+    got = sharded(lambda *x: scatter_heads(x, SEQUENCE, scales), (TOKENS,) * 3, [HEADS] * 3)(q, k, v)
     copies = kv_copies(K, U)
     expected = [emulated(x, scale) for x, scale in zip((q, k, v), scales, strict=True)]
     np.testing.assert_array_equal(got[0], expected[0])
