@@ -25,6 +25,7 @@ def test_positions():
     assert partition.length == 10
     assert partition.starts == (0, 5, 6)
     assert partition.ends == (5, 6, 10)
+    assert partition.padding == (0, 4, 1)
     assert Partition.ending_at(partition.ends) == partition
 
 

@@ -53,9 +53,26 @@ class Partition:
         return tuple(accumulate(self.tokens))
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest piece."""
+        return max(self.tokens)
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """Rows that each device computes for nothing where all pieces are padded to the longest."""
+        return tuple(self.longest - count for count in self.tokens)
+
+    @property
     def starts(self) -> tuple[int, ...]:
         """Of each piece, the position of its first token."""
         return (0, *self.ends[:-1])
+
+    def check(self, *, devices: int, length: int, capacity: int) -> None:
+        """Raises `MeshError` unless this divides `length` tokens over `devices` and `capacity` holds them."""
+        if len(self.tokens) != devices or self.length != length:
+            raise MeshError(f"partition={self} must divide {length} tokens over {devices} devices")
+        if length > capacity:
+            raise MeshError(f"{capacity=} must be >= the {length} tokens of the prompts, padding included")
 
 
 def interpolated(table: Sequence[Partition], length: int) -> Partition:
