@@ -12,9 +12,9 @@ attention as means over calls dispatched without waiting.
 Bytes that leave a device are counted in the compiled program of one layer, beside the formula; those of
 KV-Runahead, of the device that hands on most, in one process by the formula alone: no program has them. In
 several its pieces are padded, and `padding` are the rows that each device computes for nothing. The numerics
-check runs two layers on a short prompt in the same dtype and in float32: `error` of the row and `own_error` of
-one device with the same plan are against float32, relative to the largest logit. Rows are merged by name into
-the JSON file, which is written anew after each figure; a figure that fails becomes its error.
+check runs two layers on a short prompt in the same dtype and in float32: `error` of the row and `own_error`
+of one device with the same plan are against float32, relative to the largest logit. Rows are merged by name
+into the JSON file, which is written anew after each figure; a figure that fails becomes its error.
 
 One process a GPU, over sockets as between hosts:
 
