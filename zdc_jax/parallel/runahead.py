@@ -137,14 +137,18 @@ class _Piece:
 def no_tokens(
     plan: CompressionPlan, ranks: LayerRanks, batch: int, ring: int, dtype: jnp.dtype
 ) -> LayerCache:
-    """What the first device begins with: no tokens, and no room for any."""
+    """What the first device begins with: a layer's cache of no tokens, and with no room for any.
+
+    Args:
+      batch: rows. ring: M, slots of the ring, which are there from the beginning.
+    """
     rows = lambda slots, width: jnp.zeros((batch, plan.num_kv_heads, slots, width), dtype)
     rings = rows(ring, plan.head_dim - ranks.qk), rows(ring, plan.head_dim - ranks.v)
     return LayerCache(rows(0, ranks.qk), rows(0, ranks.v), *rings)
 
 
 def with_slots(cache: LayerCache, slots: int) -> LayerCache:
-    """The same tokens with room for more."""
+    """The same tokens with room for S = `slots` in all; of first coordinates, the ring stays."""
     more = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)))
     return LayerCache(more(cache.k), more(cache.v), cache.ring_k, cache.ring_v)
 
@@ -166,7 +170,10 @@ def _projected(
 def longer(
     cache: LayerCache, k: Array, v: Array, positions: Array, end: Array, near: tuple[int, int], slots: int
 ) -> LayerCache:
-    """The cache to hand on."""
+    """The cache to hand on: with this piece's k, v [B, t, K, H] at `positions` [B, t], as `cache.write` does.
+
+    near: sinks and window. end [B]: tokens that each row holds after this piece. slots: of the longer cache.
+    """
     sinks, window = near
     return write(with_slots(cache, slots), k, v, positions, end, sinks=sinks, window=window)
 

@@ -121,8 +121,8 @@ class MeshRunahead:
         return last_token(x, _row(end - 1, partition) + 1, network.mesh)
 
 
-def _padded(tokens: Int[Array, "B T"], partition: Partition) -> Int[Array, "B P"]:
-    """Pieces of the same length one after another, P = U times the longest."""
+def _padded(tokens: Int[Array, "B T"], partition: Partition) -> Int[Array, "B T'"]:
+    """Pieces of the same length one after another; T' = U times the longest."""
     pieces = jnp.split(tokens, partition.ends[:-1], axis=1)
     return jnp.concatenate([jnp.pad(x, ((0, 0), (0, partition.longest - x.shape[1]))) for x in pieces], 1)
 
@@ -153,7 +153,7 @@ def _embed(embeddings: Embeddings, tokens: Array, partition: Partition, mesh: Me
 @partial(jax.jit, static_argnames=("plan", "ranks", "partition", "capacity", "mesh", "implementation"))
 def piece_layer(
     block: Block,
-    x: Float[Array, "B P D"],
+    x: Float[Array, "B T' D"],
     end: Int[Array, " B"],
     plan: CompressionPlan,
     ranks: LayerRanks,
@@ -161,11 +161,18 @@ def piece_layer(
     capacity: int,
     mesh: Mesh,
     implementation: Implementation | None,
-) -> tuple[Float[Array, "B P D"], LayerCache]:
-    """One layer on the padded pieces of all devices, and what each keeps of it for `by_head`.
+) -> tuple[Float[Array, "B T' D"], LayerCache]:
+    """One layer on padded pieces, and what each device keeps of it for `by_head`; T' as in `_padded`.
 
-    That is its piece's first coordinates, and the ring after its piece. Jitted, so that layers alike are
-    traced and compiled once.
+    That is its piece's first coordinates [B, K, t, R] and [B, K, t, Z], and the ring as its piece leaves it
+    [B, K, M, H-R] and [B, K, M, H-Z]. Jitted, so that layers alike are traced and compiled once.
+
+    Args:
+      x: hidden states in the model's dtype, divided over `sequence`. end: tokens that each row holds.
+      ranks: the layer's, of `plan`. capacity: of the cache that will be, in tokens a row.
+
+    Raises:
+      NotImplementedError: the implementation cannot do this call.
     """
     slots = Slots.of(plan, capacity)
 
@@ -212,6 +219,7 @@ def _received(
     Hop by hop all devices do what the sender does, with its sizes; only the receiver keeps what comes.
     """
     slots, device = Slots.of(plan, capacity), jax.lax.axis_index(SEQUENCE)
+    near = slots.sinks, slots.window
     room = in_eights(max(partition.starts[-1] + partition.longest, slots.sinks))
     cache = no_tokens(plan, ranks, k.shape[0], slots.ring, k.dtype)
     held = with_slots(cache, room)
@@ -220,7 +228,6 @@ def _received(
         start, stop = partition.starts[sender], partition.ends[sender]
         positions = jnp.broadcast_to(jnp.arange(start, stop), (k.shape[0], stop - start))
         own = (x[:, : stop - start] for x in (k, v))
-        near = slots.sinks, slots.window
         cache = longer(cache, *own, positions, jnp.minimum(end, stop), near, count)
         cache = jax.tree.map(partial(_handed_on, sender=sender), cache)
         held = jax.tree.map(partial(jnp.where, device == sender + 1), with_slots(cache, room), held)
@@ -237,7 +244,8 @@ def _handed_on(x: Array, sender: int) -> Array:
 def by_head(kept: LayerCache, partition: Partition, capacity: int, mesh: Mesh) -> LayerCache:
     """The cache of one layer by head, from what each device keeps of its piece (`piece_layer`).
 
-    First coordinates go by an all-to-all; of the rings the last device's counts, and is scattered.
+    First coordinates go by an all-to-all; of the rings the last device's counts, and is scattered. On a
+    device k is [B, K/U, S, R] then, with S = `capacity` and K copied to a multiple of U (`kv_copies`).
     """
     U, t = len(partition.tokens), partition.longest
 
