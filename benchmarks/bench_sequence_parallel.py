@@ -56,6 +56,7 @@ from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.mesh import MeshConfig, spec
 from zdc_jax.parallel.partition import Partition, in_eights, interpolated
 from zdc_jax.parallel.processes import initialize
+from zdc_jax.parallel.prompt_cache import Slots
 from zdc_jax.parallel.runahead import RunaheadTransformer
 from zdc_jax.parallel.runahead_mesh import MeshRunahead, piece_layer
 from zdc_jax.parallel.traffic import handed_bytes, hlo_bytes, prefill_bytes
@@ -277,10 +278,9 @@ class Bench:
         """Of one program for all: bytes in one layer's times layers; rows of padding by device."""
         network = self.model.on_mesh(self.plan(row, 1))
         x, end = self.by_token(self.degree * partition.longest, network.dtype), jnp.full(1, partition.length)
-        options = (partition, partition.length, self.mesh, self.implementation(row))
-        program = piece_layer.lower(
-            network.prompt_layers[0], x, end, network.plan, network.plan.layers[0], *options
-        )
+        slots = Slots.of(network.plan, in_eights(partition.length))
+        options = (partition, slots, self.mesh, self.implementation(row))
+        program = piece_layer.lower(network.prompt_layers[0], x, end, network.plan.layers[0], *options)
         compiled = self.config.num_layers * hlo_bytes(program.compile().as_text())
         return {"compiled": compiled, "padding": partition.padding}
 

@@ -8,7 +8,6 @@ from typing import Self
 import numpy as np
 
 from zdc_jax.errors import MeshError
-from zdc_jax.plan import CompressionPlan
 
 
 @dataclass(frozen=True)
@@ -99,12 +98,12 @@ def interpolated(table: Sequence[Partition], length: int) -> Partition:
     return Partition.ending_at(np.minimum(ends, length - degree + 1 + index).tolist())
 
 
-def cache_slots(partition: Partition, plan: CompressionPlan, capacity: int) -> tuple[int, ...]:
+def cache_slots(partition: Partition, sinks: int, capacity: int) -> tuple[int, ...]:
     """Tokens that the caches of each device have room for, in eights; `capacity` on the last device.
 
     Of the others as few as hold their tokens (and the sinks, which are read together): all slots travel.
     """
-    least = (max(end, plan.sinks) for end in partition.ends[:-1])
+    least = (max(end, sinks) for end in partition.ends[:-1])
     return (*(min(in_eights(count), capacity) for count in least), capacity)
 
 

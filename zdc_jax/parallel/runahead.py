@@ -19,13 +19,14 @@ from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache import KVCache, LayerCache, check_fits, free_bytes, write
+from zdc_jax.config import ModelConfig
 from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation, cached_attention
 from zdc_jax.parallel.partition import Partition, cache_slots
 from zdc_jax.parallel.prompt_cache import Slots
-from zdc_jax.plan import CompressionPlan, LayerRanks
+from zdc_jax.plan import LayerRanks
 
 
 class RunaheadTransformer:
@@ -70,12 +71,12 @@ class RunaheadTransformer:
         """
         batch, length = tokens.shape
         partition.check(devices=len(self.devices), length=length, capacity=capacity)
-        dtype = self.networks[0].dtype
+        config, dtype = self.networks[0].config, self.networks[0].dtype
         check_fits(self.plan, batch=batch, capacity=capacity, dtype=dtype, free=free_bytes())
         slots, layers = Slots.of(self.plan, capacity), list[LayerCache]()
         near, ahead = (slots.sinks, slots.window), 2 * len(self.devices)
         pieces = self._pieces(tokens, end, partition, capacity)
-        empty = {ranks: no_tokens(self.plan, ranks, batch, slots.ring, dtype) for ranks in self.plan.layers}
+        empty = {ranks: no_tokens(config, ranks, batch, slots.ring, dtype) for ranks in self.plan.layers}
         for index, ranks in enumerate(self.plan.layers):
             if index >= ahead:
                 # What a device will receive takes memory once it is asked for: so not all layers at once.
@@ -93,7 +94,7 @@ class RunaheadTransformer:
     def _pieces(self, tokens: Array, end: Array, partition: Partition, capacity: int) -> list["_Piece"]:
         pieces = []
         spans = zip(partition.starts, partition.ends, strict=True)
-        slots = cache_slots(partition, self.plan, capacity)
+        slots = cache_slots(partition, self.plan.sinks, capacity)
         for device, network, (start, stop), room in zip(
             self.devices, self.networks, spans, slots, strict=True
         ):
@@ -134,16 +135,14 @@ class _Piece:
         return handed
 
 
-def no_tokens(
-    plan: CompressionPlan, ranks: LayerRanks, batch: int, ring: int, dtype: jnp.dtype
-) -> LayerCache:
+def no_tokens(config: ModelConfig, ranks: LayerRanks, batch: int, ring: int, dtype: jnp.dtype) -> LayerCache:
     """What the first device begins with: a layer's cache of no tokens, and with no room for any.
 
     Args:
       batch: rows. ring: M, slots of the ring, which are there from the beginning.
     """
-    rows = lambda slots, width: jnp.zeros((batch, plan.num_kv_heads, slots, width), dtype)
-    rings = rows(ring, plan.head_dim - ranks.qk), rows(ring, plan.head_dim - ranks.v)
+    rows = lambda slots, width: jnp.zeros((batch, config.num_kv_heads, slots, width), dtype)
+    rings = rows(ring, config.head_dim - ranks.qk), rows(ring, config.head_dim - ranks.v)
     return LayerCache(rows(0, ranks.qk), rows(0, ranks.v), *rings)
 
 

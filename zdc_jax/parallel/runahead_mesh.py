@@ -30,7 +30,7 @@ from zdc_jax.parallel.prompt_cache import Slots, stored, with_new_empties
 from zdc_jax.parallel.runahead import longer, no_tokens, with_slots
 from zdc_jax.parallel.transformer import ShardedTransformer, last_token
 from zdc_jax.parallel.weights import weight_specs
-from zdc_jax.plan import CompressionPlan, LayerRanks
+from zdc_jax.plan import LayerRanks
 
 _BY_PIECE = PartitionSpec(None, None, SEQUENCE)
 """How what devices keep of their pieces lies, [B, K, t, R], and the ring [B, K, M, C] that each has."""
@@ -73,8 +73,8 @@ class MeshRunahead:
           MeshError: the partition is not one of T tokens over these devices.
           NotImplementedError: the implementation cannot do a call.
         """
-        given = (partition, tokens.shape[1], implementation)
-        return self._through_layers(tokens, end, *given, keep=lambda layer: None)
+        slots = Slots.of(self.network.plan, in_eights(tokens.shape[1]))
+        return self._through_layers(tokens, end, partition, slots, implementation, keep=lambda layer: None)
 
     def prefill(
         self,
@@ -95,10 +95,10 @@ class MeshRunahead:
           CacheMemoryError: a device's share of the cache cannot fit in its free memory; before anything is
             computed.
         """
-        network, slots = self.network, Slots.of(self.network.plan, capacity)
+        network, kept = self.network, list[LayerCache]()
         network.check_fits(len(tokens), capacity)
-        kept = list[LayerCache]()
-        last = self._through_layers(tokens, end, partition, capacity, implementation, keep=kept.append)
+        slots = Slots.of(network.plan, capacity)
+        last = self._through_layers(tokens, end, partition, slots, implementation, keep=kept.append)
         layers = tuple(by_head(layer, partition, capacity, network.mesh) for layer in kept)
         return last, KVCache(layers, end, slots.sinks, slots.window)
 
@@ -107,16 +107,15 @@ class MeshRunahead:
         tokens: Array,
         end: Array,
         partition: Partition,
-        capacity: int,
+        slots: Slots,
         implementation: Implementation | None,
         keep: Callable[[LayerCache], None],
     ) -> Array:
         network, devices = self.network, self.network.mesh.shape[SEQUENCE]
-        partition.check(devices=devices, length=tokens.shape[1], capacity=capacity)
+        partition.check(devices=devices, length=tokens.shape[1], capacity=slots.capacity)
         x = _embed(network.embeddings, _padded(tokens, partition), partition, network.mesh)
         for block, ranks in zip(network.prompt_layers, network.plan.layers, strict=True):
-            given = (network.plan, ranks, partition, capacity, network.mesh, implementation)
-            x, layer = piece_layer(block, x, end, *given)
+            x, layer = piece_layer(block, x, end, ranks, partition, slots, network.mesh, implementation)
             keep(layer)
         return last_token(x, _row(end - 1, partition) + 1, network.mesh)
 
@@ -150,15 +149,14 @@ def _embed(embeddings: Embeddings, tokens: Array, partition: Partition, mesh: Me
     return on_mesh(mesh, local, (PartitionSpec(), spec("B T")), spec("B T D"))(embeddings, tokens)
 
 
-@partial(jax.jit, static_argnames=("plan", "ranks", "partition", "capacity", "mesh", "implementation"))
+@partial(jax.jit, static_argnames=("ranks", "partition", "slots", "mesh", "implementation"))
 def piece_layer(
     block: Block,
     x: Float[Array, "B T' D"],
     end: Int[Array, " B"],
-    plan: CompressionPlan,
     ranks: LayerRanks,
     partition: Partition,
-    capacity: int,
+    slots: Slots,
     mesh: Mesh,
     implementation: Implementation | None,
 ) -> tuple[Float[Array, "B T' D"], LayerCache]:
@@ -169,12 +167,11 @@ def piece_layer(
 
     Args:
       x: hidden states in the model's dtype, divided over `sequence`. end: tokens that each row holds.
-      ranks: the layer's, of `plan`. capacity: of the cache that will be, in tokens a row.
+      slots: of the cache that will be.
 
     Raises:
       NotImplementedError: the implementation cannot do this call.
     """
-    slots = Slots.of(plan, capacity)
 
     def local(block: Block, x: Array, end: Array) -> tuple[Array, LayerCache]:
         (positions, stop), kept = _places(x, partition), None
@@ -185,7 +182,7 @@ def piece_layer(
                 q,
                 k,
                 v,
-                _received(k, v, end, plan, ranks, partition, capacity),
+                _received(block, k, v, end, ranks, partition, slots),
                 positions,
                 jnp.minimum(end, stop),
                 scale=block.attention.config.head_dim**-0.5,
@@ -206,24 +203,23 @@ def piece_layer(
 
 
 def _received(
+    block: Block,
     k: Array,
     v: Array,
     end: Array,
-    plan: CompressionPlan,
     ranks: LayerRanks,
     partition: Partition,
-    capacity: int,
+    slots: Slots,
 ) -> LayerCache:
     """The cache of all tokens before this device's piece, with room for the longest behind any of them.
 
     Hop by hop all devices do what the sender does, with its sizes; only the receiver keeps what comes.
     """
-    slots, device = Slots.of(plan, capacity), jax.lax.axis_index(SEQUENCE)
-    near = slots.sinks, slots.window
+    device, near = jax.lax.axis_index(SEQUENCE), (slots.sinks, slots.window)
     room = in_eights(max(partition.starts[-1] + partition.longest, slots.sinks))
-    cache = no_tokens(plan, ranks, k.shape[0], slots.ring, k.dtype)
+    cache = no_tokens(block.attention.config, ranks, k.shape[0], slots.ring, k.dtype)
     held = with_slots(cache, room)
-    counts = cache_slots(partition, plan, capacity)
+    counts = cache_slots(partition, slots.sinks, slots.capacity)
     for sender, count in enumerate(counts[:-1]):
         start, stop = partition.starts[sender], partition.ends[sender]
         positions = jnp.broadcast_to(jnp.arange(start, stop), (k.shape[0], stop - start))

@@ -168,7 +168,9 @@ def handed_bytes(
     """
     ring, whole = plan.ring_slots(capacity), 2 * plan.head_dim * len(plan.layers)
     kept = sum(ranks.qk + ranks.v for ranks in plan.layers)
-    caches = (slots * kept + ring * (whole - kept) for slots in cache_slots(partition, plan, capacity)[:-1])
+    caches = (
+        slots * kept + ring * (whole - kept) for slots in cache_slots(partition, plan.sinks, capacity)[:-1]
+    )
     return (*(batch * plan.num_kv_heads * itemsize * cache for cache in caches), 0)
 
 

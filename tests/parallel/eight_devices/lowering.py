@@ -18,6 +18,7 @@ from zdc_jax.parallel.attention import METHODS, sharded_attention
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.partition import Partition
 from zdc_jax.parallel.payload import Scales
+from zdc_jax.parallel.prompt_cache import Slots
 from zdc_jax.parallel.runahead import _attended
 from zdc_jax.parallel.runahead_mesh import piece_layer
 from zdc_jax.parallel.transformer import ShardedTransformer
@@ -114,7 +115,7 @@ def test_padded_pieces_lower_on_kernels(monkeypatch):
     monkeypatch.setattr(ops, "_pallas_refusal", lambda *args: None)
     plan, mesh = PLANS["window and sinks"], MeshConfig(sequence=3).create()
     x = jax.ShapeDtypeStruct((1, 3 * 252, CONFIG.embed_dim), jnp.bfloat16)
-    given = (plan, plan.layers[0], Partition((252, 200, 48)), 512, mesh, "pallas")
+    given = (plan.layers[0], Partition((252, 200, 48)), Slots.of(plan, 512), mesh, "pallas")
     traced = piece_layer.trace(network(plan).layers[0], x, jax.ShapeDtypeStruct((1,), jnp.int32), *given)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "zdc_prefill" in text

@@ -19,6 +19,7 @@ from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.partition import Partition
 from zdc_jax.parallel.partition_search import PieceCost, link_bandwidth, measured
+from zdc_jax.parallel.prompt_cache import Slots
 from zdc_jax.parallel.runahead import RunaheadTransformer
 from zdc_jax.parallel.runahead_mesh import MeshRunahead, by_head, piece_layer
 from zdc_jax.parallel.traffic import cache_bytes, handed_bytes, hlo_bytes
@@ -141,7 +142,7 @@ def test_formula_is_what_is_compiled():
     x = jax.ShapeDtypeStruct((2, U * 40, network.config.embed_dim), jnp.float32)
     handed = exchanged = 0
     for block, ranks in zip(network.prompt_layers, network.plan.layers, strict=True):
-        given = (network.plan, ranks, partition, CAPACITY, network.mesh, None)
+        given = (ranks, partition, Slots.of(network.plan, CAPACITY), network.mesh, None)
         lowered = piece_layer.lower(block, x, LENGTHS, *given)
         handed += hlo_bytes(lowered.compile().as_text())
         kept = by_head.lower(lowered.out_info[1], partition, CAPACITY, network.mesh)
