@@ -37,7 +37,6 @@ PLANS = {
 CASES = [
     ("llama", "GQA", "full", (1, 60)),
     ("llama", "GQA", "truncated", (30, 18, 13)),
-    ("llama", "GQA", "window", (24, 37)),
     ("llama", "GQA", "window of several pieces", (3, 1, 40, 17)),
     ("opt", "MHA", "window", (24, 37)),
 ]
