@@ -10,10 +10,11 @@ logits, layer by layer as `generate` does, after a run of one layer that compile
 attention as means over calls dispatched without waiting.
 
 Bytes that leave a device are counted in the compiled program of one layer, beside the formula; those of
-KV-Runahead by the formula alone, for the device that hands on most. The numerics check runs two layers on a
-short prompt in the same dtype and in float32: `error` of the row and `own_error` of one device with the same
-plan are against float32, relative to the largest logit. Rows are merged by name into the JSON file, which is
-written anew after each figure; a figure that fails becomes its error.
+KV-Runahead, of the device that hands on most, in one process by the formula alone: no program has them. In
+several its pieces are padded, and `padding` are the rows that each device computes for nothing. The numerics
+check runs two layers on a short prompt in the same dtype and in float32: `error` of the row and `own_error`
+of one device with the same plan are against float32, relative to the largest logit. Rows are merged by name
+into the JSON file, which is written anew after each figure; a figure that fails becomes its error.
 
 One process a GPU, over sockets as between hosts:
 
@@ -55,7 +56,9 @@ from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.mesh import MeshConfig, spec
 from zdc_jax.parallel.partition import Partition, in_eights, interpolated
 from zdc_jax.parallel.processes import initialize
+from zdc_jax.parallel.prompt_cache import Slots
 from zdc_jax.parallel.runahead import RunaheadTransformer
+from zdc_jax.parallel.runahead_mesh import MeshRunahead, piece_layer
 from zdc_jax.parallel.traffic import handed_bytes, hlo_bytes, prefill_bytes
 from zdc_jax.parallel.transformer import last_token, whole_layer
 from zdc_jax.parallel.weights import gathered_bytes
@@ -192,7 +195,12 @@ class Bench:
             return self.on_one_device(plan, tokens, self.config.dtype, implementation)
         end, length = jnp.full(1, tokens.shape[1], jnp.int32), tokens.shape[1]
         if row.method == "runahead":
-            runahead, partition = self.runahead(plan), self.partition(row, length)
+            partition = self.partition(row, length)
+            if jax.process_count() > 1:
+                pieces = MeshRunahead(self.model.on_mesh(plan))
+                last = partial(pieces.last_hidden, partition=partition, implementation=implementation)
+                return lambda: _unembed(pieces.network.embeddings, last(tokens, end))
+            runahead = self.runahead(plan)
             prefill = partial(runahead.prefill, partition=partition, capacity=in_eights(length))
             ends = runahead.networks[-1].embeddings
             return lambda: _unembed(ends, prefill(tokens, end, implementation=implementation)[0])
@@ -208,9 +216,7 @@ class Bench:
         return lambda: _unembed(network.embeddings, network.hidden(tokens, implementation)[:, -1])
 
     def runahead(self, plan: CompressionPlan) -> RunaheadTransformer:
-        """On the devices of the mesh, which must be of this process."""
-        if jax.process_count() > 1:
-            raise MeshError(f"KV-Runahead runs in one process, not in {jax.process_count()}")
+        """On the devices of the mesh, which are of this process."""
         return RunaheadTransformer(self.model.on_each(plan), list(self.mesh.devices.flat))
 
     def partition(self, row: Row, length: int) -> Partition:
@@ -221,7 +227,13 @@ class Bench:
 
     @cached_property
     def searched(self) -> Partition:
-        """The partition that the search proposes, on the first layers; all layers cost the same."""
+        """The partition that the search proposes, on the first layers; all layers cost the same.
+
+        Raises:
+          MeshError: in several processes, where no device is timed alone.
+        """
+        if jax.process_count() > 1:
+            raise MeshError(f"partitions are searched in one process, not in {jax.process_count()}")
         row = ROWS["runahead_searched"]
         runahead = self.runahead(self.plan(row, 2))
         tokens = self.tokens(max(self.options.lengths))
@@ -247,20 +259,35 @@ class Bench:
         if row.method == "runahead":
             partition = self.partition(row, length)
             handed = handed_bytes(plan, partition, capacity=in_eights(length))
-            return {"formula": max(handed), "by_device": handed, "partition": partition.tokens}
+            out = {"formula": max(handed), "by_device": handed, "partition": partition.tokens}
+            return out if jax.process_count() == 1 else out | self.sent_in_pieces(row, partition)
         assert row.method is not None
         how = {"length": length, "degree": self.degree, "method": row.method, "payload": row.payload}
         formula = prefill_bytes(self.config, plan, **how)
         network = self.model.on_mesh(self.plan(row, 1), row.weights, row.payload)
         padded = -(-length // self.degree) * self.degree
-        by_token = NamedSharding(self.mesh, spec("B T D"))
-        x = jax.ShapeDtypeStruct((1, padded, self.config.embed_dim), network.dtype, sharding=by_token)
+        x = self.by_token(padded, network.dtype)
         near, block = (plan.sinks, plan.window), network.prompt_layers[0]
         options = (plan.layers[0], near, self.mesh, row.method, self.implementation(row), row.weights)
         compiled = layers * hlo_bytes(whole_layer.lower(block, x, *options).compile().as_text())
         if row.weights == "gathered":
             formula += layers * gathered_bytes(block, self.mesh)
         return {"formula": formula, "compiled": compiled}
+
+    def sent_in_pieces(self, row: Row, partition: Partition) -> dict[str, Any]:
+        """Of one program for all: bytes in one layer's times layers; rows of padding by device."""
+        network = self.model.on_mesh(self.plan(row, 1))
+        x, end = self.by_token(self.degree * partition.longest, network.dtype), jnp.full(1, partition.length)
+        slots = Slots.of(network.plan, in_eights(partition.length))
+        options = (partition, slots, self.mesh, self.implementation(row))
+        program = piece_layer.lower(network.prompt_layers[0], x, end, network.plan.layers[0], *options)
+        compiled = self.config.num_layers * hlo_bytes(program.compile().as_text())
+        return {"compiled": compiled, "padding": partition.padding}
+
+    def by_token(self, length: int, dtype: Any) -> jax.ShapeDtypeStruct:
+        """Hidden states of a prompt, as they lie on the mesh."""
+        sharding = NamedSharding(self.mesh, spec("B T D"))
+        return jax.ShapeDtypeStruct((1, length, self.config.embed_dim), dtype, sharding=sharding)
 
     def check(self, row: Row) -> dict[str, float]:
         """Errors of two layers' logits, of the row and of one device, against float32 on one device."""

@@ -49,7 +49,8 @@ def test_two_processes_give_what_one_gives(tmp_path, capsys):
 
     model = load(tmp_path / "model").network
     tokens = np.random.default_rng(0).integers(3, 90, (1, 61), dtype=np.int32)
-    expected = np.asarray(model.hidden(jnp.asarray(tokens)))[:, -1]
+    longer = np.asarray(model.hidden(jnp.asarray(np.append(tokens, tokens[:, :1], axis=1))))[0]
+    expected = longer[[60, 60, 61], None]
     for index in range(2):
         got = np.load(tmp_path / f"last-{index}.npy")
         assert np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max()
@@ -62,9 +63,10 @@ def test_two_processes_give_what_one_gives(tmp_path, capsys):
     written = json.loads((tmp_path / "sequence-parallel-tiny-4-2-processes-gloo.json").read_text())
     dense, runahead = (written["results"][f"{name} 61"] for name in ("dense", "runahead"))
     assert written["results"]["link_rate"] > 0
-    assert dense["bytes"]["compiled"] == dense["bytes"]["formula"]
-    assert all(dense[figure][0] > 0 for figure in ("first_token", "attention", "exchange", "far"))
-    assert runahead["first_token"]["error"] == "MeshError: KV-Runahead runs in one process, not in 2"
+    assert all(dense[figure][0] > 0 for figure in ("attention", "exchange", "far"))
+    assert runahead["bytes"]["compiled"] == runahead["bytes"]["formula"]
+    assert runahead["bytes"]["padding"] == [0, 1, 1, 1]
+    assert runahead["first_token"][0] > 0
 
 
 def test_processes_that_never_come_are_named():

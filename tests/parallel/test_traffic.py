@@ -85,7 +85,8 @@ def test_collectives(line, expected):
 )
 def test_asynchronous_collectives_of_gpus(shape, kind, expected):
     started = f"%x = {shape} {kind}-start(u16[4,8]{{1,0}} %bitcast.1), channel_id=1"
-    text = f'{started}, replica_groups={{{{0,1,2,3}}}}, backend_config={{"is_sync":false}}'
+    groups = "replica_groups={{0,1,2,3}}, source_target_pairs={{0,1},{1,2}}"
+    text = f'{started}, {groups}, backend_config={{"is_sync":false}}'
     assert hlo_bytes(text) == expected
     assert hlo_bytes(f"%y = u16[4,8]{{1,0}} {kind}-done({shape} %x)") == 0
 
@@ -103,6 +104,21 @@ ENTRY %main {
     assert hlo_bytes(text) == 48
 
 
-def test_unknown_groups_are_an_error():
-    with pytest.raises(ValueError, match="replica groups"):
-        hlo_bytes("%x = f32[8]{0} all-reduce(%a), replica_groups=@other")
+def test_the_device_that_sends_most_counts():
+    """Device 1 sends 8 + 20 bytes in permutes; all send 16 in the all-gather."""
+    permute = "%x = f32[{}]{{0}} collective-permute(%a), source_target_pairs={}"
+    text = [permute.format(2, "{{0,1},{1,2}}"), permute.format(5, "{{1,2}}"), permute.format(4, "{{2,3}}")]
+    gather = "%x = f32[8]{0} all-gather(%a), replica_groups=[1,2]<=[2], dimensions={0}"
+    assert hlo_bytes("\n".join([*text, gather])) == 28 + 16
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("%x = f32[8]{0} all-reduce(%a), replica_groups=@other", "replica groups"),
+        ("%x = f32[8]{0} collective-permute(%a), channel_id=1", "cannot read the pairs"),
+    ],
+)
+def test_unknown_groups_are_an_error(line, message):
+    with pytest.raises(ValueError, match=message):
+        hlo_bytes(line)

@@ -8,7 +8,6 @@ from typing import Self
 import numpy as np
 
 from zdc_jax.errors import MeshError
-from zdc_jax.plan import CompressionPlan
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,26 @@ class Partition:
         return tuple(accumulate(self.tokens))
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest piece."""
+        return max(self.tokens)
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """Rows that each device computes for nothing where all pieces are padded to the longest."""
+        return tuple(self.longest - count for count in self.tokens)
+
+    @property
     def starts(self) -> tuple[int, ...]:
         """Of each piece, the position of its first token."""
         return (0, *self.ends[:-1])
+
+    def check(self, *, devices: int, length: int, capacity: int) -> None:
+        """Raises `MeshError` unless this divides `length` tokens over `devices` and `capacity` holds them."""
+        if len(self.tokens) != devices or self.length != length:
+            raise MeshError(f"partition={self} must divide {length} tokens over {devices} devices")
+        if length > capacity:
+            raise MeshError(f"{capacity=} must be >= the {length} tokens of the prompts, padding included")
 
 
 def interpolated(table: Sequence[Partition], length: int) -> Partition:
@@ -82,12 +98,12 @@ def interpolated(table: Sequence[Partition], length: int) -> Partition:
     return Partition.ending_at(np.minimum(ends, length - degree + 1 + index).tolist())
 
 
-def cache_slots(partition: Partition, plan: CompressionPlan, capacity: int) -> tuple[int, ...]:
+def cache_slots(partition: Partition, sinks: int, capacity: int) -> tuple[int, ...]:
     """Tokens that the caches of each device have room for, in eights; `capacity` on the last device.
 
     Of the others as few as hold their tokens (and the sinks, which are read together): all slots travel.
     """
-    least = (max(end, plan.sinks) for end in partition.ends[:-1])
+    least = (max(end, sinks) for end in partition.ends[:-1])
     return (*(min(in_eights(count), capacity) for count in least), capacity)
 
 

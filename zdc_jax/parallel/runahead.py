@@ -6,7 +6,7 @@ Nothing is gathered and nobody waits for all: the devices run staggered, the las
 cache. What travels is the cache of the plan: first coordinates of all tokens, and the ring of trailing ones.
 
 Pieces differ in length, so every device has programs of its own, compiled once for layers alike. All devices
-are of this process, which gives them their work in advance.
+are of this process, which gives them their work in advance; for several: `zdc_jax.parallel.runahead_mesh`.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,14 @@ from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache import KVCache, LayerCache, check_fits, free_bytes, write
+from zdc_jax.config import ModelConfig
 from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation, cached_attention
 from zdc_jax.parallel.partition import Partition, cache_slots
 from zdc_jax.parallel.prompt_cache import Slots
-from zdc_jax.plan import CompressionPlan, LayerRanks
+from zdc_jax.plan import LayerRanks
 
 
 class RunaheadTransformer:
@@ -69,13 +70,13 @@ class RunaheadTransformer:
           NotImplementedError: the implementation cannot do a call.
         """
         batch, length = tokens.shape
-        self._check(partition, length, capacity)
-        dtype = self.networks[0].dtype
+        partition.check(devices=len(self.devices), length=length, capacity=capacity)
+        config, dtype = self.networks[0].config, self.networks[0].dtype
         check_fits(self.plan, batch=batch, capacity=capacity, dtype=dtype, free=free_bytes())
         slots, layers = Slots.of(self.plan, capacity), list[LayerCache]()
         near, ahead = (slots.sinks, slots.window), 2 * len(self.devices)
         pieces = self._pieces(tokens, end, partition, capacity)
-        empty = {ranks: _empty(self.plan, ranks, batch, slots.ring, dtype) for ranks in self.plan.layers}
+        empty = {ranks: no_tokens(config, ranks, batch, slots.ring, dtype) for ranks in self.plan.layers}
         for index, ranks in enumerate(self.plan.layers):
             if index >= ahead:
                 # What a device will receive takes memory once it is asked for: so not all layers at once.
@@ -90,16 +91,10 @@ class RunaheadTransformer:
             last = _last_token(piece.x, piece.positions, end, last)
         return last, KVCache(tuple(layers), end, slots.sinks, slots.window)
 
-    def _check(self, partition: Partition, length: int, capacity: int) -> None:
-        if len(partition.tokens) != len(self.devices) or partition.length != length:
-            raise MeshError(f"{partition=} must divide {length} tokens over {len(self.devices)} devices")
-        if length > capacity:
-            raise MeshError(f"{capacity=} must be >= the {length} tokens of the prompts, padding included")
-
     def _pieces(self, tokens: Array, end: Array, partition: Partition, capacity: int) -> list["_Piece"]:
         pieces = []
         spans = zip(partition.starts, partition.ends, strict=True)
-        slots = cache_slots(partition, self.plan, capacity)
+        slots = cache_slots(partition, self.plan.sinks, capacity)
         for device, network, (start, stop), room in zip(
             self.devices, self.networks, spans, slots, strict=True
         ):
@@ -135,20 +130,24 @@ class _Piece:
         """
         block, own = self.network.layers[index], (self.positions, self.end)
         qkv = _projected(block, self.x, self.positions, implementation)
-        longer = _longer(cache, *qkv[1:], *own, near, self.slots)
+        handed = longer(cache, *qkv[1:], *own, near, self.slots)
         self.x = _attended(block, self.x, qkv, cache, *own, near, self.slots, implementation)
-        return longer
+        return handed
 
 
-def _empty(plan: CompressionPlan, ranks: LayerRanks, batch: int, ring: int, dtype: jnp.dtype) -> LayerCache:
-    """What the first device begins with: no tokens, and no room for any."""
-    rows = lambda slots, width: jnp.zeros((batch, plan.num_kv_heads, slots, width), dtype)
-    rings = rows(ring, plan.head_dim - ranks.qk), rows(ring, plan.head_dim - ranks.v)
+def no_tokens(config: ModelConfig, ranks: LayerRanks, batch: int, ring: int, dtype: jnp.dtype) -> LayerCache:
+    """What the first device begins with: a layer's cache of no tokens, and with no room for any.
+
+    Args:
+      batch: rows. ring: M, slots of the ring, which are there from the beginning.
+    """
+    rows = lambda slots, width: jnp.zeros((batch, config.num_kv_heads, slots, width), dtype)
+    rings = rows(ring, config.head_dim - ranks.qk), rows(ring, config.head_dim - ranks.v)
     return LayerCache(rows(0, ranks.qk), rows(0, ranks.v), *rings)
 
 
-def _with_slots(cache: LayerCache, slots: int) -> LayerCache:
-    """The same tokens with room for more."""
+def with_slots(cache: LayerCache, slots: int) -> LayerCache:
+    """The same tokens with room for S = `slots` in all; of first coordinates, the ring stays."""
     more = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)))
     return LayerCache(more(cache.k), more(cache.v), cache.ring_k, cache.ring_v)
 
@@ -167,12 +166,15 @@ def _projected(
 
 
 @partial(jax.jit, static_argnames=("near", "slots"))
-def _longer(
+def longer(
     cache: LayerCache, k: Array, v: Array, positions: Array, end: Array, near: tuple[int, int], slots: int
 ) -> LayerCache:
-    """The cache to hand on."""
+    """The cache to hand on: with this piece's k, v [B, t, K, H] at `positions` [B, t], as `cache.write` does.
+
+    near: sinks and window. end [B]: tokens that each row holds after this piece. slots: of the longer cache.
+    """
     sinks, window = near
-    return write(_with_slots(cache, slots), k, v, positions, end, sinks=sinks, window=window)
+    return write(with_slots(cache, slots), k, v, positions, end, sinks=sinks, window=window)
 
 
 @partial(jax.jit, static_argnames=("near", "slots", "implementation"))
@@ -197,7 +199,7 @@ def _attended(
             q,
             k,
             v,
-            _with_slots(cache, slots),
+            with_slots(cache, slots),
             positions,
             end,
             scale=block.attention.config.head_dim**-0.5,

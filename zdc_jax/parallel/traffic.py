@@ -6,6 +6,7 @@ x (U-1), an all-reduce 2 x (U-1)/U. A device that does more than others is the o
 
 import math
 import re
+from collections import Counter
 
 from zdc_jax.config import ModelConfig
 from zdc_jax.parallel.attention import Method, check_method
@@ -167,7 +168,9 @@ def handed_bytes(
     """
     ring, whole = plan.ring_slots(capacity), 2 * plan.head_dim * len(plan.layers)
     kept = sum(ranks.qk + ranks.v for ranks in plan.layers)
-    caches = (slots * kept + ring * (whole - kept) for slots in cache_slots(partition, plan, capacity)[:-1])
+    caches = (
+        slots * kept + ring * (whole - kept) for slots in cache_slots(partition, plan.sinks, capacity)[:-1]
+    )
     return (*(batch * plan.num_kv_heads * itemsize * cache for cache in caches), 0)
 
 
@@ -180,14 +183,21 @@ _LAYOUT = re.compile(r"\{[^}]*\}")
 
 
 def hlo_bytes(text: str) -> int:
-    """Bytes that leave one device when a compiled program (`compiled.as_text()`) runs once.
+    """Bytes that leave the device that sends most when a compiled program (`compiled.as_text()`) runs once.
 
     Each collective counts once: none may stand in a loop. On GPUs they are `-start` operations, or wrapped in
-    a computation of their own. Raises `ValueError` for groups it cannot read.
+    a computation of their own. Raises `ValueError` for groups or pairs it cannot read.
     """
-    return sum(
-        _collective_bytes(line, found) for line in text.splitlines() if (found := _COLLECTIVE.search(line))
-    )
+    by_all, by_source = 0, Counter[int]()
+    for line in text.splitlines():
+        if (found := _COLLECTIVE.search(line)) is None:
+            continue
+        count = _collective_bytes(line, found)
+        if found["kind"] == "collective-permute":
+            by_source.update(dict.fromkeys(_sources(line), count))
+        else:
+            by_all += count
+    return by_all + max(by_source.values(), default=0)
 
 
 def _collective_bytes(line: str, found: re.Match[str]) -> int:
@@ -209,6 +219,13 @@ def _collective_bytes(line: str, found: re.Match[str]) -> int:
 def _array_bytes(array: re.Match[str]) -> int:
     bits = 8 if array["kind"] == "pred" else int(array["bits"])
     return math.prod(int(size) for size in array["dims"].split(",") if size) * bits // 8
+
+
+def _sources(line: str) -> set[int]:
+    """Devices that send in a permute, `source_target_pairs={{0,1},…}`."""
+    if found := re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", line):
+        return {int(source) for source in re.findall(r"\{(\d+),", found[1])}
+    raise ValueError(f"cannot read the pairs of {line.strip()!r}")
 
 
 def _group_size(line: str) -> int:

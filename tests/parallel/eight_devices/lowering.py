@@ -17,8 +17,11 @@ from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops import rotation
 from zdc_jax.parallel.attention import METHODS, sharded_attention
 from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.parallel.partition import Partition
 from zdc_jax.parallel.payload import Scales
+from zdc_jax.parallel.prompt_cache import Slots
 from zdc_jax.parallel.runahead import _attended
+from zdc_jax.parallel.runahead_mesh import piece_layer
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
@@ -106,6 +109,21 @@ def test_piece_on_a_cache_that_was_handed_on_lowers_on_kernels(monkeypatch, plan
         block, array(250, CONFIG.embed_dim), qkv, held, positions, end, near, 512, "pallas"
     )
     assert "zdc_prefill" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_padded_pieces_lower_on_kernels(monkeypatch):
+    """Two hops, of the caches of 252 and 452 tokens: each four arrays from one device to the next."""
+    monkeypatch.setattr(ops, "_pallas_refusal", lambda *args: None)
+    plan, mesh = PLANS["window and sinks"], MeshConfig(sequence=3).create()
+    x = jax.ShapeDtypeStruct((1, 3 * 252, CONFIG.embed_dim), jnp.bfloat16)
+    given = (plan.layers[0], Partition((252, 200, 48)), Slots.of(plan, 512), mesh, "pallas")
+    traced = piece_layer.trace(network(plan).layers[0], x, jax.ShapeDtypeStruct((1,), jnp.int32), *given)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "zdc_prefill" in text
+    hops = [line for line in text.splitlines() if "stablehlo.collective_permute" in line]
+    assert [sum(f"dense<[[{pair}]]>" in line for line in hops) for pair in ("0, 1", "1, 2")] == [4, 4]
+    assert sum("tensor<1x4x256x16xui16>" in line for line in hops) == 2
+    assert sum("tensor<1x4x456x16xui16>" in line for line in hops) == 2
 
 
 @pytest.mark.parametrize("method", ["ulysses", "all_gather"])

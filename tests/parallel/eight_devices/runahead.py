@@ -3,7 +3,7 @@
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 
 import jax
@@ -16,10 +16,14 @@ from zdc_jax.basis import Basis
 from zdc_jax.cache import KVCache
 from zdc_jax.errors import CacheMemoryError, MeshError
 from zdc_jax.model.transformer import Transformer
+from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.partition import Partition
 from zdc_jax.parallel.partition_search import PieceCost, link_bandwidth, measured
+from zdc_jax.parallel.prompt_cache import Slots
 from zdc_jax.parallel.runahead import RunaheadTransformer
-from zdc_jax.parallel.traffic import handed_bytes
+from zdc_jax.parallel.runahead_mesh import MeshRunahead, by_head, piece_layer
+from zdc_jax.parallel.traffic import cache_bytes, handed_bytes, hlo_bytes
+from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 FULL, HALF, MIXED, NONE = LayerRanks(32, 32), LayerRanks(16, 16), LayerRanks(16, 32), LayerRanks(0, 0)
@@ -33,9 +37,13 @@ PLANS = {
 CASES = [
     ("llama", "GQA", "full", (1, 60)),
     ("llama", "GQA", "truncated", (30, 18, 13)),
-    ("llama", "GQA", "window", (24, 37)),
     ("llama", "GQA", "window of several pieces", (3, 1, 40, 17)),
     ("opt", "MHA", "window", (24, 37)),
+]
+ON_MESH = [
+    ("llama", "GQA", "full", (1, 60)),
+    ("llama", "GQA", "window of several pieces", (3, 1, 40, 17)),
+    ("opt", "MHA", "window", (37, 24)),
 ]
 LENGTHS, CAPACITY, STEPS = np.array([61, 20]), 96, 2
 
@@ -53,12 +61,12 @@ def extend(network, held, token, end):
     return network.extend(held, token, end)
 
 
-def replay(network, tokens, last, held):
+def replay(extend, tokens, last, held):
     """Last hidden states of two prompts and of the tokens decoded after them [B, 1 + STEPS, D]."""
     states = [np.asarray(last)]
     for step in range(STEPS):
         token = tokens[np.arange(2), LENGTHS + step][:, None]
-        hidden, held = extend(network, held, token, LENGTHS + step + 1)
+        hidden, held = extend(held, token, LENGTHS + step + 1)
         states.append(np.asarray(hidden)[:, 0])
     return np.stack(states, 1)
 
@@ -74,7 +82,7 @@ def one_device(name, heads, plan):
     network, empty = jax.device_put((model.model(compression, basis).network, empty), jax.devices()[-1])
     tokens = model.tokens(2, CAPACITY)
     hidden, held = network.extend(empty, jnp.asarray(tokens[:, :61]), jnp.asarray(LENGTHS))
-    return network, tokens, replay(network, tokens, hidden[np.arange(2), LENGTHS - 1], held)
+    return network, tokens, replay(partial(extend, network), tokens, hidden[np.arange(2), LENGTHS - 1], held)
 
 
 @contextmanager
@@ -105,8 +113,44 @@ def test_as_on_one_device(name, heads, plan, pieces):
     assert [sent[pair] for pair in pairwise(devices)] == [count + last_hidden for count in handed[:-1]]
     assert {x.device for x in jax.tree.leaves((last, held))} == {devices[-1]}
     assert held.bytes() == network.plan.bytes(CAPACITY, 2, 4)
-    got = replay(model.networks[-1], tokens, last, held)
+    got = replay(partial(extend, model.networks[-1]), tokens, last, held)
     assert np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@cache
+def on_mesh(name, heads, plan, devices):
+    network, *_ = one_device(name, heads, plan)
+    return ShardedTransformer.of(network, MeshConfig(sequence=devices).create())
+
+
+@pytest.mark.parametrize(("name", "heads", "plan", "pieces"), ON_MESH)
+def test_on_a_mesh_as_on_one_device(name, heads, plan, pieces):
+    """Pieces padded in one program for all devices; then decoding on the cache by head."""
+    _, tokens, expected = one_device(name, heads, plan)
+    network = on_mesh(name, heads, plan, len(pieces))
+    options = {"partition": Partition(pieces), "capacity": CAPACITY}
+    last, held = MeshRunahead(network).prefill(jnp.asarray(tokens[:, :61]), LENGTHS, **options)
+    got = replay(network.extend, tokens, last, held)
+    assert np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_formula_is_what_is_compiled():
+    """The device that hands on most, in each layer; and the exchange that leaves the cache by head."""
+    name, heads, plan, pieces = ON_MESH[1]
+    network, partition, U = on_mesh(name, heads, plan, len(pieces)), Partition(pieces), len(pieces)
+    x = jax.ShapeDtypeStruct((2, U * 40, network.config.embed_dim), jnp.float32)
+    handed = exchanged = 0
+    for block, ranks in zip(network.prompt_layers, network.plan.layers, strict=True):
+        given = (ranks, partition, Slots.of(network.plan, CAPACITY), network.mesh, None)
+        lowered = piece_layer.lower(block, x, LENGTHS, *given)
+        handed += hlo_bytes(lowered.compile().as_text())
+        kept = by_head.lower(lowered.out_info[1], partition, CAPACITY, network.mesh)
+        exchanged += hlo_bytes(kept.compile().as_text())
+    options = {"capacity": CAPACITY, "batch": 2, "itemsize": 4}
+    assert handed == max(handed_bytes(network.plan, partition, **options))
+    kv_heads, per_head = U, sum(ranks.qk + ranks.v for ranks in network.plan.layers)
+    first = 2 * 4 * kv_heads * per_head * 40 * (U - 1) // U
+    assert exchanged == first + cache_bytes(network.config, network.plan, degree=U, **options)
 
 
 def test_measured_and_fitted():
@@ -134,6 +178,20 @@ def test_refuses():
         run(Partition((60, 36)), 10**12)
     with pytest.raises(MeshError, match=r"devices=\[\] must name"):
         RunaheadTransformer(network, [])
+    runahead = MeshRunahead(on_mesh("llama", "GQA", "full", 2))
+    run = partial(runahead.prefill, tokens[:, :61], LENGTHS)
+    with pytest.raises(MeshError, match=r"tokens=\(60, 2\).* must divide 61 tokens over 2 devices"):
+        run(partition=Partition((60, 2)), capacity=96)
+    with pytest.raises(MeshError, match="capacity=60 must be >= the 61 tokens"):
+        run(partition=Partition((60, 1)), capacity=60)
+    with pytest.raises(CacheMemoryError, match="capacity=1000000000000"):
+        run(partition=Partition((60, 1)), capacity=10**12)
+    by_rows = ShardedTransformer.of(network, MeshConfig(data=2, sequence=2).create())
+    with pytest.raises(MeshError, match=r"'data': 2.* must have one device along data and model"):
+        MeshRunahead(by_rows)
+    gathered = ShardedTransformer.of(network, MeshConfig(sequence=2).create(), weights="gathered")
+    with pytest.raises(NotImplementedError, match="weights='gathered' does not run in pieces"):
+        MeshRunahead(gathered)
     classes = TokenClasses((0,), (0.5,), network.plan.layers)
     model, _ = tiny("llama", "GQA")
     network = Transformer(
@@ -141,3 +199,5 @@ def test_refuses():
     )
     with pytest.raises(NotImplementedError, match="token classes"):
         RunaheadTransformer(network, jax.devices())
+    with pytest.raises(NotImplementedError, match="token classes"):
+        MeshRunahead(ShardedTransformer.of(network, MeshConfig(sequence=2).create()))
