@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_variants import write_tokenizer
+from hf_variants import write_tokenizer, write_variant
 
 from convert.basis import make_basis
-from convert.calibrate import collect_moments
+from convert.calibrate import CalibrationOptions, calibrate, collect_moments
+from convert.conversion import convert
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import CheckpointWriter
 from zdc_jax.config import ModelConfig, RopeConfig
@@ -116,6 +117,18 @@ class TinyModel:
     def model(self, plan: CompressionPlan, basis: Basis | None = None) -> LanguageModel:
         layers = prepared_layers(iter(self.layers), self.config, plan, basis or self.basis(), jnp.float32)
         return LanguageModel(Transformer(self.config, plan, self.embeddings, layers), None, basis)
+
+
+def calibrated_folder(folder: Path, context: int) -> Path:
+    """`folder` with a small model converted and calibrated in model/, and text/ of its words."""
+    write_variant("llama-head-dim-80", folder / "hf")
+    rng = np.random.default_rng(0)
+    (folder / "text").mkdir()
+    (folder / "text" / "a.txt").write_text(" ".join(f"w{i}" for i in rng.integers(3, 96, 4000)))
+    convert(folder / "hf", folder / "model", progress=False)
+    options = CalibrationOptions(tokens=1024, context=context, qk="balanced", vo="balanced")
+    calibrate(folder / "model", [folder / "text"], options, progress=False)
+    return folder
 
 
 @pytest.fixture(scope="session", params=["llama", "opt"])

@@ -23,7 +23,7 @@ from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import PAYLOADS, Payload, check_scales, scale_weights
 from zdc_jax.parallel.transformer import ShardedTransformer
-from zdc_jax.parallel.weights import Weights
+from zdc_jax.parallel.weights import WEIGHTS, Weights
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.predictor import Predictor, checked_plan
 from zdc_jax.profile import Profile
@@ -99,12 +99,17 @@ def load(
       CalibrationError: a plan was asked for and the folder holds no basis, or that of another model; `float8`
         without a plan, or with a basis too old to give scales.
       TextError: `check_text` is missing, or shorter than one window.
-      MeshError: the model cannot be divided over the mesh, there are too few devices, `float8` without one.
-      ValueError: an unknown payload.
+      MeshError: the model cannot be divided over the mesh, there are too few devices; `float8` or `gathered`
+        without one.
+      ValueError: unknown weights or payload.
       NotImplementedError: `float8` for a plan with token classes.
     """
     if payload not in PAYLOADS:
         raise ValueError(f"{payload=} must be one of {PAYLOADS}")
+    if weights not in WEIGHTS:
+        raise ValueError(f"{weights=} must be one of {WEIGHTS}")
+    if weights == "gathered" and mesh is None:
+        raise MeshError(f"{weights=} are divided over devices; give mesh= with it")
     if payload == "float8" and mesh is None:
         raise MeshError(f"{payload=} is exchanged between devices; give mesh= with it")
     devices = None if mesh is None else mesh.create()

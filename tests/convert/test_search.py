@@ -8,14 +8,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CONFIGS
-from hf_variants import write_variant
+from conftest import CONFIGS, calibrated_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convert.calibrate import CalibrationOptions, calibrate
 from convert.cli import main
-from convert.conversion import convert
 from convert.search import Search, SearchOptions
 from convert.trials import Trial, TrialBook, pareto_front
 from zdc_jax import CompressionPlan, load
@@ -31,15 +28,7 @@ CONTEXT = 128
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """model/ converted and calibrated, text/ to search on."""
-    folder = tmp_path_factory.mktemp("search")
-    write_variant("llama-head-dim-80", folder / "hf")
-    rng = np.random.default_rng(0)
-    (folder / "text").mkdir()
-    (folder / "text" / "a.txt").write_text(" ".join(f"w{i}" for i in rng.integers(3, 96, 4000)))
-    convert(folder / "hf", folder / "model", progress=False)
-    options = CalibrationOptions(tokens=1024, context=CONTEXT, qk="balanced", vo="balanced")
-    calibrate(folder / "model", [folder / "text"], options, progress=False)
-    return folder
+    return calibrated_folder(tmp_path_factory.mktemp("search"), CONTEXT)
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ class RunaheadTransformer:
         if not devices:
             raise MeshError(f"{devices=} must name at least one device")
         if network.plan.classes is not None:
-            raise NotImplementedError("plans with token classes run on one device")
+            raise NotImplementedError("plans with token classes do not run in pieces")
         self.plan, self.devices = network.plan, tuple(devices)
         self.networks = tuple(jax.device_put(network, device) for device in devices)
 

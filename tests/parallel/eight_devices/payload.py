@@ -144,6 +144,10 @@ def test_refusals(tiny):
     without = {name: value for name, value in options.items() if name != "mesh"}
     with pytest.raises(MeshError, match="payload='float8' is exchanged between devices; give mesh="):
         load(folder, **without, payload="float8")
+    with pytest.raises(MeshError, match="weights='gathered' are divided over devices; give mesh="):
+        load(folder, **without, weights="gathered")
+    with pytest.raises(ValueError, match=r"weights='halved' must be one of .*'gathered'"):
+        load(folder, **options, weights="halved")
     with pytest.raises(ValueError, match=r"payload='int4' must be one of .*'float8'"):
         load(folder, **options, payload="int4")
     with pytest.raises(CalibrationError, match="needs the scales of a calibrated basis; give plan="):
