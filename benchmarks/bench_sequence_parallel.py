@@ -45,7 +45,7 @@ import tyro
 from jax.sharding import NamedSharding
 
 from benchmarks.bench_generate import seconds
-from benchmarks.common import RESULTS, write_result
+from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.sequence_models import SHAPES, Model, ShapeName
 from benchmarks.sequence_parts import Parts, link_rate, searched_partition
 from benchmarks.sequence_rows import ROWS, TASKS, Row, Task, compare
@@ -150,7 +150,7 @@ class Bench:
         row, key = ROWS[name], f"{name} {length}"
         out = self.results.setdefault(key, {})
         build = {**asdict(row), "implementation": self.implementation(row)}
-        out |= {"row": name, "length": length, "build": build}
+        out |= {"row": name, "length": length, "build": build, "commit": commit()}
         match figures:
             case "parts":
                 parts = self.parts(row, length)

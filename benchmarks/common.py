@@ -19,14 +19,19 @@ def environment() -> dict[str, Any]:
     return {
         "device": jax.devices()[0].device_kind,
         "devices": len(jax.devices()),
-        "commit": os.environ.get("ZDC_COMMIT") or commit(),
+        "commit": commit(),
         "versions": {name: importlib.metadata.version(name) for name in packages},
         "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 
 def commit() -> str:
-    """The commit of the working tree, marked when it is not clean; `unknown` outside a repository."""
+    """The commit of the working tree, marked when it is not clean; `unknown` outside a repository.
+
+    `ZDC_COMMIT` names it where the tree travels without its history.
+    """
+    if named := os.environ.get("ZDC_COMMIT"):
+        return named
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
         cwd=Path(__file__).parent,
