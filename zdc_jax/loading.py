@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from zdc_jax.basis import Basis
+from zdc_jax.checked_plan import checked_plan
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError, CheckpointError, MeshError, PlanError
@@ -25,7 +26,7 @@ from zdc_jax.parallel.payload import PAYLOADS, Payload, check_scales, scale_weig
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.parallel.weights import WEIGHTS, Weights
 from zdc_jax.plan import CompressionPlan
-from zdc_jax.predictor import Predictor, checked_plan
+from zdc_jax.predictor import Predictor
 from zdc_jax.profile import Profile
 from zdc_jax.text import read_documents, token_windows
 
@@ -164,8 +165,13 @@ def predicted_plan(checkpoint: Checkpoint, basis: Basis, *, max_degradation: flo
     Raises:
       PlanError: a limit of 0 or below. CalibrationError: no profile in the folder, or another model's.
     """
-    predictor = Predictor.stored()
-    plan = _propose(checkpoint, basis)(max_degradation / predictor.margin)
+    predictor, profile = Predictor.stored(), stored_profile(checkpoint)
+    plan = predictor.plan(
+        checkpoint.config,
+        profile,
+        max_degradation=max_degradation / predictor.margin,
+        context=basis.context_length,
+    )
     warnings.warn(
         f"{max_degradation=} was predicted, not measured; check the plan on text of your own", stacklevel=3
     )
@@ -186,8 +192,9 @@ def predicted_and_checked_plan(
       As `predicted_plan` does. TextError: `texts` are missing, or shorter than one window.
     """
     config, context, tokenizer = checkpoint.config, basis.context_length, checkpoint.tokenizer()
-    propose = _propose(checkpoint, basis)
-    propose(max_degradation)  # An impossible limit is found before any text is read.
+    profile = stored_profile(checkpoint)
+    if not max_degradation > 0:  # Found before any text is read.
+        raise PlanError(f"max_degradation={max_degradation} must be > 0 (0.02 means 2 %)")
     if tokenizer is None:
         raise CalibrationError(f"{checkpoint.path} has no tokenizer, so check_text cannot be read")
     windows, _ = token_windows(
@@ -204,19 +211,13 @@ def predicted_and_checked_plan(
         network = load(checkpoint.path, plan, basis=basis, dtype=dtype.name).network
         return float(np.expm1((window_nll(network, windows) - dense).mean()))
 
-    plan = checked_plan(propose, measure, max_degradation=max_degradation, context=context)
+    limits: Any = {"max_degradation": max_degradation, "context": context}
+    plan = checked_plan(Predictor.stored(), config, profile, measure, **limits)
     if plan is None:
         warnings.warn(
             f"no predicted plan holds {max_degradation=} on check_text; nothing is compressed", stacklevel=3
         )
     return plan
-
-
-def _propose(checkpoint: Checkpoint, basis: Basis) -> Callable[[float], CompressionPlan]:
-    """The stored predictor's plan for a limit."""
-    profile, predictor = stored_profile(checkpoint), Predictor.stored()
-    config, context = checkpoint.config, basis.context_length
-    return lambda limit: predictor.plan(config, profile, max_degradation=limit, context=context)
 
 
 def stored_basis(checkpoint: Checkpoint) -> Basis:

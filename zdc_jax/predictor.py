@@ -6,7 +6,6 @@ cheapest plan predicted to be within the limit: so it serves any number of layer
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -23,8 +22,6 @@ from zdc_jax.layer_costs import LayerCosts, cheapest_path
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.profile import SINKS, Profile
 
-CHECKS = 6
-"""Plans measured at most when a predicted plan is checked on text."""
 TINY_NATS = 2e-4
 """Below this, costs of single layers are noise."""
 
@@ -127,13 +124,21 @@ class Predictor:
         ranks = (*profile.ranks.tolist(), head_dim)
         return LayerCosts(ranks, nats(score, none), nats(none, value), nats(one, one)[:, 0]).monotone()
 
+    def costs(self, config: ModelConfig, profile: Profile) -> dict[int, LayerCosts]:
+        """Predicted costs of single layers for each of the profile's windows."""
+        rotary, windows = config.rope is not None, profile.windows.tolist()
+        of = lambda index: self.layer_costs(profile, index, config.head_dim, rotary=rotary)
+        return {window: of(index) for index, window in enumerate(windows)}
+
+    def floor(self, config: ModelConfig) -> float:
+        """Predicted cost of the basis at full rank, nats a token."""
+        return float(floor_nats(self.weights, jnp.array(float(config.rope is not None))))
+
     def paths(self, config: ModelConfig, profile: Profile) -> list[list[tuple[CompressionPlan, float]]]:
         """For each window, plans from all coordinates to none outside it, with predicted nats a token."""
-        rotary, full = config.rope is not None, CompressionPlan.full(config).for_model(profile.fingerprint)
-        floor = float(floor_nats(self.weights, jnp.array(float(rotary))))
+        full, floor = CompressionPlan.full(config).for_model(profile.fingerprint), self.floor(config)
         found = []
-        for index, window in enumerate(profile.windows.tolist()):
-            costs = self.layer_costs(profile, index, config.head_dim, rotary=rotary)
+        for window, costs in self.costs(config, profile).items():
             nats = lambda ranks, costs=costs: floor + sum(costs.of(i, kept) for i, kept in enumerate(ranks))
             plan = replace(full, window=window, sinks=SINKS)
             path = [(replace(plan, layers=ranks), nats(ranks)) for ranks in cheapest_path(costs)]
@@ -161,37 +166,3 @@ class Predictor:
 @cache
 def _stored_text() -> str:
     return (resources.files("zdc_jax") / "predictor.json").read_text()
-
-
-def checked_plan(
-    propose: Callable[[float], CompressionPlan],
-    measure: Callable[[CompressionPlan], float],
-    *,
-    max_degradation: float,
-    context: int,
-) -> CompressionPlan | None:
-    """The smallest of a few proposed plans whose measured degradation holds the limit; None where none does.
-
-    Args:
-      propose: the predicted plan for a limit. It is asked for lower limits while plans break
-        `max_degradation`, for higher ones while they hold it, and then for limits in between.
-      measure: the relative increase of perplexity of a plan.
-      context: tokens at which bytes count.
-    """
-    asked, holds, breaks = max_degradation, 0.0, np.inf
-    best: CompressionPlan | None = None
-    seen: dict[CompressionPlan, float] = {}
-    for _ in range(CHECKS):
-        plan = propose(asked)
-        increase = seen[plan] if plan in seen else seen.setdefault(plan, measure(plan))
-        if increase <= max_degradation:
-            holds = asked
-            best = plan if best is None else min(best, plan, key=lambda plan: plan.bytes(context))
-        else:
-            breaks = asked
-        ratio = max_degradation / max(increase, max_degradation / 10)
-        if holds and np.isfinite(breaks):
-            asked = float(np.sqrt(holds * breaks))
-        else:
-            asked *= float(np.clip(ratio, 1.2, 4) if holds else np.clip(0.9 * ratio, 0.05, 0.9))
-    return best

@@ -9,9 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import LLAMA, TinyModel, calibrated_folder
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from conftest import TinyModel, calibrated_folder
 
 from convert.calibrate import CalibrationOptions, calibrate
 from convert.conversion import convert
@@ -23,7 +21,7 @@ from zdc_jax.errors import CalibrationError, CheckpointError, PlanError, TextErr
 from zdc_jax.evaluate import window_nll
 from zdc_jax.layer_costs import rank_levels
 from zdc_jax.plan import LayerRanks
-from zdc_jax.predictor import Predictor, Weights, checked_plan
+from zdc_jax.predictor import Predictor, Weights
 from zdc_jax.profile import SINKS, Profile, windows_for
 
 CONTEXT = 128
@@ -171,25 +169,6 @@ def test_higher_limits_keep_less(folder):
     assert sizes[-1] < sizes[0]
     with pytest.raises(PlanError, match="max_degradation=0 must be > 0"):
         plan(0)
-
-
-@settings(deadline=None)
-@given(scale=st.floats(0.05, 20), limit=st.floats(0.005, 0.1))
-def test_checked_plans_hold_the_limit(scale, limit):
-    """However wrong the prediction: proposals keep less the higher the limit, and cost `scale` times it."""
-    plan = lambda asked: CompressionPlan.uniform(
-        LLAMA, qk=16, v=16, window=max(1, round(1e4 / (1 + 1e4 * asked)))
-    )
-    degradation = lambda plan: scale * (1e4 / plan.window - 1) / 1e4
-    found = checked_plan(plan, degradation, max_degradation=limit, context=8192)
-    assert found is not None
-    assert degradation(found) <= limit
-    assert degradation(found) >= 0.3 * limit or found.window <= 2
-
-
-def test_nothing_holds_the_limit():
-    full = CompressionPlan.full(LLAMA)
-    assert checked_plan(lambda _: full, lambda _: 1.0, max_degradation=0.01, context=64) is None
 
 
 def test_load_within_a_limit(folder):
