@@ -18,6 +18,7 @@ beside `oracle` (the search's best plan at the limit, by its text):
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,6 +75,13 @@ class Bench:
         )
         count = run.tokens // bench_quality.CONTEXT + SEARCH_WINDOWS
         self.searched, _ = self.quality.windows("train", count)
+
+    @cached_property
+    def checks(self) -> dict[str, TrialBook]:
+        """Text that plans are checked on: other than the search's, and the search's own."""
+        other = self.searched[-SEARCH_WINDOWS - CHECK_WINDOWS : -SEARCH_WINDOWS]
+        own = self.searched[-SEARCH_WINDOWS:]
+        return {"predicted, checked": self.book(other), "predicted, checked as searched": self.book(own)}
 
     def book(self, windows: np.ndarray) -> TrialBook:
         path, run = self.quality.checkpoint.path, self.run
@@ -144,16 +152,13 @@ def predicted_plans(bench: Bench, predictor: Predictor, limit: float) -> dict[st
     config, profile = bench.config, bench.profile
     at: Any = {"context": bench_quality.CONTEXT}
     plans = {"predicted": predictor.plan(config, profile, max_degradation=limit / predictor.margin, **at)}
-    texts = (
-        bench.searched[-SEARCH_WINDOWS - CHECK_WINDOWS : -SEARCH_WINDOWS],
-        bench.searched[-SEARCH_WINDOWS:],
-    )
-    for kind, windows in zip(("predicted, checked", "predicted, checked as searched"), texts, strict=True):
-        began, book = time.perf_counter(), bench.book(windows)
+    for kind, book in bench.checks.items():
+        began, known = time.perf_counter(), len(book.seen)
         measure = lambda plan, book=book: book.measure(plan).increase
         plan = checked_plan(predictor, config, profile, measure, max_degradation=limit, **at)
         plans[kind] = plan or CompressionPlan.full(config)
-        print(f"{kind}: {len(book.seen) - 1} plans in {time.perf_counter() - began:.0f} s", flush=True)
+        took = time.perf_counter() - began
+        print(f"{kind}: {len(book.seen) - known} more plans in {took:.0f} s", flush=True)
     return plans
 
 

@@ -68,7 +68,8 @@ def plans_table() -> str:
 
 def predictor_table() -> str:
     """Plans of models left out of the fit, beside what a search finds; by held-out text."""
-    kinds = ("oracle", "predicted", "predicted, checked", "look-up", "constant")
+    checked = "predicted, checked"
+    kinds = ("oracle", "predicted", checked, f"{checked} as searched", "look-up", "constant")
     lines = [f"| model | limit | {' | '.join(kinds)} |", "|---" * (2 + len(kinds)) + "|"]
     for path in sorted(RESULTS.glob("predicted-*.json")):
         rows = json.loads(path.read_text())["results"]["rows"]

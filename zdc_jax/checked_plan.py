@@ -22,7 +22,7 @@ CHECKS = 12
 """Plans measured at most."""
 SPREAD = 0.7
 """Standard deviation of what one layer costs, as a share of its prediction. Of models left out of the fit,
-plans that differ in one layer differ by what is predicted, up to 0.36 to 0.96 of it in two thirds of cases."""
+plans that differ in one layer differ by what is predicted, up to 0.36 to 0.96 of it for two thirds."""
 NOISE = 5e-4
 """Nats a token; differences of plans cannot be told better than this."""
 LEAST_SAVING = 0.005
