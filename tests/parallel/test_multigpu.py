@@ -1,14 +1,18 @@
-"""On several real devices: plans with token classes and KV-Runahead give what one device gives."""
+"""On several real devices: results are those of one device, and near attention runs beside the exchange."""
 
+import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import LLAMA, TinyModel
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zdc_jax import generate
+from zdc_jax.parallel.attention import sharded_attention
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.partition import Partition
 from zdc_jax.parallel.runahead_mesh import MeshRunahead
@@ -55,3 +59,24 @@ def test_token_classes(near):
         generate(replace(on_one, network=network), prompts, 20).completions
         == generate(on_one, prompts, 20).completions
     )
+
+
+@pytest.mark.multigpu
+def test_near_attention_runs_beside_the_exchange_on_the_way_back():
+    """In the order of the compiled program, where far attention is between the exchanges."""
+    mesh, tokens = MeshConfig(sequence=2).create(), PartitionSpec(None, "sequence")
+    options = {"scale": 0.1, "ranks": LayerRanks(32, 64), "sinks": 4, "window": 512, "method": "ulysses"}
+    attend = partial(sharded_attention, **options, implementation="pallas")
+    program = jax.jit(
+        jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens, check_vma=False)
+    )
+    array = jax.ShapeDtypeStruct((1, 16384, 8, 128), jnp.bfloat16, sharding=NamedSharding(mesh, tokens))
+    text = program.lower(array, array, array).compile().as_text()
+    assert scheduled(text) == ["start", "done", "kernel", "start", "kernel", "done"]
+
+
+def scheduled(text: str) -> list[str]:
+    """Starts and ends of all-to-alls, and our kernels, in the order of the entry computation."""
+    lines = text[text.index("\nENTRY") :].splitlines()
+    kinds = {r" all-to-all-start\(": "start", r" all-to-all-done\(": "done", '"mosaic_gpu': "kernel"}
+    return [kind for line in lines for pattern, kind in kinds.items() if re.search(pattern, line)]

@@ -244,7 +244,7 @@ def _member_layer(
                 o, lse = attend_near(arrangement.restored(q), own_k, own_v, keys)
                 lse = arrangement.sorted(lse.swapaxes(1, 2)).swapaxes(1, 2)
                 parts = [(arrangement.sorted(o), lse), gather_heads_and_lse(*far, SEQUENCE)]
-                o, _ = merge_partial(parts)
+                o, _ = merge_partial(jax.lax.optimization_barrier(parts))  # As `sharded_attention` does.
             if slots is not None:
                 ring = layer_cache(own_k, own_v, None, positions, end, LayerRanks(0, 0), slots)
                 assert widths.slots is not None
