@@ -75,7 +75,8 @@ def predictor_table() -> str:
         rows = json.loads(path.read_text())["results"]["rows"]
         for limit in dict.fromkeys(row["limit"] for row in rows):
             found = {row["kind"]: row for row in rows if row["limit"] == limit}
-            cells = [f"{found[kind]['bytes_share']:.1%} {percent(found[kind]['increase'])}" for kind in kinds]
+            row = lambda plan: f"{plan['bytes_share']:.1%} {percent(plan['increase'])}"
+            cells = [row(found[kind]) if kind in found else "–" for kind in kinds]
             lines.append(f"| {path.stem.removeprefix('predicted-')} | {limit:.0%} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
