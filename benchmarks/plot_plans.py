@@ -24,7 +24,7 @@ def rows_of(model: str) -> list[dict[str, Any]]:
     """All measured plans of a model, those predicted for it with it left out among them."""
     read = lambda path: json.loads(path.read_text())["results"]["rows"] if path.exists() else []
     predicted = read(RESULTS / f"predicted-{model}.json")
-    others = [row for row in predicted if row["kind"].startswith("predicted")]
+    others = [row for row in predicted if row["kind"] in ("predicted", "predicted, checked")]
     return read(RESULTS / f"plans-{model}.json") + others
 
 
@@ -36,7 +36,7 @@ def rank_correlation(rows: list[dict[str, Any]]) -> float:
 
 def draw_fronts() -> None:
     """`plans.png`: one line a kind of plan."""
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), sharey=True, layout="constrained")
     kinds = sorted({row["kind"] for model in MODELS for row in rows_of(model)})
     for axis, model in zip(axes, MODELS, strict=True):
         for color, kind in enumerate(kinds):
@@ -47,7 +47,7 @@ def draw_fronts() -> None:
                 axis.plot(front[:, 0], front[:, 1], "o-", color=f"C{color}", markersize=4, label=kind)
         axis.axhline(1, linestyle=":", color="0.5")
         axis.set(title=model, xlabel="KV bytes at 4096 tokens, % of dense", xlim=(0, 100), ylim=(-0.5, 12))
-        axis.legend(fontsize=8)
+    figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     axes[0].set_ylabel("increase of perplexity, %, held-out text")
     figure.savefig(RESULTS / "plans.png", dpi=110)
 
