@@ -11,7 +11,7 @@ beside `oracle` (the search's best plan at the limit, by its text):
 
 `predicted`  unchecked, with the predictor's margin;
 `predicted, checked`  made sure on 16 training windows, and `as searched` on the twelve that the search had;
-`constant`   the plan of the model nearest in shape at the middle limit, whatever limit is asked;
+`constant`   the plan of the model nearest in depth, of its kind, at the middle limit, whatever is asked;
 `look-up`    that model's plan at the limit asked. Both stretched by relative depth and share of the head dim.
 """
 
@@ -151,7 +151,7 @@ def predicted_plans(bench: Bench, predictor: Predictor, limit: float) -> dict[st
     """Unchecked, and checked on either text."""
     config, profile = bench.config, bench.profile
     at: Any = {"context": bench_quality.CONTEXT}
-    plans = {"predicted": predictor.plan(config, profile, max_degradation=limit / predictor.margin, **at)}
+    plans = {"predicted": predictor.plan(config, profile, max_degradation=limit, **at)}
     for kind, book in bench.checks.items():
         began, known = time.perf_counter(), len(book.seen)
         measure = lambda plan, book=book: book.measure(plan).increase
@@ -170,7 +170,7 @@ def known_plans(
     nearest = min(alike, key=lambda each: abs(len(each.far_nats) - len(own.far_nats)))
     return {
         "oracle": best_plan(own, limit, bench.config),
-        "look-up": best_plan(nearest, min(SEARCHED, key=lambda at: abs(at - limit)), bench.config),
+        "look-up": best_plan(nearest, limit, bench.config),
         "constant": best_plan(nearest, sorted(SEARCHED)[len(SEARCHED) // 2], bench.config),
     }
 

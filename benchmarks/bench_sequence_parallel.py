@@ -105,8 +105,7 @@ class Bench:
         processes = f"{jax.process_count()}-processes" if jax.process_count() > 1 else ""
         parts = ("sequence-parallel", options.shape, str(self.degree), processes, options.label)
         self.name = "-".join(part for part in parts if part)
-        path = options.results / f"{self.name}.json"
-        self.results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
+        self.results = earlier(options.results / f"{self.name}.json", options)
         self.failed = False
         self.record(self.results, "link_rate", lambda: link_rate(self.mesh, options.link_bytes))
         self.model = Model(self.config, self.mesh)
@@ -303,6 +302,22 @@ class Bench:
         """One prompt."""
         rng = np.random.default_rng(0)
         return jnp.asarray(rng.integers(self.config.vocab_size, size=(1, length)), jnp.int32)
+
+
+def earlier(path: Path, options: Options) -> dict[str, Any]:
+    """Rows that are in the file already, to which others may be added.
+
+    Raises:
+      ValueError: they are of another plan or number of layers.
+    """
+    if not path.exists():
+        return {}
+    run = json.loads(path.read_text())
+    for name in ("window", "sinks", "far", "layers"):
+        asked, held = getattr(options, name), run["config"][name]
+        if asked != (tuple(held) if isinstance(held, list) else held):
+            raise ValueError(f"{path} holds rows of {name}={held}, not {asked}; give another --label")
+    return run["results"]
 
 
 @jax.jit

@@ -1,16 +1,18 @@
 """What runs on a GPU while its exchange is on the way? From a profile that `bench_sequence_parallel` wrote.
 
-    python -m benchmarks.bench_sequence_parallel --tasks plan --layers 2 --traces traces/
+    python -m benchmarks.bench_sequence_parallel --tasks plan --layers 2 --label two-layers --traces traces/
     python -m benchmarks.plot_overlap traces/
 
-Writes `overlap.json`, for each GPU milliseconds of exchange and of them those beside attention and beside any
-kernel, and `overlap.png`, the last layer on the first GPU.
+Writes `overlap.json`, for each GPU milliseconds of exchange (all that NCCL sends from one to another: both
+all-to-alls and the halo, waiting included) and of them those beside attention and beside any kernel, and
+`overlap.png`, the last layer on the first GPU.
 """
 
 import gzip
 import json
 import sys
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,14 +59,22 @@ def kernels(folder: Path) -> dict[str, list[Kernel]]:
 
 def overlap(launched: list[Kernel]) -> dict[str, float]:
     """Milliseconds of the exchange, and of them those during which attention, or any kernel, ran."""
-    exchange = [k for k in launched if EXCHANGE in k.name]
-    attention = [k for k in launched if ATTENTION in k.name]
-    rest = [k for k in launched if EXCHANGE not in k.name]
-    together = lambda others: sum(
-        max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a in exchange for b in others
-    )
-    total = sum(k.end - k.start for k in exchange)
-    return {"exchange": total, "beside_attention": together(attention), "beside_any": together(rest)}
+    exchange = spans(k for k in launched if EXCHANGE in k.name)
+    attention = spans(k for k in launched if ATTENTION in k.name)
+    rest = spans(k for k in launched if EXCHANGE not in k.name)
+    both = lambda others: sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in exchange for b in others)
+    return {"exchange": both(exchange), "beside_attention": both(attention), "beside_any": both(rest)}
+
+
+def spans(chosen: Iterable[Kernel]) -> list[tuple[float, float]]:
+    """When at least one of them ran: in order, apart from one another."""
+    out: list[tuple[float, float]] = []
+    for _, start, end in sorted(chosen, key=lambda k: k.start):
+        if out and start <= out[-1][1]:
+            out[-1] = out[-1][0], max(end, out[-1][1])
+        else:
+            out.append((start, end))
+    return out
 
 
 def draw(launched: list[Kernel]) -> None:
@@ -86,5 +96,5 @@ if __name__ == "__main__":
     by_device = kernels(Path(sys.argv[1]))
     seen = {name: overlap(each) for name, each in by_device.items()}
     print(json.dumps(seen, indent=1))
-    write_result("overlap", {"trace": Path(sys.argv[1]).name}, seen)
+    write_result("overlap", {"profile": next(Path(sys.argv[1]).iterdir()).name}, seen)
     draw(next(iter(by_device.values())))

@@ -74,7 +74,7 @@ LABELS = {
     "all_gather": "all-gather of keys and values, dense",
     "all_gather_plan": "all-gather, truncated",
     "ring": "ring attention, dense",
-    "ring_plan": "ring attention, truncated",
+    "ring_plan": "ring attention, truncated, no sinks",
     "runahead_dense": "KV-Runahead, dense",
     "runahead": "KV-Runahead, truncated",
     "runahead_searched": "KV-Runahead, truncated, searched partition",

@@ -157,7 +157,7 @@ def sequence_table() -> str:
         return ""
     lines = [
         "| method | NVLink: first token | beside dense | GB that leave a GPU | exchange, a layer "
-        "| near + exchange | sockets: first token | beside dense |",
+        "| near + exchange, apart from a layer | sockets: first token | beside dense |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row, label in LABELS.items():

@@ -25,10 +25,10 @@ class LayerCosts(NamedTuple):
         return self._replace(qk=falling(self.qk), v=falling(self.v), cut=np.maximum(self.cut, 0))
 
     def of(self, layer: int, ranks: LayerRanks) -> float:
-        """Cost of a layer at these ranks, which need not be levels: those next below count."""
+        """Cost of a layer at these ranks, which need not be levels: at those next below, or the first."""
         if ranks.qk == 0:
             return float(self.cut[layer])
-        level = lambda rank: max(i for i, r in enumerate(self.ranks) if r <= rank)
+        level = lambda rank: max((i for i, r in enumerate(self.ranks) if r <= rank), default=0)
         return float(self.qk[layer, level(ranks.qk)] + self.v[layer, level(ranks.v)])
 
 

@@ -2,8 +2,9 @@
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from zdc_jax.fold import fold_attention
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.parallel.classes import check_classes
-from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.parallel.mesh import DATA, MeshConfig
 from zdc_jax.parallel.payload import PAYLOADS, Payload, check_scales, scale_weights
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.parallel.weights import WEIGHTS, Weights
 from zdc_jax.plan import CompressionPlan
-from zdc_jax.predictor import Predictor
+from zdc_jax.predictor import Predictor, check_limit
 from zdc_jax.profile import Profile
 from zdc_jax.text import read_documents, token_windows
 
@@ -72,14 +73,14 @@ def load(
     payload: Payload = "native",
     max_score_error: float | None = None,
     max_degradation: float | None = None,
-    check_text: str | Path | Sequence[str | Path] = (),
+    check_text: str | Path | Sequence[str | Path] | None = None,
 ) -> LanguageModel:
     """Loads a converted folder; with a plan, folds the calibrated basis in and keeps the plan's coordinates.
 
     Args:
       path: folder written by `zdc convert`.
       plan: a plan or the path of its JSON; None loads the unmodified weights at full rank.
-      basis: basis to fold; default the one stored by `zdc calibrate`.
+      basis: basis to fold; default the one stored by `zdc calibrate`, for which predictions are made.
       dtype: dtype of weights, activations and cache; default that of the stored weights.
       mesh: devices to run on; default one. Layers are read one at a time, and each device gets its share.
       weights: on a mesh, `replicated` for prompts, or `gathered` from all devices layer by layer
@@ -90,8 +91,9 @@ def load(
         scores and values (`CompressionPlan.from_error`).
       max_degradation: instead of a plan, the fewest coordinates predicted to raise perplexity by no more
         (`Predictor.plan`; 0.02 means 2 %). With a warning, unless it is checked.
-      check_text: text files or folders on which that prediction is checked, and corrected until it holds;
-        where no plan holds the limit, the unmodified model is loaded, with a warning.
+      check_text: text files or folders on which a few plans are measured, as they will run, and the smallest
+        within the limit is taken (`checked_plan`); where none is, the unmodified model is loaded, with a
+        warning, and nothing is exchanged as `float8`.
 
     Raises:
       CheckpointError: unreadable folder, unknown dtype.
@@ -105,14 +107,7 @@ def load(
       ValueError: unknown weights or payload.
       NotImplementedError: `float8` for a plan with token classes.
     """
-    if payload not in PAYLOADS:
-        raise ValueError(f"{payload=} must be one of {PAYLOADS}")
-    if weights not in WEIGHTS:
-        raise ValueError(f"{weights=} must be one of {WEIGHTS}")
-    if weights == "gathered" and mesh is None:
-        raise MeshError(f"{weights=} are divided over devices; give mesh= with it")
-    if payload == "float8" and mesh is None:
-        raise MeshError(f"{payload=} is exchanged between devices; give mesh= with it")
+    _check_placement(mesh, weights, payload)
     devices = None if mesh is None else mesh.create()
     checkpoint = Checkpoint.open(path)
     config = checkpoint.config
@@ -121,19 +116,22 @@ def load(
     target = jnp.dtype(dtype or config.dtype)
     if sum(choice is not None for choice in (plan, max_score_error, max_degradation)) > 1:
         raise PlanError("plan=, max_score_error= and max_degradation= each choose a plan; give one of them")
-    if check_text and max_degradation is None:
+    if check_text is not None and max_degradation is None:
         raise PlanError(f"{check_text=} checks a prediction; give max_degradation= with it")
     if max_score_error is not None:
         basis = basis or stored_basis(checkpoint)
         plan = CompressionPlan.from_error(basis, max_score_error=max_score_error)
     if max_degradation is not None:
+        check_limit(max_degradation)
         basis = basis or stored_basis(checkpoint)
-        if check_text:
-            plan = predicted_and_checked_plan(
-                checkpoint, basis, max_degradation=max_degradation, texts=check_text, dtype=target
-            )
-        else:
+        if check_text is None:
             plan = predicted_plan(checkpoint, basis, max_degradation=max_degradation)
+        else:
+            placed = partial(load, path, dtype=target.name, mesh=mesh, weights=weights)
+            plan = predicted_and_checked_plan(
+                checkpoint, basis, placed, max_degradation=max_degradation, texts=check_text, payload=payload
+            )
+            payload = "native" if plan is None else payload
     if plan is None:
         logger.info("loading %s at full rank; pass plan= to compress its KV cache", path)
         plan, basis = CompressionPlan.full(config), None
@@ -159,18 +157,26 @@ def load(
     return LanguageModel(network, checkpoint.tokenizer(), basis)
 
 
+def _check_placement(mesh: MeshConfig | None, weights: Weights, payload: Payload) -> None:
+    if payload not in PAYLOADS:
+        raise ValueError(f"{payload=} must be one of {PAYLOADS}")
+    if weights not in WEIGHTS:
+        raise ValueError(f"{weights=} must be one of {WEIGHTS}")
+    if weights == "gathered" and mesh is None:
+        raise MeshError(f"{weights=} are divided over devices; give mesh= with it")
+    if payload == "float8" and mesh is None:
+        raise MeshError(f"{payload=} is exchanged between devices; give mesh= with it")
+
+
 def predicted_plan(checkpoint: Checkpoint, basis: Basis, *, max_degradation: float) -> CompressionPlan:
     """The plan predicted for a limit on perplexity, unchecked: with a margin, and with a warning.
 
     Raises:
       PlanError: a limit of 0 or below. CalibrationError: no profile in the folder, or another model's.
     """
-    predictor, profile = Predictor.stored(), stored_profile(checkpoint)
-    plan = predictor.plan(
-        checkpoint.config,
-        profile,
-        max_degradation=max_degradation / predictor.margin,
-        context=basis.context_length,
+    profile, context = stored_profile(checkpoint), basis.context_length
+    plan = Predictor.stored().plan(
+        checkpoint.config, profile, max_degradation=max_degradation, context=context
     )
     warnings.warn(
         f"{max_degradation=} was predicted, not measured; check the plan on text of your own", stacklevel=3
@@ -181,20 +187,24 @@ def predicted_plan(checkpoint: Checkpoint, basis: Basis, *, max_degradation: flo
 def predicted_and_checked_plan(
     checkpoint: Checkpoint,
     basis: Basis,
+    placed: Callable[..., LanguageModel],
     *,
     max_degradation: float,
     texts: str | Path | Sequence[str | Path],
-    dtype: jnp.dtype,
+    payload: Payload,
 ) -> CompressionPlan | None:
     """The plan that `load` takes with `check_text`; None stands for the unmodified model, with a warning.
 
+    placed: `load` of this folder, where the model is to run and in its dtype. The folder is read anew for
+    each plan: at no time does the host hold the model.
+
     Raises:
-      As `predicted_plan` does. TextError: `texts` are missing, or shorter than one window.
+      As `predicted_plan` does. TextError: `texts` are missing, or shorter than one window. As `placed` does.
     """
     config, context, tokenizer = checkpoint.config, basis.context_length, checkpoint.tokenizer()
     profile = stored_profile(checkpoint)
-    if not max_degradation > 0:  # Found before any text is read.
-        raise PlanError(f"max_degradation={max_degradation} must be > 0 (0.02 means 2 %)")
+    if payload == "float8":
+        check_scales(basis)
     if tokenizer is None:
         raise CalibrationError(f"{checkpoint.path} has no tokenizer, so check_text cannot be read")
     windows, _ = token_windows(
@@ -205,14 +215,18 @@ def predicted_and_checked_plan(
         seed=CHECK_SEED,
         eos_id=next(iter(config.eos_ids), None),
     )
-    dense = window_nll(load(checkpoint.path, dtype=dtype.name).network, windows)
+    dense = placed().network
+    batch = dense.mesh.shape[DATA] if isinstance(dense, ShardedTransformer) else 1
+    dense_nll = window_nll(dense, windows, batch=batch)
+    del dense
 
     def measure(plan: CompressionPlan) -> float:
-        network = load(checkpoint.path, plan, basis=basis, dtype=dtype.name).network
-        return float(np.expm1((window_nll(network, windows) - dense).mean()))
+        network = placed(plan, basis=basis, payload=payload).network
+        return float(np.expm1((window_nll(network, windows, batch=batch) - dense_nll).mean()))
 
-    limits: Any = {"max_degradation": max_degradation, "context": context}
-    plan = checked_plan(Predictor.stored(), config, profile, measure, **limits)
+    plan = checked_plan(
+        Predictor.stored(), config, profile, measure, max_degradation=max_degradation, context=context
+    )
     if plan is None:
         warnings.warn(
             f"no predicted plan holds {max_degradation=} on check_text; nothing is compressed", stacklevel=3

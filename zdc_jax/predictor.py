@@ -148,19 +148,25 @@ class Predictor:
     def plan(
         self, config: ModelConfig, profile: Profile, *, max_degradation: float, context: int
     ) -> CompressionPlan:
-        """The plan of fewest bytes at `context` tokens predicted to raise perplexity by no more.
+        """The plan of fewest bytes at `context` tokens predicted to raise perplexity by no more, with margin.
 
         All coordinates are kept where nothing less is predicted to hold the limit.
 
         Raises:
           PlanError: a limit of 0 or below.
         """
-        if not max_degradation > 0:
-            raise PlanError(f"max_degradation={max_degradation} must be > 0 (0.02 means 2 %)")
-        full, allowed = CompressionPlan.full(config).for_model(profile.fingerprint), np.log1p(max_degradation)
+        check_limit(max_degradation)
+        full = CompressionPlan.full(config).for_model(profile.fingerprint)
+        allowed = np.log1p(max_degradation / self.margin)
         plans = (pair for path in self.paths(config, profile) for pair in path)
         held = [plan for plan, nats in plans if nats <= allowed]
         return min([full, *held], key=lambda plan: plan.bytes(context))
+
+
+def check_limit(max_degradation: float) -> None:
+    """Raises `PlanError` for a limit of 0 or below."""
+    if not max_degradation > 0:
+        raise PlanError(f"max_degradation={max_degradation} must be > 0 (0.02 means 2 %)")
 
 
 @cache

@@ -20,9 +20,11 @@ from zdc_jax import Checkpoint, CompressionPlan, load
 from zdc_jax.errors import CalibrationError, CheckpointError, PlanError, TextError
 from zdc_jax.evaluate import window_nll
 from zdc_jax.layer_costs import rank_levels
+from zdc_jax.loading import CHECK_SEED, CHECK_WINDOWS
 from zdc_jax.plan import LayerRanks
 from zdc_jax.predictor import Predictor, Weights
 from zdc_jax.profile import SINKS, Profile, windows_for
+from zdc_jax.text import read_documents, token_windows
 
 CONTEXT = 128
 
@@ -172,22 +174,30 @@ def test_higher_limits_keep_less(folder):
 
 
 def test_load_within_a_limit(folder):
+    """Unchecked with a margin and a warning; checked, it holds the limit on all of the text."""
     with pytest.warns(UserWarning, match="predicted, not measured"):
         unchecked = load(folder / "model", max_degradation=0.5)
-    assert unchecked.plan.layers
+    full = CompressionPlan.full(unchecked.config)
+    assert unchecked.plan.bytes(CONTEXT) <= full.bytes(CONTEXT)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checked = load(folder / "model", max_degradation=0.5, check_text=folder / "text")
-    full = CompressionPlan.full(checked.config)
     assert checked.plan.bytes(CONTEXT) < full.bytes(CONTEXT)
-    assert LayerRanks(80, 80) not in checked.plan.layers
+    options = {"length": CONTEXT, "num_windows": CHECK_WINDOWS, "seed": CHECK_SEED}
+    windows, _ = token_windows(
+        read_documents([folder / "text"]), checked.tokenizer, **options, eos_id=checked.config.eos_ids[0]
+    )
+    dense = window_nll(load(folder / "model").network, windows)
+    assert np.expm1((window_nll(checked.network, windows) - dense).mean()) <= 0.5
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"max_degradation": 0.0}, PlanError, "max_degradation=0.0 must be > 0"),
+        ({"max_degradation": -0.5}, PlanError, "max_degradation=-0.5 must be > 0"),
         ({"max_degradation": -1.0, "check_text": "missing"}, PlanError, "max_degradation=-1.0"),
+        ({"max_degradation": 0.1, "check_text": []}, TextError, "no text"),
         ({"max_degradation": 0.1, "max_score_error": 0.1}, PlanError, "give one of them"),
         ({"check_text": "x"}, PlanError, "give max_degradation="),
         ({"max_degradation": 0.1, "check_text": "missing"}, TextError, "missing does not exist"),

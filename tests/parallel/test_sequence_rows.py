@@ -1,7 +1,13 @@
 """What figures of the benchmark say together, and that its tasks are those it knows."""
 
+import json
+from pathlib import Path
 from typing import get_args
 
+import pytest
+
+from benchmarks.bench_sequence_parallel import Options, earlier
+from benchmarks.plot_overlap import Kernel, overlap
 from benchmarks.sequence_rows import ROWS, TASKS, Task, compare
 
 
@@ -37,3 +43,25 @@ def test_compare():
 def test_tasks():
     assert set(TASKS) <= set(get_args(Task))
     assert {task for task in TASKS if ":" not in task} == set(ROWS)
+
+
+def test_rows_of_another_plan_are_not_added_to(tmp_path: Path):
+    path = tmp_path / "rows.json"
+    assert earlier(path, Options()) == {}
+    config = {"window": 512, "sinks": 4, "far": [32, 64], "layers": None}
+    path.write_text(json.dumps({"config": config, "results": {"link_rate": 1.0}}))
+    assert earlier(path, Options()) == {"link_rate": 1.0}
+    with pytest.raises(ValueError, match="layers=None, not 2; give another --label"):
+        earlier(path, Options(layers=2))
+
+
+def test_overlap_counts_time_once():
+    """An exchange from 0 to 4 ms; attention from 1 to 2, and two other kernels at once from 1.5 to 3."""
+    launched = [
+        Kernel("ncclDevKernel_SendRecv", 0.0, 4.0),
+        Kernel("zdc_prefill_kernel", 1.0, 2.0),
+        Kernel("fusion_1", 1.5, 3.0),
+        Kernel("fusion_2", 1.5, 3.0),
+        Kernel("zdc_prefill_kernel", 5.0, 9.0),
+    ]
+    assert overlap(launched) == {"exchange": 4.0, "beside_attention": 1.0, "beside_any": 2.0}

@@ -79,9 +79,16 @@ def sharded_attention(
     if ranks.qk:
         o, lse = far()
         assert lse is not None  # Every method gives it where there is a near set.
-        # Wanted at once: else XLA's scheduler puts near attention behind the exchange on the way back.
-        parts = jax.lax.optimization_barrier([*parts, (o, lse)])
-    return merge_partial(parts)[0]
+        parts.append((o, lse))
+    return merged(parts)[0]
+
+
+def merged(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """`merge_partial` of near attention and of what an exchange brings back, or of one of them alone."""
+    if len(parts) == 1:
+        return parts[0]
+    # Wanted at once: else XLA's scheduler puts near attention behind the exchange instead of beside it.
+    return merge_partial(jax.lax.optimization_barrier(parts))
 
 
 def attend_near(

@@ -16,7 +16,6 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
 from kernels_pallas import Segment as Held
-from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
 from zdc_jax.cache import ClassLayerCache, KVCache, LayerCache
 from zdc_jax.class_cache import EMPTY, GroupState, Segment
@@ -24,7 +23,7 @@ from zdc_jax.importance import token_importance
 from zdc_jax.model.block import Block
 from zdc_jax.model.classes import Arrangement, arrange, class_layer, projection
 from zdc_jax.ops.attention import Implementation, segment_attention
-from zdc_jax.parallel.attention import Method, attend_near
+from zdc_jax.parallel.attention import Method, attend_near, merged
 from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, scatter_heads
 from zdc_jax.parallel.far import Keys
 from zdc_jax.parallel.mesh import (
@@ -147,7 +146,7 @@ def _leader_layer(
                 parts.append(gather_heads_and_lse(*keys.attend(*cut), SEQUENCE))
             if slots is not None:
                 cache = layer_cache(k, v, exchanged, positions, end, ranks, slots)
-            o, seen = merge_partial(parts) if len(parts) > 1 else parts[0]
+            o, seen = merged(parts)
             return o
 
         block = whole_weights(block, weights)
@@ -244,7 +243,7 @@ def _member_layer(
                 o, lse = attend_near(arrangement.restored(q), own_k, own_v, keys)
                 lse = arrangement.sorted(lse.swapaxes(1, 2)).swapaxes(1, 2)
                 parts = [(arrangement.sorted(o), lse), gather_heads_and_lse(*far, SEQUENCE)]
-                o, _ = merge_partial(jax.lax.optimization_barrier(parts))  # As `sharded_attention` does.
+                o, _ = merged(parts)
             if slots is not None:
                 ring = layer_cache(own_k, own_v, None, positions, end, LayerRanks(0, 0), slots)
                 assert widths.slots is not None

@@ -18,15 +18,14 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache import KVCache, LayerCache, check_fits, free_bytes, write
-from zdc_jax.config import ModelConfig
+from zdc_jax.cache import KVCache, LayerCache, check_fits, free_bytes
 from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation, cached_attention
+from zdc_jax.parallel.handed_cache import longer, no_tokens, with_slots
 from zdc_jax.parallel.partition import Partition, cache_slots
 from zdc_jax.parallel.prompt_cache import Slots
-from zdc_jax.plan import LayerRanks
 
 
 class RunaheadTransformer:
@@ -135,23 +134,6 @@ class _Piece:
         return handed
 
 
-def no_tokens(config: ModelConfig, ranks: LayerRanks, batch: int, ring: int, dtype: jnp.dtype) -> LayerCache:
-    """What the first device begins with: a layer's cache of no tokens, and with no room for any.
-
-    Args:
-      batch: rows. ring: M, slots of the ring, which are there from the beginning.
-    """
-    rows = lambda slots, width: jnp.zeros((batch, config.num_kv_heads, slots, width), dtype)
-    rings = rows(ring, config.head_dim - ranks.qk), rows(ring, config.head_dim - ranks.v)
-    return LayerCache(rows(0, ranks.qk), rows(0, ranks.v), *rings)
-
-
-def with_slots(cache: LayerCache, slots: int) -> LayerCache:
-    """The same tokens with room for S = `slots` in all; of first coordinates, the ring stays."""
-    more = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)))
-    return LayerCache(more(cache.k), more(cache.v), cache.ring_k, cache.ring_v)
-
-
 @jax.jit
 def _embedded(embeddings: Embeddings, tokens: Array, positions: Array) -> Array:
     return embeddings.embed(tokens, positions)
@@ -163,18 +145,6 @@ def _projected(
 ) -> tuple[Array, Array, Array]:
     """q, k, v of one layer. Jitted, as those below, so that layers alike are compiled once a device."""
     return block.projected(x, positions, implementation)
-
-
-@partial(jax.jit, static_argnames=("near", "slots"))
-def longer(
-    cache: LayerCache, k: Array, v: Array, positions: Array, end: Array, near: tuple[int, int], slots: int
-) -> LayerCache:
-    """The cache to hand on: with this piece's k, v [B, t, K, H] at `positions` [B, t], as `cache.write` does.
-
-    near: sinks and window. end [B]: tokens that each row holds after this piece. slots: of the longer cache.
-    """
-    sinks, window = near
-    return write(with_slots(cache, slots), k, v, positions, end, sinks=sinks, window=window)
 
 
 @partial(jax.jit, static_argnames=("near", "slots", "implementation"))

@@ -24,10 +24,10 @@ from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings
 from zdc_jax.ops.attention import Implementation, cached_attention
 from zdc_jax.parallel.exchange import kv_copies, moved
+from zdc_jax.parallel.handed_cache import longer, no_tokens, with_slots
 from zdc_jax.parallel.mesh import BY_TOKEN, SEQUENCE, on_mesh, spec
 from zdc_jax.parallel.partition import Partition, cache_slots, in_eights
 from zdc_jax.parallel.prompt_cache import Slots, stored, with_new_empties
-from zdc_jax.parallel.runahead import longer, no_tokens, with_slots
 from zdc_jax.parallel.transformer import ShardedTransformer, last_token
 from zdc_jax.parallel.weights import weight_specs
 from zdc_jax.plan import LayerRanks

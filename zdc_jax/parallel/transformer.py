@@ -160,8 +160,13 @@ class ShardedTransformer(nnx.Module):
 
         The cache is divided by head over `model` and `sequence`; its KV heads are repeated where those do not
         divide them. Its first coordinates are where the exchange has brought them; the trailing ones of the
-        last window and the sinks are scattered by head. Raises what `hidden` does.
+        last window and the sinks are scattered by head.
+
+        Raises:
+          MeshError: T is more than `capacity`. What `hidden` raises.
         """
+        if (length := tokens.shape[1]) > capacity:
+            raise MeshError(f"{capacity=} must be >= the {length} tokens of the prompts, padding included")
         near, slots = (self.plan.sinks, self.plan.window), Slots.of(self.plan, capacity)
         if self.plan.classes is not None:
             x, cache = self._through_groups(tokens, end, slots, "ulysses", implementation)

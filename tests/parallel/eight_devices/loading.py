@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import LLAMA, TinyModel
+from conftest import LLAMA, TinyModel, calibrated_folder
 
 from zdc_jax import load
 from zdc_jax.errors import MeshError
@@ -46,3 +46,20 @@ def test_refusals(folder):
         load(folder, mesh=MeshConfig(sequence=16))
     with pytest.raises(MeshError, match="num_heads=8 cannot be divided over model=1 times sequence=7"):
         load(folder, mesh=MeshConfig(sequence=7))
+
+
+def test_plans_are_checked_where_they_will_run(tmp_path, monkeypatch):
+    """On the mesh and in float8; where none holds the limit, nothing is exchanged so."""
+    folder, placed = calibrated_folder(tmp_path, 128), []
+    monkeypatch.setattr("zdc_jax.checked_plan.CHECKS", 1)
+    measured = lambda network, windows, batch: placed.append(network) or np.ones(len(windows)) * len(placed)
+    monkeypatch.setattr("zdc_jax.loading.window_nll", measured)
+    asked = {"check_text": folder / "text", "mesh": MeshConfig(sequence=2), "payload": "float8"}
+    with pytest.warns(UserWarning, match="nothing is compressed"):
+        unmodified = load(folder / "model", max_degradation=0.5, **asked)
+    assert [network.payload for network in placed] == ["native", "float8"]
+    assert unmodified.network.payload == "native"
+    assert unmodified.basis is None
+    found = load(folder / "model", max_degradation=10.0, **asked)
+    assert found.network.payload == "float8"
+    assert found.plan == placed[-1].plan
