@@ -72,6 +72,25 @@ def test_corrupt_files_are_refused(tmp_path, text):
         CompressionPlan.load(path)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("window", 12.5, "window=12.5 must be a whole number"),
+        ("window", True, "window=True must be a whole number"),
+        ("window", "a", "window='a' must be a whole number"),
+        ("sinks", 2**31, "must be 0 to 2147483647 tokens"),
+        ("layers", [{"qk": 16.0, "v": 16}] * 3, "layer 0: rank qk=16.0 must be a whole number"),
+        ("fingerprint", 7, "fingerprint=7 must be a string"),
+    ],
+)
+def test_values_of_another_type_are_refused(tmp_path, field, value, message):
+    path = tmp_path / "plan.json"
+    CompressionPlan.full(LLAMA).save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(PlanError, match=rf"plan\.json: .*{message}"):
+        CompressionPlan.load(path)
+
+
 def test_missing_file_and_unknown_field_are_refused(tmp_path):
     with pytest.raises(PlanError, match="nowhere"):
         CompressionPlan.load(tmp_path / "nowhere.json")

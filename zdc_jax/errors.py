@@ -1,4 +1,8 @@
-"""Every error this project raises on purpose, so callers can catch one family."""
+"""Errors that this project raises on purpose, in one family for callers to catch.
+
+Beside them stand `ValueError` for a name that is not among those an option allows, and `NotImplementedError`
+for what an implementation cannot do.
+"""
 
 
 class ZDCError(Exception):

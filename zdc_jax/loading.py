@@ -68,7 +68,7 @@ def load(
     *,
     basis: Basis | None = None,
     dtype: str | None = None,
-    mesh: MeshConfig | None = None,
+    mesh: MeshConfig | str | None = None,
     weights: Weights = "replicated",
     payload: Payload = "native",
     max_score_error: float | None = None,
@@ -82,7 +82,8 @@ def load(
       plan: a plan or the path of its JSON; None loads the unmodified weights at full rank.
       basis: basis to fold; default the one stored by `zdc calibrate`, for which predictions are made.
       dtype: dtype of weights, activations and cache; default that of the stored weights.
-      mesh: devices to run on; default one. Layers are read one at a time, and each device gets its share.
+      mesh: devices to run on, also as `MeshConfig.parse` takes them; default one. Layers are read one at a
+        time, and each device gets its share.
       weights: on a mesh, `replicated` for prompts, or `gathered` from all devices layer by layer
         (`zdc_jax.parallel.weights`).
       payload: what devices exchange of a prompt: `native`, or `float8`, which halves the bytes of 16 bits and
@@ -107,6 +108,7 @@ def load(
       ValueError: unknown weights or payload.
       NotImplementedError: `float8` for a plan with token classes.
     """
+    mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
     _check_placement(mesh, weights, payload)
     devices = None if mesh is None else mesh.create()
     checkpoint = Checkpoint.open(path)
@@ -136,6 +138,8 @@ def load(
         logger.info("loading %s at full rank; pass plan= to compress its KV cache", path)
         plan, basis = CompressionPlan.full(config), None
     else:
+        if not isinstance(plan, CompressionPlan | str | Path):
+            raise PlanError(f"plan must be a CompressionPlan or the path of its JSON, got {plan!r:.80}")
         plan = plan if isinstance(plan, CompressionPlan) else CompressionPlan.load(plan)
         plan.check_model(config, checkpoint.fingerprint)
         basis = basis or stored_basis(checkpoint)
@@ -222,7 +226,10 @@ def predicted_and_checked_plan(
 
     def measure(plan: CompressionPlan) -> float:
         network = placed(plan, basis=basis, payload=payload).network
-        return float(np.expm1((window_nll(network, windows, batch=batch) - dense_nll).mean()))
+        increase = float(np.expm1((window_nll(network, windows, batch=batch) - dense_nll).mean()))
+        share = plan.bytes(context) / CompressionPlan.full(config).bytes(context)
+        logger.info("check_text: a plan of %.1f %% of the bytes costs %+.2f %%", 100 * share, 100 * increase)
+        return increase
 
     plan = checked_plan(
         Predictor.stored(), config, profile, measure, max_degradation=max_degradation, context=context

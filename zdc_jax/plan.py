@@ -19,6 +19,8 @@ RANK_STEP = 16
 """Ranks are multiples of this: it is the contraction step that tensor cores charge for."""
 MAX_DISTINCT_RANKS = 6
 """Distinct (R, Z) pairs `from_spectrum` may use; each is compiled separately."""
+MOST_TOKENS = 2**31 - 1
+"""Positions are int32."""
 LENGTH_BYTES = 4
 """Every row of a cache stores its length as one int32."""
 
@@ -100,8 +102,13 @@ class CompressionPlan:
 
     def __post_init__(self) -> None:
         for name in ("sinks", "window"):
-            if (value := getattr(self, name)) < 0:
-                raise PlanError(f"{name}={value} must be >= 0 tokens")
+            if not 0 <= _whole(name, value := getattr(self, name)) <= MOST_TOKENS:
+                raise PlanError(f"{name}={value} must be 0 to {MOST_TOKENS} tokens")
+        for name in ("num_kv_heads", "head_dim"):
+            if _whole(name, value := getattr(self, name)) < 1:
+                raise PlanError(f"{name}={value} must be >= 1")
+        if not isinstance(self.fingerprint, str):
+            raise PlanError(f"fingerprint={self.fingerprint!r} must be a string")
         if not self.layers:
             raise PlanError("layers=() must name the ranks of at least one layer")
         for index, ranks in enumerate(self.layers):
@@ -111,6 +118,8 @@ class CompressionPlan:
 
     def _check_classes(self, classes: TokenClasses) -> None:
         leaders, count = classes.leaders, len(self.layers)
+        for name, value in (("block", classes.block), *(("leaders", leader) for leader in leaders)):
+            _whole(name, value)
         if not leaders or leaders[0] != 0 or list(leaders) != sorted({*leaders}) or leaders[-1] >= count:
             raise PlanError(f"{leaders=} must ascend from 0 and be below {count} layers")
         if len(classes.fraction) != len(leaders):
@@ -131,7 +140,7 @@ class CompressionPlan:
     def _check_ranks(self, index: int, ranks: LayerRanks) -> None:
         allowed = allowed_ranks(self.head_dim)
         for name, rank in (("qk", ranks.qk), ("v", ranks.v)):
-            if rank not in allowed:
+            if _whole(f"layer {index}: rank {name}", rank) not in allowed:
                 raise PlanError(f"layer {index}: rank {name}={rank} is not one of {allowed}")
         if (ranks.qk == 0) != (ranks.v == 0):
             raise PlanError(
@@ -305,11 +314,13 @@ class CompressionPlan:
         return json.loads(json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}))
 
     def save(self, path: str | Path) -> None:
-        """Writes readable, versioned JSON (one line a layer)."""
+        """Writes readable, versioned JSON (one line a layer), whole or not at all."""
         value = self.to_json()
         layers = ",\n".join(f"    {json.dumps(layer)}" for layer in value.pop("layers"))
         head = json.dumps(value, indent=2).removesuffix("\n}")
-        Path(path).write_text(f'{head},\n  "layers": [\n{layers}\n  ]\n}}\n')
+        unfinished = Path(path).with_suffix(".unfinished")
+        unfinished.write_text(f'{head},\n  "layers": [\n{layers}\n  ]\n}}\n')
+        unfinished.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -334,9 +345,18 @@ class CompressionPlan:
                 leaders, fraction = (tuple(classes.pop(name)) for name in ("leaders", "fraction"))
                 classes = TokenClasses(leaders, fraction, important, **classes)
             plan = cls(layers, **fields, classes=classes)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
         except (TypeError, KeyError, AttributeError) as error:
             raise PlanError(f"{path} is not a compression plan: {error}") from error
         return plan
+
+
+def _whole(name: str, value: Any) -> int:
+    """`value`, of which JSON may have made anything."""
+    if type(value) is not int:
+        raise PlanError(f"{name}={value!r} must be a whole number")
+    return value
 
 
 def allowed_ranks(head_dim: int) -> tuple[int, ...]:

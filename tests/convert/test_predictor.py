@@ -198,6 +198,7 @@ def test_load_within_a_limit(folder):
         ({"max_degradation": -0.5}, PlanError, "max_degradation=-0.5 must be > 0"),
         ({"max_degradation": -1.0, "check_text": "missing"}, PlanError, "max_degradation=-1.0"),
         ({"max_degradation": 0.1, "check_text": []}, TextError, "no text"),
+        ({"plan": {"window": 1}}, PlanError, "plan must be a CompressionPlan or the path"),
         ({"max_degradation": 0.1, "max_score_error": 0.1}, PlanError, "give one of them"),
         ({"check_text": "x"}, PlanError, "give max_degradation="),
         ({"max_degradation": 0.1, "check_text": "missing"}, TextError, "missing does not exist"),

@@ -77,7 +77,7 @@ def test_stream_equals_batch(model, prompts, sampling):
 def test_stop_tokens_end_their_row_only(model, prompts):
     free = [c.tokens for c in generate(model, prompts, 20, stop_tokens=()).completions]
     stop = free[0][6]
-    result = generate(model, prompts, 20, stop_tokens=(stop,))
+    result = generate(model, prompts, 20, stop_tokens=stop)
     for unstopped, completion in zip(free, result.completions, strict=True):
         expected = unstopped
         if stop in unstopped:
@@ -94,7 +94,7 @@ def test_stop_strings_are_trimmed(model, prompts):
     assert result.text == free.text[:at]
     assert result.finish_reason == "stop"
     assert model.tokenizer.decode(list(result.tokens)).startswith(free.text[:at] + stop)
-    pieces = list(stream(model, prompts[0], 40, stop_tokens=(), stop=(stop,)))
+    pieces = list(stream(model, prompts[0], 40, stop_tokens=(), stop=stop))
     assert "".join(piece.text for piece in pieces) == free.text[:at]
 
 
@@ -123,6 +123,9 @@ def test_new_lengths_and_samplings_do_not_recompile(model, prompts):
         ([1, 97], {}, "97 lies outside the vocabulary 0…96"),
         ([-1], {}, "-1 lies outside"),
         ([[0.5]], {}, "flat list of integers"),
+        ([[[1, 2], [3]]], {}, "flat list of integers"),
+        (None, {}, "prompts=None must be a text"),
+        ([1], {"max_new_tokens": 4.0}, "max_new_tokens=4.0 must be a whole number"),
         ([1] * 250, {"max_new_tokens": 7}, "256 positions"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens=0"),
         ([1], {"prefill_chunk": 33}, "prefill_chunk=33"),

@@ -23,8 +23,10 @@ def test_parse_refuses(text):
 
 
 def test_sizes_are_positive():
-    with pytest.raises(MeshError, match="sequence=0 must be >= 1"):
+    with pytest.raises(MeshError, match="sequence=0 must be a whole number >= 1"):
         MeshConfig.parse("sequence=0")
+    with pytest.raises(MeshError, match=r"sequence=1\.5 must be a whole number >= 1"):
+        MeshConfig(sequence=1.5)
 
 
 def test_more_devices_than_there_are():

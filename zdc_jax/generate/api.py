@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -84,8 +84,8 @@ def generate(
     max_new_tokens: int = 64,
     *,
     sampling: Sampling | None = None,
-    stop_tokens: Sequence[int] | None = None,
-    stop: Sequence[str] = (),
+    stop_tokens: Sequence[int] | int | None = None,
+    stop: Sequence[str] | str = (),
     prefill_chunk: int = PREFILL_CHUNK,
     implementation: Implementation | None = None,
 ) -> Generation:
@@ -97,8 +97,8 @@ def generate(
     Args:
       prompts: one prompt or a list, each a text or a sequence of token ids; lengths may differ.
       sampling: default greedy.
-      stop_tokens: ids that end a row (checked on the device); default the model's end-of-sequence ids.
-      stop: strings that end a row (checked every few steps; what was decoded past one is trimmed).
+      stop_tokens: id or ids that end a row (checked on the device); default the model's end-of-sequence ids.
+      stop: string or strings that end a row (checked every few steps; what was decoded past one is trimmed).
       prefill_chunk: longest prompt piece of one prefill call, a power of two >= 32.
       implementation: of attention: `pallas`, `xla`, or None for the first that can (`zdc_jax.ops.attention`).
 
@@ -124,8 +124,8 @@ def stream(
     max_new_tokens: int = 64,
     *,
     sampling: Sampling | None = None,
-    stop_tokens: Sequence[int] | None = None,
-    stop: Sequence[str] = (),
+    stop_tokens: Sequence[int] | int | None = None,
+    stop: Sequence[str] | str = (),
     prefill_chunk: int = PREFILL_CHUNK,
     implementation: Implementation | None = None,
 ) -> Iterator[Delta]:
@@ -145,13 +145,14 @@ class _Session:
         prompts: Prompt | Sequence[Prompt],
         max_new_tokens: int,
         sampling: Sampling | None,
-        stop_tokens: Sequence[int] | None,
-        stop: Sequence[str],
+        stop_tokens: Sequence[int] | int | None,
+        stop: Sequence[str] | str,
         prefill_chunk: int,
         implementation: Implementation | None,
     ):
-        if max_new_tokens < 1:
-            raise PromptError(f"{max_new_tokens=} must be >= 1")
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise PromptError(f"{max_new_tokens=} must be a whole number >= 1")
         if prefill_chunk != bucket(prefill_chunk):
             raise PromptError(f"{prefill_chunk=} must be a power of two >= 32")
         classes = model.plan.classes
@@ -318,6 +319,8 @@ def capacity_for(tokens: int, max_positions: int) -> int:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise PromptError(f"{prompts=} must be a text, a list of token ids, or a list of either")
     items = list(prompts)
     if not items:
         raise PromptError("prompts=[] must hold at least one prompt")
@@ -333,11 +336,9 @@ def _encode(model: LanguageModel, prompt: Prompt, max_new_tokens: int) -> np.nda
             raise PromptError("this model has no tokenizer; give token ids instead of text")
         ids = np.array(model.tokenizer.encode(prompt).ids, np.int64)
     else:
-        ids = np.array(prompt)
+        ids = _flat(prompt)
     if ids.size == 0:
         raise PromptError(f"prompt {prompt!r} is empty; it must give at least one token")
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise PromptError(f"a prompt of ids must be a flat list of integers, got {prompt!r:.80}")
     vocab = model.config.vocab_size
     if ids.min() < 0 or ids.max() >= vocab:
         bad = ids[(ids < 0) | (ids >= vocab)][0]
@@ -350,9 +351,20 @@ def _encode(model: LanguageModel, prompt: Prompt, max_new_tokens: int) -> np.nda
     return ids.astype(np.int32)
 
 
-def _stop_ids(model: LanguageModel, stop_tokens: Sequence[int] | None) -> jax.Array:
+def _flat(prompt: Sequence[int]) -> np.ndarray:
+    try:
+        ids = np.array(prompt)
+    except ValueError:  # Lists of several lengths.
+        ids = np.array([[]])
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise PromptError(f"a prompt of ids must be a flat list of integers, got {prompt!r:.80}")
+    return ids
+
+
+def _stop_ids(model: LanguageModel, stop_tokens: Sequence[int] | int | None) -> jax.Array:
     """Fixed-size array of stop ids, padded with -1 that no token equals."""
-    ids = list(model.config.eos_ids if stop_tokens is None else stop_tokens)
+    given = model.config.eos_ids if stop_tokens is None else stop_tokens
+    ids = [given] if isinstance(given, int) else list(given)
     if len(ids) > MAX_STOP_TOKENS:
         raise PromptError(f"{len(ids)} stop tokens given, at most {MAX_STOP_TOKENS} are allowed")
     return jnp.array(ids + [-1] * (MAX_STOP_TOKENS - len(ids)), jnp.int32)

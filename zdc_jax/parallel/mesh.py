@@ -37,7 +37,7 @@ class MeshConfig:
     """Devices along each axis: `data` divides the batch, `sequence` the tokens, `model` heads and F.
 
     Raises:
-      MeshError: a size below 1.
+      MeshError: a size that is not a whole number above 0.
     """
 
     data: int = 1
@@ -46,8 +46,8 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if (size := getattr(self, field.name)) < 1:
-                raise MeshError(f"{field.name}={size} must be >= 1 device")
+            if type(size := getattr(self, field.name)) is not int or size < 1:
+                raise MeshError(f"{field.name}={size} must be a whole number >= 1 of devices")
 
     @classmethod
     def parse(cls, text: str) -> Self:
