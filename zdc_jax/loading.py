@@ -183,7 +183,8 @@ def predicted_plan(checkpoint: Checkpoint, basis: Basis, *, max_degradation: flo
         checkpoint.config, profile, max_degradation=max_degradation, context=context
     )
     warnings.warn(
-        f"{max_degradation=} was predicted, not measured; check the plan on text of your own", stacklevel=3
+        f"{max_degradation=} was predicted, not measured, from the text of calibration; check it on your own",
+        stacklevel=3,
     )
     return plan
 
