@@ -100,9 +100,8 @@ class Plan:
     path: Positional[Path]
     """Converted and calibrated folder."""
     output: Positional[Path]
-    """JSON file to write. A search leaves beside it, for PLAN.json, the front of all plans measured as
-    PLAN.front.json and PLAN.front.png, and PLAN.journal.jsonl, from which a broken-off or another search goes
-    on."""
+    """JSON file to write. Beside PLAN.json a search leaves PLAN.front.json and PLAN.front.png, the best of
+    all plans measured, and PLAN.journal.jsonl, from which it goes on when run again."""
     flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
     search: Annotated[SearchFlags, tyro.conf.arg(name="")] = field(default_factory=SearchFlags)
 
