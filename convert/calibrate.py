@@ -1,5 +1,6 @@
 """Calibration: text → moments of q, k, v, o → basis, stored in the converted folder (ZDC §4.3, §5.1)."""
 
+import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +32,8 @@ from zdc_jax.ops.contract import einsum_f32
 from zdc_jax.plan import CompressionPlan, allowed_ranks
 from zdc_jax.profile import Profile
 from zdc_jax.text import read_documents, token_windows
+
+logger = logging.getLogger("zdc_jax")
 
 QkChoice = Literal["auto", "stacked", "balanced", "pairs"]
 VoChoice = Literal["auto", "stacked", "balanced", "output"]
@@ -96,6 +99,9 @@ def calibrate(
       texts: files or folders, see `zdc_jax.text.read_documents`; topics are folder names. Empty: a new basis
         from the moments stored by an earlier calibration, and no profile.
       dtype: dtype the model runs in; default that of the stored weights.
+      progress: show progress bars.
+
+    Replacing an older basis is logged as a warning.
 
     Raises:
       CalibrationError, TextError, CheckpointError: bad options, text or folder, before anything is written.
@@ -106,8 +112,10 @@ def calibrate(
     windows: np.ndarray | None = None
     if not texts:
         moments, record = stored_moments(checkpoint)
+        _warn_of_replacing(checkpoint)
     else:
         windows, topics = calibration_windows(checkpoint, texts, context, options)
+        _warn_of_replacing(checkpoint)
         began = time.perf_counter()
         network = load(path, dtype=dtype).network
         assert isinstance(network, Transformer)  # It was not loaded onto a mesh.
@@ -137,24 +145,37 @@ def calibrate(
             "topics": sorted(set(topics)),
             "seconds_moments": time.perf_counter() - began,
         }
-    basis = choose_basis(checkpoint, moments, windows, options, dtype=dtype)
+    basis = choose_basis(checkpoint, moments, windows, options, dtype=dtype, progress=progress)
     basis = replace(basis, record={**basis.record, **record, "center": options.center})
     basis.save(checkpoint.calibration_path / "basis")
     # A profile is of one basis: it goes where there is no text to measure it anew.
     shutil.rmtree(checkpoint.calibration_path / "profile", ignore_errors=True)
     if windows is not None:
-        profile = measured_profile(checkpoint, basis, windows, dtype=dtype)
+        profile = measured_profile(checkpoint, basis, windows, dtype=dtype, progress=progress)
         profile.save(checkpoint.calibration_path / "profile")
     return basis
 
 
+def _warn_of_replacing(checkpoint: Checkpoint) -> None:
+    if (checkpoint.calibration_path / "basis").exists():
+        logger.warning(
+            "replacing the basis of %s: search again for plans that were searched on the old one",
+            checkpoint.path,
+        )
+
+
 def measured_profile(
-    checkpoint: Checkpoint, basis: Basis, windows: np.ndarray, *, dtype: str | None = None
+    checkpoint: Checkpoint,
+    basis: Basis,
+    windows: np.ndarray,
+    *,
+    dtype: str | None = None,
+    progress: bool = False,
 ) -> Profile:
     """Profile of the model in this basis."""
     network = load(checkpoint.path, whole_plan(checkpoint.config), basis=basis, dtype=dtype).network
     assert isinstance(network, Transformer)  # It was not loaded onto a mesh.
-    return collect_profile(network, windows, fingerprint=checkpoint.fingerprint)
+    return collect_profile(network, windows, fingerprint=checkpoint.fingerprint, progress=progress)
 
 
 def stored_moments(checkpoint: Checkpoint) -> tuple[Moments, dict[str, Any]]:
@@ -276,6 +297,7 @@ def choose_basis(
     options: CalibrationOptions,
     *,
     dtype: str | None = None,
+    progress: bool = False,
 ) -> Basis:
     """The basis of the options; `auto` takes, for QK and VO apart, the lower perplexity at half rank.
 
@@ -286,23 +308,20 @@ def choose_basis(
         for index in range(checkpoint.config.num_layers)
     ]
     make: Callable[..., Basis] = partial(make_basis, moments, output_weights, center=options.center)
-    kinds: dict[str, str] = {"qk": options.qk, "vo": options.vo}
-    perplexities: dict[str, dict[str, float]] = {}
     H = checkpoint.config.head_dim
     half = min(allowed_ranks(H), key=lambda rank: abs(rank - H / 2) if rank else H)
-    for side, ranks in (("qk", {"qk": half, "v": H}), ("vo", {"qk": H, "v": half})):
-        if kinds[side] != "auto":
-            continue
-        kinds[side] = "balanced"
-        if windows is None:
-            continue
-        plan = CompressionPlan.uniform(checkpoint.config, **ranks)
-        scores = {}
-        for kind in ("balanced", "stacked"):
-            basis = make(**{"qk": "balanced", "vo": "balanced", side: kind})
-            network = load(checkpoint.path, plan, basis=basis, dtype=dtype).network
-            scores[kind] = float(np.exp(window_nll(network, windows[:AUTO_WINDOWS]).mean()))
-        perplexities[side] = scores
-        kinds[side] = min(scores, key=scores.__getitem__)
-    basis = make(**kinds)
+    halved = {"qk": {"qk": half, "v": H}, "vo": {"qk": H, "v": half}}
+    default = {"qk": "balanced", "vo": "balanced"}
+    chosen = {"qk": options.qk, "vo": options.vo}
+    open_sides = [side for side, kind in chosen.items() if kind == "auto" and windows is not None]
+    perplexities: dict[str, dict[str, float]] = {side: {} for side in open_sides}
+    candidates = [(side, kind) for side in open_sides for kind in ("balanced", "stacked")]
+    for side, kind in track(candidates, "basis", disable=not (progress and candidates)):
+        assert windows is not None
+        plan = CompressionPlan.uniform(checkpoint.config, **halved[side])
+        network = load(checkpoint.path, plan, basis=make(**default | {side: kind}), dtype=dtype).network
+        perplexities[side][kind] = float(np.exp(window_nll(network, windows[:AUTO_WINDOWS]).mean()))
+    best = {side: min(found, key=found.__getitem__) for side, found in perplexities.items()}
+    fixed = {side: kind for side, kind in chosen.items() if kind != "auto"}
+    basis = make(**default | fixed | best)
     return replace(basis, record={**basis.record, "auto": perplexities, "auto_rank": half})

@@ -4,38 +4,44 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from tyro.conf import Positional
 
-from convert.calibrate import CalibrationOptions, calibrate, calibration_windows
+from convert.calibrate import CalibrationOptions, calibrate
 from convert.conversion import convert, verify_against_transformers
 from convert.demo import demo
-from convert.plots import write_front
-from convert.search import Mode, Objective, Search, SearchOptions, describe
-from convert.trials import Trial, TrialBook
+from convert.flags import Dtype, PlanFlags, SearchFlags, text_windows
+from convert.output import check_output, whole_file
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import MeshError, PlanError, PromptError, TextError, ZDCError
 from zdc_jax.evaluate import compare, window_nll
 from zdc_jax.generate.api import generate, stream
 from zdc_jax.generate.sampling import Sampling
-from zdc_jax.loading import load, predicted_plan, stored_basis
+from zdc_jax.loading import load, stored_basis
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import Payload
 from zdc_jax.parallel.processes import initialize
 from zdc_jax.plan import CompressionPlan
 
-Dtype = Literal["float32", "bfloat16", "float16"]
+FEW_TOKENS = 32_768
+"""Calibrated on fewer, a basis is poor."""
+
+
+def _at_least_one(name: str) -> Any:
+    """Shows positional arguments as the one or more that they are."""
+    return tyro.conf.arg(metavar=f"{name} [{name} ...]", help_behavior_hint="(required)")
 
 
 @dataclass
@@ -87,135 +93,6 @@ class Calibrate:
         _report_basis(console, calibrate(self.path, self.texts, self.options, dtype=self.dtype))
 
 
-@dataclass(kw_only=True)
-class PlanFlags:
-    """A plan: from a file, uniform ranks, or per-layer ranks for a budget."""
-
-    plan: Path | None = None
-    """Plan JSON."""
-    qk: int | None = None
-    """Uniform coordinates kept of Q and K; default all."""
-    v: int | None = None
-    """Uniform coordinates kept of V and O; default all."""
-    budget: float | None = None
-    """Share of the KV coordinates to keep outside the window; ranks per layer from the spectrum."""
-    max_score_error: float | None = None
-    """Limit on the calibrated relative error of scores and values; ranks per layer from the certificate."""
-    window: int = 0
-    """Recent tokens kept at full rank."""
-    sinks: int = 0
-    """First tokens kept at full rank."""
-
-    def build(self, path: Path) -> CompressionPlan | None:
-        """The plan these flags describe for the folder at `path`; None without any flag."""
-        uniform = self.qk is not None or self.v is not None
-        limited = self.max_score_error is not None
-        if sum([self.plan is not None, uniform, self.budget is not None, limited]) > 1:
-            raise PlanError("give one of --plan, --qk/--v, --budget, --max-score-error")
-        if self.plan is not None:
-            if self.window or self.sinks:
-                raise PlanError("--plan already says window and sinks; drop --window and --sinks")
-            return CompressionPlan.load(self.plan)
-        checkpoint = Checkpoint.open(path)
-        if self.max_score_error is not None:
-            return CompressionPlan.from_error(
-                stored_basis(checkpoint),
-                max_score_error=self.max_score_error,
-                window=self.window,
-                sinks=self.sinks,
-            )
-        if self.budget is not None:
-            basis = stored_basis(checkpoint)
-            return CompressionPlan.from_spectrum(
-                basis.qk_spectrum,
-                basis.vo_spectrum,
-                budget=self.budget,
-                fingerprint=checkpoint.fingerprint,
-                window=self.window,
-                sinks=self.sinks,
-            )
-        if not uniform and not self.window and not self.sinks:
-            return None
-        H = checkpoint.config.head_dim
-        return CompressionPlan.uniform(
-            checkpoint.config,
-            qk=H if self.qk is None else self.qk,
-            v=H if self.v is None else self.v,
-            window=self.window,
-            sinks=self.sinks,
-        ).for_model(checkpoint.fingerprint)
-
-
-@dataclass(kw_only=True)
-class SearchFlags:
-    """A plan by search: the fewest bytes, or the least time, within a limit on perplexity."""
-
-    max_degradation: float | None = None
-    """Limit on the relative increase of perplexity (0.02: 2 %)."""
-    texts: tuple[Path, ...] = ()
-    """Text to search on with the flags below, as for calibrate. None: a plan predicted, without search."""
-    mode: Mode = "window"
-    """What plans may do: recent tokens at full rank and ranks per layer; one pair of ranks for all; two token
-    classes, without and with a window."""
-    objective: Objective = "bytes"
-    """What is to be least: bytes of the KV cache, or time of attention as predicted for one H200."""
-    constrained: bool = True
-    """Whether token classes keep to the paper's Eq. 6: more important tokens in deeper layers, fewer
-    coordinates for the rest, and no more of Q/K than of V."""
-    trials: int = 400
-    """Most plans to measure."""
-    windows: int = 12
-    """Windows of text, drawn round robin over topics."""
-    context: int | None = None
-    """Tokens a window; default the model's positions, at most 4096."""
-    seed: int = 1
-    """Chooses the windows; another than calibration's."""
-    batch: int = 1
-    """Windows at a time."""
-    dtype: Dtype | None = None
-    """Dtype to run in; default that of the stored weights."""
-
-    def search(self, path: Path, output: Path, console: Console) -> CompressionPlan:
-        """Searches, showing the best so far; a journal beside `output` lets a broken-off search go on.
-
-        Without texts the plan is predicted.
-        """
-        assert self.max_degradation is not None
-        options = SearchOptions(
-            self.max_degradation, self.mode, self.trials, self.objective, self.constrained
-        )
-        checkpoint = Checkpoint.open(path)
-        if not self.texts:
-            basis = stored_basis(checkpoint)
-            return predicted_plan(checkpoint, basis, max_degradation=options.max_degradation)
-        windows, _ = text_windows(
-            checkpoint, self.texts, self.windows, self.context, batch=self.batch, seed=self.seed
-        )
-        with Progress(
-            TextColumn("{task.completed} plans"), TimeElapsedColumn(), TextColumn("{task.description}"),
-            console=console,
-        ) as progress:  # fmt: skip
-            task = progress.add_task("the unmodified model", total=None)
-            book = TrialBook(
-                path,
-                windows,
-                dtype=self.dtype,
-                batch=self.batch,
-                journal=output.with_suffix(".journal.jsonl"),
-            )
-
-            def watch(_: Trial, best: Trial | None) -> None:
-                best_yet = (
-                    "none" if best is None else f"{best.bytes_share:.1%} of KV bytes at {best.increase:+.2%}"
-                )
-                progress.update(task, advance=1, description=f"best within the limit: {best_yet}")
-
-            best = Search(book, options, watch).run()
-        console.print(describe(book.config, best), soft_wrap=True, highlight=False)
-        write_front(book, best, options, output.with_suffix(".front.json"))
-        return best.plan
-
-
 @dataclass
 class Plan:
     """Write a plan's JSON and print it: as described by flags, or searched for within a limit."""
@@ -223,27 +100,29 @@ class Plan:
     path: Positional[Path]
     """Converted and calibrated folder."""
     output: Positional[Path]
-    """JSON file to write."""
+    """JSON file to write. Beside PLAN.json a search leaves PLAN.front.json and PLAN.front.png, the best of
+    all plans measured, and PLAN.journal.jsonl, from which it goes on when run again."""
     flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
     search: Annotated[SearchFlags, tyro.conf.arg(name="")] = field(default_factory=SearchFlags)
 
     def run(self, console: Console) -> None:
+        self.search.check(self.flags)
+        check_output(self.output)
         checkpoint = Checkpoint.open(self.path)
+        plan: CompressionPlan | None
         if self.search.max_degradation is None:
             plan = self.flags.build(self.path)
-        elif self.flags == PlanFlags():
-            plan = self.search.search(self.path, self.output, console).for_model(checkpoint.fingerprint)
         else:
-            raise PlanError("--max-degradation searches; drop --plan, --qk, --v, --budget, --window, --sinks")
+            plan = self.search.search(self.path, self.output, console).for_model(checkpoint.fingerprint)
         if plan is None:
             raise PlanError(
                 "say what to keep: --qk/--v, --budget, --window, --max-score-error, --max-degradation"
             )
         plan.check_model(checkpoint.config, checkpoint.fingerprint)
-        plan.save(self.output)
+        with whole_file(self.output) as file:
+            plan.save(file)
         console.print_json(self.output.read_text())
-        if (checkpoint.calibration_path / "basis").exists():
-            print(f"far pairs: {plan.certificate(stored_basis(checkpoint))}", file=sys.stderr)
+        _report_savings(plan, checkpoint)
 
 
 @dataclass
@@ -277,7 +156,7 @@ class Generate:
 
     path: Positional[Path]
     """Converted folder."""
-    prompts: Positional[tuple[str, ...]]
+    prompts: Annotated[Positional[tuple[str, ...]], _at_least_one("PROMPT")]
     """Texts to continue; `-` reads one from standard input."""
     flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
     max_new_tokens: int = 64
@@ -303,6 +182,8 @@ class Generate:
     """Dtype to run in; default that of the stored weights."""
 
     def run(self, console: Console) -> None:
+        if not self.prompts:
+            raise PromptError("give at least one prompt after the model's folder")
         prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in self.prompts]
         sampling = Sampling(self.temperature, self.top_k, self.top_p, self.seed)
         if self.stream and len(prompts) != 1:
@@ -339,7 +220,7 @@ class Perplexity:
 
     path: Positional[Path]
     """Converted folder."""
-    texts: Positional[tuple[Path, ...]]
+    texts: Annotated[Positional[tuple[Path, ...]], _at_least_one("TEXT")]
     """Text files or folders, as for calibrate; take text that calibration did not see."""
     flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
     windows: int = 24
@@ -356,11 +237,17 @@ class Perplexity:
     """JSON file to write the printed report to."""
 
     def run(self, console: Console) -> None:
+        if not self.texts:
+            raise TextError("give at least one text file or folder after the model's folder")
+        if self.output is not None:
+            check_output(self.output)
         checkpoint = Checkpoint.open(self.path)
         plan = self.flags.build(self.path)
         windows, topics = text_windows(
             checkpoint, self.texts, self.windows, self.context, batch=self.batch, seed=self.seed
         )
+        if plan is None:
+            print("no plan given: the model is unmodified", file=sys.stderr)
         dense = load(self.path, dtype=self.dtype)
         dense_nll = window_nll(dense.network, windows, batch=self.batch)
         model = dense if plan is None else load(self.path, plan, dtype=self.dtype)
@@ -369,10 +256,13 @@ class Perplexity:
             "topics": sorted(set(topics)),
             "seed": self.seed,
         }
+        if len(windows) == 1:
+            report["interval"] = None  # A single window says nothing about others.
         text = json.dumps(report, indent=2)
         console.print_json(text)
         if self.output is not None:
-            self.output.write_text(text + "\n")
+            with whole_file(self.output) as file:
+                file.write_text(text + "\n")
 
 
 @dataclass
@@ -405,6 +295,7 @@ class Demo:
         demo(self.output, console)
 
 
+DESCRIPTION = "Compress Q, K and V of a converted model. --version alone prints the version."
 COMMANDS: dict[str, Callable[..., Any]] = {
     "convert": Convert,
     "calibrate": Calibrate,
@@ -416,15 +307,19 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 }
 
 
-def text_windows(
-    checkpoint: Checkpoint, texts: Sequence[Path], count: int, context: int | None, *, batch: int, seed: int
-) -> tuple[np.ndarray, list[str]]:
-    """`count` windows of text [W, T] and their topics."""
-    if count < 1:
-        raise TextError(f"windows={count} must be >= 1")
-    options = CalibrationOptions(context=context, batch=batch, seed=seed)
-    length = options.window_length(checkpoint.config)
-    return calibration_windows(checkpoint, texts, length, replace(options, tokens=count * length))
+def _report_savings(plan: CompressionPlan, checkpoint: Checkpoint) -> None:
+    """Says on standard error what a plan saves at the model's positions, and what its far pairs lose."""
+    config = checkpoint.config
+    size = lambda plan: plan.bytes(config.max_positions, 1, jnp.dtype(config.dtype).itemsize)
+    share = size(plan) / size(CompressionPlan.full(config))
+    cut, layers = sum(ranks.qk == 0 for ranks in plan.layers), config.num_layers
+    print(
+        f"KV cache: {share:.1%} of the unmodified model's bytes at {config.max_positions:,} tokens; "
+        f"{cut} of {layers} layers see no distant tokens",
+        file=sys.stderr,
+    )
+    if cut < layers and (checkpoint.calibration_path / "basis").exists():
+        print(f"far pairs: {plan.certificate(stored_basis(checkpoint))}", file=sys.stderr)
 
 
 def _report_basis(console: Console, basis: Basis) -> None:
@@ -441,15 +336,32 @@ def _report_basis(console: Console, basis: Basis) -> None:
     console.print(table)
     worst = max(float(basis.qk_condition.max()), float(basis.vo_condition.max()))
     console.print(f"worst condition number of a head's basis: {worst:.3g}")
+    if basis.num_tokens < FEW_TOKENS:
+        console.print(
+            f"a poor basis: {basis.num_tokens:,} tokens are few, calibrate on at least {FEW_TOKENS:,}",
+            soft_wrap=True,
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs `zdc`; exit status 2 with one line on standard error for any error the user can mend."""
+    """Runs `zdc`; exit status 2 with one line on standard error for any error the user can mend.
+
+    An interrupt is one line and status 130.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments == ["--version"]:
+        print(f"zdc {version('zdc-jax')}")
+        return 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
         try:
-            tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="zdc", args=arguments).run(Console())
+            tyro.extras.subcommand_cli_from_dict(
+                COMMANDS, prog="zdc", description=DESCRIPTION, args=arguments
+            ).run(Console())
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
         except (ZDCError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

@@ -6,7 +6,9 @@ perplexity another, and neither is what the checkpoint was trained on.
 
 import importlib.util
 import json
+import shlex
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from rich.table import Table
 from convert import demo_checkpoint
 from convert.calibrate import CalibrationOptions, calibrate, calibration_windows
 from convert.conversion import convert
+from zdc_jax.errors import CheckpointError
 from zdc_jax.evaluate import compare, window_nll
 from zdc_jax.generate.api import Generation, generate
 from zdc_jax.generate.sampling import Sampling
@@ -36,6 +39,8 @@ HELDOUT_WINDOWS = 10
 NEW_TOKENS = 48
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, seed=1)
 PROMPT = "def moving_average(values, window):\n"
+MARKER = ".zdc-demo"
+"""A file in folders that the demo made, which it may write to again."""
 
 
 def _dtype() -> str:
@@ -43,8 +48,13 @@ def _dtype() -> str:
 
 
 def demo(output: Path, console: Console) -> None:
-    """Converts, calibrates, generates; prints plan, KV bytes per token, perplexity, tokens per second."""
+    """Converts, calibrates, generates; prints plan, KV bytes per token, perplexity, tokens per second.
+
+    Raises:
+      CheckpointError: `output` holds something and was not made by the demo.
+    """
     began = time.perf_counter()
+    _claim(output)
     model_path = output / "model"
     checkpoint = convert(demo_checkpoint.PATH, model_path, overwrite=True, progress=False)
     calibration_text = _collect_sources(CALIBRATION_PACKAGES, output / "text" / "calibration")
@@ -73,7 +83,25 @@ def demo(output: Path, console: Console) -> None:
     report = {"basis": [basis.qk_kind, basis.vo_kind], "rows": rows}
     (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     console.print(f"wrote {output / 'report.json'}; {time.perf_counter() - began:.0f} s in all")
-    console.print(f"next: zdc generate {model_path} 'def ' --budget 0.75 --window 128 --sinks 4")
+    plan_flags = ["--budget", "0.75", "--window", "128", "--sinks", "4"]
+    command = shlex.join([*_program(), "generate", str(model_path), "def ", *plan_flags])
+    console.out(f"next: {command}", highlight=False)
+
+
+def _claim(output: Path) -> None:
+    """Makes `output` the demo's own; what anybody else put there would be replaced."""
+    marker = output / MARKER
+    if output.exists() and not marker.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(
+            f"{output} is neither empty nor made by the demo; choose another folder with --output"
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+
+
+def _program() -> list[str]:
+    """What runs `zdc` again from this folder."""
+    return [sys.argv[0]] if Path(sys.argv[0]).name == "zdc" else [sys.executable, "-m", "convert.cli"]
 
 
 def _collect_sources(packages: tuple[str, ...], folder: Path) -> Path:
@@ -148,3 +176,4 @@ def _print(console: Console, rows: list[dict[str, Any]]) -> None:
             f"{row['tokens_per_second']:.0f}",
         )
     console.print(table)
+    console.print("The last row goes too far on purpose, to show what it costs in perplexity.")

@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.progress import track
 
 from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
@@ -29,7 +30,9 @@ def whole_plan(config: ModelConfig) -> CompressionPlan:
     return replace(CompressionPlan.full(config), window=COST_WINDOW, sinks=SINKS)
 
 
-def collect_profile(network: Transformer, windows: np.ndarray, *, fingerprint: str) -> Profile:
+def collect_profile(
+    network: Transformer, windows: np.ndarray, *, fingerprint: str, progress: bool = False
+) -> Profile:
     """Profile of a network of `whole_plan`, on the first few of `windows` [W, T], one at a time."""
     H, windows = network.config.head_dim, windows[:PROFILE_WINDOWS]
     near, ranks = windows_for(windows.shape[1]), rank_levels(H)[:-1]
@@ -37,12 +40,12 @@ def collect_profile(network: Transformer, windows: np.ndarray, *, fingerprint: s
     cuts = [(none, window) for window in near]
     cuts += [(LayerRanks(rank, H), measured) for rank in ranks]
     cuts += [(LayerRanks(H, rank), measured) for rank in ranks]
-    entering, changes = _changes(network, windows, tuple(cuts))
+    entering, changes = _changes(network, windows, tuple(cuts), progress)
     by_window, by_rank = np.split(changes, [len(near)], axis=1)
     whole = np.maximum(by_window[:, cost_window(near), None], 1e-12)
     score_error, value_error = np.split(by_rank / whole, 2, axis=1)
     return Profile(
-        _far_nats(network, windows, measured),
+        _far_nats(network, windows, measured, progress),
         by_window / entering[:, None],
         score_error,
         value_error,
@@ -52,12 +55,13 @@ def collect_profile(network: Transformer, windows: np.ndarray, *, fingerprint: s
     )
 
 
-def _far_nats(network: Transformer, windows: np.ndarray, window: int) -> np.ndarray:
+def _far_nats(network: Transformer, windows: np.ndarray, window: int, progress: bool) -> np.ndarray:
     """[L]: the network runs under plans that cut off one layer; nothing else of a plan is in its weights."""
     plan, found = network.plan, []
     dense = window_nll(network, windows).mean()
     try:
-        for layer in range(network.config.num_layers):
+        layers = range(network.config.num_layers)
+        for layer in track(layers, "profile of far attention", disable=not progress):
             ranks = [LayerRanks(0, 0) if i == layer else kept for i, kept in enumerate(plan.layers)]
             network.plan = replace(plan, layers=tuple(ranks), window=window)
             found.append(window_nll(network, windows).mean() - dense)
@@ -67,12 +71,12 @@ def _far_nats(network: Transformer, windows: np.ndarray, window: int) -> np.ndar
 
 
 def _changes(
-    network: Transformer, windows: np.ndarray, cuts: tuple[Cut, ...]
+    network: Transformer, windows: np.ndarray, cuts: tuple[Cut, ...], progress: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Norms, root of sums over all tokens: of what enters each layer [L], of how each cut changes what it
     writes [L, C]."""
     found = []
-    for tokens in windows:
+    for tokens in track(windows, "profile of layers", disable=not progress):
         x = network.embeddings.embed(jnp.asarray(tokens[None]), jnp.arange(len(tokens))[None])
         squares = []
         for block in network.layers:

@@ -1,6 +1,7 @@
 """`Basis`: inverse maps, model check, and the folder it is saved in."""
 
 import json
+import os
 from dataclasses import fields, replace
 
 import numpy as np
@@ -158,6 +159,15 @@ def test_missing_folder_and_wrong_shapes_are_refused(tmp_path):
     make(k_map=np.ones((2, 3, 4))).save(tmp_path / "basis")
     with pytest.raises(CheckpointError, match=r"are not \[L, K, H, H\]"):
         Basis.load(tmp_path / "basis")
+
+
+def test_files_have_the_mode_that_the_umask_leaves(tmp_path):
+    before = os.umask(0o027)
+    try:
+        make().save(tmp_path / "basis")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "basis").iterdir()} == {0o640}
 
 
 def test_check_model():

@@ -146,6 +146,8 @@ def save_fields(folder: str | Path, kind: str, values: Mapping[str, Any]) -> Non
         save_file(arrays, temporary / f"{kind}.safetensors")
         text = json.dumps({"format_version": FORMAT_VERSION, **scalars}, indent=2)
         (temporary / f"{kind}.json").write_text(text + "\n")
+        # safetensors lets the owner alone read what it writes, whatever the umask says.
+        shutil.copymode(temporary / f"{kind}.json", temporary / f"{kind}.safetensors")
         if folder.exists():
             folder.rename(replaced)
         temporary.rename(folder)

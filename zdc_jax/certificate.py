@@ -13,24 +13,32 @@ class Certificate:
     """Relative root-mean-square errors of far pairs, per layer and KV head, float64 [L, K].
 
     score: of the scores q kᵀ; value: of a token's contribution v W_O to the output (of o W_O for the basis
-    `output`). Over all query-key pairs of the calibration text; 1 where a layer sees no distant token. Near
-    pairs have no error.
+    `output`). Over all query-key pairs of the calibration text; 1 where a layer sees no distant token, which
+    `far`, bool [L], tells. Near pairs have no error.
     """
 
     score: np.ndarray
     value: np.ndarray
+    far: np.ndarray
 
     @classmethod
     def of(cls, basis: Basis, qk_ranks: np.ndarray, v_ranks: np.ndarray) -> Self:
         """For ranks [L] of each layer."""
         layers = np.arange(len(qk_ranks))
-        return cls(basis.qk_error[layers, :, qk_ranks], basis.vo_error[layers, :, v_ranks])
+        errors = basis.qk_error[layers, :, qk_ranks], basis.vo_error[layers, :, v_ranks]
+        return cls(*errors, far=qk_ranks > 0)
 
     def __str__(self) -> str:
-        parts = (
-            f"{name} error mean {error.mean():.3f}, worst {error.max():.3f} (layer {error.max(1).argmax()})"
-            for name, error in (("score", self.score), ("value", self.value))
-        )
+        """Errors of the layers that see distant tokens."""
+        if not self.far.any():
+            return "no layer sees distant tokens"
+        parts = []
+        for name, error in (("score", self.score), ("value", self.value)):
+            worst = np.where(self.far, error.max(1), -1)
+            parts.append(
+                f"{name} error mean {error[self.far].mean():.3f}, worst {worst.max():.3f} "
+                f"(layer {worst.argmax()})"
+            )
         return "; ".join(parts)
 
 

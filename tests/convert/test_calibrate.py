@@ -227,11 +227,12 @@ def test_auto_chooses_each_side_apart(calibrated, monkeypatch, kinds):
     assert (basis.qk_kind, basis.vo_kind) == kinds
 
 
-def test_a_new_basis_from_stored_moments(calibrated, tmp_path):
+def test_a_new_basis_from_stored_moments(calibrated, tmp_path, caplog):
     model = shutil.copytree(calibrated, tmp_path / "model")
     before = stored_basis(Checkpoint.open(model)).record
     options = CalibrationOptions(qk="pairs", vo="output", reduction="kmeans", seed=5, center=True)
     again = calibrate(model, [], options, progress=False)
+    assert f"replacing the basis of {model}" in caplog.text
     assert (again.qk_kind, again.vo_kind) == ("pairs", "output")
     # The moments are still those of the first call, whatever the options of the second say.
     for name in ("reduction", "seed", "topics", "seconds_moments"):

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from hf_variants import write_variant
 
 from convert.cli import COMMANDS, main, main_convert
-from zdc_jax import CompressionPlan
+from zdc_jax import CompressionPlan, LayerRanks
 from zdc_jax.generate.api import Completion, Generation, Timings
 
 
@@ -40,6 +41,7 @@ def test_plan_and_perplexity(folder, tmp_path, capsys):
 
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads(plan.read_text())
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.json"}
 
     options = ["--windows", "3", "--context", "64", "--plan", str(plan), "--output", str(report)]
     assert main(["perplexity", model, text, *options]) == 0
@@ -47,6 +49,28 @@ def test_plan_and_perplexity(folder, tmp_path, capsys):
     assert result["windows"] == 3
     assert result["interval"][0] <= result["increase"] <= result["interval"][1]
     assert result["kv_bytes"] == CompressionPlan.load(plan).bytes(64, 1, 4) < result["dense_kv_bytes"]
+    assert "unmodified" not in capsys.readouterr().err
+
+
+def test_plan_says_what_it_saves(folder, tmp_path, capsys):
+    """Of 2 x 80 coordinates 16 and 32 are kept; a layer that is cut off keeps its ring of 16."""
+    model, plan = str(folder / "model"), tmp_path / "plan.json"
+    assert main(["plan", model, str(plan), "--qk", "16", "--v", "32"]) == 0
+    saved, lost = capsys.readouterr().err.splitlines()
+    assert "30.0% of the unmodified model's bytes at 128 tokens; 0 of" in saved
+    assert lost.startswith("far pairs: score error mean 0.")
+
+    some = CompressionPlan.load(plan)
+    cut = replace(some, layers=(LayerRanks(0, 0),) * (len(some.layers) - 1) + some.layers[-1:], window=16)
+    cut.save(tmp_path / "cut.json")
+    assert main(["plan", model, str(plan), "--plan", str(tmp_path / "cut.json")]) == 0
+    saved, lost = capsys.readouterr().err.splitlines()
+    L = len(some.layers)
+    share = ((L - 1) * 16 * 160 + 128 * 48 + 16 * 112) / (L * 128 * 160)
+    assert f"{share:.1%} of" in saved
+    assert f"{L - 1} of {L} layers see no distant tokens" in saved
+    assert f"(layer {L - 1})" in lost
+    assert "1.000" not in lost
 
 
 def test_perplexity_prints_what_it_writes(folder, tmp_path, capsys):
@@ -57,10 +81,59 @@ def test_perplexity_prints_what_it_writes(folder, tmp_path, capsys):
     assert result == json.loads(report.read_text())
     assert result["increase"] == 0
     assert result["topics"] == ["text"]
-    # Nothing is lost where the report cannot be written.
-    options[-1] = str(tmp_path / "nowhere" / "report.json")
-    assert main(["perplexity", str(folder / "model"), str(folder / "text"), *options]) == 2
-    assert json.loads(capsys.readouterr().out) == result
+
+
+def test_perplexity_of_little_text(folder, tmp_path, capsys):
+    """Fewer windows are said; one has no interval."""
+    text = tmp_path / "a.txt"
+    text.write_text(" ".join(["w3 w4 w5 w6"] * 12))
+    arguments = ["perplexity", str(folder / "model"), str(text), "--context", "32"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["windows"] == 1
+    assert json.loads(out)["interval"] is None
+    assert err.splitlines() == [
+        "warning: the texts hold 1 windows of 32 tokens, not the 24 asked for",
+        "no plan given: the model is unmodified",
+    ]
+
+
+@pytest.mark.parametrize(("command", "usage"), [("generate", "PROMPT"), ("perplexity", "TEXT")])
+def test_help_shows_what_is_required(command, usage, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    out = capsys.readouterr().out.split("options ")[0]
+    assert f"PATH {usage} [{usage} ...]" in out
+    assert out.count("(required)") == 2
+
+
+@pytest.mark.parametrize("output", ["{}/nowhere/report.json", "{}/text"])
+def test_outputs_are_checked_before_any_work(folder, capsys, monkeypatch, output):
+    monkeypatch.setattr("convert.cli.Checkpoint", None)
+    output, model = output.format(folder), str(folder / "model")
+    for arguments in (
+        ["perplexity", model, "text", "--output", output],
+        ["plan", model, output, "--qk", "16"],
+    ):
+        assert main(arguments) == 2
+        (error,) = capsys.readouterr().err.splitlines()
+        assert error.startswith(f"error: cannot write {output}: ")
+
+
+def test_an_interrupt_is_one_line(folder, capsys, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("convert.cli.load", interrupt)
+    assert main(["generate", str(folder / "model"), "w3"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"zdc \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
 def test_generate(folder, capsys, monkeypatch):
@@ -98,6 +171,8 @@ def test_calibrating_while_converting(folder, tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"converted {source} -> {output} (" in out
     assert "worst condition number" in out
+    bars = [line.split(" \u2501")[0] for line in out.splitlines() if "100%" in line]
+    assert bars == ["layers", "moments", "basis", "profile of layers", "profile of far attention"]
     assert (output / "calibration" / "basis").is_dir()
 
 
@@ -125,6 +200,7 @@ def test_inspect_checks_hashes(folder, capsys):
     out = capsys.readouterr().out
     assert "all hashes match" in out
     assert "balanced" in out
+    assert "a poor basis: 512 tokens are few" in out
 
 
 @pytest.mark.parametrize(
@@ -147,11 +223,14 @@ def test_inspect_checks_hashes(folder, capsys):
         (["perplexity", "{}/model", "{}/text", "--context", "0"], "context=0"),
         (["perplexity", "{}/model", "{}/text", "--windows", "0"], "windows=0"),
         (["perplexity", "{}/model", "{}/text", "--batch", "0"], "batch=0"),
-        (["perplexity", "{}/model"], "no text"),
-        (["plan", "{}/model", "{}/no/plan.json", "--qk", "16"], "plan.json"),
+        (["perplexity", "{}/model"], "at least one text"),
+        (["plan", "{}/model", "{}/plan.json", "--budget", "0.5", "--texts", "{}/text"], "--texts: "),
+        (["plan", "{}/model", "{}/plan.json", "--qk", "16", "--no-constrained"], "add --max-degradation"),
+        (["plan", "{}/model", "{}/plan.json", "--max-degradation", "0.1", "--trials", "9"], "add --texts"),
+        (["plan", "{}/model", "{}/plan.json", "--max-degradation", "0.1", "--sinks", "4"], "drop --sinks"),
         (["generate", "{}/model", "w3", "--plan", "{}/no.json"], "no.json"),
         (["generate", "{}/model", "w3", "--temperature", "-1"], "temperature=-1"),
-        (["generate", "{}/model"], "prompt"),
+        (["generate", "{}/model"], "at least one prompt"),
         (["generate", "{}/model", "w3", "--distributed"], "--mesh"),
         (["generate", "{}/model", "w3", "--mesh", "sequence=2", "--process-id", "1"], "coordinator=None"),
         (["inspect", "{}/text"], "zdc convert"),
@@ -171,8 +250,8 @@ PLAN_FLAGS = "plan qk v budget max-score-error window sinks"
 FLAGS = {
     "convert": "dtype overwrite verify calibrate",
     "calibrate": "qk vo center tokens context batch seed reduction prune clusters dtype",
-    "plan": f"{PLAN_FLAGS} max-degradation texts mode objective constrained trials windows context seed "
-    "batch dtype",
+    "plan": f"{PLAN_FLAGS} max-degradation texts mode objective constrained trials text-windows context "
+    "seed batch dtype",
     "generate": f"{PLAN_FLAGS} max-new-tokens temperature top-k top-p seed stop stream mesh payload dtype "
     "distributed coordinator num-processes process-id join-timeout",
     "perplexity": f"{PLAN_FLAGS} windows context seed batch dtype output",
@@ -190,6 +269,13 @@ def test_help_lists_flat_flags(command, capsys):
     assert f"zdc {command}" in out
     flags = set(re.findall(r"--([a-z][\w.-]*)", out)) - {"help"}
     assert {flag for flag in flags if not flag.startswith("no-")} == set(FLAGS[command].split())
+
+
+def test_help_names_what_a_search_leaves(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("PLAN.front.json", "PLAN.front.png", "PLAN.journal.jsonl"))
 
 
 def test_help_lists_every_command(capsys):

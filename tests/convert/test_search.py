@@ -223,7 +223,7 @@ def test_a_journal_that_is_none_is_named(folder, windows, tmp_path):
 def test_command(folder, tmp_path, capsys):
     model, plan = str(folder / "model"), tmp_path / "plan.json"
     arguments = ["plan", model, str(plan), "--max-degradation", "0.1", "--texts", str(folder / "text")]
-    small = ["--windows", "2", "--context", "128", "--trials", "6"]
+    small = ["--text-windows", "2", "--context", "128", "--trials", "6"]
     assert main([*arguments, *small]) == 0
     found = CompressionPlan.load(plan)
     front = json.loads((tmp_path / "plan.front.json").read_text())
@@ -241,7 +241,7 @@ def test_command(folder, tmp_path, capsys):
     for extra, message in (
         (["--qk", "16"], "--max-degradation searches"),
         (["--context", "100000"], "positions"),
-        (["--windows", "0"], "windows=0"),
+        (["--text-windows", "0"], "windows=0"),
         (["--max-degradation", "0"], "must be > 0"),
     ):
         assert main([*arguments, *small, *extra]) == 2

@@ -1,0 +1,44 @@
+"""`zdc demo` leaves what is not its own alone, and names a command that can be pasted."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from convert.cli import main
+from convert.demo import _claim, _program
+from zdc_jax.errors import CheckpointError
+
+
+def test_folders_of_others_are_refused(tmp_path, capsys):
+    mine = tmp_path / "text" / "calibration" / "mine.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    for output in (tmp_path, mine):
+        assert main(["demo", "--output", str(output)]) == 2
+        (error,) = capsys.readouterr().err.splitlines()
+        assert f"{output} is neither empty nor made by the demo" in error
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [mine]
+    assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_its_own_folder_is_taken_again(tmp_path, exists):
+    output = tmp_path / "a" / "demo"
+    if exists:
+        output.mkdir(parents=True)
+    _claim(output)
+    (output / "report.json").write_text("{}")
+    _claim(output)
+    (output / ".zdc-demo").unlink()
+    with pytest.raises(CheckpointError):
+        _claim(output)
+
+
+def test_the_program_named_is_the_one_that_runs(monkeypatch):
+    monkeypatch.setattr(sys, "argv", [".venv/bin/zdc", "demo"])
+    assert _program() == [".venv/bin/zdc"]
+    monkeypatch.setattr(sys, "argv", ["/anywhere/convert/cli.py", "demo"])
+    python, *module = _program()
+    assert Path(python).samefile(sys.executable)
+    assert module == ["-m", "convert.cli"]
