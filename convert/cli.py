@@ -119,8 +119,7 @@ class Plan:
                 "say what to keep: --qk/--v, --budget, --window, --max-score-error, --max-degradation"
             )
         plan.check_model(checkpoint.config, checkpoint.fingerprint)
-        with whole_file(self.output) as file:
-            plan.save(file)
+        plan.save(self.output)
         console.print_json(self.output.read_text())
         _report_savings(plan, checkpoint)
 
