@@ -1,4 +1,4 @@
-"""Writes the README's tables from `benchmarks/results/*.json`, between their markers.
+"""Writes the tables of README and docs from `benchmarks/results/*.json`, between their markers.
 
 python -m benchmarks.tables
 """
@@ -11,7 +11,8 @@ from typing import Any
 from benchmarks.common import RESULTS
 from benchmarks.sequence_rows import LABELS, SEQUENCE_LENGTH, SEQUENCE_RESULTS, median, sent
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "measurements.md")
 MODELS = ("ref-llama-23m", "ref-opt-26m")
 
 
@@ -192,7 +193,60 @@ def rate_cell(rate: Any) -> str:
     return f"{rate / 1e9:.1f}" if isinstance(rate, float) else "–"
 
 
+def summary_table() -> str:
+    """The figures that a reader asks for first."""
+    model = read("generate-llama-2-7b-shape")["results"]
+    kernels = {
+        r["name"]: r
+        for rows in read("kernels-h200")["results"].values()
+        if isinstance(rows, list)
+        for r in rows
+    }
+    links = {link: read(name)["results"] for link, name in SEQUENCE_RESULTS.items()}
+    sequence = lambda link, row: links[link][f"{row} {SEQUENCE_LENGTH}"]
+    first = lambda link, row: f"{median(sequence(link, row), 'first_token'):.2f} s"
+    gain = lambda link, row: f"{sequence(link, row)['compared']['speedup_over_dense']:.2f}x"
+    seconds = lambda kind, key: statistics.median(model[kind][key])
+    oracle = {
+        name: next(
+            r
+            for r in read(f"plans-{name}")["results"]["rows"]
+            if r["kind"] == "oracle" and r["limit"] == 0.01
+        )
+        for name in MODELS
+    }
+    kept = ", ".join(f"{r['bytes_share']:.1%} ({percent(r['increase'])})" for r in oracle.values())
+    rows = [("KV bytes kept when 1 % of perplexity may be lost, Llama and OPT", kept, "100 %", "")]
+    for label, key, scale, shown in (
+        ("first token of 128K, Llama-2-7B, one GPU", "prefill_128k", 1, "{:,.2f} s"),
+        ("a token of 8 rows at 16K", "decode_b8_16k", 1e3, "{:.2f} ms"),
+    ):
+        ours, peer = seconds("window", key), seconds("cudnn", key)
+        rows.append(
+            (
+                label,
+                shown.format(scale * ours),
+                f"{shown.format(scale * peer)} (cuDNN)",
+                f"{peer / ours:.2f}x",
+            )
+        )
+    ours, peer = (model[kind]["largest_batch_16k"] for kind in ("window", "cudnn"))
+    rows.append(("largest batch at 16K", str(ours), str(peer), f"{ours / peer:.2f}x"))
+    for link in links:
+        for row in ("plan", "plan_float8"):
+            label = f"first token of 128K, four GPUs, {link}{', float8' * (row == 'plan_float8')}"
+            rows.append((label, first(link, row), f"{first(link, 'dense')} (dense Ulysses)", gain(link, row)))
+    for name in ("prefill (128,128) K=32", "prefill (64,96) K=32", "decode (64,96) B=16 S=8192 K=32"):
+        row = kernels[name]
+        bound = f"{row['of_limit']:.0%} of {row['limit']}"
+        rows.append(
+            (f"kernel, {name}", f"{row['ms']:.3f} ms, {bound}", "cuDNN, full rank", f"{row['speedup']:.2f}x")
+        )
+    return "\n".join(["| | ZDC | peer | |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
 TABLES = {
+    "summary": summary_table,
     "generate": generate_table,
     "quality": quality_table,
     "plans": plans_table,
@@ -206,13 +260,15 @@ TABLES = {
 
 def main() -> None:
     """Replaces what stands between `<!-- table NAME -->` and `<!-- end NAME -->`."""
-    text = README.read_text()
-    for name, table in TABLES.items():
-        start, end = f"<!-- table {name} -->", f"<!-- end {name} -->"
-        head, _, rest = text.partition(start)
-        _, _, tail = rest.partition(end)
-        text = head + "\n".join(filter(None, [start, table(), end])) + tail
-    README.write_text(text)
+    for page in PAGES:
+        text = page.read_text()
+        for name, table in TABLES.items():
+            start, end = f"<!-- table {name} -->", f"<!-- end {name} -->"
+            head, found, rest = text.partition(start)
+            if found:
+                _, _, tail = rest.partition(end)
+                text = head + "\n".join([start, table(), end]) + tail
+        page.write_text(text)
 
 
 if __name__ == "__main__":
