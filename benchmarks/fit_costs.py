@@ -5,6 +5,7 @@ python -m benchmarks.fit_costs
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,8 @@ from benchmarks.common import RESULTS
 from zdc_jax.costs import AttentionCall, KernelCosts, Parts
 from zdc_jax.plan import LayerRanks
 
-KERNELS = RESULTS / "kernels-h200.json"
+KERNELS = (RESULTS / "kernels-h200.json", RESULTS / "kernels-h200-window-classes.json")
+"""The later one wins where both have a row."""
 N, H = 32, 128
 """Query heads and head dim of every row (`bench_kernels`)."""
 
@@ -34,14 +36,14 @@ class Measured(NamedTuple):
         return (costs.decode if self.kind == "decode" else costs.prefill)(self.call, self.parts)
 
 
-def measured_rows(path: Path = KERNELS) -> list[Measured]:
+def measured_rows(paths: Sequence[Path] = KERNELS) -> list[Measured]:
     """The rows that the model describes: contiguous caches, our kernels."""
-    rows = []
-    results = json.loads(path.read_text())["results"]
-    for row in (row for section in results.values() if isinstance(section, list) for row in section):
-        if (described := _describe(row["name"])) is not None:
-            rows.append(Measured(row["name"], *described, 1e-3 * row["ms"]))
-    return rows
+    rows = {}
+    for results in (json.loads(path.read_text())["results"] for path in paths):
+        for row in (row for section in results.values() if isinstance(section, list) for row in section):
+            if (described := _describe(row["name"])) is not None:
+                rows[row["name"]] = Measured(row["name"], *described, 1e-3 * row["ms"])
+    return list(rows.values())
 
 
 def _describe(name: str) -> tuple[str, AttentionCall, Parts] | None:
@@ -53,26 +55,36 @@ def _describe(name: str) -> tuple[str, AttentionCall, Parts] | None:
         R, Z, ring, B, S, K = found.groups()
         near = (512, 4) if ring else (0, 0)
         return "decode", AttentionCall(N, int(K), H, int(S), int(B), *near), alike(R, Z)
+    if found := re.fullmatch(r"window 512 alone S=(\d+)", name):
+        call = AttentionCall(N, N, H, int(found[1]), window=512, sinks=4)
+        return "prefill", call, alike(0, 0)
+    halves = [(0.5, LayerRanks(64, 96)), (0.5, LayerRanks(32, 64))]
     return {
+        "decode window 512 alone B=16 S=8192 K=32": (
+            "decode",
+            AttentionCall(N, N, H, 8192, 16, window=512, sinks=4),
+            alike(0, 0),
+        ),
+        "decode classes (64,96) and (32,64) B=16 S=8192": (
+            "decode",
+            AttentionCall(N, N, H, 8192, 16),
+            halves,
+        ),
         "(32,64) alone S=32768": ("prefill", AttentionCall(N, N, H, 32768), alike(32, 64)),
         "two ranks, window 512, far (32,64)": (
             "prefill",
             AttentionCall(N, N, H, 32768, window=512, sinks=4),
             alike(32, 64),
         ),
-        "classes (64,96) and (32,64), halves": (
-            "prefill",
-            AttentionCall(N, N, H, 16384),
-            [(0.5, LayerRanks(64, 96)), (0.5, LayerRanks(32, 64))],
-        ),
+        "classes (64,96) and (32,64), halves": ("prefill", AttentionCall(N, N, H, 16384), halves),
     }.get(name)
 
 
 def fit(rows: list[Measured]) -> KernelCosts:
     """Constants of least squared relative error; the factor of classes from its only row."""
     prefill = [row for row in rows if row.kind == "prefill" and len(row.parts) == 1]
-    decode = [row for row in rows if row.kind == "decode"]
-    (classes,) = (row for row in rows if len(row.parts) == 2)
+    decode = [row for row in rows if row.kind == "decode" and len(row.parts) == 1]
+    (classes,) = (row for row in rows if row.kind == "prefill" and len(row.parts) == 2)
     far = _least_squares([row.call.prefill_terms(row.parts[0][1]) / row.seconds for row in prefill])
     cached = _least_squares([row.call.decode_terms(row.parts[0][1]) / row.seconds for row in decode])
     costs = KernelCosts(*far, *cached, classes=1.0)
