@@ -5,6 +5,7 @@ python -m benchmarks.tables
 
 import json
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -195,54 +196,49 @@ def rate_cell(rate: Any) -> str:
 
 def summary_table() -> str:
     """The figures that a reader asks for first."""
-    model = read("generate-llama-2-7b-shape")["results"]
-    kernels = {
-        r["name"]: r
-        for rows in read("kernels-h200")["results"].values()
-        if isinstance(rows, list)
-        for r in rows
-    }
-    links = {link: read(name)["results"] for link, name in SEQUENCE_RESULTS.items()}
-    sequence = lambda link, row: links[link][f"{row} {SEQUENCE_LENGTH}"]
-    first = lambda link, row: f"{median(sequence(link, row), 'first_token'):.2f} s"
-    gain = lambda link, row: f"{sequence(link, row)['compared']['speedup_over_dense']:.2f}x"
-    seconds = lambda kind, key: statistics.median(model[kind][key])
-    oracle = {
-        name: next(
-            r
-            for r in read(f"plans-{name}")["results"]["rows"]
-            if r["kind"] == "oracle" and r["limit"] == 0.01
-        )
-        for name in MODELS
-    }
-    kept = ", ".join(f"{r['bytes_share']:.1%} ({percent(r['increase'])})" for r in oracle.values())
-    rows = [("KV bytes kept when 1 % of perplexity may be lost, Llama and OPT", kept, "100 %", "")]
+    rows = [_summary_of_plans(), *_summary_of_models(), *_summary_of_links(), *_summary_of_kernels()]
+    return "\n".join(["| | ZDC | peer | |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _summary_of_plans() -> tuple[str, ...]:
+    kept = []
+    for name in MODELS:
+        rows = read(f"plans-{name}")["results"]["rows"]
+        best = next(row for row in rows if row["kind"] == "oracle" and row["limit"] == 0.01)
+        kept.append(f"{best['bytes_share']:.1%} ({percent(best['increase'])})")
+    return "KV bytes kept when 1 % of perplexity may be lost, Llama and OPT", ", ".join(kept), "100 %", ""
+
+
+def _summary_of_models() -> Iterator[tuple[str, ...]]:
+    results = read("generate-llama-2-7b-shape")["results"]
     for label, key, scale, shown in (
         ("first token of 128K, Llama-2-7B, one GPU", "prefill_128k", 1, "{:,.2f} s"),
         ("a token of 8 rows at 16K", "decode_b8_16k", 1e3, "{:.2f} ms"),
     ):
-        ours, peer = seconds("window", key), seconds("cudnn", key)
-        rows.append(
-            (
-                label,
-                shown.format(scale * ours),
-                f"{shown.format(scale * peer)} (cuDNN)",
-                f"{peer / ours:.2f}x",
-            )
-        )
-    ours, peer = (model[kind]["largest_batch_16k"] for kind in ("window", "cudnn"))
-    rows.append(("largest batch at 16K", str(ours), str(peer), f"{ours / peer:.2f}x"))
-    for link in links:
-        for row in ("plan", "plan_float8"):
-            label = f"first token of 128K, four GPUs, {link}{', float8' * (row == 'plan_float8')}"
-            rows.append((label, first(link, row), f"{first(link, 'dense')} (dense Ulysses)", gain(link, row)))
+        ours, peer = (scale * statistics.median(results[kind][key]) for kind in ("window", "cudnn"))
+        yield label, shown.format(ours), f"{shown.format(peer)} (cuDNN)", f"{peer / ours:.2f}x"
+    ours, peer = (results[kind]["largest_batch_16k"] for kind in ("window", "cudnn"))
+    yield "largest batch at 16K", str(ours), str(peer), f"{ours / peer:.2f}x"
+
+
+def _summary_of_links() -> Iterator[tuple[str, ...]]:
+    for link, name in SEQUENCE_RESULTS.items():
+        of = {
+            row: read(name)["results"][f"{row} {SEQUENCE_LENGTH}"] for row in ("dense", "plan", "plan_float8")
+        }
+        dense, _ = first_token_cells(of["dense"])
+        for row, how in (("plan", ""), ("plan_float8", ", float8")):
+            seconds, gain = first_token_cells(of[row])
+            yield f"first token of 128K, four GPUs, {link}{how}", seconds, f"{dense} (dense Ulysses)", gain
+
+
+def _summary_of_kernels() -> Iterator[tuple[str, ...]]:
+    sections = [rows for rows in read("kernels-h200")["results"].values() if isinstance(rows, list)]
+    kernels = {row["name"]: row for rows in sections for row in rows}
     for name in ("prefill (128,128) K=32", "prefill (64,96) K=32", "decode (64,96) B=16 S=8192 K=32"):
         row = kernels[name]
-        bound = f"{row['of_limit']:.0%} of {row['limit']}"
-        rows.append(
-            (f"kernel, {name}", f"{row['ms']:.3f} ms, {bound}", "cuDNN, full rank", f"{row['speedup']:.2f}x")
-        )
-    return "\n".join(["| | ZDC | peer | |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)])
+        figure = f"{row['ms']:.3f} ms, {row['of_limit']:.0%} of {row['limit']}"
+        yield f"kernel, {name}", figure, "cuDNN, full rank", f"{row['speedup']:.2f}x"
 
 
 TABLES = {

@@ -22,7 +22,7 @@ from convert.calibrate import CalibrationOptions, calibrate
 from convert.conversion import convert, verify_against_transformers
 from convert.demo import demo
 from convert.flags import Dtype, PlanFlags, SearchFlags, text_windows
-from convert.output import check_output, whole_file
+from convert.output import check_output
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import MeshError, PlanError, PromptError, TextError, ZDCError
@@ -34,6 +34,7 @@ from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import Payload
 from zdc_jax.parallel.processes import initialize
 from zdc_jax.plan import CompressionPlan
+from zdc_jax.whole_file import whole_file
 
 FEW_TOKENS = 32_768
 """Calibrated on fewer, a basis is poor."""
@@ -255,8 +256,6 @@ class Perplexity:
             "topics": sorted(set(topics)),
             "seed": self.seed,
         }
-        if len(windows) == 1:
-            report["interval"] = None  # A single window says nothing about others.
         text = json.dumps(report, indent=2)
         console.print_json(text)
         if self.output is not None:

@@ -1,9 +1,6 @@
-"""Files that commands write: refused before any work, and never left half written."""
+"""Files that commands write: refused before any work."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from uuid import uuid4
 
 
 def check_output(path: Path) -> None:
@@ -16,14 +13,3 @@ def check_output(path: Path) -> None:
         raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
     if path.exists() and not path.is_file():
         raise FileExistsError(f"cannot write {path}: it exists and is not a file")
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write to, which takes the place of `path` unless the block raises."""
-    partial = path.with_name(f".{path.name}.{uuid4().hex}")
-    try:
-        yield partial
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -75,11 +75,11 @@ def test_corrupt_files_are_refused(tmp_path, text):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("window", 12.5, "window=12.5 must be a whole number"),
-        ("window", True, "window=True must be a whole number"),
-        ("window", "a", "window='a' must be a whole number"),
+        ("window", 12.5, "window=12.5 must be an int"),
+        ("window", True, "window=True must be an int"),
+        ("window", "a", "window='a' must be an int"),
         ("sinks", 2**31, "must be 0 to 2147483647 tokens"),
-        ("layers", [{"qk": 16.0, "v": 16}] * 3, "layer 0: rank qk=16.0 must be a whole number"),
+        ("layers", [{"qk": 16.0, "v": 16}] * 3, "layer 0: rank qk=16.0 must be an int"),
         ("fingerprint", 7, "fingerprint=7 must be a string"),
     ],
 )

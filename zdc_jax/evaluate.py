@@ -22,13 +22,14 @@ BOOTSTRAP_SAMPLES = 10_000
 class PerplexityReport:
     """Perplexity per token with and without a plan; `increase` is the relative degradation Q of ZDC §5.2.
 
-    `interval` is the 95 % paired bootstrap interval of `increase` over windows, `window_increases` their own.
+    `interval` is the 95 % paired bootstrap interval of `increase` over windows, `window_increases` their own;
+    None where there is one window, which says nothing about others.
     """
 
     perplexity: float
     dense_perplexity: float
     increase: float
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
     windows: int
     window_length: int
     kv_bytes: int
@@ -91,7 +92,7 @@ def compare(
         perplexity=float(np.exp(nll.mean())),
         dense_perplexity=float(np.exp(dense_nll.mean())),
         increase=float(np.exp(nll.mean() - dense_nll.mean()) - 1),
-        interval=bootstrap_interval(nll - dense_nll),
+        interval=bootstrap_interval(nll - dense_nll) if len(windows) > 1 else None,
         windows=len(windows),
         window_length=length,
         kv_bytes=network.plan.bytes(length, 1, itemsize),

@@ -13,6 +13,7 @@ from zdc_jax.basis import Basis
 from zdc_jax.certificate import Certificate, least_ranks
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
+from zdc_jax.whole_file import whole_file
 
 FORMAT_VERSION = 1
 RANK_STEP = 16
@@ -318,9 +319,8 @@ class CompressionPlan:
         value = self.to_json()
         layers = ",\n".join(f"    {json.dumps(layer)}" for layer in value.pop("layers"))
         head = json.dumps(value, indent=2).removesuffix("\n}")
-        unfinished = Path(path).with_suffix(".unfinished")
-        unfinished.write_text(f'{head},\n  "layers": [\n{layers}\n  ]\n}}\n')
-        unfinished.replace(path)
+        with whole_file(Path(path)) as file:
+            file.write_text(f'{head},\n  "layers": [\n{layers}\n  ]\n}}\n')
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -355,7 +355,7 @@ class CompressionPlan:
 def _whole(name: str, value: Any) -> int:
     """`value`, of which JSON may have made anything."""
     if type(value) is not int:
-        raise PlanError(f"{name}={value!r} must be a whole number")
+        raise PlanError(f"{name}={value!r} must be an int")
     return value
 
 

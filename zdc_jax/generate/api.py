@@ -151,8 +151,9 @@ class _Session:
         implementation: Implementation | None,
     ):
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        if not isinstance(max_new_tokens, (int, np.integer)) or max_new_tokens < 1:
             raise PromptError(f"{max_new_tokens=} must be a whole number >= 1")
+        max_new_tokens = int(max_new_tokens)
         if prefill_chunk != bucket(prefill_chunk):
             raise PromptError(f"{prefill_chunk=} must be a power of two >= 32")
         classes = model.plan.classes
@@ -364,7 +365,7 @@ def _flat(prompt: Sequence[int]) -> np.ndarray:
 def _stop_ids(model: LanguageModel, stop_tokens: Sequence[int] | int | None) -> jax.Array:
     """Fixed-size array of stop ids, padded with -1 that no token equals."""
     given = model.config.eos_ids if stop_tokens is None else stop_tokens
-    ids = [given] if isinstance(given, int) else list(given)
+    ids = [given] if isinstance(given, (int, np.integer)) else list(given)
     if len(ids) > MAX_STOP_TOKENS:
         raise PromptError(f"{len(ids)} stop tokens given, at most {MAX_STOP_TOKENS} are allowed")
     return jnp.array(ids + [-1] * (MAX_STOP_TOKENS - len(ids)), jnp.int32)

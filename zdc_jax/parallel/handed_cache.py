@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from zdc_jax.axes import Array
 from zdc_jax.cache import LayerCache, write
 from zdc_jax.config import ModelConfig
+from zdc_jax.parallel.prompt_cache import stored
 from zdc_jax.plan import LayerRanks
 
 
@@ -24,8 +25,7 @@ def no_tokens(config: ModelConfig, ranks: LayerRanks, batch: int, ring: int, dty
 
 def with_slots(cache: LayerCache, slots: int) -> LayerCache:
     """The same tokens with room for S = `slots` in all; of first coordinates, the ring stays."""
-    more = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)))
-    return LayerCache(more(cache.k), more(cache.v), cache.ring_k, cache.ring_v)
+    return LayerCache(stored(cache.k, slots), stored(cache.v, slots), cache.ring_k, cache.ring_v)
 
 
 @partial(jax.jit, static_argnames=("near", "slots"))

@@ -1,8 +1,8 @@
-"""Files that commands write: an old one stays until the new one is whole."""
+"""An old file stays until the new one is whole."""
 
 import pytest
 
-from convert.output import whole_file
+from zdc_jax.whole_file import whole_file
 
 
 def test_a_file_is_replaced_at_once(tmp_path):
