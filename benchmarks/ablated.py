@@ -10,10 +10,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float, Int
 
-from convert.groups import Method, layer_and_importance
+from convert.calibration.groups import Method, layer_and_importance
 from zdc_jax.axes import Array
 from zdc_jax.basis import Basis
-from zdc_jax.class_cache import class_order
+from zdc_jax.cache.classes import class_order
 from zdc_jax.config import ModelConfig
 from zdc_jax.loading import cast
 from zdc_jax.model.attention import Attention

@@ -19,10 +19,10 @@ import numpy as np
 import tyro
 
 from benchmarks.common import RESULTS, write_result
-from convert.basis import make_basis
-from convert.calibrate import add_moments, collect_moments, zero_sums
-from convert.kmeans import kmeans_moments
-from convert.moments import Moments
+from convert.calibration.basis import make_basis
+from convert.calibration.calibrate import add_moments, collect_moments, zero_sums
+from convert.calibration.kmeans import kmeans_moments
+from convert.calibration.moments import Moments
 from zdc_jax.config import ModelConfig, RopeConfig
 from zdc_jax.model.params import embedding_shapes, layer_shapes, num_params, random_tree
 from zdc_jax.model.transformer import Transformer

@@ -26,7 +26,7 @@ import tyro
 
 from benchmarks.bench_calibration import LLAMA_2_13B
 from benchmarks.common import RESULTS, write_result
-from zdc_jax.cache import KVCache
+from zdc_jax.cache.prefix_ring import KVCache
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
 from zdc_jax.model.transformer import Transformer

@@ -28,9 +28,8 @@ from benchmarks.bench_quality import CONTEXT, SINKS, Bench
 from benchmarks.common import write_result
 from benchmarks.studies import degradation, percent, uniform_plan
 from zdc_jax.axes import Array
-from zdc_jax.cache import KVCache
+from zdc_jax.cache.prefix_ring import KVCache
 from zdc_jax.config import ModelConfig
-from zdc_jax.evaluate import window_nll
 from zdc_jax.loading import cast, prepared_layers
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings
@@ -39,6 +38,7 @@ from zdc_jax.parallel.payload import PAYLOADS, Payload
 from zdc_jax.parallel.traffic import prefill_bytes
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
+from zdc_jax.planning.evaluate import window_nll
 
 STEPS = 128
 WINDOW = 512

@@ -23,13 +23,13 @@ import tyro
 
 from benchmarks import bench_quality
 from benchmarks.common import RESULTS, write_result
-from convert.calibrate import measured_profile
-from convert.search import Mode, Search, SearchOptions
-from convert.trials import TrialBook, trial_json
+from convert.calibration.calibrate import measured_profile
+from convert.search.search import Mode, Search, SearchOptions
+from convert.search.trials import TrialBook, trial_json
 from zdc_jax.basis import Basis
 from zdc_jax.errors import PlanError
 from zdc_jax.plan import CompressionPlan, allowed_ranks
-from zdc_jax.profile import SINKS
+from zdc_jax.planning.profile import SINKS
 
 LIMITS = (0.01, 0.005, 0.02, 0.05, 0.1)
 """The first is searched from nothing, and timed; the others use what was measured for it."""

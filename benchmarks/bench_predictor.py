@@ -27,19 +27,19 @@ import tyro
 
 from benchmarks import bench_quality
 from benchmarks.common import RESULTS, write_result
-from convert.calibrate import measured_profile
-from convert.predictor import Observations, fit
-from convert.search import Search, SearchOptions
-from convert.trials import TrialBook, trial_json
-from zdc_jax.checked_plan import checked_plan
+from convert.calibration.calibrate import measured_profile
+from convert.search.fit_predictor import Observations, fit
+from convert.search.search import Search, SearchOptions
+from convert.search.trials import TrialBook, trial_json
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
 from zdc_jax.plan import CompressionPlan, LayerRanks, allowed_ranks
-from zdc_jax.predictor import Predictor
-from zdc_jax.profile import SINKS
+from zdc_jax.planning.checked import checked_plan
+from zdc_jax.planning.predictor import Predictor
+from zdc_jax.planning.profile import SINKS
 
 OBSERVATIONS = RESULTS / "observations"
-STORED = Path(__file__).parents[1] / "zdc_jax" / "predictor.json"
+STORED = Path(__file__).parents[1] / "zdc_jax" / "planning" / "predictor.json"
 SEARCHED = (0.01, 0.02, 0.05, 0.005, 0.1)
 LIMITS = (0.01, 0.02, 0.05)
 SEARCH_WINDOWS, CHECK_WINDOWS = 12, 16

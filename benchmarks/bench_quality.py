@@ -18,17 +18,17 @@ import numpy as np
 import tyro
 
 from benchmarks.common import RESULTS, write_result
-from convert.basis import make_basis
-from convert.calibrate import collect_moments
+from convert.calibration.basis import make_basis
+from convert.calibration.calibrate import collect_moments
+from convert.calibration.moments import Moments
 from convert.conversion import convert
-from convert.moments import Moments
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
-from zdc_jax.evaluate import compare, window_nll
 from zdc_jax.loading import LanguageModel, cast, load, prepared_layers
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
-from zdc_jax.text import read_documents, token_windows
+from zdc_jax.planning.evaluate import compare, window_nll
+from zdc_jax.planning.text import read_documents, token_windows
 
 SINKS = 4
 CONTEXT = 4096

@@ -46,6 +46,9 @@ from jax.sharding import NamedSharding
 
 from benchmarks.bench_generate import seconds
 from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.rivals.partition import Partition, in_eights, interpolated
+from benchmarks.rivals.runahead import RunaheadTransformer
+from benchmarks.rivals.runahead_mesh import MeshRunahead, piece_layer
 from benchmarks.sequence_models import SHAPES, Model, ShapeName
 from benchmarks.sequence_parts import Parts, link_rate, searched_partition
 from benchmarks.sequence_rows import ROWS, TASKS, Row, Task, compare
@@ -54,11 +57,8 @@ from zdc_jax.errors import MeshError
 from zdc_jax.model.transformer import Embeddings
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.mesh import MeshConfig, spec
-from zdc_jax.parallel.partition import Partition, in_eights, interpolated
 from zdc_jax.parallel.processes import initialize
 from zdc_jax.parallel.prompt_cache import Slots
-from zdc_jax.parallel.runahead import RunaheadTransformer
-from zdc_jax.parallel.runahead_mesh import MeshRunahead, piece_layer
 from zdc_jax.parallel.traffic import handed_bytes, hlo_bytes, prefill_bytes
 from zdc_jax.parallel.transformer import last_token, whole_layer
 from zdc_jax.parallel.weights import gathered_bytes

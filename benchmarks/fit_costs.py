@@ -1,4 +1,4 @@
-"""Fits the constants of `zdc_jax.costs` to the measured kernels, and says how far each row is off.
+"""Fits the constants of `zdc_jax.planning.costs` to the measured kernels, and says how far each row is off.
 
 python -m benchmarks.fit_costs
 """
@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.common import RESULTS
-from zdc_jax.costs import AttentionCall, KernelCosts, Parts
 from zdc_jax.plan import LayerRanks
+from zdc_jax.planning.costs import AttentionCall, KernelCosts, Parts
 
 KERNELS = (RESULTS / "kernels-h200.json", RESULTS / "kernels-h200-window-classes.json")
 """The later one wins where both have a row."""

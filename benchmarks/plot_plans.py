@@ -12,7 +12,7 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from benchmarks.common import RESULTS
-from convert.trials import undominated
+from convert.search.trials import undominated
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

@@ -14,6 +14,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.rivals.partition import Partition, in_eights
+from benchmarks.rivals.partition_search import PieceCost, link_bandwidth, measured, searched
+from benchmarks.rivals.runahead import RunaheadTransformer
 from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
 from zdc_jax.ops.attention import Implementation, self_attention
@@ -21,10 +24,7 @@ from zdc_jax.parallel.attention import Method, attend_near, sharded_attention
 from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, kv_copies, scatter_heads
 from zdc_jax.parallel.far import Keys
 from zdc_jax.parallel.mesh import SEQUENCE
-from zdc_jax.parallel.partition import Partition, in_eights
-from zdc_jax.parallel.partition_search import PieceCost, link_bandwidth, measured, searched
 from zdc_jax.parallel.payload import Payload, Scales, scale_for
-from zdc_jax.parallel.runahead import RunaheadTransformer
 from zdc_jax.parallel.traffic import handed_bytes
 from zdc_jax.plan import CompressionPlan, LayerRanks
 

@@ -9,8 +9,8 @@ import numpy as np
 from rich.progress import track
 from tokenizers import Tokenizer
 
-from convert.hf import Entry, HFWeights, entries, is_finite
-from convert.hf_config import DTYPES, parse_config, read_json
+from convert.hf.config import DTYPES, parse_config, read_json
+from convert.hf.weights import Entry, HFWeights, entries, is_finite
 from zdc_jax.checkpoint import Checkpoint, CheckpointWriter
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import ConversionError

@@ -16,7 +16,7 @@ import pytest
 from conftest import CONFIGS, LLAMA
 from hf_variants import write_tokenizer
 
-from convert.hf_config import DTYPES
+from convert.hf.config import DTYPES
 from zdc_jax.checkpoint import MANIFEST, Checkpoint, CheckpointWriter
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CheckpointError

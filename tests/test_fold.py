@@ -9,11 +9,11 @@ from conftest import LLAMA, OPT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convert.basis import pair_map
+from convert.calibration.basis import pair_map
 from zdc_jax.basis import Basis
 from zdc_jax.config import ModelConfig
 from zdc_jax.fold import fold_attention, placement
-from zdc_jax.model.layers import rope_frequencies
+from zdc_jax.ops.rotary import rope_frequencies
 from zdc_jax.plan import LayerRanks
 
 T = 7

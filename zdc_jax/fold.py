@@ -17,7 +17,7 @@ import numpy as np
 
 from zdc_jax.basis import Basis
 from zdc_jax.config import ModelConfig
-from zdc_jax.model.layers import rope_frequencies
+from zdc_jax.ops.rotary import rope_frequencies
 from zdc_jax.plan import LayerRanks
 
 Placement = Literal["folded", "post_rope", "pairs"]

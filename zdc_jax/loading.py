@@ -13,11 +13,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from zdc_jax.basis import Basis
-from zdc_jax.checked_plan import checked_plan
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError, CheckpointError, MeshError, PlanError
-from zdc_jax.evaluate import window_nll
 from zdc_jax.fold import fold_attention
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings, Transformer
@@ -27,9 +25,11 @@ from zdc_jax.parallel.payload import PAYLOADS, Payload, check_scales, scale_weig
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.parallel.weights import WEIGHTS, Weights
 from zdc_jax.plan import CompressionPlan
-from zdc_jax.predictor import Predictor, check_limit
-from zdc_jax.profile import Profile
-from zdc_jax.text import read_documents, token_windows
+from zdc_jax.planning.checked import checked_plan
+from zdc_jax.planning.evaluate import window_nll
+from zdc_jax.planning.predictor import Predictor, check_limit
+from zdc_jax.planning.profile import Profile
+from zdc_jax.planning.text import read_documents, token_windows
 
 logger = logging.getLogger("zdc_jax")
 

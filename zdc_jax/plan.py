@@ -10,10 +10,10 @@ from typing import Any, Self
 import numpy as np
 
 from zdc_jax.basis import Basis
-from zdc_jax.certificate import Certificate, least_ranks
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
-from zdc_jax.whole_file import whole_file
+from zdc_jax.files import whole_file
+from zdc_jax.planning.certificate import Certificate, least_ranks
 
 FORMAT_VERSION = 1
 RANK_STEP = 16

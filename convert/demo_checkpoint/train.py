@@ -19,14 +19,14 @@ import optax
 import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from convert.export import export_hf
+from convert.hf.export import export_hf
 from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig, RopeConfig
-from zdc_jax.evaluate import window_nll
 from zdc_jax.model.params import num_params, random_params
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
-from zdc_jax.text import read_documents, token_windows
+from zdc_jax.planning.evaluate import window_nll
+from zdc_jax.planning.text import read_documents, token_windows
 
 TOPICS = (
     "books_gutenberg",

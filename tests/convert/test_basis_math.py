@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convert.basis import balanced, certificate, make_basis, pair_map, pairs, residual, stacked
-from convert.moments import Moments
+from convert.calibration.basis import balanced, certificate, make_basis, pair_map, pairs, residual, stacked
+from convert.calibration.moments import Moments
 from zdc_jax.errors import CalibrationError, CheckpointError
 
 seeds = st.integers(0, 2**32 - 1)

@@ -15,8 +15,8 @@ import pytest
 from conftest import LLAMA, TinyModel
 from hf_variants import write_variant
 
-from convert.basis import make_basis
-from convert.calibrate import (
+from convert.calibration.basis import make_basis
+from convert.calibration.calibrate import (
     CalibrationOptions,
     _gram,
     calibrate,
@@ -25,8 +25,8 @@ from convert.calibrate import (
     collect_moments,
     stored_moments,
 )
+from convert.calibration.moments import Moments
 from convert.conversion import convert
-from convert.moments import Moments
 from zdc_jax import Checkpoint, CompressionPlan, LanguageModel, generate, load
 from zdc_jax.errors import CalibrationError, CheckpointError, PlanError, TextError
 from zdc_jax.loading import stored_basis
@@ -124,7 +124,7 @@ import sys
 import numpy as np, jax
 sys.path.insert(0, {tests!r})
 from conftest import LLAMA, TinyModel
-from convert.calibrate import collect_moments
+from convert.calibration.calibrate import collect_moments
 assert len(jax.devices()) == 4
 tiny = TinyModel(LLAMA)
 moments = collect_moments(tiny.dense, tiny.tokens(6, 32), fingerprint="x", batch=4)
@@ -218,11 +218,11 @@ def test_auto_chooses_each_side_apart(calibrated, monkeypatch, kinds):
     checkpoint = Checkpoint.open(calibrated)
     moments, _ = stored_moments(checkpoint)
     # The basis stands in for its network: perplexity falls with every side of the wanted kind.
-    monkeypatch.setattr(
-        "convert.calibrate.load", lambda *_, basis, dtype: LanguageModel((basis.qk_kind, basis.vo_kind))
-    )
+    stand_in = lambda *_, basis, dtype: LanguageModel((basis.qk_kind, basis.vo_kind))
+    monkeypatch.setattr("convert.calibration.calibrate.load", stand_in)
     wrong = lambda found: sum(one != other for one, other in zip(found, kinds, strict=True))
-    monkeypatch.setattr("convert.calibrate.window_nll", lambda found, _: np.array([float(wrong(found))]))
+    nll = lambda found, _: np.array([float(wrong(found))])
+    monkeypatch.setattr("convert.calibration.calibrate.window_nll", nll)
     basis = choose_basis(checkpoint, moments, np.zeros((1, 64), np.int32), OPTIONS)
     assert (basis.qk_kind, basis.vo_kind) == kinds
 

@@ -9,12 +9,12 @@ from conftest import CONFIGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convert.class_search import FRACTIONS, ClassNumbers, descend, group_sizes
-from convert.search import describe
-from convert.trials import Trial
+from convert.search.class_search import FRACTIONS, ClassNumbers, descend, group_sizes
+from convert.search.search import describe
+from convert.search.trials import Trial
 from zdc_jax.errors import PlanError
-from zdc_jax.layer_costs import rank_levels
 from zdc_jax.plan import LayerRanks
+from zdc_jax.planning.layer_costs import rank_levels
 
 CONFIG = replace(CONFIGS["llama"], num_layers=6, head_dim=64)
 LENGTH = 1024

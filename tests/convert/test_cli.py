@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hf_variants import write_variant
 
-from convert.cli import COMMANDS, main, main_convert
+from convert.cli.main import COMMANDS, main, main_convert
 from zdc_jax import CompressionPlan, LayerRanks
 from zdc_jax.generate.api import Completion, Generation, Timings
 
@@ -111,7 +111,7 @@ def test_help_shows_what_is_required(command, usage, capsys):
 
 @pytest.mark.parametrize("output", ["{}/nowhere/report.json", "{}/text"])
 def test_outputs_are_checked_before_any_work(folder, capsys, monkeypatch, output):
-    monkeypatch.setattr("convert.cli.Checkpoint", None)
+    monkeypatch.setattr("convert.cli.main.Checkpoint", None)
     output, model = output.format(folder), str(folder / "model")
     for arguments in (
         ["perplexity", model, "text", "--output", output],
@@ -126,7 +126,7 @@ def test_an_interrupt_is_one_line(folder, capsys, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("convert.cli.load", interrupt)
+    monkeypatch.setattr("convert.cli.main.load", interrupt)
     assert main(["generate", str(folder / "model"), "w3"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
@@ -158,7 +158,7 @@ def test_generated_text_is_printed_as_it_is(folder, capsys, monkeypatch):
     """No markup, emoji, wrapping or expanded tabs."""
     text = "\t[bold]a[/bold] :heart: " + "word " * 40 + "\nend "
     result = Generation((Completion((3, 4), text, "length"),), 0, 128, Timings(0.0, 0.0, 0.0))
-    monkeypatch.setattr("convert.cli.generate", lambda *_, **__: result)
+    monkeypatch.setattr("convert.cli.main.generate", lambda *_, **__: result)
     assert main(["generate", str(folder / "model"), "[red]w3[/red] :heart:"]) == 0
     assert capsys.readouterr().out.startswith(f"[red]w3[/red] :heart:{text}\n")
 

@@ -21,8 +21,8 @@ from hf_variants import VARIANTS, weights, write_sharded, write_tokenizer, write
 from safetensors.numpy import load_file, save_file
 
 from convert.conversion import convert, verify_against_transformers
-from convert.export import export_hf, source_tensors
-from convert.hf import SINGLE, HFWeights
+from convert.hf.export import export_hf, source_tensors
+from convert.hf.weights import SINGLE, HFWeights
 from zdc_jax.checkpoint import Checkpoint, CheckpointWriter
 from zdc_jax.errors import CheckpointError, ConversionError
 from zdc_jax.model.params import random_params

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from convert.cli import main
-from convert.demo import _claim, _program
+from convert.cli.demo import _claim, _program
+from convert.cli.main import main
 from zdc_jax.errors import CheckpointError
 
 
@@ -41,4 +41,4 @@ def test_the_program_named_is_the_one_that_runs(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/anywhere/convert/cli.py", "demo"])
     python, *module = _program()
     assert Path(python).samefile(sys.executable)
-    assert module == ["-m", "convert.cli"]
+    assert module == ["-m", "convert.cli.main"]

@@ -7,9 +7,9 @@ from conftest import TinyModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convert.groups import layer_groups, layer_importance, repetition_ratios
+from convert.calibration.groups import layer_groups, layer_importance, repetition_ratios
 from zdc_jax.errors import CalibrationError
-from zdc_jax.importance import column_sums, token_importance
+from zdc_jax.ops.importance import column_sums, token_importance
 
 
 def brute_force(q, k, scale):

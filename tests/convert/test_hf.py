@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 import convert.conversion
 from convert.conversion import convert as convert_folder
-from convert.hf import INDEX, SINGLE, Entry, HFWeights, entries
-from convert.hf_config import hf_config, parse_config
+from convert.hf.config import hf_config, parse_config
+from convert.hf.weights import INDEX, SINGLE, Entry, HFWeights, entries
 from zdc_jax.config import RopeConfig
 from zdc_jax.errors import ConversionError
 

@@ -10,9 +10,9 @@ from conftest import TinyModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convert import kmeans as module
-from convert.calibrate import collect_moments
-from convert.kmeans import kmeans, kmeans_moments, pruned
+from convert.calibration import kmeans as module
+from convert.calibration.calibrate import collect_moments
+from convert.calibration.kmeans import kmeans, kmeans_moments, pruned
 from zdc_jax.errors import CalibrationError
 
 clustered = jax.jit(kmeans, static_argnums=(2, 3))

@@ -8,7 +8,7 @@ import pytest
 from hf_variants import VARIANTS, VOCAB, token_ids, write_variant
 
 from convert.conversion import convert, verify_against_transformers
-from convert.hf_config import DTYPES
+from convert.hf.config import DTYPES
 from zdc_jax import load
 
 GOLDEN = Path(__file__).parents[1] / "golden"

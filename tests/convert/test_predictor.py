@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 from conftest import TinyModel, calibrated_folder
 
-from convert.calibrate import CalibrationOptions, calibrate
+from convert.calibration.calibrate import CalibrationOptions, calibrate
+from convert.calibration.profile import collect_profile, whole_plan
 from convert.conversion import convert
-from convert.predictor import Observations, fit, predicted_nats
-from convert.profile import collect_profile, whole_plan
-from convert.trials import TrialBook
+from convert.search.fit_predictor import Observations, fit, predicted_nats
+from convert.search.trials import TrialBook
 from zdc_jax import Checkpoint, CompressionPlan, load
 from zdc_jax.errors import CalibrationError, CheckpointError, PlanError, TextError
-from zdc_jax.evaluate import window_nll
-from zdc_jax.layer_costs import rank_levels
 from zdc_jax.loading import CHECK_SEED, CHECK_WINDOWS
 from zdc_jax.plan import LayerRanks
-from zdc_jax.predictor import Predictor, Weights
-from zdc_jax.profile import SINKS, Profile, windows_for
-from zdc_jax.text import read_documents, token_windows
+from zdc_jax.planning.evaluate import window_nll
+from zdc_jax.planning.layer_costs import rank_levels
+from zdc_jax.planning.predictor import Predictor, Weights
+from zdc_jax.planning.profile import SINKS, Profile, windows_for
+from zdc_jax.planning.text import read_documents, token_windows
 
 CONTEXT = 128
 

@@ -12,15 +12,15 @@ from conftest import CONFIGS, calibrated_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convert.cli import main
-from convert.search import Search, SearchOptions
-from convert.trials import Trial, TrialBook, pareto_front
+from convert.cli.main import main
+from convert.search.search import Search, SearchOptions
+from convert.search.trials import Trial, TrialBook, pareto_front
 from zdc_jax import CompressionPlan, load
-from zdc_jax.costs import layer_parts
 from zdc_jax.errors import PlanError
-from zdc_jax.evaluate import window_nll
-from zdc_jax.layer_costs import LayerCosts, cheapest_path, rank_levels, steps_down
 from zdc_jax.plan import LayerRanks, allowed_ranks
+from zdc_jax.planning.costs import layer_parts
+from zdc_jax.planning.evaluate import window_nll
+from zdc_jax.planning.layer_costs import LayerCosts, cheapest_path, rank_levels, steps_down
 
 CONTEXT = 128
 
@@ -108,8 +108,9 @@ def test_a_trial_is_the_loaded_model(folder, windows):
 def test_search_holds_the_limit_and_loses_nothing_when_broken_off(
     folder, windows, tmp_path, monkeypatch, mode, trials, more
 ):
-    monkeypatch.setattr("convert.class_search.rank_levels", lambda H: (16, H))  # Large steps, few trials.
-    monkeypatch.setattr("convert.search.CLASS_WINDOWS", (16,))
+    # Large steps, few trials.
+    monkeypatch.setattr("convert.search.class_search.rank_levels", lambda H: (16, H))
+    monkeypatch.setattr("convert.search.search.CLASS_WINDOWS", (16,))
     journal = tmp_path / "journal.jsonl"
     options = SearchOptions(0.05, mode, trials, **more)
     whole = Search(TrialBook(folder / "model", windows), options).run()

@@ -153,7 +153,7 @@ def test_text_needs_a_tokenizer(model):
 
 def test_a_cache_that_cannot_fit_says_what_would(model, monkeypatch):
     need = model.plan.bytes(128, 2, 4)
-    monkeypatch.setattr("zdc_jax.cache.free_bytes", lambda: need - 1)
+    monkeypatch.setattr("zdc_jax.cache.prefix_ring.free_bytes", lambda: need - 1)
     with pytest.raises(CacheMemoryError, match=f"needs {need:,} bytes.*batch 1 at this length"):
         generate(model, [[3], [4]], 4)
 

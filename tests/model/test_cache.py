@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zdc_jax.cache import LayerCache, recent_rows, write
+from zdc_jax.cache.prefix_ring import LayerCache, recent_rows, write
 
 
 @settings(deadline=None, max_examples=30)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zdc_jax import CompressionPlan, generate
-from zdc_jax.cache import KVCache
-from zdc_jax.class_cache import class_order
+from zdc_jax.cache.classes import class_order
+from zdc_jax.cache.prefix_ring import KVCache
 from zdc_jax.errors import PlanError, PromptError
 from zdc_jax.model.classes import arrange, class_layer
 from zdc_jax.ops import attention as ops
@@ -215,7 +215,7 @@ def half(model):
 def test_class_layers_lower_for_cuda(monkeypatch, tiny_llama: TinyModel, near):
     """A piece and a token; projections stay XLA's, so that every kernel is one of attention."""
     network = half(tiny_llama.model(class_plan(tiny_llama, **near)))
-    monkeypatch.setattr(ops, "_pallas_refusal", lambda *args: None)
+    monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     cache = KVCache.create(network.plan, batch=2, capacity=128, dtype=network.dtype)
     integers = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
     extend = lambda cache, tokens, end: network.extend(cache, tokens, end, "pallas")
@@ -223,8 +223,8 @@ def test_class_layers_lower_for_cuda(monkeypatch, tiny_llama: TinyModel, near):
         traced = jax.jit(extend).trace(cache, integers(2, width), integers(2))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert kernel in text
-        # Layers alike are one function: a leader's one kernel, a member's two, and one of its near keys.
-        assert text.count("custom_call @mosaic_gpu") == (4 if near else 3)
+        # Layers alike are one function: the rotary one, a leader's, a member's two, one of its near keys.
+        assert text.count("custom_call @mosaic_gpu") == (5 if near else 4)
 
 
 def replayed(network, x, lse, implementation):

@@ -10,10 +10,9 @@ import pytest
 from conftest import LLAMA, OPT, TinyModel
 
 from zdc_jax import generate
-from zdc_jax.cache import KVCache
+from zdc_jax.cache.prefix_ring import KVCache
 from zdc_jax.loading import LanguageModel
 from zdc_jax.ops import attention as ops
-from zdc_jax.ops import rotation
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 PLANS = {
@@ -63,8 +62,7 @@ def bfloat16(model: LanguageModel) -> LanguageModel:
 def test_model_on_kernels_lowers_for_cuda(monkeypatch, config, name):
     """Whole sequences, a piece of a prompt after another, and one token."""
     network = bfloat16(TinyModel(config).model(CompressionPlan.uniform(config, **PLANS[name]))).network
-    monkeypatch.setattr(ops, "_pallas_refusal", lambda *args: None)
-    monkeypatch.setattr(rotation, "on_hopper", lambda x: True)
+    monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     cache = KVCache.create(network.plan, batch=2, capacity=256, dtype=network.dtype)
     integers = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
     extend = lambda cache, tokens, end: network.extend(cache, tokens, end, "pallas")

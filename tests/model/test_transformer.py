@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import TinyModel
 
-from zdc_jax.cache import KVCache
+from zdc_jax.cache.prefix_ring import KVCache
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
 

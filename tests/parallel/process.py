@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import bench_sequence_parallel
-from convert.cli import main
+from benchmarks.rivals.partition import Partition
+from benchmarks.rivals.runahead_mesh import MeshRunahead
+from convert.cli.main import main
 from zdc_jax import MeshConfig, load
-from zdc_jax.parallel.partition import Partition
-from zdc_jax.parallel.runahead_mesh import MeshRunahead
 
 folder, address, process_id = sys.argv[1:]
 jax.config.update("jax_default_matmul_precision", "highest")

@@ -11,11 +11,11 @@ import pytest
 from conftest import LLAMA, TinyModel
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks.rivals.partition import Partition
+from benchmarks.rivals.runahead_mesh import MeshRunahead
 from zdc_jax import generate
 from zdc_jax.parallel.attention import sharded_attention
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.partition import Partition
-from zdc_jax.parallel.runahead_mesh import MeshRunahead
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 

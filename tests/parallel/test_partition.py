@@ -9,9 +9,9 @@ from conftest import LLAMA
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.rivals.partition import Partition, cache_slots, interpolated
+from benchmarks.rivals.partition_search import PieceCost, predicted_ttft, searched
 from zdc_jax.errors import MeshError
-from zdc_jax.parallel.partition import Partition, cache_slots, interpolated
-from zdc_jax.parallel.partition_search import PieceCost, predicted_ttft, searched
 from zdc_jax.parallel.traffic import handed_bytes
 from zdc_jax.plan import CompressionPlan
 

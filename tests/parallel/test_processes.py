@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import LLAMA, TinyModel
 
-from convert.cli import main
+from convert.cli.main import main
 from zdc_jax import load
 from zdc_jax.errors import ProcessError
 from zdc_jax.parallel.processes import initialize, meet

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zdc_jax.cache import KVCache
+from zdc_jax.cache.prefix_ring import KVCache
 from zdc_jax.errors import PromptError
 from zdc_jax.generate.compile_time import compile_seconds
 from zdc_jax.generate.loop import (

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zdc_jax.axes import Array
-from zdc_jax.cache import KVCache
+from zdc_jax.cache.prefix_ring import KVCache
 from zdc_jax.generate.sampling import SamplingArrays, choose
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation

@@ -8,9 +8,9 @@ from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
-from zdc_jax.model.layers import Reduce, add_bias, param, rope_frequencies, rotate, whole
+from zdc_jax.model.layers import Reduce, add_bias, param, whole
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.ops.rotation import rope_and_basis
+from zdc_jax.ops.rotary import rope_and_basis, rope_frequencies, rotate
 from zdc_jax.plan import LayerRanks
 
 

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from kernels_pallas import Segment as Held
 from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
-from zdc_jax.cache import ClassLayerCache, KVCache, LayerCache
-from zdc_jax.class_cache import (
+from zdc_jax.cache.classes import (
     GroupState,
     Segment,
     class_order,
@@ -26,10 +25,11 @@ from zdc_jax.class_cache import (
     put_token,
     write_piece,
 )
-from zdc_jax.importance import token_importance
+from zdc_jax.cache.prefix_ring import ClassLayerCache, KVCache, LayerCache, cached_attention
 from zdc_jax.model.block import Block, Project
 from zdc_jax.model.layers import Reduce, whole
-from zdc_jax.ops.attention import Implementation, cached_attention, segment_attention
+from zdc_jax.ops.attention import Implementation, segment_attention
+from zdc_jax.ops.importance import token_importance
 from zdc_jax.plan import LayerRanks, TokenClasses
 
 

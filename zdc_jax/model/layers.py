@@ -1,15 +1,13 @@
-"""Norms, feed-forward and rotary embedding, each over already loaded parameters."""
+"""Norms and feed-forward, each over already loaded parameters."""
 
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from zdc_jax.axes import Array
-from zdc_jax.config import RopeConfig
 
 Reduce = Callable[[Array], Array]
 """Sums what each of several devices gives of one product, before its bias (tensor parallelism)."""
@@ -72,38 +70,3 @@ class FeedForward(nnx.Module):
         gate = None if self.gate is None else add_bias(x @ self.gate[...], self.gate_bias)
         hidden = act(up) if gate is None else act(gate) * up
         return add_bias(reduce(hidden @ self.down[...]), self.down_bias)
-
-
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Angle per position of each rotary pair, float64 [H/2], as in transformers' `rope_utils`."""
-    base = rope.theta ** -(np.arange(0, head_dim, 2) / head_dim)
-    if rope.kind == "linear":
-        return base / rope.factor
-    if rope.kind == "llama3":
-        turns = rope.original_max_positions * base / (2 * np.pi)
-        smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        smooth = np.clip(smooth, 0, 1)
-        return base * ((1 - smooth) / rope.factor + smooth)
-    return base
-
-
-def rotate(
-    x: Float[Array, "B T N H"],
-    positions: Int[Array, "B T"],
-    frequencies: Float[Array, "*N h"],
-    *,
-    interleaved: bool,
-) -> Float[Array, "B T N H"]:
-    """Rotary embedding in float32, result in x's dtype.
-
-    Pairs are (p, p + H/2) as in Hugging Face weights, or (2i, 2i + 1) when `interleaved`; `frequencies` is
-    [H/2], or [N, H/2] when each head has its own order of pairs.
-    """
-    angle = positions[:, :, None, None].astype(jnp.float32) * frequencies
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    y = x.astype(jnp.float32)
-    a, b = (y[..., 0::2], y[..., 1::2]) if interleaved else jnp.split(y, 2, axis=-1)
-    turned = (a * cos - b * sin, b * cos + a * sin)
-    if interleaved:
-        return jnp.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)

@@ -11,13 +11,13 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache import ClassLayerCache, KVCache, LayerCache
-from zdc_jax.class_cache import GroupState
+from zdc_jax.cache.classes import GroupState
+from zdc_jax.cache.prefix_ring import ClassLayerCache, KVCache, LayerCache, cached_attention
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.block import Block
 from zdc_jax.model.classes import Arrangement, class_layer, extend_groups
 from zdc_jax.model.layers import Norm, param
-from zdc_jax.ops.attention import Implementation, cached_attention, self_attention
+from zdc_jax.ops.attention import Implementation, self_attention
 from zdc_jax.ops.contract import einsum_f32
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 

@@ -22,16 +22,12 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from kernels_pallas import (
-    TAIL_ALIGNMENT,
-    Ring,
     Segment,
     Trailing,
-    decode_attention,
     prefill_attention,
 )
 from kernels_pallas import segment_attention as kernel_segments
 from zdc_jax.axes import Array
-from zdc_jax.cache import LayerCache, append, recent_rows, write
 from zdc_jax.ops.xla import NearKeys, xla_attention, xla_segments
 
 Implementation = Literal["pallas", "cudnn", "xla"]
@@ -69,10 +65,10 @@ def self_attention(
     near = q.shape[-1] > R or v.shape[-1] > Z
     sinks, window = (min(n, q.shape[1]) if near else 0 for n in (sinks, window))
     refusals: dict[Implementation, Callable[[], str | None]] = {
-        "pallas": lambda: _pallas_refusal(q, R, Z, v.shape[-1], near, sinks, window),
+        "pallas": lambda: pallas_refusal(q, R, Z, v.shape[-1], near, sinks, window),
         "cudnn": lambda: _cudnn_refusal(q, k, v, near),
     }
-    match _choose("self_attention", implementation, refusals):
+    match choose_implementation("self_attention", implementation, refusals):
         case "pallas":
             return _pallas_whole(q, k, v, R, Z, scale, sinks, window)
         case "cudnn":
@@ -112,12 +108,12 @@ def near_attention(
     B, T, _, H = q.shape
     P = sink_k.shape[1]
     refusals: dict[Implementation, Callable[[], str | None]] = {
-        "pallas": lambda: _pallas_refusal(q, 0, 0, H, True, P, window),
+        "pallas": lambda: pallas_refusal(q, 0, 0, H, True, P, window),
         "cudnn": lambda: _cudnn_refusal(q, k, v, True),
     }
     k, v, sink_k, sink_v = (x.swapaxes(1, 2) for x in (k, v, sink_k, sink_v))
     no_k, no_v = k[..., :0], v[..., :0]
-    if _choose("near_attention", implementation, refusals) == "pallas":
+    if choose_implementation("near_attention", implementation, refusals) == "pallas":
         starts = jnp.full(B, start)
         trailing = Trailing(k, v, starts - window, *((sink_k, sink_v) if P else ()))
         return prefill_attention(
@@ -160,78 +156,20 @@ def far_attention(
     def refusal() -> str | None:
         if not isinstance(sinks, int):
             return "it needs to know the number of sinks when it is compiled"
-        return _pallas_refusal(q, R, Z, Z, False, 0, 0)
+        return pallas_refusal(q, R, Z, Z, False, 0, 0)
 
     refusals: dict[Implementation, Callable[[], str | None]] = {
         "pallas": refusal,
         "cudnn": lambda: "it gives no part of attention",
     }
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    if _choose("far_attention", implementation, refusals) == "pallas":
+    if choose_implementation("far_attention", implementation, refusals) == "pallas":
         assert isinstance(sinks, int)
         starts = jnp.full(B, start)
         options = {"scale": scale, "starts": starts, "sinks": max(sinks, 0), "window": window}
         return prefill_attention(q, k, v, keys="far", **options)
     positions = jnp.broadcast_to(start + jnp.arange(T), (B, T))
     return xla_attention(q, k, v, positions, scale=scale, near=None, sinks=sinks, window=window)
-
-
-def cached_attention(
-    q: Float[Array, "B T N Hq"],
-    k: Float[Array, "B T K Hq"],
-    v: Float[Array, "B T K Hv"],
-    cache: LayerCache,
-    positions: Int[Array, "B T"],
-    end: Int[Array, " B"],
-    *,
-    scale: float,
-    sinks: int,
-    window: int,
-    implementation: Implementation | None = None,
-) -> tuple[LayerCache, Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
-    """Stores new tokens in the cache of one layer and lets them attend to all that it holds.
-
-    Returns the cache, what attention gives, and the log-sum-exp of its scaled scores.
-
-    Args:
-      q, k, v: of the new tokens; at full rank where the cache has a ring, else truncated.
-      positions: consecutive in each row; tokens at or past `end` [B] are padding, whose results are
-        unspecified; what `cache.write` asks of pieces holds here.
-      sinks, window: those of the cache. implementation: see the module; None chooses.
-
-    Raises:
-      NotImplementedError: the chosen implementation cannot do this call, with the reason.
-    """
-    R, Z = cache.k.shape[-1], cache.v.shape[-1]
-    near = q.shape[-1] > R or v.shape[-1] > Z
-    if not near:
-        sinks = window = 0
-    refusals: dict[Implementation, Callable[[], str | None]] = {
-        "pallas": lambda: _pallas_refusal(q, R, Z, v.shape[-1], near, sinks, window, cache),
-        "cudnn": lambda: "it does not read this cache",
-    }
-    kind = "decode" if q.shape[1] == 1 else "prefill"
-    if _choose(kind, implementation, refusals) == "xla":
-        cache, keys = append(cache, k, v, positions, end, sinks=sinks, window=window)
-        prefix = cache.k, cache.v
-        o, lse = xla_attention(q, *prefix, positions, scale=scale, near=keys, sinks=sinks, window=window)
-        return cache, o, lse
-    if q.shape[1] == 1:
-        cache = write(cache, k, v, positions, end, sinks=sinks, window=window)
-        ring = Ring(cache.ring_k, cache.ring_v) if near else None
-        lengths = positions[:, 0] + 1
-        o, lse = decode_attention(
-            q[:, 0],
-            cache.k,
-            cache.v,
-            lengths,
-            scale=scale,
-            ring=ring,
-            sinks=sinks,
-            window=window,
-        )
-        return cache, o[:, None], lse[..., None]
-    return _pallas_prefill(q, k, v, cache, positions, end, scale, sinks, window)
 
 
 def segment_attention(
@@ -262,8 +200,8 @@ def segment_attention(
 
     def refusal() -> str | None:
         ranks = [(s.k.shape[-1], s.v.shape[-1]) for s in segments]
-        reasons = (_pallas_refusal(q, R, Z, Z, False, 0, 0) for R, Z in ranks)
-        caches = (_cache_refusal(q, s.k, window=0) for s in segments if q.shape[1] == 1)
+        reasons = (pallas_refusal(q, R, Z, Z, False, 0, 0) for R, Z in ranks)
+        caches = (cache_refusal(q, s.k, window=0) for s in segments if q.shape[1] == 1)
         return next((reason for reason in (*reasons, *caches) if reason is not None), None)
 
     refusals: dict[Implementation, Callable[[], str | None]] = {
@@ -271,11 +209,13 @@ def segment_attention(
         "cudnn": lambda: "it reads no keys of several classes",
     }
     kind = "class decode" if q.shape[1] == 1 else "class prefill"
-    attend = kernel_segments if _choose(kind, implementation, refusals) == "pallas" else xla_segments
+    attend = (
+        kernel_segments if choose_implementation(kind, implementation, refusals) == "pallas" else xla_segments
+    )
     return attend(q, positions, segments, scale=scale, sinks=sinks, window=window)
 
 
-def _choose(
+def choose_implementation(
     kind: str,
     implementation: Implementation | None,
     refusals: dict[Implementation, Callable[[], str | None]],
@@ -302,9 +242,13 @@ def _log_choice(kind: str, name: str, passed_over: tuple[str, ...]) -> None:
     log.info("%s runs on %s%s", kind, name, "".join(f" ({reason})" for reason in passed_over))
 
 
-def on_hopper(x: Array) -> bool:
-    """Whether the kernels run here on arrays of x's dtype."""
-    return _needs_gpu(x) is None and jax.local_devices()[0].compute_capability == "9.0"
+def device_refusal(x: Array) -> str | None:
+    """Why the kernels cannot run here on arrays of x's dtype; None where they can."""
+    if (reason := _needs_gpu(x)) is not None:
+        return reason
+    if (capability := jax.local_devices()[0].compute_capability) != "9.0":
+        return f"it is written for compute capability 9.0, the device has {capability}"
+    return None
 
 
 def _needs_gpu(q: Array) -> str | None:
@@ -327,7 +271,7 @@ def _cudnn_refusal(q: Array, k: Array, v: Array, near: bool) -> str | None:
     return None
 
 
-def _pallas_refusal(
+def pallas_refusal(
     q: Array,
     R: int,
     Z: int,
@@ -335,22 +279,20 @@ def _pallas_refusal(
     near: bool,
     sinks: int,
     window: int,
-    cache: LayerCache | None = None,
+    cache_k: Array | None = None,
 ) -> str | None:
-    if (reason := _needs_gpu(q)) is not None:
+    if (reason := device_refusal(q)) is not None:
         return reason
-    if (capability := jax.local_devices()[0].compute_capability) != "9.0":
-        return f"it is written for compute capability 9.0, the device has {capability}"
     ranks = {"H": H} if near and R == Z == 0 else {"R": R, "Z": Z, "H": H}
     for name, rank in ranks.items():
         if rank % 16 or not 16 <= rank <= 256:
             return f"it needs ranks that are multiples of 16 from 16 to 256, got {name}={rank}"
     if near and (not window or sinks > 64):
         return f"it needs a window, and at most 64 sinks, got {window=}, {sinks=}"
-    return None if cache is None else _cache_refusal(q, cache.k, window)
+    return None if cache_k is None else cache_refusal(q, cache_k, window)
 
 
-def _cache_refusal(q: Array, k: Array, window: int) -> str | None:
+def cache_refusal(q: Array, k: Array, window: int) -> str | None:
     """What the kernels ask of cached keys [B, K, S, R], for q [B, T, N, H]."""
     _, K, S, _ = k.shape
     if S % 8 or window % 64:
@@ -392,41 +334,3 @@ def _pallas_whole(
     return prefill_attention(
         q, k[..., :R], v[..., :Z], scale=scale, trailing=trailing, sinks=sinks, window=window
     )
-
-
-def _pallas_prefill(
-    q: Array,
-    k: Array,
-    v: Array,
-    cache: LayerCache,
-    positions: Array,
-    end: Array,
-    scale: float,
-    sinks: int,
-    window: int,
-) -> tuple[LayerCache, Array, Array]:
-    """A piece of the prompt on what the cache holds: the ring is read before the new tokens overwrite it."""
-    start, trailing = positions[0, 0], None  # All rows begin a piece at the same position.
-    R, Z = cache.k.shape[-1], cache.v.shape[-1]
-    if window:
-        past = -(-window // TAIL_ALIGNMENT) * TAIL_ALIGNMENT + TAIL_ALIGNMENT
-        first = jnp.maximum(start - window + 1, 0) // TAIL_ALIGNMENT * TAIL_ALIGNMENT
-        rows = functools.partial(recent_rows, start=start, first=first, sinks=sinks, window=window, past=past)
-        tails = rows(cache.ring_k, k[..., R:]), rows(cache.ring_v, v[..., Z:])
-    cache = write(cache, k, v, positions, end, sinks=sinks, window=window)
-    if window:
-        rings = cache.ring_k, cache.ring_v
-        heads = (ring[:, :, window:] for ring in rings) if sinks else (None, None)
-        trailing = Trailing(*tails, jnp.broadcast_to(first, end.shape), *heads)
-    o, lse = prefill_attention(
-        q,
-        cache.k,
-        cache.v,
-        scale=scale,
-        starts=positions[:, 0],
-        lengths=end,
-        trailing=trailing,
-        sinks=sinks,
-        window=window,
-    )
-    return cache, o, lse

@@ -17,12 +17,12 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import Segment as Held
 from zdc_jax.axes import Array
-from zdc_jax.cache import ClassLayerCache, KVCache, LayerCache
-from zdc_jax.class_cache import EMPTY, GroupState, Segment
-from zdc_jax.importance import token_importance
+from zdc_jax.cache.classes import EMPTY, GroupState, Segment
+from zdc_jax.cache.prefix_ring import ClassLayerCache, KVCache, LayerCache
 from zdc_jax.model.block import Block
 from zdc_jax.model.classes import Arrangement, arrange, class_layer, projection
 from zdc_jax.ops.attention import Implementation, segment_attention
+from zdc_jax.ops.importance import token_importance
 from zdc_jax.parallel.attention import Method, attend_near, merged
 from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, scatter_heads
 from zdc_jax.parallel.far import Keys

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache import ClassLayerCache, LayerCache, ring_of_piece
+from zdc_jax.cache.prefix_ring import ClassLayerCache, LayerCache, ring_of_piece
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.mesh import SEQUENCE
 from zdc_jax.plan import CompressionPlan, LayerRanks

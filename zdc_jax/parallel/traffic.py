@@ -8,12 +8,12 @@ import math
 import re
 from collections import Counter
 
+from benchmarks.rivals.partition import Partition, cache_slots
 from zdc_jax.config import ModelConfig
 from zdc_jax.parallel.attention import Method, check_method
 from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.near import halo_rows
-from zdc_jax.parallel.partition import Partition, cache_slots
 from zdc_jax.parallel.payload import Payload, row_bytes
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 

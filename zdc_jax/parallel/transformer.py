@@ -16,14 +16,21 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache import ClassLayerCache, KVCache, LayerCache, check_fits, free_bytes
-from zdc_jax.class_cache import GroupState
+from zdc_jax.cache.classes import GroupState
+from zdc_jax.cache.prefix_ring import (
+    ClassLayerCache,
+    KVCache,
+    LayerCache,
+    cached_attention,
+    check_fits,
+    free_bytes,
+)
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
 from zdc_jax.model.classes import Arrangement, extend_groups
 from zdc_jax.model.transformer import Embeddings, Transformer
-from zdc_jax.ops.attention import Implementation, cached_attention
+from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.attention import Method, check_method, sharded_attention
 from zdc_jax.parallel.classes import check_classes, class_token_layer, prompt_through_groups
 from zdc_jax.parallel.exchange import kv_copies

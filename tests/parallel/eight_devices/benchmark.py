@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks import sequence_parts
 from benchmarks.bench_sequence_parallel import main
+from benchmarks.rivals.partition_search import PieceCost, searched
+from benchmarks.rivals.runahead import RunaheadTransformer
 from benchmarks.sequence_models import SHAPES, Model
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.partition_search import PieceCost, searched
-from zdc_jax.parallel.runahead import RunaheadTransformer
 from zdc_jax.plan import CompressionPlan
 
 OPTIONS = (

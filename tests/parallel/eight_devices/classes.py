@@ -12,7 +12,7 @@ from conftest import LLAMA, OPT, TinyModel
 import zdc_jax.ops.attention as ops
 from zdc_jax import generate
 from zdc_jax.basis import Basis
-from zdc_jax.cache import KVCache
+from zdc_jax.cache.prefix_ring import KVCache
 from zdc_jax.parallel.attention import METHODS
 from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.mesh import MeshConfig
@@ -110,7 +110,7 @@ def test_generate():
 
 def test_layers_lower_on_kernels(monkeypatch):
     model, basis = tiny("MHA")
-    monkeypatch.setattr(ops, "_pallas_refusal", lambda *args: None)
+    monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     network = model.model(class_plan(model, {"window": 64}), basis).network
     network = jax.tree.map(lambda x: x.astype(jnp.bfloat16), network)
     sharded = ShardedTransformer.of(network, MeshConfig(sequence=4).create())

@@ -9,7 +9,7 @@ import pytest
 from conftest import LLAMA, OPT, TinyModel
 
 from zdc_jax import generate, stream
-from zdc_jax.cache import KVCache
+from zdc_jax.cache.prefix_ring import KVCache
 from zdc_jax.errors import MeshError
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.transformer import ShardedTransformer

@@ -8,8 +8,8 @@ from conftest import LLAMA, TinyModel, calibrated_folder
 
 from zdc_jax import load
 from zdc_jax.errors import MeshError
-from zdc_jax.evaluate import window_nll
 from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.planning.evaluate import window_nll
 
 CONFIG = replace(LLAMA, num_layers=2, num_heads=8, num_kv_heads=2)
 
@@ -51,7 +51,7 @@ def test_refusals(folder):
 def test_plans_are_checked_where_they_will_run(tmp_path, monkeypatch):
     """On the mesh and in float8; where none holds the limit, nothing is exchanged so."""
     folder, placed = calibrated_folder(tmp_path, 128), []
-    monkeypatch.setattr("zdc_jax.checked_plan.CHECKS", 1)
+    monkeypatch.setattr("zdc_jax.planning.checked.CHECKS", 1)
     measured = lambda network, windows, batch: placed.append(network) or np.ones(len(windows)) * len(placed)
     monkeypatch.setattr("zdc_jax.loading.window_nll", measured)
     asked = {"check_text": folder / "text", "mesh": MeshConfig(sequence=2), "payload": "float8"}

@@ -11,17 +11,16 @@ from conftest import LLAMA
 from jax.sharding import PartitionSpec as P
 
 import zdc_jax.ops.attention as ops
-from zdc_jax.cache import LayerCache
+from benchmarks.rivals.partition import Partition
+from benchmarks.rivals.runahead import _attended
+from benchmarks.rivals.runahead_mesh import piece_layer
+from zdc_jax.cache.prefix_ring import LayerCache
 from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
-from zdc_jax.ops import rotation
 from zdc_jax.parallel.attention import METHODS, sharded_attention
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.partition import Partition
 from zdc_jax.parallel.payload import Scales
 from zdc_jax.parallel.prompt_cache import Slots
-from zdc_jax.parallel.runahead import _attended
-from zdc_jax.parallel.runahead_mesh import piece_layer
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
@@ -41,8 +40,7 @@ def network(plan):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_kernels_lower_inside_shard_map(monkeypatch, plan, method):
-    monkeypatch.setattr(ops, "_pallas_refusal", lambda *args: None)
-    monkeypatch.setattr(rotation, "on_hopper", lambda x: True)
+    monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     model = ShardedTransformer.of(network(PLANS[plan]), MeshConfig(sequence=4).create())
     program = jax.jit(lambda tokens: model.hidden(tokens, method=method, implementation="pallas"))
     traced = lambda: program.trace(jax.ShapeDtypeStruct((1, 500), jnp.int32))
@@ -55,8 +53,7 @@ def test_kernels_lower_inside_shard_map(monkeypatch, plan, method):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_prompt_and_decoded_token_lower_on_kernels(monkeypatch, plan):
-    monkeypatch.setattr(ops, "_pallas_refusal", lambda *args: None)
-    monkeypatch.setattr(rotation, "on_hopper", lambda x: True)
+    monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     model = ShardedTransformer.of(network(PLANS[plan]), MeshConfig(sequence=4).create())
 
     def two_steps(tokens, end):
@@ -72,7 +69,7 @@ def test_prompt_and_decoded_token_lower_on_kernels(monkeypatch, plan):
 
 
 def test_float8_payload_lowers_beside_the_kernels(monkeypatch):
-    monkeypatch.setattr(ops, "_pallas_refusal", lambda *args: None)
+    monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     ranks, width = LayerRanks(16, 16), 32
     scales = Scales(*(jnp.ones((4, 16), jnp.bfloat16),) * 3)
     options = {"scale": 1.0, "ranks": ranks, "sinks": 4, "window": 64, "method": "ulysses", "scales": scales}
@@ -92,7 +89,7 @@ def test_float8_payload_lowers_beside_the_kernels(monkeypatch):
 @pytest.mark.parametrize("plan", PLANS)
 def test_piece_on_a_cache_that_was_handed_on_lowers_on_kernels(monkeypatch, plan):
     """250 tokens after 252, whose cache came with room for 256."""
-    monkeypatch.setattr(ops, "_pallas_refusal", lambda *args: None)
+    monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     block, [ranks] = network(PLANS[plan]).layers[0], PLANS[plan].layers
     array = lambda *dims: jax.ShapeDtypeStruct((1, *dims), jnp.bfloat16)
     ring, K, H = PLANS[plan].ring_slots(512), CONFIG.num_kv_heads, CONFIG.head_dim
@@ -113,7 +110,7 @@ def test_piece_on_a_cache_that_was_handed_on_lowers_on_kernels(monkeypatch, plan
 
 def test_padded_pieces_lower_on_kernels(monkeypatch):
     """Two hops, of the caches of 252 and 452 tokens: each four arrays from one device to the next."""
-    monkeypatch.setattr(ops, "_pallas_refusal", lambda *args: None)
+    monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     plan, mesh = PLANS["window and sinks"], MeshConfig(sequence=3).create()
     x = jax.ShapeDtypeStruct((1, 3 * 252, CONFIG.embed_dim), jnp.bfloat16)
     given = (plan.layers[0], Partition((252, 200, 48)), Slots.of(plan, 512), mesh, "pallas")

@@ -1,0 +1,1 @@
+"""Systems that ZDC is compared with; the product imports none of them."""

@@ -1,0 +1,190 @@
+"""KV-Runahead (Cho et al., 2024): pieces of a prompt on several devices, each on the keys of all before it.
+
+Device i holds all weights. In every layer it receives the KV cache of all earlier tokens from device i - 1,
+appends those of its own piece, hands the longer cache on to device i + 1, and then computes attention (§4.1).
+Nothing is gathered and nobody waits for all: the devices run staggered, the last one ends up with the whole
+cache. What travels is the cache of the plan: first coordinates of all tokens, and the ring of trailing ones.
+
+Pieces differ in length, so every device has programs of its own, compiled once for layers alike. All devices
+are of this process, which gives them their work in advance; for several: `benchmarks.rivals.runahead_mesh`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from benchmarks.rivals.handed_cache import longer, no_tokens, with_slots
+from benchmarks.rivals.partition import Partition, cache_slots
+from zdc_jax.axes import Array
+from zdc_jax.cache.prefix_ring import KVCache, LayerCache, cached_attention, check_fits, free_bytes
+from zdc_jax.errors import MeshError
+from zdc_jax.model.block import Block
+from zdc_jax.model.transformer import Embeddings, Transformer
+from zdc_jax.ops.attention import Implementation
+from zdc_jax.parallel.prompt_cache import Slots
+
+
+class RunaheadTransformer:
+    """A `Transformer` on each of several devices, for prompts that come in pieces.
+
+    networks: the copies, in order of `devices`; the last one decodes on the cache that `prefill` gives.
+
+    Raises:
+      MeshError: no device.
+      NotImplementedError: the plan has token classes.
+    """
+
+    def __init__(self, network: Transformer, devices: Sequence[jax.Device]):
+        if not devices:
+            raise MeshError(f"{devices=} must name at least one device")
+        if network.plan.classes is not None:
+            raise NotImplementedError("plans with token classes do not run in pieces")
+        self.plan, self.devices = network.plan, tuple(devices)
+        self.networks = tuple(jax.device_put(network, device) for device in devices)
+
+    def prefill(
+        self,
+        tokens: Int[Array, "B T"],
+        end: Int[Array, " B"],
+        *,
+        partition: Partition,
+        capacity: int,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B D"], KVCache]:
+        """Hidden states of the last of `end` tokens of each prompt, and a cache of `capacity` tokens a row.
+
+        Both are on the last device, as `Transformer.extend` on an empty cache leaves them on one.
+
+        Args:
+          tokens: padded on the right. partition: of T, over these devices.
+          implementation: of attention on each device, see `zdc_jax.ops.attention`.
+
+        Raises:
+          MeshError: the partition is not one of T tokens over these devices, or T is more than `capacity`.
+          CacheMemoryError: the cache cannot fit in free memory of a device; before anything is computed.
+          NotImplementedError: the implementation cannot do a call.
+        """
+        batch, length = tokens.shape
+        partition.check(devices=len(self.devices), length=length, capacity=capacity)
+        config, dtype = self.networks[0].config, self.networks[0].dtype
+        check_fits(self.plan, batch=batch, capacity=capacity, dtype=dtype, free=free_bytes())
+        slots, layers = Slots.of(self.plan, capacity), list[LayerCache]()
+        near, ahead = (slots.sinks, slots.window), 2 * len(self.devices)
+        pieces = self._pieces(tokens, end, partition, capacity)
+        empty = {ranks: no_tokens(config, ranks, batch, slots.ring, dtype) for ranks in self.plan.layers}
+        for index, ranks in enumerate(self.plan.layers):
+            if index >= ahead:
+                # What a device will receive takes memory once it is asked for: so not all layers at once.
+                jax.block_until_ready(layers[index - ahead])
+            cache = empty[ranks]
+            for piece in pieces:
+                cache = piece.run(index, jax.device_put(cache, piece.device), near, implementation)
+            layers.append(cache)
+        last = jnp.zeros((batch, pieces[0].x.shape[-1]), dtype)
+        for piece in pieces:
+            end, last = jax.device_put((end, last), piece.device)
+            last = _last_token(piece.x, piece.positions, end, last)
+        return last, KVCache(tuple(layers), end, slots.sinks, slots.window)
+
+    def _pieces(self, tokens: Array, end: Array, partition: Partition, capacity: int) -> list["_Piece"]:
+        pieces = []
+        spans = zip(partition.starts, partition.ends, strict=True)
+        slots = cache_slots(partition, self.plan.sinks, capacity)
+        for device, network, (start, stop), room in zip(
+            self.devices, self.networks, spans, slots, strict=True
+        ):
+            positions = jnp.broadcast_to(jnp.arange(start, stop), (len(tokens), stop - start))
+            held = tokens[:, start:stop], positions, jnp.minimum(end, stop)
+            own, positions, stored = jax.device_put(held, device)
+            x = _embedded(network.embeddings, own, positions)
+            pieces.append(_Piece(device, network, positions, stored, room, x))
+        return pieces
+
+
+@dataclass
+class _Piece:
+    """What one device works on: its tokens' positions [B, t] and hidden states x [B, t, D].
+
+    end [B]: tokens that each row holds after this piece. slots: tokens that its caches have room for.
+    """
+
+    device: jax.Device
+    network: Transformer
+    positions: Array
+    end: Array
+    slots: int
+    x: Array
+
+    def run(
+        self, index: int, cache: LayerCache, near: tuple[int, int], implementation: Implementation | None
+    ) -> LayerCache:
+        """One layer, on the cache of all tokens before; gives the cache with this piece.
+
+        Three programs, so that projections do not wait for the cache, nor the next device for attention
+        (§4.3, receive beside the projections and send beside the softmax).
+        """
+        block, own = self.network.layers[index], (self.positions, self.end)
+        qkv = _projected(block, self.x, self.positions, implementation)
+        handed = longer(cache, *qkv[1:], *own, near, self.slots)
+        self.x = _attended(block, self.x, qkv, cache, *own, near, self.slots, implementation)
+        return handed
+
+
+@jax.jit
+def _embedded(embeddings: Embeddings, tokens: Array, positions: Array) -> Array:
+    return embeddings.embed(tokens, positions)
+
+
+@partial(jax.jit, static_argnames="implementation")
+def _projected(
+    block: Block, x: Array, positions: Array, implementation: Implementation | None
+) -> tuple[Array, Array, Array]:
+    """q, k, v of one layer. Jitted, as those below, so that layers alike are compiled once a device."""
+    return block.projected(x, positions, implementation)
+
+
+@partial(jax.jit, static_argnames=("near", "slots", "implementation"))
+def _attended(
+    block: Block,
+    x: Array,
+    qkv: tuple[Array, Array, Array],
+    cache: LayerCache,
+    positions: Array,
+    end: Array,
+    near: tuple[int, int],
+    slots: int,
+    implementation: Implementation | None,
+) -> Array:
+    """One layer on projected tokens: attention on the cache of all before and on themselves, feed-forward.
+
+    Takes the cache as it came and appends once more: attention needs the ring as it was before this piece.
+    """
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        _, o, _ = cached_attention(
+            q,
+            k,
+            v,
+            with_slots(cache, slots),
+            positions,
+            end,
+            scale=block.attention.config.head_dim**-0.5,
+            sinks=near[0],
+            window=near[1],
+            implementation=implementation,
+        )
+        return o
+
+    return block(x, positions, attend, implementation, project=lambda hidden, positions: qkv)
+
+
+@jax.jit
+def _last_token(x: Array, positions: Array, end: Array, last: Array) -> Array:
+    """Hidden states [B, D] of position end - 1 where this piece has it, else those found before."""
+    place = end - 1 - positions[:, 0]
+    picked = jnp.take_along_axis(x, jnp.clip(place, 0, x.shape[1] - 1)[:, None, None], axis=1)[:, 0]
+    return jnp.where(((place >= 0) & (place < x.shape[1]))[:, None], picked, last)

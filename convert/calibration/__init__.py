@@ -1,0 +1,1 @@
+"""Text → moments → basis and profile of a converted folder."""

@@ -1,0 +1,113 @@
+"""Which layers find the same tokens important: groups that share one classification (ZDC §3.3, §5.2)."""
+
+from functools import partial
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from zdc_jax.axes import Array
+from zdc_jax.errors import CalibrationError
+from zdc_jax.model.transformer import Block, Transformer
+from zdc_jax.ops.attention import self_attention
+from zdc_jax.ops.importance import column_sums, token_importance
+
+Method = Literal["denominator", "detrended", "column_sum", "column_mean"]
+"""Softmax denominators (the paper's), these per visible key, sums of weights, these per query that sees."""
+
+SHARE = 0.35
+"""Of the tokens, the most and the least important that layers are compared by (ZDC §3.3)."""
+THRESHOLD = 0.95
+"""Repetition from which layers share a classification (ZDC §5.2)."""
+
+
+def layer_importance(
+    network: Transformer, tokens: Int[np.ndarray, "B T"], method: Method = "denominator"
+) -> Float[np.ndarray, "L B T"]:
+    """Importance of every token in every layer of the unmodified model, float32.
+
+    Raises:
+      CalibrationError: an unknown method.
+    """
+    if method not in get_args(Method):
+        raise CalibrationError(f"method={method!r} must be one of {get_args(Method)}")
+    x = network.embeddings.embed(
+        jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    )
+    found = []
+    for block in network.layers:
+        x, importance = layer_and_importance(block, x, method)
+        found.append(np.asarray(importance))
+    return np.stack(found)
+
+
+@partial(jax.jit, static_argnames="method")
+def layer_and_importance(
+    block: Block, x: Float[Array, "B T D"], method: Method
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T"]]:
+    """One layer on whole sequences, and the importance of every token in it."""
+    B, T, _ = x.shape
+    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+    scale = block.attention.config.head_dim**-0.5
+    importance = jnp.zeros((B, T))
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        nonlocal importance
+        o, lse = self_attention(q, k, v, scale=scale)
+        match method:
+            case "denominator":
+                importance = token_importance(lse)
+            case "detrended":
+                importance = token_importance(lse, positions + 1)
+            case "column_sum":
+                importance = column_sums(q, k, lse, scale=scale)
+            case "column_mean":
+                importance = column_sums(q, k, lse, scale=scale) / (T - positions)
+        return o
+
+    x = block(x, positions, attend)
+    return x, importance
+
+
+def repetition_ratios(
+    importance: Float[np.ndarray, "L B T"], *, share: float = SHARE, most: bool = True
+) -> Float[np.ndarray, "L L"]:
+    """Share of the most (or least) important tokens that each pair of layers has in common.
+
+    Mean over sequences; symmetric, 1 on the diagonal, about `share` for unrelated layers.
+
+    Raises:
+      CalibrationError: a share outside (0, 0.5].
+    """
+    if not 0 < share <= 0.5:
+        raise CalibrationError(f"share={share} must lie in (0, 0.5]")
+    L, B, T = importance.shape
+    count = max(1, round(share * T))
+    order = np.argsort(-importance if most else importance, axis=-1, kind="stable")
+    chosen = np.zeros((L, B, T), np.float32)
+    np.put_along_axis(chosen, order[..., :count], 1, axis=-1)
+    return np.einsum("lbt,mbt->lm", chosen, chosen) / (B * count)
+
+
+def layer_groups(
+    most: Float[np.ndarray, "L L"], least: Float[np.ndarray, "L L"], *, threshold: float = THRESHOLD
+) -> tuple[int, ...]:
+    """First layers of the groups: consecutive layers that repeat their leader's sets, both of them.
+
+    Args:
+      most, least: `repetition_ratios` of the most and the least important tokens.
+      threshold: least ratio to the leader, in (0, 1].
+
+    Raises:
+      CalibrationError: a threshold outside (0, 1].
+    """
+    if not 0 < threshold <= 1:
+        raise CalibrationError(f"threshold={threshold} must lie in (0, 1]")
+    shared = np.minimum(most, least)
+    leaders = [0]
+    for layer in range(1, len(shared)):
+        if shared[leaders[-1], layer] < threshold:
+            leaders.append(layer)
+    return tuple(leaders)

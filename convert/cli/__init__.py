@@ -1,0 +1,1 @@
+"""The `zdc` command."""

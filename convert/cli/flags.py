@@ -1,0 +1,195 @@
+"""What the commands of `zdc` share: the flags that describe a plan or search for one, and windows of text."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+from convert.calibration.calibrate import CalibrationOptions, calibration_windows
+from convert.search.plots import write_front
+from convert.search.search import Mode, Objective, Search, SearchOptions, describe
+from convert.search.trials import Trial, TrialBook
+from zdc_jax.checkpoint import Checkpoint
+from zdc_jax.errors import PlanError, TextError
+from zdc_jax.loading import predicted_plan, stored_basis
+from zdc_jax.plan import CompressionPlan
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(kw_only=True)
+class PlanFlags:
+    """A plan: from a file, uniform ranks, or per-layer ranks for a budget."""
+
+    plan: Path | None = None
+    """Plan JSON."""
+    qk: int | None = None
+    """Uniform coordinates kept of Q and K; default all."""
+    v: int | None = None
+    """Uniform coordinates kept of V and O; default all."""
+    budget: float | None = None
+    """Share of the KV coordinates to keep outside the window; ranks per layer from the spectrum."""
+    max_score_error: float | None = None
+    """Limit on the calibrated relative error of scores and values; ranks per layer from the certificate."""
+    window: int = 0
+    """Recent tokens kept at full rank."""
+    sinks: int = 0
+    """First tokens kept at full rank."""
+
+    def build(self, path: Path) -> CompressionPlan | None:
+        """The plan these flags describe for the folder at `path`; None without any flag."""
+        uniform = self.qk is not None or self.v is not None
+        limited = self.max_score_error is not None
+        if sum([self.plan is not None, uniform, self.budget is not None, limited]) > 1:
+            raise PlanError("give one of --plan, --qk/--v, --budget, --max-score-error")
+        if self.plan is not None:
+            if self.window or self.sinks:
+                raise PlanError("--plan already says window and sinks; drop --window and --sinks")
+            return CompressionPlan.load(self.plan)
+        checkpoint = Checkpoint.open(path)
+        if self.max_score_error is not None:
+            return CompressionPlan.from_error(
+                stored_basis(checkpoint),
+                max_score_error=self.max_score_error,
+                window=self.window,
+                sinks=self.sinks,
+            )
+        if self.budget is not None:
+            basis = stored_basis(checkpoint)
+            return CompressionPlan.from_spectrum(
+                basis.qk_spectrum,
+                basis.vo_spectrum,
+                budget=self.budget,
+                fingerprint=checkpoint.fingerprint,
+                window=self.window,
+                sinks=self.sinks,
+            )
+        if not uniform and not self.window and not self.sinks:
+            return None
+        H = checkpoint.config.head_dim
+        return CompressionPlan.uniform(
+            checkpoint.config,
+            qk=H if self.qk is None else self.qk,
+            v=H if self.v is None else self.v,
+            window=self.window,
+            sinks=self.sinks,
+        ).for_model(checkpoint.fingerprint)
+
+
+@dataclass(kw_only=True)
+class SearchFlags:
+    """A plan by search: the fewest bytes, or the least time, within a limit on perplexity."""
+
+    max_degradation: float | None = None
+    """Limit on the relative increase of perplexity (0.02: 2 %)."""
+    texts: tuple[Path, ...] = ()
+    """Text to search on with the flags below, as for calibrate. None: a plan predicted, without search."""
+    mode: Mode = "window"
+    """What plans may do: recent tokens at full rank and ranks per layer; one pair of ranks for all; two token
+    classes, without and with a window."""
+    objective: Objective = "bytes"
+    """What is to be least: bytes of the KV cache, or time of attention as predicted for one H200."""
+    constrained: bool = True
+    """Whether token classes keep to the paper's Eq. 6: more important tokens in deeper layers, fewer
+    coordinates for the rest, and no more of Q/K than of V."""
+    trials: int = 400
+    """Most plans to measure."""
+    text_windows: int = 12
+    """Windows of text to measure on, drawn round robin over topics."""
+    context: int | None = None
+    """Tokens a window of text; default the model's positions, at most 4096."""
+    seed: int = 1
+    """Chooses the windows; another than calibration's."""
+    batch: int = 1
+    """Windows at a time."""
+    dtype: Dtype | None = None
+    """Dtype to run in; default that of the stored weights."""
+
+    def check(self, plan: PlanFlags) -> None:
+        """Raises `PlanError` where one of these flags, or of those beside them, would be passed over."""
+        named = given(self)
+        if self.max_degradation is None:
+            if named:
+                raise PlanError(f"{', '.join(named)}: of use to a search alone; add --max-degradation")
+            return
+        if others := given(plan):
+            raise PlanError(f"--max-degradation searches for the whole plan; drop {', '.join(others)}")
+        unused = [flag for flag in named if flag not in ("--max-degradation", "--texts")]
+        if unused and not self.texts:
+            raise PlanError(f"{', '.join(unused)}: of use to a search alone; add --texts to search on")
+
+    def search(self, path: Path, output: Path, console: Console) -> CompressionPlan:
+        """Searches, showing the best so far; a journal beside `output` lets a broken-off search go on.
+
+        Without texts the plan is predicted.
+        """
+        assert self.max_degradation is not None
+        options = SearchOptions(
+            self.max_degradation, self.mode, self.trials, self.objective, self.constrained
+        )
+        checkpoint = Checkpoint.open(path)
+        if not self.texts:
+            basis = stored_basis(checkpoint)
+            return predicted_plan(checkpoint, basis, max_degradation=options.max_degradation)
+        windows, _ = text_windows(
+            checkpoint, self.texts, self.text_windows, self.context, batch=self.batch, seed=self.seed
+        )
+        with Progress(
+            TextColumn("{task.completed} plans"), TimeElapsedColumn(), TextColumn("{task.description}"),
+            console=console,
+        ) as progress:  # fmt: skip
+            task = progress.add_task("the unmodified model", total=None)
+            book = TrialBook(
+                path,
+                windows,
+                dtype=self.dtype,
+                batch=self.batch,
+                journal=output.with_suffix(".journal.jsonl"),
+            )
+
+            def watch(_: Trial, best: Trial | None) -> None:
+                best_yet = (
+                    "none" if best is None else f"{best.bytes_share:.1%} of KV bytes at {best.increase:+.2%}"
+                )
+                progress.update(task, advance=1, description=f"best within the limit: {best_yet}")
+
+            best = Search(book, options, watch).run()
+        console.print(describe(book.config, best), soft_wrap=True, highlight=False)
+        write_front(book, best, options, output.with_suffix(".front.json"))
+        return best.plan
+
+
+def given(flags: PlanFlags | SearchFlags) -> list[str]:
+    """The flags that are not at their defaults, as they are typed."""
+    named = []
+    for flag in fields(flags):
+        value = getattr(flags, flag.name)
+        if value != flag.default:
+            named.append(f"--{'no-' if value is False else ''}{flag.name.replace('_', '-')}")
+    return named
+
+
+def text_windows(
+    checkpoint: Checkpoint, texts: Sequence[Path], count: int, context: int | None, *, batch: int, seed: int
+) -> tuple[np.ndarray, list[str]]:
+    """At most `count` windows of text, int32 [W, T], and their topics; fewer come with a warning.
+
+    Raises:
+      TextError, CalibrationError: `count`, `context`, `batch` or `seed` is impossible, or no text.
+    """
+    if count < 1:
+        raise TextError(f"text windows={count} must be >= 1")
+    options = CalibrationOptions(context=context, batch=batch, seed=seed)
+    length = options.window_length(checkpoint.config)
+    found = calibration_windows(checkpoint, texts, length, replace(options, tokens=count * length))
+    if len(found[1]) < count:
+        warnings.warn(
+            f"the texts hold {len(found[1])} windows of {length} tokens, not the {count} asked for",
+            stacklevel=2,
+        )
+    return found

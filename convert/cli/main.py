@@ -1,0 +1,375 @@
+"""The `zdc` command."""
+
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+from tyro.conf import Positional
+
+from convert.calibration.calibrate import CalibrationOptions, calibrate
+from convert.cli.demo import demo
+from convert.cli.flags import Dtype, PlanFlags, SearchFlags, text_windows
+from convert.cli.output import check_output
+from convert.conversion import convert, verify_against_transformers
+from zdc_jax.basis import Basis
+from zdc_jax.checkpoint import Checkpoint
+from zdc_jax.errors import MeshError, PlanError, PromptError, TextError, ZDCError
+from zdc_jax.files import whole_file
+from zdc_jax.generate.api import generate, stream
+from zdc_jax.generate.sampling import Sampling
+from zdc_jax.loading import load, stored_basis
+from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.parallel.payload import Payload
+from zdc_jax.parallel.processes import initialize
+from zdc_jax.plan import CompressionPlan
+from zdc_jax.planning.evaluate import compare, window_nll
+
+FEW_TOKENS = 32_768
+"""Calibrated on fewer, a basis is poor."""
+
+
+def _at_least_one(name: str) -> Any:
+    """Shows positional arguments as the one or more that they are."""
+    return tyro.conf.arg(metavar=f"{name} [{name} ...]", help_behavior_hint="(required)")
+
+
+@dataclass
+class Convert:
+    """Convert a Hugging Face folder (Llama or OPT, safetensors) without torch."""
+
+    source: Positional[Path]
+    """Folder with config.json, *.safetensors and a tokenizer."""
+    output: Positional[Path]
+    """Folder to write; it appears only when complete."""
+    dtype: Dtype | None = None
+    """Dtype to store; default that of the source."""
+    overwrite: bool = False
+    """Replace an existing output."""
+    verify: bool = False
+    """Compare logits with transformers afterwards (needs torch)."""
+    calibrate: tuple[Path, ...] = ()
+    """Text files or folders to calibrate on right after converting."""
+
+    def run(self, console: Console) -> None:
+        checkpoint = convert(self.source, self.output, dtype=self.dtype, overwrite=self.overwrite)
+        console.out(f"converted {self.source} -> {self.output} ({checkpoint.fingerprint})")
+        if self.verify:
+            with jax.default_matmul_precision("highest"):
+                network = load(self.output, dtype="float32").network
+                logits = lambda tokens: np.asarray(network(tokens))
+                error = verify_against_transformers(
+                    self.source, logits, vocab_size=checkpoint.config.vocab_size
+                )
+            console.print(f"largest difference of logits from transformers: {error:.2e} of the largest logit")
+        if self.calibrate:
+            _report_basis(console, calibrate(self.output, self.calibrate))
+
+
+@dataclass
+class Calibrate:
+    """Calibrate a converted folder on text: moments, basis, spectrum, error certificate."""
+
+    path: Positional[Path]
+    """Converted folder."""
+    texts: Positional[tuple[Path, ...]] = ()
+    """.txt, .jsonl, .md, .rst, .py files (also .xz, .gz) or folders of them; topics are folder names. None: a
+    new basis from the moments of an earlier calibration."""
+    options: Annotated[CalibrationOptions, tyro.conf.arg(name="")] = field(default_factory=CalibrationOptions)
+    dtype: Dtype | None = None
+    """Dtype to run in; default that of the stored weights."""
+
+    def run(self, console: Console) -> None:
+        _report_basis(console, calibrate(self.path, self.texts, self.options, dtype=self.dtype))
+
+
+@dataclass
+class Plan:
+    """Write a plan's JSON and print it: as described by flags, or searched for within a limit."""
+
+    path: Positional[Path]
+    """Converted and calibrated folder."""
+    output: Positional[Path]
+    """JSON file to write. Beside PLAN.json a search leaves PLAN.front.json and PLAN.front.png, the best of
+    all plans measured, and PLAN.journal.jsonl, from which it goes on when run again."""
+    flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
+    search: Annotated[SearchFlags, tyro.conf.arg(name="")] = field(default_factory=SearchFlags)
+
+    def run(self, console: Console) -> None:
+        self.search.check(self.flags)
+        check_output(self.output)
+        checkpoint = Checkpoint.open(self.path)
+        plan: CompressionPlan | None
+        if self.search.max_degradation is None:
+            plan = self.flags.build(self.path)
+        else:
+            plan = self.search.search(self.path, self.output, console).for_model(checkpoint.fingerprint)
+        if plan is None:
+            raise PlanError(
+                "say what to keep: --qk/--v, --budget, --window, --max-score-error, --max-degradation"
+            )
+        plan.check_model(checkpoint.config, checkpoint.fingerprint)
+        plan.save(self.output)
+        console.print_json(self.output.read_text())
+        _report_savings(plan, checkpoint)
+
+
+@dataclass
+class ProcessFlags:
+    """This process as one of several that share a mesh."""
+
+    distributed: bool = False
+    """Join the other processes of this Slurm, Open MPI or Kubernetes job, on one mesh."""
+    coordinator: str | None = None
+    """HOST:PORT of process 0, to join others without detection."""
+    num_processes: int | None = None
+    """How many there are."""
+    process_id: int | None = None
+    """Which this is, from 0."""
+    join_timeout: float = 300.0
+    """Seconds to wait for the others."""
+
+    def join(self, mesh: str | None) -> None:
+        """Meets the other processes, if these flags ask for it."""
+        given = (self.coordinator, self.num_processes, self.process_id)
+        if not self.distributed and given == (None, None, None):
+            return
+        if mesh is None:
+            raise MeshError("several processes share a mesh; give --mesh with all their devices")
+        initialize(*given, timeout=self.join_timeout)
+
+
+@dataclass
+class Generate:
+    """Continue prompts."""
+
+    path: Positional[Path]
+    """Converted folder."""
+    prompts: Annotated[Positional[tuple[str, ...]], _at_least_one("PROMPT")]
+    """Texts to continue; `-` reads one from standard input."""
+    flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
+    max_new_tokens: int = 64
+    """Most tokens to add to each prompt."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int | None = None
+    """Choose among this many most likely tokens."""
+    top_p: float | None = None
+    """Choose among the fewest most likely tokens of this much probability."""
+    seed: int = 0
+    """Seed of the choice."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text."""
+    stream: bool = False
+    """Print text as it comes (one prompt only)."""
+    mesh: str | None = None
+    """Devices to use, such as data=1,sequence=4,model=2; default one."""
+    payload: Payload = "native"
+    """What they exchange of a prompt; float8 takes half the bytes and rounds."""
+    processes: Annotated[ProcessFlags, tyro.conf.arg(name="")] = field(default_factory=ProcessFlags)
+    dtype: Dtype | None = None
+    """Dtype to run in; default that of the stored weights."""
+
+    def run(self, console: Console) -> None:
+        if not self.prompts:
+            raise PromptError("give at least one prompt after the model's folder")
+        prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in self.prompts]
+        sampling = Sampling(self.temperature, self.top_k, self.top_p, self.seed)
+        if self.stream and len(prompts) != 1:
+            raise PromptError(f"--stream takes one prompt, got {len(prompts)}")
+        mesh = None if self.mesh is None else MeshConfig.parse(self.mesh)
+        self.processes.join(self.mesh)
+        is_first = jax.process_index() == 0  # Others compute the same and say nothing.
+        plan = self.flags.build(self.path)
+        model = load(self.path, plan, dtype=self.dtype, mesh=mesh, payload=self.payload)
+        arguments: dict[str, Any] = {"sampling": sampling, "stop": self.stop}
+        if self.stream:
+            for delta in stream(model, prompts, self.max_new_tokens, **arguments):
+                print(delta.text if is_first else "", end="", flush=True)
+            print(end="\n" if is_first else "")
+            return
+        result = generate(model, prompts, self.max_new_tokens, **arguments)
+        if not is_first:
+            return
+        for prompt, completion in zip(prompts, result.completions, strict=True):
+            console.out(prompt, style="dim", end="", highlight=False)
+            print(completion.text)
+        tokens = sum(len(completion.tokens) - 1 for completion in result.completions)
+        console.print(
+            f"[dim]KV cache {result.kv_bytes:,} bytes for {len(prompts)} x {result.capacity} tokens; "
+            f"prefill {result.timings.prefill:.2f} s, decode {result.timings.decode:.2f} s for {tokens} "
+            f"tokens, {result.timings.compile:.2f} s of both compiling[/dim]",
+            soft_wrap=True,
+        )
+
+
+@dataclass
+class Perplexity:
+    """Perplexity of a plan beside the unmodified model's, on the same windows of text."""
+
+    path: Positional[Path]
+    """Converted folder."""
+    texts: Annotated[Positional[tuple[Path, ...]], _at_least_one("TEXT")]
+    """Text files or folders, as for calibrate; take text that calibration did not see."""
+    flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
+    windows: int = 24
+    """Windows drawn round robin over topics."""
+    context: int | None = None
+    """Tokens a window; default the model's positions, at most 4096."""
+    seed: int = 0
+    """Chooses the windows."""
+    batch: int = 1
+    """Windows at a time."""
+    dtype: Dtype | None = None
+    """Dtype to run in; default that of the stored weights."""
+    output: Path | None = None
+    """JSON file to write the printed report to."""
+
+    def run(self, console: Console) -> None:
+        if not self.texts:
+            raise TextError("give at least one text file or folder after the model's folder")
+        if self.output is not None:
+            check_output(self.output)
+        checkpoint = Checkpoint.open(self.path)
+        plan = self.flags.build(self.path)
+        windows, topics = text_windows(
+            checkpoint, self.texts, self.windows, self.context, batch=self.batch, seed=self.seed
+        )
+        if plan is None:
+            print("no plan given: the model is unmodified", file=sys.stderr)
+        dense = load(self.path, dtype=self.dtype)
+        dense_nll = window_nll(dense.network, windows, batch=self.batch)
+        model = dense if plan is None else load(self.path, plan, dtype=self.dtype)
+        report = compare(model.network, dense_nll, windows, batch=self.batch).to_json() | {
+            "texts": [str(path) for path in self.texts],
+            "topics": sorted(set(topics)),
+            "seed": self.seed,
+        }
+        text = json.dumps(report, indent=2)
+        console.print_json(text)
+        if self.output is not None:
+            with whole_file(self.output) as file:
+                file.write_text(text + "\n")
+
+
+@dataclass
+class Inspect:
+    """Print what a converted folder holds; --check recomputes its hashes."""
+
+    path: Positional[Path]
+    """Converted folder."""
+    check: bool = False
+    """Recompute the hashes of its files."""
+
+    def run(self, console: Console) -> None:
+        checkpoint = Checkpoint.open(self.path)
+        if self.check:
+            checkpoint.check()
+            console.print("all hashes match")
+        console.print_json(data=checkpoint.config.to_json() | {"fingerprint": checkpoint.fingerprint})
+        if (checkpoint.calibration_path / "basis").exists():
+            _report_basis(console, stored_basis(checkpoint))
+
+
+@dataclass
+class Demo:
+    """Convert, calibrate and generate with the checkpoint that ships with the package."""
+
+    output: Path = Path("demo-output")
+    """Folder for the converted model and the report."""
+
+    def run(self, console: Console) -> None:
+        demo(self.output, console)
+
+
+DESCRIPTION = "Compress Q, K and V of a converted model. --version alone prints the version."
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "convert": Convert,
+    "calibrate": Calibrate,
+    "plan": Plan,
+    "generate": Generate,
+    "perplexity": Perplexity,
+    "inspect": Inspect,
+    "demo": Demo,
+}
+
+
+def _report_savings(plan: CompressionPlan, checkpoint: Checkpoint) -> None:
+    """Says on standard error what a plan saves at the model's positions, and what its far pairs lose."""
+    config = checkpoint.config
+    size = lambda plan: plan.bytes(config.max_positions, 1, jnp.dtype(config.dtype).itemsize)
+    share = size(plan) / size(CompressionPlan.full(config))
+    cut, layers = sum(ranks.qk == 0 for ranks in plan.layers), config.num_layers
+    print(
+        f"KV cache: {share:.1%} of the unmodified model's bytes at {config.max_positions:,} tokens; "
+        f"{cut} of {layers} layers see no distant tokens",
+        file=sys.stderr,
+    )
+    if cut < layers and (checkpoint.calibration_path / "basis").exists():
+        print(f"far pairs: {plan.certificate(stored_basis(checkpoint))}", file=sys.stderr)
+
+
+def _report_basis(console: Console, basis: Basis) -> None:
+    """Prints the certificate: relative error of scores and outputs at each eighth of the coordinates."""
+    H = basis.k_map.shape[-1]
+    table = Table(title=f"basis: QK {basis.qk_kind}, VO {basis.vo_kind}, {basis.num_tokens:,} tokens")
+    for column in ("kept", "score error, mean", "worst head", "value error, mean", "worst head"):
+        table.add_column(column, justify="right")
+    for kept in range(H // 4, H + 1, H // 4):
+        scores, values = basis.qk_error[..., kept], basis.vo_error[..., kept]
+        table.add_row(
+            str(kept), *(f"{x:.3f}" for x in (scores.mean(), scores.max(), values.mean(), values.max()))
+        )
+    console.print(table)
+    worst = max(float(basis.qk_condition.max()), float(basis.vo_condition.max()))
+    console.print(f"worst condition number of a head's basis: {worst:.3g}")
+    if basis.num_tokens < FEW_TOKENS:
+        console.print(
+            f"a poor basis: {basis.num_tokens:,} tokens are few, calibrate on at least {FEW_TOKENS:,}",
+            soft_wrap=True,
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs `zdc`; exit status 2 with one line on standard error for any error the user can mend.
+
+    An interrupt is one line and status 130.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments == ["--version"]:
+        print(f"zdc {version('zdc-jax')}")
+        return 0
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+        try:
+            tyro.extras.subcommand_cli_from_dict(
+                COMMANDS, prog="zdc", description=DESCRIPTION, args=arguments
+            ).run(Console())
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+        except (ZDCError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    return 0
+
+
+def main_convert() -> int:
+    """Runs `zdc convert` under its alias `zdc-convert`."""
+    return main(["convert", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

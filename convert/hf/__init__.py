@@ -1,0 +1,1 @@
+"""Hugging Face folders: their configs, weights and the way back."""

@@ -1,0 +1,39 @@
+"""Our parameters → a Hugging Face folder, through the same key table as the other way."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from convert.hf.config import hf_config
+from convert.hf.weights import SINGLE, entries
+from zdc_jax.config import ModelConfig
+
+
+def source_tensors(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np.ndarray]:
+    """Parameters `{"embeddings": …, "layers": […]}` under their source keys, in source shapes."""
+    trees = [(None, params["embeddings"]), *enumerate(params["layers"])]
+    tensors = {}
+    for layer, tree in trees:
+        for entry in entries(config, layer):
+            leaf = tree
+            for name in entry.path:
+                leaf = leaf[name]
+            tensors[entry.key] = entry.to_source(np.asarray(leaf))
+    return tensors
+
+
+def export_hf(params: Mapping[str, Any], config: ModelConfig, folder: str | Path) -> None:
+    """Writes `config.json` and `model.safetensors`, which `convert` reads; the tokenizer is the caller's.
+
+    Raises:
+      ConversionError: a model that Hugging Face's configuration of the family cannot describe.
+    """
+    folder = Path(folder)
+    described = hf_config(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(source_tensors(params, config), folder / SINGLE, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")

@@ -1,0 +1,271 @@
+"""Hugging Face weights: one key table per family, shards read lazily, every departure from it an error."""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from convert.hf.config import read_json
+from zdc_jax.config import ModelConfig
+from zdc_jax.errors import ConversionError
+from zdc_jax.model.params import embedding_shapes, layer_shapes
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+PREFIXES = {"llama": ("model.",), "opt": ("model.decoder.", "decoder.")}
+"""Written before every key but `lm_head`; OPT checkpoints come in two fashions."""
+
+# Our path → source key. Layer keys are relative to `layers.{i}.`; a bias is its weight's key with `.bias`.
+LLAMA_EMBEDDINGS = {
+    "tokens": "embed_tokens.weight",
+    "final_norm/scale": "norm.weight",
+    "lm_head": "lm_head.weight",
+}
+LLAMA_LAYER = {
+    "attention_norm/scale": "input_layernorm.weight",
+    "attention/q": "self_attn.q_proj.weight",
+    "attention/k": "self_attn.k_proj.weight",
+    "attention/v": "self_attn.v_proj.weight",
+    "attention/o": "self_attn.o_proj.weight",
+    "mlp_norm/scale": "post_attention_layernorm.weight",
+    "mlp/gate": "mlp.gate_proj.weight",
+    "mlp/up": "mlp.up_proj.weight",
+    "mlp/down": "mlp.down_proj.weight",
+}
+OPT_EMBEDDINGS = {
+    "tokens": "embed_tokens.weight",
+    "positions": "embed_positions.weight",
+    "project_in": "project_in.weight",
+    "project_out": "project_out.weight",
+    "final_norm/scale": "final_layer_norm.weight",
+    "final_norm/bias": "final_layer_norm.bias",
+    "lm_head": "lm_head.weight",
+}
+OPT_LAYER = {
+    "attention_norm/scale": "self_attn_layer_norm.weight",
+    "attention_norm/bias": "self_attn_layer_norm.bias",
+    "attention/q": "self_attn.q_proj.weight",
+    "attention/k": "self_attn.k_proj.weight",
+    "attention/v": "self_attn.v_proj.weight",
+    "attention/o": "self_attn.out_proj.weight",
+    "mlp_norm/scale": "final_layer_norm.weight",
+    "mlp_norm/bias": "final_layer_norm.bias",
+    "mlp/up": "fc1.weight",
+    "mlp/down": "fc2.weight",
+}
+TABLES = {"llama": (LLAMA_EMBEDDINGS, LLAMA_LAYER), "opt": (OPT_EMBEDDINGS, OPT_LAYER)}
+
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+"""Buffers that old checkpoints carry and that follow from the config."""
+AS_STORED = ("tokens", "positions", "lm_head")
+"""Tables that are not transposed: rows are looked up."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter: its path in our tree, its source key, and both shapes.
+
+    A source matrix is [out, in] with heads merged; ours is [in, out] with heads apart.
+    """
+
+    path: tuple[str, ...]
+    key: str
+    shape: tuple[int, ...]
+
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        """The shape the checkpoint must have."""
+        if self.path[-1] in AS_STORED:
+            return self.shape
+        if self._as_stored:
+            return (int(np.prod(self.shape)),)
+        if self.path[-1] == "o":
+            N, H, D = self.shape
+            return (D, N * H)
+        return (int(np.prod(self.shape[1:])), self.shape[0])
+
+    @property
+    def _as_stored(self) -> bool:
+        return self.path[-1] in (*AS_STORED, "scale", "bias") or self.path[-1].endswith("_bias")
+
+    def to_ours(self, source: np.ndarray) -> np.ndarray:
+        """Transposes and splits heads."""
+        turned = source if self._as_stored else source.T
+        return np.ascontiguousarray(turned).reshape(self.shape)
+
+    def to_source(self, ours: np.ndarray) -> np.ndarray:
+        """Inverse of `to_ours`."""
+        if self._as_stored:
+            return ours.reshape(self.source_shape)
+        return np.ascontiguousarray(ours.reshape(self.source_shape[::-1]).T)
+
+
+def entries(config: ModelConfig, layer: int | None) -> list[Entry]:
+    """The table of one layer, or (None) of everything outside the layers, for this config."""
+    outside, inside = TABLES[config.family]
+    if layer is None:
+        names, shapes, prefix = outside, embedding_shapes(config), PREFIXES[config.family][0]
+    else:
+        names, shapes = inside, layer_shapes(config)
+        prefix = f"{PREFIXES[config.family][0]}layers.{layer}."
+    return [Entry(path, _source_key("/".join(path), names, prefix), shape) for path, shape in flatten(shapes)]
+
+
+def _source_key(path: str, names: Mapping[str, str], prefix: str) -> str:
+    key = names.get(path) or names[path.removesuffix("_bias")].removesuffix("weight") + "bias"
+    return key if key.startswith("lm_head") else prefix + key
+
+
+def flatten(tree: Mapping[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(path, leaf) of a nested dict, in its order."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, (*at, name))
+        else:
+            yield (*at, name), value
+
+
+class HFWeights:
+    """The tensors of a Hugging Face folder, checked by their headers, read one at a time.
+
+    Raises:
+      ConversionError: no safetensors (or only `.bin`), a shard missing, cut off or left as a Git-LFS
+        pointer, no tensors at all, a key in two shards, a dtype that is not supported.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._shard: dict[str, Path] = {}
+        self._header: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for shard in _shards(folder):
+            self._read_header(shard)
+        if not self._header:
+            raise ConversionError(f"{folder}: its safetensors hold no tensors")
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the most tensors."""
+        names = [dtype for dtype, _ in self._header.values()]
+        return STORED_DTYPES[max(sorted(set(names)), key=names.count)]
+
+    def _read_header(self, shard: Path) -> None:
+        with _open(shard) as file:
+            for key in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                if key in self._shard:
+                    raise ConversionError(
+                        f"duplicate key {key!r}: in {self._shard[key].name} and in {shard.name}"
+                    )
+                view = file.get_slice(key)
+                dtype, shape = view.get_dtype(), tuple(view.get_shape())
+                if dtype not in STORED_DTYPES:
+                    raise ConversionError(
+                        f"{shard.name}: {key!r} has dtype {dtype}; supported are {sorted(STORED_DTYPES)}"
+                    )
+                self._shard[key], self._header[key] = shard, (dtype, shape)
+
+    def resolve(self, config: ModelConfig) -> dict[str, str]:
+        """Table key → key in this folder, once all are known to be there, with their shapes, and no others.
+
+        Raises:
+          ConversionError: missing, unknown or duplicate keys, or a wrong shape, naming them.
+        """
+        wanted = [entry for layer in (None, *range(config.num_layers)) for entry in entries(config, layer)]
+        found: dict[str, str] = {}
+        for key in self._shard:
+            name = _canonical(key, config)
+            if name in found:
+                raise ConversionError(f"duplicate key: {found[name]!r} and {key!r} are the same weight")
+            found[name] = key
+        ignored = {name for name in found if name.endswith(IGNORED_SUFFIXES)}
+        if config.tie_embeddings:
+            ignored.add("lm_head.weight")
+        table = {entry.key for entry in wanted}
+        if missing := [entry.key for entry in wanted if entry.key not in found]:
+            raise ConversionError(f"missing keys ({len(missing)}): {', '.join(missing[:5])}")
+        if unknown := [key for name, key in found.items() if name not in table | ignored]:
+            raise ConversionError(f"unknown keys ({len(unknown)}): {', '.join(sorted(unknown)[:5])}")
+        for entry in wanted:
+            shape = self._header[found[entry.key]][1]
+            if shape != entry.source_shape:
+                raise ConversionError(
+                    f"{found[entry.key]!r} has shape {shape}, the config asks for {entry.source_shape}"
+                )
+        return {entry.key: found[entry.key] for entry in wanted}
+
+    def read(self, key: str) -> np.ndarray:
+        """One tensor; raises `ConversionError` where it holds NaN or Inf."""
+        with _open(self._shard[key]) as file:
+            value = file.get_tensor(key)
+        if not is_finite(value):
+            raise ConversionError(f"{self._shard[key].name}: {key!r} holds NaN or Inf")
+        return value
+
+
+def is_finite(value: np.ndarray) -> bool:
+    """Whether an array of a supported dtype has no NaN or Inf (exponent all ones), in little memory."""
+    bits, exponent = _EXPONENTS[str(value.dtype)]
+    flat = value.reshape(-1).view(bits)
+    pieces = range(0, len(flat), _PIECE)
+    return not any(np.any(flat[at : at + _PIECE] & exponent == exponent) for at in pieces)
+
+
+_EXPONENTS: dict[str, tuple[Any, int]] = {
+    "float32": (np.uint32, 0x7F800000),
+    "bfloat16": (np.uint16, 0x7F80),
+    "float16": (np.uint16, 0x7C00),
+}
+_PIECE = 1 << 22
+
+
+def _canonical(key: str, config: ModelConfig) -> str:
+    """The key as the table writes it."""
+    first, *others = PREFIXES[config.family]
+    for prefix in others:
+        if key.startswith(prefix):
+            return first + key.removeprefix(prefix)
+    return key
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The files of weights; one whole file comes before an index, as in transformers."""
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    if (folder / INDEX).exists():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        is_map = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
+        if not is_map or not weight_map:
+            raise ConversionError(f"{folder / INDEX}: weight_map must list keys and their shards")
+        names = sorted(set(weight_map.values()))
+        if absent := [name for name in names if not (folder / name).exists()]:
+            raise ConversionError(f"{folder} lacks shards that {INDEX} lists: {', '.join(absent)}")
+        return [folder / name for name in names]
+    if list(folder.glob("*.bin")):
+        code = (
+            f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({str(folder)!r})"
+            f".save_pretrained({str(folder)!r}, safe_serialization=True)"
+        )
+        raise ConversionError(
+            f"{folder} holds only .bin weights; re-save them once, where torch is installed: "
+            f"python -c {shlex.quote(code)}"
+        )
+    raise ConversionError(f"{folder} has neither {SINGLE} nor {INDEX}")
+
+
+def _open(shard: Path) -> Any:
+    try:
+        with shard.open("rb") as file:
+            start = file.read(64)
+        if start.startswith(b"version https://git-lfs"):
+            raise ConversionError(
+                f"{shard} is a Git-LFS pointer, not weights; run `git lfs pull` in its folder"
+            )
+        return safe_open(shard, framework="numpy")
+    except OSError as error:
+        raise ConversionError(f"cannot read {shard}: {error}") from error
+    except SafetensorError as error:
+        raise ConversionError(f"{shard} is not a whole safetensors file: {error}") from error

@@ -1,0 +1,1 @@
+"""Plans searched by measuring them."""

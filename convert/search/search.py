@@ -1,0 +1,245 @@
+"""Search for the smallest plan within a limit on perplexity: `zdc plan --max-degradation` (ours).
+
+Smallest in bytes of the KV cache, or in predicted time of attention. The stages of `window`, each starting
+from what the last one found:
+
+1. prediction: from calibration (`zdc_jax.planning.predictor`), for each window the last plan within the
+   limit on the path from all coordinates to none;
+2. layers: what lowering Q/K or V or cutting off distant tokens in one layer alone costs in perplexity; costs
+   are taken to add up, which gives such paths once more;
+3. refine: single further steps from there, cheapest first, kept where the limit still holds.
+
+`uniform` knows no window and one pair of ranks, `classes` the paper's two token classes (see
+`convert.search.class_search`), `window+classes` these and a window. Every plan is measured with arrays of
+its size.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+
+from convert.search.class_search import ClassNumbers, descend
+from convert.search.trials import Trial, TrialBook
+from zdc_jax.config import ModelConfig
+from zdc_jax.errors import PlanError
+from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses, allowed_ranks
+from zdc_jax.planning.costs import request_seconds
+from zdc_jax.planning.layer_costs import LayerCosts, cheapest_path, rank_levels, steps_down
+from zdc_jax.planning.predictor import Predictor
+from zdc_jax.planning.profile import SINKS, cost_window, windows_for
+
+Mode = Literal["window", "uniform", "classes", "window+classes"]
+Objective = Literal["bytes", "time"]
+
+CLASS_WINDOWS = (128, 256, 512)
+"""Windows tried with token classes."""
+REFINE_FAILURES = 8
+"""Steps of the last stage that may fail one after another."""
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What to search for.
+
+    max_degradation: limit on the relative increase of perplexity, > 0. mode: what plans may do. trials: most
+    plans measured. objective: what is to be least, bytes of the KV cache or seconds of attention as
+    `zdc_jax.planning.costs.request_seconds` predicts them, both at the length of the windows. constrained:
+    whether token classes keep to the paper's Eq. 6 (`ClassNumbers.meets_constraints`).
+
+    Raises:
+      PlanError: on any other value, naming it and what is allowed.
+    """
+
+    max_degradation: float
+    mode: Mode = "window"
+    trials: int = 400
+    objective: Objective = "bytes"
+    constrained: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.max_degradation > 0:
+            raise PlanError(f"max_degradation={self.max_degradation} must be > 0 (0.02 means 2 %)")
+        if self.trials < 1:
+            raise PlanError(f"trials={self.trials} must be >= 1")
+        for name, allowed in (("mode", get_args(Mode)), ("objective", get_args(Objective))):
+            if getattr(self, name) not in allowed:
+                raise PlanError(f"{name}={getattr(self, name)!r} must be one of {allowed}")
+
+
+class _Exhausted(Exception):
+    """As many plans as allowed were measured."""
+
+
+class Search:
+    """One search: measures through a `TrialBook`, remembers the best plan within the limit.
+
+    `watch`, if given, is called after every new trial with it and the best so far (None until there is one).
+    """
+
+    def __init__(
+        self,
+        book: TrialBook,
+        options: SearchOptions,
+        watch: Callable[[Trial, Trial | None], None] | None = None,
+    ):
+        self.book, self.options, self.watch = book, options, watch
+        self.limit, self.config = options.max_degradation, book.config
+        self.length = book.windows.shape[1]
+        self.best: Trial | None = None
+        self.measured = 0
+
+    def run(self) -> Trial:
+        """The best plan found.
+
+        Raises:
+          PlanError: no plan of this mode holds the limit.
+        """
+        with contextlib.suppress(_Exhausted):
+            match self.options.mode:
+                case "window":
+                    self._window_search()
+                case "uniform":
+                    self._uniform_search()
+                case "classes":
+                    self._class_search([0])
+                case "window+classes":
+                    windows = [window for window in windows_for(self.length) if window in CLASS_WINDOWS]
+                    self._class_search(windows or [CLASS_WINDOWS[0]])
+        if self.best is None:
+            raise PlanError(
+                f"no plan measured in mode {self.options.mode!r} stays within {self.limit:.2%} and takes "
+                f"less {self.options.objective} than the dense cache: raise the limit or the number of "
+                f"trials ({self.options.trials})"
+            )
+        return self.best
+
+    def size(self, plan: CompressionPlan) -> float:
+        """The objective, as a share of what the dense cache takes."""
+        if self.options.objective == "bytes":
+            return self.book.share(plan)
+        seconds = lambda plan: request_seconds(plan, self.config.num_heads, self.length)
+        return seconds(plan) / seconds(CompressionPlan.full(self.config))
+
+    def smallest(self) -> float:
+        """`size` of the best so far; 1, the dense cache's, until there is one."""
+        return 1.0 if self.best is None else self.size(self.best.plan)
+
+    def try_plan(self, plan: CompressionPlan) -> Trial:
+        """Measures, and keeps what is smaller within the limit."""
+        if self.measured >= self.options.trials:
+            raise _Exhausted
+        trial = self.book.measure(plan)
+        self.measured += 1
+        if trial.increase <= self.limit and self.size(plan) < self.smallest():
+            self.best = trial
+        if self.watch is not None:
+            self.watch(trial, self.best)
+        return trial
+
+    def last_within(self, plans: Sequence[CompressionPlan]) -> None:
+        """Bisects plans of falling size for the last within the limit, passing over those known larger."""
+        low, high = 0, len(plans)
+        while low < high:
+            middle = (low + high) // 2
+            larger = self.size(plans[middle]) >= self.smallest()
+            if larger or self.try_plan(plans[middle]).increase <= self.limit:
+                low = middle + 1
+            else:
+                high = middle
+
+    def _window_search(self) -> None:
+        windows = list(windows_for(self.length))
+        near = windows[cost_window(windows)]
+        # From the middle window outwards: the best so far spares the others most of their trials.
+        windows.sort(key=lambda window: abs(np.log2(window / near)))
+        paths = Predictor.stored().paths(self.config, self.book.profile)
+        predicted = {path[0][0].window: [plan.for_model("") for plan, _ in path] for path in paths}
+        for window in windows:
+            self.last_within(predicted.get(window, []))
+        costs = self._layer_costs(near)
+        for window in windows:
+            self.last_within([self._plan(ranks, window) for ranks in cheapest_path(costs)])
+        self._refine(costs)
+
+    def _uniform_search(self) -> None:
+        ranks = allowed_ranks(self.config.head_dim)[:0:-1]
+        for v in ranks:
+            self.last_within([CompressionPlan.uniform(self.config, qk=qk, v=v) for qk in ranks])
+
+    def _class_search(self, windows: Sequence[int]) -> None:
+        """Descends once a window, from where the last one ended: a longer window leaves room for more."""
+        constrained = self.options.constrained
+        block = min(TokenClasses.block, self.length)
+        numbers = ClassNumbers.largest(self.config, constrained=constrained, block=block)
+        for window in windows:
+            numbers = descend(
+                replace(numbers, window=window, sinks=SINKS if window else 0),
+                lambda here: here.neighbours(self.config, self.size, constrained=constrained),
+                lambda here: self.size(here.plan(self.config)),
+                lambda here: self.try_plan(here.plan(self.config)).increase,
+                self.limit,
+            )
+
+    def _plan(self, ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
+        full = CompressionPlan.full(self.config)
+        return replace(full, layers=tuple(ranks), window=window, sinks=SINKS)
+
+    def _layer_costs(self, window: int) -> LayerCosts:
+        config, H = self.config, self.config.head_dim
+        ranks = rank_levels(H)
+
+        def alone(layer: int, qk: int, v: int) -> float:
+            layers = [LayerRanks(H, H)] * config.num_layers
+            layers[layer] = LayerRanks(qk, v)
+            return float(np.log1p(self.try_plan(self._plan(layers, window)).increase))
+
+        layers = range(config.num_layers)
+        return LayerCosts(
+            ranks,
+            np.array([[alone(layer, r, H) for r in ranks[:-1]] + [0.0] for layer in layers]),
+            np.array([[alone(layer, H, r) for r in ranks[:-1]] + [0.0] for layer in layers]),
+            np.array([alone(layer, 0, 0) for layer in layers]),
+        ).monotone()
+
+    def _refine(self, costs: LayerCosts) -> None:
+        """Single steps down from the best, cheapest first by its layer's costs, until several fail."""
+        progress = self.best is not None
+        while progress:
+            progress, before = False, self.best
+            assert before is not None
+            steps = steps_down(costs, before.plan.layers, single=True)
+            for layer, ranks in steps[:REFINE_FAILURES]:
+                layers = list(before.plan.layers)
+                layers[layer] = ranks
+                if self.try_plan(replace(before.plan, layers=tuple(layers))) is self.best:
+                    progress = True
+                    break
+
+
+def describe(config: ModelConfig, trial: Trial) -> str:
+    """One line for people."""
+    low, high = trial.interval
+    return (
+        f"{trial.bytes_share:.1%} of the dense KV bytes at {trial.increase:+.2%} [{low:+.2%}, {high:+.2%}]: "
+        f"window {trial.plan.window}, {_describe_ranks(config, trial.plan)}"
+    )
+
+
+def _describe_ranks(config: ModelConfig, plan: CompressionPlan) -> str:
+    if plan.classes is not None:
+        classes, pair = plan.classes, lambda ranks: f"({ranks.qk}, {ranks.v})"
+        member = 1 % config.num_layers  # Behind the first leader.
+        return (
+            f"{classes.fraction[0]:.0%} to {classes.fraction[-1]:.0%} of tokens important at "
+            f"{pair(classes.important[member])} of (R, Z), the rest at {pair(plan.layers[member])}, "
+            f"{len(classes.leaders)} leaders at {pair(plan.layers[0])}"
+        )
+    R, Z = plan.mean_ranks
+    cut = sum(ranks.qk == 0 for ranks in plan.layers)
+    return (
+        f"mean R={R:.0f} Z={Z:.0f} of {config.head_dim}, "
+        f"{cut} of {config.num_layers} layers without distant tokens"
+    )

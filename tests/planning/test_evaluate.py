@@ -1,0 +1,100 @@
+"""Perplexity against a plain float64 computation; the bootstrap against closed forms."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TinyModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zdc_jax import CompressionPlan
+from zdc_jax.planning import evaluate
+from zdc_jax.planning.evaluate import bootstrap_interval, compare, window_nll
+
+
+@pytest.fixture
+def positions_per_block(monkeypatch):
+    """Sets how many positions' logits are computed at once, for this test alone."""
+
+    def set_to(block: int) -> None:
+        monkeypatch.setattr(evaluate, "_POSITIONS_PER_BLOCK", block)
+        evaluate._summed_nll.clear_cache()
+
+    yield set_to
+    evaluate._summed_nll.clear_cache()
+
+
+def plain_nll(network, windows: np.ndarray) -> np.ndarray:
+    """Mean over positions of -log softmax at the next token, float64 [W]."""
+    logits = np.asarray(network(jnp.asarray(windows)), np.float64)[:, :-1]
+    log_p = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+    return -np.take_along_axis(log_p, windows[:, 1:, None], -1)[..., 0].mean(1)
+
+
+@pytest.mark.parametrize(
+    ("length", "block", "batch"), [(33, 512, 1), (33, 8, 2), (17, 16, 4), (30, 8, 3), (2, 8, 3)]
+)
+def test_equals_plain_log_softmax(tiny: TinyModel, positions_per_block, length, block, batch):
+    positions_per_block(block)
+    windows = tiny.tokens(3, length)
+    nll = window_nll(tiny.dense, windows, batch=batch)
+    assert nll.dtype == np.float64
+    np.testing.assert_allclose(nll, plain_nll(tiny.dense, windows), rtol=1e-5)
+
+
+def test_a_model_does_not_differ_from_itself(tiny: TinyModel):
+    windows = tiny.tokens(3, 20)
+    nll = window_nll(tiny.dense, windows)
+    report = compare(tiny.dense, nll, windows)
+    assert report.increase == 0
+    assert report.interval == (0, 0)
+    assert report.window_increases == (0, 0, 0)
+    assert report.perplexity == report.dense_perplexity == pytest.approx(np.exp(nll.mean()))
+    assert report.kv_bytes == report.dense_kv_bytes == tiny.dense.plan.bytes(20, 1, 4)
+
+
+def test_a_plan_is_compared_window_by_window(tiny_opt: TinyModel):
+    windows = tiny_opt.tokens(3, 24)
+    plan = CompressionPlan.uniform(tiny_opt.config, qk=16, v=16)
+    model = tiny_opt.model(plan)
+    report = compare(model.network, window_nll(tiny_opt.dense, windows), windows, batch=2)
+    ours, dense = (plain_nll(network, windows) for network in (model.network, tiny_opt.dense))
+    assert report.perplexity == pytest.approx(np.exp(ours.mean()), rel=1e-5)
+    assert report.increase == pytest.approx(np.exp(ours.mean() - dense.mean()) - 1, abs=1e-4)
+    assert report.window_increases == pytest.approx(np.exp(ours - dense) - 1, abs=1e-4)
+    assert (report.windows, report.window_length) == (3, 24)
+    assert report.kv_bytes == plan.bytes(24, 1, 4) < report.dense_kv_bytes
+
+
+@given(ratio=st.floats(0.5, 3), windows=st.integers(1, 20))
+@settings(max_examples=10, deadline=None)
+def test_constant_differences_have_no_interval(ratio, windows):
+    assert bootstrap_interval(np.full(windows, np.log(ratio))) == pytest.approx([ratio - 1] * 2, abs=1e-12)
+
+
+@given(differences=st.lists(st.floats(-0.5, 0.5), min_size=5, max_size=40))
+@settings(max_examples=20, deadline=None)
+def test_the_interval_lies_among_the_windows(differences):
+    low, high = bootstrap_interval(np.array(differences))
+    assert np.expm1(min(differences)) - 1e-9 <= low <= high <= np.expm1(max(differences)) + 1e-9
+
+
+def test_the_interval_is_that_of_the_mean():
+    """Against the normal approximation of a mean of many small differences."""
+    differences = np.random.default_rng(0).normal(0.01, 0.02, 400)
+    low, high = bootstrap_interval(differences)
+    mean, error = differences.mean(), differences.std() / 20
+    assert low == pytest.approx(np.expm1(mean - 1.96 * error), abs=2e-4)
+    assert high == pytest.approx(np.expm1(mean + 1.96 * error), abs=2e-4)
+
+
+def test_more_windows_and_lower_levels_narrow_the_interval():
+    differences = np.random.default_rng(0).normal(0.01, 0.02, 400)
+
+    def width(count, **options):
+        low, high = bootstrap_interval(differences[:count], **options)
+        assert low < np.expm1(differences[:count].mean()) < high
+        return high - low
+
+    assert width(10) > width(100) > width(400) > width(400, level=0.5)
+    assert width(10) == width(10)

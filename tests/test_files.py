@@ -1,0 +1,23 @@
+"""An old file stays until the new one is whole."""
+
+import pytest
+
+from zdc_jax.files import whole_file
+
+
+def test_a_file_is_replaced_at_once(tmp_path):
+    path = tmp_path / "a.json"
+    for text in ("old", "new"):
+        with whole_file(path) as file:
+            file.write_text(text)
+        assert path.read_text() == text
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_breaks_off_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with pytest.raises(UnicodeEncodeError), whole_file(path) as file:
+        file.write_text("new" * 10_000 + "\ud800", encoding="utf-8")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,1 @@
+"""How layers keep keys and values: one interface, one file a method."""

@@ -1,0 +1,94 @@
+"""Rotary embedding, and the basis of queries and keys after it (`post_rope`), in one kernel where it pays."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from kernels_pallas import TILE_TOKENS, post_rope
+from zdc_jax.axes import Array
+from zdc_jax.config import RopeConfig
+from zdc_jax.ops import attention
+from zdc_jax.ops.attention import Implementation
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Angle per position of each rotary pair, float64 [H/2], as in transformers' `rope_utils`."""
+    base = rope.theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    if rope.kind == "linear":
+        return base / rope.factor
+    if rope.kind == "llama3":
+        turns = rope.original_max_positions * base / (2 * np.pi)
+        smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        smooth = np.clip(smooth, 0, 1)
+        return base * ((1 - smooth) / rope.factor + smooth)
+    return base
+
+
+def rotate(
+    x: Float[Array, "B T N H"],
+    positions: Int[Array, "B T"],
+    frequencies: Float[Array, "*N h"],
+    *,
+    interleaved: bool,
+) -> Float[Array, "B T N H"]:
+    """Rotary embedding in float32, result in x's dtype.
+
+    Pairs are (p, p + H/2) as in Hugging Face weights, or (2i, 2i + 1) when `interleaved`; `frequencies` is
+    [H/2], or [N, H/2] when each head has its own order of pairs.
+    """
+    angle = positions[:, :, None, None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    y = x.astype(jnp.float32)
+    a, b = (y[..., 0::2], y[..., 1::2]) if interleaved else jnp.split(y, 2, axis=-1)
+    turned = (a * cos - b * sin, b * cos + a * sin)
+    if interleaved:
+        return jnp.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def rope_and_basis(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    positions: Int[Array, "B T"],
+    frequencies: Float[np.ndarray, "H/2"],
+    q_rotation: Float[Array, "K H C"],
+    k_rotation: Float[Array, "K H C"],
+    k_shift: Float[Array, "K C"] | None,
+    implementation: Implementation | None,
+) -> tuple[Float[Array, "B T N C"], Float[Array, "B T K C"]]:
+    """RoPE(q) A_Q and RoPE(k) A_K (+ shift); the G query heads of a KV head share its basis.
+
+    `implementation` is attention's choice. With `pallas` or None the kernel serves what it can (compute
+    capability 9.0, 16 bits, H a multiple of 32); the rest is XLA's, with the same numbers.
+    """
+    H, C = q_rotation.shape[1:]
+    fits = attention.device_refusal(q) is None and H % 32 == 0 and H <= 256 and C % 16 == 0
+    if implementation in (None, "pallas") and fits:
+        return _in_one_kernel(q, k, positions, frequencies, q_rotation, k_rotation, k_shift)
+    angles = jnp.asarray(frequencies, jnp.float32)
+    q, k = (rotate(x, positions, angles, interleaved=False) for x in (q, k))
+    B, T, N, _ = q.shape
+    groups = q.reshape(B, T, k.shape[2], -1, H)
+    q = jnp.einsum("BTKGH,KHR->BTKGR", groups, q_rotation).reshape(B, T, N, C)
+    k = jnp.einsum("BTKH,KHR->BTKR", k, k_rotation)
+    return q, k if k_shift is None else k + k_shift
+
+
+def _in_one_kernel(
+    q: Array,
+    k: Array,
+    positions: Array,
+    frequencies: np.ndarray,
+    q_rotation: Array,
+    k_rotation: Array,
+    k_shift: Array | None,
+) -> tuple[Array, Array]:
+    B, T, C = *q.shape[:2], q_rotation.shape[2]
+    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
+    # A tile is of one row's tokens: few in each are better taken as one row.
+    short = T < TILE_TOKENS
+    rows = (lambda x: x.reshape(1, B * T, *x.shape[2:])) if short else (lambda x: x)
+    operands = rows(q), rows(k), rows(jnp.cos(angles)), rows(jnp.sin(angles)), q_rotation, k_rotation
+    q, k, _ = post_rope(*operands, k_shift, qk_rank=C, keep_tail=False)
+    k = k.swapaxes(1, 2)
+    return (q.reshape(B, T, -1, C), k.reshape(B, T, -1, C)) if short else (q, k)
