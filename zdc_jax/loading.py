@@ -23,7 +23,7 @@ from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.mesh import DATA, MeshConfig
 from zdc_jax.parallel.payload import PAYLOADS, Payload, check_scales, scale_weights
 from zdc_jax.parallel.transformer import ShardedTransformer
-from zdc_jax.parallel.weights import WEIGHTS, Weights
+from zdc_jax.parallel.weights import WEIGHT_PLACEMENTS, WeightPlacement
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.checked import checked_plan
 from zdc_jax.planning.evaluate import window_nll
@@ -69,7 +69,7 @@ def load(
     basis: Basis | None = None,
     dtype: str | None = None,
     mesh: MeshConfig | str | None = None,
-    weights: Weights = "replicated",
+    weights: WeightPlacement = "replicated",
     payload: Payload = "native",
     max_score_error: float | None = None,
     max_degradation: float | None = None,
@@ -147,7 +147,7 @@ def load(
     if payload == "float8":
         check_scales(basis)
         if plan.classes is not None:
-            check_classes("ulysses", payload)
+            check_classes(payload)
     embeddings = cast(checkpoint.embeddings(), target)
     stored = (checkpoint.layer(index) for index in range(config.num_layers))
     layers = prepared_layers(stored, config, plan, basis, target, payload)
@@ -161,11 +161,11 @@ def load(
     return LanguageModel(network, checkpoint.tokenizer(), basis)
 
 
-def _check_placement(mesh: MeshConfig | None, weights: Weights, payload: Payload) -> None:
+def _check_placement(mesh: MeshConfig | None, weights: WeightPlacement, payload: Payload) -> None:
     if payload not in PAYLOADS:
         raise ValueError(f"{payload=} must be one of {PAYLOADS}")
-    if weights not in WEIGHTS:
-        raise ValueError(f"{weights=} must be one of {WEIGHTS}")
+    if weights not in WEIGHT_PLACEMENTS:
+        raise ValueError(f"{weights=} must be one of {WEIGHT_PLACEMENTS}")
     if weights == "gathered" and mesh is None:
         raise MeshError(f"{weights=} are divided over devices; give mesh= with it")
     if payload == "float8" and mesh is None:
