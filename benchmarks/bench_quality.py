@@ -250,7 +250,7 @@ def main(options: Options) -> None:
             "output": {"qk": "balanced", "vo": "output"},
             "centred": {"qk": "balanced", "vo": "balanced", "center": True},
         }
-        if bench.config.rope is not None:
+        if bench.config.is_rotary:
             kinds["pairs"] = {"qk": "pairs", "vo": "balanced"}
         for name, kind in kinds.items():
             bench.bases[name] = bench.make_basis(bench.moments, **kind)

@@ -58,9 +58,8 @@ from zdc_jax.axes import Array
 from zdc_jax.errors import MeshError
 from zdc_jax.model.transformer import Embeddings
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.parallel.mesh import MeshConfig, spec
+from zdc_jax.parallel.mesh import MeshConfig, layout
 from zdc_jax.parallel.processes import initialize
-from zdc_jax.parallel.prompt_cache import Slots
 from zdc_jax.parallel.traffic import hlo_bytes
 from zdc_jax.parallel.transformer import last_token, whole_layer
 from zdc_jax.parallel.weights import gathered_bytes
@@ -102,7 +101,7 @@ class Bench:
         if sizes.size != sizes.sequence:
             raise MeshError(f"mesh={options.mesh!r} must have one device along data and model")
         config = SHAPES[options.shape]
-        self.config = replace(config, num_layers=options.layers or config.num_layers)
+        self.config = replace(config, layers=config.layers[: options.layers or None])
         self.mesh, self.degree = sizes.create(), sizes.sequence
         processes = f"{jax.process_count()}-processes" if jax.process_count() > 1 else ""
         parts = ("sequence-parallel", options.shape, str(self.degree), processes, options.label)
@@ -166,7 +165,7 @@ class Bench:
 
     def plan(self, row: Row, layers: int | None = None) -> CompressionPlan:
         """The row's plan for the first layers."""
-        options, config = self.options, replace(self.config, num_layers=layers or self.config.num_layers)
+        options, config = self.options, replace(self.config, layers=self.config.layers[: layers or None])
         if row.near is None:
             return CompressionPlan.full(config)
         qk, v = options.far
@@ -269,9 +268,9 @@ class Bench:
         network = self.model.on_mesh(self.plan(row, 1), row.weights, row.payload)
         padded = -(-length // self.degree) * self.degree
         x = self.by_token(padded, network.dtype)
-        near, block = (plan.sinks, plan.window), network.prompt_layers[0]
+        block, spec = network.prompt_layers[0], network.layer_caches[0]
         attention, implementation = ATTENTION[row.method], self.implementation(row)
-        options = (plan.layers[0], near, self.mesh, attention, implementation, row.weights)
+        options = (spec, self.mesh, attention, implementation, row.weights)
         compiled = layers * hlo_bytes(whole_layer.lower(block, x, *options).compile().as_text())
         if row.weights == "gathered":
             formula += layers * gathered_bytes(block, self.mesh)
@@ -281,15 +280,14 @@ class Bench:
         """Of one program for all: bytes in one layer's times layers; rows of padding by device."""
         network = self.model.on_mesh(self.plan(row, 1))
         x, end = self.by_token(self.degree * partition.longest, network.dtype), jnp.full(1, partition.length)
-        slots = Slots.of(network.plan, in_eights(partition.length))
-        options = (partition, slots, self.mesh, self.implementation(row))
-        program = piece_layer.lower(network.prompt_layers[0], x, end, network.plan.layers[0], *options)
+        options = (partition, in_eights(partition.length), self.mesh, self.implementation(row))
+        program = piece_layer.lower(network.prompt_layers[0], x, end, network.layer_caches[0], *options)
         compiled = self.config.num_layers * hlo_bytes(program.compile().as_text())
         return {"compiled": compiled, "padding": partition.padding}
 
     def by_token(self, length: int, dtype: Any) -> jax.ShapeDtypeStruct:
         """Hidden states of a prompt, as they lie on the mesh."""
-        sharding = NamedSharding(self.mesh, spec("B T D"))
+        sharding = NamedSharding(self.mesh, layout("B T D"))
         return jax.ShapeDtypeStruct((1, length, self.config.embed_dim), dtype, sharding=sharding)
 
     def check(self, row: Row) -> dict[str, float]:

@@ -104,9 +104,8 @@ class Parts:
         payload: Payload = "native",
     ):
         self.config, self.mesh, self.length, self.method = config, mesh, length, method
-        self.ranks = plan.layers[0]
-        sinks, window = (min(count, length) for count in (plan.sinks, plan.window))
-        self.keys = FarKeys(config.head_dim**-0.5, sinks, window, implementation)
+        self.ranks, self.spec = plan.layers[0], plan.layer_caches(config.dtype)[0]
+        self.keys = FarKeys(config.scale(0), *plan.near(0), implementation)
         self.scales: Scales | None = None
         if payload == "float8":
             widths = (self.ranks.qk, self.ranks.qk, self.ranks.v)
@@ -148,17 +147,8 @@ class Parts:
 
     def _attention(self, q: Array, k: Array, v: Array) -> Array:
         payload = {} if self.scales is None else {"far": partial(ulysses, scales=self.scales)}
-        return ATTENTION[self.method](
-            q,
-            k,
-            v,
-            scale=self.keys.scale,
-            ranks=self.ranks,
-            sinks=self.keys.sinks,
-            window=self.keys.window,
-            implementation=self.keys.implementation,
-            **payload,
-        )
+        options = {"spec": self.spec, "implementation": self.keys.implementation, **payload}
+        return ATTENTION[self.method](q, k, v, scale=self.keys.scale, **options)[0]
 
     def _near(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         return attend_near(q, k, v, self.keys)

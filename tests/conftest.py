@@ -17,7 +17,7 @@ from convert.calibration.calibrate import CalibrationOptions, calibrate, collect
 from convert.conversion import convert
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import CheckpointWriter
-from zdc_jax.config import ModelConfig, RopeConfig
+from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
 from zdc_jax.loading import LanguageModel, prepared_layers
 from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
@@ -30,7 +30,8 @@ jax.config.update("jax_disable_most_optimizations", ON_CPU)
 
 LLAMA = ModelConfig(
     family="llama",
-    num_layers=3,
+    layers=LayerSpec(rope=RopeConfig(theta=10_000.0)).repeated(3),
+    norm="rms",
     embed_dim=64,
     ffn_dim=96,
     vocab_size=97,
@@ -42,7 +43,6 @@ LLAMA = ModelConfig(
     activation="silu",
     dtype="float32",
     tie_embeddings=True,
-    rope=RopeConfig(theta=10_000.0),
     eos_ids=(2,),
 )
 OPT = replace(
@@ -50,7 +50,8 @@ OPT = replace(
     family="opt",
     num_kv_heads=4,
     activation="relu",
-    rope=None,
+    layers=LayerSpec(mlp="plain").repeated(3),
+    norm="layer",
     position_offset=2,
     qkv_bias=True,
     out_bias=True,

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from zdc_jax.basis import Basis
-from zdc_jax.config import ModelConfig
+from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.errors import CalibrationError, CheckpointError
 
 CONFIG = ModelConfig(
     family="opt",
-    num_layers=2,
+    layers=LayerSpec(mlp="plain").repeated(2),
+    norm="layer",
+    position_offset=2,
     embed_dim=12,
     ffn_dim=16,
     vocab_size=10,
@@ -175,4 +177,4 @@ def test_check_model():
     with pytest.raises(CalibrationError, match="calibrated on model 'abc', this one is 'xyz'"):
         make().check_model("xyz", CONFIG)
     with pytest.raises(CalibrationError, match=r"\(2, 3, 4\), the model \(5, 3, 4\)"):
-        make().check_model("abc", replace(CONFIG, num_layers=5))
+        make().check_model("abc", replace(CONFIG, layers=CONFIG.layers[:1] * 5))

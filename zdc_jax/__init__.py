@@ -5,7 +5,7 @@ result = zdc_jax.generate(model, ["Once upon a time"], max_new_tokens=64)
 """
 
 from zdc_jax.basis import Basis as Basis
-from zdc_jax.cache.prefix_ring import KVCache as KVCache
+from zdc_jax.cache.kv_cache import KVCache as KVCache
 from zdc_jax.checkpoint import Checkpoint as Checkpoint
 from zdc_jax.config import ModelConfig as ModelConfig
 from zdc_jax.errors import ZDCError as ZDCError

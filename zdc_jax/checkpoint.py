@@ -101,7 +101,7 @@ class Checkpoint:
 
     def layer(self, index: int) -> dict[str, Any]:
         """Parameters of one layer: nested dict of numpy arrays, see `layer_shapes`."""
-        return self._read(_layer_name(index), layer_shapes(self.config))
+        return self._read(_layer_name(index), layer_shapes(self.config, index))
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer, None where the folder has none; raises `CheckpointError` for an unreadable one."""

@@ -155,7 +155,7 @@ def load(
     if devices is None:
         network = Transformer(config, plan, embeddings, layers)
     else:
-        blocks = (Block(layer, config) for layer in layers)
+        blocks = (Block(layer, config, spec) for layer, spec in zip(layers, config.layers, strict=True))
         ends = Embeddings(embeddings, config)
         network = ShardedTransformer(config, plan, ends, blocks, devices, weights=weights)
     return LanguageModel(network, checkpoint.tokenizer(), basis)
@@ -281,7 +281,7 @@ def prepared_layers(
                 basis,
                 index,
                 plan.stored_ranks(index),
-                full_width=plan.keeps_full_width,
+                full_width=any(plan.near(index)),
             )
             if payload == "float8":
                 folded |= scale_weights(basis, index)

@@ -1,7 +1,6 @@
 """`CompressionPlan`: which coordinates of Q, K, V each layer keeps (DESIGN: near and far, nested ranks)."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -9,7 +8,11 @@ from typing import Any, Self
 
 import numpy as np
 
+from zdc_jax import methods
 from zdc_jax.basis import Basis
+from zdc_jax.cache.classes import ClassBlocks
+from zdc_jax.cache.kv_cache import cache_bytes
+from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
 from zdc_jax.files import whole_file
@@ -22,16 +25,19 @@ MAX_DISTINCT_RANKS = 6
 """Distinct (R, Z) pairs `from_spectrum` may use; each is compiled separately."""
 MOST_TOKENS = 2**31 - 1
 """Positions are int32."""
-LENGTH_BYTES = 4
-"""Every row of a cache stores its length as one int32."""
 
 
 @dataclass(frozen=True)
 class LayerRanks:
-    """R (`qk`) and Z (`v`) of one layer: coordinates kept per head for keys outside the window."""
+    """R (`qk`) and Z (`v`) of one layer: coordinates kept per head for keys outside the window.
+
+    window: of this layer, in tokens, in the place of the plan's window and sinks; only without far keys
+    (R = Z = 0). That is how a plan says what sliding-window layers keep.
+    """
 
     qk: int
     v: int
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,25 +57,9 @@ class TokenClasses:
     important: tuple[LayerRanks, ...]
     block: int = 512
 
-    def slots(self, group: int, tokens: int) -> int:
-        """Important tokens among `tokens` of one block, in the group of this index."""
-        return math.ceil(self.fraction[group] * tokens - 1e-9)
-
-    def segment_slots(self, group: int, capacity: int) -> tuple[int, int]:
-        """Slots of the important segment and of the rest, for a cache of `capacity` tokens.
-
-        Both are rounded up to the 8 rows that a GPU copies at a time.
-        """
-        blocks, slots = -(-capacity // self.block), self.slots(group, self.block)
-        rounded = lambda rows: -(-rows // 8) * 8
-        return rounded(blocks * slots), rounded(blocks * (self.block - slots))
-
-    def important_in(self, group: int, tokens: int) -> int:
-        """Important tokens of a piece that begins with a block; 1 for a decoded token, of whichever class."""
-        if tokens == 1:
-            return 1
-        whole, more = divmod(tokens, self.block)
-        return whole * self.slots(group, self.block) + self.slots(group, more)
+    def blocks(self, group: int) -> ClassBlocks:
+        """How the tokens of the group of this index are divided."""
+        return ClassBlocks(self.block, self.fraction[group])
 
     def members(self, group: int, layers: int) -> range:
         """The layers of a group behind its leader."""
@@ -100,6 +90,7 @@ class CompressionPlan:
     window: int = 0
     fingerprint: str = ""
     classes: TokenClasses | None = None
+    method: str = "zdc"
 
     def __post_init__(self) -> None:
         for name in ("sinks", "window"):
@@ -110,6 +101,8 @@ class CompressionPlan:
                 raise PlanError(f"{name}={value} must be >= 1")
         if not isinstance(self.fingerprint, str):
             raise PlanError(f"fingerprint={self.fingerprint!r} must be a string")
+        if self.method not in methods.names():
+            raise PlanError(f"method={self.method!r} must be one of {methods.names()}")
         if not self.layers:
             raise PlanError("layers=() must name the ranks of at least one layer")
         for index, ranks in enumerate(self.layers):
@@ -147,19 +140,34 @@ class CompressionPlan:
             raise PlanError(
                 f"layer {index}: qk={ranks.qk}, v={ranks.v}: a layer without far attention needs both at 0"
             )
-        if ranks.qk == 0 and self.window == 0:
+        if ranks.qk == 0 and self.window == 0 and ranks.window is None:
             raise PlanError(f"layer {index}: rank 0 leaves nothing to attend to with window=0")
+        if ranks.window is not None:
+            if not 1 <= _whole(f"layer {index}: window", ranks.window) <= MOST_TOKENS:
+                raise PlanError(f"layer {index}: window={ranks.window} must be 1 to {MOST_TOKENS} tokens")
+            if ranks.qk or self.classes is not None:
+                raise PlanError(f"layer {index}: a window of its own needs rank 0 and no token classes")
 
     @classmethod
     def uniform(cls, config: ModelConfig, *, qk: int, v: int, window: int = 0, sinks: int = 0) -> Self:
-        """The same R=`qk` and Z=`v` in every layer."""
-        return cls(
-            (LayerRanks(qk, v),) * config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            sinks=sinks,
-            window=window,
-        )
+        """The same R=`qk` and Z=`v` in every layer; sliding-window layers as in `of_layers`."""
+        return cls.of_layers(config, [LayerRanks(qk, v)] * config.num_layers, window=window, sinks=sinks)
+
+    @classmethod
+    def of_layers(
+        cls, config: ModelConfig, ranks: Sequence[LayerRanks], *, window: int = 0, sinks: int = 0
+    ) -> Self:
+        """These ranks, but for layers whose checkpoint has a sliding window: they keep it as it is.
+
+        Where the plan keeps no far keys in such a layer, and a shorter window, that one is taken.
+        """
+        layers = []
+        for spec, layer in zip(config.layers, ranks, strict=True):
+            if spec.window is not None:
+                kept = spec.window if layer.qk else min(spec.window, window or spec.window)
+                layer = LayerRanks(0, 0, kept)
+            layers.append(layer)
+        return cls(tuple(layers), config.num_kv_heads, config.head_dim, sinks=sinks, window=window)
 
     @classmethod
     def full(cls, config: ModelConfig) -> Self:
@@ -246,10 +254,10 @@ class CompressionPlan:
         ranks = np.array([[layer.qk, layer.v] for layer in self.layers])
         return Certificate.of(basis, ranks[:, 0], ranks[:, 1])
 
-    @property
-    def keeps_full_width(self) -> bool:
-        """Whether projections stay full because some keys are near (a window or sinks)."""
-        return self.window > 0 or self.sinks > 0
+    def near(self, layer: int) -> tuple[int, int]:
+        """Sinks and window of a layer, in tokens. With either, projections stay whole: some keys are near."""
+        own = self.layers[layer].window
+        return (self.sinks, self.window) if own is None else (0, own)
 
     @property
     def mean_ranks(self) -> tuple[float, float]:
@@ -259,30 +267,13 @@ class CompressionPlan:
             float(np.mean([r.v for r in self.layers])),
         )
 
-    def ring_slots(self, capacity: int) -> int:
-        """Slots of the ring of trailing coordinates for a cache of `capacity` tokens.
+    def layer_caches(self, dtype: str) -> tuple[LayerCacheSpec, ...]:
+        """How each layer keeps its tokens, for a model of this dtype."""
+        return methods.named(self.method).layer_caches(self, dtype)
 
-        The window's and, rounded up to the 8 rows that a GPU copies at a time, the sinks'.
-        """
-        return min(self.window, capacity) + -(-min(self.sinks, capacity) // 8) * 8
-
-    def bytes(self, capacity: int, batch: int = 1, itemsize: int = 2) -> int:
-        """Bytes of a KV cache for `batch` rows of `capacity` tokens, lengths included."""
-        ring, whole = self.ring_slots(capacity), 2 * self.head_dim
-        alike = [r.qk + r.v for index, r in enumerate(self.layers) if not self.has_classes(index)]
-        coordinates = sum(capacity * kept + ring * (whole - kept) for kept in alike)
-        extra = 0
-        if self.classes is not None:
-            groups = range(len(self.classes.leaders))
-            slots = [self.classes.segment_slots(group, capacity) for group in groups]
-            for index, less in enumerate(self.layers):
-                if self.has_classes(index):
-                    important, rest = slots[self.classes.group_of(index)]
-                    more = self.classes.important[index]
-                    coordinates += important * (more.qk + more.v) + rest * (less.qk + less.v) + ring * whole
-            # Positions of all slots, and the importance of one block, once a group.
-            extra = 4 * sum(sum(each) + self.classes.block for each in slots)
-        return batch * (coordinates * self.num_kv_heads * itemsize + LENGTH_BYTES + extra)
+    def bytes(self, capacity: int, batch: int = 1, dtype: str = "bfloat16") -> int:
+        """Bytes of a KV cache for `batch` rows of `capacity` tokens: the sum over layers, and the lengths."""
+        return cache_bytes(self.layer_caches(dtype), capacity, batch)
 
     def has_classes(self, layer: int) -> bool:
         """Whether tokens of two classes keep different ranks in this layer."""
@@ -303,6 +294,12 @@ class CompressionPlan:
         ):
             if mine != theirs:
                 raise PlanError(f"the plan has {name}={mine}, the model {theirs}")
+        for index, (spec, ranks) in enumerate(zip(config.layers, self.layers, strict=True)):
+            if spec.window is not None and not (ranks.window and ranks.window <= spec.window):
+                raise PlanError(
+                    f"layer {index} of the model sees the last {spec.window} tokens: the plan must give it "
+                    f"rank 0 and a window of its own, 1 to {spec.window}; got {ranks}"
+                )
         if self.fingerprint and self.fingerprint != fingerprint:
             raise PlanError(f"the plan was made for model {self.fingerprint!r}, this one is {fingerprint!r}")
 

@@ -17,15 +17,15 @@ from zdc_jax.parallel.far import FarKeys
 from zdc_jax.parallel.mesh import SEQUENCE
 
 
-def all_gather(q: Array, k: Array, v: Array, keys: FarKeys) -> tuple[Array, Array | None]:
+def all_gather(q: Array, k: Array, v: Array, keys: FarKeys) -> tuple[Array, Array | None, None]:
     """Keys and values of all tokens on every device, queries stay (Megatron-LM's context parallelism)."""
     gather = lambda x: jax.lax.all_gather(x, SEQUENCE, axis=1, tiled=True)
     both = moved(gather, jnp.concatenate([k, v], -1))
     k, v = jnp.split(both, [k.shape[-1]], axis=-1)
-    return keys.attend(q, k, v, jax.lax.axis_index(SEQUENCE) * q.shape[1])
+    return *keys.attend(q, k, v, jax.lax.axis_index(SEQUENCE) * q.shape[1]), None
 
 
-def ring(q: Array, k: Array, v: Array, keys: FarKeys) -> tuple[Array, Array | None]:
+def ring(q: Array, k: Array, v: Array, keys: FarKeys) -> tuple[Array, Array | None, None]:
     """Keys and values go round, partial results are merged in float32 (Ring Attention, Liu et al., 2023).
 
     Tokens are divided in order, so that the last device has most to do; keys later than all queries of a
@@ -47,14 +47,14 @@ def ring(q: Array, k: Array, v: Array, keys: FarKeys) -> tuple[Array, Array | No
         result = merge_partial([result, part])
         if distance < U - 1:
             both = moved(lambda x: jax.lax.ppermute(x, SEQUENCE, onward), both)
-    return result[0].astype(v.dtype), result[1]
+    return result[0].astype(v.dtype), result[1], None
 
 
-def all_gather_attention(q: Array, k: Array, v: Array, **options: Any) -> Array:
+def all_gather_attention(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, None]:
     """`sharded_attention`, whose options it takes, with `all_gather`."""
     return sharded_attention(q, k, v, far=all_gather, **options)
 
 
-def ring_attention(q: Array, k: Array, v: Array, **options: Any) -> Array:
+def ring_attention(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, None]:
     """`sharded_attention`, whose options it takes, with `ring`."""
     return sharded_attention(q, k, v, far=ring, **options)

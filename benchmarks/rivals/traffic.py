@@ -34,10 +34,12 @@ def method_bytes(
         how = {"length": length, "degree": degree, "batch": batch, "itemsize": itemsize}
         return prefill_bytes(config, sent, payload=payload, **how)
     K, H, U, t = config.num_kv_heads, config.head_dim, degree, -(-length // degree)
-    near = near_bytes(config, (plan.sinks, plan.window), t, U, itemsize)
-    kept = [ranks.qk + ranks.v for ranks in plan.layers]
-    far = t * (U - 1) * K * sum(kept) * itemsize
-    return batch * (far + near * sum(coordinates < 2 * H for coordinates in kept))
+    total = 0
+    for index, ranks in enumerate(plan.layers):
+        kept = ranks.qk + ranks.v
+        total += t * (U - 1) * K * kept * itemsize
+        total += near_bytes(config, plan.near(index), t, U, itemsize) if kept < 2 * H else 0
+    return batch * total
 
 
 def handed_bytes(
@@ -49,9 +51,10 @@ def handed_bytes(
     of the ring: a dense plan's sum is Eq. 6 of the paper. The hidden state of each row's last token comes on
     top, once a prompt.
     """
-    ring, whole = plan.ring_slots(capacity), 2 * plan.head_dim * len(plan.layers)
     kept = sum(ranks.qk + ranks.v for ranks in plan.layers)
-    caches = (
-        slots * kept + ring * (whole - kept) for slots in cache_slots(partition, plan.sinks, capacity)[:-1]
-    )
+    ring = 0
+    for index, ranks in enumerate(plan.layers):
+        sinks, window = (min(count, capacity) for count in plan.near(index))
+        ring += (window + -(-sinks // 8) * 8) * (2 * plan.head_dim - ranks.qk - ranks.v)
+    caches = (slots * kept + ring for slots in cache_slots(partition, plan.sinks, capacity)[:-1])
     return (*(batch * plan.num_kv_heads * itemsize * cache for cache in caches), 0)

@@ -25,8 +25,8 @@ from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError
 from zdc_jax.loading import load
+from zdc_jax.model.observe import Seen, observe
 from zdc_jax.model.transformer import Transformer
-from zdc_jax.ops.attention import self_attention
 from zdc_jax.ops.contract import einsum_f32
 from zdc_jax.plan import CompressionPlan, allowed_ranks
 from zdc_jax.planning.evaluate import window_nll
@@ -262,22 +262,13 @@ def add_moments(
     network: Transformer, sums: dict[str, Array], tokens: Array, weight: Array
 ) -> dict[str, Array]:
     """Adds the moments of windows `tokens` [B, T] that have `weight` [B] 1 to the running sums."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    x = network.embeddings.embed(tokens, positions)
-    K, scale = network.config.num_kv_heads, network.config.head_dim**-0.5
+    K = network.config.num_kv_heads
 
-    new: list[dict[str, Array]] = []
-    for block in network.layers:
-        seen: dict[str, Array] = {}
+    def tap(seen: Seen) -> dict[str, Array]:
+        grams = [_gram(name, getattr(seen, name), weight, K) for name in "qkvo"]
+        return {name: value for gram in grams for name, value in gram.items()}
 
-        def attend(q: Array, k: Array, v: Array, seen: dict[str, Array] = seen) -> Array:
-            o, _ = self_attention(q, k, v, scale=scale)
-            for name, value in (("q", q), ("k", k), ("v", v), ("o", o)):
-                seen.update(_gram(name, value, weight, K))
-            return o
-
-        x = block(x, positions, attend)
-        new.append(seen)
+    new = observe(network, tokens, tap)
     return {name: total + jnp.stack([seen[name] for seen in new]) for name, total in sums.items()}
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
 from rich.console import Console
@@ -308,7 +307,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 def _report_savings(plan: CompressionPlan, checkpoint: Checkpoint) -> None:
     """Says on standard error what a plan saves at the model's positions, and what its far pairs lose."""
     config = checkpoint.config
-    size = lambda plan: plan.bytes(config.max_positions, 1, jnp.dtype(config.dtype).itemsize)
+    size = lambda plan: plan.bytes(config.max_positions, 1, config.dtype)
     share = size(plan) / size(CompressionPlan.full(config))
     cut, layers = sum(ranks.qk == 0 for ranks in plan.layers), config.num_layers
     print(

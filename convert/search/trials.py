@@ -81,7 +81,7 @@ class TrialBook:
 
     def share(self, plan: CompressionPlan) -> float:
         """KV bytes of a row as long as the windows, of those of the dense cache."""
-        size = lambda plan: plan.bytes(self.windows.shape[1], 1, self.dtype.itemsize)
+        size = lambda plan: plan.bytes(self.windows.shape[1], 1, self.dtype.name)
         return size(plan) / size(CompressionPlan.full(self.config))
 
     def _nll(self, plan: CompressionPlan | None) -> np.ndarray:

@@ -41,7 +41,7 @@ def reference(tiny: TinyModel, tokens: np.ndarray) -> list[dict[str, np.ndarray]
     layers, embeddings = jax.tree.map(lambda x: np.asarray(x, np.float64), (tiny.layers, tiny.embeddings))
     time = np.arange(tokens.shape[1])
     x = embeddings["tokens"][tokens]
-    if config.rope is None:
+    if not config.is_rotary:
         x = x + embeddings["positions"][time + config.position_offset]
 
     def norm(x, weights):
@@ -50,9 +50,9 @@ def reference(tiny: TinyModel, tokens: np.ndarray) -> list[dict[str, np.ndarray]
         return x * weights["scale"] + weights.get("bias", 0)
 
     def turned(x):
-        if config.rope is None:
+        if not config.is_rotary:
             return x
-        turn = np.exp(1j * np.outer(time, config.rope.theta ** -(np.arange(0, H, 2) / H)))
+        turn = np.exp(1j * np.outer(time, config.layers[0].rope.theta ** -(np.arange(0, H, 2) / H)))
         z = (x[..., : H // 2] + 1j * x[..., H // 2 :]) * turn[:, None]
         return np.concatenate([z.real, z.imag], -1)
 

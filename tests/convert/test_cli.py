@@ -48,7 +48,7 @@ def test_plan_and_perplexity(folder, tmp_path, capsys):
     result = json.loads(report.read_text())
     assert result["windows"] == 3
     assert result["interval"][0] <= result["increase"] <= result["interval"][1]
-    assert result["kv_bytes"] == CompressionPlan.load(plan).bytes(64, 1, 4) < result["dense_kv_bytes"]
+    assert result["kv_bytes"] == CompressionPlan.load(plan).bytes(64, 1, "float32") < result["dense_kv_bytes"]
     assert "unmodified" not in capsys.readouterr().err
 
 

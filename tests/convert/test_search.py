@@ -91,7 +91,7 @@ def test_a_trial_is_the_loaded_model(folder, windows):
     trial = book.measure(plan)
     nll = [window_nll(load(folder / "model", p).network, windows) for p in (None, plan)]
     assert trial.increase == pytest.approx(np.expm1((nll[1] - nll[0]).mean()), rel=1e-6)
-    assert trial.bytes_share == plan.bytes(CONTEXT, 1, 4) / CompressionPlan.full(book.config).bytes(
+    assert trial.bytes_share == plan.bytes(CONTEXT, 1, "float32") / CompressionPlan.full(book.config).bytes(
         CONTEXT, 1, 4
     )
 
@@ -171,7 +171,7 @@ def test_unknown_words_are_named_with_those_allowed(name):
 class FakeBook:
     """Measures by a formula: 4096 tokens, eight layers, what is dropped of far tokens costs."""
 
-    config = replace(CONFIGS["llama"], num_layers=8, head_dim=64)
+    config = replace(CONFIGS["llama"], layers=CONFIGS["llama"].layers[:1] * 8, head_dim=64)
     windows = np.zeros((1, 4096), np.int32)
 
     def share(self, plan):

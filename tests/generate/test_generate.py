@@ -54,7 +54,7 @@ def test_equals_greedy_decoding_without_a_cache(model, prompts):
     for prompt, completion in zip(prompts, result.completions, strict=True):
         assert completion.tokens == greedy_by_hand(model, prompt, 12)
         assert completion.finish_reason == "length"
-    assert result.kv_bytes == model.plan.bytes(result.capacity, 3, 4)
+    assert result.kv_bytes == model.plan.bytes(result.capacity, 3, "float32")
 
 
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=1.5, top_k=20, top_p=0.9, seed=3)])
@@ -152,7 +152,7 @@ def test_text_needs_a_tokenizer(model):
 
 
 def test_a_cache_that_cannot_fit_says_what_would(model, monkeypatch):
-    need = model.plan.bytes(128, 2, 4)
+    need = model.plan.bytes(128, 2, "float32")
     monkeypatch.setattr("zdc_jax.cache.prefix_ring.free_bytes", lambda: need - 1)
     with pytest.raises(CacheMemoryError, match=f"needs {need:,} bytes.*batch 1 at this length"):
         generate(model, [[3], [4]], 4)

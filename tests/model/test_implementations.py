@@ -10,7 +10,6 @@ import pytest
 from conftest import LLAMA, OPT, TinyModel
 
 from zdc_jax import generate
-from zdc_jax.cache.prefix_ring import KVCache
 from zdc_jax.loading import LanguageModel
 from zdc_jax.ops import attention as ops
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
@@ -63,7 +62,7 @@ def test_model_on_kernels_lowers_for_cuda(monkeypatch, config, name):
     """Whole sequences, a piece of a prompt after another, and one token."""
     network = bfloat16(TinyModel(config).model(CompressionPlan.uniform(config, **PLANS[name]))).network
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
-    cache = KVCache.create(network.plan, batch=2, capacity=256, dtype=network.dtype)
+    cache = network.new_cache(batch=2, capacity=256)
     integers = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
     extend = lambda cache, tokens, end: network.extend(cache, tokens, end, "pallas")
     for width in (100, 1):
@@ -77,11 +76,10 @@ def replay(network, tokens, implementation):
     """Hidden states of a ragged batch: two pieces of prompt, then token by token."""
     B, T = tokens.shape
     lengths = np.array([T, T - 90])
-    cache = KVCache.create(network.plan, batch=B, capacity=256, dtype=network.dtype)
+    cache = network.new_cache(batch=B, capacity=256)
     extend = jax.jit(lambda cache, x, end: network.extend(cache, x, end, implementation))
     states, start = [], 0
     for width in (100, 70):
-        cache = KVCache(cache.layers, jnp.full(B, start), cache.sinks, cache.window)
         end = np.minimum(lengths - 20, start + width)
         hidden, cache = extend(cache, tokens[:, start : start + width], jnp.asarray(end))
         inside = start + np.arange(width) < end[:, None]
@@ -90,7 +88,6 @@ def replay(network, tokens, implementation):
     held = np.minimum(lengths - 20, start)
     for _ in range(20):
         one = jnp.asarray(tokens[np.arange(B), held][:, None])
-        cache = KVCache(cache.layers, jnp.asarray(held), cache.sinks, cache.window)
         hidden, cache = extend(cache, one, jnp.asarray(held + 1))
         states.append(np.asarray(hidden, np.float32))
         held = held + 1

@@ -2,13 +2,14 @@
 
 import pytest
 
-from zdc_jax.config import ModelConfig
+from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.parallel.traffic import hlo_bytes, prefill_bytes
 from zdc_jax.plan import CompressionPlan
 
 LLAMA_7B = ModelConfig(
     family="llama",
-    num_layers=32,
+    layers=LayerSpec().repeated(32),
+    norm="rms",
     embed_dim=4096,
     ffn_dim=11008,
     vocab_size=32000,

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zdc_jax.cache.prefix_ring import KVCache
 from zdc_jax.errors import PromptError
 from zdc_jax.generate.compile_time import compile_seconds
 from zdc_jax.generate.loop import (
@@ -195,12 +194,7 @@ class _Session:
     def _prefill(self) -> DecodeState:
         if isinstance(self.network, ShardedTransformer):
             return self._prefill_on_mesh(self.network)
-        cache = KVCache.create(
-            self.model.plan,
-            batch=len(self.prompts),
-            capacity=self.capacity,
-            dtype=self.model.network.dtype,
-        )
+        cache = self.network.new_cache(batch=len(self.prompts), capacity=self.capacity)
         self.kv_bytes = cache.bytes()
         return prefill(
             self.network,

@@ -1,6 +1,6 @@
 """Compiled prefill and decode, shared by batch generation and streaming."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.prefix_ring import KVCache
+from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.generate.sampling import SamplingArrays, choose
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
@@ -113,11 +113,8 @@ def _prefill_chunk(
     implementation: Implementation | None,
 ) -> tuple[Array, KVCache]:
     # Rows that ended in an earlier chunk keep their length; their padding stands past it and is dropped.
-    rows = jnp.full_like(lengths, start)
-    cache = replace(cache, lengths=rows)
-    hidden, cache = network.extend(
-        cache, tokens, jnp.minimum(lengths, start + tokens.shape[1]), implementation
-    )
+    end = jnp.minimum(lengths, start + tokens.shape[1])
+    hidden, cache = network.extend(cache, tokens, end, implementation)
     last = lengths - 1 - start
     inside = (last >= 0) & (last < tokens.shape[1])
     picked = jnp.take_along_axis(hidden, jnp.clip(last, 0, tokens.shape[1] - 1)[:, None, None], axis=1)

@@ -1,6 +1,7 @@
 """Attention of tokens divided over a mesh: near keys on each device with a halo, far ones by an exchange."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +9,15 @@ from jaxtyping import Float
 
 from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
+from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.ops.attention import Implementation, near_attention
-from zdc_jax.parallel.far import FarAttention, FarKeys, ulysses
+from zdc_jax.parallel.far import Exchanged, FarAttention, FarKeys, ulysses
 from zdc_jax.parallel.mesh import SEQUENCE
 from zdc_jax.parallel.near import first_tokens, with_halo
 from zdc_jax.parallel.payload import Payload
-from zdc_jax.plan import LayerRanks, TokenClasses
+from zdc_jax.plan import TokenClasses
 
-ShardedAttention = Callable[..., Array]
+ShardedAttention = Callable[..., tuple[Array, Any]]
 """Is called as `sharded_attention`, and with `far` only where it is that very function."""
 
 
@@ -25,38 +27,40 @@ def sharded_attention(
     v: Float[Array, "B t K Hv"],
     *,
     scale: float,
-    ranks: LayerRanks,
-    sinks: int,
-    window: int,
+    spec: PrefixRing,
     implementation: Implementation | None = None,
     far: FarAttention = ulysses,
-) -> Float[Array, "B t N Hv"]:
+) -> tuple[Float[Array, "B t N Hv"], Exchanged | None]:
     """`self_attention` of all tokens, for those of one device: inside `jax.shard_map`, T over `sequence`.
 
     Near keys are attended to on the device, at full rank, with a halo from the devices before it; that does
     not depend on what is exchanged for far keys, so that both may go on at once (ours).
 
     Args:
-      q, k, v: as `self_attention` takes them, of this device's t tokens; coordinates past `ranks` are dropped
+      q, k, v: as `self_attention` takes them, of this device's t tokens; coordinates past R and Z are dropped
         where a plan without near keys is run on arrays that hold more.
       scale: factor on the scores, 1/√H of the original head dim.
-      ranks: coordinates that far keys count with; sinks, window: near set, in tokens.
+      spec: coordinates that far keys count with; near set.
       implementation: of the attention, see `zdc_jax.ops.attention`.
       far: how queries and far keys of other devices come together.
+
+    Returns:
+      attention, and the far keys and values as they arrived, for a cache; None where `far` has none.
 
     Raises:
       NotImplementedError: the chosen implementation cannot do this call, with the reason.
     """
-    keys = FarKeys.of(q, v, ranks, scale=scale, sinks=sinks, window=window, implementation=implementation)
-    attend_far = lambda: far(q[..., : ranks.qk], k[..., : ranks.qk], v[..., : ranks.v], keys)
+    keys = FarKeys.of(q, v, spec, scale=scale, implementation=implementation)
+    attend_far = lambda: far(q[..., : spec.R], k[..., : spec.R], v[..., : spec.Z], keys)
     if keys.are_all:
-        return widened(attend_far()[0], v.shape[-1])
-    parts = [attend_near(q, k, v, keys)]
-    if ranks.qk:
-        o, lse = attend_far()
+        o, _, exchanged = attend_far()
+        return widened(o, v.shape[-1]), exchanged
+    parts, exchanged = [attend_near(q, k, v, keys)], None
+    if spec.R:
+        o, lse, exchanged = attend_far()
         assert lse is not None  # It is there where there is a near set.
         parts.append((o, lse))
-    return merged(parts)[0]
+    return merged(parts)[0], exchanged
 
 
 def check_attention(attention: ShardedAttention, payload: Payload, classes: TokenClasses | None) -> None:

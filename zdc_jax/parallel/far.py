@@ -11,11 +11,11 @@ from typing import Self
 import jax
 
 from zdc_jax.axes import Array
+from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.ops.attention import Implementation, far_attention, self_attention
 from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, scatter_heads
 from zdc_jax.parallel.mesh import SEQUENCE
 from zdc_jax.parallel.payload import Scales
-from zdc_jax.plan import LayerRanks
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,18 @@ class FarKeys:
         cls,
         q: Array,
         v: Array,
-        ranks: LayerRanks,
+        spec: PrefixRing,
         *,
         scale: float,
-        sinks: int,
-        window: int,
         implementation: Implementation | None,
     ) -> Self:
         """Of tokens divided over `sequence`, q [B, t, N, H], v [B, t, K, H]; inside `jax.shard_map`.
 
-        `sinks` and `window`, in tokens, count where q or v is wider than `ranks`; else all keys are far.
+        Sinks and window count where q or v is wider than what `spec` keeps of far keys; else all are far.
         """
-        near = q.shape[-1] > ranks.qk or v.shape[-1] > ranks.v
+        near = q.shape[-1] > spec.R or v.shape[-1] > spec.Z
         length = q.shape[1] * jax.lax.axis_size(SEQUENCE) if near else 0
-        return cls(scale, min(sinks, length), min(window, length), implementation)
+        return cls(scale, *spec.near(length), implementation)
 
     @property
     def are_all(self) -> bool:
@@ -68,21 +66,20 @@ class FarKeys:
         )
 
 
-FarAttention = Callable[[Array, Array, Array, FarKeys], tuple[Array, Array | None]]
-"""Takes q, k, v at the width that far keys count with; no log-sum-exp is needed where they are all."""
-Keep = Callable[[Array, Array], None]
-"""Is given k [B, T, K/U, R] and v [B, T, K/U, Z] of all tokens for the heads of this device."""
+Exchanged = tuple[Array, Array]
+"""k [B, T, K/U, R] and v [B, T, K/U, Z] of all tokens for the heads of one device, as they arrived."""
+FarAttention = Callable[[Array, Array, Array, FarKeys], tuple[Array, Array | None, Exchanged | None]]
+"""Takes q, k, v at the width that far keys count with. Gives o and its log-sum-exp, which may be None where
+all keys are far; and what a cache by head can keep, None where nothing of that form has arrived."""
 
 
 def ulysses(
-    q: Array, k: Array, v: Array, keys: FarKeys, keep: Keep | None = None, scales: Scales | None = None
-) -> tuple[Array, Array | None]:
+    q: Array, k: Array, v: Array, keys: FarKeys, scales: Scales | None = None
+) -> tuple[Array, Array | None, Exchanged]:
     """Heads for tokens and back, two all-to-alls (DeepSpeed-Ulysses, with what is truncated: ZDC §5.3)."""
     q, k, v = scatter_heads((q, k, v), SEQUENCE, scales)
     scale = None if scales is None else scales.v
-    if keep is not None:
-        keep(k, v)
     if keys.are_all:
         o, _ = self_attention(q, k, v, scale=keys.scale, implementation=keys.implementation)
-        return gather_heads(o, SEQUENCE, scale), None
-    return gather_heads_and_lse(*keys.attend(q, k, v), SEQUENCE, scale)
+        return gather_heads(o, SEQUENCE, scale), None, (k, v)
+    return *gather_heads_and_lse(*keys.attend(q, k, v), SEQUENCE, scale), (k, v)

@@ -36,10 +36,10 @@ def prefill_bytes(
     Raises:
       NotImplementedError: a payload that cannot exchange the plan's token classes.
     """
-    layer = lambda ranks: layer_bytes(
+    layer = lambda index: layer_bytes(
         config,
-        ranks,
-        (plan.sinks, plan.window),
+        plan.layers[index],
+        plan.near(index),
         length=length,
         degree=degree,
         payload=payload,
@@ -50,7 +50,7 @@ def prefill_bytes(
         return batch * _class_bytes(
             config, plan, plan.classes, length=length, degree=degree, itemsize=itemsize
         )
-    return batch * sum(layer(ranks) for ranks in plan.layers)
+    return batch * sum(layer(index) for index in range(len(plan.layers)))
 
 
 def layer_bytes(
@@ -111,7 +111,10 @@ def _class_bytes(
     total = len(classes.leaders) * 4 * t * (U - 1)
     for index, less in enumerate(plan.layers):
         if plan.has_classes(index):
-            more, important = classes.important[index], classes.important_in(classes.group_of(index), t)
+            more, important = (
+                classes.important[index],
+                classes.blocks(classes.group_of(index)).important_in(t),
+            )
             kept = important * (more.qk + more.v) + (t - important) * (less.qk + less.v)
             coordinates = t * N * (more.qk + more.v) + K * kv_copies(K, U) * kept
             total += coordinates * itemsize * (U - 1) // U
@@ -139,9 +142,12 @@ def cache_bytes(
     float32 importance of one block, summed over the devices.
     """
     heads = config.num_kv_heads * kv_copies(config.num_kv_heads, degree)
-    kept = (ranks.qk + ranks.v for index, ranks in enumerate(plan.layers) if not plan.has_classes(index))
-    trailing = 2 * plan.head_dim * len(plan.layers) - sum(kept)
-    ring = heads * plan.ring_slots(capacity) * trailing * itemsize
+    ring = 0
+    for index, ranks in enumerate(plan.layers):
+        kept = 0 if plan.has_classes(index) else ranks.qk + ranks.v
+        sinks, window = (min(count, capacity) for count in plan.near(index))
+        slots = window + -(-sinks // 8) * 8
+        ring += heads * slots * (2 * plan.head_dim - kept) * itemsize
     blocks = 0 if plan.classes is None else 2 * 4 * len(plan.classes.leaders) * plan.classes.block
     return batch * (ring + blocks) * (degree - 1) // degree
 

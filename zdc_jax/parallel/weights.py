@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zdc_jax.axes import Array
 from zdc_jax.model.block import Block
 from zdc_jax.parallel.exchange import kv_copies, moved
-from zdc_jax.parallel.mesh import DATA, SEQUENCE, degree, spec, whole_on
+from zdc_jax.parallel.mesh import DATA, SEQUENCE, degree, layout, whole_on
 
 _AXES = {
     "q": "D N H",
@@ -109,7 +109,7 @@ def _put(x: Array | np.ndarray, sharding: NamedSharding) -> Array:
 
 def _spec(path: Any, among: tuple[str, ...], weights: WeightPlacement) -> PartitionSpec:
     axes = _axes(path)
-    parts = spec(axes, among)
+    parts = layout(axes, among)
     if weights == "replicated" or _name(path) not in _ALONG_D:
         return parts
     divided = zip(axes.split(), parts, strict=True)

@@ -126,13 +126,13 @@ class Predictor:
 
     def costs(self, config: ModelConfig, profile: Profile) -> dict[int, LayerCosts]:
         """Predicted costs of single layers for each of the profile's windows."""
-        rotary, windows = config.rope is not None, profile.windows.tolist()
+        rotary, windows = config.is_rotary, profile.windows.tolist()
         of = lambda index: self.layer_costs(profile, index, config.head_dim, rotary=rotary)
         return {window: of(index) for index, window in enumerate(windows)}
 
     def floor(self, config: ModelConfig) -> float:
         """Predicted cost of the basis at full rank, nats a token."""
-        return float(floor_nats(self.weights, jnp.array(float(config.rope is not None))))
+        return float(floor_nats(self.weights, jnp.array(float(config.is_rotary))))
 
     def paths(self, config: ModelConfig, profile: Profile) -> list[list[tuple[CompressionPlan, float]]]:
         """For each window, plans from all coordinates to none outside it, with predicted nats a token."""

@@ -9,7 +9,7 @@ import pytest
 from conftest import LLAMA, OPT, TinyModel
 
 from zdc_jax import generate, stream
-from zdc_jax.cache.prefix_ring import KVCache
+from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.errors import MeshError
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.transformer import ShardedTransformer
@@ -22,8 +22,11 @@ PLANS = {
     "window of several devices": ((MIXED, FULL), {"window": 37, "sinks": 20}),
 }
 MODELS = {
-    "llama, K < U": (replace(LLAMA, num_layers=2, num_heads=8, num_kv_heads=2), "sequence=4"),
-    "opt": (replace(OPT, num_layers=2, num_heads=8, num_kv_heads=8), "data=2,sequence=2,model=2"),
+    "llama, K < U": (replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2), "sequence=4"),
+    "opt": (
+        replace(OPT, layers=OPT.layers[:1] * 2, num_heads=8, num_kv_heads=8),
+        "data=2,sequence=2,model=2",
+    ),
 }
 PROMPTS = [[5, 6, 7] * 15, [3, 9], [80, 4, 4, 60, 11], [12]]
 LENGTHS, CAPACITY, STEPS = np.array([61, 20]), 96, 12
@@ -53,7 +56,7 @@ def test_as_on_one_device(plan, name):
     sharded = ShardedTransformer.of(network, MeshConfig.parse(mesh).create())
 
     def on_one(tokens, end):
-        empty = KVCache.create(compression, batch=2, capacity=CAPACITY, dtype=jnp.float32)
+        empty = KVCache.create(compression.layer_caches("float32"), batch=2, capacity=CAPACITY)
         hidden, cache = network.extend(empty, tokens, end)
         return hidden[np.arange(2), LENGTHS - 1], cache
 

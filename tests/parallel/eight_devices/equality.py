@@ -29,7 +29,9 @@ PLANS = {
 @cache
 def tiny(name: str, num_heads: int, num_kv_heads: int) -> TinyModel:
     config = {"llama": LLAMA, "opt": OPT}[name]
-    return TinyModel(replace(config, num_layers=2, num_heads=num_heads, num_kv_heads=num_kv_heads))
+    return TinyModel(
+        replace(config, layers=config.layers[:1] * 2, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    )
 
 
 @cache

@@ -11,7 +11,7 @@ from zdc_jax.errors import MeshError
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.planning.evaluate import window_nll
 
-CONFIG = replace(LLAMA, num_layers=2, num_heads=8, num_kv_heads=2)
+CONFIG = replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2)
 
 
 @pytest.fixture(scope="module")

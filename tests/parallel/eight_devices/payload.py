@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.rivals.far import ring_attention
 from zdc_jax import load
+from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import CalibrationError, MeshError
 from zdc_jax.parallel.attention import sharded_attention
@@ -95,8 +96,9 @@ def test_attention_rounds_where_it_says(K, ranks, sinks, window):
     scales = Scales(*(np.full((K, r), 2.0**-4, np.float32) for r in (ranks.qk, ranks.qk, ranks.v)))
 
     def attend(q, k, v):
-        near, far = {"sinks": sinks, "window": window}, partial(ulysses, scales=scales)
-        return sharded_attention(q, k, v, scale=H**-0.5, ranks=ranks, **near, far=far)
+        kept = {"R": ranks.qk, "Z": ranks.v, "sinks": sinks, "window": window}
+        spec = PrefixRing(num_kv_heads=k.shape[2], head_dim=H, dtype="float32", **kept)
+        return sharded_attention(q, k, v, scale=H**-0.5, spec=spec, far=partial(ulysses, scales=scales))[0]
 
     got = np.asarray(sharded(attend, (TOKENS,) * 3, TOKENS)(*qkv))
     expected = far_and_near(qkv, scales, ranks, sinks, window, emulated)
@@ -108,7 +110,7 @@ def test_attention_rounds_where_it_says(K, ranks, sinks, window):
     assert 1e-3 < np.sqrt(np.mean((got - exact) ** 2) / np.mean(exact**2)) < 2.0**-4
 
 
-CONFIG = replace(LLAMA, num_layers=2, num_heads=8, num_kv_heads=2)
+CONFIG = replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2)
 
 
 @pytest.fixture(scope="module")

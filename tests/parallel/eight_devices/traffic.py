@@ -20,8 +20,8 @@ from zdc_jax.parallel.weights import gathered_bytes
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 CONFIGS = {
-    "MHA": replace(LLAMA, num_layers=2, num_heads=4, num_kv_heads=4),
-    "GQA, K < U": replace(LLAMA, num_layers=2, num_heads=8, num_kv_heads=2),
+    "MHA": replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=4, num_kv_heads=4),
+    "GQA, K < U": replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2),
 }
 NEAR = {
     "no window": ("GQA, K < U", {}),
