@@ -7,22 +7,13 @@ import pytest
 from conftest import TinyModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tiny_tokenizers import byte_tokenizer
 
 from zdc_jax import LanguageModel, Sampling, generate, stream
 from zdc_jax.errors import CacheMemoryError, PromptError
-from zdc_jax.generate import api, loop
+from zdc_jax.generate import request, steps
 from zdc_jax.generate.sampling import restrict
 from zdc_jax.plan import CompressionPlan
-
-
-def byte_tokenizer(vocab: int) -> Tokenizer:
-    """A character a token; the ids of a tiny model's vocabulary."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:vocab]
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +98,11 @@ def test_text_prompts(model):
 
 def test_new_lengths_and_samplings_do_not_recompile(model, prompts):
     generate(model, [prompts[0][:33]], 10, stop_tokens=(), sampling=Sampling(0.7, 5, 0.5, 1))
-    sizes = loop._prefill_chunk._cache_size(), loop.decode._cache_size()
+    sizes = steps._prefill_chunk._cache_size(), steps.decode._cache_size()
     for length in (34, 36, 37):
         sampling = Sampling(0.9, length, 0.8, length)
         generate(model, [prompts[0][:length]], length - 25, stop_tokens=(3,), sampling=sampling)
-    assert (loop._prefill_chunk._cache_size(), loop.decode._cache_size()) == sizes
+    assert (steps._prefill_chunk._cache_size(), steps.decode._cache_size()) == sizes
 
 
 @pytest.mark.parametrize(
@@ -162,7 +153,7 @@ def test_a_cache_that_cannot_fit_says_what_would(model, monkeypatch):
 @given(seed=st.integers(0, 99), top_k=st.integers(1, 40), top_p=st.floats(0.05, 1.0))
 def test_restrict_keeps_the_smallest_sufficient_set(seed, top_k, top_p):
     logits = np.random.default_rng(seed).normal(size=(1, 30)).astype(np.float32) * 3
-    out = np.asarray(restrict(jnp.asarray(logits), jnp.int32(min(top_k, 30)), jnp.float32(top_p)))[0]
+    out = np.asarray(restrict(jnp.asarray(logits), jnp.array([min(top_k, 30)]), jnp.array([top_p])))[0]
     order = np.argsort(-logits[0])[:top_k]
     mass = np.exp(logits[0, order].astype(np.float64))
     before = np.cumsum(mass / mass.sum()) - mass / mass.sum()
@@ -186,5 +177,5 @@ def test_sampling_follows_the_distribution(model, prompts):
 
 
 def test_capacity_repeats_shapes():
-    assert [api.capacity_for(n, 4096) for n in (1, 129, 2049, 4000)] == [128, 256, 4096, 4096]
-    assert api.capacity_for(90, 100) == 100
+    assert [request.capacity_for(n, 4096) for n in (1, 129, 2049, 4000)] == [128, 256, 4096, 4096]
+    assert request.capacity_for(90, 100) == 100
