@@ -1,5 +1,6 @@
 """Compiled prefill and decode, shared by batch generation and streaming."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,7 +47,7 @@ def bucket(length: int, smallest: int = SMALLEST_BUCKET) -> int:
 def prefill(
     network: Transformer,
     cache: KVCache,
-    prompts: list[np.ndarray],
+    prompts: Sequence[np.ndarray],
     sampling: SamplingArrays | None,
     stop_tokens: Array,
     max_new_tokens: int,
@@ -81,7 +82,7 @@ def prefill(
 
 def prefill_on_mesh(
     network: ShardedTransformer,
-    prompts: list[np.ndarray],
+    prompts: Sequence[np.ndarray],
     width: int,
     capacity: int,
     sampling: SamplingArrays | None,
