@@ -17,7 +17,7 @@ from kernels_pallas import TAIL_ALIGNMENT, Ring, Trailing, decode_attention, pre
 from zdc_jax.axes import Array
 from zdc_jax.cache.classes import GroupState, Segment
 from zdc_jax.errors import CacheMemoryError
-from zdc_jax.ops.attention import Implementation, choose_implementation, pallas_refusal
+from zdc_jax.ops.attention import Implementation, cache_refusal, choose_implementation
 from zdc_jax.ops.xla import NearKeys, xla_attention
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
@@ -325,7 +325,14 @@ def cached_attention(
     if not near:
         sinks = window = 0
     refusals: dict[Implementation, Callable[[], str | None]] = {
-        "pallas": lambda: pallas_refusal(q, R, Z, v.shape[-1], near, sinks, window, cache.k),
+        "pallas": lambda: cache_refusal(
+            q,
+            cache.k,
+            cache.v,
+            (cache.ring_k, cache.ring_v) if near else None,
+            sinks=sinks,
+            window=window,
+        ),
         "cudnn": lambda: "it does not read this cache",
     }
     kind = "decode" if q.shape[1] == 1 else "prefill"
