@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from kernels_pallas import TAIL_ALIGNMENT, Ring, Trailing, decode_attention, prefill_attention
 from zdc_jax.axes import Array
 from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, put_rows
-from zdc_jax.ops.attention import Implementation, choose_implementation, pallas_refusal, self_attention
+from zdc_jax.ops.attention import Implementation, cache_refusal, choose_implementation, self_attention
 from zdc_jax.ops.xla import NearKeys, xla_attention
 
 
@@ -99,8 +99,9 @@ class PrefixRing(LayerCacheSpec):
         """`LayerCacheSpec.attend`; hands `aux` on."""
         near = q.shape[-1] > self.R or v.shape[-1] > self.Z
         sinks, window = state.near if near else (0, 0)
+        rings = (state.ring_k, state.ring_v) if near else None
         refusals: dict[Implementation, Callable[[], str | None]] = {
-            "pallas": lambda: pallas_refusal(q, self.R, self.Z, v.shape[-1], near, sinks, window, state.k),
+            "pallas": lambda: cache_refusal(q, state.k, state.v, rings, sinks=sinks, window=window),
             "cudnn": lambda: "it does not read this cache",
         }
         kind = "decode" if q.shape[1] == 1 else "prefill"
