@@ -6,8 +6,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.progress import track
 
+from convert.progress import track
 from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.block import Block
@@ -61,7 +61,7 @@ def _far_nats(network: Transformer, windows: np.ndarray, window: int, progress: 
     dense = window_nll(network, windows).mean()
     try:
         layers = range(network.config.num_layers)
-        for layer in track(layers, "profile of far attention", disable=not progress):
+        for layer in track(layers, "profile of far attention", shown=progress):
             ranks = [LayerRanks(0, 0) if i == layer else kept for i, kept in enumerate(plan.layers)]
             network.plan = replace(plan, layers=tuple(ranks), window=window)
             found.append(window_nll(network, windows).mean() - dense)
@@ -76,7 +76,7 @@ def _changes(
     """Norms, root of sums over all tokens: of what enters each layer [L], of how each cut changes what it
     writes [L, C]."""
     found = []
-    for tokens in track(windows, "profile of layers", disable=not progress):
+    for tokens in track(list(windows), "profile of layers", shown=progress):
         x = network.embeddings.embed(jnp.asarray(tokens[None]), jnp.arange(len(tokens))[None])
         squares = []
         for block in network.layers:
