@@ -155,7 +155,7 @@ class SearchFlags:
             best = Search(book, options, watch).run()
         console.print(describe(book.config, best), soft_wrap=True, highlight=False)
         write_front(book, best, options, output.with_suffix(".front.json"))
-        return best.plan.for_model(checkpoint.fingerprint, book.basis.coordinates_hash)
+        return book.bound(best.plan)
 
 
 def given(flags: PlanFlags | SearchFlags) -> list[str]:

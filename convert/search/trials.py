@@ -80,6 +80,10 @@ class TrialBook:
         increase = float(np.expm1(difference.mean()))
         return Trial(plan, self.share(plan), increase, bootstrap_interval(difference))
 
+    def bound(self, plan: CompressionPlan) -> CompressionPlan:
+        """`plan`, bound to the model and the basis it is measured on."""
+        return plan.for_model(self.checkpoint.fingerprint, self.basis.coordinates_hash)
+
     def share(self, plan: CompressionPlan) -> float:
         """KV bytes of a row as long as the windows, of those of the dense cache."""
         size = lambda plan: plan.bytes(self.windows.shape[1], 1, self.dtype.itemsize)
