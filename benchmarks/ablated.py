@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float, Int
 
-from convert.calibration.groups import Method, layer_and_importance
+from convert.calibration.groups import ImportanceMethod, layer_and_importance
 from zdc_jax.axes import Array
 from zdc_jax.basis import Basis
 from zdc_jax.cache.classes import class_order
@@ -22,7 +22,7 @@ from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation, self_attention
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
-Importance = Method | Literal["random"]
+Importance = ImportanceMethod | Literal["random"]
 """How tokens are ranked; `random` is what any of them has to beat."""
 
 

@@ -22,7 +22,7 @@ import tyro
 
 from benchmarks.bench_generate import LLAMA_2_7B
 from benchmarks.common import RESULTS, write_result
-from convert.calibration.groups import Method, layer_groups, layer_importance, repetition_ratios
+from convert.calibration.groups import ImportanceMethod, layer_groups, layer_importance, repetition_ratios
 from convert.conversion import convert
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.loading import load
@@ -79,7 +79,7 @@ def compare_methods(options: Options) -> dict[str, Any]:
             eos_id=checkpoint.config.eos_ids[0],
         )
     found: dict[str, Any] = {"topics": topics}
-    for method in get_args(Method):
+    for method in get_args(ImportanceMethod):
         by_row = [layer_importance(network, row[None], method) for row in tokens]
         found[method] = compare_layers(np.concatenate(by_row, axis=1))
         print(method, {t: len(x) for t, x in found[method]["leaders"].items()}, flush=True)
@@ -90,7 +90,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     """Repetition of layer pairs as a distribution for each distance, and the range of scores by depth."""
     from matplotlib import pyplot as plt
 
-    methods = get_args(Method)
+    methods = get_args(ImportanceMethod)
     figure, axes = plt.subplots(3, len(methods), figsize=(4 * len(methods), 9), layout="constrained")
     for column, method in zip(axes.T, methods, strict=True):
         layers = len(results[method]["most"])

@@ -46,9 +46,11 @@ from jax.sharding import NamedSharding
 
 from benchmarks.bench_generate import seconds
 from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.rivals.methods import ATTENTION
 from benchmarks.rivals.partition import Partition, in_eights, interpolated
 from benchmarks.rivals.runahead import RunaheadTransformer
 from benchmarks.rivals.runahead_mesh import MeshRunahead, piece_layer
+from benchmarks.rivals.traffic import handed_bytes, method_bytes
 from benchmarks.sequence_models import SHAPES, Model, ShapeName
 from benchmarks.sequence_parts import Parts, link_rate, searched_partition
 from benchmarks.sequence_rows import ROWS, TASKS, Row, Task, compare
@@ -59,7 +61,7 @@ from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.mesh import MeshConfig, spec
 from zdc_jax.parallel.processes import initialize
 from zdc_jax.parallel.prompt_cache import Slots
-from zdc_jax.parallel.traffic import handed_bytes, hlo_bytes, prefill_bytes
+from zdc_jax.parallel.traffic import hlo_bytes
 from zdc_jax.parallel.transformer import last_token, whole_layer
 from zdc_jax.parallel.weights import gathered_bytes
 from zdc_jax.plan import CompressionPlan
@@ -204,7 +206,8 @@ class Bench:
             ends = runahead.networks[-1].embeddings
             return lambda: _unembed(ends, prefill(tokens, end, implementation=implementation)[0])
         network = self.model.on_mesh(plan, row.weights, row.payload)
-        hidden = partial(network.hidden, tokens, method=row.method, implementation=implementation)
+        attention = ATTENTION[row.method]
+        hidden = partial(network.hidden, tokens, attention=attention, implementation=implementation)
         return lambda: _unembed(network.embeddings, last_token(hidden(), end, self.mesh))
 
     def on_one_device(
@@ -262,12 +265,13 @@ class Bench:
             return out if jax.process_count() == 1 else out | self.sent_in_pieces(row, partition)
         assert row.method is not None
         how = {"length": length, "degree": self.degree, "method": row.method, "payload": row.payload}
-        formula = prefill_bytes(self.config, plan, **how)
+        formula = method_bytes(self.config, plan, **how)
         network = self.model.on_mesh(self.plan(row, 1), row.weights, row.payload)
         padded = -(-length // self.degree) * self.degree
         x = self.by_token(padded, network.dtype)
         near, block = (plan.sinks, plan.window), network.prompt_layers[0]
-        options = (plan.layers[0], near, self.mesh, row.method, self.implementation(row), row.weights)
+        attention, implementation = ATTENTION[row.method], self.implementation(row)
+        options = (plan.layers[0], near, self.mesh, attention, implementation, row.weights)
         compiled = layers * hlo_bytes(whole_layer.lower(block, x, *options).compile().as_text())
         if row.weights == "gathered":
             formula += layers * gathered_bytes(block, self.mesh)

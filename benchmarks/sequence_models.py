@@ -18,7 +18,7 @@ from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.parallel.payload import Payload, scale_for
 from zdc_jax.parallel.transformer import ShardedTransformer
-from zdc_jax.parallel.weights import Weights
+from zdc_jax.parallel.weights import WeightPlacement
 from zdc_jax.plan import CompressionPlan
 
 SHAPES = {
@@ -60,7 +60,7 @@ class Model:
         jax.block_until_ready(self.layers)
 
     def on_mesh(
-        self, plan: CompressionPlan, weights: Weights = "replicated", payload: Payload = "native"
+        self, plan: CompressionPlan, weights: WeightPlacement = "replicated", payload: Payload = "native"
     ) -> ShardedTransformer:
         """For prompts only; `gathered` holds a further share of them, which lies beside the whole."""
         scales = random_scales(self.config) if payload == "float8" else {}

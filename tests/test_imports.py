@@ -44,7 +44,6 @@ no row of their own."""
 LEAVING = {
     ("zdc_jax.cache.classes", "zdc_jax.plan"),
     ("zdc_jax.cache.prefix_ring", "zdc_jax.plan"),
-    ("zdc_jax.parallel.traffic", "benchmarks"),
 }
 """Imports against the table that are known, and on their way out."""
 

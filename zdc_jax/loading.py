@@ -18,7 +18,7 @@ from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import PAYLOADS, Payload, check_scales
 from zdc_jax.parallel.transformer import ShardedTransformer
-from zdc_jax.parallel.weights import WEIGHTS, Weights
+from zdc_jax.parallel.weights import WEIGHT_PLACEMENTS, WeightPlacement
 from zdc_jax.plan import CompressionPlan
 
 logger = logging.getLogger("zdc_jax")
@@ -55,7 +55,7 @@ def load(
     basis: Basis | None = None,
     dtype: str | None = None,
     mesh: MeshConfig | str | None = None,
-    weights: Weights = "replicated",
+    weights: WeightPlacement = "replicated",
     payload: Payload = "native",
 ) -> LanguageModel:
     """Loads a converted folder; with a plan, folds the calibrated basis in and keeps the plan's coordinates.
@@ -93,7 +93,7 @@ def load(
     if payload == "float8":
         check_scales(basis)
         if plan.classes is not None:
-            check_classes("ulysses", payload)
+            check_classes(payload)
     embeddings = cast(checkpoint.embeddings(), target)
     stored = (checkpoint.layer(index) for index in range(config.num_layers))
     layers = prepared_layers(stored, config, plan, basis, target, payload)
@@ -107,14 +107,16 @@ def load(
     return LanguageModel(network, checkpoint.tokenizer(), basis)
 
 
-def check_options(dtype: str | None, mesh: MeshConfig | None, weights: Weights, payload: Payload) -> None:
+def check_options(
+    dtype: str | None, mesh: MeshConfig | None, weights: WeightPlacement, payload: Payload
+) -> None:
     """Refuses what `load` cannot do on any model; raises `CheckpointError`, `ValueError` or `MeshError`."""
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype={dtype!r} must be one of {DTYPES}")
     if payload not in PAYLOADS:
         raise ValueError(f"{payload=} must be one of {PAYLOADS}")
-    if weights not in WEIGHTS:
-        raise ValueError(f"{weights=} must be one of {WEIGHTS}")
+    if weights not in WEIGHT_PLACEMENTS:
+        raise ValueError(f"{weights=} must be one of {WEIGHT_PLACEMENTS}")
     if weights == "gathered" and mesh is None:
         raise MeshError(f"{weights=} are divided over devices; give mesh= with it")
     if payload == "float8" and mesh is None:

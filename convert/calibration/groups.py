@@ -14,7 +14,7 @@ from zdc_jax.model.transformer import Block, Transformer
 from zdc_jax.ops.attention import self_attention
 from zdc_jax.ops.importance import column_sums, token_importance
 
-Method = Literal["denominator", "detrended", "column_sum", "column_mean"]
+ImportanceMethod = Literal["denominator", "detrended", "column_sum", "column_mean"]
 """Softmax denominators (the paper's), these per visible key, sums of weights, these per query that sees."""
 
 SHARE = 0.35
@@ -24,15 +24,15 @@ THRESHOLD = 0.95
 
 
 def layer_importance(
-    network: Transformer, tokens: Int[np.ndarray, "B T"], method: Method = "denominator"
+    network: Transformer, tokens: Int[np.ndarray, "B T"], method: ImportanceMethod = "denominator"
 ) -> Float[np.ndarray, "L B T"]:
     """Importance of every token in every layer of the unmodified model, float32.
 
     Raises:
       CalibrationError: an unknown method.
     """
-    if method not in get_args(Method):
-        raise CalibrationError(f"method={method!r} must be one of {get_args(Method)}")
+    if method not in get_args(ImportanceMethod):
+        raise CalibrationError(f"method={method!r} must be one of {get_args(ImportanceMethod)}")
     x = network.embeddings.embed(
         jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     )
@@ -45,7 +45,7 @@ def layer_importance(
 
 @partial(jax.jit, static_argnames="method")
 def layer_and_importance(
-    block: Block, x: Float[Array, "B T D"], method: Method
+    block: Block, x: Float[Array, "B T D"], method: ImportanceMethod
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T"]]:
     """One layer on whole sequences, and the importance of every token in it."""
     B, T, _ = x.shape

@@ -65,7 +65,7 @@ def test_token_classes(near):
 def test_near_attention_runs_beside_the_exchange_on_the_way_back():
     """In the order of the compiled program, where far attention is between the exchanges."""
     mesh, tokens = MeshConfig(sequence=2).create(), PartitionSpec(None, "sequence")
-    options = {"scale": 0.1, "ranks": LayerRanks(32, 64), "sinks": 4, "window": 512, "method": "ulysses"}
+    options = {"scale": 0.1, "ranks": LayerRanks(32, 64), "sinks": 4, "window": 512}
     attend = partial(sharded_attention, **options, implementation="pallas")
     program = jax.jit(
         jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens, check_vma=False)

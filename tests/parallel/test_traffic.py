@@ -40,12 +40,6 @@ def test_truncated_exchange_is_a_share_of_dense():
     assert (0.1875 + 8 / 1024) * dense < float8 <= 0.21 * dense
 
 
-def test_only_ulysses_has_a_float8_payload():
-    plan = CompressionPlan.full(LLAMA_7B)
-    with pytest.raises(NotImplementedError, match="payload='float8' needs method='ulysses', method='ring'"):
-        prefill_bytes(LLAMA_7B, plan, length=4096, degree=4, method="ring", payload="float8")
-
-
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

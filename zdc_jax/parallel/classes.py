@@ -23,9 +23,9 @@ from zdc_jax.model.block import Block
 from zdc_jax.model.classes import Arrangement, arrange, class_layer, projection
 from zdc_jax.ops.attention import Implementation, segment_attention
 from zdc_jax.ops.importance import token_importance
-from zdc_jax.parallel.attention import Method, attend_near, merged
+from zdc_jax.parallel.attention import attend_near, merged
 from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, scatter_heads
-from zdc_jax.parallel.far import Keys
+from zdc_jax.parallel.far import FarKeys
 from zdc_jax.parallel.mesh import (
     BY_HEAD,
     BY_TOKEN,
@@ -39,7 +39,7 @@ from zdc_jax.parallel.mesh import (
 )
 from zdc_jax.parallel.payload import Payload
 from zdc_jax.parallel.prompt_cache import Slots, layer_cache, stored, with_new_empties
-from zdc_jax.parallel.weights import Weights, weight_specs, whole_weights
+from zdc_jax.parallel.weights import WeightPlacement, weight_specs, whole_weights
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 Near = tuple[int, int]
@@ -50,10 +50,8 @@ _ARRANGEMENT = Arrangement(*_BY_TOKEN)
 """How [B, T, ...], the log-sum-exp [B, N, T] and an arrangement of each device's tokens lie on a mesh."""
 
 
-def check_classes(method: Method, payload: Payload) -> None:
-    """Raises `NotImplementedError` where tokens of two classes do not travel by this method, or as this."""
-    if method != "ulysses":
-        raise NotImplementedError(f"{method=} cannot do this call: token classes need 'ulysses'")
+def check_classes(payload: Payload) -> None:
+    """Raises `NotImplementedError` where tokens of two classes do not travel as this payload."""
     if payload != "native":
         raise NotImplementedError(f"{payload=} cannot do this call: token classes need 'native'")
 
@@ -78,7 +76,7 @@ def prompt_through_groups(
     slots: Slots | None,
     mesh: Mesh,
     implementation: Implementation | None,
-    weights: Weights,
+    weights: WeightPlacement,
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
     """Whole prompts of `end` tokens through all layers, group by group, each behind its leader.
 
@@ -126,7 +124,7 @@ def _leader_layer(
     slots: Slots | None,
     mesh: Mesh,
     implementation: Implementation | None,
-    weights: Weights,
+    weights: WeightPlacement,
 ) -> tuple[Array, Array, LayerCache | None]:
     """One layer that treats all tokens alike, its log-sum-exp [B, N, T], and its cache for given `slots`."""
 
@@ -219,7 +217,7 @@ def _member_layer(
     slots: Slots | None,
     mesh: Mesh,
     implementation: Implementation | None,
-    weights: Weights,
+    weights: WeightPlacement,
 ) -> tuple[Array, ClassLayerCache | None]:
     """One layer behind a leader, on tokens in class order, and its cache for given `slots`.
 
@@ -262,10 +260,10 @@ def _member_layer(
     return layer(block, x, end, held, arrangement)
 
 
-def _keys(block: Block, x: Array, near: Near, implementation: Implementation | None) -> Keys:
+def _keys(block: Block, x: Array, near: Near, implementation: Implementation | None) -> FarKeys:
     length = x.shape[1] * jax.lax.axis_size(SEQUENCE)
     sinks, window = (min(count, length) for count in near)
-    return Keys(block.attention.config.head_dim**-0.5, sinks, window, implementation)
+    return FarKeys(block.attention.config.head_dim**-0.5, sinks, window, implementation)
 
 
 def _attend_segments(
@@ -274,7 +272,7 @@ def _attend_segments(
     v: tuple[Array, Array],
     held: tuple[Array, Array],
     widths: Widths,
-    keys: Keys,
+    keys: FarKeys,
 ) -> tuple[tuple[Array, Array], list[Segment]]:
     """Far attention of all tokens for one device's heads, [B, T, N/U, Z], its log-sum-exp; and its keys.
 

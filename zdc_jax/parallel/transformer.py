@@ -31,9 +31,10 @@ from zdc_jax.model.block import Block
 from zdc_jax.model.classes import Arrangement, extend_groups
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.parallel.attention import Method, check_method, sharded_attention
+from zdc_jax.parallel.attention import ShardedAttention, check_attention, sharded_attention
 from zdc_jax.parallel.classes import check_classes, class_token_layer, prompt_through_groups
 from zdc_jax.parallel.exchange import kv_copies
+from zdc_jax.parallel.far import ulysses
 from zdc_jax.parallel.mesh import (
     BY_HEAD,
     BY_TOKEN,
@@ -50,8 +51,8 @@ from zdc_jax.parallel.payload import Payload, Scales
 from zdc_jax.parallel.prompt_cache import Slots, layer_cache, with_new_empties
 from zdc_jax.parallel.weights import (
     GATHERED_OVER,
-    WEIGHTS,
-    Weights,
+    WEIGHT_PLACEMENTS,
+    WeightPlacement,
     placed,
     replicated,
     weight_specs,
@@ -78,7 +79,7 @@ class ShardedTransformer(nnx.Module):
         layers: Iterable[Block],
         mesh: Mesh,
         *,
-        weights: Weights = "replicated",
+        weights: WeightPlacement = "replicated",
         decodes: bool = True,
     ):
         """Puts weights, of numpy or on devices, where the mesh needs them.
@@ -99,8 +100,8 @@ class ShardedTransformer(nnx.Module):
                     f"{name}={count} cannot be divided over model={mesh.shape[MODEL]} times "
                     f"sequence={mesh.shape[SEQUENCE]} devices"
                 )
-        if weights not in WEIGHTS:
-            raise ValueError(f"{weights=} must be one of {WEIGHTS}")
+        if weights not in WEIGHT_PLACEMENTS:
+            raise ValueError(f"{weights=} must be one of {WEIGHT_PLACEMENTS}")
         if weights == "gathered" and config.embed_dim % (shares := degree(mesh, GATHERED_OVER)):
             raise MeshError(f"embed_dim={config.embed_dim} cannot be gathered from {shares} equal shares")
         self.config, self.plan, self.mesh, self.weights = config, plan, mesh, weights
@@ -110,7 +111,7 @@ class ShardedTransformer(nnx.Module):
         self.token_layers = nnx.List([placed(block, mesh, BY_HEAD) for block in shared])
 
     @classmethod
-    def of(cls, network: Transformer, mesh: Mesh, *, weights: Weights = "replicated") -> Self:
+    def of(cls, network: Transformer, mesh: Mesh, *, weights: WeightPlacement = "replicated") -> Self:
         """A network that is on one device; raises what the constructor does."""
         return cls(network.config, network.plan, network.embeddings, network.layers, mesh, weights=weights)
 
@@ -128,7 +129,7 @@ class ShardedTransformer(nnx.Module):
         self,
         tokens: Int[Array, "B T"],
         *,
-        method: Method = "ulysses",
+        attention: ShardedAttention = sharded_attention,
         implementation: Implementation | None = None,
     ) -> Float[Array, "B T' D"]:
         """Last hidden states of whole sequences, without a cache.
@@ -138,21 +139,21 @@ class ShardedTransformer(nnx.Module):
         divided as the tokens are; that of padding is unspecified.
 
         Args:
-          method: how attention gets at tokens of other devices, see `zdc_jax.parallel.attention`.
+          attention: of one device's tokens on those of all, a function of a module, for it is hashed.
           implementation: of attention on each device, see `zdc_jax.ops.attention`.
 
         Raises:
           MeshError: rows or tokens cannot be divided over this mesh; before anything is computed.
-          NotImplementedError: the implementation cannot do a call, the method no float8 payload, or
-            method and payload no token classes.
+          NotImplementedError: the implementation cannot do a call; a float8 payload or token classes with
+            another `attention` than `sharded_attention`, or both together.
         """
-        check_method(method, self.payload)
+        check_attention(attention, self.payload, self.plan.classes)
         if self.plan.classes is not None:
             end = jnp.full(len(tokens), tokens.shape[1])
-            return self._through_groups(tokens, end, None, method, implementation)[0]
+            return self._through_groups(tokens, end, None, implementation)[0]
         x, near = self._embedded(tokens), (self.plan.sinks, self.plan.window)
         for block, ranks in zip(self.prompt_layers, self.plan.layers, strict=True):
-            x = whole_layer(block, x, ranks, near, self.mesh, method, implementation, self.weights)
+            x = whole_layer(block, x, ranks, near, self.mesh, attention, implementation, self.weights)
         return x
 
     def prefill(
@@ -176,7 +177,7 @@ class ShardedTransformer(nnx.Module):
             raise MeshError(f"{capacity=} must be >= the {length} tokens of the prompts, padding included")
         near, slots = (self.plan.sinks, self.plan.window), Slots.of(self.plan, capacity)
         if self.plan.classes is not None:
-            x, cache = self._through_groups(tokens, end, slots, "ulysses", implementation)
+            x, cache = self._through_groups(tokens, end, slots, implementation)
             assert cache is not None  # There are slots for it.
             return last_token(x, end, self.mesh), cache
         x, layers = self._embedded(tokens), []
@@ -222,10 +223,9 @@ class ShardedTransformer(nnx.Module):
         tokens: Array,
         end: Array,
         slots: Slots | None,
-        method: Method,
         implementation: Implementation | None,
     ) -> tuple[Array, KVCache | None]:
-        check_classes(method, self.payload)
+        check_classes(self.payload)
         x = self._embedded(tokens)
         given = (self.mesh, implementation, self.weights)
         return prompt_through_groups(self.prompt_layers, self.plan, x, end, slots, *given)
@@ -266,28 +266,28 @@ def _embed(embeddings: Embeddings, tokens: Array, length: Array, mesh: Mesh) -> 
     return on_mesh(mesh, local, in_specs, spec("B T D"))(embeddings, tokens, length)
 
 
-@partial(jax.jit, static_argnames=("ranks", "near", "mesh", "method", "implementation", "weights"))
+@partial(jax.jit, static_argnames=("ranks", "near", "mesh", "attention", "implementation", "weights"))
 def whole_layer(
     block: Block,
     x: Array,
     ranks: LayerRanks,
     near: tuple[int, int],
     mesh: Mesh,
-    method: Method,
+    attention: ShardedAttention,
     implementation: Implementation | None,
-    weights: Weights,
+    weights: WeightPlacement,
 ) -> Array:
     """One layer on whole sequences. Jitted, so that layers alike are traced and compiled once."""
     attend = partial(
-        sharded_attention,
+        attention,
         scale=block.attention.config.head_dim**-0.5,
         ranks=ranks,
         sinks=near[0],
         window=near[1],
-        method=method,
         implementation=implementation,
-        scales=Scales.of(block.attention, ranks),
     )
+    if (scales := Scales.of(block.attention, ranks)) is not None:
+        attend = partial(attend, far=partial(ulysses, scales=scales))
 
     def local(block: Block, x: Array) -> Array:
         block = whole_weights(block, weights)
@@ -307,7 +307,7 @@ def _prompt_layer(
     slots: Slots,
     mesh: Mesh,
     implementation: Implementation | None,
-    weights: Weights,
+    weights: WeightPlacement,
 ) -> tuple[Array, LayerCache]:
     """One layer on whole prompts, and its cache with them. Jitted as `whole_layer` is."""
 
@@ -328,10 +328,8 @@ def _prompt_layer(
                 ranks=ranks,
                 sinks=near[0],
                 window=near[1],
-                method="ulysses",
                 implementation=implementation,
-                keep=keep,
-                scales=Scales.of(block.attention, ranks),
+                far=partial(ulysses, keep=keep, scales=Scales.of(block.attention, ranks)),
             )
             layer = layer_cache(k, v, exchanged, positions, end, ranks, slots)
             return o

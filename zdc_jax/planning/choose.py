@@ -16,7 +16,7 @@ from zdc_jax.loading import LanguageModel, check_options, load, stored_basis
 from zdc_jax.parallel.mesh import DATA, MeshConfig
 from zdc_jax.parallel.payload import Payload, check_scales
 from zdc_jax.parallel.transformer import ShardedTransformer
-from zdc_jax.parallel.weights import Weights
+from zdc_jax.parallel.weights import WeightPlacement
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.certificate import plan_from_error
 from zdc_jax.planning.checked import checked_plan
@@ -42,7 +42,7 @@ def choose_plan(
     basis: Basis | None = None,
     dtype: str | None = None,
     mesh: MeshConfig | str | None = None,
-    weights: Weights = "replicated",
+    weights: WeightPlacement = "replicated",
     payload: Payload = "native",
 ) -> CompressionPlan | None:
     """A plan within exactly one limit, bound to the model and the basis, for `zdc_jax.load`.

@@ -10,10 +10,11 @@ import pytest
 from conftest import LLAMA, OPT, TinyModel
 
 import zdc_jax.ops.attention as ops
+from benchmarks.rivals.methods import ATTENTION
+from benchmarks.rivals.traffic import method_bytes
 from zdc_jax import generate
 from zdc_jax.basis import Basis
 from zdc_jax.cache.prefix_ring import KVCache
-from zdc_jax.parallel.attention import METHODS
 from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes, prefill_bytes
@@ -122,17 +123,19 @@ def test_layers_lower_on_kernels(monkeypatch):
 
 def test_refusals():
     with pytest.raises(NotImplementedError, match=r"payload='float8' .*need 'native'"):
-        check_classes("ulysses", "float8")
+        check_classes("float8")
     model, basis = tiny("MHA")
     network = model.model(plan := class_plan(model, {}), basis).network
     sharded = ShardedTransformer.of(network, MeshConfig(sequence=2).create())
     tokens, end = jnp.zeros((1, 40), jnp.int32), jnp.array([40])
-    for method in {*METHODS} - {"ulysses"}:
+    for method in {*ATTENTION} - {"ulysses"}:
         for call in (
-            lambda method=method: sharded.hidden(tokens, method=method),
-            lambda method=method: prefill_bytes(model.config, plan, length=40, degree=2, method=method),
+            lambda method=method: sharded.hidden(tokens, attention=ATTENTION[method]),
+            lambda method=method: method_bytes(model.config, plan, length=40, degree=2, method=method),
         ):
-            with pytest.raises(NotImplementedError, match=f"method='{method}' .*need 'ulysses'"):
+            with pytest.raises(
+                NotImplementedError, match=f"attention=.*{method}.*classes need sharded_attention"
+            ):
                 call()
     for implementation in ("pallas", "cudnn"):
         with pytest.raises(NotImplementedError, match=f"{implementation=} cannot do this call"):

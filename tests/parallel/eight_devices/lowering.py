@@ -11,13 +11,15 @@ from conftest import LLAMA
 from jax.sharding import PartitionSpec as P
 
 import zdc_jax.ops.attention as ops
+from benchmarks.rivals.methods import ATTENTION
 from benchmarks.rivals.partition import Partition
 from benchmarks.rivals.runahead import _attended
 from benchmarks.rivals.runahead_mesh import piece_layer
 from zdc_jax.cache.prefix_ring import LayerCache
 from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
-from zdc_jax.parallel.attention import METHODS, sharded_attention
+from zdc_jax.parallel.attention import sharded_attention
+from zdc_jax.parallel.far import ulysses
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import Scales
 from zdc_jax.parallel.prompt_cache import Slots
@@ -37,12 +39,13 @@ def network(plan):
     return Transformer(CONFIG, plan, params["embeddings"], params["layers"])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ATTENTION)
 @pytest.mark.parametrize("plan", PLANS)
 def test_kernels_lower_inside_shard_map(monkeypatch, plan, method):
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     model = ShardedTransformer.of(network(PLANS[plan]), MeshConfig(sequence=4).create())
-    program = jax.jit(lambda tokens: model.hidden(tokens, method=method, implementation="pallas"))
+    options = {"attention": ATTENTION[method], "implementation": "pallas"}
+    program = jax.jit(lambda tokens: model.hidden(tokens, **options))
     traced = lambda: program.trace(jax.ShapeDtypeStruct((1, 500), jnp.int32))
     if method == "ring" and "sinks" in plan:
         with pytest.raises(NotImplementedError, match="number of sinks"):
@@ -72,8 +75,8 @@ def test_float8_payload_lowers_beside_the_kernels(monkeypatch):
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     ranks, width = LayerRanks(16, 16), 32
     scales = Scales(*(jnp.ones((4, 16), jnp.bfloat16),) * 3)
-    options = {"scale": 1.0, "ranks": ranks, "sinks": 4, "window": 64, "method": "ulysses", "scales": scales}
-    attend = partial(sharded_attention, **options, implementation="pallas")
+    options = {"scale": 1.0, "ranks": ranks, "sinks": 4, "window": 64, "implementation": "pallas"}
+    attend = partial(sharded_attention, **options, far=partial(ulysses, scales=scales))
     specs, mesh = P(None, "sequence"), MeshConfig(sequence=4).create()
     program = jax.jit(
         jax.shard_map(attend, mesh=mesh, in_specs=(specs,) * 3, out_specs=specs, check_vma=False)
@@ -126,10 +129,10 @@ def test_padded_pieces_lower_on_kernels(monkeypatch):
 @pytest.mark.parametrize("method", ["ulysses", "all_gather"])
 def test_near_attention_waits_for_no_exchange(method):
     """Of the four products of attention, near scores and values do not depend on what is exchanged."""
-    options = {"scale": 1.0, "ranks": LayerRanks(16, 16), "sinks": 2, "window": 9, "method": method}
+    options = {"scale": 1.0, "ranks": LayerRanks(16, 16), "sinks": 2, "window": 9}
     tokens = P(None, "sequence")
     attend = jax.shard_map(
-        partial(sharded_attention, **options),
+        partial(ATTENTION[method], **options),
         mesh=MeshConfig(sequence=4).create(),
         in_specs=(tokens,) * 3,
         out_specs=tokens,

@@ -16,13 +16,14 @@ from benchmarks.rivals.partition import Partition
 from benchmarks.rivals.partition_search import PieceCost, link_bandwidth, measured
 from benchmarks.rivals.runahead import RunaheadTransformer
 from benchmarks.rivals.runahead_mesh import MeshRunahead, by_head, piece_layer
+from benchmarks.rivals.traffic import handed_bytes
 from zdc_jax.basis import Basis
 from zdc_jax.cache.prefix_ring import KVCache
 from zdc_jax.errors import CacheMemoryError, MeshError
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.prompt_cache import Slots
-from zdc_jax.parallel.traffic import cache_bytes, handed_bytes, hlo_bytes
+from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
