@@ -15,7 +15,7 @@ from zdc_jax.axes import Array
 from zdc_jax.basis import Basis
 from zdc_jax.cache.classes import ClassBlocks, class_order
 from zdc_jax.config import ModelConfig
-from zdc_jax.loading import cast
+from zdc_jax.fold import cast
 from zdc_jax.model.attention import Attention
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Transformer

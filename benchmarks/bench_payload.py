@@ -30,7 +30,7 @@ from benchmarks.studies import degradation, percent, uniform_plan
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.config import ModelConfig
-from zdc_jax.loading import cast, prepared_layers
+from zdc_jax.fold import cast, prepared_layers
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings
 from zdc_jax.parallel.mesh import MeshConfig

@@ -19,7 +19,8 @@ from convert.conversion import convert
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import CheckpointWriter
 from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
-from zdc_jax.loading import LanguageModel, prepared_layers
+from zdc_jax.fold import prepared_layers
+from zdc_jax.loading import LanguageModel
 from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan

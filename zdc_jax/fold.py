@@ -1,6 +1,7 @@
 """Folding a calibrated basis into attention weights, and slicing them to a plan's ranks (ZDC §4.1–4.2).
 
-All linear algebra is float64; the caller rounds once to the model's dtype. Three placements of the q/k basis:
+All linear algebra is float64; `prepared_layers` rounds once to the model's dtype. Three placements of the q/k
+basis:
 
 - `folded` (no rotary embedding): inside W_Q and W_K, exact, no run-time cost.
 - `post_rope` (rotary layers): a general basis does not commute with the rotary embedding, so q and k are
@@ -10,22 +11,59 @@ All linear algebra is float64; the caller rounds once to the model's dtype. Thre
 V and O are always folded.
 """
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
 
 from zdc_jax.basis import Basis
 from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.errors import CalibrationError
 from zdc_jax.ops.rotary import rope_frequencies
-from zdc_jax.plan import LayerRanks
+from zdc_jax.parallel.payload import Payload, scale_weights
+from zdc_jax.plan import CompressionPlan, LayerRanks
 
 Placement = Literal["folded", "post_rope", "pairs"]
 
 
 _FOLDED = frozenset({"q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias", "q_norm", "k_norm"})
 """Weights that folding has a rule for."""
+
+
+def prepared_layers(
+    layers: Iterator[Any],
+    config: ModelConfig,
+    plan: CompressionPlan,
+    basis: Basis | None,
+    dtype: jnp.dtype,
+    payload: Payload = "native",
+) -> Iterator[dict[str, Any]]:
+    """Folded (if there is a basis), sliced and rounded layers, one at a time; `float8`: with scales."""
+    for index, layer in enumerate(layers):
+        if basis is not None:
+            folded = fold_attention(
+                layer["attention"],
+                config,
+                basis,
+                index,
+                plan.stored_ranks(index),
+                full_width=any(plan.near(index)),
+            )
+            if payload == "float8":
+                folded |= scale_weights(basis, index)
+            layer = {**layer, "attention": folded}
+        yield cast(layer, dtype)
+
+
+def cast(tree: Any, dtype: jnp.dtype) -> Any:
+    """A nested dict of arrays rounded once to the model's dtype; rotary frequencies stay float32."""
+    return {
+        name: cast(value, dtype)
+        if isinstance(value, dict)
+        else np.asarray(value).astype(np.float32 if name == "frequencies" else dtype)
+        for name, value in tree.items()
+    }
 
 
 def placement(spec: LayerSpec, basis: Basis) -> Placement:

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from rich.progress import track
 
 from convert.calibration.basis import make_basis
 from convert.calibration.kmeans import kmeans_moments
 from convert.calibration.moments import Moments
 from convert.calibration.profile import collect_profile, whole_plan
+from convert.progress import track
 from zdc_jax.axes import Array
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
@@ -99,7 +99,7 @@ def calibrate(
       texts: files or folders, see `zdc_jax.planning.text.read_documents`; topics are folder names. Empty: a
         new basis from the moments stored by an earlier calibration, and no profile.
       dtype: dtype the model runs in; default that of the stored weights.
-      progress: show progress bars.
+      progress: show how far it has come, on standard error.
 
     Replacing an older basis is logged as a warning.
 
@@ -234,7 +234,7 @@ def collect_moments(
     network = jax.device_put(network, replicated)
     sums = jax.device_put(zero_sums(network), replicated)
     steps = range(0, len(windows), batch)
-    for start in track(steps, "moments", disable=not progress):
+    for start in track(steps, "moments", shown=progress):
         piece = windows[start : start + batch]
         weight = np.arange(batch) < len(piece)
         whole = np.concatenate([piece, np.repeat(piece[-1:], batch - len(piece), axis=0)])
@@ -307,7 +307,7 @@ def choose_basis(
     open_sides = [side for side, kind in chosen.items() if kind == "auto" and windows is not None]
     perplexities: dict[str, dict[str, float]] = {side: {} for side in open_sides}
     candidates = [(side, kind) for side in open_sides for kind in ("balanced", "stacked")]
-    for side, kind in track(candidates, "basis", disable=not (progress and candidates)):
+    for side, kind in track(candidates, "basis", shown=progress):
         assert windows is not None
         plan = CompressionPlan.uniform(checkpoint.config, **halved[side])
         network = load(checkpoint.path, plan, basis=make(**default | {side: kind}), dtype=dtype).network

@@ -5,8 +5,8 @@ from functools import cache
 
 import jax.numpy as jnp
 import numpy as np
-from rich.progress import track
 
+from convert.progress import track
 from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.observe import Seen, Tap, observe
@@ -60,7 +60,7 @@ def _far_nats(network: Transformer, windows: np.ndarray, window: int, progress: 
     dense = window_nll(network, windows).mean()
     try:
         layers = range(network.config.num_layers)
-        for layer in track(layers, "profile of far attention", disable=not progress):
+        for layer in track(layers, "profile of far attention", shown=progress):
             ranks = [LayerRanks(0, 0) if i == layer else LayerRanks(H, H) for i in layers]
             network.plan = CompressionPlan.of_layers(network.config, ranks, window=window, sinks=SINKS)
             found.append(window_nll(network, windows).mean() - dense)
@@ -76,7 +76,7 @@ def _changes(
     writes [L, C]."""
     found = []
     tap = _tap(cuts)
-    for tokens in track(windows, "profile of layers", disable=not progress):
+    for tokens in track(list(windows), "profile of layers", shown=progress):
         squares = observe(network, jnp.asarray(tokens[None]), tap)
         found.append(np.stack(squares).astype(np.float64))
     norms = np.sqrt(np.sum(found, axis=0))

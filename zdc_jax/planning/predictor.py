@@ -6,7 +6,7 @@ cheapest plan predicted to be within the limit: so it serves any number of layer
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import NamedTuple, Self
@@ -136,13 +136,14 @@ class Predictor:
 
     def paths(self, config: ModelConfig, profile: Profile) -> list[list[tuple[CompressionPlan, float]]]:
         """For each window, plans from all coordinates to none outside it, with predicted nats a token."""
-        full, floor = CompressionPlan.full(config).for_model(profile.fingerprint), self.floor(config)
-        found = []
+        floor, found = self.floor(config), []
         for window, costs in self.costs(config, profile).items():
             nats = lambda ranks, costs=costs: floor + sum(costs.of(i, kept) for i, kept in enumerate(ranks))
-            plan = replace(full, window=window, sinks=SINKS)
-            path = [(replace(plan, layers=ranks), nats(ranks)) for ranks in cheapest_path(costs)]
-            found.append(path)
+            near = {"window": window, "sinks": SINKS}
+            plan = lambda ranks, near=near: CompressionPlan.of_layers(config, ranks, **near).for_model(
+                profile.fingerprint
+            )
+            found.append([(plan(ranks), nats(ranks)) for ranks in cheapest_path(costs)])
         return found
 
     def plan(
