@@ -3,7 +3,11 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
+from zdc_jax.fields import MOST, check_fields
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+MOST_LAYERS = 4096
+"""Bound on what a configuration may ask for; deeper models do not exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +20,14 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_positions"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be > 0")
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(f"{self.low_freq_factor=} must be below {self.high_freq_factor=}")
 
 
 _COUNTS = (
@@ -64,14 +76,14 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} must be an integer >= 1")
+            value, most = getattr(self, name), MOST_LAYERS if name == "num_layers" else MOST
+            if type(value) is not int or not 1 <= value <= most:
+                raise ValueError(f"{name}={value!r:.80} must be an integer from 1 to {most}")
+        check_fields(self)
+        if self.position_offset < 0 or (self.token_embed_dim is not None and self.token_embed_dim < 1):
+            raise ValueError(f"{self.position_offset=} must be >= 0 and {self.token_embed_dim=} >= 1 or None")
         if not isinstance(self.norm_eps, float) or not self.norm_eps > 0:
             raise ValueError(f"norm_eps={self.norm_eps!r} must be a number > 0")
-        for token in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
-            if not isinstance(token, int):
-                raise ValueError(f"special token id {token!r} must be an integer")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}: query heads share KV heads"
