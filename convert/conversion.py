@@ -118,12 +118,11 @@ def read_tokenizer(source: Path, config: ModelConfig) -> str:
                 "with merges.txt)"
             )
         size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        text = tokenizer.to_str()
-    if size > config.vocab_size:
-        raise ConversionError(
-            f"the tokenizer has {size} tokens, more than the model's vocabulary of {config.vocab_size}"
-        )
-    return text
+        if size > config.vocab_size:  # First: writing goes through all ids below the largest, used or not.
+            raise ConversionError(
+                f"the tokenizer has {size} tokens, more than the model's vocabulary of {config.vocab_size}"
+            )
+        return tokenizer.to_str()
 
 
 def verify_against_transformers(
