@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 from conftest import CONFIGS, LLAMA
 from hf_variants import write_tokenizer
+from tokenizers import Tokenizer
 
 from convert.hf.config import DTYPES
 from zdc_jax.checkpoint import MANIFEST, Checkpoint, CheckpointWriter
@@ -87,6 +88,18 @@ def test_tokenizer_and_calibration_lie_beside(tmp_path):
     assert tokenizer is not None
     assert tokenizer.get_vocab_size() == 7
     assert checkpoint.calibration_path == tmp_path / "model" / "calibration"
+
+
+def test_no_prompt_is_cut_or_padded(tmp_path):
+    checkpoint = write(tmp_path / "model")
+    write_tokenizer(checkpoint.path, 7)
+    saved = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json"))
+    saved.enable_truncation(2)
+    saved.enable_padding(length=10**9)
+    saved.save(str(checkpoint.path / "tokenizer.json"))
+    tokenizer = checkpoint.tokenizer()
+    assert tokenizer is not None
+    assert tokenizer.encode("w1 w2 w3").ids == [1, 2, 3]
 
 
 # --- Opening what is not a converted folder --------------------------------------------------------------

@@ -63,7 +63,12 @@ def test_json_round_trip(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"format_version": 2}', '{"format_version": 1}', '{"format_version": 1, "layers": [3]}'],
+    [
+        *("", "{", "[]", "[" * 10**5, '{"format_version": 2}', '{"format_version": 1}'),
+        '{"format_version": 1, "layers": [3]}',
+        # Ranks up to such a head dim must not be listed.
+        '{"format_version": 1, "layers": [{"qk": 8, "v": 8}], "num_kv_heads": 1, "head_dim": 2147483647}',
+    ],
 )
 def test_corrupt_files_are_refused(tmp_path, text):
     path = tmp_path / "plan.json"

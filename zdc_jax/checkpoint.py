@@ -98,13 +98,21 @@ class Checkpoint:
         return self._read(_layer_name(index), layer_shapes(self.config))
 
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, None where the folder has none; `CheckpointError` where it is damaged."""
+        """The tokenizer, without truncation and padding, or None where the folder has none.
+
+        Raises:
+          CheckpointError: it is damaged (its hash changed) or unreadable.
+        """
         path = self.path / TOKENIZER
         if not path.exists():
             return None
         self._check_file(TOKENIZER)
         with foreign_errors_as(CheckpointError, f"cannot read {path}"):
-            return Tokenizer.from_file(str(path))
+            tokenizer = Tokenizer.from_file(str(path))
+            # Some are saved with what batches of training need; a prompt is taken whole, and as it is.
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+        return tokenizer
 
     def check(self) -> None:
         """Recomputes all hashes; raises `CheckpointError` naming the first damaged item or file."""

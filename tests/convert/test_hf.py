@@ -429,12 +429,28 @@ def test_not_finite_weights_are_named_and_leave_nothing(value, stored, tmp_path)
 # --- Tokenizers ------------------------------------------------------------------------------------------
 
 
+def panic(folder: Path) -> None:
+    """A part on which the library panics, which is no `Exception`."""
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+
+
+def number_token(folder: Path, number: int) -> None:
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["model"]["vocab"]["w5"] = number
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda p: (p / "tokenizer.json").unlink(), "hf has no tokenizer: expected tokenizer.json"),
         (lambda p: (p / "tokenizer.json").write_text("{}"), "cannot read the tokenizer of"),
         (lambda p: write_tokenizer(p, VOCAB + 1), "the tokenizer has 97 tokens.*vocabulary of 96"),
+        (panic, "cannot read the tokenizer of .*precompiled_charsmap"),
+        (lambda p: number_token(p, 2**31), "the tokenizer has 2147483649 tokens"),
+        (lambda p: number_token(p, -1), "cannot read the tokenizer of"),
     ],
 )
 def test_wrong_tokenizers_are_refused_before_writing(change, message, tmp_path, monkeypatch):
