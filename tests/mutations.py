@@ -44,6 +44,8 @@ TIME_LIMIT = 20
 """Seconds of processor time that a case may take; `WAIT` times as many may pass on a busy machine."""
 WAIT = 6
 PROCESSES = 2
+REPORT = 500
+"""Cases between two tables."""
 SOURCES = ("llama-gqa", "llama3-new", "llama-head-dim-80", "opt", "opt-350m-like")
 CONVERTED = ("llama-head-dim-80", "opt")
 SHARDED = "sharded"
@@ -446,10 +448,17 @@ def main() -> int:
             counts[kind, "failed" if failed else outcome] += 1
             if failed:
                 print(f"--- seed {seed}, {kind}:\n{outcome}", flush=True)
-    print(f"{'':10}{'loaded':>8}{'refused':>8}{'failed':>8}")
-    for kind in KINDS:
-        print(f"{kind:10}" + "".join(f"{counts[kind, end]:8}" for end in ("loaded", "refused", "failed")))
+            if counts.total() % REPORT == 0 or counts.total() == options.cases:
+                print(table(counts), flush=True)
     return int(any(end == "failed" for _, end in counts))
+
+
+def table(counts: Counter[tuple[str, str]]) -> str:
+    """Cases so far by kind and end."""
+    ends = ("loaded", "refused", "failed")
+    rows = ["".join(f"{counts[kind, end]:8}" for end in ends) for kind in KINDS]
+    lines = [f"{kind:10}{row}" for kind, row in zip(KINDS, rows, strict=True)]
+    return "\n".join([f"{counts.total():<10}" + "".join(f"{end:>8}" for end in ends), *lines])
 
 
 if __name__ == "__main__":
