@@ -52,11 +52,11 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Reads the manifest and checks that every item is there.
+        """Reads the manifest, checks it, and that every item and file is there; those are hashed when read.
 
         Raises:
-          CheckpointError: no such folder, not a (finished) converted folder, another format version, an
-            item missing.
+          CheckpointError: no such folder, not a (finished) converted folder, another format version, a
+            damaged manifest, an item or file missing.
         """
         path = Path(path)
         if not path.is_dir():
@@ -139,14 +139,14 @@ class Checkpoint:
     def _read(self, item: str, shapes: dict[str, Any]) -> dict[str, Any]:
         # Hashing takes a third of the time of reading; beside it, none.
         with ThreadPoolExecutor(1) as thread:
-            found = thread.submit(self._hash, item)
+            digest = thread.submit(self._hash, item)
             try:
                 tree = _restored((self.path / item).resolve())
             except Exception as error:
                 # Orbax raises many kinds for a damaged item; all mean the same here.
-                self._check_item(item, found.result())
+                self._check_item(item, digest.result())
                 raise CheckpointError(f"{self.path}: item {item} cannot be read: {error}") from error
-            self._check_item(item, found.result())
+            self._check_item(item, digest.result())
         found = jax.tree.map(np.shape, tree)
         if found != shapes:
             raise CheckpointError(f"{self.path}: item {item} holds {found}, expected {shapes}")
