@@ -13,7 +13,7 @@ from convert.hf.weights import Entry, HFWeights, entries, is_finite
 from convert.progress import track
 from zdc_jax.checkpoint import Checkpoint, CheckpointWriter
 from zdc_jax.config import ModelConfig
-from zdc_jax.errors import ConversionError
+from zdc_jax.errors import ConversionError, foreign_errors_as
 
 COPIED = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
 
@@ -67,10 +67,11 @@ def convert(
         writer.write_embeddings(read(None))
         for index in track(range(config.num_layers), "layers", shown=progress):
             writer.write_layer(index, read(index))
+        version = read_json(source / "config.json").get("transformers_version")
         origin = {
             "name": source.resolve().name,
             "dtype": weights.dtype,
-            "transformers_version": read_json(source / "config.json").get("transformers_version"),
+            "transformers_version": version if isinstance(version, str) else None,
         }
         return writer.finish(config, origin)
 
@@ -104,7 +105,7 @@ def read_tokenizer(source: Path, config: ModelConfig) -> str:
       ConversionError: no tokenizer, an unreadable one, or one with ids past the model's vocabulary.
     """
     path = source / "tokenizer.json"
-    try:
+    with foreign_errors_as(ConversionError, f"cannot read the tokenizer of {source}"):
         if path.exists():
             tokenizer = Tokenizer.from_file(str(path))
         elif (source / "tokenizer.model").exists() or (source / "vocab.json").exists():
@@ -116,17 +117,12 @@ def read_tokenizer(source: Path, config: ModelConfig) -> str:
                 f"{source} has no tokenizer: expected tokenizer.json (or tokenizer.model, or vocab.json "
                 "with merges.txt)"
             )
-    except ConversionError:
-        raise
-    except Exception as error:
-        # Both libraries raise bare exceptions of many kinds for a bad file.
-        raise ConversionError(f"cannot read the tokenizer of {source}: {error}") from error
-    size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    if size > config.vocab_size:
-        raise ConversionError(
-            f"the tokenizer has {size} tokens, more than the model's vocabulary of {config.vocab_size}"
-        )
-    return tokenizer.to_str()
+        size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if size > config.vocab_size:  # First: writing goes through all ids below the largest, used or not.
+            raise ConversionError(
+                f"the tokenizer has {size} tokens, more than the model's vocabulary of {config.vocab_size}"
+            )
+        return tokenizer.to_str()
 
 
 def verify_against_transformers(

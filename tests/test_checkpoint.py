@@ -12,9 +12,11 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from conftest import CONFIGS, LLAMA
 from hf_variants import write_tokenizer
+from tokenizers import Tokenizer
 
 from convert.hf.config import DTYPES
 from zdc_jax.checkpoint import MANIFEST, Checkpoint, CheckpointWriter
@@ -88,16 +90,30 @@ def test_tokenizer_and_calibration_lie_beside(tmp_path):
     assert checkpoint.calibration_path == tmp_path / "model" / "calibration"
 
 
+def test_no_prompt_is_cut_or_padded(tmp_path):
+    checkpoint = write(tmp_path / "model")
+    write_tokenizer(checkpoint.path, 7)
+    saved = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json"))
+    saved.enable_truncation(2)
+    saved.enable_padding(length=10**9)
+    saved.save(str(checkpoint.path / "tokenizer.json"))
+    tokenizer = checkpoint.tokenizer()
+    assert tokenizer is not None
+    assert tokenizer.encode("w1 w2 w3").ids == [1, 2, 3]
+
+
 # --- Opening what is not a converted folder --------------------------------------------------------------
 
 
-def edit_manifest(path: Path, **changes: object) -> None:
+def make_old(path: Path, **changes: object) -> None:
+    """Rewrites the manifest as the first releases wrote it, without hashes of itself and of files."""
     manifest = json.loads((path / MANIFEST).read_text())
-    (path / MANIFEST).write_text(json.dumps(manifest | changes))
+    del manifest["checksum"], manifest["files"]
+    (path / MANIFEST).write_text(json.dumps(manifest | {"format_version": 1} | changes))
 
 
 def edit_config(path: Path, **changes: object) -> None:
-    edit_manifest(path, config=json.loads((path / MANIFEST).read_text())["config"] | changes)
+    make_old(path, config=json.loads((path / MANIFEST).read_text())["config"] | changes)
 
 
 def remove_folder(folder: Path) -> None:
@@ -108,12 +124,19 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda p: (p / MANIFEST).unlink(), "conversion did not finish.*zdc convert"),
     "manifest is no JSON": (lambda p: (p / MANIFEST).write_text("{"), "cannot read .*manifest.json"),
     "manifest is a list": (lambda p: (p / MANIFEST).write_text("[]"), "format_version=None"),
-    "other version": (lambda p: edit_manifest(p, format_version=2), "format_version=2, this release reads 1"),
-    "config lacks fields": (lambda p: edit_manifest(p, config={"rope": None}), "corrupt config"),
+    "other version": (
+        lambda p: make_old(p, format_version=3),
+        "format_version=3, this release reads 1 and 2",
+    ),
+    "config lacks fields": (lambda p: make_old(p, config={"rope": None}), "corrupt config"),
     "a count is text": (lambda p: edit_config(p, num_layers="3"), "corrupt config: "),
     "no KV heads": (lambda p: edit_config(p, num_kv_heads=0), "corrupt config: "),
-    "no hashes": (lambda p: edit_manifest(p, sha256={}), "item embeddings is missing"),
-    "hashes are no table": (lambda p: edit_manifest(p, sha256=None), "sha256 must be a table"),
+    "endless layers": (lambda p: edit_config(p, num_layers=2**31), "num_layers.*from 1 to 4096"),
+    "a huge count": (lambda p: edit_config(p, max_positions=2**31), "max_positions=.* from 1 to 2147483647"),
+    "NaN": (lambda p: edit_config(p, norm_eps=float("nan")), "norm_eps=nan must be"),
+    "no hashes": (lambda p: make_old(p, sha256={}), "item embeddings is missing"),
+    "hashes are no table": (lambda p: make_old(p, sha256=None), "sha256 is missing or corrupt"),
+    "nested junk": (lambda p: (p / MANIFEST).write_text("[" * 10**5), "cannot read .*nested too deep"),
     "no layer": (lambda p: remove_folder(p / "layers/001"), "item layers/001 is missing"),
     "no embeddings": (lambda p: remove_folder(p / "embeddings"), "item embeddings is missing"),
 }
@@ -136,19 +159,61 @@ def test_open_names_paths_that_are_no_folder(tmp_path):
         Checkpoint.open(tmp_path / "file")
 
 
+def test_folders_of_the_first_version_are_read(tmp_path):
+    new = write(tmp_path / "model")
+    make_old(new.path)
+    old = Checkpoint.open(new.path)
+    old.check()
+    assert (old.config, old.fingerprint) == (new.config, new.fingerprint)
+    assert_equal_trees(old.layer(0), parameters(LLAMA)["layers"][0])
+
+
+def test_any_change_of_the_manifest_is_found(tmp_path):
+    path = write(tmp_path / "model").path / MANIFEST
+    manifest = json.loads(path.read_text())
+    for name in manifest:
+        path.write_text(json.dumps({key: value for key, value in manifest.items() if key != name}))
+        with pytest.raises(CheckpointError, match=r"damaged|format_version=None"):
+            Checkpoint.open(path.parent)
+    for change in ({"source": {}}, {"fingerprint": "0"}, {"config": manifest["config"] | {"norm_eps": 1e-3}}):
+        for version in (1, 2):
+            path.write_text(json.dumps(manifest | change | {"format_version": version}))
+            with pytest.raises(CheckpointError, match=r"manifest.json is damaged \(its checksum changed\)"):
+                Checkpoint.open(path.parent)
+
+
 @pytest.mark.parametrize("item", ITEMS)
-def test_check_catches_one_flipped_byte_in_any_file(item, tmp_path):
+def test_one_flipped_byte_in_any_file_is_found(item, tmp_path):
     checkpoint = write(tmp_path / "model")
+    read = checkpoint.embeddings if item == "embeddings" else lambda: checkpoint.layer(int(item[-3:]))
     for path in sorted(path for path in (checkpoint.path / item).rglob("*") if path.is_file()):
         content = path.read_bytes()
         if not content:
             continue
         middle = len(content) // 2
         path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
-        with pytest.raises(CheckpointError, match=f"item {item} is damaged"):
-            checkpoint.check()
+        for use in (checkpoint.check, read):
+            with pytest.raises(CheckpointError, match=f"item {item} is damaged"):
+                use()
         path.write_bytes(content)
     checkpoint.check()
+
+
+def test_damaged_files_beside_the_items_are_found(tmp_path):
+    with CheckpointWriter(tmp_path / "model") as writer:
+        for name in ("tokenizer.json", "generation_config.json"):
+            writer.write_file(name, "{}")
+        for index, layer in enumerate(parameters(LLAMA)["layers"]):
+            writer.write_layer(index, layer)
+        writer.write_embeddings(parameters(LLAMA)["embeddings"])
+        checkpoint = writer.finish(LLAMA, {})
+    (checkpoint.path / "tokenizer.json").write_text("{ }")
+    for use in (checkpoint.tokenizer, checkpoint.check):
+        with pytest.raises(CheckpointError, match=r"file tokenizer.json is damaged \(its hash changed\)"):
+            use()
+    (checkpoint.path / "generation_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"file generation_config.json is missing"):
+        Checkpoint.open(checkpoint.path)
 
 
 def test_check_catches_lost_files(tmp_path):
@@ -163,15 +228,22 @@ def test_reading_a_gutted_item_names_it(tmp_path):
     for path in (checkpoint.path / "layers/001").rglob("*"):
         if path.is_file():
             path.unlink()
-    with pytest.raises(CheckpointError, match="item layers/001 cannot be read"):
+    with pytest.raises(CheckpointError, match="item layers/001 is damaged"):
         checkpoint.layer(1)
 
 
-def test_reading_cut_off_arrays_names_the_item(tmp_path):
+def test_what_orbax_cannot_read_is_named(tmp_path, monkeypatch):
+    checkpoint = write(tmp_path / "model")
+    monkeypatch.setattr(ocp.Checkpointer, "restore", lambda *_, **__: 1 / 0)
+    with pytest.raises(CheckpointError, match="item layers/001 cannot be read: division by zero"):
+        checkpoint.layer(1)
+
+
+def test_cut_off_arrays_name_the_item(tmp_path):
     checkpoint = write(tmp_path / "model")
     for path in (checkpoint.path / "embeddings").rglob("d/*"):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match="item embeddings cannot be read"):
+    with pytest.raises(CheckpointError, match="item embeddings is damaged"):
         checkpoint.embeddings()
 
 

@@ -85,7 +85,12 @@ def test_plans_of_version_1_come_with_a_warning(tmp_path, classes):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"format_version": 3}', '{"format_version": 1}', '{"format_version": 2, "layers": [3]}'],
+    [
+        *("", "{", "[]", "[" * 10**5, '{"format_version": 3}', '{"format_version": 1}'),
+        '{"format_version": 2, "layers": [3]}',
+        # Ranks up to such a head dim must not be listed.
+        '{"format_version": 2, "layers": [{"qk": 8, "v": 8}], "num_kv_heads": 1, "head_dim": 2147483647}',
+    ],
 )
 def test_corrupt_files_are_refused(tmp_path, text):
     path = tmp_path / "plan.json"

@@ -1,6 +1,6 @@
 """The converted folder: unmodified weights in our layout, complete or not there at all.
 
-manifest.json      format version, config, source, fingerprint, hash of every item; written last
+manifest.json      format version, config, source, fingerprint, all hashes; written last
 embeddings/        one Orbax item: everything outside the layers
 layers/000/ …      one Orbax item a layer (`zdc_jax.model.params` lists names and shapes)
 tokenizer.json …   copied from the source
@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,15 @@ import orbax.checkpoint as ocp
 from tokenizers import Tokenizer
 
 from zdc_jax.config import ModelConfig
-from zdc_jax.errors import CheckpointError
+from zdc_jax.errors import CheckpointError, foreign_errors_as
+from zdc_jax.files import load_json
 from zdc_jax.model.params import embedding_shapes, layer_shapes
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+OLD_VERSION = 1
+"""Read too: such manifests hash neither themselves nor files beside the items."""
 MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
 
 
 def _layer_name(index: int) -> str:
@@ -47,42 +52,27 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Reads the manifest and checks that every item is there.
+        """Reads the manifest, checks it, and that every item and file is there; those are hashed when read.
 
         Raises:
-          CheckpointError: no such folder, not a (finished) converted folder, another format version, an
-            item missing.
+          CheckpointError: no such folder, not a (finished) converted folder, another format version, a
+            damaged manifest, an item or file missing.
         """
         path = Path(path)
         if not path.is_dir():
             what = "is not a folder" if path.exists() else "does not exist"
             raise CheckpointError(f"{path} {what}; give a folder written by `zdc convert`")
-        try:
-            manifest = json.loads((path / MANIFEST).read_text())
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{path} has no {MANIFEST}: not a converted folder, or its conversion did not finish; "
-                "run `zdc convert`"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"cannot read {path / MANIFEST}: {error}") from error
-        version = manifest.get("format_version") if isinstance(manifest, dict) else None
-        if version != FORMAT_VERSION:
-            raise CheckpointError(
-                f"{path}: format_version={version!r}, this release reads {FORMAT_VERSION}; convert again"
-            )
+        manifest = _read_manifest(path)
         try:
             config = ModelConfig.from_json(manifest["config"])
-            items = _items(config)
-        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise CheckpointError(f"{path / MANIFEST}: corrupt config: {error}") from error
-        if absent := {"fingerprint", "sha256"} - manifest.keys():
-            raise CheckpointError(f"{path / MANIFEST} lacks {sorted(absent)}; convert again")
-        if not isinstance(manifest["sha256"], dict):
-            raise CheckpointError(f"{path / MANIFEST}: sha256 must be a table of items; convert again")
-        for item in items:
+        for item in _items(config):
             if item not in manifest["sha256"] or not (path / item).is_dir():
                 raise CheckpointError(f"{path}: item {item} is missing; convert again")
+        for name in manifest["files"]:
+            if not (path / name).is_file():
+                raise CheckpointError(f"{path}: file {name} is missing; convert again")
         return cls(path, config, manifest)
 
     @property
@@ -96,34 +86,67 @@ class Checkpoint:
         return self.path / "calibration"
 
     def embeddings(self) -> dict[str, Any]:
-        """Parameters outside the layers: nested dict of numpy arrays, see `embedding_shapes`."""
+        """Parameters outside the layers: nested dict of numpy arrays, see `embedding_shapes`.
+
+        Raises:
+          CheckpointError: the item is damaged (its hash changed), or does not fit the config.
+        """
         return self._read("embeddings", embedding_shapes(self.config))
 
     def layer(self, index: int) -> dict[str, Any]:
-        """Parameters of one layer: nested dict of numpy arrays, see `layer_shapes`."""
+        """Parameters of one layer, see `layer_shapes`; raises as `embeddings`."""
         return self._read(_layer_name(index), layer_shapes(self.config, index))
 
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, None where the folder has none; raises `CheckpointError` for an unreadable one."""
-        path = self.path / "tokenizer.json"
-        try:
-            return Tokenizer.from_file(str(path)) if path.exists() else None
-        except Exception as error:
-            # The library raises bare exceptions.
-            raise CheckpointError(f"cannot read {path}: {error}") from error
+        """The tokenizer, without truncation and padding, or None where the folder has none.
+
+        Raises:
+          CheckpointError: it is damaged (its hash changed) or unreadable.
+        """
+        path = self.path / TOKENIZER
+        if not path.exists():
+            return None
+        self._check_file(TOKENIZER)
+        with foreign_errors_as(CheckpointError, f"cannot read {path}"):
+            tokenizer = Tokenizer.from_file(str(path))
+            # Some are saved with what batches of training need; a prompt is taken whole, and as it is.
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+        return tokenizer
 
     def check(self) -> None:
-        """Recomputes all hashes; raises `CheckpointError` naming the first damaged item."""
+        """Recomputes all hashes; raises `CheckpointError` naming the first damaged item or file."""
         for item in _items(self.config):
-            if _hash_folder(self.path / item) != self.manifest["sha256"][item]:
-                raise CheckpointError(f"{self.path}: item {item} is damaged (its hash changed)")
+            self._check_item(item, self._hash(item))
+        for name in self.manifest["files"]:
+            self._check_file(name)
+
+    def _hash(self, item: str) -> str:
+        with foreign_errors_as(CheckpointError, f"{self.path}: item {item} cannot be read"):
+            return _hash_folder(self.path / item)
+
+    def _check_item(self, item: str, found: str) -> None:
+        if found != self.manifest["sha256"][item]:
+            raise CheckpointError(f"{self.path}: item {item} is damaged (its hash changed); convert again")
+
+    def _check_file(self, name: str) -> None:
+        """Of a file that the manifest does not list nothing is known: it came later."""
+        with foreign_errors_as(CheckpointError, f"{self.path}: file {name} cannot be read"):
+            found = _hash_file(self.path / name).hex()
+        if found != self.manifest["files"].get(name, found):
+            raise CheckpointError(f"{self.path}: file {name} is damaged (its hash changed); convert again")
 
     def _read(self, item: str, shapes: dict[str, Any]) -> dict[str, Any]:
-        try:
-            tree = _restored((self.path / item).resolve())
-        except Exception as error:
-            # Orbax raises many kinds for a damaged item; all mean the same here.
-            raise CheckpointError(f"{self.path}: item {item} cannot be read: {error}") from error
+        # Hashing takes a third of the time of reading; beside it, none.
+        with ThreadPoolExecutor(1) as thread:
+            digest = thread.submit(self._hash, item)
+            try:
+                tree = _restored((self.path / item).resolve())
+            except Exception as error:
+                # Orbax raises many kinds for a damaged item; all mean the same here.
+                self._check_item(item, digest.result())
+                raise CheckpointError(f"{self.path}: item {item} cannot be read: {error}") from error
+            self._check_item(item, digest.result())
         found = jax.tree.map(np.shape, tree)
         if found != shapes:
             raise CheckpointError(f"{self.path}: item {item} holds {found}, expected {shapes}")
@@ -213,7 +236,7 @@ class CheckpointWriter:
         (self.partial / name).write_bytes(data)
 
     def finish(self, config: ModelConfig, source: Mapping[str, Any]) -> Checkpoint:
-        """Hashes every item, writes the manifest last, and renames the folder into place.
+        """Hashes every item and file, writes the manifest last, and renames the folder into place.
 
         Raises:
           CheckpointError: an item of this config was not written.
@@ -228,7 +251,9 @@ class CheckpointWriter:
             "source": dict(source),
             "fingerprint": hashlib.sha256(weights.encode()).hexdigest()[:16],
             "sha256": {item: _hash_folder(self.partial / item) for item in items},
+            "files": {path.name: _hash_file(path).hex() for path in self.partial.iterdir() if path.is_file()},
         }
+        manifest["checksum"] = _checksum(manifest)
         (self.partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
         for path in (*self.partial.rglob("*"), self.partial):
             _sync(path)
@@ -270,14 +295,52 @@ def _items(config: ModelConfig) -> list[str]:
     return ["embeddings", *(_layer_name(index) for index in range(config.num_layers))]
 
 
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a folder, whole, of a version that is read, and with the tables that are read."""
+    try:
+        manifest = load_json(path / MANIFEST)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} has no {MANIFEST}: not a converted folder, or its conversion did not finish; "
+            "run `zdc convert`"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path / MANIFEST}: {error}") from error
+    version = manifest.get("format_version") if isinstance(manifest, dict) else None
+    if version not in (OLD_VERSION, FORMAT_VERSION):
+        raise CheckpointError(
+            f"{path}: format_version={version!r:.80}, this release reads {OLD_VERSION} and {FORMAT_VERSION}; "
+            "convert again"
+        )
+    # A damaged version does not make a new manifest an old one.
+    if (version != OLD_VERSION or "checksum" in manifest) and manifest.get("checksum") != _checksum(manifest):
+        raise CheckpointError(f"{path / MANIFEST} is damaged (its checksum changed); convert again")
+    manifest = {"files": {}} | manifest
+    for name, kind in (("config", dict), ("fingerprint", str), ("sha256", dict), ("files", dict)):
+        if not isinstance(manifest.get(name), kind):
+            raise CheckpointError(f"{path / MANIFEST}: {name} is missing or corrupt; convert again")
+    return manifest
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    """sha256 over what a manifest says besides."""
+    said = {name: value for name, value in manifest.items() if name != "checksum"}
+    with foreign_errors_as(CheckpointError, f"{MANIFEST} cannot be hashed"):
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
 def _hash_folder(folder: Path) -> str:
     """sha256 over names and contents of all files, in order of name."""
     total = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        total.update(f"{path.relative_to(folder)}\n".encode())
-        with path.open("rb") as file:
-            total.update(hashlib.file_digest(file, "sha256").digest())
+        total.update(os.fsencode(f"{path.relative_to(folder)}\n"))
+        total.update(_hash_file(path))
     return total.hexdigest()
+
+
+def _hash_file(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def _hash_arrays(tree: Mapping[str, Any]) -> str:
@@ -300,7 +363,7 @@ def _sync(path: Path) -> None:
 def _is_replaceable(path: Path) -> bool:
     """Whether a folder is empty or was written by `CheckpointWriter`, of whatever version."""
     try:
-        return not any(path.iterdir()) or "format_version" in json.loads((path / MANIFEST).read_text())
+        return not any(path.iterdir()) or "format_version" in load_json(path / MANIFEST)
     except (OSError, ValueError, TypeError):
         return False
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self
 
+from zdc_jax.fields import MOST, check_fields
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 MOST_LAYERS = 4096
 """Bound on what a configuration may ask for; deeper models do not exist."""
@@ -19,6 +21,14 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_positions"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be > 0")
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(f"{self.low_freq_factor=} must be below {self.high_freq_factor=}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +53,11 @@ class LayerSpec:
     mlp: Literal["gated", "plain"] = "gated"
 
     def __post_init__(self) -> None:
-        if self.window is not None and (type(self.window) is not int or self.window < 1):
+        check_fields(self)
+        if self.window is not None and self.window < 1:
             raise ValueError(f"window={self.window!r} must be an integer >= 1, or None")
         if self.scale is not None and not self.scale > 0:
             raise ValueError(f"scale={self.scale!r} must be a number > 0, or None")
-        for name, allowed in (("norms", ("pre", "post", "sandwich")), ("mlp", ("gated", "plain"))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {allowed}")
 
     def repeated(self, num_layers: int) -> "tuple[LayerSpec, ...]":
         """So many layers alike; raises `ValueError` for a count that no model has, before making any."""
@@ -109,17 +117,18 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.layers:
-            raise ValueError("layers=() must describe at least one layer")
+        if not 1 <= len(self.layers) <= MOST_LAYERS:
+            raise ValueError(f"layers has {len(self.layers)} of them, it must have 1 to {MOST_LAYERS}")
         for name in _COUNTS:
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} must be an integer >= 1")
-        if not isinstance(self.norm_eps, float) or not self.norm_eps > 0:
+            if type(value) is not int or not 1 <= value <= MOST:
+                raise ValueError(f"{name}={value!r:.80} must be an integer from 1 to {MOST}")
+        check_fields(self)
+        for name, least in (("position_offset", 0), ("token_embed_dim", 1)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"{name}={value} must be >= {least}, or None")
+        if not self.norm_eps > 0:
             raise ValueError(f"norm_eps={self.norm_eps!r} must be a number > 0")
-        for token in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
-            if not isinstance(token, int):
-                raise ValueError(f"special token id {token!r} must be an integer")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}: query heads share KV heads"
@@ -177,7 +186,10 @@ def _described_by_layer(value: Mapping[str, Any]) -> dict[str, Any]:
             "mlp": "gated" if gated else "plain",
         }
     )
-    kept = {name: value[name] for name in {field.name for field in fields(ModelConfig)} & value.keys()}
+    names = {field.name for field in fields(ModelConfig)}
+    if unknown := value.keys() - names - {"num_layers", "rope", "pre_norm"}:
+        raise TypeError(f"unknown fields {sorted(unknown)}")
+    kept = {name: value[name] for name in names & value.keys()}
     offset = None if value["rope"] is not None else value["position_offset"]
     return kept | {
         "layers": [asdict(each) for each in layer.repeated(value["num_layers"])],

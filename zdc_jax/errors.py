@@ -4,6 +4,9 @@ Beside them stand `ValueError` for a name that is not among those an option allo
 for what an implementation cannot do.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ZDCError(Exception):
     """Base of all errors raised on purpose."""
@@ -43,3 +46,19 @@ class MeshError(ZDCError, ValueError):
 
 class ProcessError(ZDCError, RuntimeError):
     """Processes that should share a mesh did not meet; the message names those that are missing."""
+
+
+@contextmanager
+def foreign_errors_as(kind: type[ZDCError], what: str) -> Iterator[None]:
+    """Raises as `kind` whatever a library raises inside; errors of this family and interrupts pass.
+
+    Libraries in Rust panic with an error of pyo3 that is no `Exception` and has no public name.
+    """
+    try:
+        yield
+    except ZDCError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{what}: {error}") from error

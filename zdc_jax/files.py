@@ -1,8 +1,10 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and JSON of any kind read from them."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 
@@ -15,3 +17,11 @@ def whole_file(path: Path) -> Iterator[Path]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def load_json(path: Path) -> Any:
+    """The JSON value in a file; raises `OSError`, or `ValueError` for what is no JSON or nests too deep."""
+    try:
+        return json.loads(path.read_text())
+    except RecursionError as error:
+        raise ValueError("its JSON is nested too deep") from error

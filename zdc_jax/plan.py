@@ -15,7 +15,7 @@ from zdc_jax.cache.kv_cache import cache_bytes
 from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
-from zdc_jax.files import whole_file
+from zdc_jax.files import load_json, whole_file
 
 FORMAT_VERSION = 2
 """Version 1 did not name the basis."""
@@ -97,12 +97,12 @@ class CompressionPlan:
             if not 0 <= _whole(name, value := getattr(self, name)) <= MOST_TOKENS:
                 raise PlanError(f"{name}={value} must be 0 to {MOST_TOKENS} tokens")
         for name in ("num_kv_heads", "head_dim"):
-            if _whole(name, value := getattr(self, name)) < 1:
-                raise PlanError(f"{name}={value} must be >= 1")
+            if not 1 <= _whole(name, value := getattr(self, name)) <= MOST_TOKENS:
+                raise PlanError(f"{name}={value} must be 1 to {MOST_TOKENS}")
         for name in ("fingerprint", "basis"):
             if not isinstance(value := getattr(self, name), str):
                 raise PlanError(f"{name}={value!r} must be a string")
-        if self.method not in methods.names():
+        if not isinstance(self.method, str) or self.method not in methods.names():
             raise PlanError(f"method={self.method!r} must be one of {methods.names()}")
         if not self.layers:
             raise PlanError("layers=() must name the ranks of at least one layer")
@@ -123,8 +123,8 @@ class CompressionPlan:
             raise PlanError(f"fraction={classes.fraction} must lie strictly between 0 and 1")
         if len(classes.important) != count:
             raise PlanError(f"important has {len(classes.important)} ranks, the plan {count} layers")
-        if classes.block < 1:
-            raise PlanError(f"block={classes.block} must be >= 1 position")
+        if not 1 <= classes.block <= MOST_TOKENS:
+            raise PlanError(f"block={classes.block} must be 1 to {MOST_TOKENS} positions")
         for index, (more, less) in enumerate(zip(classes.important, self.layers, strict=True)):
             self._check_ranks(index, more)
             if more.qk < less.qk or more.v < less.v:
@@ -133,10 +133,13 @@ class CompressionPlan:
                 raise PlanError(f"layer {index}: rank 0 is not for layers with token classes")
 
     def _check_ranks(self, index: int, ranks: LayerRanks) -> None:
-        allowed = allowed_ranks(self.head_dim)
+        H = self.head_dim
         for name, rank in (("qk", ranks.qk), ("v", ranks.v)):
-            if _whole(f"layer {index}: rank {name}", rank) not in allowed:
-                raise PlanError(f"layer {index}: rank {name}={rank} is not one of {allowed}")
+            _whole(f"layer {index}: rank {name}", rank)
+            if not (rank == H or (0 <= rank < H and rank % RANK_STEP == 0)):
+                raise PlanError(
+                    f"layer {index}: rank {name}={rank} must be {H} or a multiple of {RANK_STEP} below it"
+                )
         if (ranks.qk == 0) != (ranks.v == 0):
             raise PlanError(
                 f"layer {index}: qk={ranks.qk}, v={ranks.v}: a layer without far attention needs both at 0"
@@ -264,8 +267,8 @@ class CompressionPlan:
         A calibrated plan of format version 1 comes with a warning.
         """
         try:
-            value = json.loads(Path(path).read_text())
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            value = load_json(Path(path))
+        except (OSError, ValueError) as error:
             raise PlanError(f"cannot read plan {path}: {error}") from error
         return cls.from_json(value, path)
 
@@ -299,7 +302,7 @@ class CompressionPlan:
 def _whole(name: str, value: Any) -> int:
     """`value`, of which JSON may have made anything."""
     if type(value) is not int:
-        raise PlanError(f"{name}={value!r} must be an int")
+        raise PlanError(f"{name}={value!r:.80} must be an int")
     return value
 
 

@@ -63,8 +63,9 @@ class PlanFlags:
                 sinks=self.sinks,
             ).within(checkpoint.config)
         if self.budget is not None:
-            basis, near = stored_basis(checkpoint), {"window": self.window, "sinks": self.sinks}
-            return plan_from_spectrum(basis, budget=self.budget, **near).within(checkpoint.config)
+            basis = stored_basis(checkpoint)
+            plan = plan_from_spectrum(basis, budget=self.budget, window=self.window, sinks=self.sinks)
+            return plan.within(checkpoint.config)
         if not uniform and not self.window and not self.sinks:
             return None
         H = checkpoint.config.head_dim

@@ -1,12 +1,12 @@
 """Hugging Face `config.json` → `ModelConfig`, and back; every unsupported setting is refused by name."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from zdc_jax.config import Activation, LayerSpec, ModelConfig, RopeConfig
 from zdc_jax.errors import ConversionError
+from zdc_jax.files import load_json
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "OPTForCausalLM": "opt"}
 ACTIVATIONS: dict[str, Activation] = {
@@ -25,7 +25,7 @@ OPT_POSITION_OFFSET = 2
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; raises `ConversionError` naming the file."""
     try:
-        value = json.loads(path.read_text())
+        value = load_json(path)
     except FileNotFoundError:
         raise ConversionError(f"{path.parent} has no {path.name}") from None
     except (OSError, ValueError) as error:
@@ -45,20 +45,22 @@ def parse_config(folder: Path, dtype: str) -> ModelConfig:
         raise ConversionError(f"{folder} is not a folder; give one with config.json and *.safetensors")
     raw = read_json(folder / "config.json")
     names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConversionError(f"architectures={names!r:.200} must be a list of names")
     family = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
     if family is None:
         raise ConversionError(
             f"architectures={names} is not supported; supported are {sorted(ARCHITECTURES)}"
         )
     if quantization := raw.get("quantization_config"):
-        kind = quantization.get("quant_method", "unknown")
+        kind = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ConversionError(
-            f"quantization_config (quant_method={kind!r}) is not supported; convert the unquantised "
+            f"quantization_config (quant_method={kind!r:.80}) is not supported; convert the unquantised "
             f"model, whose weights are one of {DTYPES}"
         )
     try:
         return _parse(family, raw, dtype=dtype, eos_ids=_eos(raw, folder))
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         if isinstance(error, ConversionError):
             raise
         what = f"missing {error}" if isinstance(error, KeyError) else str(error)
@@ -80,15 +82,24 @@ def _parse(family: str, raw: Mapping[str, Any], **common: Any) -> ModelConfig:
     return parse(raw, bos_id=raw.get("bos_token_id"), **common)
 
 
-def _activation(name: str) -> Activation:
-    if name not in ACTIVATIONS:
-        raise ConversionError(f"activation {name!r} is not supported; supported are {sorted(ACTIVATIONS)}")
+def _flag(raw: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = default if raw.get(name) is None else raw[name]
+    if not isinstance(value, bool):
+        raise ConversionError(f"{name}={value!r:.80} must be true or false")
+    return value
+
+
+def _activation(name: Any) -> Activation:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise ConversionError(
+            f"activation {name!r:.80} is not supported; supported are {sorted(ACTIVATIONS)}"
+        )
     return ACTIVATIONS[name]
 
 
 def _parse_llama(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
     N, D = raw["num_attention_heads"], raw["hidden_size"]
-    attention_bias = raw.get("attention_bias") or False
+    attention_bias = _flag(raw, "attention_bias", False)
     return ModelConfig(
         family="llama",
         layers=LayerSpec(rope=_parse_rope(raw)).repeated(raw["num_hidden_layers"]),
@@ -102,10 +113,10 @@ def _parse_llama(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
         max_positions=raw["max_position_embeddings"],
         norm_eps=raw.get("rms_norm_eps", 1e-6),
         activation=_activation(raw.get("hidden_act", "silu")),
-        tie_embeddings=raw.get("tie_word_embeddings", False),
+        tie_embeddings=_flag(raw, "tie_word_embeddings", False),
         qkv_bias=attention_bias,
         out_bias=attention_bias,
-        mlp_bias=raw.get("mlp_bias") or False,
+        mlp_bias=_flag(raw, "mlp_bias", False),
         **common,
     )
 
@@ -132,16 +143,16 @@ def _parse_rope(raw: Mapping[str, Any]) -> RopeConfig:
             original_max_positions=int(rope["original_max_position_embeddings"]),
         )
     raise ConversionError(
-        f"rope type {kind!r} is not supported; supported are ['default', 'linear', 'llama3']"
+        f"rope type {kind!r:.80} is not supported; supported are ['default', 'linear', 'llama3']"
     )
 
 
 def _parse_opt(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
-    if not raw.get("layer_norm_elementwise_affine", True):
+    if not _flag(raw, "layer_norm_elementwise_affine", True):
         raise ConversionError("layer_norm_elementwise_affine=False is not supported; only True is")
     N, D = raw["num_attention_heads"], raw["hidden_size"]
-    pre_norm = raw.get("do_layer_norm_before", True)
-    bias = raw.get("enable_bias", True)
+    pre_norm = _flag(raw, "do_layer_norm_before", True)
+    bias = _flag(raw, "enable_bias", True)
     token_dim = raw.get("word_embed_proj_dim") or D
     layer = LayerSpec(norms="pre" if pre_norm else "post", mlp="plain")
     return ModelConfig(
@@ -157,12 +168,12 @@ def _parse_opt(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
         max_positions=raw["max_position_embeddings"],
         norm_eps=1e-5,
         activation=_activation(raw.get("activation_function", "relu")),
-        tie_embeddings=raw.get("tie_word_embeddings", True),
+        tie_embeddings=_flag(raw, "tie_word_embeddings", True),
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=bias,
         position_offset=OPT_POSITION_OFFSET,
-        final_norm=pre_norm and not raw.get("_remove_final_layer_norm", False),
+        final_norm=pre_norm and not _flag(raw, "_remove_final_layer_norm", False),
         token_embed_dim=None if token_dim == D else token_dim,
         **common,
     )

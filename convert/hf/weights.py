@@ -2,16 +2,17 @@
 
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from convert.hf.config import read_json
 from zdc_jax.config import ModelConfig
-from zdc_jax.errors import ConversionError
+from zdc_jax.errors import ConversionError, foreign_errors_as
 from zdc_jax.model.params import embedding_shapes, layer_shapes
 
 INDEX = "model.safetensors.index.json"
@@ -154,7 +155,7 @@ class HFWeights:
         return STORED_DTYPES[max(sorted(set(names)), key=names.count)]
 
     def _read_header(self, shard: Path) -> None:
-        with _open(shard) as file:
+        with _opened(shard) as file:
             for key in file.keys():  # noqa: SIM118 (safe_open is no mapping)
                 if key in self._shard:
                     raise ConversionError(
@@ -199,7 +200,7 @@ class HFWeights:
 
     def read(self, key: str) -> np.ndarray:
         """One tensor; raises `ConversionError` where it holds NaN or Inf."""
-        with _open(self._shard[key]) as file:
+        with _opened(self._shard[key]) as file:
             value = file.get_tensor(key)
         if not is_finite(value):
             raise ConversionError(f"{self._shard[key].name}: {key!r} holds NaN or Inf")
@@ -240,9 +241,9 @@ def _shards(folder: Path) -> list[Path]:
         is_map = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
         if not is_map or not weight_map:
             raise ConversionError(f"{folder / INDEX}: weight_map must list keys and their shards")
-        names = sorted(set(weight_map.values()))
-        if absent := [name for name in names if not (folder / name).exists()]:
-            raise ConversionError(f"{folder} lacks shards that {INDEX} lists: {', '.join(absent)}")
+        names, there = sorted(set(weight_map.values())), {path.name for path in folder.iterdir()}
+        if absent := [name for name in names if name not in there]:
+            raise ConversionError(f"{folder} lacks shards that {INDEX} lists: {', '.join(absent[:5])}")
         return [folder / name for name in names]
     if list(folder.glob("*.bin")):
         code = (
@@ -256,16 +257,15 @@ def _shards(folder: Path) -> list[Path]:
     raise ConversionError(f"{folder} has neither {SINGLE} nor {INDEX}")
 
 
-def _open(shard: Path) -> Any:
-    try:
-        with shard.open("rb") as file:
-            start = file.read(64)
-        if start.startswith(b"version https://git-lfs"):
-            raise ConversionError(
-                f"{shard} is a Git-LFS pointer, not weights; run `git lfs pull` in its folder"
-            )
-        return safe_open(shard, framework="numpy")
-    except OSError as error:
-        raise ConversionError(f"cannot read {shard}: {error}") from error
-    except SafetensorError as error:
-        raise ConversionError(f"{shard} is not a whole safetensors file: {error}") from error
+@contextmanager
+def _opened(shard: Path) -> Iterator[Any]:
+    """A shard's safetensors; raises `ConversionError` naming it for whatever reading meets."""
+    with foreign_errors_as(ConversionError, f"cannot read {shard}"), shard.open("rb") as file:
+        start = file.read(64)
+    if start.startswith(b"version https://git-lfs"):
+        raise ConversionError(f"{shard} is a Git-LFS pointer, not weights; run `git lfs pull` in its folder")
+    with (
+        foreign_errors_as(ConversionError, f"{shard} is not a whole safetensors file"),
+        safe_open(shard, framework="numpy") as tensors,
+    ):
+        yield tensors

@@ -230,7 +230,22 @@ CONFIG_ERRORS: list[tuple[str, dict[str, Any], str]] = [
         r"GPT2LMHeadModel.*supported are .*LlamaForCausalLM",
     ),
     ("llama-mha", {"architectures": None}, r"architectures=\[\] is not supported"),
+    ("llama-mha", {"architectures": [["LlamaForCausalLM"]]}, r"architectures=\[\[.* must be a list of names"),
+    ("llama-mha", {"architectures": {"LlamaForCausalLM": 1}}, r"architectures={.* must be a list of names"),
+    ("llama-mha", {"architectures": 5}, "architectures=5 must be a list of names"),
     ("llama-mha", {"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq'.*float32"),
+    ("llama-mha", {"quantization_config": 4}, "quant_method=4.*float32"),
+    ("llama-mha", {"num_hidden_layers": 2**31}, "num_layers.*integer from 1 to 4096"),
+    ("opt", {"num_hidden_layers": 4097}, "num_layers.*integer from 1 to 4096"),
+    ("llama-mha", {"num_hidden_layers": 2.0}, "num_layers.*integer from 1 to 4096"),
+    ("llama-mha", {"max_position_embeddings": 2**31}, "max_positions=2147483648 .* from 1 to 2147483647"),
+    ("llama-mha", {"eos_token_id": 2**31}, "eos_ids=.* integer from"),
+    ("llama-mha", {"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
+    ("llama-mha", {"rms_norm_eps": float("nan")}, "norm_eps=nan must be"),
+    ("llama-mha", {"rope_theta": float("inf")}, "theta=inf must be a finite number"),
+    ("llama-mha", {"rope_theta": -1}, "theta=-1.0 must be > 0"),
+    ("llama-mha", {"rope_theta": 10**400}, "config.json: int too large to convert to float"),
+    ("llama-mha", {"hidden_act": ["silu"]}, r"\['silu'\] is not supported"),
     ("llama-mha", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'.*'default', 'linear'"),
     ("llama-mha", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'.*'llama3'"),
     ("llama-mha", {"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported"),
@@ -278,6 +293,7 @@ def test_missing_fields_are_named(name, field, tmp_path, monkeypatch):
     [
         (lambda p: (p / "config.json").unlink(), "hf has no config.json"),
         (lambda p: (p / "config.json").write_text("{"), "cannot read .*config.json"),
+        (lambda p: (p / "config.json").write_text('{"a":' * 10**5), "cannot read .*nested too deep"),
         (lambda p: (p / "config.json").write_text("[]"), "must hold a JSON object, found list"),
         (lambda p: p.rename(p.parent / "gone"), "hf is not a folder"),
     ],
@@ -349,6 +365,10 @@ WEIGHT_ERRORS: dict[str, tuple[Change, str]] = {
         lambda p: write_index(p, '{"weight_map": {"model.norm.weight": 5}}'),
         "weight_map must list keys and their shards",
     ),
+    "shard elsewhere": (
+        lambda p: write_index(p, '{"weight_map": {"model.norm.weight": "../hf/config.json"}}'),
+        "lacks shards that .* lists: ../hf/config.json",
+    ),
     "folder as shard": (
         lambda p: ((p / SINGLE).unlink(), (p / SINGLE).mkdir()),
         "cannot read .*model.safetensors",
@@ -409,12 +429,28 @@ def test_not_finite_weights_are_named_and_leave_nothing(value, stored, tmp_path)
 # --- Tokenizers ------------------------------------------------------------------------------------------
 
 
+def panic(folder: Path) -> None:
+    """A part on which the library panics, which is no `Exception`."""
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+
+
+def number_token(folder: Path, number: int) -> None:
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["model"]["vocab"]["w5"] = number
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda p: (p / "tokenizer.json").unlink(), "hf has no tokenizer: expected tokenizer.json"),
         (lambda p: (p / "tokenizer.json").write_text("{}"), "cannot read the tokenizer of"),
         (lambda p: write_tokenizer(p, VOCAB + 1), "the tokenizer has 97 tokens.*vocabulary of 96"),
+        (panic, "cannot read the tokenizer of .*precompiled_charsmap"),
+        (lambda p: number_token(p, 2**31), "the tokenizer has 2147483649 tokens"),
+        (lambda p: number_token(p, -1), "cannot read the tokenizer of"),
     ],
 )
 def test_wrong_tokenizers_are_refused_before_writing(change, message, tmp_path, monkeypatch):

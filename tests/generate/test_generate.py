@@ -160,6 +160,12 @@ def test_text_needs_a_tokenizer(model):
     assert generate(mute, [3, 4] * 20, 2).completions[0].text is None
 
 
+def test_text_that_a_tokenizer_cannot_encode_is_named(model):
+    knows_one = Tokenizer(models.WordLevel({"x": 3}))
+    with pytest.raises(PromptError, match=r"the tokenizer cannot encode 'y': .*UNK"):
+        generate(LanguageModel(model.network, knows_one), "y")
+
+
 def test_a_cache_that_cannot_fit_says_what_would(model, monkeypatch):
     need = model.plan.bytes(128, 2, "float32")
     monkeypatch.setattr("zdc_jax.cache.prefix_ring.free_bytes", lambda: need - 1)

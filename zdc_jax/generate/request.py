@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from zdc_jax.errors import PromptError
+from zdc_jax.errors import PromptError, foreign_errors_as
 from zdc_jax.generate.sampling import Sampling, is_whole
 from zdc_jax.generate.steps import MAX_STOP_TOKENS, bucket
 from zdc_jax.loading import LanguageModel
@@ -114,7 +114,8 @@ def _encode(model: LanguageModel, prompt: Prompt, max_new_tokens: int) -> np.nda
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise PromptError("this model has no tokenizer; give token ids instead of text")
-        ids = np.array(model.tokenizer.encode(prompt).ids, np.int64)
+        with foreign_errors_as(PromptError, f"the tokenizer cannot encode {prompt!r:.80}"):
+            ids = np.array(model.tokenizer.encode(prompt).ids, np.int64)
     else:
         ids = _flat(prompt)
     if ids.size == 0:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from zdc_jax.errors import TextError
+from zdc_jax.errors import TextError, foreign_errors_as
 
 OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, "": open}
 PLAIN_SUFFIXES = (".txt", ".py", ".md", ".rst")
@@ -207,7 +207,8 @@ class _TokenStream:
             text = next(self._texts, None)
             if text is None:
                 return None
-            encoded = self._tokenizer.encode(text, add_special_tokens=False)
+            with foreign_errors_as(TextError, f"the tokenizer cannot encode {text!r:.80}"):
+                encoded = self._tokenizer.encode(text, add_special_tokens=False)
             new = np.array(getattr(encoded, "ids", encoded), np.int32)
             between = self._separator[: int(self._started)]
             self.tokens = np.concatenate([self.tokens, between, new])

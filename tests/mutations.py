@@ -1,0 +1,465 @@
+"""Mutated input: what users may be handed is damaged at random, and run as they would run it.
+
+`python tests/mutations.py --cases 10000` mutates Hugging Face folders, plans and converted folders, then
+converts, loads and generates. Each case must end well or in a `ZDCError` that names what is wrong, within
+`TIME_LIMIT`, and leave nothing half-written; a damaged converted folder must not load as another model.
+A case follows from its seed alone; `--first SEED --cases 1` runs one again.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import cache
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from hf_variants import VARIANTS, weights, write_sharded, write_variant
+from safetensors.numpy import load_file, save_file
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from convert.conversion import convert
+from convert.hf.weights import INDEX, SINGLE
+from zdc_jax import generate
+from zdc_jax.basis import Basis
+from zdc_jax.checkpoint import MANIFEST, Checkpoint
+from zdc_jax.errors import ZDCError
+from zdc_jax.loading import LanguageModel, load
+from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
+
+TIME_LIMIT = 20
+"""Seconds of processor time that a case may take; `WAIT` times as many may pass on a busy machine."""
+WAIT = 6
+PROCESSES = 2
+REPORT = 500
+"""Cases between two tables."""
+SOURCES = ("llama-gqa", "llama3-new", "llama-head-dim-80", "opt", "opt-350m-like")
+CONVERTED = ("llama-head-dim-80", "opt")
+SHARDED = "sharded"
+JUNK: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 3, 4096, 4097, 2**31 - 1, 2**31, -(2**31), 2**63, 2**64, 10**30, 10**400),
+    *(0.5, -0.5, 2.0, 1e308, 1e-320, float("nan"), float("inf"), float("-inf")),
+    *("", "x", "0", "1", "\0", "\ud800", "../config.json", "/dev/zero", "x" * 5000, "float16", "linear"),
+    *([], {}, [[]], [None], [1, "a"], {"a": 1}, {"factor": 2.0, "type": "linear"}, ["LlamaForCausalLM"]),
+)
+"""Values that a place in JSON may be given."""
+
+
+# --- Damage ----------------------------------------------------------------------------------------------
+
+
+def mutated_bytes(data: bytes, rng: np.random.Generator) -> bytes:
+    """One stretch of the data flipped, overwritten, cut, repeated or filled; or the data cut off or lost."""
+    at, length = int(rng.integers(len(data) + 1)), int(rng.integers(1, 64))
+    head, piece, tail = data[:at], data[at : at + length], data[at + length :]
+    random = rng.bytes(len(piece))
+    flipped = bytes([piece[0] ^ 1 << rng.integers(8)]) + piece[1:] if piece else b""
+    choices = (flipped, random, b"", piece * 2, bytes(len(piece)), piece + random)
+    return [*(head + choice + tail for choice in (flipped, *choices)), head, head, b""][rng.integers(10)]
+
+
+def mutated_json(value: Any, rng: np.random.Generator) -> Any:
+    """The value with junk, nothing, another of its values or more nesting somewhere."""
+    value = [deepcopy(value)]
+    places = list(_places(value))
+    holder, key = places[rng.integers(len(places))]
+    other, its_key = places[rng.integers(len(places))]
+    match rng.integers(10):
+        case 0:
+            del holder[key]
+            return value[0] if value else None
+        case 1:
+            holder[key] = deepcopy(other[its_key])
+        case 2:
+            holder[key] = [holder[key]]
+        case 3 if isinstance(holder, dict):
+            holder[str(JUNK[rng.integers(len(JUNK))])] = holder.pop(key)
+        case 4 if isinstance(holder[key], int | float):
+            holder[key] = holder[key] * [-1, 2, 0.5, 1000, 10**12][rng.integers(5)]
+        case _:
+            holder[key] = JUNK[rng.integers(len(JUNK))]
+    return value[0]
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items:
+        yield value, key
+        if isinstance(item, dict | list):
+            yield from _places(item)
+
+
+def mutate_json_file(path: Path, rng: np.random.Generator) -> None:
+    """Damages a file of JSON as a value, as text, or by nesting without end."""
+    choice = rng.random()
+    if choice < 0.8:
+        path.write_text(json.dumps(mutated_json(json.loads(path.read_text()), rng)))
+    elif choice < 0.97:
+        path.write_bytes(mutated_bytes(path.read_bytes(), rng))
+    else:
+        depth, opening = int(10 ** rng.uniform(2, 5)), ("[", '{"a":')[rng.integers(2)]
+        closing = {"[": "]", '{"a":': "}"}[opening]
+        path.write_text(path.read_text().rstrip()[:-1] + f', "deep": {opening * depth}1{closing * depth}}}')
+
+
+def mutate_safetensors(path: Path, rng: np.random.Generator) -> None:
+    """Damages header, data or both of one safetensors file, or gives it other tensors."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+    choice = rng.random()
+    if choice < 0.4:
+        text = json.dumps(mutated_json(header, rng)).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+    elif choice < 0.6:
+        path.write_bytes(mutated_bytes(data[: 8 + length], rng) + body)
+    elif choice < 0.7:
+        path.write_bytes(mutated_bytes(data, rng))
+    else:
+        tensors = load_file(path)
+        key = sorted(tensors)[rng.integers(len(tensors))]
+        value = tensors.pop(key)
+        changes: tuple[Callable[[], Any], ...] = (
+            lambda: value.T.copy(),
+            lambda: value[:-1],
+            lambda: value[None],
+            lambda: np.full_like(value, [np.nan, np.inf, 1e38][rng.integers(3)]),
+            lambda: value.astype([np.float16, np.float64, np.int32, bool][rng.integers(4)]),
+            lambda: value.reshape(-1)[:0],
+        )
+        if (change := rng.integers(len(changes) + 1)) < len(changes):
+            tensors[key] = changes[change]()
+        path.unlink()
+        save_file(tensors, path)
+
+
+def mutate_folder(folder: Path, rng: np.random.Generator) -> None:
+    """Damages, deletes, adds or swaps files or folders of a converted folder; its calibration stays."""
+    below = [path for path in sorted(folder.rglob("*")) if "calibration" not in path.parts]
+    files = [path for path in below if path.is_file()]
+    # Damage of large files is as likely as that of their many small companions.
+    sizes = np.sqrt([path.stat().st_size for path in files])
+    path = files[rng.choice(len(files), p=sizes / sizes.sum())]
+    other = below[rng.integers(len(below))]
+    match rng.integers(10):
+        case 0:
+            path.unlink()
+        case 1:
+            shutil.rmtree(other) if other.is_dir() else other.unlink()
+        case 2:
+            within = other if other.is_dir() else other.parent
+            (within / f"{rng.integers(1000):03d}").write_bytes(rng.bytes(50))
+        case 3:
+            swap(path, files[rng.integers(len(files))])
+        case 4:
+            swap(folder / "layers/000", folder / ("layers/001", "embeddings")[rng.integers(2)])
+        case 5:
+            mutate_json_file(folder / MANIFEST, rng)
+        case 6:
+            path.unlink()
+            path.mkdir()
+        case _:
+            path.write_bytes(mutated_bytes(path.read_bytes(), rng))
+
+
+def swap(one: Path, other: Path) -> None:
+    """Exchanges two paths."""
+    if one != other:
+        aside = one.with_name(".aside")
+        one.rename(aside)
+        other.rename(one)
+        aside.rename(other)
+
+
+# --- What a user does with it ----------------------------------------------------------------------------
+
+
+def prepare(folder: Path) -> None:
+    """Writes the undamaged sources, converted folders and plans."""
+    for name in SOURCES:
+        write_variant(name, folder / "hf" / name)
+    write_variant("llama-gqa", folder / "hf" / SHARDED)
+    (folder / "hf" / SHARDED / SINGLE).unlink()
+    write_sharded(folder / "hf" / SHARDED, weights(VARIANTS["llama-gqa"]), 3)
+    for name in SOURCES[1::2]:
+        write_bpe(folder / "hf" / name)
+    for source in (folder / "hf").iterdir():
+        settings = {"eos_token_id": [2], "do_sample": True}
+        (source / "generation_config.json").write_text(json.dumps(settings))
+    for name in CONVERTED:
+        checkpoint = convert(folder / "hf" / name, folder / name, progress=False)
+        config = checkpoint.config
+        random_basis(checkpoint).save(checkpoint.calibration_path / "basis")
+        full = min(16, config.head_dim) if config.head_dim > 16 else config.head_dim
+        plan = CompressionPlan.uniform(config, qk=full, v=full, window=8, sinks=2)
+        plan.for_model(checkpoint.fingerprint).save(folder / f"{name}.json")
+        whole = LayerRanks(config.head_dim, config.head_dim)
+        classes = TokenClasses((0,), (0.25,), (whole,) * config.num_layers, block=32)
+        ranks = (LayerRanks(full, full),) * config.num_layers
+        CompressionPlan(
+            ranks, config.num_kv_heads, config.head_dim, fingerprint=checkpoint.fingerprint, classes=classes
+        ).save(folder / f"{name}-classes.json")
+
+
+def write_bpe(folder: Path) -> None:
+    """A tokenizer with something in each of its parts, of the smaller of the usual kinds."""
+    letters = [f"w{i}" for i in range(80)] + list("w0123456789")
+    vocab = {piece: i + 3 for i, piece in enumerate(dict.fromkeys([*letters[80:], *letters]))}
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {k: i for k, i in vocab.items() if i < 96}
+    merges = [(a, b) for a in vocab for b in vocab if a + b in vocab]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace("  ", " ")])
+    split = pre_tokenizers.Split(Regex(r"\s+"), "removed")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.Punctuation()])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
+    tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.enable_truncation(64)
+    tokenizer.enable_padding(pad_id=2, pad_token="</s>")
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def random_basis(checkpoint: Checkpoint) -> Basis:
+    """Orthogonal maps of the right shapes."""
+    config, rng = checkpoint.config, np.random.default_rng(0)
+    L, K, H = config.num_layers, config.num_kv_heads, config.head_dim
+    k_map, v_map = np.linalg.qr(rng.standard_normal((2, L, K, H, H)))[0]
+    spectrum, error = np.ones((2, L, K, H)), np.broadcast_to(np.linspace(1, 0, H + 1), (2, L, K, H + 1))
+    return Basis(
+        *(k_map, v_map, "stacked", "stacked"), *spectrum, *error, *np.ones((2, L, K)), 64, 64,
+        checkpoint.fingerprint,
+    )  # fmt: skip
+
+
+def signature(model: LanguageModel) -> tuple[Any, ...]:
+    """All that decides what a model says, equal where equal."""
+    arrays = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model.network)))
+    words = None if model.tokenizer is None else model.tokenizer.to_str()
+    return model.config, model.plan, words, tuple(np.asarray(array).tobytes() for array in arrays)
+
+
+@cache
+def undamaged(folder: Path, plan: Path | None) -> tuple[Any, ...]:
+    """The signature of an original."""
+    return signature(load(folder, plan))
+
+
+def use(model: LanguageModel) -> None:
+    """Generates a few tokens from text and from ids."""
+    generate(model, "w3 w5 w7 never met", max_new_tokens=2)
+    generate(model, [3, 5, 7], max_new_tokens=2)
+
+
+def run_source(mutate: Callable[[Path, np.random.Generator], None]) -> Callable[..., None]:
+    """A case that damages a Hugging Face folder, converts it, loads it and (one in eight) generates."""
+
+    def run(originals: Path, scratch: Path, rng: np.random.Generator) -> None:
+        sources = sorted((originals / "hf").iterdir())
+        shutil.copytree(sources[rng.integers(len(sources))], scratch / "hf")
+        mutate(scratch / "hf", rng)
+        try:
+            convert(scratch / "hf", scratch / "output", progress=False).check()
+        except ZDCError:
+            assert names(scratch) == ["hf"], f"half-written: {names(scratch)}"
+            raise
+        assert names(scratch) == ["hf", "output"], f"left behind: {names(scratch)}"
+        model = load(scratch / "output")
+        if rng.random() < 1 / 8:
+            use(model)
+
+    return run
+
+
+def run_plan(originals: Path, scratch: Path, rng: np.random.Generator) -> None:
+    """Damages a plan and loads a model with it; one in eight generates."""
+    name = CONVERTED[rng.integers(len(CONVERTED))]
+    path = scratch / "plan.json"
+    shutil.copy(originals / f"{name}{('', '-classes')[rng.integers(2)]}.json", path)
+    mutate_json_file(path, rng)
+    damaged = path.read_bytes()
+    try:
+        CompressionPlan.load(path)
+        model = load(originals / name, path)
+        if rng.random() < 1 / 8:
+            use(model)
+    finally:
+        assert names(scratch) == ["plan.json"], f"left behind: {names(scratch)}"
+        assert path.read_bytes() == damaged, "the plan was written to"
+
+
+def run_folder(originals: Path, scratch: Path, rng: np.random.Generator) -> None:
+    """Damages a converted folder; one that loads must be the model it was."""
+    name = CONVERTED[rng.integers(len(CONVERTED))]
+    plan = (None, originals / f"{name}.json")[rng.integers(2)]
+    shutil.copytree(originals / name, scratch / "model")
+    mutate_folder(scratch / "model", rng)
+    before = sorted((scratch / "model").rglob("*"))
+    try:
+        found = signature(load(scratch / "model", plan))
+    finally:
+        assert sorted((scratch / "model").rglob("*")) == before, "loading changed the folder"
+    assert found == undamaged(originals / name, plan), "silent damage: another model was loaded"
+
+
+def pick_weights(folder: Path, rng: np.random.Generator) -> None:
+    """Damages the index or one file of weights."""
+    shards = sorted(folder.glob("*.safetensors"))
+    if (folder / INDEX).exists() and rng.random() < 0.5:
+        mutate_json_file(folder / INDEX, rng)
+    elif rng.random() < 0.05:
+        shards[0].unlink()
+    else:
+        mutate_safetensors(shards[rng.integers(len(shards))], rng)
+
+
+def pick_config(folder: Path, rng: np.random.Generator) -> None:
+    """Damages config.json, rarely generation_config.json."""
+    mutate_json_file(folder / ("config.json", "generation_config.json")[int(rng.random() < 0.1)], rng)
+
+
+KINDS: dict[str, Callable[[Path, Path, np.random.Generator], None]] = {
+    "config": run_source(pick_config),
+    "weights": run_source(pick_weights),
+    "tokenizer": run_source(lambda folder, rng: mutate_json_file(folder / "tokenizer.json", rng)),
+    "plan": run_plan,
+    "folder": run_folder,
+}
+
+
+def names(folder: Path) -> list[str]:
+    """What a folder holds."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def run_case(originals: Path, seed: int) -> tuple[str, str]:
+    """Kind and outcome of one case: `loaded`, `refused`, or what failed."""
+    kind = list(KINDS)[seed % len(KINDS)]
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            KINDS[kind](originals, Path(scratch), np.random.default_rng(seed))
+        except ZDCError:
+            return kind, "refused"
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # Panics of Rust are no Exception.
+            return kind, traceback.format_exc(limit=-4)
+    return kind, "loaded"
+
+
+# --- Many cases, in processes that may die ---------------------------------------------------------------
+
+
+class Worker:
+    """A process that runs one case at a time; it may die or hang, and is then replaced."""
+
+    def __init__(self, originals: Path):
+        self.originals = originals
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, self.originals), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.pipe.recv()  # Ready; importing takes longer than a case may.
+
+    def give(self, seed: int) -> None:
+        """Starts a case."""
+        self.seed, self.began = seed, time.monotonic()
+        self.pipe.send(seed)
+
+    def outcome(self) -> tuple[str, str] | None:
+        """Kind and outcome of its case, None while it runs."""
+        kind = list(KINDS)[self.seed % len(KINDS)]
+        if self.pipe.poll():
+            try:
+                return self.pipe.recv()
+            except EOFError:
+                self.process.join()
+                late = self.process.exitcode == -signal.SIGPROF
+                failure = f"more than {TIME_LIMIT} s" if late else f"process died, {self.process.exitcode=}"
+        elif time.monotonic() - self.began > WAIT * TIME_LIMIT:
+            self.process.kill()
+            failure = f"no end after {WAIT * TIME_LIMIT} s"
+        else:
+            return None
+        self._start()
+        return kind, failure
+
+
+def serve(pipe: Any, originals: Path) -> None:
+    """Runs the cases whose seeds come through the pipe."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Panics print themselves.
+    pipe.send("ready")
+    while True:
+        seed = pipe.recv()
+        signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)  # Ends the process, in whatever library it is.
+        outcome = run_case(originals, seed)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        pipe.send(outcome)
+
+
+def run_many(originals: Path, seeds: range) -> Iterator[tuple[int, str, str]]:
+    """Seed, kind and outcome of each case, as they end."""
+    left, busy = iter(seeds), []
+    for worker in (Worker(originals) for _ in range(PROCESSES)):
+        if (seed := next(left, None)) is not None:
+            worker.give(seed)
+            busy.append(worker)
+    while busy:
+        wait([worker.pipe for worker in busy], timeout=1)
+        for worker in tuple(busy):
+            if (ended := worker.outcome()) is None:
+                continue
+            yield worker.seed, *ended
+            if (seed := next(left, None)) is None:
+                busy.remove(worker)
+            else:
+                worker.give(seed)
+
+
+def main() -> int:
+    """Prints counts by kind, and the seed and the error of each failure."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first case")
+    options = parser.parse_args()
+    counts: Counter[tuple[str, str]] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder))
+        seeds = range(options.first, options.first + options.cases)
+        for seed, kind, outcome in run_many(Path(folder), seeds):
+            failed = outcome not in ("loaded", "refused")
+            counts[kind, "failed" if failed else outcome] += 1
+            if failed:
+                print(f"--- seed {seed}, {kind}:\n{outcome}", flush=True)
+            if counts.total() % REPORT == 0 or counts.total() == options.cases:
+                print(table(counts), flush=True)
+    return int(any(end == "failed" for _, end in counts))
+
+
+def table(counts: Counter[tuple[str, str]]) -> str:
+    """Cases so far by kind and end."""
+    ends = ("loaded", "refused", "failed")
+    rows = ["".join(f"{counts[kind, end]:8}" for end in ends) for kind in KINDS]
+    lines = [f"{kind:10}{row}" for kind, row in zip(KINDS, rows, strict=True)]
+    return "\n".join([f"{counts.total():<10}" + "".join(f"{end:>8}" for end in ends), *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Values of dataclass fields, checked against their annotations: what was JSON may have been anything."""
+
+from dataclasses import fields
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+MOST = 2**31 - 1
+"""Bound on integers: positions, token ids and sizes are int32 on devices."""
+_WORDS = {
+    bool: "true or false",
+    int: f"an integer from {-MOST} to {MOST}",
+    float: "a finite number",
+    NoneType: "None",
+}
+
+
+def check_fields(instance: Any) -> None:
+    """Raises `ValueError` naming the first field whose value its annotation does not allow, and what it does.
+
+    Integers must fit int32, numbers be finite (an integer is one), text be one of a `Literal` where that is
+    the annotation.
+    """
+    kinds = get_type_hints(type(instance))
+    for field in fields(instance):
+        value = getattr(instance, field.name)
+        if not _fits(value, kinds[field.name]):
+            raise ValueError(f"{field.name}={value!r:.80} must be {_described(kinds[field.name])}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if get_origin(kind) is UnionType:
+        return any(_fits(value, choice) for choice in get_args(kind))
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_fits(item, get_args(kind)[0]) for item in value)
+    if kind in (int, float):
+        # The float bounds leave out NaN and infinity, and compare with any integer.
+        least, most = (-MOST, MOST) if kind is int else (-1e308, 1e308)
+        number = int if kind is int else int | float
+        return isinstance(value, number) and not isinstance(value, bool) and least <= value <= most
+    return isinstance(value, kind)
+
+
+def _described(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {get_args(kind)}"
+    if get_origin(kind) is UnionType:
+        return " or ".join(map(_described, get_args(kind)))
+    if get_origin(kind) is tuple:
+        return f"a list, each {_described(get_args(kind)[0])}"
+    return _WORDS.get(kind, kind.__name__)
