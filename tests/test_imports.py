@@ -14,7 +14,7 @@ from convert.cli.entry import TOOLS
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kernels_pallas", "zdc_jax", "convert", "benchmarks")
 
-BASE = "zdc_jax.axes zdc_jax.config zdc_jax.errors zdc_jax.files"
+BASE = "zdc_jax.axes zdc_jax.config zdc_jax.errors zdc_jax.fields zdc_jax.files"
 CACHE = f"{BASE} kernels_pallas zdc_jax.ops zdc_jax.cache"
 PLAN = f"{CACHE} zdc_jax.methods zdc_jax.plan"
 MODEL = f"{PLAN} zdc_jax.model"
@@ -25,7 +25,8 @@ ALLOWED = {
     "zdc_jax.axes": "",
     "zdc_jax.errors": "",
     "zdc_jax.files": "zdc_jax.errors",
-    "zdc_jax.config": "zdc_jax.errors",
+    "zdc_jax.fields": "",
+    "zdc_jax.config": "zdc_jax.errors zdc_jax.fields",
     "zdc_jax.basis": BASE,
     "zdc_jax.methods": f"{CACHE} zdc_jax.plan",
     "zdc_jax.plan": f"{CACHE} zdc_jax.methods",
