@@ -10,19 +10,19 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float, Int
 
-from convert.calibration.groups import Method, layer_and_importance
+from convert.calibration.groups import ImportanceMethod, layer_and_importance
 from zdc_jax.axes import Array
 from zdc_jax.basis import Basis
-from zdc_jax.cache.classes import class_order
+from zdc_jax.cache.classes import ClassBlocks, class_order
 from zdc_jax.config import ModelConfig
-from zdc_jax.loading import cast
+from zdc_jax.fold import cast
 from zdc_jax.model.attention import Attention
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Transformer
-from zdc_jax.ops.attention import Implementation, self_attention
-from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
+from zdc_jax.ops.attention import Implementation
+from zdc_jax.plan import CompressionPlan, LayerRanks
 
-Importance = Method | Literal["random"]
+Importance = ImportanceMethod | Literal["random"]
 """How tokens are ranked; `random` is what any of them has to beat."""
 
 
@@ -33,8 +33,10 @@ class OnlineAttention(Attention):
     maps: q_map, k_map [K, H, R], v_map [K, H, Z], o_map [K, Z, H], as in `Basis`.
     """
 
-    def __init__(self, weights: Mapping[str, Array], config: ModelConfig, maps: Mapping[str, Array]):
-        super().__init__(weights, config)
+    def __init__(
+        self, weights: Mapping[str, Array], config: ModelConfig, layer: int, maps: Mapping[str, Array]
+    ):
+        super().__init__(weights, config.layers[layer], config.head_dim, config.norm_eps)
         self.q_map, self.k_map = nnx.Param(maps["q_map"]), nnx.Param(maps["k_map"])
         self.v_map, self.o_map = nnx.Param(maps["v_map"]), nnx.Param(maps["o_map"])
 
@@ -89,7 +91,7 @@ def online_network(
             "o_map": basis.o_map[index, :, : ranks.v],
         }
         attention = jax.tree.map(jnp.asarray, cast(weights[index]["attention"], dtype))
-        block.attention = kind(attention, config, jax.tree.map(jnp.asarray, cast(maps, dtype)))
+        block.attention = kind(attention, config, index, jax.tree.map(jnp.asarray, cast(maps, dtype)))
     return network
 
 
@@ -119,18 +121,16 @@ class MaskedClasses(Transformer):
             x, importance = layer_and_importance(self.layers[leader], x, method)
             if self.importance == "random":
                 importance = jax.random.uniform(jax.random.key(leader), importance.shape)
-            important = important_tokens(importance, classes, group)
+            important = important_tokens(importance, classes.blocks(group))
             for member in classes.members(group, len(self.layers)):
                 x = _masked_layer(self.layers[member], x, important, self.plan.layers[member])
         return x
 
 
-@partial(jax.jit, static_argnames=("classes", "group"))
-def important_tokens(
-    importance: Float[Array, "B T"], classes: TokenClasses, group: int
-) -> Bool[Array, "B T"]:
+@partial(jax.jit, static_argnames="blocks")
+def important_tokens(importance: Float[Array, "B T"], blocks: ClassBlocks) -> Bool[Array, "B T"]:
     """Which tokens the product would put into the important segment."""
-    first, _ = class_order(importance, jnp.ones(importance.shape, bool), classes, group)
+    first, _ = class_order(importance, jnp.ones(importance.shape, bool), blocks)
     rows = jnp.arange(len(importance))[:, None]
     return jnp.zeros(importance.shape, bool).at[rows, first].set(True)
 
@@ -142,8 +142,7 @@ def _masked_layer(block: Block, x: Array, important: Array, less: LayerRanks) ->
     def kept(values: Array, rank: int) -> Array:
         return jnp.where(important[:, :, None, None] | (np.arange(values.shape[-1]) < rank), values, 0)
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        scale = block.attention.config.head_dim**-0.5
-        return self_attention(q, kept(k, less.qk), kept(v, less.v), scale=scale)[0]
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        return block.attention.attend(q, kept(k, less.qk), kept(v, less.v))
 
-    return block(x, positions, attend)
+    return block(x, positions, attend)[0]

@@ -31,6 +31,7 @@ from benchmarks.bench_quality import SINKS, Bench, Case
 from benchmarks.studies import Options, class_plan, degradation, over, quarters, run_parts, uniform_plan
 from benchmarks.timing import costs_in_turns, normal
 from zdc_jax.basis import QKKind
+from zdc_jax.config import LayerSpec
 from zdc_jax.loading import LanguageModel
 from zdc_jax.model.params import layer_shapes, random_tree
 from zdc_jax.model.transformer import Block, Transformer
@@ -67,10 +68,11 @@ def costs_of_layer(*, rope: bool) -> dict[str, Any]:
 
     Without `rope` the Q/K basis is inside the weights, with it it is applied after the rotary embedding.
     """
-    config = LAYER_SHAPE if rope else replace(LAYER_SHAPE, rope=None)
+    spec = LAYER_SHAPE.layers[0] if rope else LayerSpec()
+    config = replace(LAYER_SHAPE, layers=(spec,))
     D, K, H = config.embed_dim, config.num_kv_heads, config.head_dim
     ranks, bf16 = quarters(config, 2, 3), jnp.bfloat16
-    weights = random_tree(layer_shapes(config), config, jax.random.key(0))
+    weights = random_tree(layer_shapes(config, 0), config, jax.random.key(0))
     maps = jnp.linalg.qr(jax.random.normal(jax.random.key(1), (K, H, H)))[0].astype(bf16)
     qk, v, o = maps[..., : ranks.qk], maps[..., : ranks.v], maps[:, : ranks.v]
     dense = weights["attention"]
@@ -79,15 +81,18 @@ def costs_of_layer(*, rope: bool) -> dict[str, Any]:
         cut |= {"q": dense["q"], "k": dense["k"], "q_rotation": qk, "k_rotation": qk}
     else:
         cut |= {"q": dense["q"][..., : ranks.qk], "k": dense["k"][..., : ranks.qk]}
-    blocks = {"dense": Block(weights, config), "product": Block({**weights, "attention": cut}, config)}
+    blocks = {
+        "dense": Block(weights, config, spec),
+        "product": Block({**weights, "attention": cut}, config, spec),
+    }
     for label, kind in Kinds.items():
-        blocks[label] = Block(weights, config)
+        blocks[label] = Block(weights, config, spec)
         named = {"q_map": qk, "k_map": qk, "v_map": v, "o_map": o}
-        blocks[label].attention = kind(dense, config, named)
+        blocks[label].attention = kind(dense, config, 0, named)
 
     def prefill(block: Block, x: jax.Array) -> jax.Array:
-        attend = lambda q, k, v: self_attention(q, k, v, scale=H**-0.5)[0]
-        return block(x, jnp.arange(x.shape[1])[None], attend)
+        attend = lambda q, k, v: self_attention(q, k, v, scale=block.attention.scale)
+        return block(x, jnp.arange(x.shape[1])[None], attend)[0]
 
     x = normal(2, 1, LAYER_TOKENS, D)
     return costs_in_turns({label: (prefill, (block, x)) for label, block in blocks.items()})

@@ -23,14 +23,15 @@ from convert.calibration.basis import make_basis
 from convert.calibration.calibrate import add_moments, collect_moments, zero_sums
 from convert.calibration.kmeans import kmeans_moments
 from convert.calibration.moments import Moments
-from zdc_jax.config import ModelConfig, RopeConfig
+from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
 from zdc_jax.model.params import embedding_shapes, layer_shapes, num_params, random_tree
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 
 LLAMA_2_13B = ModelConfig(
     family="llama",
-    num_layers=40,
+    layers=LayerSpec(rope=RopeConfig(theta=10_000.0)).repeated(40),
+    norm="rms",
     embed_dim=5120,
     ffn_dim=13824,
     vocab_size=32000,
@@ -42,7 +43,6 @@ LLAMA_2_13B = ModelConfig(
     activation="silu",
     dtype="bfloat16",
     tie_embeddings=False,
-    rope=RopeConfig(theta=10_000.0),
 )
 
 
@@ -63,7 +63,7 @@ class Options:
 def random_network(config: ModelConfig) -> Transformer:
     """Random weights made layer by layer on the device."""
     key = jax.random.key(0)
-    make = jax.jit(lambda key: random_tree(layer_shapes(config), config, key))
+    make = jax.jit(lambda key: random_tree(layer_shapes(config, 0), config, key))
     layers: Iterator[Any] = (make(jax.random.fold_in(key, 1 + index)) for index in range(config.num_layers))
     embeddings = random_tree(embedding_shapes(config), config, key)
     return Transformer(config, CompressionPlan.full(config), embeddings, layers)
@@ -88,7 +88,7 @@ def seconds_per_window(network: Transformer, windows: np.ndarray, batch: int) ->
 
 def main(options: Options) -> None:
     """Times each stage and writes one JSON."""
-    config = replace(LLAMA_2_13B, num_layers=options.layers)
+    config = replace(LLAMA_2_13B, layers=LLAMA_2_13B.layers[: options.layers])
     network = random_network(config)
     context = config.max_positions
     rng = np.random.default_rng(0)

@@ -26,7 +26,7 @@ import tyro
 
 from benchmarks.bench_calibration import LLAMA_2_13B
 from benchmarks.common import RESULTS, write_result
-from zdc_jax.cache.prefix_ring import KVCache
+from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
 from zdc_jax.model.transformer import Transformer
@@ -34,7 +34,7 @@ from zdc_jax.plan import CompressionPlan
 
 LLAMA_2_7B = replace(
     LLAMA_2_13B,
-    num_layers=32,
+    layers=LLAMA_2_13B.layers[:32],
     embed_dim=4096,
     ffn_dim=11008,
     num_heads=32,
@@ -71,7 +71,7 @@ def build(name: RowName, config: ModelConfig) -> Transformer:
 
     @jax.jit
     def layer(key: jax.Array) -> Any:
-        weights = random_tree(layer_shapes(config), config, key)
+        weights = random_tree(layer_shapes(config, 0), config, key)
         if name in ("post_rope", "window"):
             shape = (config.num_kv_heads, config.head_dim, config.head_dim)
             basis = jnp.linalg.qr(jax.random.normal(key, shape))[0].astype(jnp.bfloat16)
@@ -94,7 +94,7 @@ class Ours:
         self.extend = jax.jit(extend, donate_argnums=1)
 
     def cache(self, batch: int, capacity: int) -> KVCache:
-        return KVCache.create(self.plan, batch=batch, capacity=capacity, dtype=jnp.bfloat16)
+        return KVCache.create(self.plan.layer_caches("bfloat16"), batch=batch, capacity=capacity)
 
     def prefill(self, cache: KVCache, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
         for start in range(0, tokens.shape[1], self.chunk):
@@ -144,7 +144,7 @@ class OnCudnn:
 
 def _cudnn_step(network: Transformer, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
     lengths = cache["lengths"]
-    T, scale = tokens.shape[1], network.config.head_dim**-0.5
+    T, scale = tokens.shape[1], network.config.scale(0)
     positions = lengths[:, None] + jnp.arange(T)
     x, kv = network.embeddings.embed(tokens, positions), []
     for block, (keys, values) in zip(network.layers, cache["kv"], strict=True):
@@ -155,10 +155,10 @@ def _cudnn_step(network: Transformer, cache: Any, tokens: jax.Array) -> tuple[ja
             kv.append((keys, values))
             own = partial(jax.nn.dot_product_attention, q, scale=scale, implementation="cudnn")
             if T > 1:
-                return own(k, v, is_causal=True)
-            return own(keys, values, key_value_seq_lengths=lengths + 1)
+                return own(k, v, is_causal=True), None
+            return own(keys, values, key_value_seq_lengths=lengths + 1), None
 
-        x = block(x, positions, attend)
+        x, _ = block(x, positions, attend)
     token = network.embeddings.unembed(x[:, -1]).argmax(-1).astype(jnp.int32)[:, None]
     return token, {"lengths": lengths + T, "kv": kv}
 
@@ -213,7 +213,7 @@ def largest_batch(side: Any, plan: CompressionPlan, tokens: int) -> int:
 
 def measure(name: RowName, options: Options) -> dict[str, Any]:
     """All figures of one row, printed as they are seen."""
-    config = replace(LLAMA_2_7B, num_layers=options.layers)
+    config = replace(LLAMA_2_7B, layers=LLAMA_2_7B.layers[: options.layers])
     network = build(name, config)
     plan = network.plan
     side: Any = OnCudnn(network) if name == "cudnn" else Ours(network, options.chunk)

@@ -22,7 +22,7 @@ import tyro
 
 from benchmarks.bench_generate import LLAMA_2_7B
 from benchmarks.common import RESULTS, write_result
-from convert.calibration.groups import Method, layer_groups, layer_importance, repetition_ratios
+from convert.calibration.groups import ImportanceMethod, layer_groups, layer_importance, repetition_ratios
 from convert.conversion import convert
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.loading import load
@@ -79,7 +79,7 @@ def compare_methods(options: Options) -> dict[str, Any]:
             eos_id=checkpoint.config.eos_ids[0],
         )
     found: dict[str, Any] = {"topics": topics}
-    for method in get_args(Method):
+    for method in get_args(ImportanceMethod):
         by_row = [layer_importance(network, row[None], method) for row in tokens]
         found[method] = compare_layers(np.concatenate(by_row, axis=1))
         print(method, {t: len(x) for t, x in found[method]["leaders"].items()}, flush=True)
@@ -90,7 +90,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     """Repetition of layer pairs as a distribution for each distance, and the range of scores by depth."""
     from matplotlib import pyplot as plt
 
-    methods = get_args(Method)
+    methods = get_args(ImportanceMethod)
     figure, axes = plt.subplots(3, len(methods), figsize=(4 * len(methods), 9), layout="constrained")
     for column, method in zip(axes.T, methods, strict=True):
         layers = len(results[method]["most"])
@@ -113,20 +113,17 @@ def cost() -> dict[str, Any]:
     from benchmarks.timing import device_ms, normal
 
     T, D, scale = COST_TOKENS, LLAMA_2_7B.embed_dim, LLAMA_2_7B.head_dim**-0.5
-    weights = random_tree(layer_shapes(LLAMA_2_7B), LLAMA_2_7B, jax.random.key(0))
-    block, x = Block(weights, LLAMA_2_7B), normal(0, 1, T, D)
+    weights = random_tree(layer_shapes(LLAMA_2_7B, 0), LLAMA_2_7B, jax.random.key(0))
+    block, x = Block(weights, LLAMA_2_7B, LLAMA_2_7B.layers[0]), normal(0, 1, T, D)
     leaves, tree = jax.tree.flatten(block)
     positions = jnp.arange(T)[None]
 
     def layer(measure: Callable[..., jax.Array] | None, leaves: Any, x: jax.Array) -> Any:
-        seen = []
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
             o, lse = self_attention(q, k, v, scale=scale)
-            seen.append(None if measure is None else measure(q, k, lse))
-            return o
+            return o, None if measure is None else measure(q, k, lse)
 
-        return jax.tree.unflatten(tree, leaves)(x, positions, attend), seen
+        return jax.tree.unflatten(tree, leaves)(x, positions, attend)
 
     def permuted(leaves: Any, x: jax.Array, order: jax.Array) -> Any:
         y, _ = layer(None, leaves, x[:, order])

@@ -28,9 +28,9 @@ from benchmarks.bench_quality import CONTEXT, SINKS, Bench
 from benchmarks.common import write_result
 from benchmarks.studies import degradation, percent, uniform_plan
 from zdc_jax.axes import Array
-from zdc_jax.cache.prefix_ring import KVCache
+from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.config import ModelConfig
-from zdc_jax.loading import cast, prepared_layers
+from zdc_jax.fold import cast, prepared_layers
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings
 from zdc_jax.parallel.mesh import MeshConfig
@@ -67,7 +67,8 @@ def on_mesh(bench: Bench, plan: CompressionPlan, degree: int, payload: Payload) 
     dtype = bench.dense.network.dtype
     layers = prepared_layers(iter(bench.layers), bench.config, plan, bench.bases["balanced"], dtype, payload)
     embeddings = Embeddings(cast(bench.checkpoint.embeddings(), dtype), bench.config)
-    blocks = (Block(layer, bench.config) for layer in layers)
+    specs = bench.config.layers
+    blocks = (Block(layer, bench.config, spec) for layer, spec in zip(layers, specs, strict=True))
     return ShardedTransformer(bench.config, plan, embeddings, blocks, MeshConfig(sequence=degree).create())
 
 

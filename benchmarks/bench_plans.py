@@ -29,7 +29,9 @@ from convert.search.trials import TrialBook, trial_json
 from zdc_jax.basis import Basis
 from zdc_jax.errors import PlanError
 from zdc_jax.plan import CompressionPlan, allowed_ranks
+from zdc_jax.planning.certificate import certificate
 from zdc_jax.planning.profile import SINKS
+from zdc_jax.planning.spectrum import plan_from_spectrum
 
 LIMITS = (0.01, 0.005, 0.02, 0.05, 0.1)
 """The first is searched from nothing, and timed; the others use what was measured for it."""
@@ -65,18 +67,17 @@ def plans(book: TrialBook) -> Iterator[tuple[str, CompressionPlan]]:
     """Plans that need no search, by kind."""
     config, basis = book.config, book.basis
     ranks = allowed_ranks(config.head_dim)[1:]
-    spectra = basis.qk_spectrum, basis.vo_spectrum
     for qk, v in itertools.product(ranks, repeat=2):
         if qk <= v:
             yield "uniform", CompressionPlan.uniform(config, qk=qk, v=v)
     for budget in BUDGETS:
-        yield "per-layer", CompressionPlan.from_spectrum(*spectra, budget=budget, qk_share=0.45)
+        yield "per-layer", plan_from_spectrum(basis, budget=budget, qk_share=0.45)
     for window, (qk, v) in itertools.product(WINDOWS, [*itertools.pairwise(ranks), (16, 16)]):
         yield "window", CompressionPlan.uniform(config, qk=qk, v=v, window=window, sinks=SINKS)
     for window, budget in itertools.product(WINDOWS, BUDGETS[2:]):
         yield (
             "window+per-layer",
-            CompressionPlan.from_spectrum(*spectra, budget=budget, qk_share=0.45, window=window, sinks=SINKS),
+            plan_from_spectrum(basis, budget=budget, qk_share=0.45, window=window, sinks=SINKS),
         )
 
 
@@ -110,9 +111,9 @@ class Bench:
         print(f"{kind:18} {trial.bytes_share:.3f} {100 * trial.increase:+7.2f} %", flush=True)
         errors: dict[str, float] = {}
         if plan.classes is None:  # The certificate knows one rank for all tokens of a layer.
-            certificate = plan.certificate(self.bases[basis])
+            certified = certificate(plan, self.bases[basis])
             rms = lambda error: float(np.sqrt(np.square(error).mean()))
-            errors = {"score_error": rms(certificate.score), "value_error": rms(certificate.value)}
+            errors = {"score_error": rms(certified.score), "value_error": rms(certified.value)}
         return {"kind": kind, "basis": basis, **trial_json(trial), **errors, **extra}
 
     def kinds(self) -> dict[str, Callable[[], list[dict[str, Any]]]]:

@@ -24,10 +24,12 @@ from convert.calibration.moments import Moments
 from convert.conversion import convert
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
-from zdc_jax.loading import LanguageModel, cast, load, prepared_layers
+from zdc_jax.fold import cast, prepared_layers
+from zdc_jax.loading import LanguageModel, load
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
 from zdc_jax.planning.evaluate import compare, window_nll
+from zdc_jax.planning.spectrum import plan_from_spectrum
 from zdc_jax.planning.text import read_documents, token_windows
 
 SINKS = 4
@@ -162,16 +164,11 @@ def cases(bench: Bench) -> Iterator[Case]:
     """The rows, in the order of the report."""
     config, H = bench.config, bench.config.head_dim
     uniform = lambda **kw: CompressionPlan.uniform(config, **kw)
-    spectrum = bench.bases["balanced"]
+    balanced = bench.bases["balanced"]
 
     def spread(qk: float, v: float, **options: Any) -> CompressionPlan:
-        return CompressionPlan.from_spectrum(
-            spectrum.qk_spectrum,
-            spectrum.vo_spectrum,
-            budget=(qk + v) / (2 * H),
-            qk_share=qk / (qk + v),
-            **options,
-        )
+        share = {"budget": (qk + v) / (2 * H), "qk_share": qk / (qk + v)}
+        return plan_from_spectrum(balanced, **share, **options)
 
     for basis in bench.bases:
         yield Case("floor", "full rank, rotated", basis, CompressionPlan.full(config))
@@ -250,7 +247,7 @@ def main(options: Options) -> None:
             "output": {"qk": "balanced", "vo": "output"},
             "centred": {"qk": "balanced", "vo": "balanced", "center": True},
         }
-        if bench.config.rope is not None:
+        if bench.config.is_rotary:
             kinds["pairs"] = {"qk": "pairs", "vo": "balanced"}
         for name, kind in kinds.items():
             bench.bases[name] = bench.make_basis(bench.moments, **kind)

@@ -46,9 +46,11 @@ from jax.sharding import NamedSharding
 
 from benchmarks.bench_generate import seconds
 from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.rivals.methods import ATTENTION
 from benchmarks.rivals.partition import Partition, in_eights, interpolated
 from benchmarks.rivals.runahead import RunaheadTransformer
 from benchmarks.rivals.runahead_mesh import MeshRunahead, piece_layer
+from benchmarks.rivals.traffic import handed_bytes, method_bytes
 from benchmarks.sequence_models import SHAPES, Model, ShapeName
 from benchmarks.sequence_parts import Parts, link_rate, searched_partition
 from benchmarks.sequence_rows import ROWS, TASKS, Row, Task, compare
@@ -56,10 +58,9 @@ from zdc_jax.axes import Array
 from zdc_jax.errors import MeshError
 from zdc_jax.model.transformer import Embeddings
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.parallel.mesh import MeshConfig, spec
+from zdc_jax.parallel.mesh import MeshConfig, layout
 from zdc_jax.parallel.processes import initialize
-from zdc_jax.parallel.prompt_cache import Slots
-from zdc_jax.parallel.traffic import handed_bytes, hlo_bytes, prefill_bytes
+from zdc_jax.parallel.traffic import hlo_bytes
 from zdc_jax.parallel.transformer import last_token, whole_layer
 from zdc_jax.parallel.weights import gathered_bytes
 from zdc_jax.plan import CompressionPlan
@@ -100,7 +101,7 @@ class Bench:
         if sizes.size != sizes.sequence:
             raise MeshError(f"mesh={options.mesh!r} must have one device along data and model")
         config = SHAPES[options.shape]
-        self.config = replace(config, num_layers=options.layers or config.num_layers)
+        self.config = replace(config, layers=config.layers[: options.layers or None])
         self.mesh, self.degree = sizes.create(), sizes.sequence
         processes = f"{jax.process_count()}-processes" if jax.process_count() > 1 else ""
         parts = ("sequence-parallel", options.shape, str(self.degree), processes, options.label)
@@ -164,7 +165,7 @@ class Bench:
 
     def plan(self, row: Row, layers: int | None = None) -> CompressionPlan:
         """The row's plan for the first layers."""
-        options, config = self.options, replace(self.config, num_layers=layers or self.config.num_layers)
+        options, config = self.options, replace(self.config, layers=self.config.layers[: layers or None])
         if row.near is None:
             return CompressionPlan.full(config)
         qk, v = options.far
@@ -204,7 +205,8 @@ class Bench:
             ends = runahead.networks[-1].embeddings
             return lambda: _unembed(ends, prefill(tokens, end, implementation=implementation)[0])
         network = self.model.on_mesh(plan, row.weights, row.payload)
-        hidden = partial(network.hidden, tokens, method=row.method, implementation=implementation)
+        attention = ATTENTION[row.method]
+        hidden = partial(network.hidden, tokens, attention=attention, implementation=implementation)
         return lambda: _unembed(network.embeddings, last_token(hidden(), end, self.mesh))
 
     def on_one_device(
@@ -262,12 +264,13 @@ class Bench:
             return out if jax.process_count() == 1 else out | self.sent_in_pieces(row, partition)
         assert row.method is not None
         how = {"length": length, "degree": self.degree, "method": row.method, "payload": row.payload}
-        formula = prefill_bytes(self.config, plan, **how)
+        formula = method_bytes(self.config, plan, **how)
         network = self.model.on_mesh(self.plan(row, 1), row.weights, row.payload)
         padded = -(-length // self.degree) * self.degree
         x = self.by_token(padded, network.dtype)
-        near, block = (plan.sinks, plan.window), network.prompt_layers[0]
-        options = (plan.layers[0], near, self.mesh, row.method, self.implementation(row), row.weights)
+        block, spec = network.prompt_layers[0], network.layer_caches[0]
+        attention, implementation = ATTENTION[row.method], self.implementation(row)
+        options = (spec, self.mesh, attention, implementation, row.weights)
         compiled = layers * hlo_bytes(whole_layer.lower(block, x, *options).compile().as_text())
         if row.weights == "gathered":
             formula += layers * gathered_bytes(block, self.mesh)
@@ -277,15 +280,14 @@ class Bench:
         """Of one program for all: bytes in one layer's times layers; rows of padding by device."""
         network = self.model.on_mesh(self.plan(row, 1))
         x, end = self.by_token(self.degree * partition.longest, network.dtype), jnp.full(1, partition.length)
-        slots = Slots.of(network.plan, in_eights(partition.length))
-        options = (partition, slots, self.mesh, self.implementation(row))
-        program = piece_layer.lower(network.prompt_layers[0], x, end, network.plan.layers[0], *options)
+        options = (partition, in_eights(partition.length), self.mesh, self.implementation(row))
+        program = piece_layer.lower(network.prompt_layers[0], x, end, network.layer_caches[0], *options)
         compiled = self.config.num_layers * hlo_bytes(program.compile().as_text())
         return {"compiled": compiled, "padding": partition.padding}
 
     def by_token(self, length: int, dtype: Any) -> jax.ShapeDtypeStruct:
         """Hidden states of a prompt, as they lie on the mesh."""
-        sharding = NamedSharding(self.mesh, spec("B T D"))
+        sharding = NamedSharding(self.mesh, layout("B T D"))
         return jax.ShapeDtypeStruct((1, length, self.config.embed_dim), dtype, sharding=sharding)
 
     def check(self, row: Row) -> dict[str, float]:

@@ -12,24 +12,28 @@ from jax.sharding import Mesh, PartitionSpec
 
 from benchmarks.bench_calibration import LLAMA_2_13B
 from benchmarks.bench_generate import LLAMA_2_7B
-from zdc_jax.config import ModelConfig, RopeConfig
+from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
 from zdc_jax.model.block import Block
 from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.parallel.payload import Payload, scale_for
 from zdc_jax.parallel.transformer import ShardedTransformer
-from zdc_jax.parallel.weights import Weights
+from zdc_jax.parallel.weights import WeightPlacement
 from zdc_jax.plan import CompressionPlan
 
 SHAPES = {
     "llama-2-7b": LLAMA_2_7B,
     "llama-2-13b": replace(LLAMA_2_13B, max_positions=2**18),
     "llama-3-8b": replace(
-        LLAMA_2_7B, ffn_dim=14336, num_kv_heads=8, vocab_size=128256, rope=RopeConfig(theta=500_000.0)
+        LLAMA_2_7B,
+        ffn_dim=14336,
+        num_kv_heads=8,
+        vocab_size=128256,
+        layers=LayerSpec(rope=RopeConfig(theta=500_000.0)).repeated(32),
     ),
     "tiny": replace(
         LLAMA_2_7B,
-        num_layers=2,
+        layers=LLAMA_2_7B.layers[:2],
         embed_dim=64,
         ffn_dim=96,
         vocab_size=97,
@@ -60,7 +64,7 @@ class Model:
         jax.block_until_ready(self.layers)
 
     def on_mesh(
-        self, plan: CompressionPlan, weights: Weights = "replicated", payload: Payload = "native"
+        self, plan: CompressionPlan, weights: WeightPlacement = "replicated", payload: Payload = "native"
     ) -> ShardedTransformer:
         """For prompts only; `gathered` holds a further share of them, which lies beside the whole."""
         scales = random_scales(self.config) if payload == "float8" else {}
@@ -85,7 +89,7 @@ class Model:
 
     def _layer(self, seed: jax.Array) -> Any:
         config, key = self.config, jax.random.key(seed)
-        weights = random_tree(layer_shapes(config), config, key)
+        weights = random_tree(layer_shapes(config, 0), config, key)
         shape = (config.num_kv_heads, config.head_dim, config.head_dim)
         basis = jnp.linalg.qr(jax.random.normal(key, shape))[0].astype(config.dtype)
         weights["attention"] |= {"q_rotation": basis, "k_rotation": basis}
@@ -94,7 +98,7 @@ class Model:
     def _of(self, plan: CompressionPlan) -> Iterator[Any]:
         for layer, _ in zip(self.layers, plan.layers, strict=False):
             attention = layer["attention"]
-            if not plan.keeps_full_width:
+            if not any(plan.near(0)):
                 attention = {name: x for name, x in attention.items() if "rotation" not in name}
             yield {**layer, "attention": attention}
 

@@ -14,18 +14,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.rivals.methods import ATTENTION, Method
 from benchmarks.rivals.partition import Partition, in_eights
 from benchmarks.rivals.partition_search import PieceCost, link_bandwidth, measured, searched
 from benchmarks.rivals.runahead import RunaheadTransformer
+from benchmarks.rivals.traffic import handed_bytes
 from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
 from zdc_jax.ops.attention import Implementation, self_attention
-from zdc_jax.parallel.attention import Method, attend_near, sharded_attention
+from zdc_jax.parallel.attention import attend_near
 from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, kv_copies, scatter_heads
-from zdc_jax.parallel.far import Keys
+from zdc_jax.parallel.far import FarKeys, ulysses
 from zdc_jax.parallel.mesh import SEQUENCE
 from zdc_jax.parallel.payload import Payload, Scales, scale_for
-from zdc_jax.parallel.traffic import handed_bytes
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 TOKENS, HEADS, HEADS_FIRST = P(None, SEQUENCE), P(None, None, SEQUENCE), P(None, SEQUENCE)
@@ -103,9 +104,8 @@ class Parts:
         payload: Payload = "native",
     ):
         self.config, self.mesh, self.length, self.method = config, mesh, length, method
-        self.ranks = plan.layers[0]
-        sinks, window = (min(count, length) for count in (plan.sinks, plan.window))
-        self.keys = Keys(config.head_dim**-0.5, sinks, window, implementation)
+        self.ranks, self.spec = plan.layers[0], plan.layer_caches(config.dtype)[0]
+        self.keys = FarKeys(config.scale(0), *plan.near(0), implementation)
         self.scales: Scales | None = None
         if payload == "float8":
             widths = (self.ranks.qk, self.ranks.qk, self.ranks.v)
@@ -146,18 +146,9 @@ class Parts:
         return seconds_each(_on(self.mesh, f, in_spec, out_specs), *arrays)
 
     def _attention(self, q: Array, k: Array, v: Array) -> Array:
-        return sharded_attention(
-            q,
-            k,
-            v,
-            scale=self.keys.scale,
-            ranks=self.ranks,
-            sinks=self.keys.sinks,
-            window=self.keys.window,
-            method=self.method,
-            implementation=self.keys.implementation,
-            scales=self.scales,
-        )
+        payload = {} if self.scales is None else {"far": partial(ulysses, scales=self.scales)}
+        options = {"spec": self.spec, "implementation": self.keys.implementation, **payload}
+        return ATTENTION[self.method](q, k, v, scale=self.keys.scale, **options)[0]
 
     def _near(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         return attend_near(q, k, v, self.keys)

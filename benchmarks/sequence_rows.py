@@ -5,10 +5,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from benchmarks.rivals.methods import Method
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.parallel.attention import Method
 from zdc_jax.parallel.payload import Payload
-from zdc_jax.parallel.weights import Weights
+from zdc_jax.parallel.weights import WeightPlacement
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Row:
     near: Literal["window", "window and sinks"] | None
     implementation: Implementation = "pallas"
     partition: Literal["even", "searched"] = "even"
-    weights: Weights = "replicated"
+    weights: WeightPlacement = "replicated"
     payload: Payload = "native"
 
 

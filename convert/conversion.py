@@ -6,11 +6,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from rich.progress import track
 from tokenizers import Tokenizer
 
 from convert.hf.config import DTYPES, parse_config, read_json
 from convert.hf.weights import Entry, HFWeights, entries, is_finite
+from convert.progress import track
 from zdc_jax.checkpoint import Checkpoint, CheckpointWriter
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import ConversionError, foreign_errors_as
@@ -36,7 +36,7 @@ def convert(
       output: folder to write.
       dtype: dtype to store; default that of most source tensors.
       overwrite: replace an existing converted folder, its calibration included.
-      progress: show a progress bar.
+      progress: show how far it has come, on standard error.
 
     Raises:
       ConversionError: the source is not supported, damaged or incomplete, or lies in the output.
@@ -65,7 +65,7 @@ def convert(
             if (source / name).is_file():
                 writer.write_file(name, (source / name).read_bytes())
         writer.write_embeddings(read(None))
-        for index in track(range(config.num_layers), "layers", disable=not progress):
+        for index in track(range(config.num_layers), "layers", shown=progress):
             writer.write_layer(index, read(index))
         version = read_json(source / "config.json").get("transformers_version")
         origin = {

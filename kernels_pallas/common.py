@@ -16,6 +16,9 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that one CTA may use on compute capability 9.0."""
 
+Shaped = Array | jax.ShapeDtypeStruct
+"""What checks look at: a shape and a dtype, with or without values."""
+
 
 def tile_width(*widths: int) -> int:
     """Columns of a swizzled shared-memory tile: the widest of 64, 32, 16 that divides all `widths`."""
@@ -30,7 +33,7 @@ def tiled(*shape: int, dtype: Any, width: int) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(tiling((8, width)), swizzling(swizzle)))
 
 
-def filled(shape: tuple[int, ...], value: float, layout: Any) -> Array:
+def filled(shape: tuple[int, ...], value: float | int, layout: Any) -> Array:
     """Float32 registers holding `value`."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
@@ -49,9 +52,7 @@ def pad_rows(x: Array, axis: int) -> Array:
 def check_device() -> None:
     """Raises `NotImplementedError` on a GPU that is not of compute capability 9.0; others are left to JAX."""
     if jax.default_backend() == "gpu" and (capability := jax.local_devices()[0].compute_capability) != "9.0":
-        raise NotImplementedError(
-            f"these kernels are written for compute capability 9.0, the device has {capability}"
-        )
+        raise NotImplementedError(f"it needs a GPU of compute capability 9.0, the device has {capability}")
 
 
 def check_rank(name: str, value: int) -> None:
@@ -70,17 +71,17 @@ def check_tails(H: int, R: int, Z: int) -> None:
         raise ValueError(f"R = Z = H = {H}: without trailing coordinates there is only one rank")
 
 
-def check_dtypes(**arrays: Array) -> None:
+def check_dtypes(**arrays: Shaped) -> None:
     """Raises `ValueError` unless all arrays are of one 16-bit float type."""
-    first = next(iter(arrays.values())).dtype
+    first, expected = next((name, x.dtype) for name, x in arrays.items())
     for name, x in arrays.items():
-        if x.dtype not in DTYPES or x.dtype != first:
-            raise ValueError(
-                f"{name} has dtype {x.dtype}: all of {', '.join(arrays)} must be bfloat16, or all float16"
-            )
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{name} has dtype {x.dtype}: must be bfloat16 or float16")
+        if x.dtype != expected:
+            raise ValueError(f"{name} has dtype {x.dtype}: must be {expected}, as {first} has")
 
 
-def check_shape(name: str, x: Array, expected: tuple[int | None, ...], axes: str) -> None:
+def check_shape(name: str, x: Shaped, expected: tuple[int | None, ...], axes: str) -> None:
     """Raises `ValueError` unless `x` has the expected shape; None allows any size."""
     if x.ndim != len(expected) or any(
         e is not None and e != s for e, s in zip(expected, x.shape, strict=True)
@@ -91,7 +92,7 @@ def check_shape(name: str, x: Array, expected: tuple[int | None, ...], axes: str
 
 def check_groups(num_heads: int, num_kv_heads: int) -> None:
     """Raises `ValueError` unless the query heads divide into equal groups."""
-    if num_heads % num_kv_heads:
+    if not num_kv_heads or num_heads % num_kv_heads:
         raise ValueError(
             f"q has {num_heads} heads: must be a multiple of the {num_kv_heads} heads of k and v"
         )

@@ -9,7 +9,7 @@ heads of a KV head are rows of one tensor-core tile, so that grouped heads read 
 import functools
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -21,31 +21,8 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import LOG2_E, NEVER, filled, scaled, tile_width, tiled
+from kernels_pallas.decode_inputs import ROWS, DecodeConfig, Ring, check_decode
 from kernels_pallas.tuning import measured
-
-ROWS = 64
-"""Rows of the tensor-core tile; the query heads of one KV head are some of them."""
-
-
-@dataclass(frozen=True)
-class DecodeConfig:
-    """How the keys of one KV head of one row are cut.
-
-    block: keys a step, 64 or 128; window and pages are whole numbers of it. stages: blocks of far keys in
-    flight. splits: parts of the far keys (all keys without a ring). near_splits: parts of window and sinks.
-    """
-
-    block: int = 64
-    stages: int = 2
-    splits: int = 4
-    near_splits: int = 3
-
-    def __post_init__(self) -> None:
-        if self.block not in (64, 128):
-            raise ValueError(f"block={self.block}: must be 64 or 128")
-        for name in ("stages", "splits", "near_splits"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
 
 
 def config_for(rows: int, S: int, R: int, Z: int, H: int, *, window: int, page: int) -> DecodeConfig:
@@ -69,16 +46,6 @@ def default_config(rows: int, S: int, R: int, window: int) -> DecodeConfig:
     if not R:
         return DecodeConfig(near_splits=max(1, min(wanted, window // 64)))
     return DecodeConfig(splits=max(1, min(wanted, S // 256)))
-
-
-class Ring(NamedTuple):
-    """Trailing coordinates of near keys: k [B, K, M, H-R], v [B, K, M, H-Z], M ≥ window + sinks.
-
-    Position p ≥ sinks of the window lies in row p mod window, sink p in row window + p.
-    """
-
-    k: Array
-    v: Array
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "sinks", "window", "config"))
@@ -120,8 +87,18 @@ def decode_attention(
       ValueError: a rank, dtype, shape or option not allowed, named with its value, before launch.
       NotImplementedError: on a GPU not of compute capability 9.0.
     """
-    _check(q, k, v, ring, sinks, window, block_table)
-    _check_positions(k, positions, ring, block_table)
+    check_decode(
+        q,
+        k,
+        v,
+        lengths,
+        ring=ring,
+        sinks=sinks,
+        window=window,
+        block_table=block_table,
+        positions=positions,
+        config=config,
+    )
     B, N, H = q.shape
     (K, S, R), Z = k.shape[1:], v.shape[-1]
     HV = Z if ring is None else H
@@ -129,7 +106,6 @@ def decode_attention(
     if config is None:
         page, full = 0 if block_table is None else S, R if ring is None else H
         config = config_for(B * K, S * pages, R, Z, full, window=window, page=page)
-    _check_blocks(config, S, window, block_table is not None)
     far_parts, near_parts = config.splits if R else 0, 0 if ring is None else config.near_splits
     heads, pitch = _tile_heads(q, K, Z, HV - Z)
     g = _Geometry(
@@ -201,58 +177,6 @@ def _merge(partial: Array, lse: Array) -> tuple[Array, Array]:
     total = weight.sum(2)
     o = (partial * weight[..., None]).sum(2) / jnp.where(total > 0, total, 1.0)[..., None]
     return o, jnp.log(total) + highest[:, :, 0]
-
-
-def _check(
-    q: Array, k: Array, v: Array, ring: Ring | None, sinks: int, window: int, block_table: Array | None
-) -> None:
-    common.check_device()
-    common.check_dtypes(q=q, k=k, v=v)
-    common.check_shape("q", q, (None,) * 3, "B, N, H")
-    B, N, H = q.shape
-    common.check_shape("k", k, (None if block_table is not None else B, None, None, None), "B, K, S, R")
-    leading, K, S, R = k.shape
-    common.check_shape("v", v, (leading, K, S, None), "B, K, S, Z")
-    Z = v.shape[-1]
-    common.check_groups(N, K)
-    if ring is None or R or Z:
-        common.check_rank("R", R)
-        common.check_rank("Z", Z)
-    if N // K > ROWS - 8:
-        raise ValueError(f"q has {N // K} heads for each head of k: at most {ROWS - 8}")
-    if block_table is not None:
-        common.check_shape("block_table", block_table, (B, None), "B, pages")
-    if ring is None:
-        if H != R or sinks or window:
-            raise ValueError(
-                f"without a ring q must have R={R} coordinates and no {sinks=}, {window=}; q {H}"
-            )
-        return
-    if window < 64 or window % 64:
-        raise ValueError(f"window={window}: must be a positive multiple of 64")
-    if not 0 <= sinks <= 64:
-        raise ValueError(f"sinks={sinks}: must be from 0 to 64")
-    common.check_tails(H, R, Z)
-    common.check_dtypes(q=q, **{"ring.k": ring.k, "ring.v": ring.v})
-    common.check_shape("ring.k", ring.k, (B, K, None, H - R), "B, K, M, H - R")
-    common.check_shape("ring.v", ring.v, (B, K, ring.k.shape[2], H - Z), "B, K, M, H - Z")
-    if ring.k.shape[2] < window + sinks:
-        raise ValueError(f"the ring has {ring.k.shape[2]} rows: needs window + sinks = {window + sinks}")
-
-
-def _check_positions(k: Array, positions: Array | None, ring: Ring | None, block_table: Array | None) -> None:
-    if positions is None:
-        return
-    if ring is not None or block_table is not None:
-        raise ValueError("positions are given with a ring or a block_table: need neither")
-    common.check_shape("positions", positions, (k.shape[0], k.shape[2]), "B, S")
-
-
-def _check_blocks(config: DecodeConfig, S: int, window: int, paged: bool) -> None:
-    if paged and S % config.block:
-        raise ValueError(f"pages of {S} positions: must be a multiple of the block of {config.block} keys")
-    if window % config.block:
-        raise ValueError(f"window={window}: must be a multiple of the block of {config.block} keys")
 
 
 class _Geometry(NamedTuple):

@@ -30,7 +30,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from kernels_pallas import common
-from kernels_pallas.common import tile_width, tiled
+from kernels_pallas.common import Shaped, tile_width, tiled
 
 TILE_TOKENS = 64
 """Tokens of one tile, all of one row: the rows of one warpgroup's `wgmma`."""
@@ -121,10 +121,21 @@ def post_rope(
     Any T works, but TMA addresses rows by eight: where T % 8, q and k are padded, which copies them, and the
     results cut; where T % 64, the angles are padded, a copy as large as two heads.
 
-    Raises ValueError, before any launch, for a dtype, rank, head dimension or shape outside of this.
+    Raises ValueError, before any launch, for a dtype, rank, head dimension or shape outside of this;
+    NotImplementedError on a GPU not of compute capability 9.0.
     """
-    R = qk_rank
-    _check(q, k, angles_cos, angles_sin, q_rotation, k_rotation, k_shift, R, keep_tail)
+    g = checked_launch(
+        q,
+        k,
+        angles_cos,
+        angles_sin,
+        q_rotation,
+        k_rotation,
+        k_shift,
+        qk_rank=qk_rank,
+        keep_tail=keep_tail,
+        config=config,
+    )
     T = q.shape[1]
     q, k = (_pad_tokens(x, 8) for x in (q, k))
     operands = [
@@ -137,15 +148,12 @@ def post_rope(
     ]
     if k_shift is not None:
         operands.append(k_shift.astype(jnp.float32))
-    B, padded_T, N, H = q.shape
-    K, C = k.shape[2], q_rotation.shape[2]
-    widths = [R, C - R] if C > R else [R]
-    config = config or default_config(K, B * pl.cdiv(padded_T, TILE_TOKENS))
-    g = _geometry(B, padded_T, N, K, H, C, R, config)
+    B, N = q.shape[0], q.shape[2]
+    widths = [g.R, g.C - g.R] if g.C > g.R else [g.R]
     kernel = plgpu.kernel(
         functools.partial(_kernel, g=g, dtype=q.dtype, shifted=k_shift is not None),
-        out_type=[jax.ShapeDtypeStruct((B, padded_T, N, C), q.dtype)]
-        + [jax.ShapeDtypeStruct((B, K, padded_T, width), q.dtype) for width in widths],
+        out_type=[jax.ShapeDtypeStruct((B, g.T, N, g.C), q.dtype)]
+        + [jax.ShapeDtypeStruct((B, g.K, g.T, width), q.dtype) for width in widths],
         grid=(g.units * g.shares,),
         grid_names=("cta",),
         num_threads=g.warpgroups,
@@ -157,8 +165,22 @@ def post_rope(
     return rotated[:, :T], prefix[:, :, :T], None if tail is None else tail[:, :, :T]
 
 
-def _check(q, k, cos, sin, q_rotation, k_rotation, k_shift, R: int, keep_tail: bool) -> None:
-    """ValueError naming the first argument that `post_rope` cannot take, its value and what it can."""
+def checked_launch(
+    q: Shaped,
+    k: Shaped,
+    angles_cos: Shaped,
+    angles_sin: Shaped,
+    q_rotation: Shaped,
+    k_rotation: Shaped,
+    k_shift: Shaped | None = None,
+    *,
+    qk_rank: int,
+    keep_tail: bool,
+    config: PostRopeConfig | None = None,
+) -> _Geometry:
+    """The launch for arguments of `post_rope`, whose tokens it pads; raises what that says it raises."""
+    R = qk_rank
+    common.check_device()
 
     def require(ok: bool, name: str, value: Any, allowed: str) -> None:
         if not ok:
@@ -176,8 +198,8 @@ def _check(q, k, cos, sin, q_rotation, k_rotation, k_shift, R: int, keep_tail: b
     require(K > 0 and N % K == 0, "the number of heads of k", K, f"divisors of q's {N} heads")
     for name, x, shape, dtype in (
         ("k", k, (B, T, K, H), q.dtype),
-        ("angles_cos", cos, (B, T, H // 2), jnp.float32),
-        ("angles_sin", sin, (B, T, H // 2), jnp.float32),
+        ("angles_cos", angles_cos, (B, T, H // 2), jnp.float32),
+        ("angles_sin", angles_sin, (B, T, H // 2), jnp.float32),
         ("q_rotation", q_rotation, (K, H, C), q.dtype),
         ("k_rotation", k_rotation, (K, H, C), q.dtype),
     ):
@@ -186,6 +208,9 @@ def _check(q, k, cos, sin, q_rotation, k_rotation, k_shift, R: int, keep_tail: b
     if k_shift is not None:
         require(k_shift.shape == (K, C), "k_shift.shape", k_shift.shape, str((K, C)))
         require(jnp.issubdtype(k_shift.dtype, jnp.floating), "k_shift.dtype", k_shift.dtype, "float dtypes")
+    T += -T % 8
+    config = config or default_config(K, B * pl.cdiv(T, TILE_TOKENS))
+    return _geometry(B, T, N, K, H, C, R, config)
 
 
 def _pad_tokens(x: Array, multiple: int) -> Array:

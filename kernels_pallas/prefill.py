@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import LOG2_E, NEVER, filled, scaled, tile_width, tiled
-from kernels_pallas.prefill_inputs import Keys, Trailing, check_inputs, check_positions
+from kernels_pallas.prefill_inputs import Keys, Trailing, check_prefill
 from kernels_pallas.tuning import measured
 
 ROWS = 64
@@ -87,8 +87,8 @@ def default_config(R: int, Z: int, H: int, HV: int) -> PrefillConfig:
 @functools.partial(jax.jit, static_argnames=("scale", "sinks", "window", "keys", "config"))
 def prefill_attention(
     q: Float[Array, "B T N Hq"],
-    k: Float[Array, "... K S R"],
-    v: Float[Array, "... K S Z"],
+    k: Float[Array, "B K S R"],
+    v: Float[Array, "B K S Z"],
     *,
     scale: float,
     starts: Int[Array, " B"] | None = None,
@@ -129,8 +129,18 @@ def prefill_attention(
       ValueError: a rank, dtype, shape or option not allowed, named with its value, before launch.
       NotImplementedError: on a GPU not of compute capability 9.0.
     """
-    check_inputs(q, k, v, trailing, sinks, window, keys)
-    check_positions(q, k, positions, keys, trailing)
+    check_prefill(
+        q,
+        k,
+        v,
+        starts=starts,
+        lengths=lengths,
+        trailing=trailing,
+        sinks=sinks,
+        window=window,
+        keys=keys,
+        positions=positions,
+    )
     B, T, N, H = q.shape
     zeros = jnp.zeros(B, jnp.int32)
     starts = zeros if starts is None else starts

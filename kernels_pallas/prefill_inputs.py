@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 from jax import Array
 
 from kernels_pallas import common
+from kernels_pallas.common import Shaped
 
 TAIL_ALIGNMENT = 256
 """`Trailing.start` is a multiple of this, so that key blocks of every size begin at a row of the tail."""
@@ -28,16 +29,20 @@ class Trailing(NamedTuple):
     sink_v: Array | None = None
 
 
-def check_inputs(
-    q: Array,
-    k: Array,
-    v: Array,
-    trailing: Trailing | None,
-    sinks: int,
-    window: int,
-    keys: Keys,
+def check_prefill(
+    q: Shaped,
+    k: Shaped,
+    v: Shaped,
+    *,
+    starts: Shaped | None = None,
+    lengths: Shaped | None = None,
+    trailing: Trailing | None = None,
+    sinks: int = 0,
+    window: int = 0,
+    keys: Keys = "all",
+    positions: tuple[Shaped, Shaped] | None = None,
 ) -> None:
-    """Raises what `prefill_attention` says it raises, but for `positions`."""
+    """Raises what `prefill_attention` says it raises; arrays and options are those given to it."""
     common.check_device()
     common.check_dtypes(q=q, k=k, v=v)
     common.check_shape("q", q, (None,) * 4, "B, T, N, H")
@@ -56,18 +61,30 @@ def check_inputs(
         raise ValueError(f"keys={keys!r}: must be 'all' or 'far'")
     if sinks < 0 or window < 0:
         raise ValueError(f"sinks={sinks}, window={window}: must not be negative")
-    if trailing is None:
-        return
+    for name, x in (("starts", starts), ("lengths", lengths)):
+        if x is not None:
+            common.check_shape(name, x, (B,), "B")
+    if trailing is not None:
+        _check_trailing(q, k, v, trailing, sinks, window, keys)
+    if positions is not None:
+        _check_positions(q, k, positions, keys, trailing)
+
+
+def _check_trailing(
+    q: Shaped, k: Shaped, v: Shaped, trailing: Trailing, sinks: int, window: int, keys: Keys
+) -> None:
+    (B, K, _, R), Z, H = k.shape, v.shape[-1], q.shape[-1]
     if keys != "all" or not window:
         raise ValueError(
             f"trailing is given with keys={keys!r} and window={window}: needs 'all' and a window"
         )
     if sinks > 64:
-        raise ValueError(f"sinks={sinks}: at most 64")
+        raise ValueError(f"sinks={sinks}: must be at most 64")
     common.check_tails(H, R, Z)
     common.check_dtypes(q=q, **{"trailing.k": trailing.k, "trailing.v": trailing.v})
     common.check_shape("trailing.k", trailing.k, (B, K, None, H - R), "B, K, M, H - R")
     common.check_shape("trailing.v", trailing.v, (B, K, trailing.k.shape[2], H - Z), "B, K, M, H - Z")
+    common.check_shape("trailing.start", trailing.start, (B,), "B")
     if not sinks:
         return
     for name, x, width in (("sink_k", trailing.sink_k, H - R), ("sink_v", trailing.sink_v, H - Z)):
@@ -79,12 +96,9 @@ def check_inputs(
             raise ValueError(f"trailing.{name} has {x.shape[2]} rows: needs at least sinks={sinks}")
 
 
-def check_positions(
-    q: Array, k: Array, positions: tuple[Array, Array] | None, keys: Keys, trailing: Trailing | None
+def _check_positions(
+    q: Shaped, k: Shaped, positions: tuple[Shaped, Shaped], keys: Keys, trailing: Trailing | None
 ) -> None:
-    """Raises `ValueError` where `positions` have other shapes, or options beside them that need runs."""
-    if positions is None:
-        return
     if keys != "all" or trailing is not None:
         raise ValueError(f"positions are given with keys={keys!r} or trailing: need 'all' and none")
     common.check_shape("positions[0]", positions[0], q.shape[:2], "B, T")

@@ -7,12 +7,17 @@ partial results merged by their log-sum-exp: one softmax over all classes.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from kernels_pallas import common
+from kernels_pallas.common import Shaped
 from kernels_pallas.decode import decode_attention
+from kernels_pallas.decode_inputs import check_decode
 from kernels_pallas.prefill import prefill_attention
+from kernels_pallas.prefill_inputs import check_prefill
 
 
 class Segment(NamedTuple):
@@ -41,8 +46,9 @@ def segment_attention(
     narrower segments count as zero beyond their Z, and Hv is the largest Z. With `sinks` or `window`, in
     tokens, only far keys are seen, sinks ≤ j ≤ t - window. Also gives the natural log-sum-exp, and as
     `prefill_attention` does zeros and -inf for queries that see no key. T = 1 runs on `decode_attention`.
-    Raises as these do.
+    Raises as these do, and ValueError where there is no segment.
     """
+    check_segments(q, positions, segments)
     seen_to = positions - window
 
     def attend(segment: Segment) -> tuple[Array, Array]:
@@ -50,11 +56,30 @@ def segment_attention(
         held = jnp.where(held >= sinks, held, -1)
         if q.shape[1] > 1:
             return prefill_attention(q, k, v, scale=scale, positions=(seen_to, held))
-        one = q[:, 0, :, : k.shape[-1]]
-        o, lse = decode_attention(one, k, v, seen_to[:, 0] + 1, scale=scale, positions=held)
+        one, lengths = _one(q, seen_to, k)
+        o, lse = decode_attention(one, k, v, lengths, scale=scale, positions=held)
         return o[:, None], lse[..., None]
 
     return merge_partial([attend(segment) for segment in segments])
+
+
+def _one(q: Array, seen_to: Array, k: Array) -> tuple[Array, Array]:
+    """What `decode_attention` takes of one query a row: its first R coordinates, and its length."""
+    return q[:, 0, :, : k.shape[-1]], seen_to[:, 0] + 1
+
+
+def check_segments(q: Shaped, positions: Shaped, segments: Sequence[Segment]) -> None:
+    """Raises what `segment_attention` says it raises, for any of the segments."""
+    common.check_shape("q", q, (None,) * 4, "B, T, N, H")
+    common.check_shape("positions", positions, q.shape[:2], "B, T")
+    if not segments:
+        raise ValueError(f"segments={segments}: must be at least one")
+    for k, v, held in segments:
+        if q.shape[1] > 1:
+            check_prefill(q, k, v, positions=(positions, held))
+        else:
+            one, lengths = jax.eval_shape(_one, q, positions, k)
+            check_decode(one, k, v, lengths, positions=held)
 
 
 def merge_partial(

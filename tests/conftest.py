@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from convert.calibration.calibrate import CalibrationOptions, calibrate, collect
 from convert.conversion import convert
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import CheckpointWriter
-from zdc_jax.config import ModelConfig, RopeConfig
-from zdc_jax.loading import LanguageModel, prepared_layers
+from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
+from zdc_jax.fold import prepared_layers
+from zdc_jax.loading import LanguageModel
 from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
@@ -30,7 +32,8 @@ jax.config.update("jax_disable_most_optimizations", ON_CPU)
 
 LLAMA = ModelConfig(
     family="llama",
-    num_layers=3,
+    layers=LayerSpec(rope=RopeConfig(theta=10_000.0)).repeated(3),
+    norm="rms",
     embed_dim=64,
     ffn_dim=96,
     vocab_size=97,
@@ -42,7 +45,6 @@ LLAMA = ModelConfig(
     activation="silu",
     dtype="float32",
     tie_embeddings=True,
-    rope=RopeConfig(theta=10_000.0),
     eos_ids=(2,),
 )
 OPT = replace(
@@ -50,7 +52,8 @@ OPT = replace(
     family="opt",
     num_kv_heads=4,
     activation="relu",
-    rope=None,
+    layers=LayerSpec(mlp="plain").repeated(3),
+    norm="layer",
     position_offset=2,
     qkv_bias=True,
     out_bias=True,
@@ -72,6 +75,16 @@ def optimised() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", ON_CPU)
+
+
+@pytest.fixture
+def no_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels that give zeros: their public functions check, pad and merge, and trace no kernel."""
+    zeros = lambda types: [jnp.zeros(x.shape, x.dtype) for x in types]
+    stub = lambda body, out_type, **options: lambda *operands: zeros(out_type)
+    monkeypatch.setattr(plgpu, "kernel", stub)
+    with jax.disable_jit():  # What is traced here is not kept for others.
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from zdc_jax.basis import Basis
-from zdc_jax.config import ModelConfig
+from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.errors import CalibrationError, CheckpointError
 
 CONFIG = ModelConfig(
     family="opt",
-    num_layers=2,
+    layers=LayerSpec(mlp="plain").repeated(2),
+    norm="layer",
+    position_offset=2,
     embed_dim=12,
     ffn_dim=16,
     vocab_size=10,
@@ -96,6 +98,26 @@ def test_a_folder_from_before_root_mean_squares_were_kept(tmp_path):
     assert Basis.load(tmp_path / "basis").q_rms is None
 
 
+@pytest.mark.parametrize("name", ["k_map", "v_map", "key_mean", "value_mean", "pairs"])
+def test_the_hash_tells_coordinates_apart(tmp_path, name):
+    """Of whatever changes them, and of nothing else; it is the same after loading."""
+    basis = make(key_mean=np.ones((2, 3, 4)), pairs=np.zeros((2, 3, 2), np.int32))
+    value = getattr(basis, name)
+    changed = np.ones((2, 3, 4)) if value is None else value.copy()
+    changed[1, 2, 1] += 1
+    assert replace(basis, **{name: changed}).coordinates_hash != basis.coordinates_hash
+    same = replace(basis, k_map=np.asfortranarray(basis.k_map), num_tokens=9, record={})
+    assert same.coordinates_hash == basis.coordinates_hash
+    basis.save(tmp_path / "basis")
+    assert Basis.load(tmp_path / "basis").coordinates_hash == basis.coordinates_hash
+
+
+def test_a_folder_from_before_hashes_were_kept(tmp_path):
+    make().save(tmp_path / "basis")
+    rewrite(sha256=...)(tmp_path / "basis")
+    assert Basis.load(tmp_path / "basis").num_tokens == 7
+
+
 def test_saving_again_replaces_and_leaves_nothing_behind(tmp_path):
     make().save(tmp_path / "basis")
     make(num_tokens=9).save(tmp_path / "basis")
@@ -125,6 +147,13 @@ def truncate(folder):
     path.write_bytes(path.read_bytes()[:-8])
 
 
+def flip_a_bit(folder):
+    path = folder / "basis.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
 def rewrite(**changes):
     def edit(folder):
         path = folder / "basis.json"
@@ -138,6 +167,7 @@ def rewrite(**changes):
     ("damage", "message"),
     [
         (truncate, "cannot read basis"),
+        (flip_a_bit, r"basis\.safetensors is damaged"),
         (lambda folder: (folder / "basis.safetensors").unlink(), "cannot read basis"),
         (lambda folder: (folder / "basis.json").write_text("{"), "cannot read basis"),
         (lambda folder: (folder / "basis.json").write_bytes(b"\xff"), "cannot read basis"),
@@ -175,4 +205,4 @@ def test_check_model():
     with pytest.raises(CalibrationError, match="calibrated on model 'abc', this one is 'xyz'"):
         make().check_model("xyz", CONFIG)
     with pytest.raises(CalibrationError, match=r"\(2, 3, 4\), the model \(5, 3, 4\)"):
-        make().check_model("abc", replace(CONFIG, num_layers=5))
+        make().check_model("abc", replace(CONFIG, layers=CONFIG.layers[:1] * 5))

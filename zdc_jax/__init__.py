@@ -4,8 +4,10 @@ model = zdc_jax.load("converted-folder", plan="plan.json")
 result = zdc_jax.generate(model, ["Once upon a time"], max_new_tokens=64)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from zdc_jax.basis import Basis as Basis
-from zdc_jax.cache.prefix_ring import KVCache as KVCache
+from zdc_jax.cache.kv_cache import KVCache as KVCache
 from zdc_jax.checkpoint import Checkpoint as Checkpoint
 from zdc_jax.config import ModelConfig as ModelConfig
 from zdc_jax.errors import ZDCError as ZDCError
@@ -21,3 +23,15 @@ from zdc_jax.parallel.mesh import MeshConfig as MeshConfig
 from zdc_jax.parallel.processes import initialize as initialize
 from zdc_jax.plan import CompressionPlan as CompressionPlan
 from zdc_jax.plan import LayerRanks as LayerRanks
+
+if TYPE_CHECKING:
+    from zdc_jax.planning.choose import choose_plan as choose_plan
+
+
+def __getattr__(name: str) -> Any:
+    """`choose_plan`, imported when it is asked for: serving needs nothing of planning."""
+    if name != "choose_plan":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from zdc_jax.planning.choose import choose_plan
+
+    return choose_plan

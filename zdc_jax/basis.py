@@ -1,5 +1,6 @@
 """`Basis`: the calibrated rotations of every head, and the folder format of calibration results."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Set
@@ -85,6 +86,16 @@ class Basis:
         """C⁻¹, float64 [L, K, H, H]; rows are new coordinates."""
         return np.linalg.inv(self.v_map)
 
+    @cached_property
+    def coordinates_hash(self) -> str:
+        """16 hex digits that are equal for equal maps, pairs and means; plans name their basis by it."""
+        total = hashlib.sha256()
+        for name in ("k_map", "v_map", "pairs", "key_mean", "value_mean"):
+            if (value := getattr(self, name)) is not None:
+                total.update(f"{name} {value.dtype} {value.shape}\n".encode())
+                total.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+        return total.hexdigest()[:16]
+
     def check_model(self, fingerprint: str, config: ModelConfig) -> None:
         """Raises `CalibrationError` when this basis was calibrated on another model."""
         expected = (config.num_layers, config.num_kv_heads, config.head_dim)
@@ -124,7 +135,7 @@ class Basis:
 
 
 def save_fields(folder: str | Path, kind: str, values: Mapping[str, Any]) -> None:
-    """Writes arrays to `{kind}.safetensors` and other values to `{kind}.json`.
+    """Writes arrays to `{kind}.safetensors`, and other values and that file's sha256 to `{kind}.json`.
 
     Both files are written to a sibling folder first, which then takes the name, and the place of an
     older save.
@@ -144,7 +155,8 @@ def save_fields(folder: str | Path, kind: str, values: Mapping[str, Any]) -> Non
     temporary.mkdir(parents=True)
     try:
         save_file(arrays, temporary / f"{kind}.safetensors")
-        text = json.dumps({"format_version": FORMAT_VERSION, **scalars}, indent=2)
+        digest = _sha256(temporary / f"{kind}.safetensors")
+        text = json.dumps({"format_version": FORMAT_VERSION, "sha256": digest, **scalars}, indent=2)
         (temporary / f"{kind}.json").write_text(text + "\n")
         # safetensors lets the owner alone read what it writes, whatever the umask says.
         shutil.copymode(temporary / f"{kind}.json", temporary / f"{kind}.safetensors")
@@ -162,18 +174,29 @@ def load_fields(
     """Reads what `save_fields` wrote; `names` are the fields that must be there, `optional` may be.
 
     Raises:
-      CheckpointError: missing, corrupt, or of another format version.
+      CheckpointError: missing, corrupt, or of another format version; the arrays are not those that were
+        written (folders from before their sha256 was kept are not checked).
     """
     path = Path(folder) / f"{kind}.json"
     try:
         values = json.loads(path.read_text())
         arrays = load_file(path.with_suffix(".safetensors"))
+        digest = _sha256(path.with_suffix(".safetensors"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {kind} {folder}: {error}") from error
     version = values.pop("format_version", None) if isinstance(values, dict) else None
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{path}: format_version={version!r}, this release reads {FORMAT_VERSION}")
+    if values.pop("sha256", digest) != digest:
+        raise CheckpointError(
+            f"{path.with_suffix('.safetensors')} is damaged (its sha256 changed); run: zdc calibrate"
+        )
     values |= arrays
     if wrong := (values.keys() ^ names) - optional:
         raise CheckpointError(f"{folder}: missing or unknown fields: {', '.join(sorted(wrong))}")
     return values
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -94,7 +94,7 @@ class Checkpoint:
 
     def layer(self, index: int) -> dict[str, Any]:
         """Parameters of one layer, see `layer_shapes`; raises as `embeddings`."""
-        return self._read(_layer_name(index), layer_shapes(self.config))
+        return self._read(_layer_name(index), layer_shapes(self.config, index))
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer, without truncation and padding, or None where the folder has none.

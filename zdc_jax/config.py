@@ -1,6 +1,7 @@
-"""`ModelConfig`: everything about a model that is not a weight."""
+"""`ModelConfig` and `LayerSpec`: everything about a model that is not a weight."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self
 
 from zdc_jax.fields import MOST, check_fields
@@ -30,8 +31,48 @@ class RopeConfig:
             raise ValueError(f"{self.low_freq_factor=} must be below {self.high_freq_factor=}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """What one layer computes, apart from its weights. The checkpoint says it; a plan may only narrow it.
+
+    Attributes:
+      window: tokens that a query sees, itself included; None: all before it.
+      rope: rotary embedding of queries and keys; None: none.
+      scale: factor on the scores q·k; None: 1/√H.
+      qk_norm: queries and keys are RMS-normed over the head dim, before the rotary embedding.
+      norms: `pre`: of what each half of the layer takes in; `post`: of the residual sum behind each half
+        (OPT-350m); `sandwich`: of what each half takes in and of what it gives, before the sum (Gemma).
+      mlp: `gated`: down(act(gate x) · up x); `plain`: down(act(up x)).
+    """
+
+    window: int | None = None
+    rope: RopeConfig | None = None
+    scale: float | None = None
+    qk_norm: bool = False
+    norms: Literal["pre", "post", "sandwich"] = "pre"
+    mlp: Literal["gated", "plain"] = "gated"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window!r} must be an integer >= 1, or None")
+        if self.scale is not None and not self.scale > 0:
+            raise ValueError(f"scale={self.scale!r} must be a number > 0, or None")
+
+    def repeated(self, num_layers: int) -> "tuple[LayerSpec, ...]":
+        """So many layers alike; raises `ValueError` for a count that no model has, before making any."""
+        if type(num_layers) is not int or not 1 <= num_layers <= MOST_LAYERS:
+            raise ValueError(f"{num_layers=!r} must be an integer from 1 to {MOST_LAYERS}")
+        return (self,) * num_layers
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Inverse of `dataclasses.asdict`; unknown fields raise `TypeError`."""
+        rope = value.get("rope")
+        return cls(**{**value, "rope": None if rope is None else RopeConfig(**rope)})
+
+
 _COUNTS = (
-    "num_layers",
     "embed_dim",
     "ffn_dim",
     "vocab_size",
@@ -44,14 +85,16 @@ _COUNTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Architecture of one decoder-only model (Llama or OPT family).
+    """Architecture of one decoder-only model.
 
     Widths are counts of coordinates, `max_positions` counts tokens, `dtype` is that of the stored weights.
-    `rope is None` means learned positions, whose table is read at `position + position_offset`.
+    `family` names the key table of conversion and nothing else. `norm` is the kind of all norms, `norm_eps`
+    their ε. A model with learned positions has a `position_offset`: their table is read at
+    `position + position_offset`; None: there is no table.
     """
 
-    family: Literal["llama", "opt"]
-    num_layers: int
+    family: str
+    layers: tuple[LayerSpec, ...]
     embed_dim: int
     ffn_dim: int
     vocab_size: int
@@ -59,6 +102,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_positions: int
+    norm: Literal["rms", "layer"]
     norm_eps: float
     activation: Activation
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -66,30 +110,41 @@ class ModelConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    rope: RopeConfig | None = None
-    position_offset: int = 0
-    pre_norm: bool = True
+    position_offset: int | None = None
     final_norm: bool = True
     token_embed_dim: int | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if not 1 <= len(self.layers) <= MOST_LAYERS:
+            raise ValueError(f"layers has {len(self.layers)} of them, it must have 1 to {MOST_LAYERS}")
         for name in _COUNTS:
-            value, most = getattr(self, name), MOST_LAYERS if name == "num_layers" else MOST
-            if type(value) is not int or not 1 <= value <= most:
-                raise ValueError(f"{name}={value!r:.80} must be an integer from 1 to {most}")
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= MOST:
+                raise ValueError(f"{name}={value!r:.80} must be an integer from 1 to {MOST}")
         check_fields(self)
-        if self.position_offset < 0 or (self.token_embed_dim is not None and self.token_embed_dim < 1):
-            raise ValueError(f"{self.position_offset=} must be >= 0 and {self.token_embed_dim=} >= 1 or None")
-        if not isinstance(self.norm_eps, float) or not self.norm_eps > 0:
+        for name, least in (("position_offset", 0), ("token_embed_dim", 1)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"{name}={value} must be >= {least}, or None")
+        if not self.norm_eps > 0:
             raise ValueError(f"norm_eps={self.norm_eps!r} must be a number > 0")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}: query heads share KV heads"
             )
-        if self.rope is not None and self.head_dim % 2:
+        if self.is_rotary and self.head_dim % 2:
             raise ValueError(f"{self.head_dim=} must be even: rotary embedding turns pairs")
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.layers)
+
+    @property
+    def is_rotary(self) -> bool:
+        """Whether any layer turns its queries and keys by position."""
+        return any(layer.rope is not None for layer in self.layers)
 
     @property
     def group_size(self) -> int:
@@ -98,21 +153,46 @@ class ModelConfig:
 
     @property
     def num_position_rows(self) -> int:
-        """P, rows of the learned position table (0 for rotary models)."""
-        return 0 if self.rope is not None else self.max_positions + self.position_offset
+        """P, rows of the learned position table (0 without one)."""
+        return 0 if self.position_offset is None else self.max_positions + self.position_offset
+
+    def scale(self, layer: int) -> float:
+        """Factor on the scores of a layer."""
+        own = self.layers[layer].scale
+        return self.head_dim**-0.5 if own is None else own
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON value; `from_json` is its inverse."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Self:
-        """Inverse of `to_json`; unknown or missing fields raise `TypeError`."""
-        rope = value["rope"]
-        return cls(
-            **{
-                **value,
-                "rope": None if rope is None else RopeConfig(**rope),
-                "eos_ids": tuple(value["eos_ids"]),
-            }
-        )
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Inverse of `to_json`; unknown or missing fields raise `TypeError`.
+
+        Also reads what releases before `LayerSpec` wrote, which describe all layers at once.
+        """
+        value = dict(value) if "layers" in value else _described_by_layer(value)
+        layers = tuple(LayerSpec.from_json(layer) for layer in value.pop("layers"))
+        return cls(layers=layers, **{**value, "eos_ids": tuple(value["eos_ids"])})
+
+
+def _described_by_layer(value: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration of format version 1: `num_layers`, and one rope and order of norms for all."""
+    gated = value["family"] == "llama"
+    layer = LayerSpec.from_json(
+        {
+            "rope": value["rope"],
+            "norms": "pre" if value["pre_norm"] else "post",
+            "mlp": "gated" if gated else "plain",
+        }
+    )
+    names = {field.name for field in fields(ModelConfig)}
+    if unknown := value.keys() - names - {"num_layers", "rope", "pre_norm"}:
+        raise TypeError(f"unknown fields {sorted(unknown)}")
+    kept = {name: value[name] for name in names & value.keys()}
+    offset = None if value["rope"] is not None else value["position_offset"]
+    return kept | {
+        "layers": [asdict(each) for each in layer.repeated(value["num_layers"])],
+        "norm": "rms" if gated else "layer",
+        "position_offset": offset,
+    }

@@ -1,31 +1,80 @@
 """Folding a calibrated basis into attention weights, and slicing them to a plan's ranks (ZDC §4.1–4.2).
 
-All linear algebra is float64; the caller rounds once to the model's dtype. Three placements of the q/k basis:
+All linear algebra is float64; `prepared_layers` rounds once to the model's dtype. Three placements of the q/k
+basis:
 
-- `folded` (learned positions): inside W_Q and W_K, exact, no run-time cost.
-- `post_rope` (rotary models): a general basis does not commute with the rotary embedding, so q and k are
-  rotated after it: q' = RoPE(q) A_Q[:, :R].
-- `pairs` (rotary models): the basis only reorders rotary pairs, which commutes; W_Q and W_K are permuted.
+- `folded` (no rotary embedding): inside W_Q and W_K, exact, no run-time cost.
+- `post_rope` (rotary layers): a general basis does not commute with the rotary embedding, so q and k are
+  rotated after it: q' = RoPE(q) A_Q[:, :R]. Nor with a norm of q and k: layers that have one take this, too.
+- `pairs` (rotary layers): the basis only reorders rotary pairs, which commutes; W_Q and W_K are permuted.
 
 V and O are always folded.
 """
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
 
 from zdc_jax.basis import Basis
-from zdc_jax.config import ModelConfig
+from zdc_jax.config import LayerSpec, ModelConfig
+from zdc_jax.errors import CalibrationError
 from zdc_jax.ops.rotary import rope_frequencies
-from zdc_jax.plan import LayerRanks
+from zdc_jax.parallel.payload import Payload, scale_weights
+from zdc_jax.plan import CompressionPlan, LayerRanks
 
 Placement = Literal["folded", "post_rope", "pairs"]
 
 
-def placement(config: ModelConfig, basis: Basis) -> Placement:
-    """Where this basis acts on q and k of this model."""
-    if config.rope is None:
+_FOLDED = frozenset({"q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias", "q_norm", "k_norm"})
+"""Weights that folding has a rule for."""
+
+
+def prepared_layers(
+    layers: Iterator[Any],
+    config: ModelConfig,
+    plan: CompressionPlan,
+    basis: Basis | None,
+    dtype: jnp.dtype,
+    payload: Payload = "native",
+) -> Iterator[dict[str, Any]]:
+    """Folded (if there is a basis), sliced and rounded layers, one at a time; `float8`: with scales."""
+    for index, layer in enumerate(layers):
+        if basis is not None:
+            folded = fold_attention(
+                layer["attention"],
+                config,
+                basis,
+                index,
+                plan.stored_ranks(index),
+                full_width=any(plan.near(index)),
+            )
+            if payload == "float8":
+                folded |= scale_weights(basis, index)
+            layer = {**layer, "attention": folded}
+        yield cast(layer, dtype)
+
+
+def cast(tree: Any, dtype: jnp.dtype) -> Any:
+    """A nested dict of arrays rounded once to the model's dtype; rotary frequencies stay float32."""
+    return {
+        name: cast(value, dtype)
+        if isinstance(value, dict)
+        else np.asarray(value).astype(np.float32 if name == "frequencies" else dtype)
+        for name, value in tree.items()
+    }
+
+
+def placement(spec: LayerSpec, basis: Basis) -> Placement:
+    """Where this basis acts on q and k of a layer.
+
+    Raises:
+      CalibrationError: `pairs` for a layer with norms of q and k, whose weights it cannot reorder.
+    """
+    if basis.qk_kind == "pairs" and spec.qk_norm:
+        raise CalibrationError("a basis of rotary pairs does not fold past a norm of q and k; use 'balanced'")
+    if spec.rope is None and not spec.qk_norm:
         return "folded"
     return "pairs" if basis.qk_kind == "pairs" else "post_rope"
 
@@ -50,7 +99,13 @@ def fold_attention(
       float64 (integer-free) arrays: q [D, N, R], k [D, K, R], v [D, K, Z], o [N, Z, D], their biases, and
       `q_rotation`/`k_rotation`/`k_shift` or `frequencies` where the placement needs them. Centring adds an
       `o_bias` (values) to models that had none.
+
+    Raises:
+      ValueError: a weight that folding has no rule for; it would be lost.
+      CalibrationError: what `placement` raises.
     """
+    if unknown := weights.keys() - _FOLDED:
+        raise ValueError(f"layer {layer}: no rule to fold the attention weights {sorted(unknown)}")
     R, Z = (config.head_dim,) * 2 if full_width else (ranks.qk, ranks.v)
     old = {name: np.asarray(x, np.float64) for name, x in weights.items()}
     return _fold_qk(old, config, basis, layer, R) | _fold_vo(old, config, basis, layer, Z)
@@ -64,10 +119,12 @@ def _fold_qk(
     shift = None
     if basis.key_mean is not None:
         shift = -np.einsum("KH,KHR->KR", basis.key_mean[layer], k_map)
+    spec = config.layers[layer]
     names = [name for name in ("q", "k", "q_bias", "k_bias") if name in old]
-    where = placement(config, basis)
+    where = placement(spec, basis)
     if where == "post_rope":
-        new = {name: old[name] for name in names} | {"q_rotation": q_map, "k_rotation": k_map}
+        kept = [*names, *(name for name in ("q_norm", "k_norm") if name in old)]
+        new = {name: old[name] for name in kept} | {"q_rotation": q_map, "k_rotation": k_map}
         return new if shift is None else new | {"k_shift": shift}
     group_map = np.repeat(q_map, config.group_size, axis=0)
     new = {
@@ -75,9 +132,9 @@ def _fold_qk(
         for name in names
     }
     if where == "pairs":
-        assert config.rope is not None
+        assert spec.rope is not None
         assert basis.pairs is not None
-        angles = rope_frequencies(config.rope, config.head_dim)
+        angles = rope_frequencies(spec.rope, config.head_dim)
         new["frequencies"] = angles[basis.pairs[layer, :, : R // 2]]
     elif shift is not None:
         new["k_bias"] = new.get("k_bias", 0) + shift

@@ -1,40 +1,36 @@
 """Caches that KV-Runahead hands from device to device: begun empty, given room, longer with each piece."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.prefix_ring import LayerCache, write
-from zdc_jax.config import ModelConfig
+from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
 from zdc_jax.parallel.prompt_cache import stored
-from zdc_jax.plan import LayerRanks
 
 
-def no_tokens(config: ModelConfig, ranks: LayerRanks, batch: int, ring: int, dtype: jnp.dtype) -> LayerCache:
-    """What the first device begins with: a layer's cache of no tokens, and with no room for any.
+def no_tokens(spec: PrefixRing, batch: int, capacity: int) -> PrefixRingState:
+    """What the first device begins with: a layer's cache with no room for any token, but with its ring.
 
     Args:
-      batch: rows. ring: M, slots of the ring, which are there from the beginning.
+      batch: rows. capacity: of the cache that will be, in tokens a row; it says how large the ring is.
     """
-    rows = lambda slots, width: jnp.zeros((batch, config.num_kv_heads, slots, width), dtype)
-    rings = rows(ring, config.head_dim - ranks.qk), rows(ring, config.head_dim - ranks.v)
-    return LayerCache(rows(0, ranks.qk), rows(0, ranks.v), *rings)
+    state = spec.create(batch, capacity)
+    return replace(state, k=state.k[:, :, :0], v=state.v[:, :, :0])
 
 
-def with_slots(cache: LayerCache, slots: int) -> LayerCache:
+def with_slots(state: PrefixRingState, slots: int) -> PrefixRingState:
     """The same tokens with room for S = `slots` in all; of first coordinates, the ring stays."""
-    return LayerCache(stored(cache.k, slots), stored(cache.v, slots), cache.ring_k, cache.ring_v)
+    return replace(state, k=stored(state.k, slots), v=stored(state.v, slots))
 
 
-@partial(jax.jit, static_argnames=("near", "slots"))
+@partial(jax.jit, static_argnames=("spec", "slots"))
 def longer(
-    cache: LayerCache, k: Array, v: Array, positions: Array, end: Array, near: tuple[int, int], slots: int
-) -> LayerCache:
-    """The cache to hand on: with this piece's k, v [B, t, K, H] at `positions` [B, t], as `cache.write` does.
+    spec: PrefixRing, state: PrefixRingState, k: Array, v: Array, positions: Array, end: Array, slots: int
+) -> PrefixRingState:
+    """The cache to hand on: with this piece's k, v [B, t, K, H] at `positions` [B, t], as `spec.write` does.
 
-    near: sinks and window. end [B]: tokens that each row holds after this piece. slots: of the longer cache.
+    end [B]: tokens that each row holds after this piece. slots: of the longer cache.
     """
-    sinks, window = near
-    return write(with_slots(cache, slots), k, v, positions, end, sinks=sinks, window=window)
+    return spec.write(with_slots(state, slots), k, v, positions, end)

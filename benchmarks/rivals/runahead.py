@@ -20,12 +20,13 @@ from jaxtyping import Float, Int
 from benchmarks.rivals.handed_cache import longer, no_tokens, with_slots
 from benchmarks.rivals.partition import Partition, cache_slots
 from zdc_jax.axes import Array
-from zdc_jax.cache.prefix_ring import KVCache, LayerCache, cached_attention, check_fits, free_bytes
+from zdc_jax.cache.kv_cache import KVCache, check_fits, free_bytes
+from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
+from zdc_jax.cache.spec import Call
 from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.parallel.prompt_cache import Slots
 
 
 class RunaheadTransformer:
@@ -70,25 +71,24 @@ class RunaheadTransformer:
         """
         batch, length = tokens.shape
         partition.check(devices=len(self.devices), length=length, capacity=capacity)
-        config, dtype = self.networks[0].config, self.networks[0].dtype
-        check_fits(self.plan, batch=batch, capacity=capacity, dtype=dtype, free=free_bytes())
-        slots, layers = Slots.of(self.plan, capacity), list[LayerCache]()
-        near, ahead = (slots.sinks, slots.window), 2 * len(self.devices)
+        specs, dtype = self.networks[0].layer_caches, self.networks[0].dtype
+        check_fits(specs, batch=batch, capacity=capacity, free=free_bytes())
+        layers, ahead = list[PrefixRingState](), 2 * len(self.devices)
         pieces = self._pieces(tokens, end, partition, capacity)
-        empty = {ranks: no_tokens(config, ranks, batch, slots.ring, dtype) for ranks in self.plan.layers}
-        for index, ranks in enumerate(self.plan.layers):
+        empty = {spec: no_tokens(spec, batch, capacity) for spec in specs}
+        for index, spec in enumerate(specs):
             if index >= ahead:
                 # What a device will receive takes memory once it is asked for: so not all layers at once.
                 jax.block_until_ready(layers[index - ahead])
-            cache = empty[ranks]
+            cache = empty[spec]
             for piece in pieces:
-                cache = piece.run(index, jax.device_put(cache, piece.device), near, implementation)
+                cache = piece.run(index, spec, jax.device_put(cache, piece.device), implementation)
             layers.append(cache)
         last = jnp.zeros((batch, pieces[0].x.shape[-1]), dtype)
         for piece in pieces:
             end, last = jax.device_put((end, last), piece.device)
             last = _last_token(piece.x, piece.positions, end, last)
-        return last, KVCache(tuple(layers), end, slots.sinks, slots.window)
+        return last, KVCache(tuple(layers), end, specs, capacity)
 
     def _pieces(self, tokens: Array, end: Array, partition: Partition, capacity: int) -> list["_Piece"]:
         pieces = []
@@ -120,8 +120,8 @@ class _Piece:
     x: Array
 
     def run(
-        self, index: int, cache: LayerCache, near: tuple[int, int], implementation: Implementation | None
-    ) -> LayerCache:
+        self, index: int, spec: PrefixRing, cache: PrefixRingState, implementation: Implementation | None
+    ) -> PrefixRingState:
         """One layer, on the cache of all tokens before; gives the cache with this piece.
 
         Three programs, so that projections do not wait for the cache, nor the next device for attention
@@ -129,8 +129,8 @@ class _Piece:
         """
         block, own = self.network.layers[index], (self.positions, self.end)
         qkv = _projected(block, self.x, self.positions, implementation)
-        handed = longer(cache, *qkv[1:], *own, near, self.slots)
-        self.x = _attended(block, self.x, qkv, cache, *own, near, self.slots, implementation)
+        handed = longer(spec, cache, *qkv[1:], *own, self.slots)
+        self.x = _attended(block, spec, self.x, qkv, cache, *own, self.slots, implementation)
         return handed
 
 
@@ -147,15 +147,15 @@ def _projected(
     return block.projected(x, positions, implementation)
 
 
-@partial(jax.jit, static_argnames=("near", "slots", "implementation"))
+@partial(jax.jit, static_argnames=("spec", "slots", "implementation"))
 def _attended(
     block: Block,
+    spec: PrefixRing,
     x: Array,
     qkv: tuple[Array, Array, Array],
-    cache: LayerCache,
+    cache: PrefixRingState,
     positions: Array,
     end: Array,
-    near: tuple[int, int],
     slots: int,
     implementation: Implementation | None,
 ) -> Array:
@@ -164,22 +164,12 @@ def _attended(
     Takes the cache as it came and appends once more: attention needs the ring as it was before this piece.
     """
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        _, o, _ = cached_attention(
-            q,
-            k,
-            v,
-            with_slots(cache, slots),
-            positions,
-            end,
-            scale=block.attention.config.head_dim**-0.5,
-            sinks=near[0],
-            window=near[1],
-            implementation=implementation,
-        )
-        return o
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+        call = Call(block.attention.scale, implementation)
+        done = spec.attend(with_slots(cache, slots), q, k, v, positions, end, None, call)
+        return done.o, None
 
-    return block(x, positions, attend, implementation, project=lambda hidden, positions: qkv)
+    return block(x, positions, attend, implementation, project=lambda *_: qkv)[0]
 
 
 @jax.jit

@@ -10,6 +10,7 @@ A device keeps what it has of its own piece. After the last layer one exchange b
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -20,17 +21,18 @@ from jaxtyping import Float, Int
 from benchmarks.rivals.handed_cache import longer, no_tokens, with_slots
 from benchmarks.rivals.partition import Partition, cache_slots, in_eights
 from zdc_jax.axes import Array
-from zdc_jax.cache.prefix_ring import KVCache, LayerCache, cached_attention
+from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
+from zdc_jax.cache.spec import Call
 from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.exchange import kv_copies, moved
-from zdc_jax.parallel.mesh import BY_TOKEN, SEQUENCE, on_mesh, spec
-from zdc_jax.parallel.prompt_cache import Slots, stored, with_new_empties
+from zdc_jax.parallel.mesh import BY_TOKEN, SEQUENCE, layout, on_mesh
+from zdc_jax.parallel.prompt_cache import stored, with_new_empties
 from zdc_jax.parallel.transformer import ShardedTransformer, last_token
 from zdc_jax.parallel.weights import weight_specs
-from zdc_jax.plan import LayerRanks
 
 _BY_PIECE = PartitionSpec(None, None, SEQUENCE)
 """How what devices keep of their pieces lies, [B, K, t, R], and the ring [B, K, M, C] that each has."""
@@ -73,8 +75,8 @@ class MeshRunahead:
           MeshError: the partition is not one of T tokens over these devices.
           NotImplementedError: the implementation cannot do a call.
         """
-        slots = Slots.of(self.network.plan, in_eights(tokens.shape[1]))
-        return self._through_layers(tokens, end, partition, slots, implementation, keep=lambda layer: None)
+        capacity = in_eights(tokens.shape[1])
+        return self._through_layers(tokens, end, partition, capacity, implementation, keep=lambda layer: None)
 
     def prefill(
         self,
@@ -95,27 +97,26 @@ class MeshRunahead:
           CacheMemoryError: a device's share of the cache cannot fit in its free memory; before anything is
             computed.
         """
-        network, kept = self.network, list[LayerCache]()
+        network, kept = self.network, list[PrefixRingState]()
         network.check_fits(len(tokens), capacity)
-        slots = Slots.of(network.plan, capacity)
-        last = self._through_layers(tokens, end, partition, slots, implementation, keep=kept.append)
+        last = self._through_layers(tokens, end, partition, capacity, implementation, keep=kept.append)
         layers = tuple(by_head(layer, partition, capacity, network.mesh) for layer in kept)
-        return last, KVCache(layers, end, slots.sinks, slots.window)
+        return last, KVCache(layers, end, network.layer_caches, capacity)
 
     def _through_layers(
         self,
         tokens: Array,
         end: Array,
         partition: Partition,
-        slots: Slots,
+        capacity: int,
         implementation: Implementation | None,
-        keep: Callable[[LayerCache], None],
+        keep: Callable[[PrefixRingState], None],
     ) -> Array:
         network, devices = self.network, self.network.mesh.shape[SEQUENCE]
-        partition.check(devices=devices, length=tokens.shape[1], capacity=slots.capacity)
+        partition.check(devices=devices, length=tokens.shape[1], capacity=capacity)
         x = _embed(network.embeddings, _padded(tokens, partition), partition, network.mesh)
-        for block, ranks in zip(network.prompt_layers, network.plan.layers, strict=True):
-            x, layer = piece_layer(block, x, end, ranks, partition, slots, network.mesh, implementation)
+        for block, spec in zip(network.prompt_layers, network.layer_caches, strict=True):
+            x, layer = piece_layer(block, x, end, spec, partition, capacity, network.mesh, implementation)
             keep(layer)
         return last_token(x, _row(end - 1, partition) + 1, network.mesh)
 
@@ -146,20 +147,20 @@ def _embed(embeddings: Embeddings, tokens: Array, partition: Partition, mesh: Me
         positions, stop = _places(tokens, partition)
         return embeddings.embed(tokens, jnp.minimum(positions, stop - 1))
 
-    return on_mesh(mesh, local, (PartitionSpec(), spec("B T")), spec("B T D"))(embeddings, tokens)
+    return on_mesh(mesh, local, (PartitionSpec(), layout("B T")), layout("B T D"))(embeddings, tokens)
 
 
-@partial(jax.jit, static_argnames=("ranks", "partition", "slots", "mesh", "implementation"))
+@partial(jax.jit, static_argnames=("spec", "partition", "capacity", "mesh", "implementation"))
 def piece_layer(
     block: Block,
     x: Float[Array, "B T' D"],
     end: Int[Array, " B"],
-    ranks: LayerRanks,
+    spec: PrefixRing,
     partition: Partition,
-    slots: Slots,
+    capacity: int,
     mesh: Mesh,
     implementation: Implementation | None,
-) -> tuple[Float[Array, "B T' D"], LayerCache]:
+) -> tuple[Float[Array, "B T' D"], PrefixRingState]:
     """One layer on padded pieces, and what each device keeps of it for `by_head`; T' as in `_padded`.
 
     That is its piece's first coordinates [B, K, t, R] and [B, K, t, Z], and the ring as its piece leaves it
@@ -167,64 +168,45 @@ def piece_layer(
 
     Args:
       x: hidden states in the model's dtype, divided over `sequence`. end: tokens that each row holds.
-      slots: of the cache that will be.
+      spec: how the layer keeps tokens. capacity: of the cache that will be.
 
     Raises:
       NotImplementedError: the implementation cannot do this call.
     """
 
-    def local(block: Block, x: Array, end: Array) -> tuple[Array, LayerCache]:
-        (positions, stop), kept = _places(x, partition), None
+    def local(block: Block, x: Array, end: Array) -> tuple[Array, PrefixRingState]:
+        positions, stop = _places(x, partition)
 
-        def attend(q: Array, k: Array, v: Array) -> Array:
-            nonlocal kept
-            held, o, _ = cached_attention(
-                q,
-                k,
-                v,
-                _received(block, k, v, end, ranks, partition, slots),
-                positions,
-                jnp.minimum(end, stop),
-                scale=block.attention.config.head_dim**-0.5,
-                sinks=slots.sinks,
-                window=slots.window,
-                implementation=implementation,
-            )
-            first_k, first_v = k[..., : ranks.qk].swapaxes(1, 2), v[..., : ranks.v].swapaxes(1, 2)
-            kept = LayerCache(first_k, first_v, held.ring_k, held.ring_v)
-            return o
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, PrefixRingState]:
+            before = _received(spec, k, v, end, partition, capacity)
+            call = Call(block.attention.scale, implementation)
+            done = spec.attend(before, q, k, v, positions, jnp.minimum(end, stop), None, call)
+            first_k, first_v = k[..., : spec.R].swapaxes(1, 2), v[..., : spec.Z].swapaxes(1, 2)
+            return done.o, replace(done.state, k=first_k, v=first_v)
 
-        x = block(x, positions, attend, implementation)
-        assert kept is not None
-        return x, kept
+        return block(x, positions, attend, implementation)
 
-    in_specs = (weight_specs(block, BY_TOKEN), spec("B T D"), spec("B"))
-    return on_mesh(mesh, local, in_specs, (spec("B T D"), _BY_PIECE))(block, x, end)
+    in_specs = (weight_specs(block, BY_TOKEN), layout("B T D"), layout("B"))
+    return on_mesh(mesh, local, in_specs, (layout("B T D"), _BY_PIECE))(block, x, end)
 
 
 def _received(
-    block: Block,
-    k: Array,
-    v: Array,
-    end: Array,
-    ranks: LayerRanks,
-    partition: Partition,
-    slots: Slots,
-) -> LayerCache:
+    spec: PrefixRing, k: Array, v: Array, end: Array, partition: Partition, capacity: int
+) -> PrefixRingState:
     """The cache of all tokens before this device's piece, with room for the longest behind any of them.
 
     Hop by hop all devices do what the sender does, with its sizes; only the receiver keeps what comes.
     """
-    device, near = jax.lax.axis_index(SEQUENCE), (slots.sinks, slots.window)
-    room = in_eights(max(partition.starts[-1] + partition.longest, slots.sinks))
-    cache = no_tokens(block.attention.config, ranks, k.shape[0], slots.ring, k.dtype)
+    device, (sinks, _) = jax.lax.axis_index(SEQUENCE), spec.near(capacity)
+    room = in_eights(max(partition.starts[-1] + partition.longest, sinks))
+    cache = no_tokens(spec, k.shape[0], capacity)
     held = with_slots(cache, room)
-    counts = cache_slots(partition, slots.sinks, slots.capacity)
+    counts = cache_slots(partition, sinks, capacity)
     for sender, count in enumerate(counts[:-1]):
         start, stop = partition.starts[sender], partition.ends[sender]
         positions = jnp.broadcast_to(jnp.arange(start, stop), (k.shape[0], stop - start))
         own = (x[:, : stop - start] for x in (k, v))
-        cache = longer(cache, *own, positions, jnp.minimum(end, stop), near, count)
+        cache = longer(spec, cache, *own, positions, jnp.minimum(end, stop), count)
         cache = jax.tree.map(partial(_handed_on, sender=sender), cache)
         held = jax.tree.map(partial(jnp.where, device == sender + 1), with_slots(cache, room), held)
     return held
@@ -237,7 +219,7 @@ def _handed_on(x: Array, sender: int) -> Array:
 
 
 @partial(jax.jit, static_argnames=("partition", "capacity", "mesh"))
-def by_head(kept: LayerCache, partition: Partition, capacity: int, mesh: Mesh) -> LayerCache:
+def by_head(kept: PrefixRingState, partition: Partition, capacity: int, mesh: Mesh) -> PrefixRingState:
     """The cache of one layer by head, from what each device keeps of its piece (`piece_layer`).
 
     First coordinates go by an all-to-all; of the rings the last device's counts, and is scattered. On a
@@ -258,9 +240,9 @@ def by_head(kept: LayerCache, partition: Partition, capacity: int, mesh: Mesh) -
         last = jnp.where(jax.lax.axis_index(SEQUENCE) == U - 1, ring, 0)
         return jax.lax.psum_scatter(repeated(last), SEQUENCE, scatter_dimension=1, tiled=True)
 
-    def local(kept: LayerCache) -> LayerCache:
+    def local(kept: PrefixRingState) -> PrefixRingState:
         kept = with_new_empties(kept)
         first, ring = (gathered(kept.k), gathered(kept.v)), (scattered(kept.ring_k), scattered(kept.ring_v))
-        return with_new_empties(LayerCache(*first, *ring))
+        return with_new_empties(PrefixRingState(*first, *ring, kept.near))
 
-    return on_mesh(mesh, local, (_BY_PIECE,), spec("B K S R"))(kept)
+    return on_mesh(mesh, local, (_BY_PIECE,), layout("B K S R"))(kept)

@@ -13,20 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from rich.progress import track
 
 from convert.calibration.basis import make_basis
 from convert.calibration.kmeans import kmeans_moments
 from convert.calibration.moments import Moments
 from convert.calibration.profile import collect_profile, whole_plan
+from convert.progress import track
 from zdc_jax.axes import Array
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError
 from zdc_jax.loading import load
+from zdc_jax.model.observe import Seen, observe
 from zdc_jax.model.transformer import Transformer
-from zdc_jax.ops.attention import self_attention
 from zdc_jax.ops.contract import einsum_f32
 from zdc_jax.plan import CompressionPlan, allowed_ranks
 from zdc_jax.planning.evaluate import window_nll
@@ -99,7 +99,7 @@ def calibrate(
       texts: files or folders, see `zdc_jax.planning.text.read_documents`; topics are folder names. Empty: a
         new basis from the moments stored by an earlier calibration, and no profile.
       dtype: dtype the model runs in; default that of the stored weights.
-      progress: show progress bars.
+      progress: show how far it has come, on standard error.
 
     Replacing an older basis is logged as a warning.
 
@@ -234,7 +234,7 @@ def collect_moments(
     network = jax.device_put(network, replicated)
     sums = jax.device_put(zero_sums(network), replicated)
     steps = range(0, len(windows), batch)
-    for start in track(steps, "moments", disable=not progress):
+    for start in track(steps, "moments", shown=progress):
         piece = windows[start : start + batch]
         weight = np.arange(batch) < len(piece)
         whole = np.concatenate([piece, np.repeat(piece[-1:], batch - len(piece), axis=0)])
@@ -262,22 +262,13 @@ def add_moments(
     network: Transformer, sums: dict[str, Array], tokens: Array, weight: Array
 ) -> dict[str, Array]:
     """Adds the moments of windows `tokens` [B, T] that have `weight` [B] 1 to the running sums."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    x = network.embeddings.embed(tokens, positions)
-    K, scale = network.config.num_kv_heads, network.config.head_dim**-0.5
+    K = network.config.num_kv_heads
 
-    new: list[dict[str, Array]] = []
-    for block in network.layers:
-        seen: dict[str, Array] = {}
+    def tap(seen: Seen) -> dict[str, Array]:
+        grams = [_gram(name, getattr(seen, name), weight, K) for name in "qkvo"]
+        return {name: value for gram in grams for name, value in gram.items()}
 
-        def attend(q: Array, k: Array, v: Array, seen: dict[str, Array] = seen) -> Array:
-            o, _ = self_attention(q, k, v, scale=scale)
-            for name, value in (("q", q), ("k", k), ("v", v), ("o", o)):
-                seen.update(_gram(name, value, weight, K))
-            return o
-
-        x = block(x, positions, attend)
-        new.append(seen)
+    new = observe(network, tokens, tap)
     return {name: total + jnp.stack([seen[name] for seen in new]) for name, total in sums.items()}
 
 
@@ -316,7 +307,7 @@ def choose_basis(
     open_sides = [side for side, kind in chosen.items() if kind == "auto" and windows is not None]
     perplexities: dict[str, dict[str, float]] = {side: {} for side in open_sides}
     candidates = [(side, kind) for side in open_sides for kind in ("balanced", "stacked")]
-    for side, kind in track(candidates, "basis", disable=not (progress and candidates)):
+    for side, kind in track(candidates, "basis", shown=progress):
         assert windows is not None
         plan = CompressionPlan.uniform(checkpoint.config, **halved[side])
         network = load(checkpoint.path, plan, basis=make(**default | {side: kind}), dtype=dtype).network

@@ -1,20 +1,19 @@
 """Which layers find the same tokens important: groups that share one classification (ZDC §3.3, §5.2)."""
 
-from functools import partial
 from typing import Literal, get_args
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.errors import CalibrationError
-from zdc_jax.model.transformer import Block, Transformer
-from zdc_jax.ops.attention import self_attention
+from zdc_jax.model.block import Block
+from zdc_jax.model.observe import Seen, Tap, observe, observe_layer
+from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.importance import column_sums, token_importance
 
-Method = Literal["denominator", "detrended", "column_sum", "column_mean"]
+ImportanceMethod = Literal["denominator", "detrended", "column_sum", "column_mean"]
 """Softmax denominators (the paper's), these per visible key, sums of weights, these per query that sees."""
 
 SHARE = 0.35
@@ -24,51 +23,45 @@ THRESHOLD = 0.95
 
 
 def layer_importance(
-    network: Transformer, tokens: Int[np.ndarray, "B T"], method: Method = "denominator"
+    network: Transformer, tokens: Int[np.ndarray, "B T"], method: ImportanceMethod = "denominator"
 ) -> Float[np.ndarray, "L B T"]:
     """Importance of every token in every layer of the unmodified model, float32.
 
     Raises:
       CalibrationError: an unknown method.
     """
-    if method not in get_args(Method):
-        raise CalibrationError(f"method={method!r} must be one of {get_args(Method)}")
-    x = network.embeddings.embed(
-        jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    )
-    found = []
-    for block in network.layers:
-        x, importance = layer_and_importance(block, x, method)
-        found.append(np.asarray(importance))
-    return np.stack(found)
+    if method not in get_args(ImportanceMethod):
+        raise CalibrationError(f"method={method!r} must be one of {get_args(ImportanceMethod)}")
+    found = observe(network, jnp.asarray(tokens), _TAPS[method])
+    return np.stack([np.asarray(importance) for importance in found])
 
 
-@partial(jax.jit, static_argnames="method")
 def layer_and_importance(
-    block: Block, x: Float[Array, "B T D"], method: Method
+    block: Block, x: Float[Array, "B T D"], method: ImportanceMethod
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T"]]:
     """One layer on whole sequences, and the importance of every token in it."""
-    B, T, _ = x.shape
-    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-    scale = block.attention.config.head_dim**-0.5
-    importance = jnp.zeros((B, T))
+    return observe_layer(block, x, _TAPS[method])
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        nonlocal importance
-        o, lse = self_attention(q, k, v, scale=scale)
-        match method:
-            case "denominator":
-                importance = token_importance(lse)
-            case "detrended":
-                importance = token_importance(lse, positions + 1)
-            case "column_sum":
-                importance = column_sums(q, k, lse, scale=scale)
-            case "column_mean":
-                importance = column_sums(q, k, lse, scale=scale) / (T - positions)
-        return o
 
-    x = block(x, positions, attend)
-    return x, importance
+def _visible(seen: Seen) -> Int[Array, "B T"]:
+    """Keys that each query sees."""
+    count = jnp.arange(1, seen.x.shape[1] + 1)
+    window = seen.attention.spec.window
+    return jnp.broadcast_to(count if window is None else jnp.minimum(count, window), seen.x.shape[:2])
+
+
+def _column_sums(seen: Seen) -> Float[Array, "B T"]:
+    attention = seen.attention
+    return column_sums(seen.q, seen.k, seen.lse, scale=attention.scale, window=attention.spec.window)
+
+
+_TAPS: dict[ImportanceMethod, Tap] = {
+    "denominator": lambda seen: token_importance(seen.lse),
+    "detrended": lambda seen: token_importance(seen.lse, _visible(seen)),
+    "column_sum": _column_sums,
+    # A key is seen by as many queries as the query as far from the end sees keys.
+    "column_mean": lambda seen: _column_sums(seen) / _visible(seen)[:, ::-1],
+}
 
 
 def repetition_ratios(

@@ -11,8 +11,9 @@ from jaxtyping import Float
 from convert.calibration.moments import Moments
 from zdc_jax.axes import Array
 from zdc_jax.errors import CalibrationError
-from zdc_jax.model.transformer import Block, Transformer
-from zdc_jax.ops.attention import self_attention
+from zdc_jax.model.block import Block
+from zdc_jax.model.observe import Seen, observe_layer
+from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.contract import einsum_f32
 
 ITERATIONS = 10
@@ -86,22 +87,17 @@ def _layer(
     network: Transformer, block: Block, x: Float[Array, "W T D"]
 ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
     """One layer over all windows: the next residual stream, vectors [K, P, H] of q, k, v, exact sums of o."""
-    K, scale = network.config.num_kv_heads, network.config.head_dim**-0.5
+    K = network.config.num_kv_heads
+
+    def tap(seen: Seen) -> dict[str, Array]:
+        return {name: _by_head(getattr(seen, name), K) for name in "qkvo"}
 
     def one(row: Array) -> tuple[Array, dict[str, Array], Array, Array]:
-        positions = jnp.arange(row.shape[0])[None]
-        seen: dict[str, Array] = {}
-
-        def attend(q: Array, k: Array, v: Array) -> Array:
-            o, _ = self_attention(q, k, v, scale=scale)
-            seen.update(q=_by_head(q, K), k=_by_head(k, K), v=_by_head(v, K), o=_by_head(o, K))
-            return o
-
-        out = block(row[None], positions, attend)[0]
+        out, seen = observe_layer(block, row[None], tap)
         o = seen.pop("o")
         with jax.default_matmul_precision("highest"):
             gram = einsum_f32("KPH,KPI->KHI", o, o)
-        return out, seen, gram, o.sum(1, dtype=jnp.float32)
+        return out[0], seen, gram, o.sum(1, dtype=jnp.float32)
 
     x, vectors, gram, total = jax.lax.map(one, x)
     flat = {name: value.swapaxes(0, 1).reshape(K, -1, value.shape[-1]) for name, value in vectors.items()}

@@ -1,16 +1,15 @@
 """Measures the `Profile` of a model on calibration text (ours)."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.progress import track
 
+from convert.progress import track
 from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
-from zdc_jax.model.block import Block
+from zdc_jax.model.observe import Seen, Tap, observe
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import self_attention
 from zdc_jax.plan import CompressionPlan, LayerRanks
@@ -57,13 +56,13 @@ def collect_profile(
 
 def _far_nats(network: Transformer, windows: np.ndarray, window: int, progress: bool) -> np.ndarray:
     """[L]: the network runs under plans that cut off one layer; nothing else of a plan is in its weights."""
-    plan, found = network.plan, []
+    plan, found, H = network.plan, [], network.config.head_dim
     dense = window_nll(network, windows).mean()
     try:
         layers = range(network.config.num_layers)
-        for layer in track(layers, "profile of far attention", disable=not progress):
-            ranks = [LayerRanks(0, 0) if i == layer else kept for i, kept in enumerate(plan.layers)]
-            network.plan = replace(plan, layers=tuple(ranks), window=window)
+        for layer in track(layers, "profile of far attention", shown=progress):
+            ranks = [LayerRanks(0, 0) if i == layer else LayerRanks(H, H) for i in layers]
+            network.plan = CompressionPlan.of_layers(network.config, ranks, window=window, sinks=SINKS)
             found.append(window_nll(network, windows).mean() - dense)
     finally:
         network.plan = plan
@@ -76,33 +75,37 @@ def _changes(
     """Norms, root of sums over all tokens: of what enters each layer [L], of how each cut changes what it
     writes [L, C]."""
     found = []
-    for tokens in track(windows, "profile of layers", disable=not progress):
-        x = network.embeddings.embed(jnp.asarray(tokens[None]), jnp.arange(len(tokens))[None])
-        squares = []
-        for block in network.layers:
-            x, square = _layer(block, x, cuts)
-            squares.append(square)
+    tap = _tap(cuts)
+    for tokens in track(list(windows), "profile of layers", shown=progress):
+        squares = observe(network, jnp.asarray(tokens[None]), tap)
         found.append(np.stack(squares).astype(np.float64))
     norms = np.sqrt(np.sum(found, axis=0))
     return norms[:, 0], norms[:, 1:]
 
 
-@partial(jax.jit, static_argnames="cuts")
-def _layer(block: Block, x: Array, cuts: tuple[Cut, ...]) -> tuple[Array, Array]:
-    """The layer's output, and sums of squares over tokens [1 + C]."""
-    attention = block.attention
-    attend = partial(self_attention, scale=attention.config.head_dim**-0.5)
+@cache
+def _tap(cuts: tuple[Cut, ...]) -> Tap:
+    """Sums of squares over tokens [1 + C]: of what enters a layer, of how each cut changes what it writes.
+
+    A sliding-window layer sees no more than its window under any cut.
+    """
     square = lambda x: jnp.square(x.astype(jnp.float32)).sum()
-    squares = [square(x)]
 
-    def attend_and_compare(q: Array, k: Array, v: Array) -> Array:
-        o, _ = attend(q, k, v)
-        whole = attention.output(o)
+    def tap(seen: Seen) -> Array:
+        attention, whole = seen.attention, seen.attention.output(seen.o)
+        squares = [square(seen.x)]
         for ranks, window in cuts:
-            kept = {"qk_rank": ranks.qk, "v_rank": ranks.v, "sinks": SINKS, "window": window}
-            less, _ = attend(q, k, v, **kept, implementation="xla")
+            less = _attended(seen, ranks, window)
             squares.append(square(attention.output(less) - whole))
-        return o
+        return jnp.stack(squares)
 
-    y = block(x, jnp.arange(x.shape[1])[None], attend_and_compare)
-    return y, jnp.stack(squares)
+    return tap
+
+
+def _attended(seen: Seen, ranks: LayerRanks, window: int) -> Array:
+    """What attention gives where far pairs keep `ranks`, near ones all."""
+    kept = {"qk_rank": ranks.qk, "v_rank": ranks.v, "sinks": SINKS, "window": window}
+    if (own := seen.attention.spec.window) is not None:
+        kept = {"qk_rank": 0, "v_rank": 0, "window": own if ranks.qk else min(own, window)}
+    o, _ = self_attention(seen.q, seen.k, seen.v, scale=seen.attention.scale, implementation="xla", **kept)
+    return o

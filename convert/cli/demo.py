@@ -26,8 +26,8 @@ from zdc_jax.errors import CheckpointError
 from zdc_jax.generate.api import Generation, generate
 from zdc_jax.generate.sampling import Sampling
 from zdc_jax.loading import LanguageModel, load
-from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.evaluate import compare, window_nll
+from zdc_jax.planning.spectrum import plan_from_spectrum
 
 CALIBRATION_PACKAGES = ("numpy", "rich", "safetensors", "tyro")
 HELDOUT_PACKAGES = ("flax", "optax", "jaxtyping")
@@ -65,12 +65,11 @@ def demo(output: Path, console: Console) -> None:
     heldout = CalibrationOptions(tokens=HELDOUT_WINDOWS * CONTEXT, context=CONTEXT)
     windows, _ = calibration_windows(checkpoint, [heldout_text], CONTEXT, heldout)
 
-    spectra = basis.qk_spectrum, basis.vo_spectrum
     plans = {
         "dense": None,
-        "per layer 3/4": CompressionPlan.from_spectrum(*spectra, budget=0.75, window=128, sinks=4),
-        "per layer 1/2": CompressionPlan.from_spectrum(*spectra, budget=0.5, window=128, sinks=4),
-        "per layer 3/8": CompressionPlan.from_spectrum(*spectra, budget=0.375, window=128, sinks=4),
+        "per layer 3/4": plan_from_spectrum(basis, budget=0.75, window=128, sinks=4),
+        "per layer 1/2": plan_from_spectrum(basis, budget=0.5, window=128, sinks=4),
+        "per layer 3/8": plan_from_spectrum(basis, budget=0.375, window=128, sinks=4),
     }
     rows: list[dict[str, Any]] = []
     for name, plan in plans.items():

@@ -8,16 +8,19 @@ from typing import Literal
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from convert.calibration.calibrate import CalibrationOptions, calibration_windows
+from convert.progress import counted
 from convert.search.plots import write_front
 from convert.search.search import Mode, Objective, Search, SearchOptions, describe
 from convert.search.trials import Trial, TrialBook
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import PlanError, TextError
-from zdc_jax.loading import predicted_plan, stored_basis
+from zdc_jax.loading import stored_basis
 from zdc_jax.plan import CompressionPlan
+from zdc_jax.planning.certificate import plan_from_error
+from zdc_jax.planning.choose import choose_plan
+from zdc_jax.planning.spectrum import plan_from_spectrum
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -53,22 +56,16 @@ class PlanFlags:
             return CompressionPlan.load(self.plan)
         checkpoint = Checkpoint.open(path)
         if self.max_score_error is not None:
-            return CompressionPlan.from_error(
+            return plan_from_error(
                 stored_basis(checkpoint),
                 max_score_error=self.max_score_error,
                 window=self.window,
                 sinks=self.sinks,
-            )
+            ).within(checkpoint.config)
         if self.budget is not None:
             basis = stored_basis(checkpoint)
-            return CompressionPlan.from_spectrum(
-                basis.qk_spectrum,
-                basis.vo_spectrum,
-                budget=self.budget,
-                fingerprint=checkpoint.fingerprint,
-                window=self.window,
-                sinks=self.sinks,
-            )
+            plan = plan_from_spectrum(basis, budget=self.budget, window=self.window, sinks=self.sinks)
+            return plan.within(checkpoint.config)
         if not uniform and not self.window and not self.sinks:
             return None
         H = checkpoint.config.head_dim
@@ -134,16 +131,13 @@ class SearchFlags:
         )
         checkpoint = Checkpoint.open(path)
         if not self.texts:
-            basis = stored_basis(checkpoint)
-            return predicted_plan(checkpoint, basis, max_degradation=options.max_degradation)
+            plan = choose_plan(path, max_degradation=options.max_degradation)
+            assert plan is not None  # Nothing was checked.
+            return plan
         windows, _ = text_windows(
             checkpoint, self.texts, self.text_windows, self.context, batch=self.batch, seed=self.seed
         )
-        with Progress(
-            TextColumn("{task.completed} plans"), TimeElapsedColumn(), TextColumn("{task.description}"),
-            console=console,
-        ) as progress:  # fmt: skip
-            task = progress.add_task("the unmodified model", total=None)
+        with counted("plans", "measuring the unmodified model") as show:
             book = TrialBook(
                 path,
                 windows,
@@ -156,12 +150,12 @@ class SearchFlags:
                 best_yet = (
                     "none" if best is None else f"{best.bytes_share:.1%} of KV bytes at {best.increase:+.2%}"
                 )
-                progress.update(task, advance=1, description=f"best within the limit: {best_yet}")
+                show(f"best within the limit: {best_yet}")
 
             best = Search(book, options, watch).run()
         console.print(describe(book.config, best), soft_wrap=True, highlight=False)
         write_front(book, best, options, output.with_suffix(".front.json"))
-        return best.plan
+        return book.bound(best.plan)
 
 
 def given(flags: PlanFlags | SearchFlags) -> list[str]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
 from rich.console import Console
@@ -34,6 +33,7 @@ from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import Payload
 from zdc_jax.parallel.processes import initialize
 from zdc_jax.plan import CompressionPlan
+from zdc_jax.planning.certificate import certificate
 from zdc_jax.planning.evaluate import compare, window_nll
 
 FEW_TOKENS = 32_768
@@ -114,12 +114,14 @@ class Plan:
         if self.search.max_degradation is None:
             plan = self.flags.build(self.path)
         else:
-            plan = self.search.search(self.path, self.output, console).for_model(checkpoint.fingerprint)
+            plan = self.search.search(self.path, self.output, console)
         if plan is None:
             raise PlanError(
                 "say what to keep: --qk/--v, --budget, --window, --max-score-error, --max-degradation"
             )
         plan.check_model(checkpoint.config, checkpoint.fingerprint)
+        if plan.basis:
+            plan.check_basis(stored_basis(checkpoint).coordinates_hash)
         plan.save(self.output)
         console.print_json(self.output.read_text())
         _report_savings(plan, checkpoint)
@@ -308,7 +310,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 def _report_savings(plan: CompressionPlan, checkpoint: Checkpoint) -> None:
     """Says on standard error what a plan saves at the model's positions, and what its far pairs lose."""
     config = checkpoint.config
-    size = lambda plan: plan.bytes(config.max_positions, 1, jnp.dtype(config.dtype).itemsize)
+    size = lambda plan: plan.bytes(config.max_positions, 1, config.dtype)
     share = size(plan) / size(CompressionPlan.full(config))
     cut, layers = sum(ranks.qk == 0 for ranks in plan.layers), config.num_layers
     print(
@@ -317,7 +319,7 @@ def _report_savings(plan: CompressionPlan, checkpoint: Checkpoint) -> None:
         file=sys.stderr,
     )
     if cut < layers and (checkpoint.calibration_path / "basis").exists():
-        print(f"far pairs: {plan.certificate(stored_basis(checkpoint))}", file=sys.stderr)
+        print(f"far pairs: {certificate(plan, stored_basis(checkpoint))}", file=sys.stderr)
 
 
 def _report_basis(console: Console, basis: Basis) -> None:
@@ -364,11 +366,6 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
             return 2
     return 0
-
-
-def main_convert() -> int:
-    """Runs `zdc convert` under its alias `zdc-convert`."""
-    return main(["convert", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from convert.hf.export import export_hf
 from zdc_jax.axes import Array
-from zdc_jax.config import ModelConfig, RopeConfig
+from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
 from zdc_jax.model.params import num_params, random_params
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
@@ -42,7 +42,8 @@ TOPICS = (
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")
 CONFIG = ModelConfig(
     family="llama",
-    num_layers=6,
+    layers=LayerSpec(rope=RopeConfig(theta=10_000.0)).repeated(6),
+    norm="rms",
     embed_dim=256,
     ffn_dim=576,
     vocab_size=4096,
@@ -54,7 +55,6 @@ CONFIG = ModelConfig(
     activation="silu",
     dtype="bfloat16",
     tie_embeddings=True,
-    rope=RopeConfig(theta=10_000.0),
     bos_id=1,
     eos_ids=(2,),
 )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zdc_jax.config import Activation, ModelConfig, RopeConfig
+from zdc_jax.config import Activation, LayerSpec, ModelConfig, RopeConfig
 from zdc_jax.errors import ConversionError
 from zdc_jax.files import load_json
 
@@ -102,7 +102,8 @@ def _parse_llama(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
     attention_bias = _flag(raw, "attention_bias", False)
     return ModelConfig(
         family="llama",
-        num_layers=raw["num_hidden_layers"],
+        layers=LayerSpec(rope=_parse_rope(raw)).repeated(raw["num_hidden_layers"]),
+        norm="rms",
         embed_dim=D,
         ffn_dim=raw["intermediate_size"],
         vocab_size=raw["vocab_size"],
@@ -116,7 +117,6 @@ def _parse_llama(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
         qkv_bias=attention_bias,
         out_bias=attention_bias,
         mlp_bias=_flag(raw, "mlp_bias", False),
-        rope=_parse_rope(raw),
         **common,
     )
 
@@ -154,9 +154,11 @@ def _parse_opt(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
     pre_norm = _flag(raw, "do_layer_norm_before", True)
     bias = _flag(raw, "enable_bias", True)
     token_dim = raw.get("word_embed_proj_dim") or D
+    layer = LayerSpec(norms="pre" if pre_norm else "post", mlp="plain")
     return ModelConfig(
         family="opt",
-        num_layers=raw["num_hidden_layers"],
+        layers=layer.repeated(raw["num_hidden_layers"]),
+        norm="layer",
         embed_dim=D,
         ffn_dim=raw["ffn_dim"],
         vocab_size=raw["vocab_size"],
@@ -171,7 +173,6 @@ def _parse_opt(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
         out_bias=bias,
         mlp_bias=bias,
         position_offset=OPT_POSITION_OFFSET,
-        pre_norm=pre_norm,
         final_norm=pre_norm and not _flag(raw, "_remove_final_layer_norm", False),
         token_embed_dim=None if token_dim == D else token_dim,
         **common,
@@ -213,7 +214,7 @@ def _llama_settings(config: ModelConfig) -> dict[str, Any]:
         "mlp_bias": config.mlp_bias,
         "num_key_value_heads": config.num_kv_heads,
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": _rope_settings(config.rope),
+        "rope_parameters": _rope_settings(config.layers[0].rope),
     }
 
 
@@ -237,9 +238,9 @@ def _opt_settings(config: ModelConfig) -> dict[str, Any]:
         "architectures": ["OPTForCausalLM"],
         "model_type": "opt",
         "activation_function": HF_ACTIVATIONS[config.activation],
-        "do_layer_norm_before": config.pre_norm,
+        "do_layer_norm_before": config.layers[0].norms == "pre",
         "enable_bias": config.qkv_bias,
         "ffn_dim": config.ffn_dim,
-        "_remove_final_layer_norm": config.pre_norm and not config.final_norm,
+        "_remove_final_layer_norm": config.layers[0].norms == "pre" and not config.final_norm,
         "word_embed_proj_dim": config.token_embed_dim or config.embed_dim,
     }

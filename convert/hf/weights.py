@@ -112,7 +112,7 @@ def entries(config: ModelConfig, layer: int | None) -> list[Entry]:
     if layer is None:
         names, shapes, prefix = outside, embedding_shapes(config), PREFIXES[config.family][0]
     else:
-        names, shapes = inside, layer_shapes(config)
+        names, shapes = inside, layer_shapes(config, layer)
         prefix = f"{PREFIXES[config.family][0]}layers.{layer}."
     return [Entry(path, _source_key("/".join(path), names, prefix), shape) for path, shape in flatten(shapes)]
 

@@ -57,7 +57,7 @@ class Observations:
         kept = [t for t in trials if known(t.plan) and t.plan.classes is None]
         return cls(
             name,
-            config.rope is not None,
+            config.is_rotary,
             config.head_dim,
             profile.windows,
             profile.ranks,

@@ -1,6 +1,7 @@
 """Plots of what a search saw."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -15,14 +16,15 @@ from matplotlib import pyplot as plt
 def write_front(book: TrialBook, best: Trial, options: SearchOptions, path: Path) -> None:
     """All undominated trials as `path` (JSON) and, beside it, a plot (PNG)."""
     front = pareto_front(book.trials)
+    bound = lambda trial: trial_json(replace(trial, plan=book.bound(trial.plan)))
     value = {
         "max_degradation": options.max_degradation,
         "mode": options.mode,
         "objective": options.objective,
         "context": int(book.windows.shape[1]),
         "windows": len(book.windows),
-        "best": trial_json(best),
-        "front": [trial_json(trial) for trial in front],
+        "best": bound(best),
+        "front": [bound(trial) for trial in front],
     }
     path.write_text(json.dumps(value, indent=1) + "\n")
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")

@@ -184,8 +184,7 @@ class Search:
             )
 
     def _plan(self, ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
-        full = CompressionPlan.full(self.config)
-        return replace(full, layers=tuple(ranks), window=window, sinks=SINKS)
+        return CompressionPlan.of_layers(self.config, ranks, window=window, sinks=SINKS)
 
     def _layer_costs(self, window: int) -> LayerCosts:
         config, H = self.config, self.config.head_dim

@@ -13,12 +13,13 @@ import numpy as np
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import PlanError
-from zdc_jax.loading import cast, load, prepared_layers, stored_basis, stored_profile
+from zdc_jax.fold import cast, prepared_layers
+from zdc_jax.loading import load, stored_basis
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.evaluate import bootstrap_interval, window_nll
-from zdc_jax.planning.profile import Profile
+from zdc_jax.planning.profile import Profile, stored_profile
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,13 @@ class TrialBook:
         increase = float(np.expm1(difference.mean()))
         return Trial(plan, self.share(plan), increase, bootstrap_interval(difference))
 
+    def bound(self, plan: CompressionPlan) -> CompressionPlan:
+        """`plan`, bound to the model and the basis it is measured on."""
+        return plan.for_model(self.checkpoint.fingerprint, self.basis.coordinates_hash)
+
     def share(self, plan: CompressionPlan) -> float:
         """KV bytes of a row as long as the windows, of those of the dense cache."""
-        size = lambda plan: plan.bytes(self.windows.shape[1], 1, self.dtype.itemsize)
+        size = lambda plan: plan.bytes(self.windows.shape[1], 1, self.dtype.name)
         return size(plan) / size(CompressionPlan.full(self.config))
 
     def _nll(self, plan: CompressionPlan | None) -> np.ndarray:
@@ -115,13 +120,15 @@ class TrialBook:
         for number, line in enumerate(text.splitlines(), 1):
             try:
                 entry = json.loads(line)
-                key, name = entry["key"], json.dumps(entry["plan"])
-                nll = np.array(entry["nll"], np.float64)
+                key, plan, nll = entry["key"], entry["plan"], np.array(entry["nll"], np.float64)
+                if key != self.key:
+                    continue
+                # Through a plan: older releases wrote plans in another form.
+                name = _name(None if plan is None else CompressionPlan.from_json(plan, self.journal))
             except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
                 where = f"{self.journal}, line {number}"
                 raise PlanError(f"{where} is no entry of a search: {error!r}") from error
-            if key == self.key:
-                yield name, nll
+            yield name, nll
 
     def _write(self, name: str) -> None:
         if self.journal is None:

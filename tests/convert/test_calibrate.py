@@ -30,6 +30,7 @@ from convert.conversion import convert
 from zdc_jax import Checkpoint, CompressionPlan, LanguageModel, generate, load
 from zdc_jax.errors import CalibrationError, CheckpointError, PlanError, TextError
 from zdc_jax.loading import stored_basis
+from zdc_jax.planning.spectrum import plan_from_spectrum
 
 VARIANT = "llama-head-dim-80"  # Heads large enough to be cut in half.
 
@@ -41,7 +42,7 @@ def reference(tiny: TinyModel, tokens: np.ndarray) -> list[dict[str, np.ndarray]
     layers, embeddings = jax.tree.map(lambda x: np.asarray(x, np.float64), (tiny.layers, tiny.embeddings))
     time = np.arange(tokens.shape[1])
     x = embeddings["tokens"][tokens]
-    if config.rope is None:
+    if not config.is_rotary:
         x = x + embeddings["positions"][time + config.position_offset]
 
     def norm(x, weights):
@@ -50,9 +51,9 @@ def reference(tiny: TinyModel, tokens: np.ndarray) -> list[dict[str, np.ndarray]
         return x * weights["scale"] + weights.get("bias", 0)
 
     def turned(x):
-        if config.rope is None:
+        if not config.is_rotary:
             return x
-        turn = np.exp(1j * np.outer(time, config.rope.theta ** -(np.arange(0, H, 2) / H)))
+        turn = np.exp(1j * np.outer(time, config.layers[0].rope.theta ** -(np.arange(0, H, 2) / H)))
         z = (x[..., : H // 2] + 1j * x[..., H // 2 :]) * turn[:, None]
         return np.concatenate([z.real, z.imag], -1)
 
@@ -312,6 +313,18 @@ def test_plans_need_a_basis_of_the_same_model(calibrated, converted, tmp_path):
         calibrate(other, [], progress=False)
     with pytest.raises(PlanError, match="'elsewhere'"):
         load(calibrated, CompressionPlan.full(config).for_model("elsewhere"))
+
+
+def test_plans_need_the_basis_they_were_made_for(calibrated, tmp_path):
+    """A new basis of the same model is refused; the old one, kept, still goes with the plan."""
+    model = shutil.copytree(calibrated, tmp_path / "model")
+    old = stored_basis(Checkpoint.open(model))
+    plan = plan_from_spectrum(old, budget=0.5)
+    assert load(model, plan).plan == plan
+    new = calibrate(model, [], CalibrationOptions(qk="stacked", vo="stacked"), progress=False)
+    with pytest.raises(PlanError, match=f"{old.coordinates_hash}.*{new.coordinates_hash}.* zdc plan"):
+        load(model, plan)
+    assert load(model, plan, basis=old).plan == plan
 
 
 def test_contexts_beyond_the_calibration_warn(calibrated):

@@ -16,7 +16,7 @@ from zdc_jax.errors import PlanError
 from zdc_jax.plan import LayerRanks
 from zdc_jax.planning.layer_costs import rank_levels
 
-CONFIG = replace(CONFIGS["llama"], num_layers=6, head_dim=64)
+CONFIG = replace(CONFIGS["llama"], layers=CONFIGS["llama"].layers[:1] * 6, head_dim=64)
 LENGTH = 1024
 
 
@@ -84,7 +84,7 @@ def test_a_plan_says_its_numbers():
 
 @pytest.mark.parametrize(("layers", "sizes"), [(1, (1,)), (2, (2,)), (6, (2, 4, 6)), (8, (2, 4, 8))])
 def test_group_sizes(layers, sizes):
-    assert group_sizes(replace(CONFIG, num_layers=layers)) == sizes
+    assert group_sizes(replace(CONFIG, layers=CONFIG.layers[:1] * layers)) == sizes
 
 
 def test_one_rank_is_no_classes():

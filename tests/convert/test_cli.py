@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from hf_variants import write_variant
 
-from convert.cli.main import COMMANDS, main, main_convert
-from zdc_jax import CompressionPlan, LayerRanks
+from convert.cli import entry
+from convert.cli.main import COMMANDS, main
+from zdc_jax import Checkpoint, CompressionPlan, LayerRanks
 from zdc_jax.generate.api import Completion, Generation, Timings
+from zdc_jax.loading import stored_basis
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,12 @@ def test_plan_and_perplexity(folder, tmp_path, capsys):
     plan, report = tmp_path / "plan.json", tmp_path / "report.json"
     near = ["--window", "16", "--sinks", "2"]
     assert main(["plan", model, str(plan), "--budget", "0.5", *near]) == 0
-    assert CompressionPlan.load(plan).window == 16
+    found, checkpoint = CompressionPlan.load(plan), Checkpoint.open(model)
+    assert found.window == 16
+    assert (found.fingerprint, found.basis) == (
+        checkpoint.fingerprint,
+        stored_basis(checkpoint).coordinates_hash,
+    )
 
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads(plan.read_text())
@@ -48,7 +55,7 @@ def test_plan_and_perplexity(folder, tmp_path, capsys):
     result = json.loads(report.read_text())
     assert result["windows"] == 3
     assert result["interval"][0] <= result["increase"] <= result["interval"][1]
-    assert result["kv_bytes"] == CompressionPlan.load(plan).bytes(64, 1, 4) < result["dense_kv_bytes"]
+    assert result["kv_bytes"] == CompressionPlan.load(plan).bytes(64, 1, "float32") < result["dense_kv_bytes"]
     assert "unmodified" not in capsys.readouterr().err
 
 
@@ -61,6 +68,11 @@ def test_plan_says_what_it_saves(folder, tmp_path, capsys):
     assert lost.startswith("far pairs: score error mean 0.")
 
     some = CompressionPlan.load(plan)
+    assert (some.fingerprint, some.basis) == (Checkpoint.open(model).fingerprint, "")
+    some.for_model(some.fingerprint, "old").save(tmp_path / "old.json")
+    assert main(["plan", model, str(tmp_path / "new.json"), "--plan", str(tmp_path / "old.json")]) == 2
+    assert "of basis 'old'" in capsys.readouterr().err
+    assert not (tmp_path / "new.json").exists()
     cut = replace(some, layers=(LayerRanks(0, 0),) * (len(some.layers) - 1) + some.layers[-1:], window=16)
     cut.save(tmp_path / "cut.json")
     assert main(["plan", model, str(plan), "--plan", str(tmp_path / "cut.json")]) == 0
@@ -168,11 +180,11 @@ def test_calibrating_while_converting(folder, tmp_path, capsys):
     source, output = shutil.copytree(folder / "hf", tmp_path / "[red]hf"), tmp_path / "model"
     arguments = [str(source), str(output), "--dtype", "float16"]
     assert main(["convert", *arguments, "--calibrate", str(folder / "text")]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert f"converted {source} -> {output} (" in out
     assert "worst condition number" in out
-    bars = [line.split(" \u2501")[0] for line in out.splitlines() if "100%" in line]
-    assert bars == ["layers", "moments", "basis", "profile of layers", "profile of far attention"]
+    stages = [line.split(":")[0] for line in err.splitlines() if "(100 %)" in line]
+    assert stages == ["layers", "moments", "basis", "profile of layers", "profile of far attention"]
     assert (output / "calibration" / "basis").is_dir()
 
 
@@ -191,8 +203,15 @@ def test_warnings_are_one_line_and_hooks_are_put_back(folder, capsys):
 
 def test_the_alias_converts(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["zdc-convert", str(folder / "hf"), str(tmp_path / "model")])
-    assert main_convert() == 0
-    assert "\nconverted " in capsys.readouterr().out
+    assert entry.main_convert() == 0
+    assert capsys.readouterr().out.startswith("converted ")
+
+
+def test_missing_packages_are_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    assert entry.main() == 2
+    assert capsys.readouterr().err == "error: zdc needs scipy, tyro; run: pip install 'zdc-jax[tools]'\n"
 
 
 def test_inspect_checks_hashes(folder, capsys):

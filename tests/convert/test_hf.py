@@ -88,8 +88,8 @@ def test_old_and_new_rope_settings_mean_the_same(kind_key, tmp_path):
     scaling = {kind_key: "llama3", **LLAMA3_ROPE}
     old = parse("llama-mha", tmp_path / "old", rope_theta=7e3, rope_scaling=scaling)
     new = parse("llama-mha", tmp_path / "new", rope_parameters={"rope_theta": 7e3, **scaling})
-    assert old.rope == new.rope
-    assert old.rope == RopeConfig(
+    assert old.layers[0].rope == new.layers[0].rope
+    assert old.layers[0].rope == RopeConfig(
         theta=7e3,
         kind="llama3",
         factor=8.0,

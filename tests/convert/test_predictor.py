@@ -1,8 +1,7 @@
-"""Profiles against plain attention, the regression against plans of known cost, and `load` within a limit."""
+"""Profiles against plain attention, the regression against plans of known cost, and `choose_plan`."""
 
 import json
 import shutil
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +15,12 @@ from convert.calibration.profile import collect_profile, whole_plan
 from convert.conversion import convert
 from convert.search.fit_predictor import Observations, fit, predicted_nats
 from convert.search.trials import TrialBook
-from zdc_jax import Checkpoint, CompressionPlan, load
-from zdc_jax.errors import CalibrationError, CheckpointError, PlanError, TextError
-from zdc_jax.loading import CHECK_SEED, CHECK_WINDOWS
+from zdc_jax import Checkpoint, CompressionPlan, choose_plan, load
+from zdc_jax.errors import CalibrationError, CheckpointError, MeshError, PlanError, TextError
+from zdc_jax.loading import stored_basis
 from zdc_jax.plan import LayerRanks
+from zdc_jax.planning.certificate import plan_from_error
+from zdc_jax.planning.choose import CHECK_SEED, CHECK_WINDOWS
 from zdc_jax.planning.evaluate import window_nll
 from zdc_jax.planning.layer_costs import rank_levels
 from zdc_jax.planning.predictor import Predictor, Weights
@@ -173,16 +174,19 @@ def test_higher_limits_keep_less(folder):
         plan(0)
 
 
-def test_load_within_a_limit(folder):
+def test_plans_within_a_limit(folder):
     """Unchecked with a margin and a warning; checked, it holds the limit on all of the text."""
+    checkpoint = Checkpoint.open(folder / "model")
     with pytest.warns(UserWarning, match="predicted, not measured"):
-        unchecked = load(folder / "model", max_degradation=0.5)
-    full = CompressionPlan.full(unchecked.config)
-    assert unchecked.plan.bytes(CONTEXT) <= full.bytes(CONTEXT)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        checked = load(folder / "model", max_degradation=0.5, check_text=folder / "text")
-    assert checked.plan.bytes(CONTEXT) < full.bytes(CONTEXT)
+        unchecked = choose_plan(folder / "model", max_degradation=0.5)
+    full = CompressionPlan.full(checkpoint.config)
+    assert unchecked.bytes(CONTEXT) <= full.bytes(CONTEXT)
+    plan = choose_plan(folder / "model", max_degradation=0.5, check_text=folder / "text")
+    assert plan.bytes(CONTEXT) < full.bytes(CONTEXT)
+    for each in (unchecked, plan):
+        assert each.fingerprint == checkpoint.fingerprint
+        assert each.basis == stored_basis(checkpoint).coordinates_hash
+    checked = load(folder / "model", plan)
     options = {"length": CONTEXT, "num_windows": CHECK_WINDOWS, "seed": CHECK_SEED}
     windows, _ = token_windows(
         read_documents([folder / "text"]), checked.tokenizer, **options, eos_id=checked.config.eos_ids[0]
@@ -191,29 +195,42 @@ def test_load_within_a_limit(folder):
     assert np.expm1((window_nll(checked.network, windows) - dense).mean()) <= 0.5
 
 
+def test_plans_within_a_limit_on_calibrated_error(folder):
+    basis = stored_basis(Checkpoint.open(folder / "model"))
+    plan = choose_plan(folder / "model", max_score_error=0.3)
+    assert plan == plan_from_error(basis, max_score_error=0.3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
+        ({}, PlanError, "give one of them"),
+        ({"max_score_error": 1.0}, PlanError, "max_score_error=1.0 must lie"),
+        ({"max_degradation": 0.1, "dtype": "float99"}, CheckpointError, "float99"),
+        ({"max_degradation": 0.1, "payload": "float8"}, MeshError, "give mesh="),
         ({"max_degradation": 0.0}, PlanError, "max_degradation=0.0 must be > 0"),
         ({"max_degradation": -0.5}, PlanError, "max_degradation=-0.5 must be > 0"),
         ({"max_degradation": -1.0, "check_text": "missing"}, PlanError, "max_degradation=-1.0"),
         ({"max_degradation": 0.1, "check_text": []}, TextError, "no text"),
-        ({"plan": {"window": 1}}, PlanError, "plan must be a CompressionPlan or the path"),
         ({"max_degradation": 0.1, "max_score_error": 0.1}, PlanError, "give one of them"),
         ({"check_text": "x"}, PlanError, "give max_degradation="),
         ({"max_degradation": 0.1, "check_text": "missing"}, TextError, "missing does not exist"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:max_degradation")
 def test_impossible_limits(folder, arguments, error, message):
     with pytest.raises(error, match=message):
-        load(folder / "model", **arguments)
+        choose_plan(folder / "model", **arguments)
+
+
+def test_what_is_no_plan_is_not_loaded(folder):
+    with pytest.raises(PlanError, match="plan must be a CompressionPlan or the path"):
+        load(folder / "model", {"window": 1})
 
 
 def test_text_shorter_than_a_window(folder, tmp_path):
     (tmp_path / "short.txt").write_text("w3 w4 w5")
     with pytest.raises(TextError):
-        load(folder / "model", max_degradation=0.1, check_text=tmp_path / "short.txt")
+        choose_plan(folder / "model", max_degradation=0.1, check_text=tmp_path / "short.txt")
 
 
 def test_a_folder_without_profile(folder, tmp_path):
@@ -223,11 +240,11 @@ def test_a_folder_without_profile(folder, tmp_path):
     target.mkdir(exist_ok=True)
     (target / "basis").symlink_to(source)
     with pytest.raises(CalibrationError, match="no profile"):
-        load(tmp_path / "bare", max_degradation=0.1)
+        choose_plan(tmp_path / "bare", max_degradation=0.1)
     stolen = Profile.load(source.parent / "profile")
     replace(stolen, fingerprint="other").save(target / "profile")
     with pytest.raises(CalibrationError, match="another model"):
-        load(tmp_path / "bare", max_degradation=0.1)
+        choose_plan(tmp_path / "bare", max_degradation=0.1)
 
 
 def test_the_stored_predictor_names_its_models():

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from convert.cli.main import main
 from convert.search.search import Search, SearchOptions
 from convert.search.trials import Trial, TrialBook, pareto_front
-from zdc_jax import CompressionPlan, load
+from zdc_jax import Checkpoint, CompressionPlan, load
 from zdc_jax.errors import PlanError
+from zdc_jax.loading import stored_basis
 from zdc_jax.plan import LayerRanks, allowed_ranks
 from zdc_jax.planning.costs import layer_parts
 from zdc_jax.planning.evaluate import window_nll
@@ -91,7 +92,7 @@ def test_a_trial_is_the_loaded_model(folder, windows):
     trial = book.measure(plan)
     nll = [window_nll(load(folder / "model", p).network, windows) for p in (None, plan)]
     assert trial.increase == pytest.approx(np.expm1((nll[1] - nll[0]).mean()), rel=1e-6)
-    assert trial.bytes_share == plan.bytes(CONTEXT, 1, 4) / CompressionPlan.full(book.config).bytes(
+    assert trial.bytes_share == plan.bytes(CONTEXT, 1, "float32") / CompressionPlan.full(book.config).bytes(
         CONTEXT, 1, 4
     )
 
@@ -134,6 +135,20 @@ def test_search_holds_the_limit_and_loses_nothing_when_broken_off(
     assert Search(book, options).run() == whole
 
 
+def test_journals_of_version_1_are_read(folder, windows, tmp_path):
+    """Their plans knew no basis; nothing is measured anew."""
+    journal = tmp_path / "journal.jsonl"
+    book = TrialBook(folder / "model", windows, journal=journal)
+    trial = book.measure(CompressionPlan.uniform(book.config, qk=16, v=32))
+    entries = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert entries[1]["plan"].pop("basis") == ""
+    entries[1]["plan"]["format_version"] = 1
+    journal.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    again = TrialBook(folder / "model", windows, journal=journal)
+    again._network = lambda plan: pytest.fail("measured again")  # type: ignore[method-assign]
+    assert again.trials == [trial]
+
+
 def fail_on(lines, build):
     """`build`, but plans that the journal already holds must not come again."""
     names = {json.dumps(json.loads(line)["plan"]) for line in lines}
@@ -171,7 +186,7 @@ def test_unknown_words_are_named_with_those_allowed(name):
 class FakeBook:
     """Measures by a formula: 4096 tokens, eight layers, what is dropped of far tokens costs."""
 
-    config = replace(CONFIGS["llama"], num_layers=8, head_dim=64)
+    config = replace(CONFIGS["llama"], layers=CONFIGS["llama"].layers[:1] * 8, head_dim=64)
     windows = np.zeros((1, 4096), np.int32)
 
     def share(self, plan):
@@ -226,9 +241,13 @@ def test_command(folder, tmp_path, capsys):
     arguments = ["plan", model, str(plan), "--max-degradation", "0.1", "--texts", str(folder / "text")]
     small = ["--text-windows", "2", "--context", "128", "--trials", "6"]
     assert main([*arguments, *small]) == 0
+    assert "plans, " in capsys.readouterr().err
     found = CompressionPlan.load(plan)
+    checkpoint = Checkpoint.open(model)
+    basis = stored_basis(checkpoint).coordinates_hash
+    assert (found.fingerprint, found.basis) == (checkpoint.fingerprint, basis)
     front = json.loads((tmp_path / "plan.front.json").read_text())
-    assert front["best"]["plan"]["layers"] == json.loads(plan.read_text())["layers"]
+    assert front["best"]["plan"] == json.loads(plan.read_text())
     assert (tmp_path / "plan.front.png").stat().st_size > 1000
     assert front["best"]["increase"] <= 0.1
     assert load(model, found, dtype="bfloat16").network.dtype == jnp.bfloat16

@@ -1,7 +1,5 @@
 """The prefill kernel: lowers for CUDA everywhere, refuses what it cannot do, and is right on the device."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,6 +74,11 @@ def test_lowers_near_keys_alone(H, sinks):
     assert lower(f, *args).out_info[0].shape == (1, 300, 4, H)
 
 
+def geometry(**given):
+    """Zeros but for what is given."""
+    return prefill_kernel._Geometry(**dict.fromkeys(prefill_kernel._Geometry._fields, 0) | given)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_near_keys_alone_visit_their_blocks_and_no_more(seed):
     """Of queries at first … end - 1: steps cover window and sinks once, however far from the beginning."""
@@ -83,7 +86,7 @@ def test_near_keys_alone_visit_their_blocks_and_no_more(seed):
     block, sinks, window = int(rng.choice([64, 128])), int(rng.integers(0, 9)), int(rng.integers(1, 600))
     first = int(rng.integers(0, 2**17))
     end, base = first + int(rng.integers(1, 193)), first - int(rng.integers(0, window + 300))
-    g = SimpleNamespace(keys="near", sinks=sinks, window=window)
+    g = geometry(keys="near", sinks=sinks, window=window)
     begin, plain, mixed, inner, edge, sink_step = map(
         int, prefill_kernel._steps(g, block, *(jnp.int32(x) for x in (first, end, base)))
     )
@@ -101,7 +104,7 @@ def test_far_keys_are_visited_where_they_are(seed):
     block, S = int(rng.choice([64, 128])), int(rng.integers(1, 700))
     sinks, window, first = (int(rng.integers(0, most)) for most in (9, 300, 900))
     end = first + int(rng.integers(1, 193))
-    g = SimpleNamespace(keys="far", sinks=sinks, window=window, S=S, two_ranks=False)
+    g = geometry(keys="far", sinks=sinks, window=window, S=S)
     begin, plain, mixed, inner, edge, sink_step = map(
         int, prefill_kernel._steps(g, block, *(jnp.int32(x) for x in (first, end, 0)))
     )
@@ -127,7 +130,9 @@ def test_blocks_of_keys_by_position(seed):
         queries = np.concatenate([queries[1::2], queries[::2]])
         keys[40:90] = rng.permutation(keys[40:90])
     keys[rng.random(300) < 0.1], keys[250:] = -1, -1
-    padded, held, bounds = map(np.asarray, prefill_kernel._bounds((queries[None], keys[None]), 4, config))
+    padded, held, bounds = map(
+        np.asarray, prefill_kernel._bounds((jnp.asarray(queries[None]), jnp.asarray(keys[None])), 4, config)
+    )
     assert np.array_equal(held[0, :300][keys >= 0], keys[keys >= 0])
     assert (held[0, :300][keys < 0] > 900).all()
     for tile, (by_all, by_any) in enumerate(bounds[0]):

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zdc_jax.cache.prefix_ring import LayerCache, recent_rows, write
+from zdc_jax.cache.prefix_ring import PrefixRing, recent_rows
 
 
 @settings(deadline=None, max_examples=30)
@@ -20,22 +20,21 @@ def test_recent_rows_are_those_of_their_positions(sinks, window, pieces, new, al
     """Every key near to a new token, sinks among them where rows begin at zero, has its own coordinates."""
     start, capacity = sum(pieces), sum(pieces) + new
     tokens = np.arange(1.0, capacity + 1)[None, :, None, None] * np.ones((1, 1, 1, 2))
-    empty = lambda rows: jnp.zeros((1, 1, rows, 1))
-    cache = LayerCache(empty(capacity), empty(capacity), empty(window + 8), empty(window + 8))
-    done = 0
+    spec = PrefixRing(num_kv_heads=1, head_dim=2, dtype="float32", R=1, Z=1, sinks=sinks, window=window)
+    state, done = spec.create(1, capacity), 0
     for width in pieces:
         piece = jnp.asarray(tokens[:, done : done + width])
         positions = jnp.arange(done, done + width)[None]
         done += width
-        cache = write(cache, piece, piece, positions, jnp.array([done]), sinks=sinks, window=window)
+        state = spec.write(state, piece, piece, positions, jnp.array([done]))
     first = max(start - window + 1, 0) // alignment * alignment
     rows = recent_rows(
-        cache.ring_k,
+        state.ring_k,
         jnp.asarray(tokens[:, start:, :, 1:]),
-        jnp.int32(start),
-        jnp.int32(first),
-        sinks=sinks,
-        window=window,
+        jnp.array([start]),
+        jnp.array([first]),
+        sinks=min(sinks, capacity),
+        window=min(window, capacity),
         past=window + alignment,
     )
     near = np.array([j for j in range(first, capacity) if j < sinks or j > start - window])

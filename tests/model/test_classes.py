@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zdc_jax import CompressionPlan, generate
-from zdc_jax.cache.classes import class_order
-from zdc_jax.cache.prefix_ring import KVCache
+from zdc_jax.cache.classes import ClassBlocks, Classified, arrange, class_order
+from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.errors import PlanError, PromptError
-from zdc_jax.model.classes import arrange, class_layer
+from zdc_jax.model.transformer import extend_layer
 from zdc_jax.ops import attention as ops
 from zdc_jax.plan import LayerRanks, TokenClasses
 
@@ -56,7 +56,7 @@ class Masked:
             widths = [np.where(important, b, a) for a, b in ((less.qk, more.qk), (less.v, more.v))]
             seen = []
             attend = lambda q, k, v, widths=widths, seen=seen: self.attend(q, k, v, *widths, seen)
-            x = block(x, positions, attend)
+            x, _ = block(x, positions, attend)
             if leads:
                 self.important[index] = classify(seen[0][:T], self.important[index])
         return np.asarray(x[0])[:T]
@@ -65,7 +65,8 @@ class Masked:
         T, N = q.shape[1:3]
         k, v = (jnp.repeat(x[0], N // x.shape[2], axis=1) for x in (k, v))
         t, j = np.arange(T)[:, None], np.arange(T)
-        near = (j < self.plan.sinks) | (j > t - self.plan.window) if self.plan.keeps_full_width else t < 0
+        sinks, window = self.plan.near(0)
+        near = (j < sinks) | (j > t - window) if sinks or window else t < 0
         near = np.broadcast_to(near, (T, T))
         cut = lambda x, ranks: x * (np.arange(self.H) < ranks[:, None])[:, None]
         score = lambda key: jnp.einsum("tnh,snh->nts", q[0], key) * self.H**-0.5
@@ -75,7 +76,7 @@ class Masked:
         seen.append(np.asarray(jax.nn.logsumexp(lse, 0)))
         weights = jnp.exp(logits - lse[..., None])
         mix = lambda mask, value: jnp.einsum("nts,snh->tnh", jnp.where(mask, weights, 0), value)
-        return (mix(near, v) + mix(~near, cut(v, Z)))[None]
+        return (mix(near, v) + mix(~near, cut(v, Z)))[None], None
 
 
 def by_blocks(fraction):
@@ -126,9 +127,8 @@ def test_pieces_and_decoded_tokens_equal_masked_ones(tiny: TinyModel, near):
     plan = class_plan(tiny, **near)
     network = tiny.model(plan).network
     tokens, prompts = tiny.tokens(2, 60), (46, 37)
-    cache = KVCache.create(plan, batch=2, capacity=64, dtype=jnp.float32)
+    cache = KVCache.create(plan.layer_caches("float32"), batch=2, capacity=64)
     for start, width in ((0, 32), (32, 16)):
-        cache = replace(cache, lengths=jnp.full(2, start))
         end = jnp.minimum(jnp.asarray(prompts), start + width)
         _, cache = network.extend(cache, jnp.asarray(tokens[:, start : start + width]), end)
     steps = []
@@ -136,7 +136,7 @@ def test_pieces_and_decoded_tokens_equal_masked_ones(tiny: TinyModel, near):
         at = np.array(prompts) + step
         hidden, cache = network.extend(cache, jnp.asarray(tokens[[0, 1], at][:, None]), jnp.asarray(at + 1))
         steps.append(np.asarray(hidden[:, 0]))
-    cap = plan.classes.slots(0, BLOCK)
+    cap = plan.classes.blocks(0).slots(BLOCK)
     for row, prompt in enumerate(prompts):
         masked = Masked(tiny, plan)
         masked.run(tokens[row, :prompt], by_blocks(0.4))
@@ -157,8 +157,8 @@ def test_equal_classes_are_the_uniform_plan(tiny: TinyModel):
 @pytest.mark.parametrize("near", NEAR)
 def test_arrays_are_as_small_as_the_plan_says(tiny: TinyModel, near):
     plan = class_plan(tiny, **near)
-    cache = KVCache.create(plan, batch=3, capacity=70, dtype=jnp.bfloat16)
-    assert cache.bytes() == plan.bytes(70, 3, 2)
+    cache = KVCache.create(plan.layer_caches("bfloat16"), batch=3, capacity=70)
+    assert cache.bytes() == plan.bytes(70, 3)
     if not near:
         dense = CompressionPlan.full(tiny.config)
         assert plan.bytes(4096) < 0.85 * dense.bytes(4096)
@@ -172,11 +172,9 @@ def test_order_puts_each_token_into_one_slot_of_its_class(seed, T, fraction):
     rng = np.random.default_rng(seed)
     importance = rng.normal(size=(2, T)).astype(np.float32)
     valid = np.arange(T) < rng.integers(0, T + 1, (2, 1))
-    classes = TokenClasses((0,), (fraction,), (LayerRanks(16, 16),), BLOCK)
-    first, second = (
-        np.asarray(x) for x in class_order(jnp.asarray(importance), jnp.asarray(valid), classes, 0)
-    )
-    assert first.shape[1] == (classes.important_in(0, T) if T > 1 else classes.slots(0, 1))
+    blocks = ClassBlocks(BLOCK, fraction)
+    first, second = (np.asarray(x) for x in class_order(jnp.asarray(importance), jnp.asarray(valid), blocks))
+    assert first.shape[1] == (blocks.important_in(T) if T > 1 else blocks.slots(1))
     for row in range(2):
         assert sorted([*first[row], *second[row]]) == list(range(T))
         n = valid[row].sum()
@@ -190,7 +188,7 @@ def test_generation_in_pieces_equals_generation_at_once(tiny_llama: TinyModel):
     whole = generate(model, prompts, 12)
     pieces = generate(model, prompts, 12, prefill_chunk=32, implementation="xla")
     assert [c.tokens for c in whole.completions] == [c.tokens for c in pieces.completions]
-    assert whole.kv_bytes == model.plan.bytes(whole.capacity, 2, 4)
+    assert whole.kv_bytes == model.plan.bytes(whole.capacity, 2, "float32")
 
 
 def test_what_classes_cannot_do_is_said(tiny_llama: TinyModel):
@@ -216,7 +214,7 @@ def test_class_layers_lower_for_cuda(monkeypatch, tiny_llama: TinyModel, near):
     """A piece and a token; projections stay XLA's, so that every kernel is one of attention."""
     network = half(tiny_llama.model(class_plan(tiny_llama, **near)))
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
-    cache = KVCache.create(network.plan, batch=2, capacity=128, dtype=network.dtype)
+    cache = network.new_cache(batch=2, capacity=128)
     integers = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
     extend = lambda cache, tokens, end: network.extend(cache, tokens, end, "pallas")
     for width, kernel in ((80, "zdc_prefill"), (1, "zdc_decode")):
@@ -229,22 +227,23 @@ def test_class_layers_lower_for_cuda(monkeypatch, tiny_llama: TinyModel, near):
 
 def replayed(network, x, lse, implementation):
     """One class layer on classes by a given lse: two pieces of a ragged batch, then tokens one by one."""
-    plan, prompts, T = network.plan, np.array([150, 113]), 160
-    cache = KVCache.create(plan, batch=2, capacity=192, dtype=network.dtype)
-    group, layer, states = cache.groups[0], cache.layers[1], []
-    pieces = [(np.full(2, start), 96, np.minimum(prompts, start + 96)) for start in (0, 96)]
-    tokens = [(prompts + step, 1, prompts + step + 1) for step in range(T - prompts.max())]
-    for start, width, end in pieces + tokens:
-        positions, end = jnp.asarray(start[:, None] + np.arange(width)), jnp.asarray(end)
+    specs, prompts, T = network.layer_caches, np.array([150, 113]), 160
+    cache = network.new_cache(batch=2, capacity=192)
+    group, layer, states, held = cache.layers[0].group, cache.layers[1], [], np.zeros(2, int)
+    pieces = [(96, np.minimum(prompts, start + 96)) for start in (0, 96)]
+    tokens = [(1, prompts + step + 1) for step in range(T - prompts.max())]
+    for width, end in pieces + tokens:
+        positions, ends = jnp.asarray(held[:, None] + np.arange(width)), jnp.asarray(end)
         taken = jnp.minimum(positions, T - 1)
         pick = lambda array, taken=taken: jnp.take_along_axis(array, taken[..., None], 1)
-        group, order = arrange(group, pick(lse).swapaxes(1, 2), positions, end, plan.classes, 0)
-        first, near = plan.classes.important_in(0, width), (plan.sinks, plan.window)
-        given = order.sorted(pick(x).astype(network.dtype))
-        rest = group, order, positions, end, first, plan.layers[1], near, implementation
-        y, layer = class_layer(network.layers[1], given, layer, *rest)
-        y = np.asarray(order.restored(y), np.float32)
-        states.append(np.where((np.asarray(positions) < np.asarray(end)[:, None])[..., None], y, 0))
+        given = pick(lse).swapaxes(1, 2), positions, ends, specs[0].blocks
+        group, order = arrange(group, *given)
+        x_new, aux = pick(x).astype(network.dtype), Classified(group, order)
+        call = x_new, layer, aux, positions, ends, implementation
+        y, layer, _ = extend_layer(network.layers[1], specs[1], *call)
+        inside = np.asarray(positions) < end[:, None]
+        states.append(np.where(inside[..., None], np.asarray(y, np.float32), 0))
+        held = end
     return np.concatenate(states, 1)
 
 

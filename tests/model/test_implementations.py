@@ -1,7 +1,9 @@
 """Choice of an attention implementation, and the model on the kernels against the model on XLA."""
 
 import logging
+import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,10 @@ import numpy as np
 import pytest
 from conftest import LLAMA, OPT, TinyModel
 
+from kernels_pallas import Segment
 from zdc_jax import generate
-from zdc_jax.cache.prefix_ring import KVCache
+from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
+from zdc_jax.cache.spec import Call
 from zdc_jax.loading import LanguageModel
 from zdc_jax.ops import attention as ops
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
@@ -59,29 +63,92 @@ def bfloat16(model: LanguageModel) -> LanguageModel:
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="what can be checked without a GPU")
 @pytest.mark.parametrize("config", [LLAMA, OPT], ids=["llama", "opt"])
 @pytest.mark.parametrize("name", PLANS)
-def test_model_on_kernels_lowers_for_cuda(monkeypatch, config, name):
-    """Whole sequences, a piece of a prompt after another, and one token."""
+def test_model_on_kernels_lowers_for_cuda(monkeypatch, caplog, config, name):
+    """Whole sequences, a piece of a prompt after another, one token: every layer chooses the kernels."""
     network = bfloat16(TinyModel(config).model(CompressionPlan.uniform(config, **PLANS[name]))).network
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
-    cache = KVCache.create(network.plan, batch=2, capacity=256, dtype=network.dtype)
+    cache = network.new_cache(batch=2, capacity=256)
     integers = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
-    extend = lambda cache, tokens, end: network.extend(cache, tokens, end, "pallas")
-    for width in (100, 1):
-        traced = jax.jit(extend).trace(cache, integers(2, width), integers(2))
-        assert "zdc_" in traced.lower(lowering_platforms=("cuda",)).as_text()
-    whole = jax.jit(lambda tokens: network.hidden(tokens, "pallas")).trace(integers(2, 190))
-    assert "zdc_prefill" in whole.lower(lowering_platforms=("cuda",)).as_text()
+    extend = jax.jit(lambda cache, tokens, end: network.extend(cache, tokens, end))
+    calls = {
+        "prefill": lambda: extend.trace(cache, integers(2, 100), integers(2)),
+        "decode": lambda: extend.trace(cache, integers(2, 1), integers(2)),
+        "self_attention": lambda: jax.jit(lambda tokens: network.hidden(tokens)).trace(integers(2, 190)),
+    }
+    for kind, trace in calls.items():
+        ops._log_choice.cache_clear()
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="zdc_jax.ops"):
+            text = trace().lower(lowering_platforms=("cuda",)).as_text()
+        assert {record.getMessage() for record in caplog.records} == {f"{kind} runs on pallas"}
+        attention = "zdc_decode" if kind == "decode" else "zdc_prefill"
+        kernels = {attention, "zdc_post_rope"} if config is LLAMA else {attention}
+        assert set(re.findall(r"zdc_(?:prefill|decode|post_rope)", text)) == kernels
+
+
+def random_calls(rng):
+    """One call of each kind, at sizes that kernels take, or do not: function and shapes of its arrays."""
+    # The later a choice, the likelier: the last is what kernels take.
+    pick = lambda *choices: choices[min(rng.integers(2 * len(choices)), len(choices) - 1)]
+    R, Z, sinks, window = pick(24, 272, 16), pick(40, 32), pick(70, 0, 4), pick(0, 60, 128)
+    H, K, G, S = max(R, Z) + pick(8, 0, 16), pick(1, 2), pick(3, 60, 1), pick(253, 256)
+    dtype = pick(jnp.float32, jnp.bfloat16)
+    shape = lambda *dims, dtype=dtype: jax.ShapeDtypeStruct((2, *dims), dtype)
+    integers = partial(shape, dtype=jnp.int32)
+    qkv = lambda T, qk, v: [shape(T, K * G, qk), shape(T, K, qk), shape(T, K, v)]
+    prefix = [shape(K, S, rank) for rank in (R, Z)]
+    rings = [shape(K, sinks + window, H - rank) for rank in (R, Z)]
+    cache = PrefixRingState(*prefix, *rings, (sinks, window))
+    segments = [Segment(*prefix, integers(S))]
+    halo = [shape(9, K * G, H), *[shape(window + 9, K, H)] * 2, *[shape(sinks, K, H)] * 2]
+    near = {"sinks": sinks, "window": window}
+    width = (H, H) if sinks or window else (R, Z)
+    spec = PrefixRing(num_kv_heads=K, head_dim=H, dtype=jnp.dtype(dtype).name, R=R, Z=Z, **near)
+
+    def cached(q, k, v, state, positions, end, scale, implementation):
+        return spec.attend(state, q, k, v, positions, end, None, Call(scale, implementation)).o
+
+    by_class = partial(ops.segment_attention, **near)
+    return {
+        "self_attention": (partial(ops.self_attention, qk_rank=R, v_rank=Z, **near), qkv(9, H, H)),
+        "near_attention": (
+            partial(ops.near_attention, window=window),
+            [*halo, jax.ShapeDtypeStruct((), jnp.int32)],
+        ),
+        "far_attention": (partial(ops.far_attention, **near), qkv(9, R, Z)),
+        "class prefill": (by_class, [shape(9, K * G, R), integers(9), segments]),
+        "class decode": (by_class, [shape(1, K * G, R), integers(1), segments]),
+        "prefill": (cached, [*qkv(9, *width), cache, integers(9), integers()]),
+        "decode": (cached, [*qkv(1, *width), cache, integers(1), integers()]),
+    }
+
+
+def test_kernels_take_what_is_not_refused(monkeypatch, no_launch):
+    """A kernel's own ValueError would mean that it was asked about other arguments than it was given."""
+    monkeypatch.setattr(ops, "device_refusal", lambda x: None)
+    rng, served = np.random.default_rng(0), {}
+    for _ in range(40):
+        for kind, (call, arrays) in random_calls(rng).items():
+            try:
+                jax.eval_shape(partial(call, scale=1.0, implementation="pallas"), *arrays)
+            except NotImplementedError as error:
+                assert "implementation='pallas' cannot do this call: " in str(error)  # noqa: PT017
+                served.setdefault(kind, []).append(False)
+            else:
+                served.setdefault(kind, []).append(True)
+    assert len(served) == 7
+    for kind, seen in served.items():
+        assert 3 < sum(seen) < 37, kind
 
 
 def replay(network, tokens, implementation):
     """Hidden states of a ragged batch: two pieces of prompt, then token by token."""
     B, T = tokens.shape
     lengths = np.array([T, T - 90])
-    cache = KVCache.create(network.plan, batch=B, capacity=256, dtype=network.dtype)
+    cache = network.new_cache(batch=B, capacity=256)
     extend = jax.jit(lambda cache, x, end: network.extend(cache, x, end, implementation))
     states, start = [], 0
     for width in (100, 70):
-        cache = KVCache(cache.layers, jnp.full(B, start), cache.sinks, cache.window)
         end = np.minimum(lengths - 20, start + width)
         hidden, cache = extend(cache, tokens[:, start : start + width], jnp.asarray(end))
         inside = start + np.arange(width) < end[:, None]
@@ -90,7 +157,6 @@ def replay(network, tokens, implementation):
     held = np.minimum(lengths - 20, start)
     for _ in range(20):
         one = jnp.asarray(tokens[np.arange(B), held][:, None])
-        cache = KVCache(cache.layers, jnp.asarray(held), cache.sinks, cache.window)
         hidden, cache = extend(cache, one, jnp.asarray(held + 1))
         states.append(np.asarray(hidden, np.float32))
         held = held + 1
@@ -131,7 +197,7 @@ def test_every_layer_is_served_by_the_kernels(caplog, classes):
     assert messages == {f"{kind} runs on pallas" for kind in KINDS[: 4 if classes else 2]}
     generate(model, [[5, 6, 7] * 30], 4, implementation="pallas")
     unaligned = bfloat16(TinyModel(LLAMA).model(replace(plan, window=60)))
-    with pytest.raises(NotImplementedError, match="a window of 64, got"):
+    with pytest.raises(NotImplementedError, match="window=60: must be a positive multiple of 64"):
         generate(unaligned, [[5, 6, 7] * 30], 4, implementation="pallas")
 
 

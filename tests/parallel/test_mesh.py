@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from zdc_jax.errors import MeshError
-from zdc_jax.parallel.mesh import MeshConfig, spec
+from zdc_jax.parallel.mesh import MeshConfig, layout
 
 
 def test_parse():
@@ -36,6 +36,6 @@ def test_more_devices_than_there_are():
 
 
 def test_axes_of_arrays():
-    assert spec("B T D") == P(("data",), ("sequence",), None)
-    assert spec("B K S R") == P(("data",), ("model", "sequence"), None, None)
-    assert spec("B 1 D") == P(("data",), None, None)
+    assert layout("B T D") == P(("data",), ("sequence",), None)
+    assert layout("B K S R") == P(("data",), ("model", "sequence"), None, None)
+    assert layout("B 1 D") == P(("data",), None, None)

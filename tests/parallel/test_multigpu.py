@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks.rivals.partition import Partition
 from benchmarks.rivals.runahead_mesh import MeshRunahead
 from zdc_jax import generate
+from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.parallel.attention import sharded_attention
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.transformer import ShardedTransformer
@@ -26,7 +26,9 @@ def test_runahead_in_padded_pieces(near):
     """In float32, so that nothing but a wrong or early hop can differ."""
     degree = 4 if jax.device_count() >= 4 else 2
     pieces = (700, 1, 500, 299) if degree == 4 else (700, 800)
-    model = TinyModel(replace(LLAMA, num_layers=3, num_heads=8, num_kv_heads=2, max_positions=2048))
+    model = TinyModel(
+        replace(LLAMA, layers=LLAMA.layers[:1] * 3, num_heads=8, num_kv_heads=2, max_positions=2048)
+    )
     plan = CompressionPlan.uniform(model.config, qk=16, v=16, **near)
     on_one = model.model(plan).network
     tokens, end = jnp.asarray(model.tokens(2, 1501)), np.array([1500, 1200])
@@ -45,7 +47,9 @@ def test_runahead_in_padded_pieces(near):
 def test_token_classes(near):
     """In float32, so that rounding moves no token to the other class."""
     degree = 4 if jax.device_count() >= 4 else 2
-    model = TinyModel(replace(LLAMA, num_layers=3, num_heads=8, num_kv_heads=2, max_positions=2048))
+    model = TinyModel(
+        replace(LLAMA, layers=LLAMA.layers[:1] * 3, num_heads=8, num_kv_heads=2, max_positions=2048)
+    )
     classes = TokenClasses((0,), (0.5,), (LayerRanks(32, 32),) * 3, block=128)
     plan = replace(CompressionPlan.uniform(model.config, qk=16, v=16, **near), classes=classes)
     on_one = model.model(plan)
@@ -65,8 +69,8 @@ def test_token_classes(near):
 def test_near_attention_runs_beside_the_exchange_on_the_way_back():
     """In the order of the compiled program, where far attention is between the exchanges."""
     mesh, tokens = MeshConfig(sequence=2).create(), PartitionSpec(None, "sequence")
-    options = {"scale": 0.1, "ranks": LayerRanks(32, 64), "sinks": 4, "window": 512, "method": "ulysses"}
-    attend = partial(sharded_attention, **options, implementation="pallas")
+    spec = PrefixRing(num_kv_heads=8, head_dim=128, dtype="bfloat16", R=32, Z=64, sinks=4, window=512)
+    attend = lambda *qkv: sharded_attention(*qkv, scale=0.1, spec=spec, implementation="pallas")[0]
     program = jax.jit(
         jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens, check_vma=False)
     )

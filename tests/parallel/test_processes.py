@@ -34,7 +34,9 @@ def free_port() -> int:
 
 
 def test_two_processes_give_what_one_gives(tmp_path, capsys):
-    TinyModel(replace(LLAMA, num_layers=2, num_heads=8, num_kv_heads=2)).write(tmp_path / "model")
+    TinyModel(replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2)).write(
+        tmp_path / "model"
+    )
     address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, str(Path(__file__).parent / "process.py"), str(tmp_path), address]
     environment = {

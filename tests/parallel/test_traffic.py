@@ -2,13 +2,14 @@
 
 import pytest
 
-from zdc_jax.config import ModelConfig
+from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.parallel.traffic import hlo_bytes, prefill_bytes
 from zdc_jax.plan import CompressionPlan
 
 LLAMA_7B = ModelConfig(
     family="llama",
-    num_layers=32,
+    layers=LayerSpec().repeated(32),
+    norm="rms",
     embed_dim=4096,
     ffn_dim=11008,
     vocab_size=32000,
@@ -38,12 +39,6 @@ def test_truncated_exchange_is_a_share_of_dense():
     assert 0.375 * dense < prefill_bytes(LLAMA_7B, near, length=131072, degree=4) <= 0.40 * dense
     float8 = prefill_bytes(LLAMA_7B, near, length=131072, degree=4, payload="float8")
     assert (0.1875 + 8 / 1024) * dense < float8 <= 0.21 * dense
-
-
-def test_only_ulysses_has_a_float8_payload():
-    plan = CompressionPlan.full(LLAMA_7B)
-    with pytest.raises(NotImplementedError, match="payload='float8' needs method='ulysses', method='ring'"):
-        prefill_bytes(LLAMA_7B, plan, length=4096, degree=4, method="ring", payload="float8")
 
 
 @pytest.mark.parametrize(

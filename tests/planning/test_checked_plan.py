@@ -16,7 +16,7 @@ from zdc_jax.planning.predictor import Predictor
 from zdc_jax.planning.profile import SINKS, Profile
 
 LAYERS, CONTEXT = 8, 4096
-CONFIG = replace(LLAMA, num_layers=LAYERS, head_dim=48, max_positions=CONTEXT)
+CONFIG = replace(LLAMA, layers=LLAMA.layers[:1] * LAYERS, head_dim=48, max_positions=CONTEXT)
 FULL = CompressionPlan.full(CONFIG)
 WINDOWS, RANKS = np.array([128, 512], np.int32), np.array([16, 32], np.int32)
 CHOICES = [LayerRanks(0, 0), *(LayerRanks(qk, v) for qk, v in product((16, 32, 48), repeat=2))]

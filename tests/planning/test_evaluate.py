@@ -50,7 +50,7 @@ def test_a_model_does_not_differ_from_itself(tiny: TinyModel):
     assert report.interval == (0, 0)
     assert report.window_increases == (0, 0, 0)
     assert report.perplexity == report.dense_perplexity == pytest.approx(np.exp(nll.mean()))
-    assert report.kv_bytes == report.dense_kv_bytes == tiny.dense.plan.bytes(20, 1, 4)
+    assert report.kv_bytes == report.dense_kv_bytes == tiny.dense.plan.bytes(20, 1, "float32")
 
 
 def test_a_plan_is_compared_window_by_window(tiny_opt: TinyModel):
@@ -63,7 +63,7 @@ def test_a_plan_is_compared_window_by_window(tiny_opt: TinyModel):
     assert report.increase == pytest.approx(np.exp(ours.mean() - dense.mean()) - 1, abs=1e-4)
     assert report.window_increases == pytest.approx(np.exp(ours - dense) - 1, abs=1e-4)
     assert (report.windows, report.window_length) == (3, 24)
-    assert report.kv_bytes == plan.bytes(24, 1, 4) < report.dense_kv_bytes
+    assert report.kv_bytes == plan.bytes(24, 1, "float32") < report.dense_kv_bytes
 
 
 @given(ratio=st.floats(0.5, 3), windows=st.integers(1, 20))

@@ -1,13 +1,22 @@
 """How the next token is chosen."""
 
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.errors import PromptError
+
+SEEDS = 2**32
+_SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True)
@@ -15,7 +24,8 @@ class Sampling:
     """Greedy at `temperature=0`; else softmax at that temperature, cut to `top_k` tokens and `top_p` mass.
 
     Raises:
-      PromptError: temperature < 0, top_k < 1, or top_p outside (0, 1].
+      PromptError: a temperature that is no finite number >= 0, top_k no whole number >= 1, top_p no number in
+        (0, 1], or a seed that is no whole number from 0 to 2**32 - 1.
     """
 
     temperature: float = 0.0
@@ -24,60 +34,94 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise PromptError(f"temperature={self.temperature} must be >= 0 (0 is greedy)")
-        if self.top_k is not None and self.top_k < 1:
-            raise PromptError(f"top_k={self.top_k} must be >= 1")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise PromptError(f"top_p={self.top_p} must lie in (0, 1]")
+        if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
+            raise PromptError(f"temperature={self.temperature!r} must be a finite number >= 0 (0 is greedy)")
+        if self.top_k is not None and not (is_whole(self.top_k) and self.top_k >= 1):
+            raise PromptError(f"top_k={self.top_k!r} must be a whole number >= 1, or None")
+        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise PromptError(f"top_p={self.top_p!r} must be a number in (0, 1], or None")
+        if not (is_whole(self.seed) and 0 <= self.seed < SEEDS):
+            raise PromptError(f"seed={self.seed!r} must be a whole number from 0 to {SEEDS - 1}")
 
-    def arrays(self, vocab_size: int) -> "SamplingArrays | None":
-        """Traced form, so that new values never recompile; None for greedy."""
-        if self.temperature == 0:
-            return None
-        return SamplingArrays(
-            jnp.float32(self.temperature),
-            jnp.int32(min(self.top_k or vocab_size, vocab_size)),
-            jnp.float32(self.top_p or 1.0),
-            jax.random.key(self.seed),
-        )
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Whether a value is an integer, of Python or numpy; a bool is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingArrays:
-    """`Sampling` as device scalars."""
+    """Samplings of a batch, traced, so that new values never recompile.
+
+    temperature [B] float32, 0 for greedy rows; top_k [B] int32; top_p [B] float32; keys [B] of JAX.
+    """
 
     temperature: Array
     top_k: Array
     top_p: Array
-    key: Array
+    keys: Array
+
+    @classmethod
+    def of(
+        cls, samplings: Sequence[Sampling], prompts: Sequence[np.ndarray], vocab_size: int
+    ) -> "SamplingArrays | None":
+        """Of one sampling and one prompt [T] a row; None where all rows are greedy."""
+        if all(sampling.temperature == 0 for sampling in samplings):
+            return None
+        temperature = np.array([sampling.temperature for sampling in samplings], np.float32)
+        return cls(
+            jnp.asarray(np.where(temperature < _SMALLEST_TEMPERATURE, 0, temperature)),
+            jnp.array([min(sampling.top_k or vocab_size, vocab_size) for sampling in samplings], jnp.int32),
+            jnp.array([sampling.top_p or 1.0 for sampling in samplings], jnp.float32),
+            jax.random.wrap_key_data(jnp.asarray(request_keys(samplings, prompts)), impl="threefry2x32"),
+        )
+
+
+def request_keys(samplings: Sequence[Sampling], prompts: Sequence[np.ndarray]) -> np.ndarray:
+    """Keys [B, 2] uint32 that depend on each request alone, wherever it stands and with whatever others.
+
+    A request is a prompt and its sampling. The key is a hash of seed and prompt and of how many equal
+    requests stand before it, so that those differ.
+    """
+    seen: Counter[tuple[Sampling, bytes]] = Counter()
+    keys = []
+    for sampling, prompt in zip(samplings, prompts, strict=True):
+        ids = prompt.astype("<u4").tobytes()
+        numbers = np.array([sampling.seed, seen[sampling, ids]], "<u4").tobytes()
+        keys.append(np.frombuffer(hashlib.sha256(numbers + ids).digest()[:8], "<u4"))
+        seen[sampling, ids] += 1
+    return np.stack(keys).astype(np.uint32)
 
 
 def choose(
     logits: Float[Array, "B V"], sampling: SamplingArrays | None, positions: Int[Array, " B"]
 ) -> Int[Array, " B"]:
-    """Next token of each row; draws depend on seed, row and position alone, so streaming equals batch."""
+    """Next token of each row; draws depend on the row's key and position alone, so streaming equals batch."""
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if sampling is None:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    kept = restrict(logits / sampling.temperature, sampling.top_k, sampling.top_p)
-
-    def draw(row: Array, position: Array, logits: Array) -> Array:
-        key = jax.random.fold_in(jax.random.fold_in(sampling.key, row), position)
-        return jax.random.categorical(key, logits)
-
-    rows = jnp.arange(logits.shape[0])
-    return jax.vmap(draw)(rows, positions, kept).astype(jnp.int32)
+        return greedy
+    is_greedy = sampling.temperature == 0
+    # The largest is 0 before the division, so that no temperature makes it infinite.
+    below = logits - logits.max(axis=-1, keepdims=True)
+    scaled = below / jnp.where(is_greedy, 1, sampling.temperature)[:, None]
+    kept = restrict(scaled, sampling.top_k, sampling.top_p)
+    drawn = jax.vmap(jax.random.categorical)(jax.vmap(jax.random.fold_in)(sampling.keys, positions), kept)
+    return jnp.where(is_greedy, greedy, drawn.astype(jnp.int32))
 
 
 def restrict(
-    logits: Float[Array, "B V"], top_k: Int[Array, ""], top_p: Float[Array, ""]
+    logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
 ) -> Float[Array, "B V"]:
     """-inf outside the `top_k` largest and outside the smallest set of largest that holds `top_p` mass."""
     ordered = jnp.sort(logits, axis=-1, descending=True)
-    rank = jnp.arange(logits.shape[-1])
-    mass = jnp.cumsum(jax.nn.softmax(jnp.where(rank < top_k, ordered, -jnp.inf), axis=-1), axis=-1)
+    within = jnp.arange(logits.shape[-1]) < top_k[:, None]
+    mass = jnp.cumsum(jax.nn.softmax(jnp.where(within, ordered, -jnp.inf), axis=-1), axis=-1)
     before = jnp.pad(mass, ((0, 0), (1, 0)))[:, :-1]
-    kept = jnp.sum((rank < top_k) & (before < top_p), axis=-1, keepdims=True)
+    kept = jnp.sum(within & (before < top_p[:, None]), axis=-1, keepdims=True)
     threshold = jnp.take_along_axis(ordered, jnp.maximum(kept, 1) - 1, axis=-1)
     return jnp.where(logits >= threshold, logits, -jnp.inf)

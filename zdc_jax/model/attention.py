@@ -3,39 +3,64 @@
 from collections.abc import Mapping
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.config import ModelConfig
-from zdc_jax.model.layers import Reduce, add_bias, param, whole
-from zdc_jax.ops.attention import Implementation
+from zdc_jax.config import LayerSpec
+from zdc_jax.model.layers import Reduce, add_bias, param, rms_norm, whole
+from zdc_jax.ops.attention import Implementation, self_attention
 from zdc_jax.ops.rotary import rope_and_basis, rope_frequencies, rotate
-from zdc_jax.plan import LayerRanks
+
+_BIASES = ("q_bias", "k_bias", "v_bias", "o_bias")
+_NORMS = ("q_norm", "k_norm")
+_BASIS = ("q_rotation", "k_rotation", "k_shift", "frequencies")
+_SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 class Attention(nnx.Module):
     """W_Q, W_K, W_V, W_O of one layer, as folded by `zdc_jax.fold` (or unmodified).
 
     Where the basis of q and k acts is told by which weights are present:
-    `q_rotation`/`k_rotation` [K, H, R]: after the rotary embedding (`post_rope`);
+    `q_rotation`/`k_rotation` [K, H, R]: after norm and rotary embedding (`post_rope`);
     `frequencies` [K, R/2]: weights hold chosen rotary pairs, interleaved (`pairs`);
     neither: inside W_Q and W_K (`folded`), or no basis at all.
     `q_scale`, `k_scale`, `v_scale` [K, H], where they are present, are those of a float8 exchange of prompts
     between devices (`zdc_jax.parallel.payload`).
+
+    Raises:
+      ValueError: a weight that no attention layer has.
     """
 
-    def __init__(self, weights: Mapping[str, Array], config: ModelConfig):
-        self.q, self.q_bias = nnx.Param(weights["q"]), param(weights, "q_bias")
-        self.k, self.k_bias = nnx.Param(weights["k"]), param(weights, "k_bias")
-        self.v, self.v_bias = nnx.Param(weights["v"]), param(weights, "v_bias")
-        self.o, self.o_bias = nnx.Param(weights["o"]), param(weights, "o_bias")
-        self.q_rotation = param(weights, "q_rotation")
-        self.k_rotation, self.k_shift = param(weights, "k_rotation"), param(weights, "k_shift")
-        self.frequencies = param(weights, "frequencies")
-        self.q_scale, self.k_scale = param(weights, "q_scale"), param(weights, "k_scale")
-        self.v_scale = param(weights, "v_scale")
-        self.config = config
+    q_bias: nnx.Param | None
+    k_bias: nnx.Param | None
+    v_bias: nnx.Param | None
+    o_bias: nnx.Param | None
+    q_norm: nnx.Param | None
+    k_norm: nnx.Param | None
+    q_rotation: nnx.Param | None
+    k_rotation: nnx.Param | None
+    k_shift: nnx.Param | None
+    frequencies: nnx.Param | None
+    q_scale: nnx.Param | None
+    k_scale: nnx.Param | None
+    v_scale: nnx.Param | None
+
+    def __init__(self, weights: Mapping[str, Array], spec: LayerSpec, head_dim: int, norm_eps: float):
+        optional = (*_BIASES, *_NORMS, *_BASIS, *_SCALES)
+        if unknown := weights.keys() - {"q", "k", "v", "o", *optional}:
+            raise ValueError(f"attention has no use for the weights {sorted(unknown)}")
+        self.q, self.k = nnx.Param(weights["q"]), nnx.Param(weights["k"])
+        self.v, self.o = nnx.Param(weights["v"]), nnx.Param(weights["o"])
+        for name in optional:
+            setattr(self, name, param(weights, name))
+        self.spec, self.head_dim, self.norm_eps = spec, head_dim, norm_eps
+
+    @property
+    def scale(self) -> float:
+        """Factor on the scores; 1/√H of the original head dim unless the checkpoint says another."""
+        return self.head_dim**-0.5 if self.spec.scale is None else self.spec.scale
 
     def project(
         self,
@@ -44,29 +69,48 @@ class Attention(nnx.Module):
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T N R"], Float[Array, "B T K R"], Float[Array, "B T K Z"]]:
         """q, k, v as attention and the cache see them."""
-        q = add_bias(jnp.einsum("BTD,DNH->BTNH", x, self.q[...]), self.q_bias)
-        k = add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.k[...]), self.k_bias)
+        q = self._normed(add_bias(jnp.einsum("BTD,DNH->BTNH", x, self.q[...]), self.q_bias), self.q_norm)
+        k = self._normed(add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.k[...]), self.k_bias), self.k_norm)
         v = add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.v[...]), self.v_bias)
         if self.frequencies is not None:
             per_head = self.frequencies[...]
             per_query = jnp.repeat(per_head, q.shape[2] // k.shape[2], axis=0)
             q = rotate(q, positions, per_query, interleaved=True)
             return q, rotate(k, positions, per_head, interleaved=True), v
-        if self.config.rope is None:
-            return q, k, v
-        angles = rope_frequencies(self.config.rope, self.config.head_dim)
         if self.q_rotation is not None and self.k_rotation is not None:
             shift = None if self.k_shift is None else self.k_shift[...]
             basis = self.q_rotation[...], self.k_rotation[...], shift
-            return *rope_and_basis(q, k, positions, angles, *basis, implementation), v
-        turned = jnp.asarray(angles, jnp.float32)
-        q, k = (rotate(each, positions, turned, interleaved=False) for each in (q, k))
+            return *rope_and_basis(q, k, positions, self._angles(), *basis, implementation), v
+        if self.spec.rope is not None:
+            turned = jnp.asarray(self._angles(), jnp.float32)
+            q, k = (rotate(each, positions, turned, interleaved=False) for each in (q, k))
         return q, k, v
 
+    def attend(
+        self, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+        """Attention of whole sequences as the checkpoint means it, no plan; and its log-sum-exp."""
+        if self.spec.window is None:
+            return self_attention(q, k, v, scale=self.scale)
+        return self_attention(q, k, v, scale=self.scale, qk_rank=0, v_rank=0, window=self.spec.window)
+
+    def _normed(self, x: Array, norm: nnx.Param | None) -> Array:
+        return x if norm is None else rms_norm(x, norm[...], self.norm_eps)
+
+    def _angles(self) -> np.ndarray:
+        """Of each rotary pair, float64 [H/2]; zeros turn nothing."""
+        if self.spec.rope is None:
+            return np.zeros(self.head_dim // 2)
+        return rope_frequencies(self.spec.rope, self.head_dim)
+
     def project_classes(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], first: int, less: LayerRanks
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        first: int,
+        less: tuple[int, int],
     ) -> tuple[Array, tuple[Array, Array], tuple[Array, Array]]:
-        """q of all tokens, k and v of the `first` tokens and of the others, which keep only `less` of them.
+        """q of all tokens, k and v of the `first` tokens and of the others, which keep only R, Z = `less`.
 
         Narrower rows come from products with fewer columns of the same weights (ZDC §5.2).
         """
@@ -74,22 +118,22 @@ class Attention(nnx.Module):
             q, k, v = self.project(x, positions, "xla")
             return q, (k, k[:, :0]), (v, v[:, :0])
         more, fewer = x[:, :first], x[:, first:]
-        rest = self.narrowed(less)
+        rest = self.narrowed(*less)
         q, k, v = self.project(more, positions[:, :first], "xla")
         q_rest, _, _ = self.project(fewer, positions[:, first:], "xla")
         _, k_rest, v_rest = rest.project(fewer, positions[:, first:], "xla")
         return jnp.concatenate([q, q_rest], 1), (k, k_rest), (v, v_rest)
 
-    def narrowed(self, ranks: LayerRanks) -> "Attention":
+    def narrowed(self, R: int, Z: int) -> "Attention":
         """The same layer with only the first coordinates of q, k and v."""
         qk = ("k_rotation", "k_shift") if self.k_rotation is not None else ("q", "q_bias", "k", "k_bias")
-        widths = dict.fromkeys(qk, ranks.qk) | {"v": ranks.v, "v_bias": ranks.v, "frequencies": ranks.qk // 2}
-        names = (*widths, "q", "q_bias", "k", "k_bias", "o", "o_bias", "q_rotation")
+        widths = dict.fromkeys(qk, R) | {"v": Z, "v_bias": Z, "frequencies": R // 2}
+        names = ("q", "k", "v", "o", *_BIASES, *_NORMS, *_BASIS)
         held = {name: getattr(self, name) for name in names}
         weights = {
             name: value[...][..., : widths.get(name)] for name, value in held.items() if value is not None
         }
-        return Attention(weights, self.config)
+        return Attention(weights, self.spec, self.head_dim, self.norm_eps)
 
     def output(self, o: Float[Array, "B T N Z"], reduce: Reduce = whole) -> Float[Array, "B T D"]:
         """W_O applied to the heads' outputs in the rotated basis."""

@@ -1,7 +1,6 @@
 """One layer of the transformer."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -9,26 +8,36 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.config import ModelConfig
+from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.model.attention import Attention
 from zdc_jax.model.layers import FeedForward, Norm, Reduce, whole
 from zdc_jax.ops.attention import Implementation
 
-Attend = Callable[[Array, Any, Any], Array]
-"""(q [B, T, N, R], k [B, T, K, R], v [B, T, K, Z]) → o [B, T, N, Z]."""
-Project = Callable[[Array, Array], tuple[Array, Any, Any]]
-"""(x [B, T, D], positions [B, T]) → q, k, v; k and v in the form that `Attend` takes."""
+Attend = Callable[[Array, Any, Any], tuple[Array, Any]]
+"""(q [B, T, N, R], k [B, T, K, R], v [B, T, K, Z]) → o [B, T, N, Z], and whatever else it finds."""
+Project = Callable[[Attention, Array, Array, Implementation | None], tuple[Array, Any, Any]]
+"""(attention, x [B, T, D], positions [B, T], implementation) → q, k, v in the form that `Attend` takes."""
+
+
+def own_projection(
+    attention: Attention, x: Array, positions: Array, implementation: Implementation | None
+) -> tuple[Array, Array, Array]:
+    """The `Project` of layers that treat all tokens alike."""
+    return attention.project(x, positions, implementation)
 
 
 class Block(nnx.Module):
-    """One layer; norms come before each half (`pre_norm`) or after its residual sum (OPT-350m)."""
+    """One layer: attention and feed-forward, each added to what it took in; norms as `spec` says."""
 
-    def __init__(self, weights: Mapping[str, Any], config: ModelConfig):
-        self.attention_norm = Norm(weights["attention_norm"], config.norm_eps)
-        self.attention = Attention(weights["attention"], config)
-        self.mlp_norm = Norm(weights["mlp_norm"], config.norm_eps)
+    def __init__(self, weights: Mapping[str, Any], config: ModelConfig, spec: LayerSpec):
+        norm = lambda name: Norm(weights[name], config.norm_eps)
+        sandwich = spec.norms == "sandwich"
+        self.attention_norm, self.mlp_norm = norm("attention_norm"), norm("mlp_norm")
+        self.attention_output_norm = norm("attention_output_norm") if sandwich else None
+        self.mlp_output_norm = norm("mlp_output_norm") if sandwich else None
+        self.attention = Attention(weights["attention"], spec, config.head_dim, config.norm_eps)
         self.mlp = FeedForward(weights["mlp"], config.activation)
-        self.pre_norm = config.pre_norm
+        self.norms = spec.norms
 
     def __call__(
         self,
@@ -36,24 +45,33 @@ class Block(nnx.Module):
         positions: Int[Array, "B T"],
         attend: Attend,
         implementation: Implementation | None = None,
-        project: Project | None = None,
+        project: Project = own_projection,
         reduce: Reduce = whole,
-    ) -> Float[Array, "B T D"]:
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """The layer's output, and what `attend` found beside attention's."""
         with jax.named_scope("attention"):
             q, k, v = self.projected(x, positions, implementation, project)
-            x = x + self.attention.output(attend(q, k, v), reduce)
-            x = x if self.pre_norm else self.attention_norm(x)
+            o, aux = attend(q, k, v)
+            y = self.attention.output(o, reduce)
+            x = self._sum(x, y, self.attention_norm, self.attention_output_norm)
         with jax.named_scope("mlp"):
-            x = x + self.mlp(self.mlp_norm(x) if self.pre_norm else x, reduce)
-            return x if self.pre_norm else self.mlp_norm(x)
+            y = self.mlp(self._input(x, self.mlp_norm), reduce)
+            return self._sum(x, y, self.mlp_norm, self.mlp_output_norm), aux
 
     def projected(
         self,
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         implementation: Implementation | None = None,
-        project: Project | None = None,
+        project: Project = own_projection,
     ) -> tuple[Array, Any, Any]:
         """q, k, v as `Attend` takes them."""
-        project = project or partial(self.attention.project, implementation=implementation)
-        return project(self.attention_norm(x) if self.pre_norm else x, positions)
+        return project(self.attention, self._input(x, self.attention_norm), positions, implementation)
+
+    def _input(self, x: Array, norm: Norm) -> Array:
+        return x if self.norms == "post" else norm(x)
+
+    def _sum(self, x: Array, y: Array, norm: Norm, output_norm: Norm | None) -> Array:
+        if output_norm is not None:
+            y = output_norm(y)
+        return norm(x + y) if self.norms == "post" else x + y

@@ -45,14 +45,21 @@ class Norm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        if self.bias is None:
+            return rms_norm(x, self.scale[...], self.eps)
         y = x.astype(jnp.float32)
-        if self.bias is not None:
-            y -= y.mean(-1, keepdims=True)
+        y -= y.mean(-1, keepdims=True)
         y *= jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.eps)
         y *= self.scale[...].astype(jnp.float32)
-        if self.bias is not None:
-            y += self.bias[...].astype(jnp.float32)
+        y += self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
+
+
+def rms_norm(x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
+    """x over its root mean square, times `scale`; in float32, result in the dtype of x."""
+    y = x.astype(jnp.float32)
+    y *= jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
+    return (y * scale.astype(jnp.float32)).astype(x.dtype)
 
 
 class FeedForward(nnx.Module):

@@ -4,14 +4,16 @@ Per layer (`layer_shapes`), `?` = only where the config has it:
 
     attention/{q,k,v}    [D, N|K|K, H]      attention/{q,k,v}_bias?  [N|K|K, H]
     attention/o          [N, H, D]          attention/o_bias?        [D]
-    mlp/gate (Llama)     [D, F]             mlp/{gate,up}_bias?      [F]
+    attention/{q,k}_norm? [H]
+    mlp/gate?            [D, F]             mlp/{gate,up}_bias?      [F]
     mlp/up               [D, F]             mlp/down                 [F, D]      mlp/down_bias?  [D]
-    attention_norm/scale [D]                attention_norm/bias (OPT) [D]        mlp_norm likewise
+    attention_norm/scale [D]                attention_norm/bias?     [D]         mlp_norm likewise
+    attention_output_norm?, mlp_output_norm? likewise (`sandwich` norms)
 
 Outside the layers (`embedding_shapes`):
 
-    tokens [V, E]   positions [P, D] (OPT)   project_in? [E, D]   project_out? [D, E]
-    final_norm/scale? [D]   final_norm/bias (OPT) [D]   lm_head? [V, E] (absent when tied)
+    tokens [V, E]   positions? [P, D]   project_in? [E, D]   project_out? [D, E]
+    final_norm/scale? [D]   final_norm/bias? [D]   lm_head? [V, E] (absent when tied)
 """
 
 import math
@@ -25,8 +27,9 @@ from zdc_jax.config import ModelConfig
 Shape = tuple[int, ...]
 
 
-def layer_shapes(config: ModelConfig) -> dict[str, dict[str, Shape]]:
-    """Shapes of one layer's parameters, nested as they are stored."""
+def layer_shapes(config: ModelConfig, layer: int) -> dict[str, dict[str, Shape]]:
+    """Shapes of the parameters of one layer, nested as they are stored."""
+    spec = config.layers[layer]
     D, F, H = config.embed_dim, config.ffn_dim, config.head_dim
     N, K = config.num_heads, config.num_kv_heads
     attention: dict[str, Shape] = {"q": (D, N, H), "k": (D, K, H), "v": (D, K, H), "o": (N, H, D)}
@@ -34,17 +37,17 @@ def layer_shapes(config: ModelConfig) -> dict[str, dict[str, Shape]]:
         attention |= {"q_bias": (N, H), "k_bias": (K, H), "v_bias": (K, H)}
     if config.out_bias:
         attention["o_bias"] = (D,)
+    if spec.qk_norm:
+        attention |= {"q_norm": (H,), "k_norm": (H,)}
     mlp: dict[str, Shape] = {"up": (D, F), "down": (F, D)}
-    if config.family == "llama":
+    if spec.mlp == "gated":
         mlp["gate"] = (D, F)
     if config.mlp_bias:
         mlp |= {f"{name}_bias": (F,) for name in mlp if name != "down"} | {"down_bias": (D,)}
-    return {
-        "attention": attention,
-        "mlp": mlp,
-        "attention_norm": _norm(config),
-        "mlp_norm": _norm(config),
-    }
+    norms = ["attention_norm", "mlp_norm"]
+    if spec.norms == "sandwich":
+        norms += ["attention_output_norm", "mlp_output_norm"]
+    return {"attention": attention, "mlp": mlp} | {name: _norm(config) for name in norms}
 
 
 def embedding_shapes(config: ModelConfig) -> dict[str, Any]:
@@ -52,7 +55,7 @@ def embedding_shapes(config: ModelConfig) -> dict[str, Any]:
     D, V = config.embed_dim, config.vocab_size
     E = config.token_embed_dim or D
     shapes: dict[str, Any] = {"tokens": (V, E)}
-    if config.rope is None:
+    if config.position_offset is not None:
         shapes["positions"] = (config.num_position_rows, D)
     if E != D:
         shapes |= {"project_in": (E, D), "project_out": (D, E)}
@@ -65,7 +68,7 @@ def embedding_shapes(config: ModelConfig) -> dict[str, Any]:
 
 def _norm(config: ModelConfig) -> dict[str, Shape]:
     D = config.embed_dim
-    return {"scale": (D,)} if config.family == "llama" else {"scale": (D,), "bias": (D,)}
+    return {"scale": (D,)} if config.norm == "rms" else {"scale": (D,), "bias": (D,)}
 
 
 def _is_shape(value: Any) -> bool:
@@ -75,7 +78,8 @@ def _is_shape(value: Any) -> bool:
 def num_params(config: ModelConfig) -> int:
     """Count of parameters of the unmodified model."""
     count = lambda tree: sum(math.prod(s) for s in jax.tree.leaves(tree, is_leaf=_is_shape))
-    return config.num_layers * count(layer_shapes(config)) + count(embedding_shapes(config))
+    layers = sum(count(layer_shapes(config, layer)) for layer in range(config.num_layers))
+    return layers + count(embedding_shapes(config))
 
 
 def random_params(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
@@ -87,7 +91,7 @@ def random_params(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
     return {
         "embeddings": random_tree(embedding_shapes(config), config, jax.random.fold_in(key, 0)),
         "layers": [
-            random_tree(layer_shapes(config), config, jax.random.fold_in(key, 1 + i))
+            random_tree(layer_shapes(config, i), config, jax.random.fold_in(key, 1 + i))
             for i in range(config.num_layers)
         ],
     }
@@ -105,7 +109,7 @@ def random_tree(shapes: Any, config: ModelConfig, key: jax.Array) -> Any:
 
 def _random_leaf(name: str, shape: Shape, config: ModelConfig, key: jax.Array) -> jax.Array:
     dtype = jnp.dtype(config.dtype)
-    if name == "scale":
+    if name in ("scale", "q_norm", "k_norm"):
         return jnp.ones(shape, dtype)
     if name.endswith("bias"):
         return jnp.zeros(shape, dtype)

@@ -1,6 +1,6 @@
-"""The decoder-only transformer of both families."""
+"""The decoder-only transformer."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,15 +11,14 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.classes import GroupState
-from zdc_jax.cache.prefix_ring import ClassLayerCache, KVCache, LayerCache, cached_attention
+from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.cache.spec import Call, LayerCacheSpec, State, own_heads
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.block import Block
-from zdc_jax.model.classes import Arrangement, class_layer, extend_groups
-from zdc_jax.model.layers import Norm, param
-from zdc_jax.ops.attention import Implementation, self_attention
+from zdc_jax.model.layers import Norm, Reduce, param, whole
+from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.contract import einsum_f32
-from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
+from zdc_jax.plan import CompressionPlan
 
 
 class Embeddings(nnx.Module):
@@ -32,7 +31,7 @@ class Embeddings(nnx.Module):
         self.project_out = param(weights, "project_out")
         self.final_norm = Norm(weights["final_norm"], config.norm_eps) if config.final_norm else None
         self.lm_head = param(weights, "lm_head")
-        self.position_offset = config.position_offset
+        self.position_offset = config.position_offset or 0
 
     def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Token (and learned position) embeddings."""
@@ -70,26 +69,33 @@ class Transformer(nnx.Module):
         """Puts `embeddings` and `layers` (in order, consumed one at a time) on the default device."""
         self.config, self.plan = config, plan
         self.embeddings = Embeddings(jax.tree.map(jnp.asarray, embeddings), config)
-        self.layers = nnx.List([Block(jax.tree.map(jnp.asarray, layer), config) for layer in layers])
+        blocks = zip(layers, config.layers, strict=True)
+        self.layers = nnx.List(
+            [Block(jax.tree.map(jnp.asarray, layer), config, spec) for layer, spec in blocks]
+        )
 
     @property
     def dtype(self) -> jnp.dtype:
         """Dtype of weights, activations and cache."""
         return self.embeddings.tokens[...].dtype
 
+    @property
+    def layer_caches(self) -> tuple[LayerCacheSpec, ...]:
+        """How each layer keeps its tokens under this plan."""
+        return self.plan.layer_caches(self.dtype.name)
+
+    def new_cache(self, *, batch: int, capacity: int) -> KVCache:
+        """An empty cache for `batch` rows of up to `capacity` tokens; raises as `KVCache.create` does."""
+        return KVCache.create(self.layer_caches, batch=batch, capacity=capacity)
+
     def hidden(
         self, tokens: Int[Array, "B T"], implementation: Implementation | None = None
     ) -> Float[Array, "B T D"]:
         """Last hidden states of whole sequences, without a cache."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        x = self.embeddings.embed(tokens, positions)
-        if self.plan.classes is not None:
-            B, T = tokens.shape
-            cache = KVCache.create(self.plan, batch=B, capacity=-(-T // 8) * 8, dtype=self.dtype)
-            return self.extend(cache, tokens, jnp.full(B, T, jnp.int32), implementation)[0]
-        near = (self.plan.sinks, self.plan.window) if self.plan.keeps_full_width else (0, 0)
-        for block, ranks in zip(self.layers, self.plan.layers, strict=True):
-            x = _whole_layer(block, x, positions, ranks, near, implementation)
+        x, aux = self.embeddings.embed(tokens, positions), None
+        for block, spec in zip(self.layers, self.layer_caches, strict=True):
+            x, aux = _whole_layer(block, spec, x, positions, aux, implementation)
         return x
 
     def __call__(
@@ -108,110 +114,68 @@ class Transformer(nnx.Module):
         """Appends tokens after what the cache holds; serves prefill, chunked prefill and decode.
 
         Args:
-          tokens: padded on the right; token i of row b stands at position `cache.lengths[b] + i`. With T > 1
-            all lengths must be equal, and lengths + T, padding included, within the capacity.
-          end: tokens each row holds afterwards; positions from `end[b]` on are padding and are not stored.
+          tokens: padded on the right; token i of row b stands at position `cache.lengths[b] + i`. Rows may
+            begin anywhere; where a method asks for pieces that begin at multiples of its `alignment`, others
+            give NaN.
+          end: tokens each row holds afterwards, at most the capacity; positions from `end[b]` on are padding
+            and are not stored.
 
         Returns:
           hidden states (those of padding are unspecified) and the longer cache.
         """
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
-        x = self.embeddings.embed(tokens, positions)
-        if self.plan.classes is not None:
-            return self._extend_groups(self.plan.classes, cache, x, positions, end, implementation)
-        near, layers = (cache.sinks, cache.window), list(cache.layers)
-        for index, block in enumerate(self.layers):
-            layer = cache.layers[index]
-            assert isinstance(layer, LayerCache)
-            x, layers[index], _ = _extended_layer(block, x, layer, positions, end, near, implementation)
-        return x, replace(cache, layers=tuple(layers), lengths=end)
-
-    def _extend_groups(
-        self,
-        classes: TokenClasses,
-        cache: KVCache,
-        x: Array,
-        positions: Array,
-        end: Array,
-        implementation: Implementation | None,
-    ) -> tuple[Array, KVCache]:
-        near = (cache.sinks, cache.window)
-
-        def lead(index: int, x: Array, held: LayerCache) -> tuple[Array, LayerCache, Array]:
-            return _extended_layer(self.layers[index], x, held, positions, end, near, implementation)
-
-        def follow(
-            index: int,
-            x: Array,
-            held: ClassLayerCache,
-            group: GroupState,
-            arrangement: Arrangement,
-            first: int,
-        ) -> tuple[Array, ClassLayerCache]:
-            less, block = self.plan.layers[index], self.layers[index]
-            given = (positions, end, first, less, near, implementation)
-            return class_layer(block, x, held, group, arrangement, *given)
-
-        return extend_groups(classes, cache, x, positions, end, lead, follow)
+        x, aux = self.embeddings.embed(tokens, positions), None
+        states = list(cache.layers)
+        for index, (block, spec) in enumerate(zip(self.layers, cache.specs, strict=True)):
+            x, states[index], aux = _extended_layer(
+                block, spec, x, states[index], aux, positions, end, implementation
+            )
+        return x, replace(cache, layers=tuple(states), lengths=end)
 
 
-@partial(jax.jit, static_argnames=("ranks", "near", "implementation"))
+@partial(jax.jit, static_argnames=("spec", "implementation"))
 def _whole_layer(
     block: Block,
+    spec: LayerCacheSpec,
     x: Array,
     positions: Array,
-    ranks: LayerRanks,
-    near: tuple[int, int],
+    aux: Any,
     implementation: Implementation | None,
-) -> Array:
+) -> tuple[Array, Any]:
     """One layer on whole sequences. Jitted, so that layers alike are traced and compiled once."""
-    sinks, window = near
+    call = Call(block.attention.scale, implementation)
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        o, _ = self_attention(
-            q,
-            k,
-            v,
-            scale=block.attention.config.head_dim**-0.5,
-            qk_rank=ranks.qk,
-            v_rank=ranks.v,
-            sinks=sinks,
-            window=window,
-            implementation=implementation,
-        )
-        return o
+    def attend(q: Array, k: Any, v: Any) -> tuple[Array, Any]:
+        done = spec.attend_whole(q, k, v, positions, aux, call)
+        return done.o, done.aux
 
-    return block(x, positions, attend, implementation)
+    return block(x, positions, attend, implementation, partial(spec.project, aux=aux))
 
 
-@partial(jax.jit, static_argnames=("near", "implementation"))
-def _extended_layer(
+def extend_layer(
     block: Block,
+    spec: LayerCacheSpec,
     x: Array,
-    cache: LayerCache,
+    state: State,
+    aux: Any,
     positions: Array,
     end: Array,
-    near: tuple[int, int],
     implementation: Implementation | None,
-) -> tuple[Array, LayerCache, Array]:
-    """One layer on new tokens, its cache with them, and its log-sum-exp. Jitted as `_whole_layer` is."""
-    (sinks, window), longer, seen = near, cache, jnp.zeros(())
+    all_heads: Callable[[Array], Array] = own_heads,
+    reduce: Reduce = whole,
+) -> tuple[Array, State, Any]:
+    """One layer on new tokens x [B, T, D], its cache with them, and what it hands on.
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        nonlocal longer, seen
-        longer, o, seen = cached_attention(
-            q,
-            k,
-            v,
-            cache,
-            positions,
-            end,
-            scale=block.attention.config.head_dim**-0.5,
-            sinks=sinks,
-            window=window,
-            implementation=implementation,
-        )
-        return o
+    See `LayerCacheSpec.attend`; all_heads: as in `Call`; reduce: as `Block` takes it.
+    """
+    call = Call(block.attention.scale, implementation, all_heads)
 
-    x = block(x, positions, attend, implementation)
-    return x, longer, seen
+    def attend(q: Array, k: Any, v: Any) -> tuple[Array, tuple[State, Any]]:
+        done = spec.attend(state, q, k, v, positions, end, aux, call)
+        return done.o, (done.state, done.aux)
+
+    x, (state, aux) = block(x, positions, attend, implementation, partial(spec.project, aux=aux), reduce)
+    return x, state, aux
+
+
+_extended_layer = jax.jit(extend_layer, static_argnames=("spec", "implementation"))

@@ -12,19 +12,24 @@ An explicit choice that cannot serve a call raises; None takes the first of them
 the log (`zdc_jax.ops`, once a kind of call).
 """
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal
+from functools import lru_cache, partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from kernels_pallas import (
+    Ring,
     Segment,
     Trailing,
+    decode_refusal,
+    device_refusal,
     prefill_attention,
+    prefill_refusal,
+    segment_refusal,
 )
 from kernels_pallas import segment_attention as kernel_segments
 from zdc_jax.axes import Array
@@ -64,13 +69,15 @@ def self_attention(
     Z = v.shape[-1] if v_rank is None or not (sinks or window) else v_rank
     near = q.shape[-1] > R or v.shape[-1] > Z
     sinks, window = (min(n, q.shape[1]) if near else 0 for n in (sinks, window))
+    operands = partial(_whole_operands, R=R, Z=Z, near=near, sinks=sinks)
+    options = {"sinks": sinks, "window": window}
     refusals: dict[Implementation, Callable[[], str | None]] = {
-        "pallas": lambda: pallas_refusal(q, R, Z, v.shape[-1], near, sinks, window),
+        "pallas": lambda: kernel_refusal(prefill_refusal, operands, q, k, v, **options),
         "cudnn": lambda: _cudnn_refusal(q, k, v, near),
     }
     match choose_implementation("self_attention", implementation, refusals):
         case "pallas":
-            return _pallas_whole(q, k, v, R, Z, scale, sinks, window)
+            return prefill_attention(**operands(q, k, v), scale=scale, **options)
         case "cudnn":
             o, lse = jax.nn.dot_product_attention(
                 q, k, v, scale=scale, is_causal=True, implementation="cudnn", return_residual=True
@@ -105,20 +112,18 @@ def near_attention(
     Raises:
       NotImplementedError: the chosen implementation cannot do this call, with the reason.
     """
-    B, T, _, H = q.shape
+    B, T = q.shape[:2]
     P = sink_k.shape[1]
+    operands = partial(_near_operands, window=window)
+    arrays, options = (q, k, v, sink_k, sink_v, start), {"sinks": P, "window": window}
     refusals: dict[Implementation, Callable[[], str | None]] = {
-        "pallas": lambda: pallas_refusal(q, 0, 0, H, True, P, window),
+        "pallas": lambda: kernel_refusal(prefill_refusal, operands, *arrays, **options),
         "cudnn": lambda: _cudnn_refusal(q, k, v, True),
     }
+    if choose_implementation("near_attention", implementation, refusals) == "pallas":
+        return prefill_attention(**operands(*arrays), scale=scale, **options)
     k, v, sink_k, sink_v = (x.swapaxes(1, 2) for x in (k, v, sink_k, sink_v))
     no_k, no_v = k[..., :0], v[..., :0]
-    if choose_implementation("near_attention", implementation, refusals) == "pallas":
-        starts = jnp.full(B, start)
-        trailing = Trailing(k, v, starts - window, *((sink_k, sink_v) if P else ()))
-        return prefill_attention(
-            q, no_k, no_v, scale=scale, starts=starts, trailing=trailing, sinks=P, window=window
-        )
     positions = jnp.broadcast_to(start + jnp.arange(T), (B, T))
     held = start - window + jnp.arange(window + T)
     held = jnp.concatenate([jnp.arange(P), jnp.where(held >= P, held, -1)])
@@ -151,23 +156,21 @@ def far_attention(
       NotImplementedError: the chosen implementation cannot do this call, with the reason.
     """
     B, T = q.shape[:2]
-    R, Z = k.shape[-1], v.shape[-1]
+    known = isinstance(sinks, int)
+    options: dict[str, Any] = {"keys": "far", "sinks": max(sinks, 0) if known else sinks, "window": window}
 
     def refusal() -> str | None:
-        if not isinstance(sinks, int):
+        if not known:
             return "it needs to know the number of sinks when it is compiled"
-        return pallas_refusal(q, R, Z, Z, False, 0, 0)
+        return kernel_refusal(prefill_refusal, _far_operands, q, k, v, start, **options)
 
     refusals: dict[Implementation, Callable[[], str | None]] = {
         "pallas": refusal,
         "cudnn": lambda: "it gives no part of attention",
     }
-    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     if choose_implementation("far_attention", implementation, refusals) == "pallas":
-        assert isinstance(sinks, int)
-        starts = jnp.full(B, start)
-        options = {"scale": scale, "starts": starts, "sinks": max(sinks, 0), "window": window}
-        return prefill_attention(q, k, v, keys="far", **options)
+        return prefill_attention(**_far_operands(q, k, v, start), scale=scale, **options)
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     positions = jnp.broadcast_to(start + jnp.arange(T), (B, T))
     return xla_attention(q, k, v, positions, scale=scale, near=None, sinks=sinks, window=window)
 
@@ -198,14 +201,9 @@ def segment_attention(
       NotImplementedError: the chosen implementation cannot do this call, with the reason.
     """
 
-    def refusal() -> str | None:
-        ranks = [(s.k.shape[-1], s.v.shape[-1]) for s in segments]
-        reasons = (pallas_refusal(q, R, Z, Z, False, 0, 0) for R, Z in ranks)
-        caches = (cache_refusal(q, s.k, window=0) for s in segments if q.shape[1] == 1)
-        return next((reason for reason in (*reasons, *caches) if reason is not None), None)
-
+    operands = lambda q: {"q": q, "positions": positions, "segments": segments}
     refusals: dict[Implementation, Callable[[], str | None]] = {
-        "pallas": refusal,
+        "pallas": lambda: kernel_refusal(segment_refusal, operands, q),
         "cudnn": lambda: "it reads no keys of several classes",
     }
     kind = "class decode" if q.shape[1] == 1 else "class prefill"
@@ -236,19 +234,10 @@ def choose_implementation(
     return "xla"
 
 
-@functools.lru_cache(maxsize=256)
+@lru_cache(maxsize=256)
 def _log_choice(kind: str, name: str, passed_over: tuple[str, ...]) -> None:
     """Once a kind of call and reason: the cache is what remembers."""
     log.info("%s runs on %s%s", kind, name, "".join(f" ({reason})" for reason in passed_over))
-
-
-def device_refusal(x: Array) -> str | None:
-    """Why the kernels cannot run here on arrays of x's dtype; None where they can."""
-    if (reason := _needs_gpu(x)) is not None:
-        return reason
-    if (capability := jax.local_devices()[0].compute_capability) != "9.0":
-        return f"it is written for compute capability 9.0, the device has {capability}"
-    return None
 
 
 def _needs_gpu(q: Array) -> str | None:
@@ -271,35 +260,47 @@ def _cudnn_refusal(q: Array, k: Array, v: Array, near: bool) -> str | None:
     return None
 
 
-def pallas_refusal(
-    q: Array,
-    R: int,
-    Z: int,
-    H: int,
-    near: bool,
+def kernel_refusal(
+    refusal: Callable[..., str | None], operands: Callable[..., dict[str, Any]], *arrays: Any, **options: Any
+) -> str | None:
+    """Why a kernel cannot run here on `operands(*arrays)`, none of which is computed for that.
+
+    Args:
+      refusal: the kernel's own, of `kernels_pallas.refusals`.
+      operands: gives the kernel's arrays by name; the first of `arrays` is q.
+      options: the kernel's, as far as it may refuse them.
+    """
+    if (reason := device_refusal(arrays[0])) is not None:
+        return reason
+    return refusal(**jax.eval_shape(operands, *arrays), **options)
+
+
+def cache_refusal(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S R"],
+    v: Float[Array, "B K S Z"],
+    ring: tuple[Float[Array, "B K M H-R"], Float[Array, "B K M H-Z"]] | None,
+    *,
     sinks: int,
     window: int,
-    cache_k: Array | None = None,
 ) -> str | None:
-    if (reason := device_refusal(q)) is not None:
-        return reason
-    ranks = {"H": H} if near and R == Z == 0 else {"R": R, "Z": Z, "H": H}
-    for name, rank in ranks.items():
-        if rank % 16 or not 16 <= rank <= 256:
-            return f"it needs ranks that are multiples of 16 from 16 to 256, got {name}={rank}"
-    if near and (not window or sinks > 64):
-        return f"it needs a window, and at most 64 sinks, got {window=}, {sinks=}"
-    return None if cache_k is None else cache_refusal(q, cache_k, window)
+    """Why the kernels cannot run on new tokens and what a cache holds, its ring if it has near keys."""
 
+    def decode(q: Array, k: Array, v: Array, ring: Any) -> dict[str, Any]:
+        lengths = jnp.zeros(q.shape[0], jnp.int32)
+        return {"q": q[:, 0], "k": k, "v": v, "lengths": lengths, "ring": ring and Ring(*ring)}
 
-def cache_refusal(q: Array, k: Array, window: int) -> str | None:
-    """What the kernels ask of cached keys [B, K, S, R], for q [B, T, N, H]."""
-    _, K, S, _ = k.shape
-    if S % 8 or window % 64:
-        return f"it needs a capacity in multiples of 8 and a window of 64, got {S}, {window}"
-    if q.shape[2] // K > 56:
-        return f"it packs at most 56 query heads of a KV head, got {q.shape[2] // K}"
-    return None
+    def prefill(q: Array, k: Array, v: Array, ring: Any) -> dict[str, Any]:
+        operands = {"q": q, "k": k, "v": v}
+        if ring is None:
+            return operands
+        # Rows by position have the widths of the ring's; how many there are is for the caller to know.
+        tail_k, tail_v = ring
+        heads = (x[:, :, window:] for x in ring) if sinks else ()
+        return operands | {"trailing": Trailing(tail_k, tail_v, jnp.zeros(q.shape[0], jnp.int32), *heads)}
+
+    kernel = (decode_refusal, decode) if q.shape[1] == 1 else (prefill_refusal, prefill)
+    return kernel_refusal(*kernel, q, k, v, ring, sinks=sinks, window=window)
 
 
 def _xla_whole(
@@ -322,15 +323,27 @@ def _xla_whole(
     )
 
 
-def _pallas_whole(
-    q: Array, k: Array, v: Array, R: int, Z: int, scale: float, sinks: int, window: int
-) -> tuple[Array, Array]:
+def _whole_operands(
+    q: Array, k: Array, v: Array, *, R: int, Z: int, near: bool, sinks: int
+) -> dict[str, Any]:
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     trailing = None
-    if window:
+    if near:
         tails = k[..., R:], v[..., Z:]
-        heads = (x[:, :, :sinks] for x in tails) if sinks else (None, None)
+        heads = (x[:, :, :sinks] for x in tails) if sinks else ()
         trailing = Trailing(*tails, jnp.zeros(q.shape[0], jnp.int32), *heads)
-    return prefill_attention(
-        q, k[..., :R], v[..., :Z], scale=scale, trailing=trailing, sinks=sinks, window=window
-    )
+    return {"q": q, "k": k[..., :R], "v": v[..., :Z], "trailing": trailing}
+
+
+def _near_operands(
+    q: Array, k: Array, v: Array, sink_k: Array, sink_v: Array, start: Array, *, window: int
+) -> dict[str, Any]:
+    k, v, *heads = (x.swapaxes(1, 2) for x in (k, v, sink_k, sink_v))
+    starts = jnp.full(q.shape[0], start)
+    trailing = Trailing(k, v, starts - window, *(heads if sink_k.shape[1] else ()))
+    return {"q": q, "k": k[..., :0], "v": v[..., :0], "starts": starts, "trailing": trailing}
+
+
+def _far_operands(q: Array, k: Array, v: Array, start: Array | int) -> dict[str, Any]:
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    return {"q": q, "k": k, "v": v, "starts": jnp.full(q.shape[0], start)}

@@ -24,19 +24,21 @@ def token_importance(
     return importance if visible is None else importance - jnp.log(visible.astype(jnp.float32))
 
 
-@partial(jax.jit, static_argnames=("scale", "block"))
+@partial(jax.jit, static_argnames=("scale", "window", "block"))
 def column_sums(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     lse: Float[Array, "B N T"],
     *,
     scale: float,
+    window: int | None = None,
     block: int = 256,
 ) -> Float[Array, "B T"]:
     """Attention that each token receives as a key, summed over heads and queries, float32.
 
     The importance that eviction methods use (ZDC §5.2 compares with it). All weights are computed once more,
-    `block` queries at a time, from the scores and their log-sum-exp.
+    `block` queries at a time, from the scores and their log-sum-exp. `window`: keys that a query sees, itself
+    included; None: all before it.
     """
     B, T, N, H = q.shape
     K, pad = k.shape[2], -T % block
@@ -49,6 +51,8 @@ def column_sums(
         t = index * block + jnp.arange(block)
         weights = jnp.exp(logits - lse[:, :, :, index, :, None])
         seen = jnp.arange(T) <= t[:, None]
+        if window is not None:
+            seen &= jnp.arange(T) > t[:, None] - window
         return total + jnp.where(seen, weights, 0).sum((1, 2, 3)), None
 
     total, _ = jax.lax.scan(add, jnp.zeros((B, T), jnp.float32), jnp.arange(q.shape[1]))

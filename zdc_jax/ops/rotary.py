@@ -1,10 +1,13 @@
 """Rotary embedding, and the basis of queries and keys after it (`post_rope`), in one kernel where it pays."""
 
+from functools import partial
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from kernels_pallas import TILE_TOKENS, post_rope
+from kernels_pallas import TILE_TOKENS, post_rope, post_rope_refusal
 from zdc_jax.axes import Array
 from zdc_jax.config import RopeConfig
 from zdc_jax.ops import attention
@@ -58,13 +61,16 @@ def rope_and_basis(
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B T K C"]]:
     """RoPE(q) A_Q and RoPE(k) A_K (+ shift); the G query heads of a KV head share its basis.
 
-    `implementation` is attention's choice. With `pallas` or None the kernel serves what it can (compute
-    capability 9.0, 16 bits, H a multiple of 32); the rest is XLA's, with the same numbers.
+    `implementation` is attention's choice. With `pallas` or None the kernel serves what it does not refuse;
+    the rest is XLA's, with the same numbers.
     """
     H, C = q_rotation.shape[1:]
-    fits = attention.device_refusal(q) is None and H % 32 == 0 and H <= 256 and C % 16 == 0
-    if implementation in (None, "pallas") and fits:
-        return _in_one_kernel(q, k, positions, frequencies, q_rotation, k_rotation, k_shift)
+    operands = partial(_operands, frequencies=frequencies)
+    arrays, options = (q, k, positions, q_rotation, k_rotation, k_shift), {"qk_rank": C, "keep_tail": False}
+    refusal = lambda: attention.kernel_refusal(post_rope_refusal, operands, *arrays, **options)
+    if implementation in (None, "pallas") and refusal() is None:
+        rotated, keys, _ = post_rope(**operands(*arrays), **options)
+        return rotated.reshape(*q.shape[:3], C), keys.swapaxes(1, 2).reshape(*k.shape[:3], C)
     angles = jnp.asarray(frequencies, jnp.float32)
     q, k = (rotate(x, positions, angles, interleaved=False) for x in (q, k))
     B, T, N, _ = q.shape
@@ -74,21 +80,20 @@ def rope_and_basis(
     return q, k if k_shift is None else k + k_shift
 
 
-def _in_one_kernel(
+def _operands(
     q: Array,
     k: Array,
     positions: Array,
-    frequencies: np.ndarray,
     q_rotation: Array,
     k_rotation: Array,
     k_shift: Array | None,
-) -> tuple[Array, Array]:
-    B, T, C = *q.shape[:2], q_rotation.shape[2]
+    *,
+    frequencies: np.ndarray,
+) -> dict[str, Any]:
+    """What `post_rope` takes. A tile is of one row's tokens: few in each are better taken as one row."""
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
-    # A tile is of one row's tokens: few in each are better taken as one row.
-    short = T < TILE_TOKENS
-    rows = (lambda x: x.reshape(1, B * T, *x.shape[2:])) if short else (lambda x: x)
-    operands = rows(q), rows(k), rows(jnp.cos(angles)), rows(jnp.sin(angles)), q_rotation, k_rotation
-    q, k, _ = post_rope(*operands, k_shift, qk_rank=C, keep_tail=False)
-    k = k.swapaxes(1, 2)
-    return (q.reshape(B, T, -1, C), k.reshape(B, T, -1, C)) if short else (q, k)
+    B, T = q.shape[:2]
+    rows = (lambda x: x.reshape(1, B * T, *x.shape[2:])) if T < TILE_TOKENS else (lambda x: x)
+    by_token = {"q": q, "k": k, "angles_cos": jnp.cos(angles), "angles_sin": jnp.sin(angles)}
+    rotations = {"q_rotation": q_rotation, "k_rotation": k_rotation, "k_shift": k_shift}
+    return {name: rows(x) for name, x in by_token.items()} | rotations

@@ -1,7 +1,7 @@
-"""Attention of sequences whose tokens are divided over a mesh: several methods behind one function."""
+"""Attention of tokens divided over a mesh: near keys on each device with a halo, far ones by an exchange."""
 
-from functools import partial
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,28 +9,16 @@ from jaxtyping import Float
 
 from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
-from zdc_jax.ops.attention import Implementation, near_attention, self_attention
-from zdc_jax.parallel.exchange import gather_heads, scatter_heads
-from zdc_jax.parallel.far import FarAttention, Keep, Keys, all_gather, ring, ulysses
+from zdc_jax.cache.prefix_ring import PrefixRing
+from zdc_jax.ops.attention import Implementation, near_attention
+from zdc_jax.parallel.far import Exchanged, FarAttention, FarKeys, ulysses
 from zdc_jax.parallel.mesh import SEQUENCE
 from zdc_jax.parallel.near import first_tokens, with_halo
-from zdc_jax.parallel.payload import Payload, Scales
-from zdc_jax.plan import LayerRanks
+from zdc_jax.parallel.payload import Payload
+from zdc_jax.plan import TokenClasses
 
-Method = Literal["ulysses", "late_ulysses", "all_gather", "ring"]
-METHODS: tuple[Method, ...] = get_args(Method)
-"""`ulysses`: truncated coordinates are exchanged (dense Ulysses where the plan is full). `late_ulysses`: all
-coordinates are exchanged and truncated after it, as methods do that compress only the cache. `all_gather`,
-`ring`: truncated keys and values of all tokens come to the queries."""
-_FAR: dict[Method, FarAttention] = {"all_gather": all_gather, "ring": ring}
-
-
-def check_method(method: Method, payload: Payload) -> None:
-    """Raises `ValueError` for an unknown method, `NotImplementedError` where it cannot send this payload."""
-    if method not in METHODS:
-        raise ValueError(f"{method=} must be one of {METHODS}")
-    if payload == "float8" and method != "ulysses":
-        raise NotImplementedError(f"{payload=} needs method='ulysses', {method=} has none")
+ShardedAttention = Callable[..., tuple[Array, Any]]
+"""Is called as `sharded_attention`, and with `far` only where it is that very function."""
 
 
 def sharded_attention(
@@ -39,48 +27,50 @@ def sharded_attention(
     v: Float[Array, "B t K Hv"],
     *,
     scale: float,
-    ranks: LayerRanks,
-    sinks: int,
-    window: int,
-    method: Method,
+    spec: PrefixRing,
     implementation: Implementation | None = None,
-    keep: Keep | None = None,
-    scales: Scales | None = None,
-) -> Float[Array, "B t N Hv"]:
+    far: FarAttention = ulysses,
+) -> tuple[Float[Array, "B t N Hv"], Exchanged | None]:
     """`self_attention` of all tokens, for those of one device: inside `jax.shard_map`, T over `sequence`.
 
     Near keys are attended to on the device, at full rank, with a halo from the devices before it; that does
     not depend on what is exchanged for far keys, so that both may go on at once (ours).
 
     Args:
-      q, k, v: as `self_attention` takes them, of this device's t tokens; coordinates past `ranks` are dropped
+      q, k, v: as `self_attention` takes them, of this device's t tokens; coordinates past R and Z are dropped
         where a plan without near keys is run on arrays that hold more.
       scale: factor on the scores, 1/√H of the original head dim.
-      ranks: coordinates that far keys count with; sinks, window: near set, in tokens.
-      method: see `METHODS`. implementation: of the attention, see `zdc_jax.ops.attention`.
-      keep: only with `ulysses`; is given the far keys and values, for a cache, as they arrived.
-      scales: only with `ulysses`; of a float8 payload, None for a native one (`zdc_jax.parallel.payload`).
+      spec: coordinates that far keys count with; near set.
+      implementation: of the attention, see `zdc_jax.ops.attention`.
+      far: how queries and far keys of other devices come together.
+
+    Returns:
+      attention, and the far keys and values as they arrived, for a cache; None where `far` has none.
 
     Raises:
       NotImplementedError: the chosen implementation cannot do this call, with the reason.
     """
-    near = bool(sinks or window) and (q.shape[-1] > ranks.qk or v.shape[-1] > ranks.v)
-    if not near:
-        sinks = window = 0
-    length = q.shape[1] * jax.lax.axis_size(SEQUENCE)
-    keys = Keys(scale, min(sinks, length), min(window, length), implementation)
-    if method == "late_ulysses":
-        return _late(q, k, v, ranks, keys)
-    attend_far = partial(ulysses, keep=keep, scales=scales) if method == "ulysses" else _FAR[method]
-    far = lambda: attend_far(q[..., : ranks.qk], k[..., : ranks.qk], v[..., : ranks.v], keys)
-    if not near:
-        return _widened(far()[0], v.shape[-1])
-    parts = [attend_near(q, k, v, keys)]
-    if ranks.qk:
-        o, lse = far()
-        assert lse is not None  # Every method gives it where there is a near set.
+    keys = FarKeys.of(q, v, spec, scale=scale, implementation=implementation)
+    attend_far = lambda: far(q[..., : spec.R], k[..., : spec.R], v[..., : spec.Z], keys)
+    if keys.are_all:
+        o, _, exchanged = attend_far()
+        return widened(o, v.shape[-1]), exchanged
+    parts, exchanged = [attend_near(q, k, v, keys)], None
+    if spec.R:
+        o, lse, exchanged = attend_far()
+        assert lse is not None  # It is there where there is a near set.
         parts.append((o, lse))
-    return merged(parts)[0]
+    return merged(parts)[0], exchanged
+
+
+def check_attention(attention: ShardedAttention, payload: Payload, classes: TokenClasses | None) -> None:
+    """Raises `NotImplementedError` where a payload or token classes need `sharded_attention`, not another."""
+    if attention is sharded_attention:
+        return
+    if payload != "native":
+        raise NotImplementedError(f"{payload=} needs sharded_attention, {attention=} has none")
+    if classes is not None:
+        raise NotImplementedError(f"{attention=} cannot do this call: token classes need sharded_attention")
 
 
 def merged(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
@@ -92,7 +82,7 @@ def merged(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
 
 
 def attend_near(
-    q: Float[Array, "B t N H"], k: Float[Array, "B t K H"], v: Float[Array, "B t K H"], keys: Keys
+    q: Float[Array, "B t N H"], k: Float[Array, "B t K H"], v: Float[Array, "B t K H"], keys: FarKeys
 ) -> tuple[Float[Array, "B t N H"], Float[Array, "B N t"]]:
     """Near attention of one device's tokens, with the halo and the sinks that it fetches, and log-sum-exp.
 
@@ -114,25 +104,6 @@ def attend_near(
     )
 
 
-def _late(q: Array, k: Array, v: Array, ranks: LayerRanks, keys: Keys) -> Array:
-    width = v.shape[-1]
-    q, k, v = scatter_heads((q, k, v), SEQUENCE)
-    if keys.are_all:
-        q, k, v = q[..., : ranks.qk], k[..., : ranks.qk], v[..., : ranks.v]
-    o, _ = self_attention(
-        q,
-        k,
-        v,
-        scale=keys.scale,
-        qk_rank=ranks.qk,
-        v_rank=ranks.v,
-        sinks=keys.sinks,
-        window=keys.window,
-        implementation=keys.implementation,
-    )
-    return gather_heads(_widened(o, width), SEQUENCE)
-
-
-def _widened(o: Array, width: int) -> Array:
-    """Zeros for the coordinates that were dropped and W_O still has."""
+def widened(o: Float[Array, "B t N Z"], width: int) -> Float[Array, "B t N Hv"]:
+    """Zeros for the coordinates that were dropped and W_O still has, `width` in all."""
     return jnp.pad(o, [(0, 0)] * 3 + [(0, width - o.shape[-1])])

@@ -17,188 +17,172 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import Segment as Held
 from zdc_jax.axes import Array
-from zdc_jax.cache.classes import EMPTY, GroupState, Segment
-from zdc_jax.cache.prefix_ring import ClassLayerCache, KVCache, LayerCache
+from zdc_jax.cache.classes import (
+    EMPTY,
+    Arrangement,
+    ClassBlocks,
+    ClassLeader,
+    ClassMember,
+    GroupState,
+    LeaderState,
+    MemberState,
+    Segment,
+    arrange,
+)
+from zdc_jax.cache.prefix_ring import PrefixRingState
+from zdc_jax.cache.spec import LayerCacheSpec, State
 from zdc_jax.model.block import Block
-from zdc_jax.model.classes import Arrangement, arrange, class_layer, projection
 from zdc_jax.ops.attention import Implementation, segment_attention
 from zdc_jax.ops.importance import token_importance
-from zdc_jax.parallel.attention import Method, attend_near, merged
+from zdc_jax.parallel.attention import attend_near, merged
 from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, scatter_heads
-from zdc_jax.parallel.far import Keys
+from zdc_jax.parallel.far import FarKeys
 from zdc_jax.parallel.mesh import (
-    BY_HEAD,
     BY_TOKEN,
     DATA,
     MODEL,
     SEQUENCE,
+    layout,
     on_mesh,
     positions_of,
-    spec,
     sum_over,
 )
 from zdc_jax.parallel.payload import Payload
-from zdc_jax.parallel.prompt_cache import Slots, layer_cache, stored, with_new_empties
-from zdc_jax.parallel.weights import Weights, weight_specs, whole_weights
-from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
+from zdc_jax.parallel.prompt_cache import prompt_state, stored
+from zdc_jax.parallel.weights import WeightPlacement, weight_specs, whole_weights
 
-Near = tuple[int, int]
-"""Sinks and window, in tokens."""
-_TOKENS, _LSE = spec("B T"), PartitionSpec(DATA, MODEL, SEQUENCE)
+_TOKENS, _LSE = layout("B T"), PartitionSpec(DATA, MODEL, SEQUENCE)
 _BY_TOKEN: Any = (_TOKENS, _TOKENS, (PartitionSpec(), PartitionSpec()))
 _ARRANGEMENT = Arrangement(*_BY_TOKEN)
+_ROWS: Any = layout("B")
 """How [B, T, ...], the log-sum-exp [B, N, T] and an arrangement of each device's tokens lie on a mesh."""
 
 
-def check_classes(method: Method, payload: Payload) -> None:
-    """Raises `NotImplementedError` where tokens of two classes do not travel by this method, or as this."""
-    if method != "ulysses":
-        raise NotImplementedError(f"{method=} cannot do this call: token classes need 'ulysses'")
+def check_classes(payload: Payload) -> None:
+    """Raises `NotImplementedError` where tokens of two classes do not travel as this payload."""
     if payload != "native":
         raise NotImplementedError(f"{payload=} cannot do this call: token classes need 'native'")
 
 
-class Widths(NamedTuple):
-    """What a layer keeps of each class: the `first` tokens of a device are important and keep `more`.
-
-    slots: of both segments of its cache, in tokens a row; None without one.
-    """
-
-    first: int
-    more: LayerRanks
-    less: LayerRanks
-    slots: tuple[int, int] | None
-
-
 def prompt_through_groups(
     layers: Sequence[Block],
-    plan: CompressionPlan,
+    specs: Sequence[LayerCacheSpec],
     x: Float[Array, "B T D"],
     end: Int[Array, " B"],
-    slots: Slots | None,
+    capacity: int | None,
     mesh: Mesh,
     implementation: Implementation | None,
-    weights: Weights,
-) -> tuple[Float[Array, "B T D"], KVCache | None]:
+    weights: WeightPlacement,
+) -> tuple[Float[Array, "B T D"], list[State]]:
     """Whole prompts of `end` tokens through all layers, group by group, each behind its leader.
 
     Args:
+      specs: how each layer keeps its tokens, `ClassLeader` or `ClassMember`.
       x: embeddings, divided as tokens are; every device holds whole blocks.
-      slots: of the cache to be made; None makes none.
+      capacity: of the cache to be made, in tokens a row; None makes none.
       implementation: of attention.
       weights: how those of `layers` lie.
 
     Returns:
-      hidden states, and the cache, divided by head over `model` and `sequence`.
+      hidden states, and what each layer caches, divided by head over `model` and `sequence`.
     """
-    classes, near = plan.classes, (plan.sinks, plan.window)
-    assert classes is not None
-    tokens = x.shape[1] // mesh.shape[SEQUENCE]
-    caches: list[LayerCache | ClassLayerCache] = []
-    groups: list[GroupState] = []
-    for index, leader in enumerate(classes.leaders):
-        x, lse, cache = _leader_layer(
-            layers[leader], x, end, plan.layers[leader], near, slots, mesh, implementation, weights
-        )
-        caches.append(cache)
-        sizes = None if slots is None else classes.segment_slots(index, slots.capacity)
-        x, arrangement, positions, group = _classified(x, lse, end, classes, index, sizes, mesh)
-        for member in classes.members(index, len(layers)):
-            ranks = classes.important[member], plan.layers[member]
-            widths = Widths(classes.important_in(index, tokens), *ranks, sizes)
-            given = (positions, arrangement, widths, near, slots, mesh, implementation, weights)
-            x, cache = _member_layer(layers[member], x, end, *given)
-            caches.append(cache)
-        x = _restored(x, arrangement, mesh)
-        groups.append(group)
-    if slots is None:
-        return x, None
-    return x, KVCache(tuple(caches), end, slots.sinks, slots.window, tuple(groups))
+    states: list[State] = []
+    found, given = None, (capacity, mesh, implementation, weights)
+    for block, spec in zip(layers, specs, strict=True):
+        if isinstance(spec, ClassLeader):
+            x = x if found is None else _restored(x, found.arrangement, mesh)
+            x, lse, state = _leader_layer(block, spec, x, end, *given)
+            x, found, group = _classified(x, lse, end, spec.blocks, capacity, mesh)
+            states.append(None if capacity is None else LeaderState(state, group))
+        else:
+            assert isinstance(spec, ClassMember)
+            assert found is not None  # The first layer leads.
+            x, state = _member_layer(block, spec, x, end, found, *given)
+            states.append(state)
+    return x if found is None else _restored(x, found.arrangement, mesh), states
 
 
-@partial(jax.jit, static_argnames=("ranks", "near", "slots", "mesh", "implementation", "weights"))
+class _Found(NamedTuple):
+    """What a leader finds: the class order of each device's tokens, and the positions [B, T₁], [B, T₂] of all
+    tokens, by class and in it by device; `EMPTY` stands for padding."""
+
+    arrangement: Arrangement
+    positions: tuple[Array, Array]
+
+
+@partial(jax.jit, static_argnames=("spec", "capacity", "mesh", "implementation", "weights"))
 def _leader_layer(
     block: Block,
+    spec: ClassLeader,
     x: Array,
     end: Array,
-    ranks: LayerRanks,
-    near: Near,
-    slots: Slots | None,
+    capacity: int | None,
     mesh: Mesh,
     implementation: Implementation | None,
-    weights: Weights,
-) -> tuple[Array, Array, LayerCache | None]:
-    """One layer that treats all tokens alike, its log-sum-exp [B, N, T], and its cache for given `slots`."""
+    weights: WeightPlacement,
+) -> tuple[Array, Array, PrefixRingState | None]:
+    """One layer that treats all tokens alike, its log-sum-exp [B, N, T], and what it caches."""
+    kept = spec.tokens
 
-    def local(block: Block, x: Array, end: Array) -> tuple[Array, Array, LayerCache | None]:
-        positions, seen, cache = positions_of(x), jnp.zeros(()), None
+    def local(block: Block, x: Array, end: Array) -> tuple[Array, Array, PrefixRingState | None]:
+        positions = positions_of(x)
 
-        def attend(q: Array, k: Array, v: Array) -> Array:
-            nonlocal seen, cache
-            exchanged, parts = None, []
-            whole = q.shape[-1] > ranks.qk or v.shape[-1] > ranks.v
-            keys = _keys(block, x, near if whole else (0, 0), implementation)
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, PrefixRingState | None]]:
+            exchanged, parts, state = None, [], None
+            keys = FarKeys.of(q, v, kept, scale=block.attention.scale, implementation=implementation)
             if not keys.are_all:
                 parts.append(attend_near(q, k, v, keys))
-            if ranks.qk:
-                cut = scatter_heads((q[..., : ranks.qk], k[..., : ranks.qk], v[..., : ranks.v]), SEQUENCE)
+            if kept.R:
+                cut = scatter_heads((q[..., : kept.R], k[..., : kept.R], v[..., : kept.Z]), SEQUENCE)
                 exchanged = cut[1], cut[2]
                 parts.append(gather_heads_and_lse(*keys.attend(*cut), SEQUENCE))
-            if slots is not None:
-                cache = layer_cache(k, v, exchanged, positions, end, ranks, slots)
-            o, seen = merged(parts)
-            return o
+            if capacity is not None:
+                state = prompt_state(kept, k, v, exchanged, positions, end, capacity)
+            o, lse = merged(parts)
+            return o, (lse, state)
 
         block = whole_weights(block, weights)
-        x = block(x, positions, attend, implementation, reduce=sum_over(mesh, BY_TOKEN))
-        return x, seen, cache
+        reduce = sum_over(mesh, BY_TOKEN)
+        x, (lse, state) = block(x, positions, attend, implementation, reduce=reduce)
+        return x, lse, state
 
-    in_specs = (weight_specs(block, BY_TOKEN, weights), _TOKENS, spec("B"))
-    return on_mesh(mesh, local, in_specs, (_TOKENS, _LSE, spec("B K S R")))(block, x, end)
+    in_specs = (weight_specs(block, BY_TOKEN, weights), _TOKENS, layout("B"))
+    return on_mesh(mesh, local, in_specs, (_TOKENS, _LSE, layout("B K S R")))(block, x, end)
 
 
-@partial(jax.jit, static_argnames=("classes", "index", "sizes", "mesh"))
+@partial(jax.jit, static_argnames=("blocks", "capacity", "mesh"))
 def _classified(
-    x: Array,
-    lse: Array,
-    end: Array,
-    classes: TokenClasses,
-    index: int,
-    sizes: tuple[int, int] | None,
-    mesh: Mesh,
-) -> tuple[Array, Arrangement, tuple[Array, Array], GroupState | None]:
+    x: Array, lse: Array, end: Array, blocks: ClassBlocks, capacity: int | None, mesh: Mesh
+) -> tuple[Array, _Found, GroupState | None]:
     """Tokens of x [B, T, D] in the class order of each device, by their leader's log-sum-exp.
 
-    Also positions of all tokens [B, T₁], [B, T₂], by class and in it by device; `EMPTY` stands for padding.
-    And, for a cache whose segments have `sizes` slots, the group.
+    Also, for a cache of so many tokens a row, the group.
     """
 
-    def local(
-        x: Array, lse: Array, end: Array
-    ) -> tuple[Array, Arrangement, tuple[Array, Array], GroupState | None]:
+    def local(x: Array, lse: Array, end: Array) -> tuple[Array, _Found, GroupState | None]:
         B, t, _ = x.shape
         start = jax.lax.axis_index(SEQUENCE) * t
         # The sum over heads of all devices is that of their sums.
         lse = jax.lax.all_gather(token_importance(lse)[:, None], MODEL, axis=1, tiled=True)
-        group = GroupState.create(classes, index, batch=B, capacity=t)
+        group = GroupState.create(blocks, batch=B, capacity=t)
         own = jnp.broadcast_to(jnp.arange(t), (B, t))
-        group, arrangement = arrange(group, lse, own, end - start, classes, index)
-        count = classes.important_in(
-            index, t
-        )  # A group's slots may be more, for they are in whole rows of 8.
+        group, arrangement = arrange(group, lse, own, end - start, blocks)
+        # A group's slots may be more than there are tokens, for they are in whole rows of 8.
+        count = blocks.important_in(t)
         held = jnp.concatenate([group.positions[0][:, :count], group.positions[1][:, : t - count]], 1)
         held = jax.lax.all_gather(jnp.where(held == EMPTY, EMPTY, start + held), SEQUENCE, axis=1)
         first, rest = jnp.split(held, [count], axis=2)
-        positions = first.reshape(B, -1), rest.reshape(B, -1)
-        if sizes is None:
-            return arrangement.sorted(x), arrangement, positions, None
+        found = _Found(arrangement, (first.reshape(B, -1), rest.reshape(B, -1)))
+        if capacity is None:
+            return arrangement.sorted(x), found, None
         newest = (start < end) & (end <= start + t)
         importance = jax.lax.psum(jnp.where(newest[:, None], group.importance, 0), SEQUENCE)
-        slots = _fitted(positions[0], sizes[0]), _fitted(positions[1], sizes[1])
-        return arrangement.sorted(x), arrangement, positions, GroupState(slots, importance)
+        sized = zip(found.positions, blocks.segment_slots(capacity), strict=True)
+        first, rest = (_fitted(positions, slots) for positions, slots in sized)
+        return arrangement.sorted(x), found, GroupState((first, rest), importance)
 
-    in_specs = (_TOKENS, _LSE, spec("B"))
-    return on_mesh(mesh, local, in_specs, (_TOKENS, _ARRANGEMENT, spec("B"), spec("B")))(x, lse, end)
+    out_specs = (_TOKENS, _Found(_ARRANGEMENT, _ROWS), layout("B"))
+    return on_mesh(mesh, local, (_TOKENS, _LSE, layout("B")), out_specs)(x, lse, end)
 
 
 def _fitted(positions: Int[Array, "B T"], slots: int) -> Int[Array, "B S"]:
@@ -207,65 +191,57 @@ def _fitted(positions: Int[Array, "B T"], slots: int) -> Int[Array, "B S"]:
     return jnp.pad(positions, ((0, 0), (0, slots - positions.shape[1])), constant_values=EMPTY)
 
 
-@partial(jax.jit, static_argnames=("widths", "near", "slots", "mesh", "implementation", "weights"))
+@partial(jax.jit, static_argnames=("spec", "capacity", "mesh", "implementation", "weights"))
 def _member_layer(
     block: Block,
+    spec: ClassMember,
     x: Array,
     end: Array,
-    held: tuple[Array, Array],
-    arrangement: Arrangement,
-    widths: Widths,
-    near: Near,
-    slots: Slots | None,
+    found: _Found,
+    capacity: int | None,
     mesh: Mesh,
     implementation: Implementation | None,
-    weights: Weights,
-) -> tuple[Array, ClassLayerCache | None]:
-    """One layer behind a leader, on tokens in class order, and its cache for given `slots`.
+    weights: WeightPlacement,
+) -> tuple[Array, MemberState | None]:
+    """One layer behind a leader, on tokens in class order, and its cache for a given capacity."""
 
-    held [B, T₁], [B, T₂]: positions of the tokens of all devices, by class.
-    """
+    def local(block: Block, x: Array, end: Array, found: _Found) -> tuple[Array, MemberState | None]:
+        positions, order = positions_of(x), found.arrangement
 
-    def local(
-        block: Block, x: Array, end: Array, held: tuple[Array, Array], arrangement: Arrangement
-    ) -> tuple[Array, ClassLayerCache | None]:
-        positions, cache = positions_of(x), None
-        keys, H = _keys(block, x, near, implementation), block.attention.config.head_dim
-
-        def attend(q: Array, k: tuple[Array, Array], v: tuple[Array, Array]) -> Array:
-            nonlocal cache
-            far, segments = _attend_segments(q, k, v, held, widths, keys)
+        def attend(
+            q: Array, k: tuple[Array, Array], v: tuple[Array, Array]
+        ) -> tuple[Array, MemberState | None]:
+            B, t = q.shape[:2]
+            length = t * jax.lax.axis_size(SEQUENCE)
+            keys = FarKeys(block.attention.scale, *spec.near.near(length), implementation)
+            far, segments = _attend_segments(q, k, v, found.positions, spec, keys)
             if keys.are_all:
                 o = gather_heads(far[0], SEQUENCE)
-                own_k = own_v = jnp.zeros((*q.shape[:2], k[0].shape[2], H), q.dtype)  # A ring of no slots.
+                own_k = own_v = jnp.zeros(
+                    (B, t, k[0].shape[2], spec.head_dim), q.dtype
+                )  # A ring of no slots.
             else:
-                own_k, own_v = (arrangement.restored(jnp.concatenate(each, 1)) for each in (k, v))
-                o, lse = attend_near(arrangement.restored(q), own_k, own_v, keys)
-                lse = arrangement.sorted(lse.swapaxes(1, 2)).swapaxes(1, 2)
-                parts = [(arrangement.sorted(o), lse), gather_heads_and_lse(*far, SEQUENCE)]
-                o, _ = merged(parts)
-            if slots is not None:
-                ring = layer_cache(own_k, own_v, None, positions, end, LayerRanks(0, 0), slots)
-                assert widths.slots is not None
-                sized = zip(segments, widths.slots, strict=True)
-                cache = ClassLayerCache(ring, *(Segment(stored(s.k, n), stored(s.v, n)) for s, n in sized))
-            return o
+                own_k, own_v = (order.restored(jnp.concatenate(each, 1)) for each in (k, v))
+                o, lse = attend_near(order.restored(q), own_k, own_v, keys)
+                lse = order.sorted(lse.swapaxes(1, 2)).swapaxes(1, 2)
+                o, _ = merged([(order.sorted(o), lse), gather_heads_and_lse(*far, SEQUENCE)])
+            if capacity is None:
+                return o, None
+            ring = prompt_state(spec.near, own_k, own_v, None, positions, end, capacity)
+            sized = zip(segments, spec.blocks.segment_slots(capacity), strict=True)
+            return o, MemberState(ring, *(Segment(stored(s.k, n), stored(s.v, n)) for s, n in sized))
 
         block = whole_weights(block, weights)
-        project = projection(block, widths.first, widths.less, near)
-        ordered = arrangement.sorted(positions)
-        x = block(x, ordered, attend, implementation, project, sum_over(mesh, BY_TOKEN))
-        return x, cache
+        reduce = sum_over(mesh, BY_TOKEN)
+        return block(x, order.sorted(positions), attend, implementation, spec.project_ordered, reduce)
 
-    in_specs = (weight_specs(block, BY_TOKEN, weights), _TOKENS, spec("B"), spec("B"), _ARRANGEMENT)
-    layer = on_mesh(mesh, local, in_specs, (_TOKENS, spec("B K S R")))
-    return layer(block, x, end, held, arrangement)
-
-
-def _keys(block: Block, x: Array, near: Near, implementation: Implementation | None) -> Keys:
-    length = x.shape[1] * jax.lax.axis_size(SEQUENCE)
-    sinks, window = (min(count, length) for count in near)
-    return Keys(block.attention.config.head_dim**-0.5, sinks, window, implementation)
+    in_specs = (
+        weight_specs(block, BY_TOKEN, weights),
+        _TOKENS,
+        layout("B"),
+        _Found(_ARRANGEMENT, _ROWS),
+    )
+    return on_mesh(mesh, local, in_specs, (_TOKENS, layout("B K S R")))(block, x, end, found)
 
 
 def _attend_segments(
@@ -273,22 +249,22 @@ def _attend_segments(
     k: tuple[Array, Array],
     v: tuple[Array, Array],
     held: tuple[Array, Array],
-    widths: Widths,
-    keys: Keys,
+    spec: ClassMember,
+    keys: FarKeys,
 ) -> tuple[tuple[Array, Array], list[Segment]]:
     """Far attention of all tokens for one device's heads, [B, T, N/U, Z], its log-sum-exp; and its keys.
 
     q, k, v: of one device's tokens in class order; held: positions of the tokens of all devices, by class.
     The result stands device by device, as tokens do.
     """
-    more, less = widths.more, widths.less
+    (R1, Z1), (R2, Z2) = spec.important, spec.rest
     q, *kv = scatter_heads(
         (
-            q[..., : more.qk],
-            k[0][..., : more.qk],
-            v[0][..., : more.v],
-            k[1][..., : less.qk],
-            v[1][..., : less.v],
+            q[..., :R1],
+            k[0][..., :R1],
+            v[0][..., :Z1],
+            k[1][..., :R2],
+            v[1][..., :Z2],
         ),
         SEQUENCE,
     )
@@ -313,38 +289,3 @@ def _restored(x: Array, arrangement: Arrangement, mesh: Mesh) -> Array:
     """x [B, T, D], in class order on each device, by position again."""
     restore = lambda x, arrangement: arrangement.restored(x)
     return on_mesh(mesh, restore, (_TOKENS, _ARRANGEMENT), _TOKENS)(x, arrangement)
-
-
-@partial(jax.jit, static_argnames=("less", "near", "mesh", "implementation"))
-def class_token_layer(
-    block: Block,
-    x: Float[Array, "B 1 D"],
-    cache: ClassLayerCache,
-    group: GroupState,
-    arrangement: Arrangement,
-    positions: Int[Array, "B 1"],
-    end: Int[Array, " B"],
-    less: LayerRanks,
-    near: Near,
-    mesh: Mesh,
-    implementation: Implementation | None,
-) -> tuple[Float[Array, "B 1 D"], ClassLayerCache]:
-    """`class_layer` on one token a row, its heads and cache divided over `model` and `sequence`."""
-
-    def local(
-        block: Block,
-        x: Array,
-        cache: ClassLayerCache,
-        group: GroupState,
-        arrangement: Arrangement,
-        positions: Array,
-        end: Array,
-    ) -> tuple[Array, ClassLayerCache]:
-        given = (with_new_empties(cache), group, arrangement, positions, end)
-        x, longer = class_layer(block, x, *given, 1, less, near, implementation, sum_over(mesh, BY_HEAD))
-        return x, with_new_empties(longer)
-
-    rows, token, held = spec("B"), spec("B 1 D"), spec("B K S R")
-    in_specs = (weight_specs(block, BY_HEAD), token, held, rows, rows, rows, rows)
-    layer = on_mesh(mesh, local, in_specs, (token, held))
-    return layer(block, x, cache, group, arrangement, positions, end)

@@ -1,31 +1,49 @@
 """Attention of tokens divided over a mesh on keys of all tokens: who gets which of them, and how.
 
-Each function takes what one device holds, q [B, t, N, R], k [B, t, K, R], v [B, t, K, Z], and gives its o
-[B, t, N, Z] and, where near attention is to be merged with it, its log-sum-exp [B, N, t].
+`ulysses`, as any `FarAttention`, takes what one device holds, q [B, t, N, R], k [B, t, K, R], v [B, t, K, Z],
+and gives its o [B, t, N, Z] and, where near attention is to be merged with it, its log-sum-exp [B, N, t].
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import jax
-import jax.numpy as jnp
 
-from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
+from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.ops.attention import Implementation, far_attention, self_attention
-from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, moved, scatter_heads
+from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, scatter_heads
 from zdc_jax.parallel.mesh import SEQUENCE
 from zdc_jax.parallel.payload import Scales
 
 
 @dataclass(frozen=True)
-class Keys:
+class FarKeys:
     """Which keys are far (all, where sinks and window are 0), and how attention on them is computed."""
 
     scale: float
     sinks: int
     window: int
     implementation: Implementation | None
+
+    @classmethod
+    def of(
+        cls,
+        q: Array,
+        v: Array,
+        spec: PrefixRing,
+        *,
+        scale: float,
+        implementation: Implementation | None,
+    ) -> Self:
+        """Of tokens divided over `sequence`, q [B, t, N, H], v [B, t, K, H]; inside `jax.shard_map`.
+
+        Sinks and window count where q or v is wider than what `spec` keeps of far keys; else all are far.
+        """
+        near = q.shape[-1] > spec.R or v.shape[-1] > spec.Z
+        length = q.shape[1] * jax.lax.axis_size(SEQUENCE) if near else 0
+        return cls(scale, *spec.near(length), implementation)
 
     @property
     def are_all(self) -> bool:
@@ -48,55 +66,20 @@ class Keys:
         )
 
 
-FarAttention = Callable[[Array, Array, Array, Keys], tuple[Array, Array | None]]
-
-
-Keep = Callable[[Array, Array], None]
-"""Is given k [B, T, K/U, R] and v [B, T, K/U, Z] of all tokens for the heads of this device."""
+Exchanged = tuple[Array, Array]
+"""k [B, T, K/U, R] and v [B, T, K/U, Z] of all tokens for the heads of one device, as they arrived."""
+FarAttention = Callable[[Array, Array, Array, FarKeys], tuple[Array, Array | None, Exchanged | None]]
+"""Takes q, k, v at the width that far keys count with. Gives o and its log-sum-exp, which may be None where
+all keys are far; and what a cache by head can keep, None where nothing of that form has arrived."""
 
 
 def ulysses(
-    q: Array, k: Array, v: Array, keys: Keys, keep: Keep | None = None, scales: Scales | None = None
-) -> tuple[Array, Array | None]:
+    q: Array, k: Array, v: Array, keys: FarKeys, scales: Scales | None = None
+) -> tuple[Array, Array | None, Exchanged]:
     """Heads for tokens and back, two all-to-alls (DeepSpeed-Ulysses, with what is truncated: ZDC §5.3)."""
     q, k, v = scatter_heads((q, k, v), SEQUENCE, scales)
     scale = None if scales is None else scales.v
-    if keep is not None:
-        keep(k, v)
     if keys.are_all:
         o, _ = self_attention(q, k, v, scale=keys.scale, implementation=keys.implementation)
-        return gather_heads(o, SEQUENCE, scale), None
-    return gather_heads_and_lse(*keys.attend(q, k, v), SEQUENCE, scale)
-
-
-def all_gather(q: Array, k: Array, v: Array, keys: Keys) -> tuple[Array, Array | None]:
-    """Keys and values of all tokens on every device, queries stay (Megatron-LM's context parallelism)."""
-    gather = lambda x: jax.lax.all_gather(x, SEQUENCE, axis=1, tiled=True)
-    both = moved(gather, jnp.concatenate([k, v], -1))
-    k, v = jnp.split(both, [k.shape[-1]], axis=-1)
-    return keys.attend(q, k, v, jax.lax.axis_index(SEQUENCE) * q.shape[1])
-
-
-def ring(q: Array, k: Array, v: Array, keys: Keys) -> tuple[Array, Array | None]:
-    """Keys and values go round, partial results are merged in float32 (Ring Attention, Liu et al., 2023).
-
-    Tokens are divided in order, so that the last device has most to do; keys later than all queries of a
-    device pass it by.
-    """
-    U, me = jax.lax.axis_size(SEQUENCE), jax.lax.axis_index(SEQUENCE)
-    onward = [(source, (source + 1) % U) for source in range(U)]
-    (B, t, N, R), Z = q.shape, v.shape[-1]
-    unseen = jnp.zeros((B, t, N, Z), jnp.float32), jnp.full((B, N, t), -jnp.inf, jnp.float32)
-    result, both = unseen, jnp.concatenate([k, v], -1)
-    for distance in range(U):
-        source = (me - distance) % U
-
-        def attend(both: Array, source: Array = source) -> tuple[Array, Array]:
-            o, lse = keys.attend(q, both[..., :R], both[..., R:], me * t, source * t)
-            return o.astype(jnp.float32), lse
-
-        part = jax.lax.cond(source <= me, attend, lambda _: unseen, both)
-        result = merge_partial([result, part])
-        if distance < U - 1:
-            both = moved(lambda x: jax.lax.ppermute(x, SEQUENCE, onward), both)
-    return result[0].astype(v.dtype), result[1]
+        return gather_heads(o, SEQUENCE, scale), None, (k, v)
+    return *gather_heads_and_lse(*keys.attend(q, k, v), SEQUENCE, scale), (k, v)

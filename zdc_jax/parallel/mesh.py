@@ -83,7 +83,7 @@ class MeshConfig:
         return jax.make_mesh(astuple(self), names, (AxisType.Auto,) * len(names), devices=devices)
 
 
-def spec(axes: str, among: tuple[str, ...] = (DATA, SEQUENCE, MODEL)) -> PartitionSpec:
+def layout(axes: str, among: tuple[str, ...] = (DATA, SEQUENCE, MODEL)) -> PartitionSpec:
     """How an array with these axes, such as `B T D`, is divided over the mesh axes `among`.
 
     Axes that are not in the table (or `1`) are whole.

@@ -16,7 +16,6 @@ from zdc_jax.axes import Array
 from zdc_jax.basis import Basis
 from zdc_jax.errors import CalibrationError
 from zdc_jax.model.attention import Attention
-from zdc_jax.plan import LayerRanks
 
 Payload = Literal["native", "float8"]
 PAYLOADS: tuple[Payload, ...] = get_args(Payload)
@@ -43,12 +42,12 @@ class Scales(NamedTuple):
     v: Float[Array, "K Z"]
 
     @classmethod
-    def of(cls, attention: Attention, ranks: LayerRanks) -> "Scales | None":
+    def of(cls, attention: Attention, R: int, Z: int) -> "Scales | None":
         """Those of the first coordinates; None where the layer has none."""
         if attention.q_scale is None or attention.k_scale is None or attention.v_scale is None:
             return None
         scales = attention.q_scale[...], attention.k_scale[...], attention.v_scale[...]
-        return cls(*(x[:, :rank] for x, rank in zip(scales, (ranks.qk, ranks.qk, ranks.v), strict=True)))
+        return cls(*(x[:, :rank] for x, rank in zip(scales, (R, R, Z), strict=True)))
 
 
 def scale_weights(basis: Basis, layer: int) -> dict[str, np.ndarray]:

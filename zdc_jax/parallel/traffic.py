@@ -8,9 +8,7 @@ import math
 import re
 from collections import Counter
 
-from benchmarks.rivals.partition import Partition, cache_slots
 from zdc_jax.config import ModelConfig
-from zdc_jax.parallel.attention import Method, check_method
 from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.near import halo_rows
@@ -26,7 +24,6 @@ def prefill_bytes(
     *,
     length: int,
     degree: int,
-    method: Method = "ulysses",
     payload: Payload = "native",
     batch: int = 1,
     itemsize: int = 2,
@@ -34,29 +31,26 @@ def prefill_bytes(
     """Bytes that the attention of all layers sends from one of `degree` devices along `sequence`.
 
     `length` T and `batch` count tokens and rows of one group of devices along `sequence`; the padding of T is
-    counted. A full plan with method `ulysses` is dense Ulysses. `itemsize`: bytes of a native element.
+    counted. A full plan is dense Ulysses. `itemsize`: bytes of a native element.
 
     Raises:
-      ValueError, NotImplementedError: as `check_method`; a method or payload that cannot exchange the plan's
-        token classes.
+      NotImplementedError: a payload that cannot exchange the plan's token classes.
     """
-    check_method(method, payload)
-    layer = lambda ranks: layer_bytes(
+    layer = lambda index: layer_bytes(
         config,
-        ranks,
-        (plan.sinks, plan.window),
+        plan.layers[index],
+        plan.near(index),
         length=length,
         degree=degree,
-        method=method,
         payload=payload,
         itemsize=itemsize,
     )
     if plan.classes is not None:
-        check_classes(method, payload)
+        check_classes(payload)
         return batch * _class_bytes(
             config, plan, plan.classes, length=length, degree=degree, itemsize=itemsize
         )
-    return batch * sum(layer(ranks) for ranks in plan.layers)
+    return batch * sum(layer(index) for index in range(len(plan.layers)))
 
 
 def layer_bytes(
@@ -66,35 +60,30 @@ def layer_bytes(
     *,
     length: int,
     degree: int,
-    method: Method,
     payload: Payload,
     itemsize: int,
 ) -> int:
     """`prefill_bytes` of one layer and one row; near: sinks and window.
 
-    Far keys, with K' = K · copies (`kv_copies`) and t = ⌈T/U⌉: `ulysses` N R + K' (R + Z) there and N Z back
-    for each of t tokens, times (U-1)/U; `late_ulysses` the same with H for R and Z; `all_gather` and `ring`
-    K (R + Z) for each of t (U-1) tokens. A near set adds the log-sum-exp on the way back of `ulysses`, a halo
-    of min(W, (U-1) t) tokens and the sinks, with 2 K H coordinates each. A coordinate takes `itemsize` bytes;
-    of far ones in `float8` only the first few do, and the others 1 (`row_bytes`).
+    Far keys, with K' = K · copies (`kv_copies`) and t = ⌈T/U⌉: N R + K' (R + Z) there and N Z back for each
+    of t tokens, times (U-1)/U. A near set adds the log-sum-exp on the way back, and `near_bytes`. A
+    coordinate takes `itemsize` bytes; in `float8` only the first few far ones do, others 1 (`row_bytes`).
     """
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     U, t = degree, -(-length // degree)
-    is_near = any(near) and (ranks.qk < H or ranks.v < H)
-    R, Z = (H, H) if method == "late_ulysses" else (ranks.qk, ranks.v)
-    if method in ("all_gather", "ring"):
-        far = t * (U - 1) * K * (R + Z) * itemsize
-    else:
-        token = sum(row_bytes(width, payload, itemsize) for width in (R, Z)) * (N + K * kv_copies(K, U))
-        far = t * (U - 1) * token // U
-    if not is_near or method == "late_ulysses":
+    token = sum(row_bytes(width, payload, itemsize) for width in (ranks.qk, ranks.v))
+    far = t * (U - 1) * token * (N + K * kv_copies(K, U)) // U
+    if not any(near) or (ranks.qk, ranks.v) == (H, H):
         return far
-    if method == "ulysses" and ranks.qk:
-        far += t * (U - 1) * N * _LSE_BYTES // U
-    return far + _near_bytes(config, near, t, U, itemsize)
+    lse = t * (U - 1) * N * _LSE_BYTES // U if ranks.qk else 0
+    return far + lse + near_bytes(config, near, t, U, itemsize)
 
 
-def _near_bytes(config: ModelConfig, near: tuple[int, int], t: int, U: int, itemsize: int) -> int:
+def near_bytes(config: ModelConfig, near: tuple[int, int], t: int, U: int, itemsize: int) -> int:
+    """Bytes that one of U devices with t tokens each sends in a layer for the near set, sinks and window.
+
+    A halo of min(W, (U-1) t) tokens and the sinks, with 2 K H coordinates of `itemsize` bytes each.
+    """
     sinks, window = (min(count, U * t) for count in near)
     token = 2 * config.num_kv_heads * config.head_dim * itemsize
     return sum(halo_rows(window, t, U)) * token + 2 * (U - 1) * sinks * token // U
@@ -122,14 +111,17 @@ def _class_bytes(
     total = len(classes.leaders) * 4 * t * (U - 1)
     for index, less in enumerate(plan.layers):
         if plan.has_classes(index):
-            more, important = classes.important[index], classes.important_in(classes.group_of(index), t)
+            more, important = (
+                classes.important[index],
+                classes.blocks(classes.group_of(index)).important_in(t),
+            )
             kept = important * (more.qk + more.v) + (t - important) * (less.qk + less.v)
             coordinates = t * N * (more.qk + more.v) + K * kv_copies(K, U) * kept
             total += coordinates * itemsize * (U - 1) // U
-            total += (lse + _near_bytes(config, near, t, U, itemsize)) if any(near) else 0
+            total += (lse + near_bytes(config, near, t, U, itemsize)) if any(near) else 0
         else:
             alike = {"length": U * t, "degree": U, "itemsize": itemsize}
-            total += layer_bytes(config, less, near, method="ulysses", payload="native", **alike)
+            total += layer_bytes(config, less, near, payload="native", **alike)
             total += 0 if any(near) and (less.qk < H or less.v < H) else lse  # It is counted, or none goes.
     return total
 
@@ -150,28 +142,14 @@ def cache_bytes(
     float32 importance of one block, summed over the devices.
     """
     heads = config.num_kv_heads * kv_copies(config.num_kv_heads, degree)
-    kept = (ranks.qk + ranks.v for index, ranks in enumerate(plan.layers) if not plan.has_classes(index))
-    trailing = 2 * plan.head_dim * len(plan.layers) - sum(kept)
-    ring = heads * plan.ring_slots(capacity) * trailing * itemsize
+    ring = 0
+    for index, ranks in enumerate(plan.layers):
+        kept = 0 if plan.has_classes(index) else ranks.qk + ranks.v
+        sinks, window = (min(count, capacity) for count in plan.near(index))
+        slots = window + -(-sinks // 8) * 8
+        ring += heads * slots * (2 * plan.head_dim - kept) * itemsize
     blocks = 0 if plan.classes is None else 2 * 4 * len(plan.classes.leaders) * plan.classes.block
     return batch * (ring + blocks) * (degree - 1) // degree
-
-
-def handed_bytes(
-    plan: CompressionPlan, partition: Partition, *, capacity: int, batch: int = 1, itemsize: int = 2
-) -> tuple[int, ...]:
-    """Bytes of KV cache that each device hands on to the next with KV-Runahead; none from the last.
-
-    K (S (R + Z) + M (2H - R - Z)) a layer and row, with S slots of each device's cache (`cache_slots`) and M
-    of the ring: a dense plan's sum is Eq. 6 of the paper. The hidden state of each row's last token comes on
-    top, once a prompt.
-    """
-    ring, whole = plan.ring_slots(capacity), 2 * plan.head_dim * len(plan.layers)
-    kept = sum(ranks.qk + ranks.v for ranks in plan.layers)
-    caches = (
-        slots * kept + ring * (whole - kept) for slots in cache_slots(partition, plan.sinks, capacity)[:-1]
-    )
-    return (*(batch * plan.num_kv_heads * itemsize * cache for cache in caches), 0)
 
 
 _COLLECTIVE = re.compile(

@@ -7,7 +7,7 @@ the same devices, on the cache as the prompt has left it.
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,24 +16,18 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.classes import GroupState
-from zdc_jax.cache.prefix_ring import (
-    ClassLayerCache,
-    KVCache,
-    LayerCache,
-    cached_attention,
-    check_fits,
-    free_bytes,
-)
+from zdc_jax.cache.kv_cache import KVCache, check_fits, free_bytes
+from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
+from zdc_jax.cache.spec import LayerCacheSpec, State
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
-from zdc_jax.model.classes import Arrangement, extend_groups
-from zdc_jax.model.transformer import Embeddings, Transformer
+from zdc_jax.model.transformer import Embeddings, Transformer, extend_layer
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.parallel.attention import Method, check_method, sharded_attention
-from zdc_jax.parallel.classes import check_classes, class_token_layer, prompt_through_groups
+from zdc_jax.parallel.attention import ShardedAttention, check_attention, sharded_attention
+from zdc_jax.parallel.classes import check_classes, prompt_through_groups
 from zdc_jax.parallel.exchange import kv_copies
+from zdc_jax.parallel.far import ulysses
 from zdc_jax.parallel.mesh import (
     BY_HEAD,
     BY_TOKEN,
@@ -41,23 +35,23 @@ from zdc_jax.parallel.mesh import (
     MODEL,
     SEQUENCE,
     degree,
+    layout,
     on_mesh,
     positions_of,
-    spec,
     sum_over,
 )
 from zdc_jax.parallel.payload import Payload, Scales
-from zdc_jax.parallel.prompt_cache import Slots, layer_cache, with_new_empties
+from zdc_jax.parallel.prompt_cache import prompt_state, with_new_empties
 from zdc_jax.parallel.weights import (
     GATHERED_OVER,
-    WEIGHTS,
-    Weights,
+    WEIGHT_PLACEMENTS,
+    WeightPlacement,
     placed,
     replicated,
     weight_specs,
     whole_weights,
 )
-from zdc_jax.plan import CompressionPlan, LayerRanks
+from zdc_jax.plan import CompressionPlan
 
 
 class ShardedTransformer(nnx.Module):
@@ -78,7 +72,7 @@ class ShardedTransformer(nnx.Module):
         layers: Iterable[Block],
         mesh: Mesh,
         *,
-        weights: Weights = "replicated",
+        weights: WeightPlacement = "replicated",
         decodes: bool = True,
     ):
         """Puts weights, of numpy or on devices, where the mesh needs them.
@@ -99,8 +93,8 @@ class ShardedTransformer(nnx.Module):
                     f"{name}={count} cannot be divided over model={mesh.shape[MODEL]} times "
                     f"sequence={mesh.shape[SEQUENCE]} devices"
                 )
-        if weights not in WEIGHTS:
-            raise ValueError(f"{weights=} must be one of {WEIGHTS}")
+        if weights not in WEIGHT_PLACEMENTS:
+            raise ValueError(f"{weights=} must be one of {WEIGHT_PLACEMENTS}")
         if weights == "gathered" and config.embed_dim % (shares := degree(mesh, GATHERED_OVER)):
             raise MeshError(f"embed_dim={config.embed_dim} cannot be gathered from {shares} equal shares")
         self.config, self.plan, self.mesh, self.weights = config, plan, mesh, weights
@@ -110,7 +104,7 @@ class ShardedTransformer(nnx.Module):
         self.token_layers = nnx.List([placed(block, mesh, BY_HEAD) for block in shared])
 
     @classmethod
-    def of(cls, network: Transformer, mesh: Mesh, *, weights: Weights = "replicated") -> Self:
+    def of(cls, network: Transformer, mesh: Mesh, *, weights: WeightPlacement = "replicated") -> Self:
         """A network that is on one device; raises what the constructor does."""
         return cls(network.config, network.plan, network.embeddings, network.layers, mesh, weights=weights)
 
@@ -118,6 +112,11 @@ class ShardedTransformer(nnx.Module):
     def dtype(self) -> jnp.dtype:
         """Dtype of weights, activations and cache."""
         return self.embeddings.tokens[...].dtype
+
+    @property
+    def layer_caches(self) -> tuple[LayerCacheSpec, ...]:
+        """How each layer keeps its tokens under this plan."""
+        return self.plan.layer_caches(self.dtype.name)
 
     @property
     def payload(self) -> Payload:
@@ -128,7 +127,7 @@ class ShardedTransformer(nnx.Module):
         self,
         tokens: Int[Array, "B T"],
         *,
-        method: Method = "ulysses",
+        attention: ShardedAttention = sharded_attention,
         implementation: Implementation | None = None,
     ) -> Float[Array, "B T' D"]:
         """Last hidden states of whole sequences, without a cache.
@@ -138,21 +137,21 @@ class ShardedTransformer(nnx.Module):
         divided as the tokens are; that of padding is unspecified.
 
         Args:
-          method: how attention gets at tokens of other devices, see `zdc_jax.parallel.attention`.
+          attention: of one device's tokens on those of all, a function of a module, for it is hashed.
           implementation: of attention on each device, see `zdc_jax.ops.attention`.
 
         Raises:
           MeshError: rows or tokens cannot be divided over this mesh; before anything is computed.
-          NotImplementedError: the implementation cannot do a call, the method no float8 payload, or
-            method and payload no token classes.
+          NotImplementedError: the implementation cannot do a call; a float8 payload or token classes with
+            another `attention` than `sharded_attention`, or both together.
         """
-        check_method(method, self.payload)
+        check_attention(attention, self.payload, self.plan.classes)
         if self.plan.classes is not None:
             end = jnp.full(len(tokens), tokens.shape[1])
-            return self._through_groups(tokens, end, None, method, implementation)[0]
-        x, near = self._embedded(tokens), (self.plan.sinks, self.plan.window)
-        for block, ranks in zip(self.prompt_layers, self.plan.layers, strict=True):
-            x = whole_layer(block, x, ranks, near, self.mesh, method, implementation, self.weights)
+            return self._through_groups(tokens, end, None, implementation)[0]
+        x = self._embedded(tokens)
+        for block, spec in zip(self.prompt_layers, self.layer_caches, strict=True):
+            x = whole_layer(block, x, spec, self.mesh, attention, implementation, self.weights)
         return x
 
     def prefill(
@@ -174,18 +173,16 @@ class ShardedTransformer(nnx.Module):
         """
         if (length := tokens.shape[1]) > capacity:
             raise MeshError(f"{capacity=} must be >= the {length} tokens of the prompts, padding included")
-        near, slots = (self.plan.sinks, self.plan.window), Slots.of(self.plan, capacity)
         if self.plan.classes is not None:
-            x, cache = self._through_groups(tokens, end, slots, "ulysses", implementation)
-            assert cache is not None  # There are slots for it.
-            return last_token(x, end, self.mesh), cache
-        x, layers = self._embedded(tokens), []
-        for block, ranks in zip(self.prompt_layers, self.plan.layers, strict=True):
-            x, layer = _prompt_layer(
-                block, x, end, ranks, near, slots, self.mesh, implementation, self.weights
-            )
-            layers.append(layer)
-        return last_token(x, end, self.mesh), KVCache(tuple(layers), end, slots.sinks, slots.window)
+            x, states = self._through_groups(tokens, end, capacity, implementation)
+        else:
+            x, states = self._embedded(tokens), []
+            for block, spec in zip(self.prompt_layers, self.layer_caches, strict=True):
+                x, state = _prompt_layer(
+                    block, x, end, spec, capacity, self.mesh, implementation, self.weights
+                )
+                states.append(state)
+        return last_token(x, end, self.mesh), KVCache(tuple(states), end, self.layer_caches, capacity)
 
     def extend(
         self,
@@ -195,40 +192,25 @@ class ShardedTransformer(nnx.Module):
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B 1 D"], KVCache]:
         """`Transformer.extend` by one token a row; heads and F over `model` and `sequence`."""
-        positions, near = cache.lengths[:, None], (cache.sinks, cache.window)
-        x, layers = self.embeddings.embed(tokens, positions), []
-
-        def lead(index: int, x: Array, held: LayerCache) -> tuple[Array, LayerCache, Array]:
-            block = self.token_layers[index]
-            return _token_layer(block, x, held, positions, end, near, self.mesh, implementation)
-
-        def follow(
-            index: int, x: Array, held: ClassLayerCache, group: GroupState, arrangement: Arrangement, _: int
-        ) -> tuple[Array, ClassLayerCache]:
-            block, given = self.token_layers[index], (group, arrangement, positions, end)
-            less = self.plan.layers[index]
-            return class_token_layer(block, x, held, *given, less, near, self.mesh, implementation)
-
-        if self.plan.classes is not None:
-            return extend_groups(self.plan.classes, cache, x, positions, end, lead, follow)
-        for index, held in enumerate(cache.layers):
-            assert isinstance(held, LayerCache)
-            x, layer, _ = lead(index, x, held)
-            layers.append(layer)
-        return x, KVCache(tuple(layers), end, cache.sinks, cache.window)
+        positions = cache.lengths[:, None]
+        x, aux, states = self.embeddings.embed(tokens, positions), None, list(cache.layers)
+        for index, (block, spec) in enumerate(zip(self.token_layers, cache.specs, strict=True)):
+            x, states[index], aux = _token_layer(
+                block, spec, x, states[index], aux, positions, end, self.mesh, implementation
+            )
+        return x, replace(cache, layers=tuple(states), lengths=end)
 
     def _through_groups(
         self,
         tokens: Array,
         end: Array,
-        slots: Slots | None,
-        method: Method,
+        capacity: int | None,
         implementation: Implementation | None,
-    ) -> tuple[Array, KVCache | None]:
-        check_classes(method, self.payload)
+    ) -> tuple[Array, list[State]]:
+        check_classes(self.payload)
         x = self._embedded(tokens)
         given = (self.mesh, implementation, self.weights)
-        return prompt_through_groups(self.prompt_layers, self.plan, x, end, slots, *given)
+        return prompt_through_groups(self.prompt_layers, self.layer_caches, x, end, capacity, *given)
 
     def check_fits(self, batch: int, capacity: int) -> None:
         """Raises `CacheMemoryError` where a device's share of such a cache is more than its free memory.
@@ -237,8 +219,8 @@ class ShardedTransformer(nnx.Module):
         """
         rows, shares = self._rows(batch), degree(self.mesh, BY_HEAD)
         heads = self.config.num_kv_heads * kv_copies(self.config.num_kv_heads, shares) // shares
-        plan = replace(self.plan, num_kv_heads=heads)
-        check_fits(plan, batch=rows, capacity=capacity, dtype=self.dtype, free=free_bytes())
+        specs = [spec.on_heads(heads) for spec in self.layer_caches]
+        check_fits(specs, batch=rows, capacity=capacity, free=free_bytes())
 
     def _rows(self, batch: int) -> int:
         """Of each device, after checking that they can be divided."""
@@ -262,87 +244,67 @@ def _embed(embeddings: Embeddings, tokens: Array, length: Array, mesh: Mesh) -> 
         # Padding takes the last position, so that it stays within the table of learned positions.
         return embeddings.embed(tokens, jnp.minimum(positions_of(tokens), length - 1))
 
-    in_specs = (PartitionSpec(), spec("B T"), PartitionSpec())
-    return on_mesh(mesh, local, in_specs, spec("B T D"))(embeddings, tokens, length)
+    in_specs = (PartitionSpec(), layout("B T"), PartitionSpec())
+    return on_mesh(mesh, local, in_specs, layout("B T D"))(embeddings, tokens, length)
 
 
-@partial(jax.jit, static_argnames=("ranks", "near", "mesh", "method", "implementation", "weights"))
+@partial(jax.jit, static_argnames=("spec", "mesh", "attention", "implementation", "weights"))
 def whole_layer(
     block: Block,
     x: Array,
-    ranks: LayerRanks,
-    near: tuple[int, int],
+    spec: PrefixRing,
     mesh: Mesh,
-    method: Method,
+    attention: ShardedAttention,
     implementation: Implementation | None,
-    weights: Weights,
+    weights: WeightPlacement,
 ) -> Array:
     """One layer on whole sequences. Jitted, so that layers alike are traced and compiled once."""
-    attend = partial(
-        sharded_attention,
-        scale=block.attention.config.head_dim**-0.5,
-        ranks=ranks,
-        sinks=near[0],
-        window=near[1],
-        method=method,
-        implementation=implementation,
-        scales=Scales.of(block.attention, ranks),
-    )
+    attend = partial(attention, scale=block.attention.scale, spec=spec, implementation=implementation)
+    if (scales := Scales.of(block.attention, spec.R, spec.Z)) is not None:
+        attend = partial(attend, far=partial(ulysses, scales=scales))
 
     def local(block: Block, x: Array) -> Array:
         block = whole_weights(block, weights)
-        return block(x, positions_of(x), attend, implementation, reduce=sum_over(mesh, BY_TOKEN))
+        reduce = sum_over(mesh, BY_TOKEN)
+        return block(x, positions_of(x), attend, implementation, reduce=reduce)[0]
 
-    in_specs = (weight_specs(block, BY_TOKEN, weights), spec("B T D"))
-    return on_mesh(mesh, local, in_specs, spec("B T D"))(block, x)
+    in_specs = (weight_specs(block, BY_TOKEN, weights), layout("B T D"))
+    return on_mesh(mesh, local, in_specs, layout("B T D"))(block, x)
 
 
-@partial(jax.jit, static_argnames=("ranks", "near", "slots", "mesh", "implementation", "weights"))
+@partial(jax.jit, static_argnames=("spec", "capacity", "mesh", "implementation", "weights"))
 def _prompt_layer(
     block: Block,
     x: Array,
     end: Array,
-    ranks: LayerRanks,
-    near: tuple[int, int],
-    slots: Slots,
+    spec: PrefixRing,
+    capacity: int,
     mesh: Mesh,
     implementation: Implementation | None,
-    weights: Weights,
-) -> tuple[Array, LayerCache]:
+    weights: WeightPlacement,
+) -> tuple[Array, PrefixRingState]:
     """One layer on whole prompts, and its cache with them. Jitted as `whole_layer` is."""
 
-    def local(block: Block, x: Array, end: Array) -> tuple[Array, LayerCache]:
-        positions, exchanged, layer = positions_of(x), None, None
+    def local(block: Block, x: Array, end: Array) -> tuple[Array, PrefixRingState]:
+        positions = positions_of(x)
 
-        def keep(k: Array, v: Array) -> None:
-            nonlocal exchanged
-            exchanged = k, v
-
-        def attend(q: Array, k: Array, v: Array) -> Array:
-            nonlocal layer
-            o = sharded_attention(
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, PrefixRingState]:
+            o, exchanged = sharded_attention(
                 q,
                 k,
                 v,
-                scale=block.attention.config.head_dim**-0.5,
-                ranks=ranks,
-                sinks=near[0],
-                window=near[1],
-                method="ulysses",
+                scale=block.attention.scale,
+                spec=spec,
                 implementation=implementation,
-                keep=keep,
-                scales=Scales.of(block.attention, ranks),
+                far=partial(ulysses, scales=Scales.of(block.attention, spec.R, spec.Z)),
             )
-            layer = layer_cache(k, v, exchanged, positions, end, ranks, slots)
-            return o
+            return o, prompt_state(spec, k, v, exchanged, positions, end, capacity)
 
         block = whole_weights(block, weights)
-        x = block(x, positions, attend, implementation, reduce=sum_over(mesh, BY_TOKEN))
-        assert layer is not None
-        return x, layer
+        return block(x, positions, attend, implementation, reduce=sum_over(mesh, BY_TOKEN))
 
-    in_specs = (weight_specs(block, BY_TOKEN, weights), spec("B T D"), spec("B"))
-    return on_mesh(mesh, local, in_specs, (spec("B T D"), spec("B K S R")))(block, x, end)
+    in_specs = (weight_specs(block, BY_TOKEN, weights), layout("B T D"), layout("B"))
+    return on_mesh(mesh, local, in_specs, (layout("B T D"), layout("B K S R")))(block, x, end)
 
 
 @partial(jax.jit, static_argnames="mesh")
@@ -353,47 +315,34 @@ def last_token(x: Float[Array, "B T D"], end: Int[Array, " B"], mesh: Mesh) -> F
         here = positions_of(x) == end[:, None] - 1
         return jax.lax.psum(jnp.where(here[..., None], x, 0).sum(1), SEQUENCE)
 
-    return on_mesh(mesh, local, (spec("B T D"), spec("B")), spec("B D"))(x, end)
+    return on_mesh(mesh, local, (layout("B T D"), layout("B")), layout("B D"))(x, end)
 
 
-@partial(jax.jit, static_argnames=("near", "mesh", "implementation"))
+@partial(jax.jit, static_argnames=("spec", "mesh", "implementation"))
 def _token_layer(
     block: Block,
+    spec: LayerCacheSpec,
     x: Array,
-    cache: LayerCache,
+    state: State,
+    aux: Any,
     positions: Array,
     end: Array,
-    near: tuple[int, int],
     mesh: Mesh,
     implementation: Implementation | None,
-) -> tuple[Array, LayerCache, Array]:
-    """One layer on one token a row, its cache with it, and its log-sum-exp. Jitted as `whole_layer` is."""
+) -> tuple[Array, State, Any]:
+    """One layer on one token a row, its cache with it, and what it hands on. Jitted as `whole_layer` is."""
+    gather = partial(jax.lax.all_gather, axis_name=BY_HEAD, axis=1, tiled=True)
 
     def local(
-        block: Block, x: Array, cache: LayerCache, positions: Array, end: Array
-    ) -> tuple[Array, LayerCache, Array]:
-        cache = longer = with_new_empties(cache)
-        seen = jnp.zeros(())
+        block: Block, x: Array, state: State, aux: Any, positions: Array, end: Array
+    ) -> tuple[Array, State, Any]:
+        own = spec.on_heads(block.attention.k.shape[1])
+        given = (x, with_new_empties(state), aux, positions, end, implementation)
+        x, state, aux = extend_layer(block, own, *given, gather, sum_over(mesh, BY_HEAD))
+        return x, with_new_empties(state), aux
 
-        def attend(q: Array, k: Array, v: Array) -> Array:
-            nonlocal longer, seen
-            longer, o, seen = cached_attention(
-                q,
-                k,
-                v,
-                cache,
-                positions,
-                end,
-                scale=block.attention.config.head_dim**-0.5,
-                sinks=near[0],
-                window=near[1],
-                implementation=implementation,
-            )
-            return o
-
-        x = block(x, positions, attend, implementation, reduce=sum_over(mesh, BY_HEAD))
-        return x, with_new_empties(longer), seen
-
-    token, held = spec("B 1 D"), spec("B K S R")
-    in_specs = (weight_specs(block, BY_HEAD), token, held, spec("B 1"), spec("B"))
-    return on_mesh(mesh, local, in_specs, (token, held, spec("B N 1")))(block, x, cache, positions, end)
+    # Arrays of four axes are divided by head, what says where tokens lie is whole.
+    held = jax.tree.map(lambda leaf: layout("B K S R" if leaf.ndim == 4 else "B"), state)
+    token, rows = layout("B 1 D"), layout("B")
+    in_specs = (weight_specs(block, BY_HEAD), token, held, rows, layout("B 1"), rows)
+    return on_mesh(mesh, local, in_specs, (token, held, rows))(block, x, state, aux, positions, end)

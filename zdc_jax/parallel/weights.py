@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zdc_jax.axes import Array
 from zdc_jax.model.block import Block
 from zdc_jax.parallel.exchange import kv_copies, moved
-from zdc_jax.parallel.mesh import DATA, SEQUENCE, degree, spec, whole_on
+from zdc_jax.parallel.mesh import DATA, SEQUENCE, degree, layout, whole_on
 
 _AXES = {
     "q": "D N H",
@@ -40,20 +40,20 @@ _AXES = {
 """Axes of the weights that can be divided; all others are vectors of D."""
 _ALONG_D = frozenset(name for name, axes in _AXES.items() if "D" in axes.split())
 
-Weights = Literal["replicated", "gathered"]
-WEIGHTS: tuple[Weights, ...] = get_args(Weights)
+WeightPlacement = Literal["replicated", "gathered"]
+WEIGHT_PLACEMENTS: tuple[WeightPlacement, ...] = get_args(WeightPlacement)
 """`replicated`: each device holds all weights of its share along `model`. `gathered`: the devices along
 `data` and `sequence` together hold the matrices once, divided along D, and each layer begins with an
 all-gather of its own, as in FSDP and ZeRO-3 (Rajbhandari et al., 2020)."""
 GATHERED_OVER = (DATA, SEQUENCE)
 
 
-def weight_specs(block: Block, among: tuple[str, ...], weights: Weights = "replicated") -> Block:
+def weight_specs(block: Block, among: tuple[str, ...], weights: WeightPlacement = "replicated") -> Block:
     """How each weight of a layer is divided over the mesh axes `among`; a tree of the layer's own form."""
     return jax.tree_util.tree_map_with_path(lambda path, _: _spec(path, among, weights), block)
 
 
-def whole_weights(block: Block, weights: Weights) -> Block:
+def whole_weights(block: Block, weights: WeightPlacement) -> Block:
     """A layer with the matrices of `gathered` whole again, from all devices' shares: in `jax.shard_map`."""
     if weights == "replicated":
         return block
@@ -74,7 +74,9 @@ def gathered_bytes(block: Block, mesh: Mesh) -> int:
     return sum(shares) * (degree(mesh, GATHERED_OVER) - 1)
 
 
-def placed(block: Block, mesh: Mesh, among: tuple[str, ...], weights: Weights = "replicated") -> Block:
+def placed(
+    block: Block, mesh: Mesh, among: tuple[str, ...], weights: WeightPlacement = "replicated"
+) -> Block:
     """A layer with its heads and feed-forward columns divided over the mesh axes `among`.
 
     On other axes it is as `weights` says. KV heads are repeated (`kv_copies`) where the devices of `among` do
@@ -105,9 +107,9 @@ def _put(x: Array | np.ndarray, sharding: NamedSharding) -> Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda share: x[share])
 
 
-def _spec(path: Any, among: tuple[str, ...], weights: Weights) -> PartitionSpec:
+def _spec(path: Any, among: tuple[str, ...], weights: WeightPlacement) -> PartitionSpec:
     axes = _axes(path)
-    parts = spec(axes, among)
+    parts = layout(axes, among)
     if weights == "replicated" or _name(path) not in _ALONG_D:
         return parts
     divided = zip(axes.split(), parts, strict=True)

@@ -1,11 +1,12 @@
-"""The error certificate: what a plan loses of scores and outputs, as calibrated (ours)."""
+"""The error certificate: what a plan loses of scores and outputs, as calibrated, and plans from it (ours)."""
 
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
 from zdc_jax.basis import Basis
+from zdc_jax.errors import PlanError
+from zdc_jax.plan import CompressionPlan, LayerRanks, allowed_ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,13 +22,6 @@ class Certificate:
     value: np.ndarray
     far: np.ndarray
 
-    @classmethod
-    def of(cls, basis: Basis, qk_ranks: np.ndarray, v_ranks: np.ndarray) -> Self:
-        """For ranks [L] of each layer."""
-        layers = np.arange(len(qk_ranks))
-        errors = basis.qk_error[layers, :, qk_ranks], basis.vo_error[layers, :, v_ranks]
-        return cls(*errors, far=qk_ranks > 0)
-
     def __str__(self) -> str:
         """Errors of the layers that see distant tokens."""
         if not self.far.any():
@@ -40,6 +34,47 @@ class Certificate:
                 f"(layer {worst.argmax()})"
             )
         return "; ".join(parts)
+
+
+def certificate(plan: CompressionPlan, basis: Basis) -> Certificate:
+    """What far pairs lose in `basis` at the ranks of `plan`, per layer and KV head, as calibrated."""
+    qk_ranks, v_ranks = np.array([[ranks.qk, ranks.v] for ranks in plan.layers]).T
+    layers = np.arange(len(plan.layers))
+    errors = basis.qk_error[layers, :, qk_ranks], basis.vo_error[layers, :, v_ranks]
+    return Certificate(*errors, far=qk_ranks > 0)
+
+
+def plan_from_error(
+    basis: Basis,
+    *,
+    max_score_error: float,
+    max_value_error: float | None = None,
+    window: int = 0,
+    sinks: int = 0,
+) -> CompressionPlan:
+    """The fewest coordinates within limits on the calibrated relative errors of far pairs (ours).
+
+    Args:
+      max_score_error: limit for every head's scores (`Certificate.score`), in (0, 1).
+      max_value_error: limit for every head's values; default that of the scores.
+      window, sinks: tokens, as in the plan.
+
+    Raises:
+      PlanError: a limit outside (0, 1).
+    """
+    limits = {
+        "max_score_error": max_score_error,
+        "max_value_error": max_score_error if max_value_error is None else max_value_error,
+    }
+    for name, limit in limits.items():
+        if not 0 < limit < 1:
+            raise PlanError(f"{name}={limit} must lie strictly between 0 and 1")
+    _, K, H = basis.qk_spectrum.shape
+    allowed = np.array(allowed_ranks(H)[1:])
+    qk = least_ranks(basis.qk_error, limits["max_score_error"], allowed)
+    v = least_ranks(basis.vo_error, limits["max_value_error"], allowed)
+    layers = tuple(LayerRanks(int(r), int(z)) for r, z in zip(qk, v, strict=True))
+    return CompressionPlan(layers, K, H, sinks, window).for_model(basis.fingerprint, basis.coordinates_hash)
 
 
 def least_ranks(errors: np.ndarray, limit: float, allowed: np.ndarray) -> np.ndarray:

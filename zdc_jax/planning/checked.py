@@ -66,7 +66,7 @@ class Surrogate:
     """What is expected of plans, from prediction and from plans that were measured."""
 
     def __init__(self, predictor: Predictor, config: ModelConfig, profile: Profile, context: int):
-        self.context, self.floor = context, predictor.floor(config)
+        self.config, self.context, self.floor = config, context, predictor.floor(config)
         self.full = CompressionPlan.full(config).for_model(profile.fingerprint)
         self.costs = predictor.costs(config, profile)
         self.paths = [plan for path in predictor.paths(config, profile) for plan, _ in path]
@@ -112,7 +112,8 @@ class Surrogate:
             for layer in range(len(plan.layers)):
                 for ranks in _choices(costs):
                     layers = (*plan.layers[:layer], ranks, *plan.layers[layer + 1 :])
-                    yield replace(self.full, layers=layers, window=window, sinks=SINKS)
+                    changed = replace(self.full, layers=layers, window=window, sinks=SINKS)
+                    yield changed.within(self.config)
 
 
 def _choices(costs: LayerCosts) -> list[LayerRanks]:

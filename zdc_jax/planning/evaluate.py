@@ -87,7 +87,7 @@ def compare(
 ) -> PerplexityReport:
     """Perplexity of `network` on `windows` [W, T], beside the unmodified model's `dense_nll` [W] on them."""
     nll = window_nll(network, windows, batch=batch)
-    length, itemsize = windows.shape[1], network.dtype.itemsize
+    length, dtype = windows.shape[1], network.dtype.name
     return PerplexityReport(
         perplexity=float(np.exp(nll.mean())),
         dense_perplexity=float(np.exp(dense_nll.mean())),
@@ -95,8 +95,8 @@ def compare(
         interval=bootstrap_interval(nll - dense_nll) if len(windows) > 1 else None,
         windows=len(windows),
         window_length=length,
-        kv_bytes=network.plan.bytes(length, 1, itemsize),
-        dense_kv_bytes=CompressionPlan.full(network.config).bytes(length, 1, itemsize),
+        kv_bytes=network.plan.bytes(length, 1, dtype),
+        dense_kv_bytes=CompressionPlan.full(network.config).bytes(length, 1, dtype),
         window_increases=tuple(np.expm1(nll - dense_nll).tolist()),
     )
 

@@ -6,7 +6,7 @@ cheapest plan predicted to be within the limit: so it serves any number of layer
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import NamedTuple, Self
@@ -126,23 +126,24 @@ class Predictor:
 
     def costs(self, config: ModelConfig, profile: Profile) -> dict[int, LayerCosts]:
         """Predicted costs of single layers for each of the profile's windows."""
-        rotary, windows = config.rope is not None, profile.windows.tolist()
+        rotary, windows = config.is_rotary, profile.windows.tolist()
         of = lambda index: self.layer_costs(profile, index, config.head_dim, rotary=rotary)
         return {window: of(index) for index, window in enumerate(windows)}
 
     def floor(self, config: ModelConfig) -> float:
         """Predicted cost of the basis at full rank, nats a token."""
-        return float(floor_nats(self.weights, jnp.array(float(config.rope is not None))))
+        return float(floor_nats(self.weights, jnp.array(float(config.is_rotary))))
 
     def paths(self, config: ModelConfig, profile: Profile) -> list[list[tuple[CompressionPlan, float]]]:
         """For each window, plans from all coordinates to none outside it, with predicted nats a token."""
-        full, floor = CompressionPlan.full(config).for_model(profile.fingerprint), self.floor(config)
-        found = []
+        floor, found = self.floor(config), []
         for window, costs in self.costs(config, profile).items():
             nats = lambda ranks, costs=costs: floor + sum(costs.of(i, kept) for i, kept in enumerate(ranks))
-            plan = replace(full, window=window, sinks=SINKS)
-            path = [(replace(plan, layers=ranks), nats(ranks)) for ranks in cheapest_path(costs)]
-            found.append(path)
+            near = {"window": window, "sinks": SINKS}
+            plan = lambda ranks, near=near: CompressionPlan.of_layers(config, ranks, **near).for_model(
+                profile.fingerprint
+            )
+            found.append([(plan(ranks), nats(ranks)) for ranks in cheapest_path(costs)])
         return found
 
     def plan(

@@ -8,7 +8,8 @@ from typing import Self
 import numpy as np
 
 from zdc_jax.basis import load_fields, save_fields
-from zdc_jax.errors import CheckpointError
+from zdc_jax.checkpoint import Checkpoint
+from zdc_jax.errors import CalibrationError, CheckpointError
 
 WINDOWS = (64, 128, 256, 512)
 """Windows of recent tokens that plans are searched and predicted for."""
@@ -78,3 +79,14 @@ class Profile:
             if (found := getattr(profile, name).shape) != shape:
                 raise CheckpointError(f"{folder}: {name} has shape {found}, not {shape}")
         return profile
+
+
+def stored_profile(checkpoint: Checkpoint) -> Profile:
+    """The profile in the folder; raises `CalibrationError` where there is none of this model."""
+    folder = checkpoint.calibration_path / "profile"
+    if not folder.exists():
+        raise CalibrationError(f"{checkpoint.path} has no profile; run: zdc calibrate {checkpoint.path} TEXT")
+    profile = Profile.load(folder)
+    if profile.fingerprint != checkpoint.fingerprint:
+        raise CalibrationError(f"the profile is of another model, {profile.fingerprint!r}")
+    return profile

@@ -10,10 +10,11 @@ import pytest
 from conftest import LLAMA, OPT, TinyModel
 
 import zdc_jax.ops.attention as ops
+from benchmarks.rivals.methods import ATTENTION
+from benchmarks.rivals.traffic import method_bytes
 from zdc_jax import generate
 from zdc_jax.basis import Basis
-from zdc_jax.cache.prefix_ring import KVCache
-from zdc_jax.parallel.attention import METHODS
+from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes, prefill_bytes
@@ -37,7 +38,9 @@ WHOLE = {
 @cache
 def tiny(heads: str) -> tuple[TinyModel, Basis]:
     num_heads, num_kv_heads = HEADS[heads]
-    model = TinyModel(replace(LLAMA, num_layers=2, num_heads=num_heads, num_kv_heads=num_kv_heads))
+    model = TinyModel(
+        replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    )
     return model, model.basis()
 
 
@@ -69,12 +72,12 @@ def test_whole_prompts(name):
 
 def test_decoding():
     """Ragged prompts, then tokens over the end of a block, which are classified where they come; K < U."""
-    model = TinyModel(config := replace(LLAMA, num_layers=2, num_heads=8))
+    model = TinyModel(config := replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8))
     network = model.model(plan := class_plan(model, FAR)).network
     sharded = ShardedTransformer.of(network, MeshConfig(sequence=4).create())
     tokens, lengths = model.tokens(2, CAPACITY), np.array([61, 20])
     prompts, end = jnp.asarray(tokens[:, :61]), jnp.asarray(lengths)
-    one = KVCache.create(plan, batch=2, capacity=CAPACITY, dtype=jnp.float32)
+    one = KVCache.create(plan.layer_caches("float32"), batch=2, capacity=CAPACITY)
     extend = jax.jit(lambda network, *step: network.extend(*step))
     hidden, one = extend(network, one, prompts, end)
     prefill = jax.jit(lambda sharded, *prompts: sharded.prefill(*prompts, capacity=CAPACITY))
@@ -87,13 +90,14 @@ def test_decoding():
     sent += 2 * 2 * config.embed_dim * 4 * 3 // 4  # the last token's hidden states
     assert hlo_bytes(program.as_text()) == sent
     for mine, whole in zip(jax.tree.leaves(many.layers), jax.tree.leaves(one.layers), strict=True):
-        assert mine.nbytes == 2 * whole.nbytes  # two copies of each KV head
+        copies = 2 if whole.ndim == 4 else 1  # of each KV head; positions are there once
+        assert mine.nbytes == copies * whole.nbytes
     for at in lengths + np.arange(5)[:, None]:
         token, end = jnp.asarray(tokens[np.arange(2), at][:, None]), jnp.asarray(at + 1)
         expected, one = extend(network, one, token, end)
         got, many = extend(sharded, many, token, end)
         assert_equal(got, np.asarray(expected))
-    for mine, whole in zip(many.groups[0].positions, one.groups[0].positions, strict=True):
+    for mine, whole in zip(many.layers[0].group.positions, one.layers[0].group.positions, strict=True):
         np.testing.assert_array_equal(np.sort(mine), np.sort(whole))
 
 
@@ -122,17 +126,19 @@ def test_layers_lower_on_kernels(monkeypatch):
 
 def test_refusals():
     with pytest.raises(NotImplementedError, match=r"payload='float8' .*need 'native'"):
-        check_classes("ulysses", "float8")
+        check_classes("float8")
     model, basis = tiny("MHA")
     network = model.model(plan := class_plan(model, {}), basis).network
     sharded = ShardedTransformer.of(network, MeshConfig(sequence=2).create())
     tokens, end = jnp.zeros((1, 40), jnp.int32), jnp.array([40])
-    for method in {*METHODS} - {"ulysses"}:
+    for method in {*ATTENTION} - {"ulysses"}:
         for call in (
-            lambda method=method: sharded.hidden(tokens, method=method),
-            lambda method=method: prefill_bytes(model.config, plan, length=40, degree=2, method=method),
+            lambda method=method: sharded.hidden(tokens, attention=ATTENTION[method]),
+            lambda method=method: method_bytes(model.config, plan, length=40, degree=2, method=method),
         ):
-            with pytest.raises(NotImplementedError, match=f"method='{method}' .*need 'ulysses'"):
+            with pytest.raises(
+                NotImplementedError, match=f"attention=.*{method}.*classes need sharded_attention"
+            ):
                 call()
     for implementation in ("pallas", "cudnn"):
         with pytest.raises(NotImplementedError, match=f"{implementation=} cannot do this call"):

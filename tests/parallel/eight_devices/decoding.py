@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import LLAMA, OPT, TinyModel
+from tiny_tokenizers import byte_tokenizer
 
-from zdc_jax import generate, stream
-from zdc_jax.cache.prefix_ring import KVCache
+from zdc_jax import Sampling, generate, stream
+from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.errors import MeshError
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.transformer import ShardedTransformer
@@ -22,8 +23,11 @@ PLANS = {
     "window of several devices": ((MIXED, FULL), {"window": 37, "sinks": 20}),
 }
 MODELS = {
-    "llama, K < U": (replace(LLAMA, num_layers=2, num_heads=8, num_kv_heads=2), "sequence=4"),
-    "opt": (replace(OPT, num_layers=2, num_heads=8, num_kv_heads=8), "data=2,sequence=2,model=2"),
+    "llama, K < U": (replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2), "sequence=4"),
+    "opt": (
+        replace(OPT, layers=OPT.layers[:1] * 2, num_heads=8, num_kv_heads=8),
+        "data=2,sequence=2,model=2",
+    ),
 }
 PROMPTS = [[5, 6, 7] * 15, [3, 9], [80, 4, 4, 60, 11], [12]]
 LENGTHS, CAPACITY, STEPS = np.array([61, 20]), 96, 12
@@ -53,7 +57,7 @@ def test_as_on_one_device(plan, name):
     sharded = ShardedTransformer.of(network, MeshConfig.parse(mesh).create())
 
     def on_one(tokens, end):
-        empty = KVCache.create(compression, batch=2, capacity=CAPACITY, dtype=jnp.float32)
+        empty = KVCache.create(compression.layer_caches("float32"), batch=2, capacity=CAPACITY)
         hidden, cache = network.extend(empty, tokens, end)
         return hidden[np.arange(2), LENGTHS - 1], cache
 
@@ -71,17 +75,25 @@ def test_generate():
     model = TinyModel(MODELS["llama, K < U"][0])
     layers, near = PLANS["window"]
     on_one = model.model(CompressionPlan(layers, model.config.num_kv_heads, 32, **near))
-    expected = generate(on_one, PROMPTS, 20)
+    on_one = replace(on_one, tokenizer=byte_tokenizer(97))
+    options = {
+        "sampling": [Sampling(1.0, seed=1), Sampling(), Sampling(2.0, top_k=9), Sampling(0.7, top_p=0.9)]
+    }
+    expected = generate(on_one, PROMPTS, 20, **options)
     mesh = MeshConfig(data=2, sequence=4).create()
     on_mesh = replace(on_one, network=ShardedTransformer.of(on_one.network, mesh))
-    got = generate(on_mesh, PROMPTS, 20)
+    got = generate(on_mesh, PROMPTS, 20, **options)
     assert got.completions == expected.completions
     assert got.capacity == expected.capacity
     lengths = 4 * len(PROMPTS)
     assert got.kv_bytes - lengths == 2 * (expected.kv_bytes - lengths)  # two copies of each KV head
     streamed = [[] for _ in PROMPTS]
-    for delta in stream(on_mesh, PROMPTS, 20):
+    for delta in stream(on_mesh, PROMPTS, 20, **options):
         streamed[delta.row].extend(delta.tokens)
     assert [tuple(tokens) for tokens in streamed] == [row.tokens for row in expected.completions]
+    stop = expected.completions[1].text[9:11]
+    stopped = generate(on_one, PROMPTS, 20, stop=stop, **options).completions
+    assert stopped[1].finish_reason == "stop"
+    assert generate(on_mesh, PROMPTS, 20, stop=stop, **options).completions == stopped
     with pytest.raises(MeshError, match="3 rows cannot be divided over data=2"):
         generate(on_mesh, PROMPTS[:3], 20)

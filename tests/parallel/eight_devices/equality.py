@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from conftest import LLAMA, OPT, TinyModel
 
+from benchmarks.rivals.methods import ATTENTION
 from zdc_jax.errors import MeshError
 from zdc_jax.fold import fold_attention
 from zdc_jax.model.transformer import Transformer
-from zdc_jax.parallel.attention import METHODS
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
@@ -29,7 +29,9 @@ PLANS = {
 @cache
 def tiny(name: str, num_heads: int, num_kv_heads: int) -> TinyModel:
     config = {"llama": LLAMA, "opt": OPT}[name]
-    return TinyModel(replace(config, num_layers=2, num_heads=num_heads, num_kv_heads=num_kv_heads))
+    return TinyModel(
+        replace(config, layers=config.layers[:1] * 2, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    )
 
 
 @cache
@@ -51,7 +53,7 @@ CASES = {(plan, heads, "ulysses") for plan in PLANS for heads in HEADS}
 CASES |= {
     (plan, [*HEADS][(p + m) % len(HEADS)], method)
     for p, plan in enumerate(PLANS)
-    for m, method in enumerate(METHODS)
+    for m, method in enumerate(ATTENTION)
 }
 """All for `ulysses`; for the other methods every plan and all heads, each pair of the three once."""
 
@@ -60,19 +62,19 @@ CASES |= {
 def test_as_on_one_device(plan, heads, method):
     network, tokens, expected = one_device(heads, plan)
     mesh = MeshConfig(data=2, sequence=4).create()
-    assert_equal(ShardedTransformer.of(network, mesh).hidden(jnp.asarray(tokens), method=method), expected)
+    sharded = ShardedTransformer.of(network, mesh)
+    assert_equal(sharded.hidden(jnp.asarray(tokens), attention=ATTENTION[method]), expected)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ATTENTION)
 def test_eight_devices_and_few_tokens(method):
     """Of 9 tokens, three of eight devices hold padding only; the window is longer than the prompt."""
     model = tiny("opt", 8, 8)
     network = model.model(CompressionPlan.uniform(model.config, qk=16, v=16, window=300, sinks=3)).network
     tokens = jnp.asarray(model.tokens(1, 9))
     mesh = MeshConfig(sequence=8).create()
-    assert_equal(
-        ShardedTransformer.of(network, mesh).hidden(tokens, method=method), np.asarray(network.hidden(tokens))
-    )
+    got = ShardedTransformer.of(network, mesh).hidden(tokens, attention=ATTENTION[method])
+    assert_equal(got, np.asarray(network.hidden(tokens)))
 
 
 def test_gathered_weights():
@@ -126,8 +128,8 @@ def test_late_ulysses_truncates_what_whole_projections_give():
     tokens = jnp.asarray(model.tokens(2, 61))
     mesh = MeshConfig(sequence=4).create()
     expected = np.asarray(model.model(plan, basis).network.hidden(tokens))
-    for method in METHODS:
-        assert_equal(ShardedTransformer.of(whole, mesh).hidden(tokens, method=method), expected)
+    for attention in ATTENTION.values():
+        assert_equal(ShardedTransformer.of(whole, mesh).hidden(tokens, attention=attention), expected)
 
 
 def test_refusals():
@@ -145,5 +147,3 @@ def test_refusals():
         ShardedTransformer.of(network, MeshConfig(data=3).create(), weights="gathered")
     with pytest.raises(ValueError, match=r"weights='fsdp' must be one of .*'gathered'"):
         ShardedTransformer.of(network, MeshConfig().create(), weights="fsdp")
-    with pytest.raises(ValueError, match=r"method='rings' must be one of .*'ulysses'"):
-        ShardedTransformer.of(network, MeshConfig().create()).hidden(tokens, method="rings")

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from conftest import LLAMA, TinyModel, calibrated_folder
 
-from zdc_jax import load
+from zdc_jax import choose_plan, load
 from zdc_jax.errors import MeshError
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.planning.evaluate import window_nll
 
-CONFIG = replace(LLAMA, num_layers=2, num_heads=8, num_kv_heads=2)
+CONFIG = replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2)
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +49,15 @@ def test_refusals(folder):
 
 
 def test_plans_are_checked_where_they_will_run(tmp_path, monkeypatch):
-    """On the mesh and in float8; where none holds the limit, nothing is exchanged so."""
+    """On the mesh and in float8."""
     folder, placed = calibrated_folder(tmp_path, 128), []
     monkeypatch.setattr("zdc_jax.planning.checked.CHECKS", 1)
     measured = lambda network, windows, batch: placed.append(network) or np.ones(len(windows)) * len(placed)
-    monkeypatch.setattr("zdc_jax.loading.window_nll", measured)
+    monkeypatch.setattr("zdc_jax.planning.choose.window_nll", measured)
     asked = {"check_text": folder / "text", "mesh": MeshConfig(sequence=2), "payload": "float8"}
     with pytest.warns(UserWarning, match="nothing is compressed"):
-        unmodified = load(folder / "model", max_degradation=0.5, **asked)
+        assert choose_plan(folder / "model", max_degradation=0.5, **asked) is None
     assert [network.payload for network in placed] == ["native", "float8"]
-    assert unmodified.network.payload == "native"
-    assert unmodified.basis is None
-    found = load(folder / "model", max_degradation=10.0, **asked)
-    assert found.network.payload == "float8"
-    assert found.plan == placed[-1].plan
+    found = choose_plan(folder / "model", max_degradation=10.0, **asked)
+    assert found.for_model(found.fingerprint) == placed[-1].plan
+    assert load(folder / "model", found, mesh=asked["mesh"], payload="float8").network.payload == "float8"

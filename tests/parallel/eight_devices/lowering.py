@@ -11,20 +11,22 @@ from conftest import LLAMA
 from jax.sharding import PartitionSpec as P
 
 import zdc_jax.ops.attention as ops
+from benchmarks.rivals.handed_cache import with_slots
+from benchmarks.rivals.methods import ATTENTION
 from benchmarks.rivals.partition import Partition
 from benchmarks.rivals.runahead import _attended
 from benchmarks.rivals.runahead_mesh import piece_layer
-from zdc_jax.cache.prefix_ring import LayerCache
+from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
-from zdc_jax.parallel.attention import METHODS, sharded_attention
+from zdc_jax.parallel.attention import sharded_attention
+from zdc_jax.parallel.far import ulysses
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import Scales
-from zdc_jax.parallel.prompt_cache import Slots
 from zdc_jax.parallel.transformer import ShardedTransformer
-from zdc_jax.plan import CompressionPlan, LayerRanks
+from zdc_jax.plan import CompressionPlan
 
-CONFIG = replace(LLAMA, num_layers=1, num_kv_heads=4, dtype="bfloat16")
+CONFIG = replace(LLAMA, layers=LLAMA.layers[:1] * 1, num_kv_heads=4, dtype="bfloat16")
 PLANS = {
     "full": CompressionPlan.full(CONFIG),
     "window": CompressionPlan.uniform(CONFIG, qk=16, v=16, window=64),
@@ -37,12 +39,13 @@ def network(plan):
     return Transformer(CONFIG, plan, params["embeddings"], params["layers"])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ATTENTION)
 @pytest.mark.parametrize("plan", PLANS)
 def test_kernels_lower_inside_shard_map(monkeypatch, plan, method):
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     model = ShardedTransformer.of(network(PLANS[plan]), MeshConfig(sequence=4).create())
-    program = jax.jit(lambda tokens: model.hidden(tokens, method=method, implementation="pallas"))
+    options = {"attention": ATTENTION[method], "implementation": "pallas"}
+    program = jax.jit(lambda tokens: model.hidden(tokens, **options))
     traced = lambda: program.trace(jax.ShapeDtypeStruct((1, 500), jnp.int32))
     if method == "ring" and "sinks" in plan:
         with pytest.raises(NotImplementedError, match="number of sinks"):
@@ -70,10 +73,11 @@ def test_prompt_and_decoded_token_lower_on_kernels(monkeypatch, plan):
 
 def test_float8_payload_lowers_beside_the_kernels(monkeypatch):
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
-    ranks, width = LayerRanks(16, 16), 32
+    width = 32
     scales = Scales(*(jnp.ones((4, 16), jnp.bfloat16),) * 3)
-    options = {"scale": 1.0, "ranks": ranks, "sinks": 4, "window": 64, "method": "ulysses", "scales": scales}
-    attend = partial(sharded_attention, **options, implementation="pallas")
+    spec = PrefixRing(num_kv_heads=4, head_dim=width, dtype="bfloat16", R=16, Z=16, sinks=4, window=64)
+    options = {"scale": 1.0, "spec": spec, "implementation": "pallas"}
+    attend = lambda *qkv: sharded_attention(*qkv, **options, far=partial(ulysses, scales=scales))[0]
     specs, mesh = P(None, "sequence"), MeshConfig(sequence=4).create()
     program = jax.jit(
         jax.shard_map(attend, mesh=mesh, in_specs=(specs,) * 3, out_specs=specs, check_vma=False)
@@ -90,20 +94,14 @@ def test_float8_payload_lowers_beside_the_kernels(monkeypatch):
 def test_piece_on_a_cache_that_was_handed_on_lowers_on_kernels(monkeypatch, plan):
     """250 tokens after 252, whose cache came with room for 256."""
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
-    block, [ranks] = network(PLANS[plan]).layers[0], PLANS[plan].layers
+    block, [spec] = network(PLANS[plan]).layers[0], PLANS[plan].layer_caches("bfloat16")
     array = lambda *dims: jax.ShapeDtypeStruct((1, *dims), jnp.bfloat16)
-    ring, K, H = PLANS[plan].ring_slots(512), CONFIG.num_kv_heads, CONFIG.head_dim
-    held = LayerCache(
-        array(K, 256, ranks.qk),
-        array(K, 256, ranks.v),
-        array(K, ring, H - ranks.qk),
-        array(K, ring, H - ranks.v),
-    )
+    K, H = CONFIG.num_kv_heads, CONFIG.head_dim
+    held = jax.eval_shape(lambda: with_slots(spec.create(1, 512), 256))
     qkv = array(250, CONFIG.num_heads, H), array(250, K, H), array(250, K, H)
     integers = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
-    positions, end, near = integers(1, 250), integers(1), (PLANS[plan].sinks, PLANS[plan].window)
     traced = _attended.trace(
-        block, array(250, CONFIG.embed_dim), qkv, held, positions, end, near, 512, "pallas"
+        block, spec, array(250, CONFIG.embed_dim), qkv, held, integers(1, 250), integers(1), 512, "pallas"
     )
     assert "zdc_prefill" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -113,7 +111,8 @@ def test_padded_pieces_lower_on_kernels(monkeypatch):
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     plan, mesh = PLANS["window and sinks"], MeshConfig(sequence=3).create()
     x = jax.ShapeDtypeStruct((1, 3 * 252, CONFIG.embed_dim), jnp.bfloat16)
-    given = (plan.layers[0], Partition((252, 200, 48)), Slots.of(plan, 512), mesh, "pallas")
+    [spec] = plan.layer_caches("bfloat16")
+    given = (spec, Partition((252, 200, 48)), 512, mesh, "pallas")
     traced = piece_layer.trace(network(plan).layers[0], x, jax.ShapeDtypeStruct((1,), jnp.int32), *given)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "zdc_prefill" in text
@@ -126,10 +125,10 @@ def test_padded_pieces_lower_on_kernels(monkeypatch):
 @pytest.mark.parametrize("method", ["ulysses", "all_gather"])
 def test_near_attention_waits_for_no_exchange(method):
     """Of the four products of attention, near scores and values do not depend on what is exchanged."""
-    options = {"scale": 1.0, "ranks": LayerRanks(16, 16), "sinks": 2, "window": 9, "method": method}
+    spec = PrefixRing(num_kv_heads=4, head_dim=32, dtype="float32", R=16, Z=16, sinks=2, window=9)
     tokens = P(None, "sequence")
     attend = jax.shard_map(
-        partial(sharded_attention, **options),
+        lambda *qkv: ATTENTION[method](*qkv, scale=1.0, spec=spec)[0],
         mesh=MeshConfig(sequence=4).create(),
         in_specs=(tokens,) * 3,
         out_specs=tokens,

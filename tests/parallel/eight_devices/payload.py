@@ -1,6 +1,7 @@
 """A float8 exchange: numbers that arrive, attention on them, the cache of a loaded model, refusals."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,14 @@ import pytest
 from conftest import LLAMA, TinyModel
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.rivals.far import ring_attention
 from zdc_jax import load
+from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import CalibrationError, MeshError
 from zdc_jax.parallel.attention import sharded_attention
 from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, kv_copies, scatter_heads
+from zdc_jax.parallel.far import ulysses
 from zdc_jax.parallel.mesh import SEQUENCE, MeshConfig
 from zdc_jax.parallel.payload import EXACT, Scales, scale_weights
 from zdc_jax.plan import CompressionPlan, LayerRanks
@@ -92,8 +96,9 @@ def test_attention_rounds_where_it_says(K, ranks, sinks, window):
     scales = Scales(*(np.full((K, r), 2.0**-4, np.float32) for r in (ranks.qk, ranks.qk, ranks.v)))
 
     def attend(q, k, v):
-        near = {"sinks": sinks, "window": window}
-        return sharded_attention(q, k, v, scale=H**-0.5, ranks=ranks, **near, method="ulysses", scales=scales)
+        kept = {"R": ranks.qk, "Z": ranks.v, "sinks": sinks, "window": window}
+        spec = PrefixRing(num_kv_heads=k.shape[2], head_dim=H, dtype="float32", **kept)
+        return sharded_attention(q, k, v, scale=H**-0.5, spec=spec, far=partial(ulysses, scales=scales))[0]
 
     got = np.asarray(sharded(attend, (TOKENS,) * 3, TOKENS)(*qkv))
     expected = far_and_near(qkv, scales, ranks, sinks, window, emulated)
@@ -105,7 +110,7 @@ def test_attention_rounds_where_it_says(K, ranks, sinks, window):
     assert 1e-3 < np.sqrt(np.mean((got - exact) ** 2) / np.mean(exact**2)) < 2.0**-4
 
 
-CONFIG = replace(LLAMA, num_layers=2, num_heads=8, num_kv_heads=2)
+CONFIG = replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2)
 
 
 @pytest.fixture(scope="module")
@@ -155,5 +160,5 @@ def test_refusals(tiny):
     with pytest.raises(CalibrationError, match="this older basis has none, run zdc calibrate"):
         load(folder, **{**options, "basis": replace(options["basis"], v_rms=None)}, payload="float8")
     network = load(folder, **options, payload="float8").network
-    with pytest.raises(NotImplementedError, match="payload='float8' needs method='ulysses', method='ring'"):
-        network.hidden(jnp.asarray(model.tokens(2, 9)), method="ring")
+    with pytest.raises(NotImplementedError, match=r"payload='float8' needs .*, attention=.*ring_attention"):
+        network.hidden(jnp.asarray(model.tokens(2, 9)), attention=ring_attention)

@@ -16,13 +16,13 @@ from benchmarks.rivals.partition import Partition
 from benchmarks.rivals.partition_search import PieceCost, link_bandwidth, measured
 from benchmarks.rivals.runahead import RunaheadTransformer
 from benchmarks.rivals.runahead_mesh import MeshRunahead, by_head, piece_layer
+from benchmarks.rivals.traffic import handed_bytes
 from zdc_jax.basis import Basis
-from zdc_jax.cache.prefix_ring import KVCache
+from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.errors import CacheMemoryError, MeshError
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.prompt_cache import Slots
-from zdc_jax.parallel.traffic import cache_bytes, handed_bytes, hlo_bytes
+from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
@@ -52,7 +52,9 @@ LENGTHS, CAPACITY, STEPS = np.array([61, 20]), 96, 2
 def tiny(name: str, heads: str) -> tuple[TinyModel, Basis]:
     num_heads, num_kv_heads = HEADS[heads]
     config = {"llama": LLAMA, "opt": OPT}[name]
-    model = TinyModel(replace(config, num_layers=2, num_heads=num_heads, num_kv_heads=num_kv_heads))
+    model = TinyModel(
+        replace(config, layers=config.layers[:1] * 2, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    )
     return model, model.basis()
 
 
@@ -77,7 +79,7 @@ def one_device(name, heads, plan):
     model, basis = tiny(name, heads)
     layers, near = PLANS[plan]
     compression = CompressionPlan(layers, model.config.num_kv_heads, 32, **near)
-    empty = KVCache.create(compression, batch=2, capacity=CAPACITY, dtype=jnp.float32)
+    empty = KVCache.create(compression.layer_caches("float32"), batch=2, capacity=CAPACITY)
     # On the device where pieces end, so that decoding is compiled once.
     network, empty = jax.device_put((model.model(compression, basis).network, empty), jax.devices()[-1])
     tokens = model.tokens(2, CAPACITY)
@@ -112,7 +114,7 @@ def test_as_on_one_device(name, heads, plan, pieces):
     handed = handed_bytes(network.plan, **options, batch=2, itemsize=4)
     assert [sent[pair] for pair in pairwise(devices)] == [count + last_hidden for count in handed[:-1]]
     assert {x.device for x in jax.tree.leaves((last, held))} == {devices[-1]}
-    assert held.bytes() == network.plan.bytes(CAPACITY, 2, 4)
+    assert held.bytes() == network.plan.bytes(CAPACITY, 2, "float32")
     got = replay(partial(extend, model.networks[-1]), tokens, last, held)
     assert np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max()
 
@@ -140,8 +142,8 @@ def test_formula_is_what_is_compiled():
     network, partition, U = on_mesh(name, heads, plan, len(pieces)), Partition(pieces), len(pieces)
     x = jax.ShapeDtypeStruct((2, U * 40, network.config.embed_dim), jnp.float32)
     handed = exchanged = 0
-    for block, ranks in zip(network.prompt_layers, network.plan.layers, strict=True):
-        given = (ranks, partition, Slots.of(network.plan, CAPACITY), network.mesh, None)
+    for block, spec in zip(network.prompt_layers, network.layer_caches, strict=True):
+        given = (spec, partition, CAPACITY, network.mesh, None)
         lowered = piece_layer.lower(block, x, LENGTHS, *given)
         handed += hlo_bytes(lowered.compile().as_text())
         kept = by_head.lower(lowered.out_info[1], partition, CAPACITY, network.mesh)

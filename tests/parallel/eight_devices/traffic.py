@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import pytest
 from conftest import LLAMA
 
+from benchmarks.rivals.methods import ATTENTION
+from benchmarks.rivals.traffic import method_bytes
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
-from zdc_jax.parallel.attention import METHODS
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import PAYLOADS, Payload
 from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes, prefill_bytes
@@ -19,8 +20,8 @@ from zdc_jax.parallel.weights import gathered_bytes
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 CONFIGS = {
-    "MHA": replace(LLAMA, num_layers=2, num_heads=4, num_kv_heads=4),
-    "GQA, K < U": replace(LLAMA, num_layers=2, num_heads=8, num_kv_heads=2),
+    "MHA": replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=4, num_kv_heads=4),
+    "GQA, K < U": replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2),
 }
 NEAR = {
     "no window": ("GQA, K < U", {}),
@@ -40,7 +41,7 @@ def network(config: ModelConfig, plan: CompressionPlan, payload: Payload = "nati
     return Transformer(config, plan, params["embeddings"], params["layers"])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ATTENTION)
 @pytest.mark.parametrize("near", NEAR)
 def test_formula_is_what_is_compiled(near, method):
     heads, options = NEAR[near]
@@ -49,11 +50,10 @@ def test_formula_is_what_is_compiled(near, method):
     plan = CompressionPlan(ranks, config.num_kv_heads, config.head_dim, **options)
     mesh = MeshConfig(data=2, sequence=4).create()
     tokens = jax.ShapeDtypeStruct((6, 61), jnp.int32)
-    program = jax.jit(
-        lambda tokens: ShardedTransformer.of(network(config, plan), mesh).hidden(tokens, method=method)
-    )
+    sharded = lambda: ShardedTransformer.of(network(config, plan), mesh)
+    program = jax.jit(lambda tokens: sharded().hidden(tokens, attention=ATTENTION[method]))
     text = program.lower(tokens).compile().as_text()
-    expected = prefill_bytes(config, plan, length=61, degree=4, method=method, batch=3, itemsize=4)
+    expected = method_bytes(config, plan, length=61, degree=4, method=method, batch=3, itemsize=4)
     assert hlo_bytes(text) == expected
 
 

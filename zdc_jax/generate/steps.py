@@ -1,6 +1,7 @@
 """Compiled prefill and decode, shared by batch generation and streaming."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.prefix_ring import KVCache
+from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.generate.sampling import SamplingArrays, choose
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
@@ -46,7 +47,7 @@ def bucket(length: int, smallest: int = SMALLEST_BUCKET) -> int:
 def prefill(
     network: Transformer,
     cache: KVCache,
-    prompts: list[np.ndarray],
+    prompts: Sequence[np.ndarray],
     sampling: SamplingArrays | None,
     stop_tokens: Array,
     max_new_tokens: int,
@@ -81,7 +82,7 @@ def prefill(
 
 def prefill_on_mesh(
     network: ShardedTransformer,
-    prompts: list[np.ndarray],
+    prompts: Sequence[np.ndarray],
     width: int,
     capacity: int,
     sampling: SamplingArrays | None,
@@ -113,11 +114,8 @@ def _prefill_chunk(
     implementation: Implementation | None,
 ) -> tuple[Array, KVCache]:
     # Rows that ended in an earlier chunk keep their length; their padding stands past it and is dropped.
-    rows = jnp.full_like(lengths, start)
-    cache = replace(cache, lengths=rows)
-    hidden, cache = network.extend(
-        cache, tokens, jnp.minimum(lengths, start + tokens.shape[1]), implementation
-    )
+    end = jnp.minimum(lengths, start + tokens.shape[1])
+    hidden, cache = network.extend(cache, tokens, end, implementation)
     last = lengths - 1 - start
     inside = (last >= 0) & (last < tokens.shape[1])
     picked = jnp.take_along_axis(hidden, jnp.clip(last, 0, tokens.shape[1] - 1)[:, None, None], axis=1)

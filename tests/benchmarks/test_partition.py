@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from benchmarks.rivals.partition import Partition, cache_slots, interpolated
 from benchmarks.rivals.partition_search import PieceCost, predicted_ttft, searched
+from benchmarks.rivals.traffic import handed_bytes
 from zdc_jax.errors import MeshError
-from zdc_jax.parallel.traffic import handed_bytes
 from zdc_jax.plan import CompressionPlan
 
 ATTENTION = PieceCost(call=0, token=0, past=2e-9, own=1e-9)  # What causality leaves of t x (s + t) scores.

@@ -1,0 +1,60 @@
+"""Bytes that leave a device in a prefill by a rival, by formula; `zdc_jax.parallel.traffic` has our own."""
+
+from benchmarks.rivals.methods import ATTENTION, Method
+from benchmarks.rivals.partition import Partition, cache_slots
+from zdc_jax.config import ModelConfig
+from zdc_jax.parallel.attention import check_attention
+from zdc_jax.parallel.payload import Payload
+from zdc_jax.parallel.traffic import near_bytes, prefill_bytes
+from zdc_jax.plan import CompressionPlan
+
+
+def method_bytes(
+    config: ModelConfig,
+    plan: CompressionPlan,
+    *,
+    length: int,
+    degree: int,
+    method: Method,
+    payload: Payload = "native",
+    batch: int = 1,
+    itemsize: int = 2,
+) -> int:
+    """`prefill_bytes` of any method; other arguments as there.
+
+    `late_ulysses` sends what dense Ulysses does. `all_gather` and `ring` send K (R + Z) for each of t (U-1)
+    tokens, t = ⌈T/U⌉, of `itemsize` bytes, and the near set as `ulysses` does, without its log-sum-exp.
+
+    Raises:
+      NotImplementedError: the method cannot send this payload or token classes; what `prefill_bytes` raises.
+    """
+    check_attention(ATTENTION[method], payload, plan.classes)
+    if method in ("ulysses", "late_ulysses"):
+        sent = plan if method == "ulysses" else CompressionPlan.full(config)
+        how = {"length": length, "degree": degree, "batch": batch, "itemsize": itemsize}
+        return prefill_bytes(config, sent, payload=payload, **how)
+    K, H, U, t = config.num_kv_heads, config.head_dim, degree, -(-length // degree)
+    total = 0
+    for index, ranks in enumerate(plan.layers):
+        kept = ranks.qk + ranks.v
+        total += t * (U - 1) * K * kept * itemsize
+        total += near_bytes(config, plan.near(index), t, U, itemsize) if kept < 2 * H else 0
+    return batch * total
+
+
+def handed_bytes(
+    plan: CompressionPlan, partition: Partition, *, capacity: int, batch: int = 1, itemsize: int = 2
+) -> tuple[int, ...]:
+    """Bytes of KV cache that each device hands on to the next with KV-Runahead; none from the last.
+
+    K (S (R + Z) + M (2H - R - Z)) a layer and row, with S slots of each device's cache (`cache_slots`) and M
+    of the ring: a dense plan's sum is Eq. 6 of the paper. The hidden state of each row's last token comes on
+    top, once a prompt.
+    """
+    kept = sum(ranks.qk + ranks.v for ranks in plan.layers)
+    ring = 0
+    for index, ranks in enumerate(plan.layers):
+        sinks, window = (min(count, capacity) for count in plan.near(index))
+        ring += (window + -(-sinks // 8) * 8) * (2 * plan.head_dim - ranks.qk - ranks.v)
+    caches = (slots * kept + ring for slots in cache_slots(partition, plan.sinks, capacity)[:-1])
+    return (*(batch * plan.num_kv_heads * itemsize * cache for cache in caches), 0)

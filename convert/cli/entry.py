@@ -1,0 +1,26 @@
+"""`zdc` and `zdc-convert` as installed: one line where the packages that they need are missing."""
+
+import sys
+from importlib.util import find_spec
+
+TOOLS = ("matplotlib", "optax", "rich", "scipy", "threadpoolctl", "transformers", "tyro")
+"""Packages of the extra `tools`, which serving does without."""
+
+
+def main() -> int:
+    """Runs `zdc`; returns its exit status, 2 where packages are missing."""
+    return _run(sys.argv[1:])
+
+
+def main_convert() -> int:
+    """Runs `zdc convert` under its alias `zdc-convert`."""
+    return _run(["convert", *sys.argv[1:]])
+
+
+def _run(arguments: list[str]) -> int:
+    if missing := [name for name in TOOLS if find_spec(name) is None]:
+        print(f"error: zdc needs {', '.join(missing)}; run: pip install 'zdc-jax[tools]'", file=sys.stderr)
+        return 2
+    from convert.cli.main import main
+
+    return main(arguments)

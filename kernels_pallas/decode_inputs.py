@@ -1,0 +1,107 @@
+"""What the decode kernel takes beside q, k and v, and its refusals before launch."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jax import Array
+
+from kernels_pallas import common
+from kernels_pallas.common import Shaped
+
+ROWS = 64
+"""Rows of the tensor-core tile; the query heads of one KV head are some of them."""
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How the keys of one KV head of one row are cut.
+
+    block: keys a step, 64 or 128; window and pages are whole numbers of it. stages: blocks of far keys in
+    flight. splits: parts of the far keys (all keys without a ring). near_splits: parts of window and sinks.
+    """
+
+    block: int = 64
+    stages: int = 2
+    splits: int = 4
+    near_splits: int = 3
+
+    def __post_init__(self) -> None:
+        if self.block not in (64, 128):
+            raise ValueError(f"block={self.block}: must be 64 or 128")
+        for name in ("stages", "splits", "near_splits"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+
+
+class Ring(NamedTuple):
+    """Trailing coordinates of near keys: k [B, K, M, H-R], v [B, K, M, H-Z], M ≥ window + sinks.
+
+    Position p ≥ sinks of the window lies in row p mod window, sink p in row window + p.
+    """
+
+    k: Array
+    v: Array
+
+
+def check_decode(
+    q: Shaped,
+    k: Shaped,
+    v: Shaped,
+    lengths: Shaped,
+    *,
+    ring: Ring | None = None,
+    sinks: int = 0,
+    window: int = 0,
+    block_table: Shaped | None = None,
+    positions: Shaped | None = None,
+    config: DecodeConfig | None = None,
+) -> None:
+    """Raises what `decode_attention` says it raises; arrays and options are those given to it."""
+    common.check_device()
+    common.check_dtypes(q=q, k=k, v=v)
+    common.check_shape("q", q, (None,) * 3, "B, N, H")
+    B, N, H = q.shape
+    common.check_shape("k", k, (None if block_table is not None else B, None, None, None), "B, K, S, R")
+    leading, K, S, R = k.shape
+    common.check_shape("v", v, (leading, K, S, None), "B, K, S, Z")
+    common.check_shape("lengths", lengths, (B,), "B")
+    Z = v.shape[-1]
+    common.check_groups(N, K)
+    if ring is None or R or Z:
+        common.check_rank("R", R)
+        common.check_rank("Z", Z)
+    # Copies begin at multiples of eight rows, so that a group may begin at any of the tile's first eight.
+    if N // K > ROWS - 8:
+        raise ValueError(f"q has {N // K} heads for each head of k: must be at most {ROWS - 8}")
+    if ring is not None:
+        _check_ring(q, k, v, ring, sinks, window)
+    elif H != R or sinks or window:
+        raise ValueError(f"without a ring q must have R={R} coordinates and no {sinks=}, {window=}; q {H}")
+    # The default config's blocks divide window and pages where the smallest do.
+    block = DecodeConfig.block if config is None else config.block
+    if window % block:
+        raise ValueError(f"window={window}: must be a multiple of the block of {block} keys")
+    if block_table is not None:
+        common.check_shape("block_table", block_table, (B, None), "B, pages")
+        if not S or S % block:
+            raise ValueError(f"pages of {S} positions: must be a multiple of the block of {block} keys")
+    if positions is not None:
+        if ring is not None or block_table is not None:
+            raise ValueError("positions are given with a ring or a block_table: need neither")
+        common.check_shape("positions", positions, (B, S), "B, S")
+
+
+def _check_ring(q: Shaped, k: Shaped, v: Shaped, ring: Ring, sinks: int, window: int) -> None:
+    (B, K, R), Z, H = (q.shape[0], k.shape[1], k.shape[3]), v.shape[-1], q.shape[-1]
+    if window < 64 or window % 64:
+        raise ValueError(f"window={window}: must be a positive multiple of 64")
+    if not 0 <= sinks <= 64:
+        raise ValueError(f"sinks={sinks}: must be from 0 to 64")
+    common.check_tails(H, R, Z)
+    common.check_dtypes(q=q, **{"ring.k": ring.k, "ring.v": ring.v})
+    common.check_shape("ring.k", ring.k, (B, K, None, H - R), "B, K, M, H - R")
+    common.check_shape("ring.v", ring.v, (B, K, ring.k.shape[2], H - Z), "B, K, M, H - Z")
+    if ring.k.shape[2] < window + sinks:
+        raise ValueError(
+            f"the ring has {ring.k.shape[2]} rows: must be at least window + sinks = {window + sinks}"
+        )

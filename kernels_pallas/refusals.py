@@ -1,0 +1,49 @@
+"""Why a kernel would refuse a call: the checks that it makes before launch, asked without calling it.
+
+Each takes arrays and options of its kernel, those that the kernel checks, looks at shapes and dtypes only, so
+that `jax.ShapeDtypeStruct`s do, and gives the message of the error that the kernel would raise, else None.
+"""
+
+from collections.abc import Callable
+
+import jax
+
+from kernels_pallas import common
+from kernels_pallas.common import Shaped
+from kernels_pallas.decode_inputs import check_decode
+from kernels_pallas.post_rope import checked_launch
+from kernels_pallas.prefill_inputs import check_prefill
+from kernels_pallas.segments import check_segments
+
+
+def _refusal[**P](check: Callable[P, object]) -> Callable[P, str | None]:
+    """What `check` raises, as a message."""
+
+    def refusal(*args: P.args, **kwargs: P.kwargs) -> str | None:
+        try:
+            check(*args, **kwargs)
+        except (ValueError, NotImplementedError) as error:
+            return str(error)
+        return None
+
+    return refusal
+
+
+def _check_here(q: Shaped) -> None:
+    if (backend := jax.default_backend()) != "gpu":
+        raise NotImplementedError(
+            f"it needs a GPU of compute capability 9.0, the default backend is {backend!r}"
+        )
+    common.check_device()
+    common.check_dtypes(q=q)
+
+
+prefill_refusal = _refusal(check_prefill)
+decode_refusal = _refusal(check_decode)
+segment_refusal = _refusal(check_segments)
+post_rope_refusal = _refusal(checked_launch)
+device_refusal = _refusal(_check_here)
+"""Why no kernel can run here on arrays of q's dtype.
+
+Only this refuses machines without a GPU: kernels may be lowered there for a machine that has one.
+"""

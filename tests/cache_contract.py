@@ -1,0 +1,134 @@
+"""The contract of every method of keeping keys and values: one row here, and all clauses that it declares.
+
+Layers are called as the model calls them, but without norms and feed-forward: so that inputs may be zero, or
+huge, where a cache sees them.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from conftest import LLAMA, OPT, TinyModel
+
+from zdc_jax.cache.spec import Call, LayerCacheSpec
+from zdc_jax.config import ModelConfig
+from zdc_jax.model.attention import Attention
+from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
+
+BLOCK = 8
+"""Positions of a block of token classes; pieces begin at multiples of it, for all methods alike."""
+ROWS, PIECE, CAPACITY = 3, 3 * BLOCK, 6 * BLOCK
+"""Few shapes, for compiling takes the time: pieces of so many tokens, or one token, of so many rows."""
+SHORT_LLAMA, SHORT_OPT = (replace(config, layers=config.layers[:2]) for config in (LLAMA, OPT))
+SLIDING = replace(SHORT_LLAMA, layers=(LLAMA.layers[0], replace(LLAMA.layers[0], window=12)))
+
+
+def uniform(config: ModelConfig, **ranks: int) -> CompressionPlan:
+    return CompressionPlan.uniform(config, **ranks)
+
+
+def classes(config: ModelConfig, **near: int) -> CompressionPlan:
+    L = config.num_layers
+    divided = TokenClasses((0,), (0.4,), (LayerRanks(32, 32),) * L, BLOCK)
+    return replace(uniform(config, qk=16, v=16, **near), classes=divided)
+
+
+METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
+    "plain": (SHORT_OPT, partial(uniform, qk=32, v=32)),
+    "truncated": (SHORT_OPT, partial(uniform, qk=16, v=16)),
+    "prefix ring": (SHORT_LLAMA, partial(uniform, qk=16, v=16, window=8, sinks=2)),
+    "sinks alone": (SHORT_LLAMA, partial(uniform, qk=16, v=32, sinks=3)),
+    "window alone": (SHORT_OPT, partial(uniform, qk=0, v=0, window=20, sinks=2)),
+    "window past the end": (SHORT_LLAMA, partial(uniform, qk=16, v=16, window=300, sinks=2)),
+    "sliding layer": (SLIDING, partial(uniform, qk=32, v=32)),
+    "sliding layer under a plan": (SLIDING, partial(uniform, qk=16, v=16, window=8, sinks=2)),
+    "token classes": (SHORT_LLAMA, classes),
+    "token classes and window": (SHORT_LLAMA, partial(classes, window=8, sinks=2)),
+}
+
+
+class Stack(NamedTuple):
+    """Attention layers, how each keeps its tokens, and the plan that says so."""
+
+    layers: tuple[Attention, ...]
+    specs: tuple[LayerCacheSpec, ...]
+    plan: CompressionPlan
+    width: int
+
+    def inputs(self, seed: int = 0) -> np.ndarray:
+        """Hidden states [ROWS, CAPACITY, D]."""
+        return np.random.default_rng(seed).normal(size=(ROWS, CAPACITY, self.width)).astype(np.float32)
+
+    def whole(self, x: np.ndarray) -> np.ndarray:
+        """What the layers make of whole sequences, without a cache."""
+        x, aux = jnp.asarray(x), None
+        for layer, spec in zip(self.layers, self.specs, strict=True):
+            x, aux = _whole(layer, spec, x, aux)
+        return np.asarray(x)
+
+    def create(self) -> list:
+        return [spec.create(ROWS, CAPACITY) for spec in self.specs]
+
+    def extend(
+        self, states: list, x: np.ndarray, held: np.ndarray, new: np.ndarray
+    ) -> tuple[np.ndarray, list]:
+        """Row b adds its next new[b] tokens of x [B, S, D] to the held[b] before: outputs, longer states."""
+        T = PIECE if max(new) > 1 else 1
+        piece = np.zeros((len(x), T, x.shape[2]), np.float32)
+        for row, (start, count) in enumerate(zip(held, new, strict=True)):
+            piece[row, :count] = x[row, start : start + count]
+        positions, end = jnp.asarray(held[:, None] + np.arange(T)), jnp.asarray(held + new)
+        y, aux, longer = jnp.asarray(piece), None, []
+        for layer, spec, state in zip(self.layers, self.specs, states, strict=True):
+            y, aux, state = _extend(layer, spec, state, y, aux, positions, end)
+            longer.append(state)
+        return np.asarray(y), longer
+
+    def run(self, x: np.ndarray, schedule: list[list[int]]) -> np.ndarray:
+        """Outputs [B, S, D] of tokens that come as scheduled, each entry so many of each row; NaN: none."""
+        states = self.create()
+        held, found = np.zeros(len(x), int), np.full(x.shape, np.nan, np.float32)
+        for new in schedule:
+            y, states = self.extend(states, x, held, np.array(new))
+            for row, count in enumerate(new):
+                found[row, held[row] : held[row] + count] = y[row, :count]
+            held = held + np.array(new)
+        return found
+
+
+@partial(jax.jit, static_argnames="spec")
+def _extend(layer, spec, state, x, aux, positions, end):
+    q, k, v = spec.project(layer, x, positions, None, aux)
+    done = spec.attend(state, q, k, v, positions, end, aux, Call(layer.scale))
+    return x + layer.output(done.o), done.aux, done.state
+
+
+@partial(jax.jit, static_argnames="spec")
+def _whole(layer, spec, x, aux):
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    q, k, v = spec.project(layer, x, positions, None, aux)
+    done = spec.attend_whole(q, k, v, positions, aux, Call(layer.scale))
+    return x + layer.output(done.o), done.aux
+
+
+@cache
+def stack(name: str) -> Stack:
+    config, plan_of = METHODS[name]
+    plan = plan_of(config)
+    network = TinyModel(config).model(plan).network
+    layers = tuple(block.attention for block in network.layers)
+    return Stack(layers, plan.layer_caches("float32"), plan, config.embed_dim)
+
+
+def holding(clause: str) -> list[str]:
+    """The methods of which every layer declares the clause."""
+    return [name for name in METHODS if all(clause in spec.clauses for spec in specs_of(name))]
+
+
+def specs_of(name: str) -> tuple[LayerCacheSpec, ...]:
+    config, plan_of = METHODS[name]
+    return plan_of(config).layer_caches("float32")

@@ -1,0 +1,19 @@
+"""The clock of compilation starts when it is first asked, and only then listens to JAX."""
+
+from importlib.util import find_spec, module_from_spec
+
+import jax
+
+
+def test_listens_once_and_not_at_import(monkeypatch):
+    listeners, register = [], jax.monitoring.register_event_duration_secs_listener
+    monkeypatch.setattr(jax.monitoring, "register_event_duration_secs_listener", listeners.append)
+    spec = find_spec("zdc_jax.generate.compile_time")
+    clock = module_from_spec(spec)  # Another copy, as a new process has it.
+    spec.loader.exec_module(clock)
+    assert listeners == []
+    assert [clock.compile_seconds() for _ in range(2)] == [0, 0]
+    assert len(listeners) == 1
+    register(listeners[0])
+    jax.jit(lambda x: 3 * x + 1)(2.0)
+    assert clock.compile_seconds() > 0

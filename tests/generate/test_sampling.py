@@ -1,0 +1,108 @@
+"""Choosing tokens: each row by its own numbers and key, against closed forms and brute force."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zdc_jax import Sampling
+from zdc_jax.errors import PromptError
+from zdc_jax.generate.sampling import SamplingArrays, choose, request_keys, restrict
+
+LOGITS = 3 * np.random.default_rng(0).normal(size=(6, 30)).astype(np.float32)
+PROMPTS = [np.array(prompt, np.int32) for prompt in ([1], [1, 2], [2, 1], [1], [0, 1], [1, 0])]
+POSITIONS = jnp.array([1, 2, 2, 1, 2, 2])
+chosen = jax.jit(choose)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "allowed"),
+    [
+        ("temperature", (-1, float("nan"), float("inf"), True, "1", None), "finite number >= 0"),
+        ("top_k", (0, -1, 1.0, float("nan"), True, "5"), "whole number >= 1"),
+        ("top_p", (0.0, 1.1, -0.5, float("nan"), True, "0.5"), r"number in \(0, 1\]"),
+        ("seed", (-1, 2**32, 0.0, False, "0", None), "whole number from 0 to 4294967295"),
+    ],
+)
+def test_bad_samplings_are_refused(name, values, allowed):
+    for value in values:
+        with pytest.raises(PromptError, match=f"{name}={value!r} must be a {allowed}"):
+            Sampling(**{name: value})
+
+
+def test_numbers_of_numpy_are_numbers():
+    Sampling(np.float32(0.5), np.int64(3), np.float64(0.5), np.uint32(2**32 - 1))
+
+
+def test_keys_belong_to_requests():
+    """They differ in seed, prompt and repetition; not in order, nor by what else is asked."""
+    samplings = [Sampling(1.0, seed=seed) for seed in (0, 1)]
+    requests = [(sampling, prompt) for sampling in samplings for prompt in PROMPTS[1:]]
+    keys = lambda requests: request_keys(*zip(*requests, strict=True)).tolist()
+    together = keys(requests)
+    assert len(set(map(tuple, together))) == len(requests)
+    assert keys(requests[::-1]) == together[::-1]
+    assert [keys([request])[0] for request in requests] == together
+    other = Sampling(0.5, seed=0), requests[0][1]  # The same prompt, but no repetition.
+    assert keys([other, requests[0]])[1] == together[0]
+    again = keys([requests[0]] * 3)
+    assert again[0] == together[0]
+    assert len(set(map(tuple, again))) == 3
+
+
+def test_rows_are_chosen_one_by_one():
+    """A batch of all kinds, greedy among them, gives each row what it gets alone."""
+    samplings = [
+        Sampling(),
+        Sampling(1.0),
+        Sampling(2.0, top_k=3, seed=1),
+        Sampling(2.0, top_k=1),
+        Sampling(5.0, top_p=0.3),
+        Sampling(1.0, top_k=1000, top_p=1.0, seed=2),
+    ]
+    batch = chosen(jnp.asarray(LOGITS), SamplingArrays.of(samplings, PROMPTS, 30), POSITIONS)
+    for row, (sampling, prompt) in enumerate(zip(samplings, PROMPTS, strict=True)):
+        arrays = SamplingArrays.of([sampling], [prompt], 30)
+        assert (arrays is None) == (sampling.temperature == 0)
+        alone = chosen(jnp.asarray(LOGITS[row : row + 1]), arrays, POSITIONS[row : row + 1])
+        assert batch[row] == alone[0]
+    assert (np.asarray(batch)[[0, 3]] == LOGITS[[0, 3]].argmax(-1)).all()
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-44, 1e-38, 1e-20])
+def test_the_coldest_samplings_are_greedy(temperature):
+    arrays = SamplingArrays.of([Sampling(temperature, top_p=1e-60)] * 6, PROMPTS, 30)
+    assert (np.asarray(chosen(jnp.asarray(LOGITS), arrays, POSITIONS)) == LOGITS.argmax(-1)).all()
+
+
+def test_frequencies_follow_the_softmax():
+    """Of equal requests of two samplings in one batch, at a few positions."""
+    count, samplings = 1000, [Sampling(0.7, seed=5), Sampling(2.0, top_k=5, seed=5)]
+    arrays = SamplingArrays.of(samplings * count, [PROMPTS[0]] * 2 * count, 30)
+    logits = jnp.tile(LOGITS[:2], (count, 1))
+    draws = [chosen(logits, arrays, jnp.full(2 * count, position)) for position in range(1, 5)]
+    for row, sampling in enumerate(samplings):
+        weight = np.exp(LOGITS[row].astype(np.float64) / sampling.temperature)
+        weight[np.argsort(-weight)[sampling.top_k or 30 :]] = 0
+        expected = 4 * count * weight / weight.sum()
+        counts = np.bincount(np.stack(draws).reshape(-1, count, 2)[..., row].ravel(), minlength=30)
+        likely = expected > 10
+        assert ((counts - expected)[likely] ** 2 / expected[likely]).sum() < 3 * likely.sum()
+        assert (counts[expected == 0] == 0).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 99), top_k=st.integers(1, 40), top_p=st.floats(0.05, 1.0))
+def test_restrict_keeps_the_smallest_sufficient_set(seed, top_k, top_p):
+    logits = np.random.default_rng(seed).normal(size=(1, 30)).astype(np.float32) * 3
+    out = np.asarray(restrict(jnp.asarray(logits), jnp.array([min(top_k, 30)]), jnp.array([top_p])))[0]
+    order = np.argsort(-logits[0])[:top_k]
+    mass = np.exp(logits[0, order].astype(np.float64))
+    before = np.cumsum(mass / mass.sum()) - mass / mass.sum()
+    kept = set(order[before < top_p - 1e-6])
+    allowed = set(order[before < top_p + 1e-6])
+    found = set(np.flatnonzero(np.isfinite(out)))
+    assert kept <= found <= allowed
+    assert found

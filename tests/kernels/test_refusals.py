@@ -1,0 +1,169 @@
+"""What the refusals say of a call is what the kernels do with it, and on shapes alone."""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kernels_pallas as kernels
+from kernels_pallas import DecodeConfig, PostRopeConfig, Ring, Segment, Trailing
+
+CALLS = 90
+DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32, jnp.int32]
+Call = tuple[dict[str, Any], dict[str, Any]]
+
+
+def shape(*dims: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(map(int, dims)), dtype)
+
+
+integers = partial(shape, dtype=jnp.int32)
+
+
+def widths(rng: np.random.Generator, near: str) -> tuple[int, int, int]:
+    """R, Z and H that go with two ranks, with near keys alone, or with one rank."""
+    R, Z = rng.choice([16, 32, 48, 64], 2)
+    if near == "alone":
+        return 0, 0, int(R + Z)
+    return R, Z, R + Z if near else R
+
+
+def prefill_call(rng: np.random.Generator) -> Call:
+    near = rng.choice(["", "both", "alone"])
+    R, Z, H = widths(rng, near)
+    B, T, K, S, M = rng.integers(1, 200, 5) % [3, 200, 4, 200, 200] + 1
+    arrays = {"q": shape(B, T, K * rng.integers(1, 4), H), "k": shape(B, K, S, R), "v": shape(B, K, S, Z)}
+    options = {"sinks": int(rng.choice([0, 4, 64])), "window": int(rng.choice([1, 64, 100]))}
+    rest = {"starts": integers(B), "lengths": integers(B)}
+    if near:
+        heads = [shape(B, K, 64, H - rank) for rank in (R, Z)]
+        arrays["trailing"] = Trailing(shape(B, K, M, H - R), shape(B, K, M, H - Z), integers(B), *heads)
+    elif rng.random() < 0.4:
+        rest |= {"positions": (integers(B, T), integers(B, S))}
+    else:
+        options["keys"] = str(rng.choice(["all", "far"]))
+    return arrays | {name: x for name, x in rest.items() if rng.random() < 0.6}, options
+
+
+def decode_call(rng: np.random.Generator) -> Call:
+    near = rng.choice(["", "both", "alone"])
+    R, Z, H = widths(rng, near)
+    B, K, S, pages = rng.integers(1, 300, 4) % [3, 4, 300, 5] + 1
+    paged, options = rng.random() < 0.3, {}
+    block = int(rng.choice([64, 128]))
+    lead, slots = (pages + 3, block * pages) if paged else (B, S)
+    arrays = {"q": shape(B, K * rng.choice([1, 3, 56]), H), "lengths": integers(B)}
+    arrays |= {"k": shape(lead, K, slots, R), "v": shape(lead, K, slots, Z)}
+    if paged:
+        arrays["block_table"] = integers(B, pages)
+    if near:
+        options = {"sinks": int(rng.choice([0, 4, 64])), "window": block * int(rng.integers(1, 4))}
+        M = sum(options.values()) + rng.integers(0, 9)
+        arrays["ring"] = Ring(shape(B, K, M, H - R), shape(B, K, M, H - Z))
+    elif not paged and rng.random() < 0.5:
+        arrays["positions"] = integers(B, S)
+    if rng.random() < 0.5:
+        options["config"] = DecodeConfig(block=block)
+    return arrays, options
+
+
+def segment_call(rng: np.random.Generator) -> Call:
+    B, K, G = rng.integers(1, 4, 3)
+    T = int(rng.choice([1, 90]))
+    sizes = [(rng.integers(1, 200), *widths(rng, "")[:2]) for _ in range(2)]
+    held = [Segment(shape(B, K, S, R), shape(B, K, S, Z), integers(B, S)) for S, R, Z in sizes]
+    return {"q": shape(B, T, K * G, 64), "positions": integers(B, T), "segments": held}, {}
+
+
+def post_rope_call(rng: np.random.Generator) -> Call:
+    B, T, K, G = rng.integers(1, 200, 4) % [3, 200, 4, 3] + 1
+    H, keep_tail = int(rng.choice([32, 64, 96, 128, 256])), bool(rng.random() < 0.5)
+    R = 16 * int(rng.integers(1, H // 16 + 1))
+    C = H if keep_tail else R
+    angles = shape(B, T, H // 2, dtype=jnp.float32)
+    arrays = {"q": shape(B, T, K * G, H), "k": shape(B, T, K, H), "angles_cos": angles, "angles_sin": angles}
+    arrays |= {"q_rotation": shape(K, H, C), "k_rotation": shape(K, H, C), "k_shift": shape(K, C)}
+    return arrays, {"qk_rank": R, "keep_tail": keep_tail, "config": PostRopeConfig()}
+
+
+def changed(rng: np.random.Generator, arrays: dict[str, Any], options: dict[str, Any]) -> Call:
+    """One array of another size, dtype or number of axes, or another option."""
+    if options and rng.random() < 0.3:
+        name = rng.choice(list(options))
+        values = {"keys": ["all", "far", "near"], "qk_rank": [8, 48, 272], "keep_tail": [False, True]}
+        values["config"] = [PostRopeConfig(warpgroups=8) if "qk_rank" in options else DecodeConfig(block=128)]
+        other = values.get(name, [-1, 0, 60, 65, 100])
+        return arrays, options | {name: other[rng.integers(len(other))]}
+    leaves, tree = jax.tree.flatten(arrays)
+    index = rng.integers(len(leaves))
+    dims, dtype = list(leaves[index].shape), leaves[index].dtype
+    axis = rng.integers(len(dims))
+    match rng.integers(5):
+        case 0:
+            dtype = DTYPES[rng.integers(len(DTYPES))]
+        case 1:
+            del dims[axis]
+        case _:
+            size = dims[axis]
+            dims[axis] = int(rng.choice([0, size + 1, max(size - 1, 0), 2 * size, size + 16, 60 * size, 24]))
+    leaves[index] = shape(*dims, dtype=dtype)
+    return jax.tree.unflatten(tree, leaves), options
+
+
+KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., str | None], Callable[..., Call]]] = {
+    "prefill": (partial(kernels.prefill_attention, scale=1.0), kernels.prefill_refusal, prefill_call),
+    "decode": (partial(kernels.decode_attention, scale=1.0), kernels.decode_refusal, decode_call),
+    "segments": (partial(kernels.segment_attention, scale=1.0), kernels.segment_refusal, segment_call),
+    "post_rope": (kernels.post_rope, kernels.post_rope_refusal, post_rope_call),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_call_is_refused_exactly_where_the_kernel_raises(no_launch, name):
+    """Random calls as they should be, which none refuses, and with one or two things changed."""
+    kernel, refusal, draw = KERNELS[name]
+    rng, refused = np.random.default_rng(0), 0
+    for index in range(CALLS):
+        arrays, options = draw(rng)
+        for _ in range(index % 3):
+            arrays, options = changed(rng, arrays, options)
+        said, raised = refusal(**arrays, **options), None
+        try:
+            jax.eval_shape(partial(kernel, **options), **arrays)
+        except (ValueError, NotImplementedError) as error:
+            raised = str(error)
+        assert said == raised, (arrays, options)
+        assert said is None or index % 3, (arrays, options)
+        refused += said is not None
+    assert CALLS / 4 < refused < 2 * CALLS / 3
+
+
+def test_shapes_tracers_and_arrays_are_refused_alike():
+    arrays = [jnp.zeros(dims, jnp.bfloat16) for dims in ((1, 8, 2, 32), (1, 2, 8, 24), (1, 2, 8, 32))]
+    said = []
+    jax.eval_shape(lambda *arrays: said.append(kernels.prefill_refusal(*arrays)), *arrays)
+    said += [kernels.prefill_refusal(*given) for given in (arrays, [shape(*x.shape) for x in arrays])]
+    assert said == ["R=24: must be a multiple of 16 from 16 to 256"] * 3
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability", "dtype", "expected"),
+    [
+        ("cpu", None, jnp.bfloat16, "it needs a GPU of compute capability 9.0, the default backend is 'cpu'"),
+        ("gpu", "8.6", jnp.bfloat16, "it needs a GPU of compute capability 9.0, the device has 8.6"),
+        ("gpu", "9.0", jnp.float32, "q has dtype float32: must be bfloat16 or float16"),
+        ("gpu", "9.0", jnp.float16, None),
+    ],
+)
+def test_devices(monkeypatch, backend, capability, dtype, expected):
+    """Kernels say the same of another GPU; without one they may be lowered for it."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(compute_capability=capability)])
+    q, k = shape(1, 8, 2, 32, dtype=dtype), shape(1, 2, 8, 32, dtype=dtype)
+    assert kernels.device_refusal(q) == expected
+    assert kernels.prefill_refusal(q, k, k) == (None if backend == "cpu" else expected)

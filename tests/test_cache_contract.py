@@ -1,0 +1,113 @@
+"""Every method of keeping keys and values against the contract of `cache_contract`."""
+
+import jax
+import numpy as np
+import pytest
+from cache_contract import BLOCK, CAPACITY, METHODS, PIECE, ROWS, holding, specs_of, stack
+
+WHOLE = [[PIECE] * ROWS] * 2
+"""All tokens in two pieces."""
+RAGGED = [[24, 8, 16], [8, 24, 16], [1, 1, 1], [0, 1, 1], [1, 0, 1]]
+"""Rows that begin and end where blocks do; then single tokens, of some rows at a time."""
+ANYWHERE = [[24, 3, 17], [0, 23, 1], [5, 20, 24], [1, 0, 1]]
+"""Rows that begin and end anywhere, for methods that let them."""
+ALIGNED = [name for name in METHODS if any(spec.alignment > 1 for spec in specs_of(name))]
+
+
+def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
+    """Equal where `expected` is a number, to a few float32 roundings of the largest."""
+    there = ~np.isnan(expected)
+    assert there.any()
+    error = np.abs(found - expected)[there].max()
+    assert error <= 1e-5 * np.abs(expected[there]).max(), error
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_cached_is_uncached(name):
+    it = stack(name)
+    x = it.inputs()
+    assert_same(it.run(x, WHOLE), it.whole(x))
+
+
+@pytest.mark.parametrize("name", holding("chunked"))
+def test_chunked_is_whole(name):
+    it = stack(name)
+    x = it.inputs()
+    assert_same(it.run(x, [[BLOCK] * ROWS, [16] * ROWS, [BLOCK] * ROWS, [16] * ROWS]), it.run(x, WHOLE))
+
+
+@pytest.mark.parametrize("name", holding("ragged"))
+def test_a_ragged_row_is_what_it_is_alone(name):
+    """Alone: all other rows are empty."""
+    it = stack(name)
+    x = it.inputs(seed=1)
+    for schedule in [RAGGED] if name in ALIGNED else [RAGGED, ANYWHERE]:
+        together = it.run(x, schedule)
+        for row in range(ROWS):
+            only = [[count * (other == row) for other, count in enumerate(new)] for new in schedule]
+            alone = it.run(x, [new for new in only if any(new)])
+            assert_same(together[row], alone[row])
+
+
+@pytest.mark.parametrize("name", ALIGNED)
+def test_a_piece_that_begins_elsewhere_gives_nan_in_its_row_alone(name):
+    it = stack(name)
+    found = it.run(it.inputs(), [[24, 3, 16], [8, 8, 8]])
+    assert np.isnan(found[1, 3:11]).all()
+    assert np.isfinite(found[0, :32]).all()
+    assert np.isfinite(found[2, :24]).all()
+
+
+@pytest.mark.parametrize("name", holding("order"))
+def test_a_row_does_not_depend_on_which_it_is(name):
+    it = stack(name)
+    x, turned = it.inputs(seed=2), [2, 0, 1]
+    schedule = [[new[row] for row in turned] for new in RAGGED]
+    np.testing.assert_array_equal(it.run(x[turned], schedule), it.run(x, RAGGED)[turned])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_bytes_are_those_of_the_arrays(name):
+    it = stack(name)
+    arrays, lengths = jax.tree.leaves(it.create()), ROWS * np.dtype(np.int32).itemsize
+    assert it.plan.bytes(CAPACITY, ROWS, "float32") == sum(x.nbytes for x in arrays) + lengths
+    assert it.plan.bytes(CAPACITY, ROWS, "float32") == ROWS * it.plan.bytes(CAPACITY, 1, "float32")
+
+
+@pytest.mark.parametrize("name", holding("reuse"))
+def test_a_released_row_serves_the_next_request_as_a_new_one(name):
+    it = stack(name)
+    x, y, none = it.inputs(seed=3), it.inputs(seed=4), np.zeros(ROWS, int)
+    _, states = it.extend(it.create(), x, none, np.array([24, 24, 24]))
+    _, states = it.extend(states, x, np.full(ROWS, 24), np.array([24, 8, 16]))
+    released = np.array([False, True, False])
+    states = [spec.release(state, released) for spec, state in zip(it.specs, states, strict=True)]
+    first, states = it.extend(states, y, np.array([47, 0, 40]), np.array([0, 16, 0]))
+    second, _ = it.extend(states, y, np.array([47, 16, 40]), np.array([0, 1, 0]))
+    expected = it.run(y, [[0, 16, 0], [0, 1, 0]])[1]
+    assert_same(first[1, :16], expected[:16])
+    assert_same(second[1, :1], expected[16:17])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_cache_can_be_filled_to_the_last_slot(name):
+    """Also by a piece whose padding would stand past the end."""
+    it = stack(name)
+    x = it.inputs(seed=5)
+    found = it.run(x, [[24, 24, 24], [16, 16, 16], [8, 7, 8], [0, 1, 0]])
+    whole = it.whole(x)
+    assert_same(found[0], whole[0])
+    assert_same(found[2], whole[2])
+    assert_same(found[1, :40], whole[1, :40])
+    assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_zeros_and_one_huge_outlier(name):
+    """Tokens of zeros and one a thousand times larger than others are tokens like these."""
+    it = stack(name)
+    x = it.inputs(seed=6)
+    x[0, :24], x[1, 5], x[2, 30] = 0, 0, 1000 * x[2, 30]
+    found = it.run(x, WHOLE)
+    assert np.isfinite(found).all()
+    assert_same(found, it.whole(x))

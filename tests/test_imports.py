@@ -1,0 +1,145 @@
+"""Which way imports go, file by file, and what serving loads."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from convert.cli.entry import TOOLS
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("kernels_pallas", "zdc_jax", "convert", "benchmarks")
+
+BASE = "zdc_jax.axes zdc_jax.config zdc_jax.errors zdc_jax.files"
+CACHE = f"{BASE} kernels_pallas zdc_jax.ops zdc_jax.cache"
+PLAN = f"{CACHE} zdc_jax.methods zdc_jax.plan"
+MODEL = f"{PLAN} zdc_jax.model"
+LOADING = f"{MODEL} zdc_jax.basis zdc_jax.checkpoint zdc_jax.parallel zdc_jax.fold zdc_jax.loading"
+WHOLE = f"{LOADING} zdc_jax zdc_jax.generate zdc_jax.planning"
+ALLOWED = {
+    "kernels_pallas": "",
+    "zdc_jax.axes": "",
+    "zdc_jax.errors": "",
+    "zdc_jax.files": "zdc_jax.errors",
+    "zdc_jax.config": "zdc_jax.errors",
+    "zdc_jax.basis": BASE,
+    "zdc_jax.methods": f"{CACHE} zdc_jax.plan",
+    "zdc_jax.plan": f"{CACHE} zdc_jax.methods",
+    "zdc_jax.ops": f"{BASE} kernels_pallas",
+    "zdc_jax.cache": f"{BASE} kernels_pallas zdc_jax.ops",
+    "zdc_jax.model": MODEL,
+    "zdc_jax.checkpoint": f"{BASE} zdc_jax.model",
+    "zdc_jax.parallel": f"{MODEL} zdc_jax.basis",
+    "zdc_jax.fold": f"{MODEL} zdc_jax.basis zdc_jax.parallel",
+    "zdc_jax.loading": LOADING,
+    "zdc_jax.generate": LOADING,
+    "zdc_jax.planning": LOADING,
+    "zdc_jax": WHOLE,
+    "convert": WHOLE,
+    "benchmarks": f"{WHOLE} convert",
+}
+"""Rooms, from the ground up, and what each may import beside itself; a name stands for all below it that have
+no row of their own."""
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Dotted names and files of all modules."""
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            yield ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), path
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Dotted names of all that a file imports, in functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute here"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room(name: str) -> str | None:
+    """The row of the table that a module is in; None for other people's."""
+    while name and name not in ALLOWED:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def may_import(importer: str, target: str) -> bool:
+    """Whether the table lets a module import another."""
+    inside, other = room(importer), room(target)
+    if other is None or other == inside:
+        return True
+    assert inside is not None
+    return other in ALLOWED[inside].split()
+
+
+def test_imports_go_one_way():
+    against = {
+        f"{name} imports {target}"
+        for name, path in modules()
+        for target in imported(path)
+        if not may_import(name, target)
+    }
+    assert not against
+
+
+@pytest.mark.parametrize(
+    ("importer", "target"),
+    [
+        ("kernels_pallas.decode", "zdc_jax.axes"),
+        ("zdc_jax.model.block", "convert.search.trials"),
+        ("zdc_jax.ops.xla", "zdc_jax.cache.classes.Segment"),
+        ("zdc_jax.ops.xla", "zdc_jax.Checkpoint"),
+        ("zdc_jax.cache.classes", "zdc_jax.model.block"),
+        ("zdc_jax.model.block", "zdc_jax.parallel.mesh"),
+        ("zdc_jax.model.block", "zdc_jax.generate.api"),
+        ("zdc_jax.model.block", "zdc_jax.planning.text"),
+        ("zdc_jax.loading", "zdc_jax.planning.choose"),
+        ("zdc_jax.plan", "zdc_jax.basis"),
+        ("convert.search.trials", "benchmarks.common"),
+    ],
+)
+def test_the_table_knows_what_is_not_allowed(importer, target):
+    assert not may_import(importer, target)
+
+
+def test_serving_imports_none_of_the_tools():
+    """Nor does it in functions."""
+    offline = ("zdc_jax.planning", "convert", "benchmarks")
+    serving = [path for name, path in modules() if room(name) not in offline]
+    assert not {name for path in serving for name in imported(path) if name.split(".")[0] in TOOLS}
+
+
+SERVING = """
+import sys
+import flax.nnx, orbax.checkpoint  # They import optax and rich themselves.
+theirs = set(sys.modules)
+import zdc_jax
+zdc_jax.generate, zdc_jax.load
+print(*{name.split(".")[0] for name in set(sys.modules) - theirs})
+print(*theirs)
+"""
+
+
+def test_serving_loads_none_of_the_tools():
+    run = subprocess.run(
+        [sys.executable, "-c", SERVING], check=True, capture_output=True, text=True, cwd=ROOT
+    )
+    ours, theirs = (set(line.split()) for line in run.stdout.splitlines())
+    assert "zdc_jax" in ours
+    assert not ours & set(TOOLS)
+    assert not theirs & (set(TOOLS) - {"optax", "rich"})
+
+
+def test_the_tools_are_an_extra():
+    """And `zdc` looks for all of them."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = lambda requirements: {requirement.partition(">")[0] for requirement in requirements}
+    assert names(project["optional-dependencies"]["tools"]) == set(TOOLS)
+    assert not names(project["dependencies"]) & set(TOOLS)

@@ -1,0 +1,52 @@
+"""Tokenizers of every kind that a model may come with."""
+
+import lzma
+from pathlib import Path
+
+import pytest
+from conftest import reference_data
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+
+def byte_tokenizer(vocab: int) -> Tokenizer:
+    """A character a token; the ids of a tiny model's vocabulary."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:vocab]
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def sentencepiece() -> Tokenizer:
+    """As Llama 2's: pieces that begin with a space, and a token for each byte of what they lack."""
+    words = ["▁the", "▁old", "▁man", "▁It", "▁is", "é", "▁", "▁▁", *"saidntocf'"]
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    scores = [("<unk>", 0.0), *((piece, -5.0) for piece in bytes_), *((word, -1.0) for word in words)]
+    tokenizer = Tokenizer(models.Unigram(scores, unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    """As T5's: the decoder itself strips the first space."""
+    tokenizer = sentencepiece()
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+def demo() -> Tokenizer:
+    """Byte-level BPE of 4096 tokens."""
+    return Tokenizer.from_file(
+        str(Path(__file__).parents[1] / "convert" / "demo_checkpoint" / "tokenizer.json")
+    )
+
+
+def gpt_neox() -> Tokenizer:
+    """Byte-level BPE with added tokens that are not special."""
+    if (folder := reference_data()) is None:
+        pytest.skip("reference data absent")
+    with lzma.open(folder / "tokenizers" / "gpt_neox_20b_tokenizer.json.xz", "rt", encoding="utf-8") as file:
+        return Tokenizer.from_str(file.read())

@@ -1,0 +1,86 @@
+"""The KV cache of a whole model: one state a layer, and what must fit in memory before it is made."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Int
+
+from zdc_jax.axes import Array
+from zdc_jax.cache.spec import LayerCacheSpec, State
+from zdc_jax.errors import CacheMemoryError
+
+LENGTH_BYTES = 4
+"""Every row of a cache stores its length as one int32."""
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["layers", "lengths"], meta_fields=["specs", "capacity"]
+)
+@dataclass(frozen=True)
+class KVCache:
+    """Cache of a whole model, layer by layer; `lengths` [B] int32 tokens held per row.
+
+    Row b holds positions 0 … lengths[b]-1, of at most `capacity`; slots past that are unspecified and never
+    attended to. `specs` tell what `layers` hold.
+    """
+
+    layers: tuple[State, ...]
+    lengths: Int[Array, " B"]
+    specs: tuple[LayerCacheSpec, ...]
+    capacity: int
+
+    @classmethod
+    def create(cls, specs: Sequence[LayerCacheSpec], *, batch: int, capacity: int) -> "KVCache":
+        """An empty cache for `batch` rows of up to `capacity` tokens.
+
+        Raises:
+          CacheMemoryError: when it cannot fit in free device memory, before anything is allocated.
+        """
+        check_fits(specs, batch=batch, capacity=capacity, free=free_bytes())
+        layers = tuple(spec.create(batch, capacity) for spec in specs)
+        return cls(layers, jnp.zeros(batch, jnp.int32), tuple(specs), capacity)
+
+    def release(self, rows: Bool[Array, " B"]) -> "KVCache":
+        """The cache with `rows` empty, each to be filled by another request."""
+        layers = tuple(spec.release(state, rows) for spec, state in zip(self.specs, self.layers, strict=True))
+        return replace(self, layers=layers, lengths=jnp.where(rows, 0, self.lengths))
+
+    def bytes(self) -> int:
+        """Bytes of all arrays; equals `cache_bytes` of its specs."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+
+def cache_bytes(specs: Sequence[LayerCacheSpec], capacity: int, batch: int = 1) -> int:
+    """Bytes of a cache for `batch` rows of `capacity` tokens, lengths included."""
+    return batch * LENGTH_BYTES + sum(spec.bytes(capacity, batch) for spec in specs)
+
+
+def free_bytes() -> int | None:
+    """Free memory of the first device (on CPU: of the host), None where it cannot be told."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+
+
+def check_fits(specs: Sequence[LayerCacheSpec], *, batch: int, capacity: int, free: int | None) -> None:
+    """Raises `CacheMemoryError` naming bytes needed, bytes free and the largest batch and length that fit."""
+    needed = cache_bytes(specs, capacity, batch)
+    if free is None or needed <= free:
+        return
+    largest_batch = free // cache_bytes(specs, capacity)
+    low, high = 0, capacity
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if cache_bytes(specs, middle, batch) <= free else (low, middle - 1)
+    raise CacheMemoryError(
+        f"a KV cache of {batch=} x {capacity=} tokens needs {needed:,} bytes, {free:,} are free; "
+        f"what fits: batch {largest_batch} at this length, or length {low} at this batch"
+    )
