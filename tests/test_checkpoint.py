@@ -116,6 +116,13 @@ def edit_config(path: Path, **changes: object) -> None:
     make_old(path, config=json.loads((path / MANIFEST).read_text())["config"] | changes)
 
 
+def describe_at_once(path: Path, num_layers: int) -> None:
+    """Rewrites the config as the first releases wrote it, with one description of all layers."""
+    config = json.loads((path / MANIFEST).read_text())["config"]
+    rope = config.pop("layers")[0]["rope"]
+    make_old(path, config=config | {"num_layers": num_layers, "rope": rope, "pre_norm": True})
+
+
 def remove_folder(folder: Path) -> None:
     folder.rename(folder.with_name("elsewhere"))
 
@@ -131,7 +138,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "config lacks fields": (lambda p: make_old(p, config={"rope": None}), "corrupt config"),
     "a count is text": (lambda p: edit_config(p, num_layers="3"), "corrupt config: "),
     "no KV heads": (lambda p: edit_config(p, num_kv_heads=0), "corrupt config: "),
-    "endless layers": (lambda p: edit_config(p, num_layers=2**31), "num_layers.*from 1 to 4096"),
+    "endless layers": (lambda p: describe_at_once(p, 2**31), "num_layers.*from 1 to 4096"),
     "a huge count": (lambda p: edit_config(p, max_positions=2**31), "max_positions=.* from 1 to 2147483647"),
     "NaN": (lambda p: edit_config(p, norm_eps=float("nan")), "norm_eps=nan must be"),
     "no hashes": (lambda p: make_old(p, sha256={}), "item embeddings is missing"),
@@ -161,7 +168,7 @@ def test_open_names_paths_that_are_no_folder(tmp_path):
 
 def test_folders_of_the_first_version_are_read(tmp_path):
     new = write(tmp_path / "model")
-    make_old(new.path)
+    describe_at_once(new.path, LLAMA.num_layers)
     old = Checkpoint.open(new.path)
     old.check()
     assert (old.config, old.fingerprint) == (new.config, new.fingerprint)

@@ -152,9 +152,11 @@ def test_origin_and_small_files_are_kept(tmp_path):
 def test_progress_can_be_silent(tmp_path, capfd):
     write_variant("llama-gqa", tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "quiet", progress=False)
-    assert capfd.readouterr().out.strip() == ""
+    quiet = capfd.readouterr()
+    assert quiet.out.strip() == ""
+    assert "layers" not in quiet.err
     convert(tmp_path / "hf", tmp_path / "loud")
-    assert "layers" in capfd.readouterr().out
+    assert "layers" in capfd.readouterr().err
 
 
 # --- Complete or absent ----------------------------------------------------------------------------------

@@ -71,16 +71,18 @@ MEANINGS: dict[str, dict[str, Any]] = {
         "token_embed_dim": None,
         "tie_embeddings": True,
     },
-    "opt-350m-like": {"pre_norm": False, "final_norm": False, "token_embed_dim": 32},
+    "opt-350m-like": {"norms": "post", "final_norm": False, "token_embed_dim": 32},
     "opt-no-bias": {"qkv_bias": False, "out_bias": False, "mlp_bias": False},
-    "opt-no-final-norm": {"pre_norm": True, "final_norm": False},
+    "opt-no-final-norm": {"norms": "pre", "final_norm": False},
 }
 
 
 @pytest.mark.parametrize("name", MEANINGS)
 def test_meaning_of_configs(name, tmp_path):
     config = parse(name, tmp_path)
-    assert {field: getattr(config, field) for field in MEANINGS[name]} == MEANINGS[name]
+    (layer,) = {*config.layers}
+    found = {name: getattr(layer if hasattr(layer, name) else config, name) for name in MEANINGS[name]}
+    assert found == MEANINGS[name]
 
 
 @pytest.mark.parametrize("kind_key", ["type", "rope_type"])

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from conftest import TinyModel
 from tiny_tokenizers import byte_tokenizer
+from tokenizers import Tokenizer, models
 
 from zdc_jax import LanguageModel, Sampling, generate, stream
 from zdc_jax.errors import CacheMemoryError, PromptError
@@ -168,7 +169,7 @@ def test_text_that_a_tokenizer_cannot_encode_is_named(model):
 
 def test_a_cache_that_cannot_fit_says_what_would(model, monkeypatch):
     need = model.plan.bytes(128, 2, "float32")
-    monkeypatch.setattr("zdc_jax.cache.prefix_ring.free_bytes", lambda: need - 1)
+    monkeypatch.setattr("zdc_jax.cache.kv_cache.free_bytes", lambda: need - 1)
     with pytest.raises(CacheMemoryError, match=f"needs {need:,} bytes.*batch 1 at this length"):
         generate(model, [[3], [4]], 4)
 
