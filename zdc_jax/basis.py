@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError, CheckpointError
+from zdc_jax.files import load_json
 
 QKKind = Literal["stacked", "balanced", "pairs"]
 VOKind = Literal["stacked", "balanced", "output"]
@@ -179,10 +180,10 @@ def load_fields(
     """
     path = Path(folder) / f"{kind}.json"
     try:
-        values = json.loads(path.read_text())
+        values = load_json(path)
         arrays = load_file(path.with_suffix(".safetensors"))
         digest = _sha256(path.with_suffix(".safetensors"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {kind} {folder}: {error}") from error
     version = values.pop("format_version", None) if isinstance(values, dict) else None
     if version != FORMAT_VERSION:

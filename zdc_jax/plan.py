@@ -94,10 +94,10 @@ class CompressionPlan:
 
     def __post_init__(self) -> None:
         for name in ("sinks", "window"):
-            if not 0 <= _whole(name, value := getattr(self, name)) <= MOST_TOKENS:
+            if not 0 <= _integer(name, value := getattr(self, name)) <= MOST_TOKENS:
                 raise PlanError(f"{name}={value} must be 0 to {MOST_TOKENS} tokens")
         for name in ("num_kv_heads", "head_dim"):
-            if not 1 <= _whole(name, value := getattr(self, name)) <= MOST_TOKENS:
+            if not 1 <= _integer(name, value := getattr(self, name)) <= MOST_TOKENS:
                 raise PlanError(f"{name}={value} must be 1 to {MOST_TOKENS}")
         for name in ("fingerprint", "basis"):
             if not isinstance(value := getattr(self, name), str):
@@ -114,7 +114,7 @@ class CompressionPlan:
     def _check_classes(self, classes: TokenClasses) -> None:
         leaders, count = classes.leaders, len(self.layers)
         for name, value in (("block", classes.block), *(("leaders", leader) for leader in leaders)):
-            _whole(name, value)
+            _integer(name, value)
         if not leaders or leaders[0] != 0 or list(leaders) != sorted({*leaders}) or leaders[-1] >= count:
             raise PlanError(f"{leaders=} must ascend from 0 and be below {count} layers")
         if len(classes.fraction) != len(leaders):
@@ -135,7 +135,7 @@ class CompressionPlan:
     def _check_ranks(self, index: int, ranks: LayerRanks) -> None:
         H = self.head_dim
         for name, rank in (("qk", ranks.qk), ("v", ranks.v)):
-            _whole(f"layer {index}: rank {name}", rank)
+            _integer(f"layer {index}: rank {name}", rank)
             if not (rank == H or (0 <= rank < H and rank % RANK_STEP == 0)):
                 raise PlanError(
                     f"layer {index}: rank {name}={rank} must be {H} or a multiple of {RANK_STEP} below it"
@@ -147,7 +147,7 @@ class CompressionPlan:
         if ranks.qk == 0 and self.window == 0 and ranks.window is None:
             raise PlanError(f"layer {index}: rank 0 leaves nothing to attend to with window=0")
         if ranks.window is not None:
-            if not 1 <= _whole(f"layer {index}: window", ranks.window) <= MOST_TOKENS:
+            if not 1 <= _integer(f"layer {index}: window", ranks.window) <= MOST_TOKENS:
                 raise PlanError(f"layer {index}: window={ranks.window} must be 1 to {MOST_TOKENS} tokens")
             if ranks.qk or self.classes is not None:
                 raise PlanError(f"layer {index}: a window of its own needs rank 0 and no token classes")
@@ -299,7 +299,7 @@ class CompressionPlan:
         return plan
 
 
-def _whole(name: str, value: Any) -> int:
+def _integer(name: str, value: Any) -> int:
     """`value`, of which JSON may have made anything."""
     if type(value) is not int:
         raise PlanError(f"{name}={value!r:.80} must be an int")

@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from kernels_pallas import Segment as ClassKeys
-from kernels_pallas import merge_partial
+from kernels_pallas import Segment, merge_partial
 from zdc_jax.axes import Array
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
 from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, put_rows
@@ -67,7 +66,7 @@ class ClassBlocks:
 
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
 @dataclass(frozen=True)
-class Segment:
+class ClassArrays:
     """Keys and values of one class in one layer: k [B, K, S, R], v [B, K, S, Z]."""
 
     k: Array
@@ -145,8 +144,8 @@ class MemberState:
     """
 
     near: PrefixRingState
-    important: Segment
-    rest: Segment
+    important: ClassArrays
+    rest: ClassArrays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +227,7 @@ class ClassMember(LayerCacheSpec):
         """`LayerCacheSpec.create`."""
         empty = lambda slots, width: jnp.zeros((batch, self.num_kv_heads, slots, width), self.dtype)
         sized = zip(self.blocks.segment_slots(capacity), (self.important, self.rest), strict=True)
-        segments = (Segment(empty(slots, R), empty(slots, Z)) for slots, (R, Z) in sized)
+        segments = (ClassArrays(empty(slots, R), empty(slots, Z)) for slots, (R, Z) in sized)
         return MemberState(self.near.create(batch, capacity), *segments)
 
     def project(
@@ -268,7 +267,7 @@ class ClassMember(LayerCacheSpec):
         """`LayerCacheSpec.attend` of what `project` gave; the result stands by position again."""
         group, order = aux
         segments = self._written(state, k, v, order, positions, end)
-        held = [ClassKeys(s.k, s.v, at) for s, at in zip(segments, group.positions, strict=True)]
+        held = [Segment(s.k, s.v, at) for s, at in zip(segments, group.positions, strict=True)]
         o, lse = segment_attention(
             q,
             order.sorted(positions),
@@ -300,7 +299,7 @@ class ClassMember(LayerCacheSpec):
         order: Arrangement,
         positions: Array,
         end: Array,
-    ) -> list[Segment]:
+    ) -> list[ClassArrays]:
         """Both segments with new keys and values, each cut to the width of its class."""
         if positions.shape[1] == 1:  # Its slots tell its class: both segments are offered the token.
             k, v, kept = (k[0], k[0]), (v[0], v[0]), [positions < end[:, None]] * 2
@@ -309,7 +308,7 @@ class ClassMember(LayerCacheSpec):
         each = zip((state.important, state.rest), k, v, order.slots, kept, strict=True)
         widths = self.important, self.rest
         return [
-            Segment(put_rows(old.k, k[..., :R], slot, stored), put_rows(old.v, v[..., :Z], slot, stored))
+            ClassArrays(put_rows(old.k, k[..., :R], slot, stored), put_rows(old.v, v[..., :Z], slot, stored))
             for (old, k, v, slot, stored), (R, Z) in zip(each, widths, strict=True)
         ]
 

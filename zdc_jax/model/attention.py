@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.config import LayerSpec
-from zdc_jax.model.layers import Reduce, add_bias, param, rms_norm, whole
+from zdc_jax.model.layers import Reduce, add_bias, param, rms_norm, unreduced
 from zdc_jax.ops.attention import Implementation, self_attention
 from zdc_jax.ops.rotary import rope_and_basis, rope_frequencies, rotate
 
@@ -135,6 +135,6 @@ class Attention(nnx.Module):
         }
         return Attention(weights, self.spec, self.head_dim, self.norm_eps)
 
-    def output(self, o: Float[Array, "B T N Z"], reduce: Reduce = whole) -> Float[Array, "B T D"]:
+    def output(self, o: Float[Array, "B T N Z"], reduce: Reduce = unreduced) -> Float[Array, "B T D"]:
         """W_O applied to the heads' outputs in the rotated basis."""
         return add_bias(reduce(jnp.einsum("BTNZ,NZD->BTD", o, self.o[...])), self.o_bias)

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from zdc_jax.axes import Array
 from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.model.attention import Attention
-from zdc_jax.model.layers import FeedForward, Norm, Reduce, whole
+from zdc_jax.model.layers import FeedForward, Norm, Reduce, unreduced
 from zdc_jax.ops.attention import Implementation
 
 Attend = Callable[[Array, Any, Any], tuple[Array, Any]]
@@ -46,7 +46,7 @@ class Block(nnx.Module):
         attend: Attend,
         implementation: Implementation | None = None,
         project: Project = own_projection,
-        reduce: Reduce = whole,
+        reduce: Reduce = unreduced,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """The layer's output, and what `attend` found beside attention's."""
         with jax.named_scope("attention"):

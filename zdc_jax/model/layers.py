@@ -13,7 +13,7 @@ Reduce = Callable[[Array], Array]
 """Sums what each of several devices gives of one product, before its bias (tensor parallelism)."""
 
 
-def whole(x: Array) -> Array:
+def unreduced(x: Array) -> Array:
     """The `Reduce` of a device that computes all of a product."""
     return x
 
@@ -71,7 +71,7 @@ class FeedForward(nnx.Module):
         self.down, self.down_bias = nnx.Param(weights["down"]), param(weights, "down_bias")
         self.activation = activation
 
-    def __call__(self, x: Float[Array, "*B D"], reduce: Reduce = whole) -> Float[Array, "*B D"]:
+    def __call__(self, x: Float[Array, "*B D"], reduce: Reduce = unreduced) -> Float[Array, "*B D"]:
         act = ACTIVATIONS[self.activation]
         up = add_bias(x @ self.up[...], self.up_bias)
         gate = None if self.gate is None else add_bias(x @ self.gate[...], self.gate_bias)

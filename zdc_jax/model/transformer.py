@@ -15,7 +15,7 @@ from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.spec import Call, LayerCacheSpec, State, own_heads
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.block import Block
-from zdc_jax.model.layers import Norm, Reduce, param, whole
+from zdc_jax.model.layers import Norm, Reduce, param, unreduced
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.contract import einsum_f32
 from zdc_jax.plan import CompressionPlan
@@ -162,7 +162,7 @@ def extend_layer(
     end: Array,
     implementation: Implementation | None,
     all_heads: Callable[[Array], Array] = own_heads,
-    reduce: Reduce = whole,
+    reduce: Reduce = unreduced,
 ) -> tuple[Array, State, Any]:
     """One layer on new tokens x [B, T, D], its cache with them, and what it hands on.
 

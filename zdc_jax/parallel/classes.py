@@ -15,22 +15,22 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
-from kernels_pallas import Segment as Held
+from kernels_pallas import Segment
 from zdc_jax.axes import Array
 from zdc_jax.cache.classes import (
     EMPTY,
     Arrangement,
+    ClassArrays,
     ClassBlocks,
     ClassLeader,
     ClassMember,
     GroupState,
     LeaderState,
     MemberState,
-    Segment,
     arrange,
 )
 from zdc_jax.cache.prefix_ring import PrefixRingState
-from zdc_jax.cache.spec import LayerCacheSpec, State
+from zdc_jax.cache.spec import State
 from zdc_jax.model.block import Block
 from zdc_jax.ops.attention import Implementation, segment_attention
 from zdc_jax.ops.importance import token_importance
@@ -66,7 +66,8 @@ def check_classes(payload: Payload) -> None:
 
 def prompt_through_groups(
     layers: Sequence[Block],
-    specs: Sequence[LayerCacheSpec],
+    specs: Sequence[Any],
+    leaders: Sequence[int],
     x: Float[Array, "B T D"],
     end: Int[Array, " B"],
     capacity: int | None,
@@ -77,7 +78,7 @@ def prompt_through_groups(
     """Whole prompts of `end` tokens through all layers, group by group, each behind its leader.
 
     Args:
-      specs: how each layer keeps its tokens, `ClassLeader` or `ClassMember`.
+      specs: how each layer keeps its tokens, `ClassLeader` those of `leaders`, `ClassMember` the others.
       x: embeddings, divided as tokens are; every device holds whole blocks.
       capacity: of the cache to be made, in tokens a row; None makes none.
       implementation: of attention.
@@ -88,14 +89,13 @@ def prompt_through_groups(
     """
     states: list[State] = []
     found, given = None, (capacity, mesh, implementation, weights)
-    for block, spec in zip(layers, specs, strict=True):
-        if isinstance(spec, ClassLeader):
+    for index, (block, spec) in enumerate(zip(layers, specs, strict=True)):
+        if index in leaders:
             x = x if found is None else _restored(x, found.arrangement, mesh)
             x, lse, state = _leader_layer(block, spec, x, end, *given)
             x, found, group = _classified(x, lse, end, spec.blocks, capacity, mesh)
             states.append(None if capacity is None else LeaderState(state, group))
         else:
-            assert isinstance(spec, ClassMember)
             assert found is not None  # The first layer leads.
             x, state = _member_layer(block, spec, x, end, found, *given)
             states.append(state)
@@ -229,7 +229,7 @@ def _member_layer(
                 return o, None
             ring = prompt_state(spec.near, own_k, own_v, None, positions, end, capacity)
             sized = zip(segments, spec.blocks.segment_slots(capacity), strict=True)
-            return o, MemberState(ring, *(Segment(stored(s.k, n), stored(s.v, n)) for s, n in sized))
+            return o, MemberState(ring, *(ClassArrays(stored(s.k, n), stored(s.v, n)) for s, n in sized))
 
         block = whole_weights(block, weights)
         reduce = sum_over(mesh, BY_TOKEN)
@@ -251,7 +251,7 @@ def _attend_segments(
     held: tuple[Array, Array],
     spec: ClassMember,
     keys: FarKeys,
-) -> tuple[tuple[Array, Array], list[Segment]]:
+) -> tuple[tuple[Array, Array], list[ClassArrays]]:
     """Far attention of all tokens for one device's heads, [B, T, N/U, Z], its log-sum-exp; and its keys.
 
     q, k, v: of one device's tokens in class order; held: positions of the tokens of all devices, by class.
@@ -269,13 +269,13 @@ def _attend_segments(
         SEQUENCE,
     )
     kv = [x.swapaxes(1, 2) for x in kv]
-    segments = [Segment(*kv[:2]), Segment(*kv[2:])]
+    segments = [ClassArrays(*kv[:2]), ClassArrays(*kv[2:])]
     B, U = q.shape[0], jax.lax.axis_size(SEQUENCE)
     by_device = [positions.reshape(B, U, -1) for positions in held]
     far = segment_attention(
         q,
         jnp.concatenate(by_device, 2).reshape(B, -1),
-        [Held(s.k, s.v, at) for s, at in zip(segments, held, strict=True)],
+        [Segment(s.k, s.v, at) for s, at in zip(segments, held, strict=True)],
         scale=keys.scale,
         sinks=keys.sinks,
         window=keys.window,

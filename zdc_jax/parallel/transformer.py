@@ -207,10 +207,11 @@ class ShardedTransformer(nnx.Module):
         capacity: int | None,
         implementation: Implementation | None,
     ) -> tuple[Array, list[State]]:
+        assert self.plan.classes is not None
         check_classes(self.payload)
-        x = self._embedded(tokens)
+        x, leaders = self._embedded(tokens), self.plan.classes.leaders
         given = (self.mesh, implementation, self.weights)
-        return prompt_through_groups(self.prompt_layers, self.layer_caches, x, end, capacity, *given)
+        return prompt_through_groups(self.prompt_layers, self.layer_caches, leaders, x, end, capacity, *given)
 
     def check_fits(self, batch: int, capacity: int) -> None:
         """Raises `CacheMemoryError` where a device's share of such a cache is more than its free memory.
