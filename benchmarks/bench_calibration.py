@@ -19,9 +19,9 @@ import numpy as np
 import tyro
 
 from benchmarks.common import RESULTS, write_result
-from convert.calibration.basis import make_basis
 from convert.calibration.calibrate import add_moments, collect_moments, zero_sums
 from convert.calibration.kmeans import kmeans_moments
+from convert.calibration.make_basis import make_basis
 from convert.calibration.moments import Moments
 from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
 from zdc_jax.model.params import embedding_shapes, layer_shapes, num_params, random_tree

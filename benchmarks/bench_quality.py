@@ -18,8 +18,8 @@ import numpy as np
 import tyro
 
 from benchmarks.common import RESULTS, write_result
-from convert.calibration.basis import make_basis
 from convert.calibration.calibrate import collect_moments
+from convert.calibration.make_basis import make_basis
 from convert.calibration.moments import Moments
 from convert.conversion import convert
 from zdc_jax.basis import Basis

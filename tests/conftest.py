@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from hf_variants import write_tokenizer, write_variant
 
-from convert.calibration.basis import make_basis
 from convert.calibration.calibrate import CalibrationOptions, calibrate, collect_moments
+from convert.calibration.make_basis import make_basis
 from convert.conversion import convert
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import CheckpointWriter

@@ -1,6 +1,7 @@
 """Tiny random Hugging Face checkpoints of every supported variant; needs numpy and safetensors only."""
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,30 +49,47 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-VARIANTS: dict[str, dict[str, Any]] = {
-    "llama-mha": LLAMA,
-    "llama-gqa": LLAMA | {"num_key_value_heads": 2},
-    "llama-mqa": LLAMA | {"num_key_value_heads": 1},
-    "llama-tied": LLAMA | {"tie_word_embeddings": True},
-    "llama-biases": LLAMA | {"attention_bias": True, "mlp_bias": True},
-    "llama-linear-old": LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}},
-    "llama-linear-new": LLAMA
-    | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}},
-    "llama3-old": LLAMA | {"rope_scaling": {"rope_type": "llama3", **LLAMA3_ROPE}},
-    "llama3-new": LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **LLAMA3_ROPE}},
-    "llama-head-dim-80": LLAMA | {"head_dim": 80, "num_key_value_heads": 2},
-    "llama-gelu": LLAMA | {"hidden_act": "gelu"},
-    "opt": OPT,
-    "opt-350m-like": OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 32},
-    "opt-no-bias": OPT | {"enable_bias": False},
-    "opt-no-final-norm": OPT | {"_remove_final_layer_norm": True},
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A `config.json`, and what each layer has that Llama's have not: source key → length of the vector."""
+
+    config: dict[str, Any]
+    vectors: dict[str, int] = field(default_factory=dict)
+
+
+VARIANTS = {
+    "llama-mha": Variant(LLAMA),
+    "llama-gqa": Variant(LLAMA | {"num_key_value_heads": 2}),
+    "llama-mqa": Variant(LLAMA | {"num_key_value_heads": 1}),
+    "llama-tied": Variant(LLAMA | {"tie_word_embeddings": True}),
+    "llama-biases": Variant(LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "llama-linear-old": Variant(LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "llama-linear-new": Variant(
+        LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}}
+    ),
+    "llama3-old": Variant(LLAMA | {"rope_scaling": {"rope_type": "llama3", **LLAMA3_ROPE}}),
+    "llama3-new": Variant(
+        LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **LLAMA3_ROPE}}
+    ),
+    "llama-head-dim-80": Variant(LLAMA | {"head_dim": 80, "num_key_value_heads": 2}),
+    "llama-gelu": Variant(LLAMA | {"hidden_act": "gelu"}),
+    "opt": Variant(OPT),
+    "opt-350m-like": Variant(OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    "opt-no-bias": Variant(OPT | {"enable_bias": False}),
+    "opt-no-final-norm": Variant(OPT | {"_remove_final_layer_norm": True}),
 }
 
 
-def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Source key → shape, written from the architectures' definitions, not from our key table."""
-    family = _llama_shapes if config["model_type"] == "llama" else _opt_shapes
-    return family(config)
+def shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
+    """Source key → shape, written from the architectures' definitions, not from our key tables."""
+    config = variant.config
+    if config["model_type"] == "opt":
+        return _opt_shapes(config)
+    layers = range(config["num_hidden_layers"])
+    more = {f"model.layers.{i}.{key}": (size,) for i in layers for key, size in variant.vectors.items()}
+    return _llama_shapes(config) | more
 
 
 def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -125,10 +143,10 @@ def _opt_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return keys
 
 
-def weights(config: dict[str, Any]) -> dict[str, np.ndarray]:
+def weights(variant: Variant) -> dict[str, np.ndarray]:
     """Deterministic float32 weights, large enough that logits are far from flat."""
     values = {}
-    for index, (key, shape) in enumerate(sorted(shapes(config).items())):
+    for index, (key, shape) in enumerate(sorted(shapes(variant).items())):
         draw = np.random.Generator(np.random.PCG64(index)).standard_normal(shape)
         scale = 0.2 if len(shape) == 2 else 0.1
         around = 1.0 if "norm" in key and key.endswith("weight") else 0.0
@@ -139,9 +157,9 @@ def weights(config: dict[str, Any]) -> dict[str, np.ndarray]:
 def write_variant(name: str, folder: Path) -> Path:
     """Writes one variant as a Hugging Face folder with a tiny tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = VARIANTS[name]
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights(config), folder / "model.safetensors", metadata={"format": "pt"})
+    variant = VARIANTS[name]
+    (folder / "config.json").write_text(json.dumps(variant.config))
+    save_file(weights(variant), folder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(folder)
     return folder
 

@@ -9,7 +9,7 @@ from conftest import LLAMA, OPT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convert.calibration.basis import pair_map
+from convert.calibration.make_basis import pair_map
 from zdc_jax.basis import Basis
 from zdc_jax.config import ModelConfig
 from zdc_jax.fold import fold_attention, placement

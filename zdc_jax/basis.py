@@ -34,7 +34,7 @@ class Basis:
 
     Attributes:
       k_map, v_map: A_K and C, float64 [L, K, H, H]; columns are the new coordinates.
-      qk_kind, vo_kind: how they were chosen (`convert.calibration.basis`).
+      qk_kind, vo_kind: how they were chosen (`convert.calibration.make_basis`).
       qk_spectrum, vo_spectrum: σ, float64 [L, K, H]. σ_i² is what coordinate i takes off the
         squared error (0 where it adds to it). For Q/K the error is that of a score, q kᵀ/√H, so
         Σσ² is the mean squared score over all query-key pairs. For V/O it is that of a token's

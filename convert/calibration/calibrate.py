@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from convert.calibration.basis import make_basis
+from convert.calibration.collect_profile import collect_profile, whole_plan
 from convert.calibration.kmeans import kmeans_moments
+from convert.calibration.make_basis import make_basis
 from convert.calibration.moments import Moments
-from convert.calibration.profile import collect_profile, whole_plan
 from convert.progress import track
 from zdc_jax.axes import Array
 from zdc_jax.basis import Basis

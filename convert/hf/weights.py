@@ -1,4 +1,4 @@
-"""Hugging Face weights: one key table per family, shards read lazily, every departure from it an error."""
+"""Hugging Face weights: keys by the family's tables, shards read lazily, every departure from it an error."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -11,6 +11,7 @@ import numpy as np
 from safetensors import safe_open
 
 from convert.hf.config import read_json
+from convert.hf.families import named
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import ConversionError, foreign_errors_as
 from zdc_jax.model.params import embedding_shapes, layer_shapes
@@ -18,53 +19,10 @@ from zdc_jax.model.params import embedding_shapes, layer_shapes
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-PREFIXES = {"llama": ("model.",), "opt": ("model.decoder.", "decoder.")}
-"""Written before every key but `lm_head`; OPT checkpoints come in two fashions."""
-
-# Our path → source key. Layer keys are relative to `layers.{i}.`; a bias is its weight's key with `.bias`.
-LLAMA_EMBEDDINGS = {
-    "tokens": "embed_tokens.weight",
-    "final_norm/scale": "norm.weight",
-    "lm_head": "lm_head.weight",
-}
-LLAMA_LAYER = {
-    "attention_norm/scale": "input_layernorm.weight",
-    "attention/q": "self_attn.q_proj.weight",
-    "attention/k": "self_attn.k_proj.weight",
-    "attention/v": "self_attn.v_proj.weight",
-    "attention/o": "self_attn.o_proj.weight",
-    "mlp_norm/scale": "post_attention_layernorm.weight",
-    "mlp/gate": "mlp.gate_proj.weight",
-    "mlp/up": "mlp.up_proj.weight",
-    "mlp/down": "mlp.down_proj.weight",
-}
-OPT_EMBEDDINGS = {
-    "tokens": "embed_tokens.weight",
-    "positions": "embed_positions.weight",
-    "project_in": "project_in.weight",
-    "project_out": "project_out.weight",
-    "final_norm/scale": "final_layer_norm.weight",
-    "final_norm/bias": "final_layer_norm.bias",
-    "lm_head": "lm_head.weight",
-}
-OPT_LAYER = {
-    "attention_norm/scale": "self_attn_layer_norm.weight",
-    "attention_norm/bias": "self_attn_layer_norm.bias",
-    "attention/q": "self_attn.q_proj.weight",
-    "attention/k": "self_attn.k_proj.weight",
-    "attention/v": "self_attn.v_proj.weight",
-    "attention/o": "self_attn.out_proj.weight",
-    "mlp_norm/scale": "final_layer_norm.weight",
-    "mlp_norm/bias": "final_layer_norm.bias",
-    "mlp/up": "fc1.weight",
-    "mlp/down": "fc2.weight",
-}
-TABLES = {"llama": (LLAMA_EMBEDDINGS, LLAMA_LAYER), "opt": (OPT_EMBEDDINGS, OPT_LAYER)}
-
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 """Buffers that old checkpoints carry and that follow from the config."""
-AS_STORED = ("tokens", "positions", "lm_head")
-"""Tables that are not transposed: rows are looked up."""
+TABLES = ("tokens", "positions", "lm_head")
+"""Not transposed: their rows are looked up."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +39,9 @@ class Entry:
     @property
     def source_shape(self) -> tuple[int, ...]:
         """The shape the checkpoint must have."""
-        if self.path[-1] in AS_STORED:
+        if self.path[-1] in TABLES:
             return self.shape
-        if self._as_stored:
+        if self._is_vector:
             return (int(np.prod(self.shape)),)
         if self.path[-1] == "o":
             N, H, D = self.shape
@@ -91,8 +49,13 @@ class Entry:
         return (int(np.prod(self.shape[1:])), self.shape[0])
 
     @property
+    def _is_vector(self) -> bool:
+        """Whether the source is one; ours may have heads apart, as biases of q, k and v do."""
+        return len(self.shape) == 1 or self.path[-1].endswith("_bias")
+
+    @property
     def _as_stored(self) -> bool:
-        return self.path[-1] in (*AS_STORED, "scale", "bias") or self.path[-1].endswith("_bias")
+        return self._is_vector or self.path[-1] in TABLES
 
     def to_ours(self, source: np.ndarray) -> np.ndarray:
         """Transposes and splits heads."""
@@ -108,12 +71,12 @@ class Entry:
 
 def entries(config: ModelConfig, layer: int | None) -> list[Entry]:
     """The table of one layer, or (None) of everything outside the layers, for this config."""
-    outside, inside = TABLES[config.family]
+    family = named(config.family)
+    prefix = family.prefixes[0]
     if layer is None:
-        names, shapes, prefix = outside, embedding_shapes(config), PREFIXES[config.family][0]
+        names, shapes = family.embeddings, embedding_shapes(config)
     else:
-        names, shapes = inside, layer_shapes(config, layer)
-        prefix = f"{PREFIXES[config.family][0]}layers.{layer}."
+        names, shapes, prefix = family.layer, layer_shapes(config, layer), f"{prefix}layers.{layer}."
     return [Entry(path, _source_key("/".join(path), names, prefix), shape) for path, shape in flatten(shapes)]
 
 
@@ -225,7 +188,7 @@ _PIECE = 1 << 22
 
 def _canonical(key: str, config: ModelConfig) -> str:
     """The key as the table writes it."""
-    first, *others = PREFIXES[config.family]
+    first, *others = named(config.family).prefixes
     for prefix in others:
         if key.startswith(prefix):
             return first + key.removeprefix(prefix)

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convert.calibration.basis import balanced, certificate, make_basis, pair_map, pairs, residual, stacked
+from convert.calibration.make_basis import (
+    balanced,
+    certificate,
+    make_basis,
+    pair_map,
+    pairs,
+    residual,
+    stacked,
+)
 from convert.calibration.moments import Moments
 from zdc_jax.errors import CalibrationError, CheckpointError
 

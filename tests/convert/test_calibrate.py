@@ -15,7 +15,6 @@ import pytest
 from conftest import LLAMA, TinyModel
 from hf_variants import write_variant
 
-from convert.calibration.basis import make_basis
 from convert.calibration.calibrate import (
     CalibrationOptions,
     _gram,
@@ -25,6 +24,7 @@ from convert.calibration.calibrate import (
     collect_moments,
     stored_moments,
 )
+from convert.calibration.make_basis import make_basis
 from convert.calibration.moments import Moments
 from convert.conversion import convert
 from zdc_jax import Checkpoint, CompressionPlan, LanguageModel, generate, load

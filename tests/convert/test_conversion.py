@@ -298,7 +298,7 @@ def write_random_llama(folder: Path, config: dict[str, Any], dtype: Any) -> tupl
         )
         weight_map |= dict.fromkeys(part, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps(VARIANTS["llama-mha"] | config))
+    (folder / "config.json").write_text(json.dumps(VARIANTS["llama-mha"].config | config))
     write_tokenizer(folder)
     itemsize = np.dtype(dtype).itemsize
     return itemsize * sum(int(np.prod(shape)) for shape in layer.values()), itemsize * V * D

@@ -4,6 +4,7 @@ import ast
 import json
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from safetensors.numpy import load_file, save_file
 
 import convert.conversion
 from convert.conversion import convert as convert_folder
+from convert.hf import families
 from convert.hf.config import hf_config, parse_config
-from convert.hf.weights import INDEX, SINGLE, Entry, HFWeights, entries
+from convert.hf.weights import INDEX, SINGLE, Entry, HFWeights, entries, flatten
 from zdc_jax.config import RopeConfig
 from zdc_jax.errors import ConversionError
+from zdc_jax.model.params import embedding_shapes, layer_shapes
 
 Change = Callable[[Path], object]
 
@@ -149,6 +152,7 @@ def test_hf_config_is_the_inverse(name, tmp_path):
     [
         ("opt", {"norm_eps": 1e-6}, "opt models .* no setting for {'norm_eps': 1e-06}"),
         ("llama-mha", {"qkv_bias": True}, "llama models .* no setting for {'out_bias': False}"),
+        ("llama-mha", {"family": "bloom"}, r"family='bloom' must be one of \(.*'llama', 'opt'"),
     ],
 )
 def test_hf_config_refuses_what_it_cannot_say(name, change, message, tmp_path):
@@ -171,6 +175,27 @@ def test_key_table_covers_exactly_the_checkpoint(name, tmp_path):
     assert table == {key: value.shape for key, value in weights(VARIANTS[name]).items()}
 
 
+@pytest.mark.parametrize("name", families.names())
+def test_families_are_complete(name, tmp_path):
+    """Each has a variant here, and a key of its own for every parameter of some variant, and for no other."""
+    family = families.named(name)
+    assert all(vars(family).values())
+    assert families.by_architecture()[family.architecture] == name
+    variants = [each for each, variant in VARIANTS.items() if variant.config["model_type"] == name]
+    layer, embeddings = set[str](), set[str]()
+    for variant in variants:
+        config = parse(variant, tmp_path / variant)
+        for index in range(config.num_layers):
+            layer |= {"/".join(path) for path, _ in flatten(layer_shapes(config, index))}
+        for tied in (False, True):
+            shapes = embedding_shapes(replace(config, tie_embeddings=tied))
+            embeddings |= {"/".join(path) for path, _ in flatten(shapes)}
+    assert family.layer.keys() == {path.removesuffix("_bias") for path in layer}
+    assert family.embeddings.keys() == embeddings
+    for table in (family.layer, family.embeddings):
+        assert len({*table.values()}) == len(table)
+
+
 @pytest.mark.parametrize(
     ("path", "ours", "theirs"),
     [
@@ -179,6 +204,8 @@ def test_key_table_covers_exactly_the_checkpoint(name, tmp_path):
         (("attention", "k_bias"), (2, 3), (6,)),
         (("mlp", "up"), (5, 7), (7, 5)),
         (("mlp_norm", "scale"), (5,), (5,)),
+        (("mlp_output_norm", "bias"), (5,), (5,)),
+        (("attention", "q_norm"), (3,), (3,)),
         (("tokens",), (9, 5), (9, 5)),
     ],
 )
@@ -286,7 +313,8 @@ FIELDS = {
 @pytest.mark.parametrize(("name", "field"), [(name, field) for name in FIELDS for field in FIELDS[name]])
 def test_missing_fields_are_named(name, field, tmp_path, monkeypatch):
     path = write_variant(name, tmp_path / "hf") / "config.json"
-    path.write_text(json.dumps({key: value for key, value in VARIANTS[name].items() if key != field}))
+    raw = VARIANTS[name].config
+    path.write_text(json.dumps({key: value for key, value in raw.items() if key != field}))
     refuse(tmp_path / "hf", f"config.json: missing '{field}'", monkeypatch)
 
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import TinyModel, calibrated_folder
 
 from convert.calibration.calibrate import CalibrationOptions, calibrate
-from convert.calibration.profile import collect_profile, whole_plan
+from convert.calibration.collect_profile import collect_profile, whole_plan
 from convert.conversion import convert
 from convert.search.fit_predictor import Observations, fit, predicted_nats
 from convert.search.trials import TrialBook

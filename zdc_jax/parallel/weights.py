@@ -37,7 +37,7 @@ _AXES = {
     "up_bias": "F",
     "down": "F D",
 }
-"""Axes of the weights that can be divided; all others are vectors of D."""
+"""Axes of the weights that can be divided; all others are vectors, of D or of H."""
 _ALONG_D = frozenset(name for name, axes in _AXES.items() if "D" in axes.split())
 
 WeightPlacement = Literal["replicated", "gathered"]

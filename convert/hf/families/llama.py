@@ -1,0 +1,68 @@
+"""Llama: RMS norms, rotary positions, gated feed-forward."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from convert.hf.families import Family
+from convert.hf.settings import HF_ACTIVATIONS, activation, flag, parse_rope, rope_settings
+from zdc_jax.config import LayerSpec, ModelConfig
+
+
+def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
+    N, D = raw["num_attention_heads"], raw["hidden_size"]
+    attention_bias = flag(raw, "attention_bias", False)
+    return ModelConfig(
+        layers=LayerSpec(rope=parse_rope(raw)).repeated(raw["num_hidden_layers"]),
+        norm="rms",
+        embed_dim=D,
+        ffn_dim=raw["intermediate_size"],
+        vocab_size=raw["vocab_size"],
+        num_heads=N,
+        num_kv_heads=raw.get("num_key_value_heads") or N,
+        head_dim=raw.get("head_dim") or D // N,
+        max_positions=raw["max_position_embeddings"],
+        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        activation=activation(raw.get("hidden_act", "silu")),
+        tie_embeddings=flag(raw, "tie_word_embeddings", False),
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        mlp_bias=flag(raw, "mlp_bias", False),
+        **common,
+    )
+
+
+def _settings(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "attention_bias": config.qkv_bias,
+        "head_dim": config.head_dim,
+        "hidden_act": HF_ACTIVATIONS[config.activation],
+        "intermediate_size": config.ffn_dim,
+        "mlp_bias": config.mlp_bias,
+        "num_key_value_heads": config.num_kv_heads,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": rope_settings(config.layers[0].rope),
+    }
+
+
+FAMILY = Family(
+    architecture="LlamaForCausalLM",
+    parse=_parse,
+    settings=_settings,
+    prefixes=("model.",),
+    embeddings={
+        "tokens": "embed_tokens.weight",
+        "final_norm/scale": "norm.weight",
+        "lm_head": "lm_head.weight",
+    },
+    layer={
+        "attention_norm/scale": "input_layernorm.weight",
+        "attention/q": "self_attn.q_proj.weight",
+        "attention/k": "self_attn.k_proj.weight",
+        "attention/v": "self_attn.v_proj.weight",
+        "attention/o": "self_attn.o_proj.weight",
+        "mlp_norm/scale": "post_attention_layernorm.weight",
+        "mlp/gate": "mlp.gate_proj.weight",
+        "mlp/up": "mlp.up_proj.weight",
+        "mlp/down": "mlp.down_proj.weight",
+    },
+)
