@@ -69,20 +69,25 @@ class Model:
         """For prompts only; `gathered` holds a further share of them, which lies beside the whole."""
         scales = random_scales(self.config) if payload == "float8" else {}
         scaled = ({**layer, "attention": layer["attention"] | scales} for layer in self._of(plan))
-        layers = (Block(layer, self.config) for layer in scaled)
+        spec = self.config.layers[0]
+        layers = (Block(layer, self.config, spec) for layer in scaled)
         ends = Embeddings(self.embeddings, self.config)
         options: Any = {"weights": weights, "decodes": False}
         return ShardedTransformer(self.config, plan, ends, layers, self.mesh, **options)
 
     def on_each(self, plan: CompressionPlan) -> Transformer:
         """Of arrays that every device of the mesh holds, to be put on one or another."""
-        return Transformer(self.config, plan, self.embeddings, self._of(plan))
+        return Transformer(self._cut(plan), plan, self.embeddings, self._of(plan))
 
     def on_first(self, plan: CompressionPlan, dtype: str) -> Transformer:
         """On this process's first device; converted where `dtype` is not that of the weights."""
         local = lambda tree: jax.tree.map(lambda x: x.addressable_data(0).astype(dtype), tree)
-        config = replace(self.config, dtype=dtype)
+        config = replace(self._cut(plan), dtype=dtype)
         return Transformer(config, plan, local(self.embeddings), map(local, self._of(plan)))
+
+    def _cut(self, plan: CompressionPlan) -> ModelConfig:
+        """The model with as many layers as the plan has."""
+        return replace(self.config, layers=self.config.layers[: len(plan.layers)])
 
     def _ends(self, seed: jax.Array) -> Any:
         return random_tree(embedding_shapes(self.config), self.config, jax.random.key(seed))

@@ -9,9 +9,13 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
+import shape_checks
 from hf_variants import write_tokenizer, write_variant
+
+shape_checks.install()
 
 from convert.calibration.calibrate import CalibrationOptions, calibrate, collect_moments
 from convert.calibration.make_basis import make_basis
@@ -67,6 +71,14 @@ def reference_data() -> Path | None:
     default = Path(__file__).parents[2] / "shared" / "data"
     folder = Path(os.environ.get("ZDC_TEST_DATA", default))
     return folder if folder.exists() else None
+
+
+@pytest.fixture
+def shapes_unchecked() -> Iterator[None]:
+    """For tests that give arguments of wrong shapes or kinds: what is written against them is to find them."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

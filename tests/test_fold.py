@@ -101,7 +101,7 @@ random_layers = settings(max_examples=40, deadline=None)
 def test_projections_come_out_rotated(shape, seed, biases):
     layer = Layer.draw(OPT, shape, seed, biases=biases)
     old, new, G = layer.weights, layer.fold(), layer.config.group_size
-    assert placement(layer.config, layer.basis) == "folded"
+    assert placement(layer.config.layers[0], layer.basis) == "folded"
     assert new.keys() == old.keys()
     A_K, C = layer.basis.k_map[0], layer.basis.v_map[0]
     A_Q = np.linalg.inv(A_K).swapaxes(-1, -2)
@@ -169,7 +169,7 @@ def test_ranks_are_nested(family, shape, seed, kept, center):
 def test_post_rope_rotates_after_the_rotary_embedding(shape, seed, biases, center):
     layer = Layer.draw(LLAMA, shape, seed, biases=biases, center=center)
     old, new, G = layer.weights, layer.fold(), layer.config.group_size
-    assert placement(layer.config, layer.basis) == "post_rope"
+    assert placement(layer.config.layers[0], layer.basis) == "post_rope"
     for name in {"q", "k", "q_bias", "k_bias"} & old.keys():
         np.testing.assert_array_equal(new[name], old[name])
     assert ("k_shift" in new) == center
@@ -185,7 +185,7 @@ def test_pairs_commute_with_the_rotary_embedding(shape, seed, biases, center):
     """Rotate halves, then permute = permute into interleaved pairs, then rotate at the stored frequencies."""
     layer = Layer.draw(LLAMA, shape, seed, biases=biases, center=center, pairs=True)
     old, new, G = layer.weights, layer.fold(), layer.config.group_size
-    assert placement(layer.config, layer.basis) == "pairs"
+    assert placement(layer.config.layers[0], layer.basis) == "pairs"
     assert not {"q_rotation", "k_rotation", "k_shift"} & new.keys()
     q, k = layer.turned(layer.project(old, "q")), layer.turned(layer.project(old, "k"))
     after_q = layer.turned(layer.project(new, "q"), new["frequencies"].repeat(G, axis=0))

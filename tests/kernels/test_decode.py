@@ -79,6 +79,7 @@ def test_lowers_paged(page):
     lower(f, shape(4, 8, 64), *pool, *integers)
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -106,6 +106,7 @@ BAD = {
 }
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize("message", BAD)
 def test_refuses(message: str) -> None:
     names = ("q", "k", "angles_cos", "angles_sin", "q_rotation", "k_rotation", "k_shift")

@@ -150,6 +150,7 @@ def test_lowers_with_each_config(warpgroups, overlap):
     lower(f, shape(1, 300, 4, 32), shape(1, 2, 300, 32), shape(1, 2, 300, 64))
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

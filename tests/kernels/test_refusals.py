@@ -123,6 +123,7 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., str | None], Callable
 }
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_call_is_refused_exactly_where_the_kernel_raises(no_launch, name):
     """Random calls as they should be, which none refuses, and with one or two things changed."""
@@ -143,6 +144,7 @@ def test_a_call_is_refused_exactly_where_the_kernel_raises(no_launch, name):
     assert CALLS / 4 < refused < 2 * CALLS / 3
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 def test_shapes_tracers_and_arrays_are_refused_alike():
     arrays = [jnp.zeros(dims, jnp.bfloat16) for dims in ((1, 8, 2, 32), (1, 2, 8, 24), (1, 2, 8, 32))]
     said = []
@@ -151,6 +153,7 @@ def test_shapes_tracers_and_arrays_are_refused_alike():
     assert said == ["R=24: must be a multiple of 16 from 16 to 256"] * 3
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize(
     ("backend", "capability", "dtype", "expected"),
     [

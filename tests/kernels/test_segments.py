@@ -30,6 +30,7 @@ def test_lowers(T, near):
     assert (o.shape, lse.shape) == ((2, T, 4, 96), (2, 4, T))
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize(("positions", "message"), [((2, 91), "B, T"), ((3, 90), "B, T")])
 def test_refuses_positions_of_another_shape(positions, message):
     segment = Segment(shape(2, 2, 40, 32), shape(2, 2, 40, 64), shape(2, 40, dtype=jnp.int32))

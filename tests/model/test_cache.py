@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from zdc_jax.cache.prefix_ring import PrefixRing, recent_rows
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(
     sinks=st.integers(0, 8),
     window=st.sampled_from([8, 16, 24]),
-    pieces=st.lists(st.integers(2, 40), min_size=1, max_size=4),
-    new=st.integers(2, 30),
+    pieces=st.lists(st.sampled_from([3, 17, 40]), min_size=1, max_size=4),
+    new=st.sampled_from([2, 30]),
     alignment=st.sampled_from([8, 32]),
 )
 def test_recent_rows_are_those_of_their_positions(sinks, window, pieces, new, alignment):

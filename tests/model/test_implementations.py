@@ -40,6 +40,7 @@ def test_an_explicit_choice_never_falls_back(tiny_opt: TinyModel, name):
         generate(model, [[5, 6, 7]], 2, implementation=name)
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 def test_an_unknown_implementation_is_named(tiny_opt: TinyModel):
     with pytest.raises(ValueError, match="implementation='triton': must be None, 'pallas', 'cudnn' or 'xla'"):
         tiny_opt.dense(jnp.zeros((1, 8), jnp.int32), implementation="triton")

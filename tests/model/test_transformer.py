@@ -23,7 +23,7 @@ def replay(network, tokens, pieces):
     cache = network.new_cache(batch=B, capacity=96)
     logits = np.full((B, T, network.config.vocab_size), np.nan, np.float32)
     prompts, held = LENGTHS - 3, np.zeros(B, int)
-    for width in [*pieces, *[1] * 3]:
+    for width in [*pieces, *[1] * (T - sum(pieces) + 3)]:
         end = np.minimum(held + width, prompts if width > 1 else LENGTHS)
         columns = np.minimum(held[:, None] + np.arange(width), T - 1)
         piece = jnp.asarray(np.take_along_axis(tokens, columns, 1))

@@ -200,7 +200,7 @@ def recent_rows(
     sinks: int,
     window: int,
     past: int,
-) -> Float[Array, "B K past+T C"]:
+) -> Float[Array, "B K {past}+T C"]:
     """Trailing coordinates by position, row i for position first + i: the ring's up to `start`, then `new`.
 
     Sinks are in their rows where first lets them; other rows of positions before start - window, and those

@@ -126,7 +126,8 @@ class Attention(nnx.Module):
 
     def narrowed(self, R: int, Z: int) -> "Attention":
         """The same layer with only the first coordinates of q, k and v."""
-        qk = ("k_rotation", "k_shift") if self.k_rotation is not None else ("q", "q_bias", "k", "k_bias")
+        rotations = ("q_rotation", "k_rotation", "k_shift")
+        qk = rotations if self.k_rotation is not None else ("q", "q_bias", "k", "k_bias")
         widths = dict.fromkeys(qk, R) | {"v": Z, "v_bias": Z, "frequencies": R // 2}
         names = ("q", "k", "v", "o", *_BIASES, *_NORMS, *_BASIS)
         held = {name: getattr(self, name) for name in names}

@@ -88,8 +88,8 @@ def self_attention(
 
 def near_attention(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B W+T K H"],
-    v: Float[Array, "B W+T K H"],
+    k: Float[Array, "B {window}+T K H"],
+    v: Float[Array, "B {window}+T K H"],
     sink_k: Float[Array, "B P K H"],
     sink_v: Float[Array, "B P K H"],
     start: Int[Array, ""],

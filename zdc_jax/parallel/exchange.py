@@ -28,7 +28,7 @@ def moved(collective: Callable[[Array], Array], x: Array) -> Array:
 def kv_copies(num_kv_heads: int, degree: int) -> int:
     """Copies of each KV head that let `degree` devices take equal shares of them; 1 where K is a multiple.
 
-    Where K < U each device needs a whole KV head of all tokens for its N/U query heads, so what it receives
+    Where K < U each device needs a whole KV head of all tokens for its n query heads, so what it receives
     of K and V cannot be less; together the devices receive, and cache, U instead of K heads.
     """
     return degree // math.gcd(num_kv_heads, degree)
@@ -65,7 +65,7 @@ def _from_words(words: Array, like: Array) -> Array:
 
 def scatter_heads(
     parts: Sequence[Float[Array, "B t N R"]], axis: str, scales: Sequence[Array] | None = None
-) -> list[Float[Array, "B T N/U R"]]:
+) -> list[Float[Array, "B T n R"]]:
     """All tokens of one device's heads, from all heads of its tokens: one dense all-to-all (ZDC §5.3).
 
     parts: q, k and v, or others; each may have a t, N and R of its own. Heads that U does not divide are sent
@@ -89,7 +89,7 @@ def _scattered(parts: list[Array], axis: str) -> list[Array]:
 
 
 def gather_heads(
-    o: Float[Array, "B T N/U Z"], axis: str, scale: Float[Array, "K Z"] | None = None
+    o: Float[Array, "B T n Z"], axis: str, scale: Float[Array, "K Z"] | None = None
 ) -> Float[Array, "B t N Z"]:
     """All heads of one device's tokens, from all tokens of its heads: the way back. scale: v's, of float8."""
     if scale is None:
@@ -100,8 +100,8 @@ def gather_heads(
 
 
 def gather_heads_and_lse(
-    o: Float[Array, "B T N/U Z"],
-    lse: Float[Array, "B N/U T"],
+    o: Float[Array, "B T n Z"],
+    lse: Float[Array, "B n T"],
     axis: str,
     scale: Float[Array, "K Z"] | None = None,
 ) -> tuple[Float[Array, "B t N Z"], Float[Array, "B N t"]]:
@@ -116,7 +116,7 @@ def gather_heads_and_lse(
     return o, of_lse[..., 0].swapaxes(1, 2)
 
 
-def _gathered(parts: Sequence[Float[Array, "B T N/U _"]], axis: str) -> list[Float[Array, "B t N _"]]:
+def _gathered(parts: Sequence[Float[Array, "B T n _"]], axis: str) -> list[Float[Array, "B t N _"]]:
     U, (B, T, n, _) = jax.lax.axis_size(axis), parts[0].shape
     by_receiver = [jnp.moveaxis(x.reshape(B, U, T // U, n, x.shape[3]), 1, 0) for x in parts]
     by_sender = all_to_all(by_receiver, axis)
@@ -128,7 +128,7 @@ def _of_heads(scale: Float[Array, "K R"], heads: int) -> Float[Array, "N R"]:
     return jnp.repeat(scale, heads // scale.shape[0], axis=0)
 
 
-def _own_heads(scale: Float[Array, "N R"], axis: str) -> Float[Array, "N/U R"]:
+def _own_heads(scale: Float[Array, "N R"], axis: str) -> Float[Array, "n R"]:
     """Of the heads that this device has in the exchange."""
     count = scale.shape[0] // jax.lax.axis_size(axis)
     return jax.lax.dynamic_slice_in_dim(scale, jax.lax.axis_index(axis) * count, count)

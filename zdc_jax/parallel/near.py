@@ -19,7 +19,7 @@ def halo_rows(window: int, tokens: int, degree: int) -> list[int]:
 
 def with_halo(
     k: Float[Array, "B t K H"], v: Float[Array, "B t K H"], window: int, axis: str
-) -> tuple[Float[Array, "B W+t K H"], Float[Array, "B W+t K H"]]:
+) -> tuple[Float[Array, "B {window}+t K H"], Float[Array, "B {window}+t K H"]]:
     """k and v with those of the `window` tokens before; rows before position 0 are zeros, to be masked.
 
     One `ppermute` of k and v together a hop; hops do not wait for one another.

@@ -70,9 +70,9 @@ class Surrogate:
         self.full = CompressionPlan.full(config).for_model(profile.fingerprint)
         self.costs = predictor.costs(config, profile)
         self.paths = [plan for path in predictor.paths(config, profile) for plan, _ in path]
-        self.known = dict[CompressionPlan, tuple[Float[np.ndarray, "1+L"], int]]()
+        self.known = dict[CompressionPlan, tuple[Float[np.ndarray, " costs"], int]]()
 
-    def of(self, plan: CompressionPlan) -> tuple[Float[np.ndarray, "1+L"], int]:
+    def of(self, plan: CompressionPlan) -> tuple[Float[np.ndarray, " costs"], int]:
         """Predicted nats a token of the basis and of each layer; bytes of the cache at `context` tokens."""
         if plan not in self.known:
             self.known[plan] = self._nats(plan), plan.bytes(self.context)
@@ -100,7 +100,7 @@ class Surrogate:
         saving = ndtr((allowed - expected) / deviation) * (size - sizes)
         return plans[saving.argmax()] if saving.max() > LEAST_SAVING * size else None
 
-    def _nats(self, plan: CompressionPlan) -> Float[np.ndarray, "1+L"]:
+    def _nats(self, plan: CompressionPlan) -> Float[np.ndarray, " costs"]:
         if plan == self.full:
             return np.zeros(1 + len(plan.layers))
         costs = self.costs[plan.window]
