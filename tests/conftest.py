@@ -75,7 +75,7 @@ def reference_data() -> Path | None:
 
 @pytest.fixture
 def shapes_unchecked() -> Iterator[None]:
-    """For tests that give arguments of wrong shapes or kinds: what is written against them is to find them."""
+    """For tests that give arguments of wrong shapes: our own refusals are to find them."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,6 +1,7 @@
 """Every method of keeping keys and values against the contract of `cache_contract`."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cache_contract import BLOCK, CAPACITY, METHODS, PIECE, ROWS, holding, specs_of, stack
@@ -80,7 +81,7 @@ def test_a_released_row_serves_the_next_request_as_a_new_one(name):
     x, y, none = it.inputs(seed=3), it.inputs(seed=4), np.zeros(ROWS, int)
     _, states = it.extend(it.create(), x, none, np.array([24, 24, 24]))
     _, states = it.extend(states, x, np.full(ROWS, 24), np.array([24, 8, 16]))
-    released = np.array([False, True, False])
+    released = jnp.array([False, True, False])
     states = [spec.release(state, released) for spec, state in zip(it.specs, states, strict=True)]
     first, states = it.extend(states, y, np.array([47, 0, 40]), np.array([0, 16, 0]))
     second, _ = it.extend(states, y, np.array([47, 16, 40]), np.array([0, 1, 0]))

@@ -64,8 +64,8 @@ def _from_words(words: Array, like: Array) -> Array:
 
 
 def scatter_heads(
-    parts: Sequence[Float[Array, "B t N R"]], axis: str, scales: Sequence[Array] | None = None
-) -> list[Float[Array, "B T n R"]]:
+    parts: Sequence[Float[Array, "B _ _ _"]], axis: str, scales: Sequence[Array] | None = None
+) -> list[Float[Array, "B _ _ _"]]:
     """All tokens of one device's heads, from all heads of its tokens: one dense all-to-all (ZDC §5.3).
 
     parts: q, k and v, or others; each may have a t, N and R of its own. Heads that U does not divide are sent

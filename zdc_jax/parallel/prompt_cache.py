@@ -17,8 +17,8 @@ from zdc_jax.parallel.mesh import SEQUENCE
 
 def prompt_state(
     spec: PrefixRing,
-    k: Float[Array, "B t K H"],
-    v: Float[Array, "B t K H"],
+    k: Float[Array, "B t K Hq"],
+    v: Float[Array, "B t K Hv"],
     exchanged: Exchanged | None,
     positions: Int[Array, "B t"],
     end: Int[Array, " B"],

@@ -86,7 +86,10 @@ class ShardedTransformer(nnx.Module):
           MeshError: heads, feed-forward columns or (`gathered`) the embedding dim cannot be divided over this
             mesh; before a layer is taken.
           ValueError: unknown `weights`.
+          NotImplementedError: a method whose caches cannot be divided by head after an exchange.
         """
+        if plan.method != "zdc":
+            raise NotImplementedError(f"method={plan.method!r} does not run on a mesh, 'zdc' does")
         for name, count in (("num_heads", config.num_heads), ("ffn_dim", config.ffn_dim)):
             if count % degree(mesh, BY_HEAD):
                 raise MeshError(
@@ -129,12 +132,12 @@ class ShardedTransformer(nnx.Module):
         *,
         attention: ShardedAttention = sharded_attention,
         implementation: Implementation | None = None,
-    ) -> Float[Array, "B T' D"]:
+    ) -> Float[Array, "B T_padded D"]:
         """Last hidden states of whole sequences, without a cache.
 
-        T need not be a multiple of the devices along `sequence`: prompts are padded on the right to T', where
-        causal attention does not look; with token classes so that each device has whole blocks. The result is
-        divided as the tokens are; that of padding is unspecified.
+        T need not be a multiple of the devices along `sequence`: prompts are padded on the right to T_padded,
+        where causal attention does not look; with token classes so that each device has whole blocks. The
+        result is divided as the tokens are; that of padding is unspecified.
 
         Args:
           attention: of one device's tokens on those of all, a function of a module, for it is hashed.

@@ -43,7 +43,7 @@ class PerplexityReport:
 
 @jax.jit
 def _summed_nll(
-    embeddings: Embeddings, hidden: Float[Array, "B T' D"], tokens: Int[Array, "B T"]
+    embeddings: Embeddings, hidden: Float[Array, "B T_padded D"], tokens: Int[Array, "B T"]
 ) -> Float[Array, " B"]:
     """Sum over positions of the negative log likelihood of the next token, float32 [B]."""
     targets = tokens[:, 1:]
