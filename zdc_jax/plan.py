@@ -4,6 +4,7 @@ import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -193,7 +194,7 @@ class CompressionPlan:
 
     def layer_caches(self, dtype: str) -> tuple[LayerCacheSpec, ...]:
         """How each layer keeps its tokens, for a model of this dtype."""
-        return methods.named(self.method).layer_caches(self, dtype)
+        return _layer_caches(self, dtype)
 
     def bytes(self, capacity: int, batch: int = 1, dtype: str = "bfloat16") -> int:
         """Bytes of a KV cache for `batch` rows of `capacity` tokens: the sum over layers, and the lengths."""
@@ -297,6 +298,11 @@ class CompressionPlan:
                 stacklevel=3,
             )
         return plan
+
+
+@lru_cache(maxsize=256)
+def _layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
+    return methods.named(plan.method).layer_caches(plan, dtype)
 
 
 def _integer(name: str, value: Any) -> int:

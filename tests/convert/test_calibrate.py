@@ -208,7 +208,8 @@ def test_auto_records_what_it_compared(calibrated, texts):
     weights = [checkpoint.layer(index)["attention"]["o"] for index in range(checkpoint.config.num_layers)]
     plan = CompressionPlan.uniform(checkpoint.config, qk=32, v=80)
     candidate = make_basis(moments, weights, qk="stacked", vo="balanced")
-    logits = np.asarray(load(calibrated, plan, basis=candidate).network(windows[:4]), np.float64)[:, :-1]
+    network = load(calibrated, plan, basis=candidate).network
+    logits = np.asarray(network(jnp.asarray(windows[:4])), np.float64)[:, :-1]
     log_p = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
     nll = -np.take_along_axis(log_p, windows[:4, 1:, None], -1).mean()
     assert basis.record["auto"]["qk"]["stacked"] == pytest.approx(np.exp(nll), rel=1e-5)

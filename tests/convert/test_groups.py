@@ -80,6 +80,7 @@ def test_groups_begin_where_the_leader_is_no_longer_repeated():
     assert layer_groups(ratios, ratios, threshold=0.9) == (0,)
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 def test_bad_arguments_are_named(tiny: TinyModel):
     with pytest.raises(CalibrationError, match="method='lse'"):
         layer_importance(tiny.dense, tiny.tokens(1, 4), "lse")

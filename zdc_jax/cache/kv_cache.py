@@ -1,6 +1,7 @@
 """The KV cache of a whole model: one state a layer, and what must fit in memory before it is made."""
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,7 +57,8 @@ class KVCache:
 
 def cache_bytes(specs: Sequence[LayerCacheSpec], capacity: int, batch: int = 1) -> int:
     """Bytes of a cache for `batch` rows of `capacity` tokens, lengths included."""
-    return batch * LENGTH_BYTES + sum(spec.bytes(capacity, batch) for spec in specs)
+    counts = Counter(specs)
+    return batch * LENGTH_BYTES + sum(n * spec.bytes(capacity, batch) for spec, n in counts.items())
 
 
 def free_bytes() -> int | None:

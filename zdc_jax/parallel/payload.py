@@ -76,7 +76,7 @@ def scale_for(rms: np.ndarray) -> np.ndarray:
 
 def packed(
     x: Float[Array, "B T N R"], scale: Float[Array, "N R"]
-) -> tuple[Float[Array, "B T N E"], Float[Array, "B T N R-E"]]:
+) -> tuple[Float[Array, "B T N _"], Float[Array, "B T N _"]]:
     """The first `EXACT` coordinates as they are, and the others / scale as e4m3.
 
     Saturating: the cast alone makes NaN of what is beyond ±448.
@@ -86,7 +86,7 @@ def packed(
 
 
 def unpacked(
-    exact: Float[Array, "B T N E"], rest: Float[Array, "B T N R-E"], scale: Float[Array, "N R"]
+    exact: Float[Array, "B T N _"], rest: Float[Array, "B T N _"], scale: Float[Array, "N R"]
 ) -> Float[Array, "B T N R"]:
     """What `packed` was given, rounded, in the dtype that it had."""
     dtype = exact.dtype
