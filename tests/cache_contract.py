@@ -12,9 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from conftest import LLAMA, OPT, TinyModel
 
-from zdc_jax.cache.spec import Call, LayerCacheSpec
+from zdc_jax.cache.spec import Call, Clause, LayerCacheSpec
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.attention import Attention
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
@@ -58,6 +59,11 @@ class Stack(NamedTuple):
     specs: tuple[LayerCacheSpec, ...]
     plan: CompressionPlan
     width: int
+
+    def declares(self, clause: Clause) -> None:
+        """Skips a test of a clause that a layer's method does not declare."""
+        if not all(clause in spec.clauses for spec in self.specs):
+            pytest.skip(f"the method does not declare the clause {clause!r}")
 
     def inputs(self, seed: int = 0) -> np.ndarray:
         """Hidden states [ROWS, CAPACITY, D]."""
@@ -124,11 +130,11 @@ def stack(name: str) -> Stack:
     return Stack(layers, plan.layer_caches("float32"), plan, config.embed_dim)
 
 
-def holding(clause: str) -> list[str]:
-    """The methods of which every layer declares the clause."""
-    return [name for name in METHODS if all(clause in spec.clauses for spec in specs_of(name))]
-
-
 def specs_of(name: str) -> tuple[LayerCacheSpec, ...]:
     config, plan_of = METHODS[name]
     return plan_of(config).layer_caches("float32")
+
+
+def is_aligned(specs: tuple[LayerCacheSpec, ...]) -> bool:
+    """Whether pieces must begin with a block."""
+    return any(spec.alignment > 1 for spec in specs)

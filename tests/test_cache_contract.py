@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cache_contract import BLOCK, CAPACITY, METHODS, PIECE, ROWS, holding, specs_of, stack
+from cache_contract import BLOCK, CAPACITY, METHODS, PIECE, ROWS, Stack, is_aligned, specs_of, stack
 
 WHOLE = [[PIECE] * ROWS] * 2
 """All tokens in two pieces."""
@@ -12,7 +12,13 @@ RAGGED = [[24, 8, 16], [8, 24, 16], [1, 1, 1], [0, 1, 1], [1, 0, 1]]
 """Rows that begin and end where blocks do; then single tokens, of some rows at a time."""
 ANYWHERE = [[24, 3, 17], [0, 23, 1], [5, 20, 24], [1, 0, 1]]
 """Rows that begin and end anywhere, for methods that let them."""
-ALIGNED = [name for name in METHODS if any(spec.alignment > 1 for spec in specs_of(name))]
+ALIGNED = [name for name in METHODS if is_aligned(specs_of(name))]
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def it(request) -> Stack:
+    """A method; the tests of one come together, for they share compiled programs."""
+    return stack(request.param)
 
 
 def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
@@ -23,26 +29,22 @@ def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
     assert error <= 1e-5 * np.abs(expected[there]).max(), error
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_cached_is_uncached(name):
-    it = stack(name)
+def test_cached_is_uncached(it):
     x = it.inputs()
     assert_same(it.run(x, WHOLE), it.whole(x))
 
 
-@pytest.mark.parametrize("name", holding("chunked"))
-def test_chunked_is_whole(name):
-    it = stack(name)
+def test_chunked_is_whole(it):
+    it.declares("chunked")
     x = it.inputs()
     assert_same(it.run(x, [[BLOCK] * ROWS, [16] * ROWS, [BLOCK] * ROWS, [16] * ROWS]), it.run(x, WHOLE))
 
 
-@pytest.mark.parametrize("name", holding("ragged"))
-def test_a_ragged_row_is_what_it_is_alone(name):
+def test_a_ragged_row_is_what_it_is_alone(it):
     """Alone: all other rows are empty."""
-    it = stack(name)
+    it.declares("ragged")
     x = it.inputs(seed=1)
-    for schedule in [RAGGED] if name in ALIGNED else [RAGGED, ANYWHERE]:
+    for schedule in [RAGGED] if is_aligned(it.specs) else [RAGGED, ANYWHERE]:
         together = it.run(x, schedule)
         for row in range(ROWS):
             only = [[count * (other == row) for other, count in enumerate(new)] for new in schedule]
@@ -59,25 +61,21 @@ def test_a_piece_that_begins_elsewhere_gives_nan_in_its_row_alone(name):
     assert np.isfinite(found[2, :24]).all()
 
 
-@pytest.mark.parametrize("name", holding("order"))
-def test_a_row_does_not_depend_on_which_it_is(name):
-    it = stack(name)
+def test_a_row_does_not_depend_on_which_it_is(it):
+    it.declares("order")
     x, turned = it.inputs(seed=2), [2, 0, 1]
     schedule = [[new[row] for row in turned] for new in RAGGED]
     np.testing.assert_array_equal(it.run(x[turned], schedule), it.run(x, RAGGED)[turned])
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_bytes_are_those_of_the_arrays(name):
-    it = stack(name)
+def test_bytes_are_those_of_the_arrays(it):
     arrays, lengths = jax.tree.leaves(it.create()), ROWS * np.dtype(np.int32).itemsize
     assert it.plan.bytes(CAPACITY, ROWS, "float32") == sum(x.nbytes for x in arrays) + lengths
     assert it.plan.bytes(CAPACITY, ROWS, "float32") == ROWS * it.plan.bytes(CAPACITY, 1, "float32")
 
 
-@pytest.mark.parametrize("name", holding("reuse"))
-def test_a_released_row_serves_the_next_request_as_a_new_one(name):
-    it = stack(name)
+def test_a_released_row_serves_the_next_request_as_a_new_one(it):
+    it.declares("reuse")
     x, y, none = it.inputs(seed=3), it.inputs(seed=4), np.zeros(ROWS, int)
     _, states = it.extend(it.create(), x, none, np.array([24, 24, 24]))
     _, states = it.extend(states, x, np.full(ROWS, 24), np.array([24, 8, 16]))
@@ -90,10 +88,8 @@ def test_a_released_row_serves_the_next_request_as_a_new_one(name):
     assert_same(second[1, :1], expected[16:17])
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_cache_can_be_filled_to_the_last_slot(name):
+def test_a_cache_can_be_filled_to_the_last_slot(it):
     """Also by a piece whose padding would stand past the end."""
-    it = stack(name)
     x = it.inputs(seed=5)
     found = it.run(x, [[24, 24, 24], [16, 16, 16], [8, 7, 8], [0, 1, 0]])
     whole = it.whole(x)
@@ -103,10 +99,8 @@ def test_a_cache_can_be_filled_to_the_last_slot(name):
     assert np.isfinite(found).all()
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_zeros_and_one_huge_outlier(name):
+def test_zeros_and_one_huge_outlier(it):
     """Tokens of zeros and one a thousand times larger than others are tokens like these."""
-    it = stack(name)
     x = it.inputs(seed=6)
     x[0, :24], x[1, 5], x[2, 30] = 0, 0, 1000 * x[2, 30]
     found = it.run(x, WHOLE)

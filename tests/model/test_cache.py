@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from zdc_jax.cache.prefix_ring import PrefixRing, recent_rows
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(
     sinks=st.integers(0, 8),
     window=st.sampled_from([8, 16, 24]),

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from zdc_jax.axes import Array
+from zdc_jax.axes import AnyArray, Array
 from zdc_jax.parallel.payload import packed, unpacked
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -64,7 +64,7 @@ def _from_words(words: Array, like: Array) -> Array:
 
 
 def scatter_heads(
-    parts: Sequence[Float[Array, "B _ _ _"]], axis: str, scales: Sequence[Array] | None = None
+    parts: Sequence[Float[Array, "B _ _ _"]], axis: str, scales: Sequence[AnyArray] | None = None
 ) -> list[Float[Array, "B _ _ _"]]:
     """All tokens of one device's heads, from all heads of its tokens: one dense all-to-all (ZDC §5.3).
 
@@ -89,7 +89,7 @@ def _scattered(parts: list[Array], axis: str) -> list[Array]:
 
 
 def gather_heads(
-    o: Float[Array, "B T n Z"], axis: str, scale: Float[Array, "K Z"] | None = None
+    o: Float[Array, "B T n Z"], axis: str, scale: Float[AnyArray, "K Z"] | None = None
 ) -> Float[Array, "B t N Z"]:
     """All heads of one device's tokens, from all tokens of its heads: the way back. scale: v's, of float8."""
     if scale is None:
@@ -103,7 +103,7 @@ def gather_heads_and_lse(
     o: Float[Array, "B T n Z"],
     lse: Float[Array, "B n T"],
     axis: str,
-    scale: Float[Array, "K Z"] | None = None,
+    scale: Float[AnyArray, "K Z"] | None = None,
 ) -> tuple[Float[Array, "B t N Z"], Float[Array, "B N t"]]:
     """`gather_heads` with the float32 log-sum-exp in the same message."""
     of_lse = lse.swapaxes(1, 2)[..., None]
@@ -123,12 +123,12 @@ def _gathered(parts: Sequence[Float[Array, "B T n _"]], axis: str) -> list[Float
     return [jnp.moveaxis(x, 0, 2).reshape(B, T // U, U * n, x.shape[4]) for x in by_sender]
 
 
-def _of_heads(scale: Float[Array, "K R"], heads: int) -> Float[Array, "N R"]:
+def _of_heads(scale: Float[AnyArray, "K R"], heads: int) -> Float[Array, "N R"]:
     """Of each query head, or copy of a KV head, that of its KV head."""
     return jnp.repeat(scale, heads // scale.shape[0], axis=0)
 
 
-def _own_heads(scale: Float[Array, "N R"], axis: str) -> Float[Array, "n R"]:
+def _own_heads(scale: Float[AnyArray, "N R"], axis: str) -> Float[Array, "n R"]:
     """Of the heads that this device has in the exchange."""
     count = scale.shape[0] // jax.lax.axis_size(axis)
     return jax.lax.dynamic_slice_in_dim(scale, jax.lax.axis_index(axis) * count, count)

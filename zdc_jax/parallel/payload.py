@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from zdc_jax.axes import Array
+from zdc_jax.axes import AnyArray, Array
 from zdc_jax.basis import Basis
 from zdc_jax.errors import CalibrationError
 from zdc_jax.model.attention import Attention
@@ -75,7 +75,7 @@ def scale_for(rms: np.ndarray) -> np.ndarray:
 
 
 def packed(
-    x: Float[Array, "B T N R"], scale: Float[Array, "N R"]
+    x: Float[Array, "B T N R"], scale: Float[AnyArray, "N R"]
 ) -> tuple[Float[Array, "B T N _"], Float[Array, "B T N _"]]:
     """The first `EXACT` coordinates as they are, and the others / scale as e4m3.
 
@@ -86,7 +86,7 @@ def packed(
 
 
 def unpacked(
-    exact: Float[Array, "B T N _"], rest: Float[Array, "B T N _"], scale: Float[Array, "N R"]
+    exact: Float[Array, "B T N _"], rest: Float[Array, "B T N _"], scale: Float[AnyArray, "N R"]
 ) -> Float[Array, "B T N R"]:
     """What `packed` was given, rounded, in the dtype that it had."""
     dtype = exact.dtype

@@ -26,12 +26,10 @@ HEADS = {"MHA": (4, 4), "GQA": (8, 4), "MQA": (4, 1)}
 FAR = {"window": 37, "sinks": 20}
 """A window of several devices."""
 WHOLE = {
-    "MHA": ("MHA", {}, 61),
-    "GQA": ("GQA", {}, 64),
+    "GQA": ("GQA", {}, 61),
     "MQA, padding alone on one device": ("MQA", {}, 23),
     "MHA, window of several devices": ("MHA", FAR, 61),
     "GQA, window": ("GQA", {"window": 9, "sinks": 2}, 64),
-    "MQA, window": ("MQA", {"window": 9}, 50),
 }
 
 

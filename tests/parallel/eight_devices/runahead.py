@@ -67,8 +67,8 @@ def replay(extend, tokens, last, held):
     """Last hidden states of two prompts and of the tokens decoded after them [B, 1 + STEPS, D]."""
     states = [np.asarray(last)]
     for step in range(STEPS):
-        token = tokens[np.arange(2), LENGTHS + step][:, None]
-        hidden, held = extend(held, token, LENGTHS + step + 1)
+        token = jnp.asarray(tokens[np.arange(2), LENGTHS + step][:, None])
+        hidden, held = extend(held, token, jnp.asarray(LENGTHS + step + 1))
         states.append(np.asarray(hidden)[:, 0])
     return np.stack(states, 1)
 
@@ -109,7 +109,7 @@ def test_as_on_one_device(name, heads, plan, pieces):
     model = RunaheadTransformer(network, devices)
     options = {"partition": Partition(pieces), "capacity": CAPACITY}
     with sent_over_links() as sent:
-        last, held = model.prefill(tokens[:, :61], LENGTHS, **options)
+        last, held = model.prefill(tokens[:, :61], jnp.asarray(LENGTHS), **options)
     last_hidden = last.nbytes + LENGTHS.size * 4
     handed = handed_bytes(network.plan, **options, batch=2, itemsize=4)
     assert [sent[pair] for pair in pairwise(devices)] == [count + last_hidden for count in handed[:-1]]
@@ -131,7 +131,7 @@ def test_on_a_mesh_as_on_one_device(name, heads, plan, pieces):
     _, tokens, expected = one_device(name, heads, plan)
     network = on_mesh(name, heads, plan, len(pieces))
     options = {"partition": Partition(pieces), "capacity": CAPACITY}
-    last, held = MeshRunahead(network).prefill(jnp.asarray(tokens[:, :61]), LENGTHS, **options)
+    last, held = MeshRunahead(network).prefill(jnp.asarray(tokens[:, :61]), jnp.asarray(LENGTHS), **options)
     got = replay(network.extend, tokens, last, held)
     assert np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max()
 
