@@ -66,6 +66,11 @@ OPT = replace(
 CONFIGS = {"llama": LLAMA, "opt": OPT}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with processes of their own take longest: they come first, so that no worker waits at the end."""
+    items.sort(key=lambda item: "parallel" not in item.path.parts)
+
+
 def reference_data() -> Path | None:
     """The folder of reference models and text: `ZDC_TEST_DATA`, else a sibling `shared/data`."""
     default = Path(__file__).parents[2] / "shared" / "data"

@@ -110,8 +110,7 @@ def one_more(fraction, cap):
 NEAR = [{}, {"window": 8, "sinks": 2}]
 
 
-@pytest.mark.parametrize("near", NEAR)
-@pytest.mark.parametrize("leaders", [(0,), (0, 2)])
+@pytest.mark.parametrize(("near", "leaders"), [(NEAR[0], (0, 2)), (NEAR[1], (0,))])
 def test_whole_sequences_equal_masked_ones(tiny: TinyModel, near, leaders):
     plan = class_plan(tiny, leaders, **near)
     tokens = tiny.tokens(2, 41)

@@ -54,8 +54,9 @@ CASES |= {
     (plan, [*HEADS][(p + m) % len(HEADS)], method)
     for p, plan in enumerate(PLANS)
     for m, method in enumerate(ATTENTION)
+    if (p + m) % 2
 }
-"""All for `ulysses`; for the other methods every plan and all heads, each pair of the three once."""
+"""All for `ulysses`; for each of the others every second plan, and heads in turn."""
 
 
 @pytest.mark.parametrize(("plan", "heads", "method"), sorted(CASES))
@@ -66,7 +67,7 @@ def test_as_on_one_device(plan, heads, method):
     assert_equal(sharded.hidden(jnp.asarray(tokens), attention=ATTENTION[method]), expected)
 
 
-@pytest.mark.parametrize("method", ATTENTION)
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
 def test_eight_devices_and_few_tokens(method):
     """Of 9 tokens, three of eight devices hold padding only; the window is longer than the prompt."""
     model = tiny("opt", 8, 8)
