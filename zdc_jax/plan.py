@@ -12,7 +12,7 @@ import numpy as np
 
 from zdc_jax import methods
 from zdc_jax.cache.classes import ClassBlocks
-from zdc_jax.cache.kv_cache import cache_bytes
+from zdc_jax.cache.kv_cache import held_bytes
 from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
@@ -198,7 +198,7 @@ class CompressionPlan:
 
     def bytes(self, capacity: int, batch: int = 1, dtype: str = "bfloat16") -> int:
         """Bytes of a KV cache for `batch` rows of `capacity` tokens: the sum over layers, and the lengths."""
-        return cache_bytes(self.layer_caches(dtype), capacity, batch)
+        return held_bytes(self.layer_caches(dtype), capacity, batch)
 
     def has_classes(self, layer: int) -> bool:
         """Whether tokens of two classes keep different ranks in this layer."""

@@ -2,6 +2,7 @@
 
 from benchmarks.rivals.methods import ATTENTION, Method
 from benchmarks.rivals.partition import Partition, cache_slots
+from zdc_jax.cache.prefix_ring import ring_slots
 from zdc_jax.config import ModelConfig
 from zdc_jax.parallel.attention import check_attention
 from zdc_jax.parallel.payload import Payload
@@ -54,7 +55,6 @@ def handed_bytes(
     kept = sum(ranks.qk + ranks.v for ranks in plan.layers)
     ring = 0
     for index, ranks in enumerate(plan.layers):
-        sinks, window = (min(count, capacity) for count in plan.near(index))
-        ring += (window + -(-sinks // 8) * 8) * (2 * plan.head_dim - ranks.qk - ranks.v)
+        ring += ring_slots(*plan.near(index), capacity) * (2 * plan.head_dim - ranks.qk - ranks.v)
     caches = (slots * kept + ring for slots in cache_slots(partition, plan.sinks, capacity)[:-1])
     return (*(batch * plan.num_kv_heads * itemsize * cache for cache in caches), 0)

@@ -51,11 +51,11 @@ class KVCache:
         return replace(self, layers=layers, lengths=jnp.where(rows, 0, self.lengths))
 
     def bytes(self) -> int:
-        """Bytes of all arrays; equals `cache_bytes` of its specs."""
+        """Bytes of all arrays; equals `held_bytes` of its specs."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
 
-def cache_bytes(specs: Sequence[LayerCacheSpec], capacity: int, batch: int = 1) -> int:
+def held_bytes(specs: Sequence[LayerCacheSpec], capacity: int, batch: int = 1) -> int:
     """Bytes of a cache for `batch` rows of `capacity` tokens, lengths included."""
     counts = Counter(specs)
     return batch * LENGTH_BYTES + sum(n * spec.bytes(capacity, batch) for spec, n in counts.items())
@@ -74,14 +74,14 @@ def free_bytes() -> int | None:
 
 def check_fits(specs: Sequence[LayerCacheSpec], *, batch: int, capacity: int, free: int | None) -> None:
     """Raises `CacheMemoryError` naming bytes needed, bytes free and the largest batch and length that fit."""
-    needed = cache_bytes(specs, capacity, batch)
+    needed = held_bytes(specs, capacity, batch)
     if free is None or needed <= free:
         return
-    largest_batch = free // cache_bytes(specs, capacity)
+    largest_batch = free // held_bytes(specs, capacity)
     low, high = 0, capacity
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if cache_bytes(specs, middle, batch) <= free else (low, middle - 1)
+        low, high = (middle, high) if held_bytes(specs, middle, batch) <= free else (low, middle - 1)
     raise CacheMemoryError(
         f"a KV cache of {batch=} x {capacity=} tokens needs {needed:,} bytes, {free:,} are free; "
         f"what fits: batch {largest_batch} at this length, or length {low} at this batch"

@@ -8,6 +8,7 @@ Without sinks and window there is no ring: the plain cache, of keys and values a
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,12 +61,8 @@ class PrefixRing(LayerCacheSpec):
         return PrefixRingState(*first, *rings, self.near(capacity))
 
     def ring_slots(self, capacity: int) -> int:
-        """M for a cache of `capacity` tokens.
-
-        The window's and, rounded up to the 8 rows that a GPU copies at a time, the sinks'.
-        """
-        sinks, window = self.near(capacity)
-        return window + -(-sinks // 8) * 8
+        """M for a cache of `capacity` tokens."""
+        return ring_slots(self.sinks, self.window, capacity)
 
     def near(self, capacity: int) -> tuple[int, int]:
         """Sinks and window of a cache of `capacity` tokens."""
@@ -108,7 +105,7 @@ class PrefixRing(LayerCacheSpec):
         chosen = choose_implementation(kind, call.implementation, refusals)
         attend = _on_xla if chosen == "xla" else _decode if q.shape[1] == 1 else _prefill
         written = self.write(state, k, v, positions, end)
-        o, lse = attend(state, written, q, k, v, positions, end, call.scale, sinks, window)
+        o, lse = attend(_Step(state, written, q, k, v, positions, end, call.scale, sinks, window))
         return Attended(written, o, lse, aux)
 
     def attend_whole(
@@ -127,6 +124,14 @@ class PrefixRing(LayerCacheSpec):
             implementation=call.implementation,
         )
         return Attended(None, o, lse, aux)
+
+
+def ring_slots(sinks: int, window: int, capacity: int) -> int:
+    """Slots of the ring of a cache of `capacity` tokens.
+
+    The window's and, rounded up to the 8 rows that a GPU copies at a time, the sinks'.
+    """
+    return min(window, capacity) + -(-min(sinks, capacity) // 8) * 8
 
 
 def _put_ring(ring: Array, *, x: Array, positions: Array, end: Array, sinks: int, window: int) -> Array:
@@ -216,19 +221,24 @@ def recent_rows(
     return jnp.take_along_axis(both, source[:, None, :, None], axis=2)
 
 
-def _on_xla(
-    state: PrefixRingState,
-    written: PrefixRingState,
-    q: Array,
-    k: Array,
-    v: Array,
-    positions: Array,
-    end: Array,
-    scale: float,
-    sinks: int,
-    window: int,
-) -> tuple[Array, Array]:
+class _Step(NamedTuple):
+    """New tokens, as `PrefixRing.attend` takes them, and the cache without them (`state`) and with them."""
+
+    state: PrefixRingState
+    written: PrefixRingState
+    q: Array
+    k: Array
+    v: Array
+    positions: Array
+    end: Array
+    scale: float
+    sinks: int
+    window: int
+
+
+def _on_xla(step: _Step) -> tuple[Array, Array]:
     """On any device: near keys are gathered from the cache before and from the new tokens."""
+    state, written, q, k, v, positions, _, scale, sinks, window = step
     near = None
     if sinks or window:
         recent = _read_recent(state, positions[:, 0], sinks, window) if window else None
@@ -242,19 +252,9 @@ def _on_xla(
     )
 
 
-def _decode(
-    state: PrefixRingState,
-    written: PrefixRingState,
-    q: Array,
-    k: Array,
-    v: Array,
-    positions: Array,
-    end: Array,
-    scale: float,
-    sinks: int,
-    window: int,
-) -> tuple[Array, Array]:
+def _decode(step: _Step) -> tuple[Array, Array]:
     """One token a row, on the kernel: it is in the cache already."""
+    _, written, q, _, _, positions, _, scale, sinks, window = step
     ring = Ring(written.ring_k, written.ring_v) if sinks or window else None
     o, lse = decode_attention(
         q[:, 0],
@@ -269,19 +269,9 @@ def _decode(
     return o[:, None], lse[..., None]
 
 
-def _prefill(
-    state: PrefixRingState,
-    written: PrefixRingState,
-    q: Array,
-    k: Array,
-    v: Array,
-    positions: Array,
-    end: Array,
-    scale: float,
-    sinks: int,
-    window: int,
-) -> tuple[Array, Array]:
+def _prefill(step: _Step) -> tuple[Array, Array]:
     """A piece of each prompt on the kernel, with the ring as it was before the new tokens overwrote it."""
+    state, written, q, k, v, positions, end, scale, sinks, window = step
     trailing, start = None, positions[:, 0]
     if window:
         R, Z = written.k.shape[-1], written.v.shape[-1]

@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 
+from zdc_jax.cache.prefix_ring import ring_slots
 from zdc_jax.config import ModelConfig
 from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.exchange import kv_copies
@@ -145,9 +146,7 @@ def cache_bytes(
     ring = 0
     for index, ranks in enumerate(plan.layers):
         kept = 0 if plan.has_classes(index) else ranks.qk + ranks.v
-        sinks, window = (min(count, capacity) for count in plan.near(index))
-        slots = window + -(-sinks // 8) * 8
-        ring += heads * slots * (2 * plan.head_dim - kept) * itemsize
+        ring += heads * ring_slots(*plan.near(index), capacity) * (2 * plan.head_dim - kept) * itemsize
     blocks = 0 if plan.classes is None else 2 * 4 * len(plan.classes.leaders) * plan.classes.block
     return batch * (ring + blocks) * (degree - 1) // degree
 
