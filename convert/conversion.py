@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from convert.hf.config import DTYPES, parse_config, read_json
-from convert.hf.weights import Entry, HFWeights, entries, is_finite
+from convert.hf.weights import Entry, HFWeights, entries, is_finite, resolve
 from convert.progress import track
 from zdc_jax.checkpoint import Checkpoint, CheckpointWriter
 from zdc_jax.config import ModelConfig
@@ -50,13 +50,13 @@ def convert(
     parse_config(source, "float32")  # An unsupported model is refused before its weights are looked at.
     weights = HFWeights(source)
     config = parse_config(source, dtype or weights.dtype)
-    keys = weights.resolve(config)
+    keys = resolve(config, weights)
     tokenizer = read_tokenizer(source, config)
 
     def read(layer: int | None) -> dict[str, Any]:
         tree: dict[str, Any] = {}
         for entry in entries(config, layer):
-            _insert(tree, entry, _cast(weights.read(keys[entry.key]), config.dtype, entry.key))
+            _insert(tree, entry, _cast(weights.read(keys[entry.key], entry.rows), config.dtype, entry.key))
         return tree
 
     with CheckpointWriter(output, overwrite=overwrite) as writer:

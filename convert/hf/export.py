@@ -16,14 +16,14 @@ from zdc_jax.config import ModelConfig
 def source_tensors(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np.ndarray]:
     """Parameters `{"embeddings": …, "layers": […]}` under their source keys, in source shapes."""
     trees = [(None, params["embeddings"]), *enumerate(params["layers"])]
-    tensors = {}
+    tensors: dict[str, list[np.ndarray]] = {}
     for layer, tree in trees:
         for entry in entries(config, layer):
             leaf = tree
             for name in entry.path:
                 leaf = leaf[name]
-            tensors[entry.key] = entry.to_source(np.asarray(leaf))
-    return tensors
+            tensors.setdefault(entry.key, []).append(entry.to_source(np.asarray(leaf)))
+    return {key: parts[0] if len(parts) == 1 else np.concatenate(parts) for key, parts in tensors.items()}
 
 
 def export_hf(params: Mapping[str, Any], config: ModelConfig, folder: str | Path) -> None:

@@ -1,11 +1,12 @@
 """Hugging Face weights: keys by the family's tables, shards read lazily, every departure from it an error."""
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from safetensors import safe_open
@@ -29,16 +30,18 @@ TABLES = ("tokens", "positions", "lm_head")
 class Entry:
     """One parameter: its path in our tree, its source key, and both shapes.
 
-    A source matrix is [out, in] with heads merged; ours is [in, out] with heads apart.
+    A source matrix is [out, in] with heads merged; ours is [in, out] with heads apart. `rows` are those of
+    the source that are this parameter's; None: all, nothing else is stored under the key.
     """
 
     path: tuple[str, ...]
     key: str
     shape: tuple[int, ...]
+    rows: slice | None = None
 
     @property
     def source_shape(self) -> tuple[int, ...]:
-        """The shape the checkpoint must have."""
+        """Of this parameter's rows in the checkpoint."""
         if self.path[-1] in TABLES:
             return self.shape
         if self._is_vector:
@@ -77,12 +80,35 @@ def entries(config: ModelConfig, layer: int | None) -> list[Entry]:
         names, shapes = family.embeddings, embedding_shapes(config)
     else:
         names, shapes, prefix = family.layer, layer_shapes(config, layer), f"{prefix}layers.{layer}."
-    return [Entry(path, _source_key("/".join(path), names, prefix), shape) for path, shape in flatten(shapes)]
+    order = list(names)
+    place = lambda entry: order.index("/".join(entry.path).removesuffix("_bias"))
+    key = lambda path: _source_key("/".join(path), names, prefix)
+    return _stacked(sorted((Entry(path, key(path), shape) for path, shape in flatten(shapes)), key=place))
 
 
 def _source_key(path: str, names: Mapping[str, str], prefix: str) -> str:
     key = names.get(path) or names[path.removesuffix("_bias")].removesuffix("weight") + "bias"
     return key if key.startswith("lm_head") else prefix + key
+
+
+def _stacked(alone: list[Entry]) -> list[Entry]:
+    """With the rows of those that share a key, which follow each other there."""
+    count, first = Counter(entry.key for entry in alone), Counter[str]()
+    stacked = []
+    for entry in alone:
+        start = first[entry.key]
+        first[entry.key] += entry.source_shape[0]
+        rows = slice(start, first[entry.key]) if count[entry.key] > 1 else None
+        stacked.append(replace(entry, rows=rows))
+    return stacked
+
+
+def source_shapes(table: Iterable[Entry]) -> dict[str, tuple[int, ...]]:
+    """Key → shape that the checkpoint must have."""
+    return {
+        entry.key: entry.source_shape if entry.rows is None else (entry.rows.stop, *entry.source_shape[1:])
+        for entry in table
+    }
 
 
 def flatten(tree: Mapping[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -92,6 +118,19 @@ def flatten(tree: Mapping[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple
             yield from flatten(value, (*at, name))
         else:
             yield (*at, name), value
+
+
+class Weights(Protocol):
+    """Tensors of a checkpoint under Hugging Face's keys, in its layout; `shapes` is known without reading.
+
+    `dtype` is that to store the model in where none is asked for.
+    """
+
+    dtype: str
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def read(self, key: str, rows: slice | None = None) -> np.ndarray:
+        """One tensor, or some of its rows; raises `ConversionError` where it holds NaN or Inf."""
 
 
 class HFWeights:
@@ -104,20 +143,18 @@ class HFWeights:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self._shard: dict[str, Path] = {}
-        self._header: dict[str, tuple[str, tuple[int, ...]]] = {}
+        dtypes: Counter[str] = Counter()
         for shard in _shards(folder):
-            self._read_header(shard)
-        if not self._header:
+            dtypes += self._read_header(shard)
+        if not self.shapes:
             raise ConversionError(f"{folder}: its safetensors hold no tensors")
+        self.dtype = STORED_DTYPES[max(sorted(dtypes), key=lambda name: dtypes[name])]
 
-    @property
-    def dtype(self) -> str:
-        """The dtype of the most tensors."""
-        names = [dtype for dtype, _ in self._header.values()]
-        return STORED_DTYPES[max(sorted(set(names)), key=names.count)]
-
-    def _read_header(self, shard: Path) -> None:
+    def _read_header(self, shard: Path) -> Counter[str]:
+        """Notes what a shard holds; gives how often each dtype occurs."""
+        dtypes: Counter[str] = Counter()
         with _opened(shard) as file:
             for key in file.keys():  # noqa: SIM118 (safe_open is no mapping)
                 if key in self._shard:
@@ -125,49 +162,49 @@ class HFWeights:
                         f"duplicate key {key!r}: in {self._shard[key].name} and in {shard.name}"
                     )
                 view = file.get_slice(key)
-                dtype, shape = view.get_dtype(), tuple(view.get_shape())
+                dtype = view.get_dtype()
                 if dtype not in STORED_DTYPES:
                     raise ConversionError(
                         f"{shard.name}: {key!r} has dtype {dtype}; supported are {sorted(STORED_DTYPES)}"
                     )
-                self._shard[key], self._header[key] = shard, (dtype, shape)
+                self._shard[key], self.shapes[key] = shard, tuple(view.get_shape())
+                dtypes[dtype] += 1
+        return dtypes
 
-    def resolve(self, config: ModelConfig) -> dict[str, str]:
-        """Table key → key in this folder, once all are known to be there, with their shapes, and no others.
-
-        Raises:
-          ConversionError: missing, unknown or duplicate keys, or a wrong shape, naming them.
-        """
-        wanted = [entry for layer in (None, *range(config.num_layers)) for entry in entries(config, layer)]
-        found: dict[str, str] = {}
-        for key in self._shard:
-            name = _canonical(key, config)
-            if name in found:
-                raise ConversionError(f"duplicate key: {found[name]!r} and {key!r} are the same weight")
-            found[name] = key
-        ignored = {name for name in found if name.endswith(IGNORED_SUFFIXES)}
-        if config.tie_embeddings:
-            ignored.add("lm_head.weight")
-        table = {entry.key for entry in wanted}
-        if missing := [entry.key for entry in wanted if entry.key not in found]:
-            raise ConversionError(f"missing keys ({len(missing)}): {', '.join(missing[:5])}")
-        if unknown := [key for name, key in found.items() if name not in table | ignored]:
-            raise ConversionError(f"unknown keys ({len(unknown)}): {', '.join(sorted(unknown)[:5])}")
-        for entry in wanted:
-            shape = self._header[found[entry.key]][1]
-            if shape != entry.source_shape:
-                raise ConversionError(
-                    f"{found[entry.key]!r} has shape {shape}, the config asks for {entry.source_shape}"
-                )
-        return {entry.key: found[entry.key] for entry in wanted}
-
-    def read(self, key: str) -> np.ndarray:
-        """One tensor; raises `ConversionError` where it holds NaN or Inf."""
+    def read(self, key: str, rows: slice | None = None) -> np.ndarray:
+        """One tensor, or some of its rows; raises `ConversionError` where it holds NaN or Inf."""
         with _opened(self._shard[key]) as file:
-            value = file.get_tensor(key)
+            value = file.get_tensor(key) if rows is None else file.get_slice(key)[rows]
         if not is_finite(value):
             raise ConversionError(f"{self._shard[key].name}: {key!r} holds NaN or Inf")
         return value
+
+
+def resolve(config: ModelConfig, weights: Weights) -> dict[str, str]:
+    """Table key → key in the checkpoint, once all are known to be there, with their shapes, and no others.
+
+    Raises:
+      ConversionError: missing, unknown or duplicate keys, or a wrong shape, naming them.
+    """
+    layers = (None, *range(config.num_layers))
+    wanted = source_shapes(entry for layer in layers for entry in entries(config, layer))
+    found: dict[str, str] = {}
+    for key in weights.shapes:
+        name = _canonical(key, config)
+        if name in found:
+            raise ConversionError(f"duplicate key: {found[name]!r} and {key!r} are the same weight")
+        found[name] = key
+    ignored = {name for name in found if name.endswith(IGNORED_SUFFIXES)}
+    if config.tie_embeddings:
+        ignored.add("lm_head.weight")
+    if missing := [key for key in wanted if key not in found]:
+        raise ConversionError(f"missing keys ({len(missing)}): {', '.join(missing[:5])}")
+    if unknown := [key for name, key in found.items() if name not in wanted.keys() | ignored]:
+        raise ConversionError(f"unknown keys ({len(unknown)}): {', '.join(sorted(unknown)[:5])}")
+    for key, shape in wanted.items():
+        if (there := weights.shapes[found[key]]) != shape:
+            raise ConversionError(f"{found[key]!r} has shape {there}, the config asks for {shape}")
+    return {key: found[key] for key in wanted}
 
 
 def is_finite(value: np.ndarray) -> bool:

@@ -168,7 +168,7 @@ def test_interruption_anywhere_leaves_nothing(error, reads, tmp_path, monkeypatc
     write_variant("llama-gqa", tmp_path / "hf")
     read, left = HFWeights.read, iter(range(reads))
 
-    def failing(weights: HFWeights, key: str) -> np.ndarray:
+    def failing(weights: HFWeights, key: str, rows: slice | None) -> np.ndarray:
         if next(left, None) is None:
             raise error
         return read(weights, key)

@@ -28,7 +28,8 @@ class Family:
       prefixes: written before every key but `lm_head`; the first by export, any of them is read.
       embeddings: path of a parameter outside the layers (`embedding_shapes`) → key.
       layer: path of a parameter of a layer (`layer_shapes`) → key, relative to `layers.{i}.`. A bias
-        `*_bias` needs no row: its key is that of its weight with `.bias`.
+        `*_bias` needs no row: its key is that of its weight with `.bias`. Parameters with one key are stored
+        as one, their rows stacked in the order of this table.
     """
 
     architecture: str
