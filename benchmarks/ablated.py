@@ -36,7 +36,7 @@ class OnlineAttention(Attention):
     def __init__(
         self, weights: Mapping[str, Array], config: ModelConfig, layer: int, maps: Mapping[str, Array]
     ):
-        super().__init__(weights, config.layers[layer], config.head_dim, config.norm_eps)
+        super().__init__(weights, config, config.layers[layer])
         self.q_map, self.k_map = nnx.Param(maps["q_map"]), nnx.Param(maps["k_map"])
         self.v_map, self.o_map = nnx.Param(maps["v_map"]), nnx.Param(maps["o_map"])
 

@@ -144,7 +144,7 @@ class OnCudnn:
 
 def _cudnn_step(network: Transformer, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
     lengths = cache["lengths"]
-    T, scale = tokens.shape[1], network.config.scale(0)
+    T, scale = tokens.shape[1], network.layers[0].attention.scale
     positions = lengths[:, None] + jnp.arange(T)
     x, kv = network.embeddings.embed(tokens, positions), []
     for block, (keys, values) in zip(network.layers, cache["kv"], strict=True):

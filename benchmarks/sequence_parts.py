@@ -105,7 +105,7 @@ class Parts:
     ):
         self.config, self.mesh, self.length, self.method = config, mesh, length, method
         self.ranks, self.spec = plan.layers[0], plan.layer_caches(config.dtype)[0]
-        self.keys = FarKeys(config.scale(0), *plan.near(0), implementation)
+        self.keys = FarKeys(config.layers[0].score_scale(config.head_dim), *plan.near(0), implementation)
         self.scales: Scales | None = None
         if payload == "float8":
             widths = (self.ranks.qk, self.ranks.qk, self.ranks.v)

@@ -1,7 +1,7 @@
 """Tiny random Hugging Face checkpoints of every supported variant; needs numpy and safetensors only."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,64 @@ LLAMA3_ROPE = {
 }
 
 
+RELATIVE = {name: LLAMA[name] for name in LLAMA if name != "rope_theta"} | {
+    "num_key_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+MISTRAL = RELATIVE | {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "head_dim": 16,
+    "sliding_window": 8,
+}
+QWEN2 = RELATIVE | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "sliding_window": 8,
+    "max_window_layers": 1,
+}
+QWEN3 = QWEN2 | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
+GEMMA3 = {name: RELATIVE[name] for name in RELATIVE if name not in ("hidden_act", "rope_parameters")} | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 8,
+    "tie_word_embeddings": True,
+}
+PHI3 = RELATIVE | {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "original_max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "sliding_window": None,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+SHORT_FACTORS = [1.0 + 0.05 * pair for pair in range(6)]
+LONG_FACTORS = [1.0 + 1.5 * pair for pair in range(6)]
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": SHORT_FACTORS,
+    "long_factor": LONG_FACTORS,
+}
+
+
 @dataclass(frozen=True)
 class Variant:
-    """A `config.json`, and what each layer has that Llama's have not: source key → length of the vector."""
+    """A `config.json`, and the context to load it for (None: all positions)."""
 
     config: dict[str, Any]
-    vectors: dict[str, int] = field(default_factory=dict)
+    max_positions: int | None = None
+
+
+def rope(**settings: Any) -> dict[str, Any]:
+    """The new form of rotary settings."""
+    return {"rope_parameters": settings}
 
 
 VARIANTS = {
@@ -66,15 +118,50 @@ VARIANTS = {
     "llama-tied": Variant(LLAMA | {"tie_word_embeddings": True}),
     "llama-biases": Variant(LLAMA | {"attention_bias": True, "mlp_bias": True}),
     "llama-linear-old": Variant(LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}}),
-    "llama-linear-new": Variant(
-        LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}}
-    ),
+    "llama-linear-new": Variant(LLAMA | rope(rope_type="linear", factor=4.0, rope_theta=5000.0)),
     "llama3-old": Variant(LLAMA | {"rope_scaling": {"rope_type": "llama3", **LLAMA3_ROPE}}),
-    "llama3-new": Variant(
-        LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **LLAMA3_ROPE}}
+    "llama3-new": Variant(LLAMA | rope(rope_type="llama3", rope_theta=500.0, **LLAMA3_ROPE)),
+    "llama-yarn": Variant(LLAMA | rope(**YARN)),
+    "llama-yarn-untruncated": Variant(
+        LLAMA | rope(**YARN, truncate=False, mscale=0.7, mscale_all_dim=1.1, beta_fast=4, beta_slow=2)
     ),
+    # Its positions are those of training; contexts of 24 are longer.
+    "llama-dynamic": Variant(
+        LLAMA | {"max_position_embeddings": 16} | rope(rope_type="dynamic", factor=4.0, rope_theta=1e4), 24
+    ),
+    "llama-dynamic-short": Variant(LLAMA | rope(rope_type="dynamic", factor=4.0, rope_theta=1e4)),
+    "llama-longrope": Variant(LLAMA | rope(**LONGROPE, original_max_position_embeddings=16)),
     "llama-head-dim-80": Variant(LLAMA | {"head_dim": 80, "num_key_value_heads": 2}),
     "llama-gelu": Variant(LLAMA | {"hidden_act": "gelu"}),
+    "mistral": Variant(MISTRAL),
+    "mistral-whole": Variant(MISTRAL | {"sliding_window": None}),
+    "qwen2": Variant(QWEN2),
+    "qwen2-sliding": Variant(QWEN2 | {"use_sliding_window": True}),
+    "qwen3": Variant(QWEN3 | rope(**YARN)),
+    "qwen3-sliding": Variant(
+        QWEN3 | {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}
+    ),
+    "gemma3": Variant(
+        GEMMA3
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | rope(
+            sliding_attention={"rope_type": "default", "rope_theta": 500.0},
+            full_attention={"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+        )
+    ),
+    "gemma3-old": Variant(
+        GEMMA3
+        | {"sliding_window_pattern": 3, "rope_theta": 2e4, "rope_local_base_freq": 700.0}
+        | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    ),
+    "phi3": Variant(PHI3 | {"sliding_window": 12}),
+    "phi3-long": Variant(
+        PHI3
+        | {"original_max_position_embeddings": 16}
+        | rope(**LONGROPE, original_max_position_embeddings=16)
+    ),
+    "phi3-short": Variant(PHI3 | rope(**LONGROPE, original_max_position_embeddings=32), max_positions=32),
+    "phi3-old": Variant(PHI3 | {"rope_scaling": LONGROPE}, max_positions=24),
     "opt": Variant(OPT),
     "opt-350m-like": Variant(OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
     "opt-no-bias": Variant(OPT | {"enable_bias": False}),
@@ -85,36 +172,43 @@ VARIANTS = {
 def shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
     """Source key → shape, written from the architectures' definitions, not from our key tables."""
     config = variant.config
-    if config["model_type"] == "opt":
-        return _opt_shapes(config)
-    layers = range(config["num_hidden_layers"])
-    more = {f"model.layers.{i}.{key}": (size,) for i in layers for key, size in variant.vectors.items()}
-    return _llama_shapes(config) | more
+    return _opt_shapes(config) if config["model_type"] == "opt" else _llama_shapes(config)
 
 
 def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of Llama and its relatives."""
     D, F, N, K = (
         c[k] for k in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     )
-    H = c.get("head_dim", D // N)
+    H, kind = c.get("head_dim", D // N), c["model_type"]
     keys: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, D), "model.norm.weight": (D,)}
     if not c["tie_word_embeddings"]:
         keys["lm_head.weight"] = (VOCAB, D)
+    matrices = {
+        "self_attn.q_proj": (N * H, D),
+        "self_attn.k_proj": (K * H, D),
+        "self_attn.v_proj": (K * H, D),
+        "self_attn.o_proj": (D, N * H),
+        "mlp.gate_proj": (F, D),
+        "mlp.up_proj": (F, D),
+        "mlp.down_proj": (D, F),
+    }
+    if kind == "phi3":
+        qkv, gate_up = ((N + 2 * K) * H, D), (2 * F, D)
+        kept = {name: matrices[name] for name in ("self_attn.o_proj", "mlp.down_proj")}
+        matrices = kept | {"self_attn.qkv_proj": qkv, "mlp.gate_up_proj": gate_up}
+    biased = [name for name in matrices if c.get("mlp_bias" if "mlp" in name else "attention_bias")]
+    if kind == "qwen2":
+        biased = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+    vectors = {f"{name}.bias": matrices[name][0] for name in biased}
+    vectors |= dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight"), D)
+    if kind in ("qwen3", "gemma3_text"):
+        vectors |= {"self_attn.q_norm.weight": H, "self_attn.k_norm.weight": H}
+    if kind == "gemma3_text":
+        vectors |= dict.fromkeys(("pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"), D)
     for i in range(c["num_hidden_layers"]):
-        at = f"model.layers.{i}."
-        keys |= {at + "input_layernorm.weight": (D,), at + "post_attention_layernorm.weight": (D,)}
-        for name, out, into, bias in (
-            ("self_attn.q_proj", N * H, D, "attention_bias"),
-            ("self_attn.k_proj", K * H, D, "attention_bias"),
-            ("self_attn.v_proj", K * H, D, "attention_bias"),
-            ("self_attn.o_proj", D, N * H, "attention_bias"),
-            ("mlp.gate_proj", F, D, "mlp_bias"),
-            ("mlp.up_proj", F, D, "mlp_bias"),
-            ("mlp.down_proj", D, F, "mlp_bias"),
-        ):
-            keys[f"{at}{name}.weight"] = (out, into)
-            if c.get(bias):
-                keys[f"{at}{name}.bias"] = (out,)
+        keys |= {f"model.layers.{i}.{name}.weight": shape for name, shape in matrices.items()}
+        keys |= {f"model.layers.{i}.{name}": (size,) for name, size in vectors.items()}
     return keys
 
 
@@ -149,7 +243,8 @@ def weights(variant: Variant) -> dict[str, np.ndarray]:
     for index, (key, shape) in enumerate(sorted(shapes(variant).items())):
         draw = np.random.Generator(np.random.PCG64(index)).standard_normal(shape)
         scale = 0.2 if len(shape) == 2 else 0.1
-        around = 1.0 if "norm" in key and key.endswith("weight") else 0.0
+        is_norm = "norm" in key and key.endswith("weight")
+        around = 1.0 if is_norm and variant.config["model_type"] != "gemma3_text" else 0.0
         values[key] = (around + scale * draw).astype(np.float32)
     return values
 

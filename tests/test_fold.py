@@ -58,7 +58,7 @@ class Layer(NamedTuple):
     def turned(self, x, frequencies=None) -> np.ndarray:
         """Rotary embedding of x [T, N, H] in float64: of halves, or of interleaved pairs at `frequencies`."""
         H, woven = x.shape[-1], frequencies is not None
-        angles = frequencies if woven else rope_frequencies(self.config.layers[0].rope, H)
+        angles = frequencies if woven else rope_frequencies(self.config.layers[0].rope, H, T)
         a, b = (x[..., 0::2], x[..., 1::2]) if woven else (x[..., : H // 2], x[..., H // 2 :])
         z = (a + 1j * b) * np.exp(1j * np.arange(T)[:, None, None] * angles)
         join = np.stack if woven else np.concatenate

@@ -1,7 +1,7 @@
 """`ModelConfig` and `LayerSpec`: everything about a model that is not a weight."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, Self
 
 from zdc_jax.fields import MOST, check_fields
@@ -11,24 +11,64 @@ MOST_LAYERS = 4096
 """Bound on what a configuration may ask for; deeper models do not exist."""
 
 
+_POSITIVE = (
+    *("theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_positions"),
+    *("attention_factor", "beta_fast", "beta_slow"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding; `factor` is used by `linear` and `llama3`, the last three by `llama3` only."""
+    """Rotary embedding; `zdc_jax.ops.rotary.rope_frequencies` says what each kind computes.
+
+    Attributes:
+      theta: base of the frequencies.
+      kind: how frequencies are scaled for contexts beyond those of training.
+      factor: of contexts; all kinds but `default` and `longrope`.
+      low_freq_factor, high_freq_factor: turns within the original positions between which `llama3` blends.
+      original_max_positions: those of training; `llama3`, `yarn`, `longrope`, `dynamic`.
+      attention_factor: q and k are longer by this factor each; `yarn`, `longrope`.
+      beta_fast, beta_slow: turns between which `yarn` blends; `truncate`: at whole pairs.
+      short_factors, long_factors: divisors of the frequencies [H/2] of `longrope`, for contexts within the
+        original positions and for longer ones.
+    """
 
     theta: float
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope", "dynamic"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_positions"):
+        for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be > 0")
+        for name in ("short_factors", "long_factors"):
+            if not all(factor > 0 for factor in getattr(self, name)):
+                raise ValueError(f"{name} must all be > 0")
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(f"{self.low_freq_factor=} must be below {self.high_freq_factor=}")
+        if self.kind == "yarn" and not self.theta > 1:
+            raise ValueError(f"{self.theta=} must be > 1 for 'yarn'")
+
+    @property
+    def reach(self) -> int:
+        """Positions that the scaling is made for; 0 where it does not say."""
+        return int(self.factor * self.original_max_positions) if self.kind in ("yarn", "dynamic") else 0
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Inverse of `dataclasses.asdict`; unknown fields raise `TypeError`."""
+        fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in value.items()}
+        return cls(**fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +99,11 @@ class LayerSpec:
         if self.scale is not None and not self.scale > 0:
             raise ValueError(f"scale={self.scale!r} must be a number > 0, or None")
 
+    def score_scale(self, head_dim: int) -> float:
+        """Factor on the scores q·k of heads of `head_dim` coordinates; q and k as `rotate` gives them."""
+        scale = head_dim**-0.5 if self.scale is None else self.scale
+        return scale if self.rope is None else scale * self.rope.attention_factor**2
+
     def repeated(self, num_layers: int) -> "tuple[LayerSpec, ...]":
         """So many layers alike; raises `ValueError` for a count that no model has, before making any."""
         if type(num_layers) is not int or not 1 <= num_layers <= MOST_LAYERS:
@@ -69,7 +114,7 @@ class LayerSpec:
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Inverse of `dataclasses.asdict`; unknown fields raise `TypeError`."""
         rope = value.get("rope")
-        return cls(**{**value, "rope": None if rope is None else RopeConfig(**rope)})
+        return cls(**{**value, "rope": None if rope is None else RopeConfig.from_json(rope)})
 
 
 _COUNTS = (
@@ -89,8 +134,9 @@ class ModelConfig:
 
     Widths are counts of coordinates, `max_positions` counts tokens, `dtype` is that of the stored weights.
     `family` names the key table of conversion and nothing else. `norm` is the kind of all norms, `norm_eps`
-    their ε. A model with learned positions has a `position_offset`: their table is read at
-    `position + position_offset`; None: there is no table.
+    their ε, `norm_offset` what is added to their scales (Gemma: 1). Token embeddings are multiplied by
+    `embed_scale`, rounded to their dtype. A model with learned positions has a `position_offset`: their table
+    is read at `position + position_offset`; None: there is no table.
     """
 
     family: str
@@ -110,6 +156,8 @@ class ModelConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    norm_offset: float = 0.0
+    embed_scale: float = 1.0
     position_offset: int | None = None
     final_norm: bool = True
     token_embed_dim: int | None = None
@@ -135,6 +183,8 @@ class ModelConfig:
             )
         if self.is_rotary and self.head_dim % 2:
             raise ValueError(f"{self.head_dim=} must be even: rotary embedding turns pairs")
+        for rope in {layer.rope for layer in self.layers if layer.rope is not None}:
+            _check_rope(rope, self.head_dim)
 
     @property
     def num_layers(self) -> int:
@@ -156,10 +206,16 @@ class ModelConfig:
         """P, rows of the learned position table (0 without one)."""
         return 0 if self.position_offset is None else self.max_positions + self.position_offset
 
-    def scale(self, layer: int) -> float:
-        """Factor on the scores of a layer."""
-        own = self.layers[layer].scale
-        return self.head_dim**-0.5 if own is None else own
+    def with_positions(self, max_positions: int) -> Self:
+        """The model for contexts of so many tokens, on which frequencies of `longrope` and `dynamic` depend.
+
+        Raises `ValueError` for more than it can be used with.
+        """
+        reach = max(layer.rope.reach if layer.rope else 0 for layer in self.layers)
+        most = self.max_positions if self.position_offset is not None else max(self.max_positions, reach)
+        if type(max_positions) is not int or not 1 <= max_positions <= most:
+            raise ValueError(f"{max_positions=!r:.80} must be an integer from 1 to the model's {most}")
+        return replace(self, max_positions=max_positions)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON value; `from_json` is its inverse."""
@@ -174,6 +230,15 @@ class ModelConfig:
         value = dict(value) if "layers" in value else _described_by_layer(value)
         layers = tuple(LayerSpec.from_json(layer) for layer in value.pop("layers"))
         return cls(layers=layers, **{**value, "eos_ids": tuple(value["eos_ids"])})
+
+
+def _check_rope(rope: RopeConfig, head_dim: int) -> None:
+    if rope.kind == "dynamic" and head_dim < 4:
+        raise ValueError(f"{head_dim=} must be >= 4 for 'dynamic' rotary scaling")
+    if rope.kind == "longrope":
+        for name in ("short_factors", "long_factors"):
+            if (count := len(getattr(rope, name))) != head_dim // 2:
+                raise ValueError(f"{name} has {count} numbers, {head_dim // 2} are needed, one for each pair")
 
 
 def _described_by_layer(value: Mapping[str, Any]) -> dict[str, Any]:

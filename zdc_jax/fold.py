@@ -134,7 +134,7 @@ def _fold_qk(
     if where == "pairs":
         assert spec.rope is not None
         assert basis.pairs is not None
-        angles = rope_frequencies(spec.rope, config.head_dim)
+        angles = rope_frequencies(spec.rope, config.head_dim, config.max_positions)
         new["frequencies"] = angles[basis.pairs[layer, :, : R // 2]]
     elif shift is not None:
         new["k_bias"] = new.get("k_bias", 0) + shift

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
-from zdc_jax.errors import CalibrationError, CheckpointError, MeshError, PlanError
+from zdc_jax.errors import CalibrationError, CheckpointError, MeshError, PlanError, foreign_errors_as
 from zdc_jax.fold import cast, prepared_layers
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings, Transformer
@@ -54,6 +54,7 @@ def load(
     *,
     basis: Basis | None = None,
     dtype: str | None = None,
+    max_positions: int | None = None,
     mesh: MeshConfig | str | None = None,
     weights: WeightPlacement = "replicated",
     payload: Payload = "native",
@@ -67,6 +68,9 @@ def load(
       plan: a plan or the path of its JSON; None loads the unmodified weights at full rank.
       basis: basis to fold; default the one stored by `zdc calibrate`.
       dtype: dtype of weights, activations and cache; default that of the stored weights.
+      max_positions: longest context, in tokens; default the checkpoint's. Rotary scaling of `longrope` and
+        `dynamic` goes by it, whatever the length of a prompt; `yarn` and `dynamic` allow more than the
+        checkpoint's, up to `factor` times those of training.
       mesh: devices to run on, also as `MeshConfig.parse` takes them; default one. Layers are read one at a
         time, and each device gets its share.
       weights: on a mesh, `replicated` for prompts, or `gathered` from all devices layer by layer
@@ -75,7 +79,7 @@ def load(
         rounds, with q and o, what the cache holds of the prompt (`zdc_jax.parallel.payload`).
 
     Raises:
-      CheckpointError: unreadable folder, unknown dtype.
+      CheckpointError: unreadable folder, unknown dtype, more positions than the model can be used with.
       PlanError: corrupt plan, or one made for another model or on another basis.
       CalibrationError: a plan was given and the folder holds no basis, or that of another model; `float8`
         without a plan, or with a basis too old to give scales.
@@ -89,6 +93,9 @@ def load(
     devices = None if mesh is None else mesh.create()
     checkpoint = Checkpoint.open(path)
     config, target = checkpoint.config, jnp.dtype(dtype or checkpoint.config.dtype)
+    if max_positions is not None:
+        with foreign_errors_as(CheckpointError, f"{checkpoint.path}"):
+            config = config.with_positions(max_positions)
     plan, basis = _plan_and_basis(checkpoint, plan, basis)
     if payload == "float8":
         check_scales(basis)

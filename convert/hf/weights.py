@@ -127,7 +127,10 @@ class Weights(Protocol):
     """
 
     dtype: str
-    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Key → shape."""
 
     def read(self, key: str, rows: slice | None = None) -> np.ndarray:
         """One tensor, or some of its rows; raises `ConversionError` where it holds NaN or Inf."""

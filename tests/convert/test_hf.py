@@ -3,22 +3,34 @@
 import ast
 import json
 import shlex
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from math import log, sqrt
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hf_variants import LLAMA3_ROPE, VARIANTS, VOCAB, weights, write_sharded, write_tokenizer, write_variant
+from hf_variants import (
+    LLAMA3_ROPE,
+    LONGROPE,
+    VARIANTS,
+    VOCAB,
+    YARN,
+    weights,
+    write_sharded,
+    write_tokenizer,
+    write_variant,
+)
 from safetensors.numpy import load_file, save_file
 
 import convert.conversion
 from convert.conversion import convert as convert_folder
 from convert.hf import families
 from convert.hf.config import hf_config, parse_config
-from convert.hf.weights import INDEX, SINGLE, Entry, HFWeights, entries, flatten
+from convert.hf.weights import INDEX, SINGLE, Entry, HFWeights, entries, flatten, source_shapes
 from zdc_jax.config import RopeConfig
 from zdc_jax.errors import ConversionError
 from zdc_jax.model.params import embedding_shapes, layer_shapes
@@ -66,6 +78,24 @@ MEANINGS: dict[str, dict[str, Any]] = {
     "llama-linear-new": {"rope": RopeConfig(theta=5e3, kind="linear", factor=4.0)},
     "llama-head-dim-80": {"head_dim": 80, "embed_dim": 48},
     "llama-gelu": {"activation": "gelu"},
+    "mistral": {"window": 8, "head_dim": 16, "num_kv_heads": 2, "qkv_bias": False},
+    "qwen2": {"window": None, "qkv_bias": True, "out_bias": False, "mlp_bias": False},
+    "phi3": {"window": 12, "num_heads": 4, "norm_offset": 0.0, "embed_scale": 1.0},
+    "llama-yarn": {
+        "rope": RopeConfig(
+            theta=1e4, kind="yarn", factor=4.0, original_max_positions=32, attention_factor=1 + 0.1 * log(4)
+        )
+    },
+    "phi3-long": {
+        "rope": RopeConfig(
+            theta=1e4,
+            kind="longrope",
+            original_max_positions=16,
+            attention_factor=sqrt(1 + log(8) / log(16)),
+            short_factors=tuple(LONGROPE["short_factor"]),
+            long_factors=tuple(LONGROPE["long_factor"]),
+        )
+    },
     "opt": {
         "rope": None,
         "num_position_rows": 130,
@@ -86,6 +116,28 @@ def test_meaning_of_configs(name, tmp_path):
     (layer,) = {*config.layers}
     found = {name: getattr(layer if hasattr(layer, name) else config, name) for name in MEANINGS[name]}
     assert found == MEANINGS[name]
+
+
+LAYERS_THAT_SLIDE = {
+    "qwen2-sliding": [None, 8],
+    "qwen3-sliding": [8, None],
+    "gemma3": [8, None, 8],
+    "gemma3-old": [8, 8, None],
+}
+
+
+@pytest.mark.parametrize("name", LAYERS_THAT_SLIDE)
+def test_layers_that_slide(name, tmp_path):
+    config = parse(name, tmp_path)
+    assert [layer.window for layer in config.layers] == LAYERS_THAT_SLIDE[name]
+    if "gemma3" in name:
+        slow, fast = (2e4, 700.0) if name == "gemma3-old" else (1e4, 500.0)
+        full, sliding = RopeConfig(theta=slow, kind="linear", factor=8.0), RopeConfig(theta=fast)
+        assert [layer.rope for layer in config.layers] == [
+            sliding if x.window else full for x in config.layers
+        ]
+        assert (config.norm_offset, config.embed_scale) == (1, 48**0.5)
+        assert {(x.norms, x.qk_norm, x.scale) for x in config.layers} == {("sandwich", True, 24**-0.5)}
 
 
 @pytest.mark.parametrize("kind_key", ["type", "rope_type"])
@@ -152,7 +204,7 @@ def test_hf_config_is_the_inverse(name, tmp_path):
     [
         ("opt", {"norm_eps": 1e-6}, "opt models .* no setting for {'norm_eps': 1e-06}"),
         ("llama-mha", {"qkv_bias": True}, "llama models .* no setting for {'out_bias': False}"),
-        ("llama-mha", {"family": "bloom"}, r"family='bloom' must be one of \(.*'llama', 'opt'"),
+        ("llama-mha", {"family": "bloom"}, r"family='bloom' must be one of \(.*'llama', .*'opt'"),
     ],
 )
 def test_hf_config_refuses_what_it_cannot_say(name, change, message, tmp_path):
@@ -167,17 +219,14 @@ def test_hf_config_refuses_what_it_cannot_say(name, change, message, tmp_path):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_key_table_covers_exactly_the_checkpoint(name, tmp_path):
     config = parse(name, tmp_path)
-    table = {
-        entry.key: entry.source_shape
-        for layer in (None, *range(config.num_layers))
-        for entry in entries(config, layer)
-    }
+    layers = (None, *range(config.num_layers))
+    table = source_shapes(entry for layer in layers for entry in entries(config, layer))
     assert table == {key: value.shape for key, value in weights(VARIANTS[name]).items()}
 
 
 @pytest.mark.parametrize("name", families.names())
 def test_families_are_complete(name, tmp_path):
-    """Each has a variant here, and a key of its own for every parameter of some variant, and for no other."""
+    """Each has a variant here, and a key for every parameter of some variant, and for no other."""
     family = families.named(name)
     assert all(vars(family).values())
     assert families.by_architecture()[family.architecture] == name
@@ -192,8 +241,10 @@ def test_families_are_complete(name, tmp_path):
             embeddings |= {"/".join(path) for path, _ in flatten(shapes)}
     assert family.layer.keys() == {path.removesuffix("_bias") for path in layer}
     assert family.embeddings.keys() == embeddings
+    stacked = {"self_attn.qkv_proj.weight": 3, "mlp.gate_up_proj.weight": 2} if name == "phi3" else {}
     for table in (family.layer, family.embeddings):
-        assert len({*table.values()}) == len(table)
+        for key, count in Counter(table.values()).items():
+            assert count == stacked.get(key, 1)
 
 
 @pytest.mark.parametrize(
@@ -275,9 +326,24 @@ CONFIG_ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("llama-mha", {"rope_theta": -1}, "theta=-1.0 must be > 0"),
     ("llama-mha", {"rope_theta": 10**400}, "config.json: int too large to convert to float"),
     ("llama-mha", {"hidden_act": ["silu"]}, r"\['silu'\] is not supported"),
-    ("llama-mha", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'.*'default', 'linear'"),
-    ("llama-mha", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'.*'llama3'"),
-    ("llama-mha", {"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported"),
+    ("llama-mha", {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "'ntk'.*'default', .*'yarn'"),
+    ("llama-mha", {"rope_parameters": {"rope_type": "longrope"}}, "config.json: missing 'short_factor'"),
+    (
+        "phi3-long",
+        {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 5}},
+        "long_factors has 5 .* 6 are",
+    ),
+    ("phi3-long", {"rope_scaling": LONGROPE | {"short_factor": [0.0] * 6}}, "short_factors must all be > 0"),
+    ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75 is not supported; only 1 is"),
+    ("llama-yarn", {"rope_scaling": YARN | {"rope_theta": 1}}, "theta=1.0 must be > 1 for 'yarn'"),
+    ("mistral", {"sliding_window": 0}, "window=0 must be an integer >= 1"),
+    ("mistral", {"sliding_window": "8"}, "window='8' must be an integer"),
+    ("qwen2-sliding", {"sliding_window": None}, "sliding_window=null must be an integer where layers slide"),
+    ("qwen2-sliding", {"layer_types": ["full_attention"]}, "layer_types=.* must be a list of 2"),
+    ("gemma3", {"layer_types": ["chunked"] * 3}, r"'chunked' must be one of \['sliding_attention'"),
+    ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
+    ("gemma3", {"query_pre_attn_scalar": -4}, "scale=.* must be a finite number"),
+    ("gemma3-old", {"sliding_window_pattern": 0}, "config.json: .*zero"),
     ("llama-mha", {"rope_scaling": {"type": "linear"}}, "config.json: missing 'factor'"),
     ("llama-mha", {"hidden_act": "swiglu"}, "'swiglu' is not supported; supported are .*'silu'"),
     ("llama-mha", {"hidden_size": "wide"}, "config.json: "),

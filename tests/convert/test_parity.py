@@ -1,15 +1,18 @@
 """Logits against transformers: golden arrays everywhere, live where torch imports (marker gpu)."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hf_variants import VARIANTS, VOCAB, token_ids, write_variant
+from mutations import random_basis
 
 from convert.conversion import convert, verify_against_transformers
 from convert.hf.config import DTYPES
-from zdc_jax import load
+from zdc_jax import CompressionPlan, load
+from zdc_jax.errors import CalibrationError, CheckpointError
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 REFERENCES = ("ref-llama-23m", "ref-opt-26m")
@@ -26,9 +29,47 @@ def check(logits: np.ndarray, expected: np.ndarray) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_equal_golden_logits(name, tmp_path):
     convert(write_variant(name, tmp_path / "hf"), tmp_path / "ours", progress=False)
-    network = load(tmp_path / "ours").network
+    network = load(tmp_path / "ours", max_positions=VARIANTS[name].max_positions).network
     logits = np.asarray(network(jnp.asarray(token_ids(VOCAB, (2, 24)))))
     check(logits, np.load(GOLDEN / "variants.npz")[name])
+
+
+FAMILIES = ("mistral", "qwen2-sliding", "qwen3", "gemma3", "phi3", "phi3-long", "llama-yarn", "llama-dynamic")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_cached_pieces_under_a_full_rank_plan_equal_golden_logits(name, tmp_path):
+    """Folded into a random basis, and with the ring of each layer that slides."""
+    checkpoint = convert(write_variant(name, tmp_path / "hf"), tmp_path / "ours", progress=False)
+    plan, basis = CompressionPlan.full(checkpoint.config), random_basis(checkpoint)
+    positions = VARIANTS[name].max_positions
+    network = load(tmp_path / "ours", plan, basis=basis, max_positions=positions).network
+    cache, tokens, pieces = network.new_cache(batch=2, capacity=24), token_ids(VOCAB, (2, 24)), []
+    for start, end in ((0, 11), (11, 23), (23, 24)):
+        hidden, cache = network.extend(cache, jnp.asarray(tokens[:, start:end]), jnp.full(2, end))
+        pieces.append(network.embeddings.unembed(hidden))
+    check(np.concatenate(pieces, axis=1), np.load(GOLDEN / "variants.npz")[name])
+    slides = all(layer.window for layer in checkpoint.config.layers)
+    assert (network.new_cache(batch=2, capacity=128).bytes() == cache.bytes()) is slides
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_rotary_pairs_are_refused_past_norms(name, tmp_path):
+    checkpoint = convert(write_variant(name, tmp_path / "hf"), tmp_path / "ours", progress=False)
+    basis = replace(random_basis(checkpoint), qk_kind="pairs")
+    with pytest.raises(CalibrationError, match="pairs does not fold past a norm of q and k"):
+        load(tmp_path / "ours", CompressionPlan.full(checkpoint.config), basis=basis)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("llama-dynamic", 64), ("llama-yarn", 128), ("phi3-long", 128), ("opt", 128)]
+)
+def test_contexts_go_as_far_as_the_rotary_scaling(name, most, tmp_path):
+    convert(write_variant(name, tmp_path / "hf"), tmp_path / "ours", progress=False)
+    assert load(tmp_path / "ours", max_positions=most).config.max_positions == most
+    for wrong in (most + 1, 0, 1.5):
+        with pytest.raises(CheckpointError, match=f"max_positions={wrong} .* from 1 to the model's {most}"):
+            load(tmp_path / "ours", max_positions=wrong)
 
 
 @pytest.mark.parametrize("name", REFERENCES)
@@ -51,9 +92,10 @@ def test_logits_equal_transformers_live(name, tmp_path, request):
         if not source.exists():
             pytest.skip(f"{source} is absent")
     convert(source, tmp_path / "ours", progress=False)
-    network = load(tmp_path / "ours", dtype="float32").network
+    positions = VARIANTS[name].max_positions if name in VARIANTS else None
+    network = load(tmp_path / "ours", dtype="float32", max_positions=positions).network
     error = verify_against_transformers(
-        source, lambda tokens: np.asarray(network(jnp.asarray(tokens))), vocab_size=vocab
+        source, lambda tokens: np.asarray(network(jnp.asarray(tokens))), vocab_size=vocab, shape=(2, 24)
     )
     print(f"{name}: {error:.1e}")
     assert error <= TOLERANCE

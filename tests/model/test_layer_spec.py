@@ -164,7 +164,7 @@ def test_folding_loses_no_weight(tiny_opt: TinyModel):
     with pytest.raises(ValueError, match=r"layer 0: no rule to fold the attention weights \['gate'\]"):
         fold(weights | {"gate": weights["q"]})
     with pytest.raises(ValueError, match=r"attention has no use for the weights \['gate'\]"):
-        Attention(weights | {"gate": weights["q"]}, OPT.layers[0], OPT.head_dim, OPT.norm_eps)
+        Attention(weights | {"gate": weights["q"]}, OPT, OPT.layers[0])
 
 
 def test_rotary_pairs_do_not_fold_past_a_norm():

@@ -1,6 +1,7 @@
 """The attention layer: projections that come out compressed, and W_O that absorbs the way back."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +9,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.config import LayerSpec
+from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.model.layers import Reduce, add_bias, param, rms_norm, unreduced
 from zdc_jax.ops.attention import Implementation, self_attention
 from zdc_jax.ops.rotary import rope_and_basis, rope_frequencies, rotate
@@ -47,7 +48,7 @@ class Attention(nnx.Module):
     k_scale: nnx.Param | None
     v_scale: nnx.Param | None
 
-    def __init__(self, weights: Mapping[str, Array], spec: LayerSpec, head_dim: int, norm_eps: float):
+    def __init__(self, weights: Mapping[str, Array], config: ModelConfig, spec: LayerSpec):
         optional = (*_BIASES, *_NORMS, *_BASIS, *_SCALES)
         if unknown := weights.keys() - {"q", "k", "v", "o", *optional}:
             raise ValueError(f"attention has no use for the weights {sorted(unknown)}")
@@ -55,12 +56,13 @@ class Attention(nnx.Module):
         self.v, self.o = nnx.Param(weights["v"]), nnx.Param(weights["o"])
         for name in optional:
             setattr(self, name, param(weights, name))
-        self.spec, self.head_dim, self.norm_eps = spec, head_dim, norm_eps
+        # Of this layer alone: layers alike are to be equal, and compiled programs are looked up by the hash.
+        self.config, self.spec = replace(config, layers=(spec,)), spec
 
     @property
     def scale(self) -> float:
-        """Factor on the scores; 1/√H of the original head dim unless the checkpoint says another."""
-        return self.head_dim**-0.5 if self.spec.scale is None else self.spec.scale
+        """Factor on the scores; of the original head dim, whatever is kept of it."""
+        return self.spec.score_scale(self.config.head_dim)
 
     def project(
         self,
@@ -95,13 +97,14 @@ class Attention(nnx.Module):
         return self_attention(q, k, v, scale=self.scale, qk_rank=0, v_rank=0, window=self.spec.window)
 
     def _normed(self, x: Array, norm: nnx.Param | None) -> Array:
-        return x if norm is None else rms_norm(x, norm[...], self.norm_eps)
+        config = self.config
+        return x if norm is None else rms_norm(x, norm[...], config.norm_eps, config.norm_offset)
 
     def _angles(self) -> np.ndarray:
         """Of each rotary pair, float64 [H/2]; zeros turn nothing."""
         if self.spec.rope is None:
-            return np.zeros(self.head_dim // 2)
-        return rope_frequencies(self.spec.rope, self.head_dim)
+            return np.zeros(self.config.head_dim // 2)
+        return rope_frequencies(self.spec.rope, self.config.head_dim, self.config.max_positions)
 
     def project_classes(
         self,
@@ -134,7 +137,7 @@ class Attention(nnx.Module):
         weights = {
             name: value[...][..., : widths.get(name)] for name, value in held.items() if value is not None
         }
-        return Attention(weights, self.spec, self.head_dim, self.norm_eps)
+        return Attention(weights, self.config, self.spec)
 
     def output(self, o: Float[Array, "B T N Z"], reduce: Reduce = unreduced) -> Float[Array, "B T D"]:
         """W_O applied to the heads' outputs in the rotated basis."""

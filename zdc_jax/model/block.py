@@ -30,12 +30,12 @@ class Block(nnx.Module):
     """One layer: attention and feed-forward, each added to what it took in; norms as `spec` says."""
 
     def __init__(self, weights: Mapping[str, Any], config: ModelConfig, spec: LayerSpec):
-        norm = lambda name: Norm(weights[name], config.norm_eps)
+        norm = lambda name: Norm(weights[name], config)
         sandwich = spec.norms == "sandwich"
         self.attention_norm, self.mlp_norm = norm("attention_norm"), norm("mlp_norm")
         self.attention_output_norm = norm("attention_output_norm") if sandwich else None
         self.mlp_output_norm = norm("mlp_output_norm") if sandwich else None
-        self.attention = Attention(weights["attention"], spec, config.head_dim, config.norm_eps)
+        self.attention = Attention(weights["attention"], config, spec)
         self.mlp = FeedForward(weights["mlp"], config.activation)
         self.norms = spec.norms
 

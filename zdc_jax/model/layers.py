@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Float
 
 from zdc_jax.axes import Array
+from zdc_jax.config import ModelConfig
 
 Reduce = Callable[[Array], Array]
 """Sums what each of several devices gives of one product, before its bias (tensor parallelism)."""
@@ -39,27 +40,29 @@ def add_bias(x: Array, bias: nnx.Param | None) -> Array:
 class Norm(nnx.Module):
     """RMSNorm (only a scale) or LayerNorm (scale and bias), in float32."""
 
-    def __init__(self, weights: Mapping[str, Array], eps: float):
+    def __init__(self, weights: Mapping[str, Array], config: ModelConfig):
         self.scale = nnx.Param(weights["scale"])
         self.bias = param(weights, "bias")
-        self.eps = eps
+        self.eps, self.offset = config.norm_eps, config.norm_offset
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         if self.bias is None:
-            return rms_norm(x, self.scale[...], self.eps)
+            return rms_norm(x, self.scale[...], self.eps, self.offset)
         y = x.astype(jnp.float32)
         y -= y.mean(-1, keepdims=True)
         y *= jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.eps)
-        y *= self.scale[...].astype(jnp.float32)
+        y *= self.scale[...].astype(jnp.float32) + self.offset
         y += self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
 
 
-def rms_norm(x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
-    """x over its root mean square, times `scale`; in float32, result in the dtype of x."""
+def rms_norm(
+    x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float, offset: float
+) -> Float[Array, "*B D"]:
+    """x over its root mean square, times `scale + offset`; in float32, result in the dtype of x."""
     y = x.astype(jnp.float32)
     y *= jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
-    return (y * scale.astype(jnp.float32)).astype(x.dtype)
+    return (y * (scale.astype(jnp.float32) + offset)).astype(x.dtype)
 
 
 class FeedForward(nnx.Module):

@@ -86,7 +86,7 @@ def random_params(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
     """Random parameters `{"embeddings": …, "layers": [...]}` in `config.dtype`, for training and benchmarks.
 
     Matrices are N(0, 0.02²) with the two that write to the residual stream scaled by 1/√(2L), as in GPT-2;
-    norm scales are 1 and biases 0.
+    norms scale by 1 and biases are 0.
     """
     return {
         "embeddings": random_tree(embedding_shapes(config), config, jax.random.fold_in(key, 0)),
@@ -110,7 +110,7 @@ def random_tree(shapes: Any, config: ModelConfig, key: jax.Array) -> Any:
 def _random_leaf(name: str, shape: Shape, config: ModelConfig, key: jax.Array) -> jax.Array:
     dtype = jnp.dtype(config.dtype)
     if name in ("scale", "q_norm", "k_norm"):
-        return jnp.ones(shape, dtype)
+        return jnp.full(shape, 1 - config.norm_offset, dtype)
     if name.endswith("bias"):
         return jnp.zeros(shape, dtype)
     std = 0.02 / (2 * config.num_layers) ** 0.5 if name in ("o", "down") else 0.02

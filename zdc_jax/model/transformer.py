@@ -29,13 +29,15 @@ class Embeddings(nnx.Module):
         self.positions = param(weights, "positions")
         self.project_in = param(weights, "project_in")
         self.project_out = param(weights, "project_out")
-        self.final_norm = Norm(weights["final_norm"], config.norm_eps) if config.final_norm else None
+        self.final_norm = Norm(weights["final_norm"], config) if config.final_norm else None
         self.lm_head = param(weights, "lm_head")
-        self.position_offset = config.position_offset or 0
+        self.position_offset, self.scale = config.position_offset or 0, config.embed_scale
 
     def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Token (and learned position) embeddings."""
         x = self.tokens[...][tokens]
+        if self.scale != 1:
+            x *= jnp.asarray(self.scale, x.dtype)
         if self.project_in is not None:
             x = x @ self.project_in[...]
         if self.positions is not None:

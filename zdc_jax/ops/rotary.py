@@ -14,17 +14,49 @@ from zdc_jax.ops import attention
 from zdc_jax.ops.attention import Implementation
 
 
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Angle per position of each rotary pair, float64 [H/2], as in transformers' `rope_utils`."""
-    base = rope.theta ** -(np.arange(0, head_dim, 2) / head_dim)
-    if rope.kind == "linear":
-        return base / rope.factor
-    if rope.kind == "llama3":
-        turns = rope.original_max_positions * base / (2 * np.pi)
-        smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        smooth = np.clip(smooth, 0, 1)
-        return base * ((1 - smooth) / rope.factor + smooth)
+def rope_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> np.ndarray:
+    """Angle per position of each rotary pair, float64 [H/2], as in transformers' `rope_utils`.
+
+    `longrope` and `dynamic` depend on the context's length, which is `max_positions` for all tokens. There,
+    transformers takes that of the longest row it has seen, and keeps keys that it turned by other angles.
+    """
+    H = head_dim
+    base = rope.theta ** -(np.arange(0, H, 2) / H)
+    match rope.kind:
+        case "linear":
+            return base / rope.factor
+        case "llama3":
+            turns = rope.original_max_positions * base / (2 * np.pi)
+            smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+            return _blended(base, rope.factor, np.clip(smooth, 0, 1))
+        case "yarn":
+            return _blended(base, rope.factor, 1 - _yarn_ramp(rope, H))
+        case "longrope":
+            is_long = max_positions > rope.original_max_positions
+            return base / np.array(rope.long_factors if is_long else rope.short_factors)
+        case "dynamic":
+            ratio = max(max_positions / rope.original_max_positions, 1)
+            stretch = rope.factor * ratio - (rope.factor - 1)
+            return base * stretch ** -(np.arange(0, H, 2) / (H - 2))
     return base
+
+
+def _blended(base: np.ndarray, factor: float, share: np.ndarray) -> np.ndarray:
+    """Frequencies of which `share` [H/2] stays, and the rest is divided by `factor`."""
+    return base * ((1 - share) / factor + share)
+
+
+def _yarn_ramp(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """[H/2] from 0 at pairs of `beta_fast` turns in the original positions to 1 at those of `beta_slow`."""
+    whole = rope.original_max_positions / (2 * np.pi)
+    turns = np.array([rope.beta_fast, rope.beta_slow])
+    low, high = head_dim * np.log(whole / turns) / (2 * np.log(rope.theta))
+    if rope.truncate:
+        low, high = np.floor(low), np.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    return np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)
 
 
 def rotate(

@@ -1,4 +1,4 @@
-"""Llama: RMS norms, rotary positions, gated feed-forward."""
+"""Llama: RMS norms, rotary positions, gated feed-forward. Other families differ from it by little."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,22 +8,42 @@ from convert.hf.settings import HF_ACTIVATIONS, activation, flag, parse_rope, ro
 from zdc_jax.config import LayerSpec, ModelConfig
 
 
-def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
+def parse_alike(raw: Mapping[str, Any], **own: Any) -> ModelConfig:
+    """What Llama and its relatives say in the same words; `own` are the other fields of `ModelConfig`."""
     N, D = raw["num_attention_heads"], raw["hidden_size"]
+    alike = {
+        "norm": "rms",
+        "embed_dim": D,
+        "ffn_dim": raw["intermediate_size"],
+        "vocab_size": raw["vocab_size"],
+        "num_heads": N,
+        "num_kv_heads": raw.get("num_key_value_heads") or N,
+        "head_dim": raw.get("head_dim") or D // N,
+        "max_positions": raw["max_position_embeddings"],
+        "norm_eps": raw.get("rms_norm_eps", 1e-6),
+        "activation": activation(raw.get("hidden_act", "silu")),
+        "tie_embeddings": flag(raw, "tie_word_embeddings", False),
+    }
+    return ModelConfig(**(alike | own))
+
+
+def settings_alike(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of `parse_alike`."""
+    return {
+        "head_dim": config.head_dim,
+        "hidden_act": HF_ACTIVATIONS[config.activation],
+        "intermediate_size": config.ffn_dim,
+        "num_key_value_heads": config.num_kv_heads,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": rope_settings(config.layers[0].rope),
+    }
+
+
+def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
     attention_bias = flag(raw, "attention_bias", False)
-    return ModelConfig(
+    return parse_alike(
+        raw,
         layers=LayerSpec(rope=parse_rope(raw)).repeated(raw["num_hidden_layers"]),
-        norm="rms",
-        embed_dim=D,
-        ffn_dim=raw["intermediate_size"],
-        vocab_size=raw["vocab_size"],
-        num_heads=N,
-        num_kv_heads=raw.get("num_key_value_heads") or N,
-        head_dim=raw.get("head_dim") or D // N,
-        max_positions=raw["max_position_embeddings"],
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
-        activation=activation(raw.get("hidden_act", "silu")),
-        tie_embeddings=flag(raw, "tie_word_embeddings", False),
         qkv_bias=attention_bias,
         out_bias=attention_bias,
         mlp_bias=flag(raw, "mlp_bias", False),
@@ -32,16 +52,7 @@ def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
 
 
 def _settings(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "attention_bias": config.qkv_bias,
-        "head_dim": config.head_dim,
-        "hidden_act": HF_ACTIVATIONS[config.activation],
-        "intermediate_size": config.ffn_dim,
-        "mlp_bias": config.mlp_bias,
-        "num_key_value_heads": config.num_kv_heads,
-        "rms_norm_eps": config.norm_eps,
-        "rope_parameters": rope_settings(config.layers[0].rope),
-    }
+    return settings_alike(config) | {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
 
 
 FAMILY = Family(

@@ -1,0 +1,91 @@
+"""Gemma 3, text only: norms around each half of a layer and of q and k; sliding layers have their own rope.
+
+Its norms scale by 1 + w, and embeddings are multiplied by √D.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from convert.hf.families import llama
+from convert.hf.families.qwen3 import QK_NORMS
+from convert.hf.settings import (
+    FULL,
+    HF_ACTIVATIONS,
+    SLIDING,
+    activation,
+    flag,
+    parse_rope,
+    rope_settings,
+    window_settings,
+    with_windows,
+)
+from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
+from zdc_jax.errors import ConversionError
+
+THETA = {FULL: 1_000_000.0, SLIDING: 10_000.0}
+UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+
+
+def _ropes(raw: Mapping[str, Any]) -> dict[str, RopeConfig]:
+    """By type of layer; `rope_scaling`, of the old form, is that of full layers only."""
+    rest = {name: value for name, value in raw.items() if name not in ("rope_scaling", "rope_theta")}
+    given = raw.get("rope_parameters") or {}
+    old = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
+    by_type = {
+        kind: {"rope_theta": raw.get(old[kind], THETA[kind]), **(given.get(kind) or {})} for kind in old
+    }
+    by_type[FULL] |= raw.get("rope_scaling") or {}
+    return {kind: parse_rope({**rest, "rope_parameters": value}) for kind, value in by_type.items()}
+
+
+def _parse(raw: Mapping[str, Any], **common: Any) -> ModelConfig:
+    for name in UNSUPPORTED:
+        if raw.get(name):
+            raise ConversionError(f"{name}={raw[name]!r:.80} is not supported in Gemma 3; only null is")
+    rope = _ropes(raw)
+    layer = LayerSpec(qk_norm=True, norms="sandwich", scale=raw.get("query_pre_attn_scalar", 256) ** -0.5)
+    alike = layer.repeated(raw["num_hidden_layers"])
+    pattern = raw.get("sliding_window_pattern", 6)
+    layers = with_windows(alike, raw, lambda index: (index + 1) % pattern > 0)
+    bias = flag(raw, "attention_bias", False)
+    return llama.parse_alike(
+        raw,
+        layers=tuple(replace(each, rope=rope[SLIDING if each.window else FULL]) for each in layers),
+        num_kv_heads=raw["num_key_value_heads"],
+        head_dim=raw["head_dim"],
+        activation=activation(raw.get("hidden_activation", "gelu_pytorch_tanh")),
+        tie_embeddings=flag(raw, "tie_word_embeddings", True),
+        norm_offset=1.0,
+        embed_scale=raw["hidden_size"] ** 0.5,
+        qkv_bias=bias,
+        out_bias=bias,
+        **common,
+    )
+
+
+def _settings(config: ModelConfig) -> dict[str, Any]:
+    ropes = {SLIDING if layer.window else FULL: rope_settings(layer.rope) for layer in config.layers}
+    scale = config.layers[0].scale or config.head_dim**-0.5
+    own = {
+        "attention_bias": config.qkv_bias,
+        "hidden_activation": HF_ACTIVATIONS[config.activation],
+        "query_pre_attn_scalar": round(scale**-2),
+        "rope_parameters": ropes,
+    }
+    return llama.settings_alike(config) | window_settings(config) | own
+
+
+FAMILY = replace(
+    llama.FAMILY,
+    architecture="Gemma3ForCausalLM",
+    parse=_parse,
+    settings=_settings,
+    layer={
+        **llama.FAMILY.layer,
+        **QK_NORMS,
+        "attention_output_norm/scale": "post_attention_layernorm.weight",
+        "mlp_norm/scale": "pre_feedforward_layernorm.weight",
+        "mlp_output_norm/scale": "post_feedforward_layernorm.weight",
+    },
+)
