@@ -15,6 +15,7 @@ from kernels_pallas import Segment
 from zdc_jax import generate
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
 from zdc_jax.cache.spec import Call
+from zdc_jax.config import LayerSpec, RopeConfig
 from zdc_jax.loading import LanguageModel
 from zdc_jax.ops import attention as ops
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
@@ -26,6 +27,16 @@ PLANS = {
     "window, values whole": {"qk": 16, "v": 32, "window": 64, "sinks": 0},
     "window alone": {"qk": 0, "v": 0, "window": 64, "sinks": 4},
 }
+GEMMA = replace(
+    LLAMA,
+    layers=(
+        LayerSpec(window=64, rope=RopeConfig(theta=500.0), qk_norm=True, scale=0.2, norms="sandwich"),
+        LayerSpec(rope=LLAMA.layers[0].rope, qk_norm=True, scale=0.2, norms="sandwich"),
+    ),
+    norm_offset=1.0,
+    embed_scale=8.0,
+)
+MISTRAL = replace(LLAMA, layers=tuple(replace(layer, window=64) for layer in LLAMA.layers))
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="what is refused without a GPU")
@@ -63,7 +74,11 @@ def bfloat16(model: LanguageModel) -> LanguageModel:
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="what can be checked without a GPU")
 @pytest.mark.parametrize(
-    ("config", "name"), [*((LLAMA, name) for name in PLANS), (OPT, "window"), (OPT, "truncated")]
+    ("config", "name"),
+    [
+        *((LLAMA, name) for name in PLANS),
+        *((OPT, "window"), (OPT, "truncated"), (GEMMA, "window"), (MISTRAL, "full")),
+    ],
 )
 def test_model_on_kernels_lowers_for_cuda(monkeypatch, caplog, config, name):
     """Whole sequences, a piece of a prompt after another, one token: every layer chooses the kernels."""
@@ -84,7 +99,7 @@ def test_model_on_kernels_lowers_for_cuda(monkeypatch, caplog, config, name):
             text = trace().lower(lowering_platforms=("cuda",)).as_text()
         assert {record.getMessage() for record in caplog.records} == {f"{kind} runs on pallas"}
         attention = "zdc_decode" if kind == "decode" else "zdc_prefill"
-        kernels = {attention, "zdc_post_rope"} if config is LLAMA else {attention}
+        kernels = {attention} if config is OPT else {attention, "zdc_post_rope"}
         assert set(re.findall(r"zdc_(?:prefill|decode|post_rope)", text)) == kernels
 
 
@@ -166,8 +181,13 @@ def replay(network, tokens, implementation):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [LLAMA, OPT], ids=["llama", "opt"])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        *((config, name) for config in (LLAMA, OPT) for name in PLANS),
+        *((GEMMA, "full"), (GEMMA, "window"), (MISTRAL, "full")),
+    ],
+)
 def test_model_on_kernels_is_the_model_on_xla(config, name):
     """Error against float32 at most twice that of XLA in bfloat16, cached (in pieces, ragged) and whole."""
     tiny = TinyModel(config)

@@ -32,7 +32,8 @@ SPECS = {
 
 
 def config_of(name: str) -> ModelConfig:
-    return replace(LLAMA, layers=(LLAMA.layers[0], SPECS[name]))
+    config = replace(LLAMA, layers=(LLAMA.layers[0], SPECS[name]))
+    return replace(config, norm_offset=0.7, embed_scale=3.0) if name == "all at once" else config
 
 
 class Truth:
@@ -45,10 +46,14 @@ class Truth:
         )
 
     def norm(self, x, scale):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.config.norm_eps) * scale
+        return (
+            x
+            / np.sqrt((x**2).mean(-1, keepdims=True) + self.config.norm_eps)
+            * (scale + self.config.norm_offset)
+        )
 
     def hidden(self, tokens):
-        x = self.embeddings["tokens"][tokens]
+        x = self.embeddings["tokens"][tokens] * self.config.embed_scale
         for weights, spec in zip(self.layers, self.config.layers, strict=True):
             norm = {name: weights[name]["scale"] for name in weights if name.endswith("_norm")}
             for part, half in (("attention", self.attention), ("mlp", self.mlp)):
