@@ -46,14 +46,18 @@ WAIT = 6
 PROCESSES = 2
 REPORT = 500
 """Cases between two tables."""
-SOURCES = ("llama-gqa", "llama3-new", "llama-head-dim-80", "opt", "opt-350m-like")
-CONVERTED = ("llama-head-dim-80", "opt")
+SOURCES = (
+    *("llama-gqa", "llama3-new", "llama-head-dim-80", "opt", "opt-350m-like", "llama-dynamic", "llama-yarn"),
+    *("mistral", "qwen2-sliding", "qwen3-sliding", "gemma3", "gemma3-old", "phi3", "phi3-long", "phi3-old"),
+)
+CONVERTED = ("llama-head-dim-80", "opt", "gemma3")
 SHARDED = "sharded"
 JUNK: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 3, 4096, 4097, 2**31 - 1, 2**31, -(2**31), 2**63, 2**64, 10**30, 10**400),
     *(0.5, -0.5, 2.0, 1e308, 1e-320, float("nan"), float("inf"), float("-inf")),
     *("", "x", "0", "1", "\0", "\ud800", "../config.json", "/dev/zero", "x" * 5000, "float16", "linear"),
     *([], {}, [[]], [None], [1, "a"], {"a": 1}, {"factor": 2.0, "type": "linear"}, ["LlamaForCausalLM"]),
+    *("yarn", "longrope", "dynamic", "sliding_attention", ["full_attention"] * 2, [1.0] * 6, 1e-300, 1e300),
 )
 """Values that a place in JSON may be given."""
 
@@ -206,6 +210,8 @@ def prepare(folder: Path) -> None:
         full = min(16, config.head_dim) if config.head_dim > 16 else config.head_dim
         plan = CompressionPlan.uniform(config, qk=full, v=full, window=8, sinks=2)
         plan.for_model(checkpoint.fingerprint).save(folder / f"{name}.json")
+        if any(layer.window for layer in config.layers):
+            continue  # Token classes see all tokens.
         whole = LayerRanks(config.head_dim, config.head_dim)
         classes = TokenClasses((0,), (0.25,), (whole,) * config.num_layers, block=32)
         ranks = (LayerRanks(full, full),) * config.num_layers
@@ -287,7 +293,8 @@ def run_plan(originals: Path, scratch: Path, rng: np.random.Generator) -> None:
     """Damages a plan and loads a model with it; one in eight generates."""
     name = CONVERTED[rng.integers(len(CONVERTED))]
     path = scratch / "plan.json"
-    shutil.copy(originals / f"{name}{('', '-classes')[rng.integers(2)]}.json", path)
+    plans = sorted(originals.glob(f"{name}*.json"))
+    shutil.copy(plans[rng.integers(len(plans))], path)
     mutate_json_file(path, rng)
     damaged = path.read_bytes()
     try:
