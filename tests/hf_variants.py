@@ -80,6 +80,14 @@ GEMMA3 = {name: RELATIVE[name] for name in RELATIVE if name not in ("hidden_act"
     "sliding_window": 8,
     "tie_word_embeddings": True,
 }
+GRANITE = RELATIVE | {
+    "architectures": ["GraniteForCausalLM"],
+    "model_type": "granite",
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 1.5,
+}
 PHI3 = RELATIVE | {
     "architectures": ["Phi3ForCausalLM"],
     "model_type": "phi3",
@@ -154,6 +162,7 @@ VARIANTS = {
         | {"sliding_window_pattern": 3, "rope_theta": 2e4, "rope_local_base_freq": 700.0}
         | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     ),
+    "granite": Variant(GRANITE),
     "phi3": Variant(PHI3 | {"sliding_window": 12}),
     "phi3-long": Variant(
         PHI3

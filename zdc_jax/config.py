@@ -134,9 +134,10 @@ class ModelConfig:
 
     Widths are counts of coordinates, `max_positions` counts tokens, `dtype` is that of the stored weights.
     `family` names the key table of conversion and nothing else. `norm` is the kind of all norms, `norm_eps`
-    their ε, `norm_offset` what is added to their scales (Gemma: 1). Token embeddings are multiplied by
-    `embed_scale`, rounded to their dtype. A model with learned positions has a `position_offset`: their table
-    is read at `position + position_offset`; None: there is no table.
+    their ε, `norm_offset` what is added to their scales (Gemma: 1). Factors, rounded to the dtype that they
+    meet: `embed_scale` on token embeddings, `residual_scale` on what each half of a layer adds; logits are
+    divided by `logit_divisor`. A model with learned positions has a `position_offset`: their table is read
+    at `position + position_offset`; None: there is no table.
     """
 
     family: str
@@ -158,6 +159,8 @@ class ModelConfig:
     mlp_bias: bool = False
     norm_offset: float = 0.0
     embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
     position_offset: int | None = None
     final_norm: bool = True
     token_embed_dim: int | None = None
@@ -175,8 +178,9 @@ class ModelConfig:
         for name, least in (("position_offset", 0), ("token_embed_dim", 1)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise ValueError(f"{name}={value} must be >= {least}, or None")
-        if not self.norm_eps > 0:
-            raise ValueError(f"norm_eps={self.norm_eps!r} must be a number > 0")
+        for name in ("norm_eps", "logit_divisor"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a number > 0")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}: query heads share KV heads"

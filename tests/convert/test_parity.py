@@ -34,7 +34,10 @@ def test_variants_equal_golden_logits(name, tmp_path):
     check(logits, np.load(GOLDEN / "variants.npz")[name])
 
 
-FAMILIES = ("mistral", "qwen2-sliding", "qwen3", "gemma3", "phi3", "phi3-long", "llama-yarn", "llama-dynamic")
+FAMILIES = (
+    *("mistral", "qwen2-sliding", "qwen3", "gemma3", "granite", "phi3", "phi3-long"),
+    *("llama-yarn", "llama-dynamic"),
+)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

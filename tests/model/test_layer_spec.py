@@ -33,7 +33,8 @@ SPECS = {
 
 def config_of(name: str) -> ModelConfig:
     config = replace(LLAMA, layers=(LLAMA.layers[0], SPECS[name]))
-    return replace(config, norm_offset=0.7, embed_scale=3.0) if name == "all at once" else config
+    factors = {"norm_offset": 0.7, "embed_scale": 3.0, "residual_scale": 0.6}
+    return replace(config, **factors) if name == "all at once" else config
 
 
 class Truth:
@@ -61,7 +62,7 @@ class Truth:
                 y = half(given, weights[part], spec)
                 if spec.norms == "sandwich":
                     y = self.norm(y, norm[f"{part}_output_norm"])
-                x = x + y
+                x = x + y * self.config.residual_scale
                 x = self.norm(x, norm[f"{part}_norm"]) if spec.norms == "post" else x
         return x
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int
 
@@ -37,7 +38,7 @@ class Block(nnx.Module):
         self.mlp_output_norm = norm("mlp_output_norm") if sandwich else None
         self.attention = Attention(weights["attention"], config, spec)
         self.mlp = FeedForward(weights["mlp"], config.activation)
-        self.norms = spec.norms
+        self.norms, self.residual_scale = spec.norms, config.residual_scale
 
     def __call__(
         self,
@@ -74,4 +75,6 @@ class Block(nnx.Module):
     def _sum(self, x: Array, y: Array, norm: Norm, output_norm: Norm | None) -> Array:
         if output_norm is not None:
             y = output_norm(y)
+        if self.residual_scale != 1:
+            y *= jnp.asarray(self.residual_scale, y.dtype)
         return norm(x + y) if self.norms == "post" else x + y

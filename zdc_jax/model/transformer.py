@@ -31,7 +31,8 @@ class Embeddings(nnx.Module):
         self.project_out = param(weights, "project_out")
         self.final_norm = Norm(weights["final_norm"], config) if config.final_norm else None
         self.lm_head = param(weights, "lm_head")
-        self.position_offset, self.scale = config.position_offset or 0, config.embed_scale
+        self.position_offset = config.position_offset or 0
+        self.scale, self.logit_divisor = config.embed_scale, config.logit_divisor
 
     def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Token (and learned position) embeddings."""
@@ -51,7 +52,8 @@ class Embeddings(nnx.Module):
         if self.project_out is not None:
             x = x @ self.project_out[...]
         head = self.tokens[...] if self.lm_head is None else self.lm_head[...]
-        return einsum_f32("...D,VD->...V", x, head)
+        logits = einsum_f32("...D,VD->...V", x, head)
+        return logits if self.logit_divisor == 1 else logits / self.logit_divisor
 
 
 class Transformer(nnx.Module):
