@@ -32,8 +32,29 @@ def parse_config(folder: Path, dtype: str) -> ModelConfig:
       ConversionError: no config, a missing or malformed setting, or one that is not supported (with what is).
     """
     if not folder.is_dir():
-        raise ConversionError(f"{folder} is not a folder; give one with config.json and *.safetensors")
-    raw = read_json(folder / "config.json")
+        raise ConversionError(
+            f"{folder} is not a folder; give one with config.json and *.safetensors, or a .gguf file"
+        )
+    path, generation = folder / "config.json", folder / "generation_config.json"
+    return parse_settings(
+        read_json(path), path, dtype=dtype, generation=read_json(generation) if generation.exists() else {}
+    )
+
+
+def parse_settings(
+    raw: Mapping[str, Any], path: Path, *, dtype: str, generation: Mapping[str, Any] | None = None
+) -> ModelConfig:
+    """The architecture that settings in the words of `config.json` describe.
+
+    Args:
+      raw: the settings.
+      path: the file that they come from, for errors.
+      dtype: that the weights will be stored in.
+      generation: settings of generation_config.json; chat models list more end-of-sequence ids there.
+
+    Raises:
+      ConversionError: a missing or malformed setting, or one that is not supported (with what is).
+    """
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConversionError(f"architectures={names!r:.200} must be a list of names")
@@ -48,19 +69,18 @@ def parse_config(folder: Path, dtype: str) -> ModelConfig:
             f"model, whose weights are one of {DTYPES}"
         )
     try:
-        return _parse(family, raw, dtype=dtype, eos_ids=_eos(raw, folder))
+        return _parse(family, raw, dtype=dtype, eos_ids=_eos(raw, generation or {}))
     except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         if isinstance(error, ConversionError):
             raise
         what = f"missing {error}" if isinstance(error, KeyError) else str(error)
-        raise ConversionError(f"{folder / 'config.json'}: {what}") from error
+        raise ConversionError(f"{path}: {what}") from error
 
 
-def _eos(raw: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
-    """End-of-sequence ids of the config and of generation_config.json (chat models list more there)."""
+def _eos(*sources: Mapping[str, Any]) -> tuple[int, ...]:
+    """All their end-of-sequence ids."""
     ids: list[int] = []
-    path = folder / "generation_config.json"
-    for source in (raw, read_json(path) if path.exists() else {}):
+    for source in sources:
         value = source.get("eos_token_id")
         ids += [] if value is None else value if isinstance(value, list) else [value]
     return tuple(dict.fromkeys(ids))
