@@ -62,24 +62,19 @@ class Split:
 
 _LLAMA3_SPLIT = Split(_LLAMA3, whole_pieces=True, adds_bos=True)
 _DIGITS = Split(digits=True)
-_QWEN2_SPLIT = Split(_QWEN2, nfc=True)
 SPLITS = {
     "gpt-2": Split(),
-    "phi-2": Split(),
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
     "refact": _DIGITS,
-    "codeshell": _DIGITS,
     "llama-bpe": _LLAMA3_SPLIT,
     "llama3": _LLAMA3_SPLIT,
     "llama-v3": _LLAMA3_SPLIT,
     "falcon3": _LLAMA3_SPLIT,
-    "pixtral": _LLAMA3_SPLIT,
     "dbrx": Split(_LLAMA3),
     "smaug-bpe": Split(_LLAMA3),
-    "qwen2": _QWEN2_SPLIT,
+    "qwen2": Split(_QWEN2, nfc=True),
     "deepseek-r1-qwen": Split(_QWEN2),
-    "megrez": _QWEN2_SPLIT,
     "tekken": Split(_TEKKEN, whole_pieces=True, adds_bos=True),
     "gpt-4o": Split(_GPT4O),
 }

@@ -70,9 +70,9 @@ class Vocabulary:
         """Token → id."""
         return {token: index for index, token in enumerate(self.tokens)}
 
-    def of_type(self, *kinds: TokenType) -> list[str]:
-        """The tokens of these types."""
-        return [token for token, kind in zip(self.tokens, self.types, strict=True) if kind in kinds]
+    def of_type(self, kind: TokenType) -> list[str]:
+        """The tokens of a type."""
+        return [token for token, other in zip(self.tokens, self.types, strict=True) if other == kind]
 
 
 def _is_list(value: Any, kind: type) -> bool:
@@ -94,26 +94,25 @@ def build_tokenizer(file: GGUF) -> Tokenizer:
     with foreign_errors_as(ConversionError, f"cannot build the tokenizer of {file.path}"):
         tokenizer, adds_bos = KINDS[kind](vocabulary)
         strips = kind == "llama" and file.metadata.get("general.architecture") == "phi3"
-        tokenizer.add_special_tokens(
-            [
-                AddedToken(
-                    token, special=True, normalized=False, rstrip=strips and token not in PHI3_KEEPS_SPACE
-                )
-                for token in vocabulary.of_type(TokenType.CONTROL, TokenType.UNKNOWN)
-                if token
-            ]
-        )
-        tokenizer.add_tokens(
-            [
-                AddedToken(
-                    token, special=False, normalized=False, rstrip=strips and token not in PHI3_KEEPS_SPACE
-                )
-                for token in vocabulary.of_type(TokenType.USER_DEFINED)
-                if token
-            ]
-        )
+        tokenizer.add_special_tokens(_added(vocabulary, TokenType.CONTROL, strips=strips))
+        tokenizer.add_tokens(_added(vocabulary, TokenType.USER_DEFINED, strips=strips))
         _add_ends(tokenizer, vocabulary, adds_bos)
     return tokenizer
+
+
+def _added(vocabulary: Vocabulary, kind: TokenType, *, strips: bool) -> list[AddedToken]:
+    """Tokens of a type, found in text before anything else; special ones are left out of what is shown."""
+    special, tokens = kind is TokenType.CONTROL, vocabulary.of_type(kind)
+    unknown = vocabulary.special("unknown")
+    if special and unknown is not None and unknown[0] not in tokens:
+        tokens.append(unknown[0])
+    return [
+        AddedToken(
+            token, special=special, normalized=False, rstrip=strips and token not in PHI3_KEEPS_SPACE
+        )
+        for token in tokens
+        if token
+    ]
 
 
 def _byte_level(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
