@@ -32,7 +32,7 @@ def convert(
     overwrite: bool = False,
     progress: bool = True,
 ) -> Checkpoint:
-    """Converts a Hugging Face folder or a GGUF file; what headers can tell is checked before anything is written.
+    """Converts a Hugging Face folder or a GGUF file; all that headers tell is checked before writing.
 
     Streams: the embeddings, then one layer at a time; the peak is about three times the larger of the two,
     whatever the depth. The output appears complete or not at all.
@@ -131,6 +131,8 @@ def verify_against_transformers(
         raise ConversionError(f"--verify needs torch: {error}") from error
     tokens = np.random.default_rng(seed).integers(vocab_size, size=shape, dtype=np.int32)
     with torch.no_grad():
-        reference = AutoModelForCausalLM.from_pretrained(**open_source(Path(source)).reference, dtype=torch.float32).eval()
+        reference = AutoModelForCausalLM.from_pretrained(
+            **open_source(Path(source)).reference, dtype=torch.float32
+        ).eval()
         expected = reference(torch.from_numpy(tokens).long()).logits.numpy()
     return float(np.abs(logits(tokens) - expected).max() / np.abs(expected).max())

@@ -3,7 +3,7 @@
 import sys
 from importlib.util import find_spec
 
-TOOLS = ("matplotlib", "optax", "rich", "scipy", "threadpoolctl", "transformers", "tyro")
+TOOLS = ("gguf", "matplotlib", "optax", "rich", "scipy", "threadpoolctl", "transformers", "tyro")
 """Packages of the extra `tools`, which serving does without."""
 
 

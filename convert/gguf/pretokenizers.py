@@ -46,6 +46,7 @@ class Split:
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         """Its form in the `tokenizers` library."""
+        steps: list[pre_tokenizers.PreTokenizer]
         if self.pattern is None:
             steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
         else:

@@ -1,7 +1,7 @@
 """Headers of GGUF files: metadata and where tensors lie, every promise checked against the size of the file.
 
-`gguf.GGUFReader` believes the counts of a header and makes arrays of what is past the end, so headers are read
-here. All numbers are little-endian:
+`gguf.GGUFReader` believes the counts of a header, cuts what is past the end short without a word, and takes
+seconds and hundreds of megabytes for a vocabulary. So headers are read here. All numbers are little-endian:
 
     magic, version u32, number of tensors u64, number of values u64
     values   key, type u32, value
@@ -113,9 +113,8 @@ def _part_paths(path: Path, count: Any) -> list[Path]:
     match = PART.fullmatch(path.name)
     if match is None or int(match[3]) != count:
         raise ConversionError(
-            f"{path} is one of split.count={count!r:.80} parts; their names must end in -00001-of-{count:05}.gguf"
-            if type(count) is int
-            else f"{path}: split.count={count!r:.80} must be a whole number"
+            f"{path}: a part of a model of split.count={count!r:.80} must be named as llama.cpp names it: "
+            "-00001-of-00003.gguf at the end is the first of three"
         )
     paths = [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, count + 1)]
     if absent := [part.name for part in paths if not part.is_file()]:
@@ -132,7 +131,7 @@ def _read_part(path: Path) -> GGUF:
 
 
 class _Header:
-    """Reads forward through a header; whatever would pass the end of the file is refused before it is read."""
+    """Reads forward through a header; what would pass the end of the file is not read but refused."""
 
     def __init__(self, path: Path, file: BinaryIO):
         self.path, self._file, self._size = path, file, path.stat().st_size

@@ -12,7 +12,11 @@ from convert.gguf.reader import GGUF, as_written
 from convert.gguf.tensors import read_tensor
 from zdc_jax.errors import ConversionError
 
-ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_FREQS, ROPE_LONG, ROPE_SHORT = (
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+)
 ROPE_TENSORS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
 """Settings that files keep as tensors."""
 OF_NO_MATTER = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
@@ -135,20 +139,25 @@ def _rope(values: Values) -> dict[str, Any]:
     factor = values.number("rope.scaling.factor", values.number("rope.scale_linear", 1.0))
     original = values.get("rope.scaling.original_context_length")
     kind = values.get("rope.scaling.type", "none" if factor == 1 else "linear")
+    known: dict[Any, dict[str, Any]] = {
+        "none": {"rope_type": "default"},
+        "linear": {"rope_type": "linear", "factor": factor},
+    }
     if values.has(ROPE_LONG) or values.has(ROPE_SHORT):
         return settings | _longrope(values)
     if values.has(ROPE_FREQS):
         return settings | llama3_rope(_factors(values, ROPE_FREQS), settings["rope_theta"])
     if kind == "yarn":
         return settings | {"factor": factor, "original_max_position_embeddings": original} | _yarn(values)
-    known = {"none": {"rope_type": "default"}, "linear": {"rope_type": "linear", "factor": factor}}
-    return settings | known.get(kind, {"rope_type": kind})
+    return settings | (known[kind] if isinstance(kind, str) and kind in known else {"rope_type": kind})
 
 
 def _factors(values: Values, name: str) -> list[float]:
     """What each frequency is divided by."""
     if not values.has(name):
-        raise ConversionError(f"{values.file.path} has no {name!r}, which belongs to its other rotary factors")
+        raise ConversionError(
+            f"{values.file.path} has no {name!r}, which belongs to its other rotary factors"
+        )
     tensor, pairs = values.file.tensors[name], values.count("rope.dimension_count", values.head_dim) // 2
     if tensor.shape != (pairs,) or tensor.kind is not GGMLQuantizationType.F32:
         raise ConversionError(

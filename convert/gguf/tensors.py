@@ -15,7 +15,7 @@ PLAIN = {
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
 """Types that are numbers as they are."""
-PIECE = 1 << 22
+PIECE = 1 << 20
 """Numbers that are dequantised at a time."""
 
 

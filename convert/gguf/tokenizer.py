@@ -1,6 +1,7 @@
 """Metadata of a GGUF file → its tokenizer, in the form of the `tokenizers` library."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,17 +37,29 @@ class Vocabulary:
     def read(cls, file: GGUF) -> "Vocabulary":
         """That of a file."""
         start = "tokenizer.ggml."
-        values = {key.removeprefix(start): file.metadata[key] for key in file.metadata if key.startswith(start)}
+        values = {
+            key.removeprefix(start): file.metadata[key] for key in file.metadata if key.startswith(start)
+        }
         tokens = values.get("tokens")
-        if not _is_list(tokens, str) or not tokens:
-            raise ConversionError(f"{file.path} has no tokenizer: tokenizer.ggml.tokens must list its tokens")
+        if not tokens:
+            raise ConversionError(f"{file.path} has no tokenizer: it lacks tokenizer.ggml.tokens")
+        vocabulary = cls(tokens, values.get("token_type", [int(TokenType.NORMAL)] * len(tokens)), values)
+        vocabulary.listed("tokens", str)
+        if "token_type" in values:
+            vocabulary.listed("token_type", int, len(tokens))
         if len(tokens) != len(set(tokens)):
-            twice = next(token for index, token in enumerate(tokens) if token in tokens[:index])
+            twice, _ = Counter(tokens).most_common(1)[0]
             raise ConversionError(f"tokenizer.ggml.tokens: {twice!r:.80} occurs twice")
-        types = values.get("token_type", [TokenType.NORMAL] * len(tokens))
-        if not _is_list(types, int) or len(types) != len(tokens):
-            raise ConversionError(f"tokenizer.ggml.token_type must be {len(tokens)} integers, one a token")
-        return cls(tokens, types, values)
+        return vocabulary
+
+    def listed(self, name: str, kind: type, count: int | None = None) -> list[Any]:
+        """A value that is a list of such elements, of so many; raises `ConversionError` for another."""
+        value = self.values.get(name)
+        if not isinstance(value, list) or not all(type(each) is kind for each in value):
+            raise ConversionError(f"tokenizer.ggml.{name} must be a list of {kind.__name__}")
+        if count is not None and len(value) != count:
+            raise ConversionError(f"tokenizer.ggml.{name} has {len(value)} elements, it must have {count}")
+        return value
 
     def special(self, name: str) -> tuple[str, int] | None:
         """A special token and its id; None where the file names none. Raises for an id that is no token's."""
@@ -73,10 +86,6 @@ class Vocabulary:
     def of_type(self, kind: TokenType) -> list[str]:
         """The tokens of a type."""
         return [token for token, other in zip(self.tokens, self.types, strict=True) if other == kind]
-
-
-def _is_list(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(type(each) is kind for each in value)
 
 
 def build_tokenizer(file: GGUF) -> Tokenizer:
@@ -107,9 +116,7 @@ def _added(vocabulary: Vocabulary, kind: TokenType, *, strips: bool) -> list[Add
     if special and unknown is not None and unknown[0] not in tokens:
         tokens.append(unknown[0])
     return [
-        AddedToken(
-            token, special=special, normalized=False, rstrip=strips and token not in PHI3_KEEPS_SPACE
-        )
+        AddedToken(token, special=special, normalized=False, rstrip=strips and token not in PHI3_KEEPS_SPACE)
         for token in tokens
         if token
     ]
@@ -118,10 +125,7 @@ def _added(vocabulary: Vocabulary, kind: TokenType, *, strips: bool) -> list[Add
 def _byte_level(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     """GPT-2's kind: bytes, written as letters, and merges."""
     split = split_named(vocabulary.values.get("pre", ""))
-    merges = vocabulary.values.get("merges")
-    if not _is_list(merges, str):
-        raise ConversionError("tokenizer.ggml.merges must list pairs of tokens")
-    pairs = [_pair(merge) for merge in merges]
+    pairs = [_pair(merge) for merge in vocabulary.listed("merges", str)]
     tokenizer = Tokenizer(models.BPE(vocabulary.ids(), pairs, ignore_merges=split.whole_pieces))
     tokenizer.pre_tokenizer = split.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
@@ -165,9 +169,7 @@ def _sentencepiece(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
 
 def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """All pairs of tokens that make another, the highest score first, and the first id among equals."""
-    scores = vocabulary.values.get("scores")
-    if not _is_list(scores, float) or len(scores) != len(vocabulary.tokens):
-        raise ConversionError(f"tokenizer.ggml.scores must be {len(vocabulary.tokens)} numbers, one a token")
+    scores = vocabulary.listed("scores", float, len(vocabulary.tokens))
     if not all(math.isfinite(score) for score in scores):
         raise ConversionError("tokenizer.ggml.scores hold NaN or Inf")
     ids = {
@@ -183,7 +185,7 @@ def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
 
 KINDS = {"gpt2": _byte_level, "llama": _sentencepiece}
-"""By `tokenizer.ggml.model`: the tokenizer, and whether texts begin with a token where the file does not say."""
+"""By `tokenizer.ggml.model`: the tokenizer, and whether texts begin with a token where files do not say."""
 
 
 def _add_ends(tokenizer: Tokenizer, vocabulary: Vocabulary, adds_bos: bool) -> None:

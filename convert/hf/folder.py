@@ -31,7 +31,7 @@ class HFFolder:
         return HFWeights(self.path)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer; older formats (sentencepiece models, vocab.json with merges.txt) through transformers.
+        """The tokenizer; older ones (sentencepiece models, vocab.json with merges.txt) through transformers.
 
         Raises:
           ConversionError: no tokenizer, or an unreadable one.
