@@ -1,5 +1,6 @@
 """Tiny GGUF files of the variants in `hf_variants`, written as llama.cpp's converter writes them."""
 
+import lzma
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,6 +68,8 @@ WORDS = {
     "tokenizer.chat_template": "{{ messages }}",
 }
 """A tokenizer of single bytes, some of them."""
+PIECE = 1 << 16
+"""Characters of each topic that `texts` gives."""
 
 
 def in_gguf(name: str) -> Variant:
@@ -229,3 +232,12 @@ def write_variant_gguf(name: str, path: Path, **options: Any) -> Path:
     tensors = gguf_tensors(config, weights(VARIANTS[name]))
     architecture = ARCHITECTURES[config["architectures"][0]]
     return write_gguf(path, architecture, gguf_values(config), tensors, **options)
+
+
+def texts(corpus: Path) -> list[str]:
+    """The start of the held-out text of each topic."""
+    found = []
+    for path in sorted(corpus.glob("*/heldout.txt.xz")):
+        with lzma.open(path, "rt", encoding="utf-8", newline="") as file:
+            found.append(file.read(PIECE))
+    return found

@@ -2,16 +2,18 @@
 
 python tests/make_golden_gguf.py SmolLM2-135M-Instruct.Q4_1.gguf CORPUS_FOLDER
 
-Windows are of held-out text, one a topic. Their ids are those of transformers' own tokenizer, and are kept:
-both sides see the same.
+Windows are of held-out text, one a topic. Their ids are kept, so that both sides see the same. Of a megabyte
+of text the hash of all ids is kept.
 """
 
-import lzma
+import hashlib
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
+from gguf_files import texts
+from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 OUTPUT = Path(__file__).parent / "golden" / "smollm2.npz"
@@ -25,19 +27,29 @@ def main(model_path: Path, corpus: Path) -> None:
     where = {"pretrained_model_name_or_path": model_path.parent, "gguf_file": model_path.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
+    # transformers (5.17) passes over tokenizer.ggml.pre; SmolLM's own tokenizer makes each digit a piece.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    ids = np.concatenate([tokenizer(text).input_ids for text in texts(corpus)]).astype(np.int32)
     prompt = tokenizer(PROMPT, return_tensors="pt").input_ids
     greedy = model.generate(prompt, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
     windows, losses = [], []
-    for path in sorted(corpus.glob("*/heldout.txt.xz"))[:WINDOWS]:
-        with lzma.open(path, "rt", encoding="utf-8") as file:
-            ids = tokenizer(file.read(16 * CONTEXT), return_tensors="pt").input_ids[:, :CONTEXT]
-        assert ids.shape == (1, CONTEXT), path
-        logits = model(ids).logits[0, :-1].double()
-        losses.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:]).item())
-        windows.append(ids[0].numpy().astype(np.int32))
-        print(path.parent.name, losses[-1], flush=True)
-    tokens = greedy[0, prompt.shape[1] :].numpy().astype(np.int32)
-    np.savez_compressed(OUTPUT, prompt=prompt[0].numpy(), greedy=tokens, windows=windows, losses=losses)
+    for text in texts(corpus)[:WINDOWS]:
+        window = tokenizer(text, return_tensors="pt").input_ids[:, :CONTEXT]
+        assert window.shape == (1, CONTEXT)
+        logits = model(window).logits[0, :-1].double()
+        losses.append(torch.nn.functional.cross_entropy(logits, window[0, 1:]).item())
+        windows.append(window[0].numpy().astype(np.int32))
+    np.savez_compressed(
+        OUTPUT,
+        prompt=prompt[0].numpy(),
+        greedy=greedy[0, prompt.shape[1] :].numpy().astype(np.int32),
+        windows=windows,
+        losses=losses,
+        num_ids=len(ids),
+        ids_hash=hashlib.sha256(ids.tobytes()).hexdigest(),
+    )
 
 
 if __name__ == "__main__":

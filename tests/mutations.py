@@ -1,9 +1,9 @@
 """Mutated input: what users may be handed is damaged at random, and run as they would run it.
 
-`python tests/mutations.py --cases 10000` mutates Hugging Face folders, plans and converted folders, then
-converts, loads and generates. Each case must end well or in a `ZDCError` that names what is wrong, within
-`TIME_LIMIT`, and leave nothing half-written; a damaged converted folder must not load as another model.
-A case follows from its seed alone; `--first SEED --cases 1` runs one again.
+`python tests/mutations.py --cases 10000` mutates Hugging Face folders, GGUF files, plans and converted
+folders, then converts, loads and generates. Each case must end well or in a `ZDCError` that names what is
+wrong, within `TIME_LIMIT`, and leave nothing half-written; a damaged converted folder must not load as
+another model. A case follows from its seed alone; `--first SEED --cases 1` runs one again.
 """
 
 import argparse
@@ -18,7 +18,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -26,7 +25,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from damage import mutate_gguf, mutated_bytes, mutated_json
 from flax import nnx
+from gguf_files import write_variant_gguf
 from hf_variants import VARIANTS, weights, write_sharded, write_variant
 from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -50,60 +51,13 @@ SOURCES = (
     *("llama-gqa", "llama3-new", "llama-head-dim-80", "opt", "opt-350m-like", "llama-dynamic", "llama-yarn"),
     *("mistral", "qwen2-sliding", "qwen3-sliding", "gemma3", "gemma3-old", "phi3", "phi3-long", "phi3-old"),
 )
+GGUF_SOURCES = ("llama3-new", "llama-tied", "qwen3", "gemma3", "phi3-long")
 CONVERTED = ("llama-head-dim-80", "opt", "gemma3")
 SHARDED = "sharded"
-JUNK: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 3, 4096, 4097, 2**31 - 1, 2**31, -(2**31), 2**63, 2**64, 10**30, 10**400),
-    *(0.5, -0.5, 2.0, 1e308, 1e-320, float("nan"), float("inf"), float("-inf")),
-    *("", "x", "0", "1", "\0", "\ud800", "../config.json", "/dev/zero", "x" * 5000, "float16", "linear"),
-    *([], {}, [[]], [None], [1, "a"], {"a": 1}, {"factor": 2.0, "type": "linear"}, ["LlamaForCausalLM"]),
-    *("yarn", "longrope", "dynamic", "sliding_attention", ["full_attention"] * 2, [1.0] * 6, 1e-300, 1e300),
-)
-"""Values that a place in JSON may be given."""
+GGUF = "model.gguf"
 
 
 # --- Damage ----------------------------------------------------------------------------------------------
-
-
-def mutated_bytes(data: bytes, rng: np.random.Generator) -> bytes:
-    """One stretch of the data flipped, overwritten, cut, repeated or filled; or the data cut off or lost."""
-    at, length = int(rng.integers(len(data) + 1)), int(rng.integers(1, 64))
-    head, piece, tail = data[:at], data[at : at + length], data[at + length :]
-    random = rng.bytes(len(piece))
-    flipped = bytes([piece[0] ^ 1 << rng.integers(8)]) + piece[1:] if piece else b""
-    choices = (flipped, random, b"", piece * 2, bytes(len(piece)), piece + random)
-    return [*(head + choice + tail for choice in (flipped, *choices)), head, head, b""][rng.integers(10)]
-
-
-def mutated_json(value: Any, rng: np.random.Generator) -> Any:
-    """The value with junk, nothing, another of its values or more nesting somewhere."""
-    value = [deepcopy(value)]
-    places = list(_places(value))
-    holder, key = places[rng.integers(len(places))]
-    other, its_key = places[rng.integers(len(places))]
-    match rng.integers(10):
-        case 0:
-            del holder[key]
-            return value[0] if value else None
-        case 1:
-            holder[key] = deepcopy(other[its_key])
-        case 2:
-            holder[key] = [holder[key]]
-        case 3 if isinstance(holder, dict):
-            holder[str(JUNK[rng.integers(len(JUNK))])] = holder.pop(key)
-        case 4 if isinstance(holder[key], int | float):
-            holder[key] = holder[key] * [-1, 2, 0.5, 1000, 10**12][rng.integers(5)]
-        case _:
-            holder[key] = JUNK[rng.integers(len(JUNK))]
-    return value[0]
-
-
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in items:
-        yield value, key
-        if isinstance(item, dict | list):
-            yield from _places(item)
 
 
 def mutate_json_file(path: Path, rng: np.random.Generator) -> None:
@@ -203,6 +157,9 @@ def prepare(folder: Path) -> None:
     for source in (folder / "hf").iterdir():
         settings = {"eos_token_id": [2], "do_sample": True}
         (source / "generation_config.json").write_text(json.dumps(settings))
+    for name in GGUF_SOURCES:
+        (folder / "gguf" / name).mkdir(parents=True)
+        write_variant_gguf(name, folder / "gguf" / name / GGUF)
     for name in CONVERTED:
         checkpoint = convert(folder / "hf" / name, folder / name, progress=False)
         config = checkpoint.config
@@ -269,19 +226,21 @@ def use(model: LanguageModel) -> None:
     generate(model, [3, 5, 7], max_new_tokens=2)
 
 
-def run_source(mutate: Callable[[Path, np.random.Generator], None]) -> Callable[..., None]:
-    """A case that damages a Hugging Face folder, converts it, loads it and (one in eight) generates."""
+def run_source(
+    mutate: Callable[[Path, np.random.Generator], None], kind: str = "hf", file: str = ""
+) -> Callable[..., None]:
+    """A case that damages a folder, converts it or a file in it, loads it and (one in eight) generates."""
 
     def run(originals: Path, scratch: Path, rng: np.random.Generator) -> None:
-        sources = sorted((originals / "hf").iterdir())
-        shutil.copytree(sources[rng.integers(len(sources))], scratch / "hf")
-        mutate(scratch / "hf", rng)
+        sources = sorted((originals / kind).iterdir())
+        shutil.copytree(sources[rng.integers(len(sources))], scratch / kind)
+        mutate(scratch / kind, rng)
         try:
-            convert(scratch / "hf", scratch / "output", progress=False).check()
+            convert(scratch / kind / file, scratch / "output", progress=False).check()
         except ZDCError:
-            assert names(scratch) == ["hf"], f"half-written: {names(scratch)}"
+            assert names(scratch) == [kind], f"half-written: {names(scratch)}"
             raise
-        assert names(scratch) == ["hf", "output"], f"left behind: {names(scratch)}"
+        assert names(scratch) == [kind, "output"], f"left behind: {names(scratch)}"
         model = load(scratch / "output")
         if rng.random() < 1 / 8:
             use(model)
@@ -341,6 +300,7 @@ KINDS: dict[str, Callable[[Path, Path, np.random.Generator], None]] = {
     "config": run_source(pick_config),
     "weights": run_source(pick_weights),
     "tokenizer": run_source(lambda folder, rng: mutate_json_file(folder / "tokenizer.json", rng)),
+    "gguf": run_source(lambda folder, rng: mutate_gguf(folder / GGUF, rng), "gguf", GGUF),
     "plan": run_plan,
     "folder": run_folder,
 }

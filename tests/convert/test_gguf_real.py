@@ -1,0 +1,94 @@
+"""Real GGUF files, from the folder `ZDC_TEST_GGUF`; those that are not there are skipped by name.
+
+SmolLM2-135M-Instruct.Q4_1.gguf is compared with what transformers said of it (`make_golden_gguf.py`),
+vocabularies of llama.cpp (models/ggml-vocab-*.gguf) with the ids of the original tokenizers beside them.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf_files import texts
+from test_conversion import peak_memory
+
+from convert.conversion import convert
+from convert.gguf.reader import read_gguf
+from convert.gguf.tokenizer import build_tokenizer
+from zdc_jax import LanguageModel, generate, load
+from zdc_jax.planning.evaluate import window_nll
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "smollm2.npz"
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SEPARATOR = "\n__ggml_vocab_test__\n"
+VOCABULARIES = ("gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2", "refact", "starcoder")
+
+
+def real(name: str) -> Path:
+    """A file of that name, or a skip."""
+    path = Path(os.environ.get("ZDC_TEST_GGUF", "/nonexistent")) / name
+    if not path.exists():
+        pytest.skip(f"{name} is absent: set ZDC_TEST_GGUF to the folder that holds it")
+    return path
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_ids_are_those_of_the_original_tokenizer(name):
+    path = real(f"ggml-vocab-{name}.gguf")
+    tokenizer = build_tokenizer(read_gguf(path))
+    samples = path.with_name(f"{path.name}.inp").read_bytes().decode().split(SEPARATOR)
+    lines = path.with_name(f"{path.name}.out").read_text().split("\n")
+    for sample, line in zip(samples, lines, strict=True):
+        ids = tokenizer.encode(sample, add_special_tokens=False).ids
+        assert ids == [int(number) for number in line.split()], repr(sample)
+        assert tokenizer.decode(ids) == sample
+
+
+def test_ids_of_a_megabyte_are_those_of_transformers(data):
+    golden = np.load(GOLDEN)
+    tokenizer = build_tokenizer(read_gguf(real(SMOLLM2)))
+    found = [tokenizer.encode(text).ids for text in texts(data / "corpus")]
+    ids = np.concatenate(found).astype(np.int32)
+    assert len(ids) == golden["num_ids"]
+    assert hashlib.sha256(ids.tobytes()).hexdigest() == str(golden["ids_hash"])
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The converted folder, each value as it is in the file."""
+    path = tmp_path_factory.mktemp("smollm2") / "model"
+    convert(real(SMOLLM2), path, dtype="float32", progress=False)
+    return path
+
+
+@pytest.fixture
+def model(smollm2, optimised) -> LanguageModel:
+    """It, loaded."""
+    return load(smollm2)
+
+
+@pytest.mark.slow
+def test_greedy_tokens_are_those_of_transformers(model):
+    golden = np.load(GOLDEN)
+    prompt, expected = golden["prompt"].tolist(), golden["greedy"].tolist()
+    found = generate(model, "Gravity is the force that", len(expected)).completions[0]
+    assert model.tokenizer is not None
+    assert model.tokenizer.encode("Gravity is the force that").ids == prompt
+    assert list(found.tokens) == expected
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_transformers(model):
+    """Of 12 windows; perplexity within 0.1 % of theirs."""
+    golden = np.load(GOLDEN)
+    losses = window_nll(model.network, golden["windows"])
+    print(np.exp(losses.mean()), np.exp(golden["losses"].mean()), np.abs(losses - golden["losses"]).max())
+    assert np.exp(losses.mean() - golden["losses"].mean()) == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_a_real_file_converts_in_little_memory(tmp_path):
+    _, peak = peak_memory(real(SMOLLM2), real(SMOLLM2), tmp_path / "ours")
+    print(f"{peak / 2**30:.2f} GiB")
+    assert peak < 1.5 * 2**30
