@@ -19,6 +19,8 @@ ROPE_FREQS, ROPE_LONG, ROPE_SHORT = (
 )
 ROPE_TENSORS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
 """Settings that files keep as tensors."""
+ENDS = ("eos", "eot", "eom")
+"""Tokens that end a text, a turn or a message."""
 OF_NO_MATTER = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
 """Values that say nothing, or what tensors say too."""
 GEMMA3_27B_LAYERS = 62
@@ -112,8 +114,8 @@ def hf_settings(file: GGUF) -> dict[str, Any]:
         "rms_norm_eps": values.number("attention.layer_norm_rms_epsilon"),
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": not values.has("output.weight"),
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": eos_ids(file),
+        "bos_token_id": _token(file, "bos"),
+        "eos_token_id": [token for name in ENDS if (token := _token(file, name)) is not None],
         "rope_parameters": _rope(values),
     }
     settings |= ARCHITECTURES[name].more(values)
@@ -121,10 +123,13 @@ def hf_settings(file: GGUF) -> dict[str, Any]:
     return settings
 
 
-def eos_ids(file: GGUF) -> list[int]:
-    """Tokens that end a text, a turn or a message, as far as the metadata name them."""
-    found = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    return list(dict.fromkeys(token for token in found if token is not None))
+def _token(file: GGUF, name: str) -> int | None:
+    """The id of a token that the metadata name; None where they do not."""
+    key, size = f"tokenizer.ggml.{name}_token_id", file.tensors["token_embd.weight"].shape[0]
+    value = file.metadata.get(key)
+    if value is not None and (type(value) is not int or not 0 <= value < size):
+        raise ConversionError(f"{key}={value!r:.80} must be an id below {size}")
+    return value
 
 
 # --- Rotary embedding ------------------------------------------------------------------------------------

@@ -40,26 +40,15 @@ class Vocabulary:
         values = {
             key.removeprefix(start): file.metadata[key] for key in file.metadata if key.startswith(start)
         }
-        tokens = values.get("tokens")
-        if not tokens:
+        if not values.get("tokens"):
             raise ConversionError(f"{file.path} has no tokenizer: it lacks tokenizer.ggml.tokens")
-        vocabulary = cls(tokens, values.get("token_type", [int(TokenType.NORMAL)] * len(tokens)), values)
-        vocabulary.listed("tokens", str)
-        if "token_type" in values:
-            vocabulary.listed("token_type", int, len(tokens))
+        tokens = _listed(values, "tokens", str)
+        untyped = {"token_type": [int(TokenType.NORMAL)] * len(tokens)}
+        types = _listed(untyped | values, "token_type", int, len(tokens))
         if len(tokens) != len(set(tokens)):
             twice, _ = Counter(tokens).most_common(1)[0]
             raise ConversionError(f"tokenizer.ggml.tokens: {twice!r:.80} occurs twice")
-        return vocabulary
-
-    def listed(self, name: str, kind: type, count: int | None = None) -> list[Any]:
-        """A value that is a list of such elements, of so many; raises `ConversionError` for another."""
-        value = self.values.get(name)
-        if not isinstance(value, list) or not all(type(each) is kind for each in value):
-            raise ConversionError(f"tokenizer.ggml.{name} must be a list of {kind.__name__}")
-        if count is not None and len(value) != count:
-            raise ConversionError(f"tokenizer.ggml.{name} has {len(value)} elements, it must have {count}")
-        return value
+        return cls(tokens, types, values)
 
     def special(self, name: str) -> tuple[str, int] | None:
         """A special token and its id; None where the file names none. Raises for an id that is no token's."""
@@ -86,6 +75,16 @@ class Vocabulary:
     def of_type(self, kind: TokenType) -> list[str]:
         """The tokens of a type."""
         return [token for token, other in zip(self.tokens, self.types, strict=True) if other == kind]
+
+
+def _listed(values: Mapping[str, Any], name: str, kind: type, count: int | None = None) -> list[Any]:
+    """A value that is a list of such elements, of so many; raises `ConversionError` for another."""
+    value = values.get(name)
+    if not isinstance(value, list) or not all(type(each) is kind for each in value):
+        raise ConversionError(f"tokenizer.ggml.{name} must be a list of {kind.__name__}")
+    if count is not None and len(value) != count:
+        raise ConversionError(f"tokenizer.ggml.{name} has {len(value)} elements, it must have {count}")
+    return value
 
 
 def build_tokenizer(file: GGUF) -> Tokenizer:
@@ -125,7 +124,7 @@ def _added(vocabulary: Vocabulary, kind: TokenType, *, strips: bool) -> list[Add
 def _byte_level(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     """GPT-2's kind: bytes, written as letters, and merges."""
     split = split_named(vocabulary.values.get("pre", ""))
-    pairs = [_pair(merge) for merge in vocabulary.listed("merges", str)]
+    pairs = [_pair(merge) for merge in _listed(vocabulary.values, "merges", str)]
     tokenizer = Tokenizer(models.BPE(vocabulary.ids(), pairs, ignore_merges=split.whole_pieces))
     tokenizer.pre_tokenizer = split.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
@@ -143,7 +142,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _sentencepiece(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
-    """Llama 2's kind: the pair that makes the token of the highest score merges first; bytes of what is left."""
+    """Llama 2's kind: the pair that makes the token of the highest score merges first; the rest is bytes."""
     if vocabulary.flag("remove_extra_whitespaces", False):
         raise ConversionError("tokenizer.ggml.remove_extra_whitespaces=True is not supported; only False is")
     unknown = vocabulary.special("unknown")
@@ -169,7 +168,7 @@ def _sentencepiece(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
 
 def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """All pairs of tokens that make another, the highest score first, and the first id among equals."""
-    scores = vocabulary.listed("scores", float, len(vocabulary.tokens))
+    scores = _listed(vocabulary.values, "scores", float, len(vocabulary.tokens))
     if not all(math.isfinite(score) for score in scores):
         raise ConversionError("tokenizer.ggml.scores hold NaN or Inf")
     ids = {

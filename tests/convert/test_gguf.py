@@ -122,6 +122,14 @@ def test_all_tokens_that_end_are_kept(tmp_path):
     assert converted(path).config.eos_ids == (2, 4)
 
 
+@pytest.mark.parametrize("token", [[2], "2", VOCAB, True])
+@pytest.mark.parametrize("name", ["bos", "eos", "eot"])
+def test_ends_that_are_no_tokens_are_refused(name, token, tmp_path):
+    ends = WORDS | {f"tokenizer.ggml.{name}_token_id": token}
+    path = write_variant_gguf("llama-gqa", tmp_path / "a.gguf", tokenizer=ends)
+    refuse(path, rf"tokenizer.ggml.{name}_token_id=.* must be an id below 96")
+
+
 @pytest.mark.parametrize("parts", [2, 3])
 def test_any_part_of_a_split_file_gives_the_whole(parts, tmp_path):
     whole = converted(write_variant_gguf("llama-gqa", tmp_path / "whole.gguf"))

@@ -249,6 +249,7 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "split of no name": ({"model": "gpt2", "pre": 3}, "tokenizer.ggml.pre=3 is not supported"),
     "no tokens": ({"tokens": []}, "a.gguf has no tokenizer: it lacks tokenizer.ggml.tokens"),
+    "a number for tokens": ({"tokens": 2.5}, "tokenizer.ggml.tokens must be a list of str"),
     "numbers as tokens": ({"tokens": [1, 2]}, "tokenizer.ggml.tokens must be a list of str"),
     "a token twice": (
         {"tokens": ["a", "b", "a"], "token_type": [1] * 3},
