@@ -1,1 +1,1 @@
-"""From a Hugging Face folder to a calibrated folder that `zdc_jax.load` reads, and the `zdc` command."""
+"""From a Hugging Face folder or GGUF file to a calibrated folder for `zdc_jax.load`; the `zdc` command."""

@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Gemma3ForCausalLM": "gemma3",
+    "GraniteForCausalLM": "granite",
     "Phi3ForCausalLM": "phi3",
 }
 NAMES = {
@@ -51,7 +52,7 @@ GEMMA_NAMES = NAMES | {
 VARIANTS_IN_GGUF = (
     *("llama-mha", "llama-gqa", "llama-mqa", "llama-tied", "llama-biases", "llama-linear-old"),
     *("llama-linear-new", "llama3-old", "llama3-new", "llama-yarn", "llama-head-dim-80", "mistral-whole"),
-    *("qwen2", "qwen3", "gemma3", "phi3", "phi3-long", "phi3-short"),
+    *("qwen2", "qwen3", "gemma3", "granite", "phi3", "phi3-long", "phi3-short"),
 )
 """All that files can describe; the scale of Gemma 3's scores follows from its size."""
 SPECIAL = ("<unk>", "<s>", "</s>")
@@ -91,7 +92,7 @@ def gguf_tensors(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -
             _, _, layer, name = stem.split(".", 3)
             prefix = f"blk.{layer}."
         short = (GEMMA_NAMES if kind == "gemma3" else NAMES)[name]
-        if kind == "llama" and short in heads:
+        if kind in ("llama", "granite") and short in heads:
             halves = value.reshape(heads[short], 2, -1, *value.shape[1:])
             value = halves.swapaxes(1, 2).reshape(value.shape)
         if kind == "gemma3" and name.endswith("norm"):
@@ -159,6 +160,10 @@ def gguf_values(config: Mapping[str, Any]) -> dict[str, Any]:
         values["attention.sliding_window_pattern"] = [
             kind == "sliding_attention" for kind in config["layer_types"]
         ]
+    if config["model_type"] == "granite":
+        names = {"attention": "attention.scale", "embedding": "embedding_scale", "residual": "residual_scale"}
+        values |= {key: float(config[f"{name}_multiplier"]) for name, key in names.items()}
+        values["logit_scale"] = float(config["logits_scaling"])
     if config["model_type"] == "phi3":
         values["attention.sliding_window"] = config["sliding_window"] or 0
     if "long_factor" in rope:

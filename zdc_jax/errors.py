@@ -13,7 +13,7 @@ class ZDCError(Exception):
 
 
 class ConversionError(ZDCError, ValueError):
-    """A Hugging Face folder cannot be converted; the message names file, key and what is allowed."""
+    """A Hugging Face folder or GGUF file cannot be converted; the message names key and what is allowed."""
 
 
 class CheckpointError(ZDCError, ValueError):

@@ -47,14 +47,14 @@ def _at_least_one(name: str) -> Any:
 
 @dataclass
 class Convert:
-    """Convert a Hugging Face folder (Llama or OPT, safetensors) without torch."""
+    """Convert a Hugging Face folder (safetensors) or a GGUF file, without torch."""
 
     source: Positional[Path]
-    """Folder with config.json, *.safetensors and a tokenizer."""
+    """Folder with config.json, *.safetensors and a tokenizer; or a .gguf file (of a split one any part)."""
     output: Positional[Path]
     """Folder to write; it appears only when complete."""
     dtype: Dtype | None = None
-    """Dtype to store; default that of the source."""
+    """Dtype to store; default that of the source, bfloat16 where it is quantised (float32 keeps each value)."""
     overwrite: bool = False
     """Replace an existing output."""
     verify: bool = False

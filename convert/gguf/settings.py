@@ -233,6 +233,15 @@ def _llama(values: Values) -> dict[str, Any]:
     }
 
 
+def _granite(values: Values) -> dict[str, Any]:
+    return _llama(values) | {
+        "attention_multiplier": values.number("attention.scale"),
+        "embedding_multiplier": values.number("embedding_scale"),
+        "residual_multiplier": values.number("residual_scale"),
+        "logits_scaling": values.number("logit_scale"),
+    }
+
+
 def _phi3(values: Values) -> dict[str, Any]:
     original = values.count("rope.scaling.original_context_length", values.count("context_length"))
     return {
@@ -266,6 +275,7 @@ def _gemma3(values: Values) -> dict[str, Any]:
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", _llama),
     "gemma3": Architecture("Gemma3ForCausalLM", _gemma3),
+    "granite": Architecture("GraniteForCausalLM", _granite),
     "phi3": Architecture("Phi3ForCausalLM", _phi3),
     "qwen2": Architecture("Qwen2ForCausalLM", lambda values: {}),
     "qwen3": Architecture("Qwen3ForCausalLM", lambda values: {}),

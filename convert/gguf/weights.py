@@ -75,7 +75,7 @@ def source_keys(architecture: str, config: ModelConfig) -> dict[str, str]:
 
 
 def _heads_in_order(key: str, value: np.ndarray, config: ModelConfig) -> np.ndarray:
-    """Llama's q and k: files pair coordinates (0, 1) for the rotary embedding, Hugging Face (0, H/2)."""
+    """Q and k: these files turn coordinates (0, 1) as a pair by position, Hugging Face (0, H/2)."""
     for name, heads in ((".q_proj.", config.num_heads), (".k_proj.", config.num_kv_heads)):
         if name in key:
             turned = value.reshape(heads, -1, 2, *value.shape[1:]).swapaxes(1, 2)
@@ -90,6 +90,7 @@ def _norms_around_zero(key: str, value: np.ndarray, config: ModelConfig) -> np.n
 
 CHANGES: Mapping[str, Callable[[str, np.ndarray, ModelConfig], np.ndarray]] = {
     "llama": _heads_in_order,
+    "granite": _heads_in_order,
     "gemma3": _norms_around_zero,
 }
 """How the tensors of an architecture become Hugging Face's."""
