@@ -15,7 +15,7 @@ from zdc_jax.checkpoint import Checkpoint, CheckpointWriter
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import ConversionError, foreign_errors_as
 
-COPIED = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+COPIED = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 def convert(
