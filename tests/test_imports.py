@@ -18,8 +18,11 @@ BASE = "zdc_jax.axes zdc_jax.config zdc_jax.errors zdc_jax.fields zdc_jax.files"
 CACHE = f"{BASE} kernels_pallas zdc_jax.ops zdc_jax.cache"
 PLAN = f"{CACHE} zdc_jax.methods zdc_jax.plan"
 MODEL = f"{PLAN} zdc_jax.model"
-LOADING = f"{MODEL} zdc_jax.basis zdc_jax.checkpoint zdc_jax.parallel zdc_jax.fold zdc_jax.loading"
-WHOLE = f"{LOADING} zdc_jax zdc_jax.generate zdc_jax.planning"
+LOADING = (
+    f"{MODEL} zdc_jax.basis zdc_jax.checkpoint zdc_jax.chat.template zdc_jax.parallel zdc_jax.fold "
+    "zdc_jax.loading"
+)
+WHOLE = f"{LOADING} zdc_jax zdc_jax.generate zdc_jax.chat zdc_jax.planning"
 ALLOWED = {
     "kernels_pallas": "",
     "zdc_jax.axes": "",
@@ -38,6 +41,8 @@ ALLOWED = {
     "zdc_jax.fold": f"{MODEL} zdc_jax.basis zdc_jax.parallel",
     "zdc_jax.loading": LOADING,
     "zdc_jax.generate": LOADING,
+    "zdc_jax.chat.template": f"{BASE} zdc_jax.checkpoint",
+    "zdc_jax.chat": f"{LOADING} zdc_jax.generate",
     "zdc_jax.planning": LOADING,
     "zdc_jax": WHOLE,
     "convert": WHOLE,

@@ -50,3 +50,18 @@ def gpt_neox() -> Tokenizer:
         pytest.skip("reference data absent")
     with lzma.open(folder / "tokenizers" / "gpt_neox_20b_tokenizer.json.xz", "rt", encoding="utf-8") as file:
         return Tokenizer.from_str(file.read())
+
+
+def chat_tokenizer() -> Tokenizer:
+    """Byte-level BPE of 97 tokens, the vocabulary of a tiny model; the first three are special."""
+    special = ["<|im_start|>", "<|im_end|>", "</s>"]
+    merges = ["th", "he", "in", "er", "an", "re", "on", "at", "en", "nd", "ti", "es", "or", "te", "us", "se"]
+    letters = [chr(ord(first) + i) for first in "aA" for i in range(26)]
+    pieces = [*special, *letters, *"0123456789.,!?'<>|_/-:", "Ġ", "Ċ", *merges]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    vocab |= {f"[{index}]": index for index in range(len(pieces), 97)}
+    tokenizer = Tokenizer(models.BPE(vocab, [(pair[0], pair[1]) for pair in merges]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special])
+    return tokenizer

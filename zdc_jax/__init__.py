@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from zdc_jax.basis import Basis as Basis
 from zdc_jax.cache.kv_cache import KVCache as KVCache
+from zdc_jax.chat.conversation import Conversation as Conversation
+from zdc_jax.chat.conversation import chat as chat
+from zdc_jax.chat.prompt import chat_prompt as chat_prompt
+from zdc_jax.chat.prompt import chat_stop_tokens as chat_stop_tokens
 from zdc_jax.checkpoint import Checkpoint as Checkpoint
 from zdc_jax.config import ModelConfig as ModelConfig
 from zdc_jax.errors import ZDCError as ZDCError

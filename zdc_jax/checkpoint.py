@@ -102,16 +102,25 @@ class Checkpoint:
         Raises:
           CheckpointError: it is damaged (its hash changed) or unreadable.
         """
-        path = self.path / TOKENIZER
-        if not path.exists():
+        if (path := self._whole_file(TOKENIZER)) is None:
             return None
-        self._check_file(TOKENIZER)
         with foreign_errors_as(CheckpointError, f"cannot read {path}"):
             tokenizer = Tokenizer.from_file(str(path))
             # Some are saved with what batches of training need; a prompt is taken whole, and as it is.
             tokenizer.no_truncation()
             tokenizer.no_padding()
         return tokenizer
+
+    def text(self, name: str) -> str | None:
+        """A small text file beside the weights, or None where the folder has none of this name.
+
+        Raises:
+          CheckpointError: it is damaged (its hash changed) or no UTF-8.
+        """
+        if (path := self._whole_file(name)) is None:
+            return None
+        with foreign_errors_as(CheckpointError, f"cannot read {path}"):
+            return path.read_text(encoding="utf-8")
 
     def check(self) -> None:
         """Recomputes all hashes; raises `CheckpointError` naming the first damaged item or file."""
@@ -125,6 +134,14 @@ class Checkpoint:
             found = _hash_folder(self.path / item)
         if found != self.manifest["sha256"][item]:
             raise CheckpointError(f"{self.path}: item {item} is damaged (its hash changed); convert again")
+
+    def _whole_file(self, name: str) -> Path | None:
+        """Path of a file whose hash was checked, or None where there is none."""
+        path = self.path / name
+        if not path.exists():
+            return None
+        self._check_file(name)
+        return path
 
     def _check_file(self, name: str) -> None:
         """Of a file that the manifest does not list nothing is known: it came later."""

@@ -36,6 +36,10 @@ class PromptError(ZDCError, ValueError):
     """A prompt is empty, too long or has ids outside the vocabulary."""
 
 
+class ChatError(ZDCError, ValueError):
+    """A model has no chat template, the template cannot be used, or messages do not fit it."""
+
+
 class CacheMemoryError(ZDCError, MemoryError):
     """A KV cache does not fit; the message says what would."""
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from tokenizers import Tokenizer
 
 from zdc_jax.basis import Basis
+from zdc_jax.chat.template import ChatTemplate
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError, CheckpointError, MeshError, PlanError, foreign_errors_as
@@ -30,12 +31,14 @@ DTYPES = ("float32", "bfloat16", "float16")
 class LanguageModel:
     """A network ready to run, with what is needed to talk to it.
 
-    `basis` is None for the unmodified model; `tokenizer` is None for models made from arrays.
+    `basis` is None for the unmodified model; `tokenizer` is None for models made from arrays; `chat_template`
+    is None for models that come without one.
     """
 
     network: Transformer | ShardedTransformer
     tokenizer: Tokenizer | None = None
     basis: Basis | None = None
+    chat_template: ChatTemplate | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -79,7 +82,8 @@ def load(
         rounds, with q and o, what the cache holds of the prompt (`zdc_jax.parallel.payload`).
 
     Raises:
-      CheckpointError: unreadable folder, unknown dtype, more positions than the model can be used with.
+      CheckpointError: unreadable folder (or files of its chat template), unknown dtype, more positions than
+        the model can be used with.
       PlanError: corrupt plan, or one made for another model or on another basis.
       CalibrationError: a plan was given and the folder holds no basis, or that of another model; `float8`
         without a plan, or with a basis too old to give scales.
@@ -96,6 +100,7 @@ def load(
     if max_positions is not None:
         with foreign_errors_as(CheckpointError, f"{checkpoint.path}"):
             config = config.with_positions(max_positions)
+    chat_template = ChatTemplate.of(checkpoint)
     plan, basis = _plan_and_basis(checkpoint, plan, basis)
     if payload == "float8":
         check_scales(basis)
@@ -111,7 +116,7 @@ def load(
         blocks = (Block(layer, config, spec) for layer, spec in zip(layers, config.layers, strict=True))
         ends = Embeddings(embeddings, config)
         network = ShardedTransformer(config, plan, ends, blocks, devices, weights=weights)
-    return LanguageModel(network, checkpoint.tokenizer(), basis)
+    return LanguageModel(network, checkpoint.tokenizer(), basis, chat_template)
 
 
 def check_options(

@@ -1,4 +1,4 @@
-"""What the commands of `zdc` share: the flags that describe a plan or search for one, and windows of text."""
+"""What the commands of `zdc` share: flags of a plan, of a search and of sampling, and windows of text."""
 
 import warnings
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from convert.search.search import Mode, Objective, Search, SearchOptions, descri
 from convert.search.trials import Trial, TrialBook
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import PlanError, TextError
+from zdc_jax.generate.sampling import Sampling
 from zdc_jax.loading import stored_basis
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.certificate import plan_from_error
@@ -76,6 +77,24 @@ class PlanFlags:
             window=self.window,
             sinks=self.sinks,
         ).for_model(checkpoint.fingerprint)
+
+
+@dataclass(kw_only=True)
+class SamplingFlags:
+    """How the next token is chosen, for `generate` and `chat`."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int | None = None
+    """Choose among this many most likely tokens."""
+    top_p: float | None = None
+    """Choose among the fewest most likely tokens of this much probability."""
+    seed: int = 0
+    """Seed of the choice."""
+
+    def build(self) -> Sampling:
+        """The sampling these flags describe."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
 
 @dataclass(kw_only=True)

@@ -4,7 +4,7 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -18,16 +18,18 @@ from rich.table import Table
 from tyro.conf import Positional
 
 from convert.calibration.calibrate import CalibrationOptions, calibrate
+from convert.cli.chat import Chat
 from convert.cli.demo import demo
-from convert.cli.flags import Dtype, PlanFlags, SearchFlags, text_windows
+from convert.cli.flags import Dtype, PlanFlags, SamplingFlags, SearchFlags, text_windows
 from convert.cli.output import check_output
 from convert.conversion import convert, verify_against_transformers
 from zdc_jax.basis import Basis
+from zdc_jax.chat.prompt import chat_prompt, chat_stop_tokens, opening
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import MeshError, PlanError, PromptError, TextError, ZDCError
 from zdc_jax.files import whole_file
 from zdc_jax.generate.api import generate, stream
-from zdc_jax.generate.sampling import Sampling
+from zdc_jax.generate.request import Prompt
 from zdc_jax.loading import load, stored_basis
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import Payload
@@ -163,16 +165,13 @@ class Generate:
     flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
     max_new_tokens: int = 64
     """Most tokens to add to each prompt."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    top_k: int | None = None
-    """Choose among this many most likely tokens."""
-    top_p: float | None = None
-    """Choose among the fewest most likely tokens of this much probability."""
-    seed: int = 0
-    """Seed of the choice."""
+    sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = field(default_factory=SamplingFlags)
     stop: tuple[str, ...] = ()
     """Strings that end the text."""
+    chat: bool = False
+    """Each prompt is a user's message, put into the model's chat template, and is replied to."""
+    system: str | None = None
+    """What the model is told before the message (with --chat)."""
     stream: bool = False
     """Print text as it comes (one prompt only)."""
     mesh: str | None = None
@@ -187,7 +186,9 @@ class Generate:
         if not self.prompts:
             raise PromptError("give at least one prompt after the model's folder")
         prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in self.prompts]
-        sampling = Sampling(self.temperature, self.top_k, self.top_p, self.seed)
+        if self.system is not None and not self.chat:
+            raise PromptError("--system belongs to a chat; add --chat")
+        arguments: dict[str, Any] = {"sampling": self.sampling.build(), "stop": self.stop}
         if self.stream and len(prompts) != 1:
             raise PromptError(f"--stream takes one prompt, got {len(prompts)}")
         mesh = None if self.mesh is None else MeshConfig.parse(self.mesh)
@@ -195,17 +196,20 @@ class Generate:
         is_first = jax.process_index() == 0  # Others compute the same and say nothing.
         plan = self.flags.build(self.path)
         model = load(self.path, plan, dtype=self.dtype, mesh=mesh, payload=self.payload)
-        arguments: dict[str, Any] = {"sampling": sampling, "stop": self.stop}
+        given: Sequence[Prompt] = prompts
+        if self.chat:
+            given = [chat_prompt(model, opening(self.system, prompt)) for prompt in prompts]
+            arguments["stop_tokens"] = chat_stop_tokens(model)
         if self.stream:
-            for delta in stream(model, prompts, self.max_new_tokens, **arguments):
+            for delta in stream(model, given, self.max_new_tokens, **arguments):
                 print(delta.text if is_first else "", end="", flush=True)
             print(end="\n" if is_first else "")
             return
-        result = generate(model, prompts, self.max_new_tokens, **arguments)
+        result = generate(model, given, self.max_new_tokens, **arguments)
         if not is_first:
             return
         for prompt, completion in zip(prompts, result.completions, strict=True):
-            console.out(prompt, style="dim", end="", highlight=False)
+            console.out(prompt, style="dim", end="\n" if self.chat else "", highlight=False)
             print(completion.text)
         tokens = sum(len(completion.tokens) - 1 for completion in result.completions)
         console.print(
@@ -301,6 +305,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "calibrate": Calibrate,
     "plan": Plan,
     "generate": Generate,
+    "chat": Chat,
     "perplexity": Perplexity,
     "inspect": Inspect,
     "demo": Demo,

@@ -12,7 +12,7 @@ from convert.hf.weights import HFWeights
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import ConversionError, foreign_errors_as
 
-COPIED = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+COPIED = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 class HFFolder:

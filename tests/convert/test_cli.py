@@ -265,14 +265,16 @@ def test_user_errors_are_one_line(folder, capsys, arguments, named):
     assert not (folder / "plan.json").exists()
 
 
+SAMPLING_FLAGS = "temperature top-k top-p seed"
 PLAN_FLAGS = "plan qk v budget max-score-error window sinks"
 FLAGS = {
     "convert": "dtype overwrite verify calibrate",
     "calibrate": "qk vo center tokens context batch seed reduction prune clusters dtype",
     "plan": f"{PLAN_FLAGS} max-degradation texts mode objective constrained trials text-windows context "
     "seed batch dtype",
-    "generate": f"{PLAN_FLAGS} max-new-tokens temperature top-k top-p seed stop stream mesh payload dtype "
+    "generate": f"{PLAN_FLAGS} {SAMPLING_FLAGS} max-new-tokens stop chat system stream mesh payload dtype "
     "distributed coordinator num-processes process-id join-timeout",
+    "chat": f"{PLAN_FLAGS} {SAMPLING_FLAGS} system max-new-tokens stop dtype",
     "perplexity": f"{PLAN_FLAGS} windows context seed batch dtype output",
     "inspect": "check",
     "demo": "output",

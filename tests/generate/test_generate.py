@@ -1,6 +1,7 @@
 """Generation: streaming = batch, ragged = one by one, stopping, sampling, errors, no recompilation."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TinyModel
@@ -103,6 +104,23 @@ def test_stop_strings_are_trimmed(model, prompts):
     assert model.tokenizer.decode(list(result.tokens)).startswith(free.text[:at] + stop)
     pieces = list(stream(model, prompts[0], 30, stop_tokens=(), stop=stop))
     assert "".join(piece.text for piece in pieces) == free.text[:at]
+
+
+def test_prefill_goes_on_where_a_cache_ends(model, prompts):
+    """Rows hold unequal shares of their prompts, one nothing, and one all but its last token."""
+    stop, none = jnp.full(steps.MAX_STOP_TOKENS, -1), np.zeros(0, np.int32)
+    prompts = [np.array(prompt, np.int32) for prompt in prompts]
+    fill = lambda cache, prompts: steps.prefill(model.network, cache, prompts, None, stop, 32, chunk=32)
+    new = lambda: model.network.new_cache(batch=3, capacity=128)
+    whole = fill(new(), prompts)
+    part = fill(new(), [prompts[0][:33], none, prompts[2][:69]]).cache
+    assert part.lengths.tolist() == [33, 0, 69]
+    state = fill(part, prompts)
+    assert state.cache.lengths.tolist() == [37, 5, 70]
+    assert state.last.tolist() == whole.last.tolist()
+    decoded = (steps.decode(model.network, state, jnp.int32(20), None, stop) for state in (whole, state))
+    expected, found = (state.tokens.tolist() for state in decoded)
+    assert found == expected
 
 
 def test_text_prompts(model):

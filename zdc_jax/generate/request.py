@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from zdc_jax.errors import PromptError, foreign_errors_as
 from zdc_jax.generate.sampling import Sampling, is_whole
@@ -44,20 +45,14 @@ class Request:
         prefill_chunk: int,
     ) -> "Request":
         """The arguments of `generate`; raises its `PromptError`, and warns the caller of its caller."""
-        if not is_whole(max_new_tokens) or max_new_tokens < 1:
-            raise PromptError(f"{max_new_tokens=} must be a whole number >= 1")
+        check_limit(max_new_tokens)
         _check_chunk(model, prefill_chunk)
         strings = _stop_strings(model, stop)
-        encoded = tuple(_encode(model, prompt, max_new_tokens) for prompt in _as_list(prompts))
+        encoded = tuple(encode(model, prompt, max_new_tokens) for prompt in _as_list(prompts))
         samplings = _samplings(sampling, len(encoded))
         stop_ids = _stop_ids(model, stop_tokens)
         longest = max(len(prompt) for prompt in encoded) + int(max_new_tokens)
-        if model.basis is not None and longest > model.basis.context_length:
-            warnings.warn(
-                f"a row may hold {longest} tokens, the basis was calibrated on contexts of "
-                f"{model.basis.context_length}; quality beyond that is unmeasured",
-                stacklevel=3,
-            )
+        warn_beyond_calibration(model, longest, stacklevel=4)
         capacity = capacity_for(longest, model.config.max_positions)
         return cls(encoded, samplings, int(max_new_tokens), stop_ids, strings, prefill_chunk, capacity)
 
@@ -66,6 +61,22 @@ def capacity_for(tokens: int, max_positions: int) -> int:
     """Cache capacity for so many tokens: powers of two to 2048, then multiples of 2048, so shapes repeat."""
     rounded = bucket(tokens, SMALLEST_CAPACITY) if tokens <= 2048 else -(-tokens // 2048) * 2048
     return max(tokens, min(rounded, max_positions))
+
+
+def check_limit(max_new_tokens: int) -> None:
+    """Raises `PromptError` for what is no number of tokens to generate."""
+    if not is_whole(max_new_tokens) or max_new_tokens < 1:
+        raise PromptError(f"{max_new_tokens=} must be a whole number >= 1")
+
+
+def warn_beyond_calibration(model: LanguageModel, tokens: int, stacklevel: int) -> None:
+    """Warns where rows of so many tokens are longer than what the model's basis was calibrated on."""
+    if model.basis is not None and tokens > model.basis.context_length:
+        warnings.warn(
+            f"a row may hold {tokens} tokens, the basis was calibrated on contexts of "
+            f"{model.basis.context_length}; quality beyond that is unmeasured",
+            stacklevel=stacklevel,
+        )
 
 
 def _check_chunk(model: LanguageModel, prefill_chunk: int) -> None:
@@ -109,13 +120,18 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     return [items] if is_whole(items[0]) else items
 
 
-def _encode(model: LanguageModel, prompt: Prompt, max_new_tokens: int) -> np.ndarray:
-    """Token ids [T] int32 of one prompt, checked."""
+def tokenized(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a text; raises `PromptError` where the tokenizer has none for it."""
+    with foreign_errors_as(PromptError, f"the tokenizer cannot encode {text!r:.80}"):
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+def encode(model: LanguageModel, prompt: Prompt, max_new_tokens: int) -> np.ndarray:
+    """Token ids [T] int32 of one prompt, checked; raises `PromptError`."""
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise PromptError("this model has no tokenizer; give token ids instead of text")
-        with foreign_errors_as(PromptError, f"the tokenizer cannot encode {prompt!r:.80}"):
-            ids = np.array(model.tokenizer.encode(prompt).ids, np.int64)
+        ids = np.array(tokenized(model.tokenizer, prompt), np.int64)
     else:
         ids = _flat(prompt)
     if ids.size == 0:

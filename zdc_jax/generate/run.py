@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.generate.compile_time import compile_seconds
 from zdc_jax.generate.request import Request, capacity_for
 from zdc_jax.generate.results import Delta, Generation, Timings
@@ -28,10 +29,22 @@ from zdc_jax.parallel.transformer import ShardedTransformer
 
 
 class Run:
-    """Compiled steps for one request, and the rows that their tokens go to."""
+    """Compiled steps for one request, and the rows that their tokens go to.
 
-    def __init__(self, model: LanguageModel, request: Request, implementation: Implementation | None):
+    cache: one of the request's capacity that holds the first tokens of each prompt, see `prefill`; the run
+    takes it over. Default an empty one. state: what an ended run leaves, None before.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        request: Request,
+        implementation: Implementation | None,
+        cache: KVCache | None = None,
+    ):
         self.model, self.request, self.implementation = model, request, implementation
+        self.cache = cache
+        self.state: DecodeState | None = None
         self.sampling = SamplingArrays.of(request.samplings, request.prompts, model.config.vocab_size)
         padding = [-1] * (MAX_STOP_TOKENS - len(request.stop_ids))  # Equals no token.
         self.stop_tokens = jnp.array([*request.stop_ids, *padding], jnp.int32)
@@ -48,6 +61,7 @@ class Run:
             yield from self._take(state)
             ended = np.array([row.finish_reason is not None for row in self.rows])
             if ended.all():
+                self.state = state
                 return
             with self._timed("decode"):
                 if self.request.stop:  # The device knows stop tokens only.
@@ -77,7 +91,9 @@ class Run:
             state = prefill_on_mesh(network, *given, implementation=self.implementation)
             self.kv_bytes = state.cache.bytes()
             return state
-        cache = network.new_cache(batch=len(request.prompts), capacity=request.capacity)
+        cache, self.cache = self.cache, None  # Its arrays go into the steps and are no more.
+        if cache is None:
+            cache = network.new_cache(batch=len(request.prompts), capacity=request.capacity)
         self.kv_bytes = cache.bytes()
         return prefill(
             network,

@@ -55,25 +55,26 @@ def prefill(
     chunk: int = PREFILL_CHUNK,
     implementation: Implementation | None = None,
 ) -> DecodeState:
-    """Fills an empty cache with right-padded prompts, `chunk` tokens at a time, and chooses the first token.
+    """Fills a cache with right-padded prompts, `chunk` tokens at a time, and chooses the first token.
 
-    max_new_tokens is the number of columns of the output buffer.
+    cache: may hold the first tokens of each prompt, but not all of any; those behind them are read. Padding
+    may stand past its capacity. max_new_tokens is the number of columns of the output buffer.
     """
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    longest = int(lengths.max())
+    held = np.asarray(cache.lengths)
+    longest = int((lengths - held).max())
     last_hidden = jnp.zeros((len(prompts), network.config.embed_dim), network.dtype)
     for start in range(0, longest, chunk):
-        width = min(bucket(longest - start), chunk, cache.capacity - start)
+        width = min(bucket(longest - start), chunk, cache.capacity)
         tokens = np.zeros((len(prompts), width), np.int32)
         for row, prompt in enumerate(prompts):
-            piece = prompt[start : start + width]
+            piece = prompt[held[row] + start :][:width]
             tokens[row, : len(piece)] = piece
         last_hidden, cache = _prefill_chunk(
             network,
             cache,
             last_hidden,
             jnp.asarray(tokens),
-            jnp.int32(start),
             jnp.asarray(lengths),
             implementation=implementation,
         )
@@ -108,15 +109,14 @@ def _prefill_chunk(
     cache: KVCache,
     last_hidden: Array,
     tokens: Array,
-    start: Array,
     lengths: Array,
     *,
     implementation: Implementation | None,
 ) -> tuple[Array, KVCache]:
     # Rows that ended in an earlier chunk keep their length; their padding stands past it and is dropped.
-    end = jnp.minimum(lengths, start + tokens.shape[1])
+    last = lengths - 1 - cache.lengths
+    end = jnp.minimum(lengths, cache.lengths + tokens.shape[1])
     hidden, cache = network.extend(cache, tokens, end, implementation)
-    last = lengths - 1 - start
     inside = (last >= 0) & (last < tokens.shape[1])
     picked = jnp.take_along_axis(hidden, jnp.clip(last, 0, tokens.shape[1] - 1)[:, None, None], axis=1)
     return jnp.where(inside[:, None], picked[:, 0], last_hidden), cache
