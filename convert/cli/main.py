@@ -56,7 +56,7 @@ class Convert:
     output: Positional[Path]
     """Folder to write; it appears only when complete."""
     dtype: Dtype | None = None
-    """Dtype to store; default that of the source, bfloat16 where it is quantised (float32 keeps each value)."""
+    """Dtype to store; default that of the source, or bfloat16 if it is quantised (float32 is exact)."""
     overwrite: bool = False
     """Replace an existing output."""
     verify: bool = False

@@ -148,9 +148,15 @@ def _rope(values: Values) -> dict[str, Any]:
         "none": {"rope_type": "default"},
         "linear": {"rope_type": "linear", "factor": factor},
     }
-    if values.has(ROPE_LONG) or values.has(ROPE_SHORT):
+    tensors = [name for name in ROPE_TENSORS if values.has(name)]
+    if tensors and kind not in ("none", "longrope"):
+        raise ConversionError(
+            f"{values.architecture}.rope.scaling.type={kind!r:.80} with factor {factor} is not supported "
+            f"beside {tensors}"
+        )
+    if ROPE_LONG in tensors or ROPE_SHORT in tensors:
         return settings | _longrope(values)
-    if values.has(ROPE_FREQS):
+    if tensors:
         return settings | llama3_rope(_factors(values, ROPE_FREQS), settings["rope_theta"])
     if kind == "yarn":
         return settings | {"factor": factor, "original_max_position_embeddings": original} | _yarn(values)

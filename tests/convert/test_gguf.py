@@ -25,7 +25,7 @@ from hf_variants import LLAMA, VARIANTS, VOCAB, Variant, token_ids, weights, wri
 from test_conversion import MIDDLE, all_params, names, peak_memory
 
 from convert.cli.main import main
-from convert.conversion import convert
+from convert.conversion import convert, open_source
 from convert.gguf.reader import read_gguf
 from convert.gguf.settings import hf_settings, llama3_rope
 from convert.gguf.tensors import PIECE, is_supported, read_tensor
@@ -136,6 +136,19 @@ def test_any_part_of_a_split_file_gives_the_whole(parts, tmp_path):
     write_variant_gguf("llama-gqa", tmp_path / "a.gguf", parts=parts)
     for part in sorted(tmp_path.glob("a-*.gguf")):
         assert converted(part).fingerprint == whole.fingerprint
+
+
+def test_transformers_is_asked_for_the_same_model(tmp_path):
+    path = write_variant_gguf("llama-gqa", tmp_path / "a.gguf")
+    reference = {"pretrained_model_name_or_path": tmp_path, "gguf_file": "a.gguf"}
+    assert open_source(path).reference == reference
+    assert open_source(tmp_path).reference == {"pretrained_model_name_or_path": tmp_path}
+
+
+def test_the_folder_of_a_file_is_not_overwritten(tmp_path):
+    path = write_variant_gguf("llama-gqa", tmp_path / "a.gguf")
+    with pytest.raises(ConversionError, match="must not be or hold the source"):
+        convert(path, tmp_path, overwrite=True, progress=False)
 
 
 def test_the_command_converts(tmp_path, capsys):
@@ -510,6 +523,16 @@ def test_damaged_factors_are_refused(tensor, message, tmp_path):
     kind = Kind.F16 if tensor.dtype == np.float16 else Kind.F32
     blocks = {"rope_freqs.weight": (kind, tensor)}
     refuse(write_gguf(tmp_path / "a.gguf", "llama", gguf_values(config), tensors, blocks=blocks), message)
+
+
+def test_factors_beside_another_scaling_are_refused(tmp_path):
+    config = in_gguf("llama3-new").config
+    tensors = gguf_tensors(config, weights(VARIANTS["llama3-new"]))
+    values = gguf_values(config) | {"rope.scaling.factor": 2.0}
+    refuse(
+        write_gguf(tmp_path / "a.gguf", "llama", values, tensors),
+        r"llama.rope.scaling.type='linear' with factor 2.0 is not supported beside \['rope_freqs.weight'\]",
+    )
 
 
 def test_one_of_two_sets_of_factors_is_refused(tmp_path):
