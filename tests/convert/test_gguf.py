@@ -372,7 +372,7 @@ def write_with(path: Path, name: str = "llama-gqa", kind: str = "llama", **chang
 
 
 VALUES: dict[str, tuple[dict[str, Any], str]] = {
-    "architecture": ({"kind": "mamba"}, "general.architecture='mamba' is not supported; .*'gemma3', 'granite'"),
+    "architecture": ({"kind": "mamba"}, "architecture='mamba' is not supported; .*'gemma3', 'granite'"),
     "missing": ({"block_count": None}, "llama.block_count=None must be a whole number > 0"),
     "text": ({"embedding_length": "48"}, "llama.embedding_length='48' must be a whole number"),
     "zero": ({"attention__head_count": 0}, "llama.attention.head_count=0 must be a whole number > 0"),
