@@ -88,7 +88,7 @@ class Conversation:
     - with token classes, since tokens that are decoded are classified otherwise than tokens that are read;
     - on a mesh, where prompts come whole.
 
-    In every case a reply is what `generate` gives for the same token ids.
+    In every case a reply is what `generate` gives for the same token ids, up to rounding.
     """
 
     def __init__(
