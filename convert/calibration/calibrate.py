@@ -66,6 +66,8 @@ class CalibrationOptions:
     """Share of each topic's windows that kmeans drops."""
     clusters: int = 1024
     """Centroids per head and kind for kmeans."""
+    profile: bool = True
+    """Measure what each layer needs of distant tokens, which predicted plans go by: eight windows a layer."""
 
     def __post_init__(self) -> None:
         for name, least in (("tokens", 1), ("batch", 1), ("clusters", 1), ("seed", 0)):
@@ -148,9 +150,9 @@ def calibrate(
     basis = choose_basis(checkpoint, moments, windows, options, dtype=dtype, progress=progress)
     basis = replace(basis, record={**basis.record, **record, "center": options.center})
     basis.save(checkpoint.calibration_path / "basis")
-    # A profile is of one basis: it goes where there is no text to measure it anew.
+    # A profile is of one basis: it goes where it is not measured anew.
     shutil.rmtree(checkpoint.calibration_path / "profile", ignore_errors=True)
-    if windows is not None:
+    if windows is not None and options.profile:
         profile = measured_profile(checkpoint, basis, windows, dtype=dtype, progress=progress)
         profile.save(checkpoint.calibration_path / "profile")
     return basis

@@ -1,13 +1,11 @@
-"""`zdc demo`: the whole path on the checkpoint that ships with the package, and a table of what it gave.
+"""`zdc demo`: the whole path on one model, and a table of what it gave.
 
-Text comes from the Python sources of installed dependencies: calibration reads one set of packages,
-perplexity another, and neither is what the checkpoint was trained on.
+The checkpoint that ships with the package read Python code, and so do calibration and perplexity then; any
+other model is given prose too. A passage is gone on with, or, by models made for chat, told in brief.
 """
 
-import importlib.util
 import json
 import shlex
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -21,7 +19,9 @@ from rich.table import Table
 
 from convert import demo_checkpoint
 from convert.calibration.calibrate import CalibrationOptions, calibrate, calibration_windows
+from convert.cli.demo_text import CODE, PROSE, passage, write_text
 from convert.conversion import convert
+from zdc_jax.chat.prompt import chat_prompt, chat_stop_tokens, opening
 from zdc_jax.errors import CheckpointError
 from zdc_jax.generate.api import Generation, generate
 from zdc_jax.generate.sampling import Sampling
@@ -29,16 +29,13 @@ from zdc_jax.loading import LanguageModel, load
 from zdc_jax.planning.evaluate import compare, window_nll
 from zdc_jax.planning.spectrum import plan_from_spectrum
 
-CALIBRATION_PACKAGES = ("numpy", "rich", "safetensors", "tyro")
-HELDOUT_PACKAGES = ("flax", "optax", "jaxtyping")
-TEXT_BYTES = 400_000
-"""Of Python source copied from each package."""
 CONTEXT = 1024
 CALIBRATION_TOKENS = 16 * CONTEXT
 HELDOUT_WINDOWS = 10
 NEW_TOKENS = 48
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, seed=1)
-PROMPT = "def moving_average(values, window):\n"
+REQUEST = "Say in two sentences what this text is about.\n\n"
+"""To models that were made for chat, before the passage."""
 MARKER = ".zdc-demo"
 """A file in folders that the demo made, which it may write to again."""
 
@@ -47,20 +44,27 @@ def _dtype() -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def demo(output: Path, console: Console) -> None:
+def demo(output: Path, console: Console, source: Path | None = None) -> None:
     """Converts, calibrates, generates; prints plan, KV bytes per token, perplexity, tokens per second.
+
+    Args:
+      source: Hugging Face folder or GGUF file; default the checkpoint that ships.
 
     Raises:
       CheckpointError: `output` holds something and was not made by the demo.
+      ConversionError: the source cannot be converted.
     """
     began = time.perf_counter()
     _claim(output)
     model_path = output / "model"
-    checkpoint = convert(demo_checkpoint.PATH, model_path, overwrite=True, progress=False)
-    calibration_text = _collect_sources(CALIBRATION_PACKAGES, output / "text" / "calibration")
-    heldout_text = _collect_sources(HELDOUT_PACKAGES, output / "text" / "heldout")
+    checkpoint = convert(
+        source or demo_checkpoint.PATH, model_path, dtype=_dtype(), overwrite=True, progress=False
+    )
+    writers = CODE if source is None else PROSE
+    calibration_text, heldout_text = write_text(output / "text", writers)
+    prompt = passage(heldout_text)
     console.print(f"converted {checkpoint.config.num_layers} layers; calibrating")
-    options = CalibrationOptions(tokens=CALIBRATION_TOKENS, context=CONTEXT)
+    options = CalibrationOptions(tokens=CALIBRATION_TOKENS, context=CONTEXT, profile=False)
     basis = calibrate(model_path, [calibration_text], options, dtype=_dtype())
     heldout = CalibrationOptions(tokens=HELDOUT_WINDOWS * CONTEXT, context=CONTEXT)
     windows, _ = calibration_windows(checkpoint, [heldout_text], CONTEXT, heldout)
@@ -76,15 +80,15 @@ def demo(output: Path, console: Console) -> None:
         model = load(model_path, plan, dtype=_dtype())
         if plan is None:
             dense_nll = window_nll(model.network, windows)
-        result, rate = _timed_generation(model)
+        result, rate = _timed_generation(model, prompt)
         rows.append(_row(name, model, dense_nll, windows, result, rate))
-    _print(console, rows)
+    _print(console, rows, prompt if model.chat_template is None else REQUEST + prompt)
     report = {"basis": [basis.qk_kind, basis.vo_kind], "rows": rows}
     (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     console.print(f"wrote {output / 'report.json'}; {time.perf_counter() - began:.0f} s in all")
     plan_flags = ["--budget", "0.75", "--window", "128", "--sinks", "4"]
-    command = shlex.join([*_program(), "generate", str(model_path), "def ", *plan_flags])
-    console.out(f"next: {command}", highlight=False)
+    command = ["chat", str(model_path)] if model.chat_template else ["generate", str(model_path), "def "]
+    console.out(f"next: {shlex.join([*_program(), *command, *plan_flags])}", highlight=False)
 
 
 def _claim(output: Path) -> None:
@@ -103,32 +107,15 @@ def _program() -> list[str]:
     return [sys.argv[0]] if Path(sys.argv[0]).name == "zdc" else [sys.executable, "-m", "convert.cli.main"]
 
 
-def _collect_sources(packages: tuple[str, ...], folder: Path) -> Path:
-    """Copies Python files of installed packages, one folder (topic) a package."""
-    shutil.rmtree(folder, ignore_errors=True)
-    for package in packages:
-        spec = importlib.util.find_spec(package)
-        assert spec is not None
-        assert spec.origin is not None
-        size = 0
-        for path in sorted(Path(spec.origin).parent.rglob("*.py")):
-            text = path.read_text(encoding="utf-8", errors="ignore")
-            if len(text) < 2000 or "test" in path.parts[-2]:
-                continue
-            target = folder / package / f"{size}-{path.name}"
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(text)
-            size += len(text)
-            if size > TEXT_BYTES:
-                break
-    return folder
-
-
-def _timed_generation(model: LanguageModel) -> tuple[Generation, float]:
+def _timed_generation(model: LanguageModel, prompt: str) -> tuple[Generation, float]:
     """Generates twice: the first call compiles, the second is timed."""
+    given: str | list[int] = prompt
+    stop_tokens: tuple[int, ...] = ()
+    if model.chat_template is not None:
+        given, stop_tokens = chat_prompt(model, opening(None, REQUEST + prompt)), chat_stop_tokens(model)
     for _ in range(2):
-        result = generate(model, PROMPT, NEW_TOKENS, stop_tokens=(), sampling=SAMPLING)
-    return result, result.timings.tokens_per_second(NEW_TOKENS - 1)
+        result = generate(model, given, NEW_TOKENS, stop_tokens=stop_tokens, sampling=SAMPLING)
+    return result, result.timings.tokens_per_second(len(result.completions[0].tokens) - 1)
 
 
 def _row(
@@ -153,8 +140,9 @@ def _row(
     }
 
 
-def _print(console: Console, rows: list[dict[str, Any]]) -> None:
-    console.print(f"[bold]prompt[/bold] {PROMPT.strip()}")
+def _print(console: Console, rows: list[dict[str, Any]], prompt: str) -> None:
+    console.print(f"[bold]prompt[/bold], {len(prompt):,} characters")
+    console.print(f"{prompt[:200].strip()} …", markup=False, highlight=False, style="dim")
     for row in rows[:: len(rows) - 1]:
         console.print(f"[bold]{row['plan']}[/bold]")
         console.print(row["text"], markup=False, highlight=False, style="dim")

@@ -290,13 +290,15 @@ class Inspect:
 
 @dataclass
 class Demo:
-    """Convert, calibrate and generate with the checkpoint that ships with the package."""
+    """Convert, calibrate and generate, and print a table of plans: what they take and what they cost."""
 
+    source: Path | None = None
+    """Hugging Face folder or GGUF file; default the small checkpoint that ships with the package."""
     output: Path = Path("demo-output")
     """Folder for the converted model and the report."""
 
     def run(self, console: Console) -> None:
-        demo(self.output, console)
+        demo(self.output, console, self.source)
 
 
 DESCRIPTION = "Compress Q, K and V of a converted model. --version alone prints the version."
