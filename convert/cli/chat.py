@@ -35,10 +35,13 @@ class Chat:
     """Strings that end a reply."""
     dtype: Dtype | None = None
     """Dtype to run in; default that of the stored weights."""
+    max_positions: int | None = None
+    """Longest context to load the model for, in tokens; default that of its config."""
 
     def run(self, console: Console) -> None:
         sampling = self.sampling.build()
-        model = load(self.path, self.flags.build(self.path), dtype=self.dtype)
+        plan = self.flags.build(self.path)
+        model = load(self.path, plan, dtype=self.dtype, max_positions=self.max_positions)
         conversation = chat(
             model,
             system=self.system,

@@ -181,6 +181,8 @@ class Generate:
     processes: Annotated[ProcessFlags, tyro.conf.arg(name="")] = field(default_factory=ProcessFlags)
     dtype: Dtype | None = None
     """Dtype to run in; default that of the stored weights."""
+    max_positions: int | None = None
+    """Longest context to load the model for, in tokens; default that of its config."""
 
     def run(self, console: Console) -> None:
         if not self.prompts:
@@ -195,7 +197,14 @@ class Generate:
         self.processes.join(self.mesh)
         is_first = jax.process_index() == 0  # Others compute the same and say nothing.
         plan = self.flags.build(self.path)
-        model = load(self.path, plan, dtype=self.dtype, mesh=mesh, payload=self.payload)
+        model = load(
+            self.path,
+            plan,
+            dtype=self.dtype,
+            max_positions=self.max_positions,
+            mesh=mesh,
+            payload=self.payload,
+        )
         given: Sequence[Prompt] = prompts
         if self.chat:
             given = [chat_prompt(model, opening(self.system, prompt)) for prompt in prompts]

