@@ -8,13 +8,17 @@ from typing import Any
 
 import numpy as np
 from gguf import (
+    GGML_QUANT_SIZES,
     GGMLQuantizationType,
     GGUFWriter,
     RopeScalingType,
     quantize,
 )
-from hf_variants import VARIANTS, VOCAB, Variant, weights
+from hf_variants import LLAMA, VARIANTS, VOCAB, Variant, weights
 from tokenizers import pre_tokenizers
+
+from convert.conversion import convert
+from zdc_jax import Checkpoint
 
 F32 = GGMLQuantizationType.F32
 ARCHITECTURES = {
@@ -246,3 +250,19 @@ def texts(corpus: Path) -> list[str]:
         with lzma.open(path, "rt", encoding="utf-8", newline="") as file:
             found.append(file.read(PIECE))
     return found
+
+
+def converted(source: Path, **options: Any) -> Checkpoint:
+    """The converted folder beside a source."""
+    return convert(source, source.with_name(f"{source.stem}-ours"), progress=False, **options)
+
+
+WIDE = Variant(LLAMA | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1})
+"""Its rows are whole blocks of every type."""
+
+
+def random_blocks(kind: GGMLQuantizationType, shape: tuple[int, ...]) -> np.ndarray:
+    """Blocks of any bits but for exponents, whose highest stay clear: no NaN, no Inf."""
+    rng = np.random.Generator(np.random.PCG64(int(kind)))
+    block, size = GGML_QUANT_SIZES[kind]
+    return rng.integers(256, size=(*shape[:-1], shape[-1] // block * size), dtype=np.uint8) & 0x3B
