@@ -1,5 +1,8 @@
 """`convert`: a model as others publish it → a converted folder, layer by layer."""
 
+import importlib.util
+import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,13 @@ from convert.source import Source
 from zdc_jax.checkpoint import Checkpoint, CheckpointWriter
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import ConversionError, foreign_errors_as
+
+logger = logging.getLogger("zdc_jax")
+
+VERIFIED_SHAPE = (2, 64)
+"""Rows and tokens that `verify_against_transformers` gives both models."""
+MOST_SPARE_TOKENS = 1024
+"""Added tokens past a model's vocabulary: Gemma's tokenizer has one for images."""
 
 
 def open_source(path: Path) -> Source:
@@ -97,14 +107,37 @@ def _cast(value: np.ndarray, dtype: str, key: str) -> np.ndarray:
 
 
 def _tokenizer_json(tokenizer: Tokenizer, path: Path, config: ModelConfig) -> str:
-    """The tokenizer as JSON; raises `ConversionError` for one with ids past the model's vocabulary."""
+    """The tokenizer as JSON, without added tokens past the model's vocabulary, which it cannot read.
+
+    Raises `ConversionError` for other tokens past it.
+    """
     with foreign_errors_as(ConversionError, f"cannot read the tokenizer of {path}"):
-        size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        if size > config.vocab_size:  # First: writing goes through all ids below the largest, used or not.
+        size = lambda added: max(tokenizer.get_vocab(with_added_tokens=added).values(), default=-1) + 1
+        spare = size(True) - config.vocab_size
+        # First: writing goes through all ids below the largest, used or not.
+        if spare > MOST_SPARE_TOKENS or size(False) > config.vocab_size:
             raise ConversionError(
-                f"the tokenizer has {size} tokens, more than the model's vocabulary of {config.vocab_size}"
+                f"the tokenizer has {size(True)} tokens, more than the model's vocabulary of "
+                f"{config.vocab_size}"
             )
-        return tokenizer.to_str()
+        content = tokenizer.to_str()
+        if spare <= 0:
+            return content
+        parsed = json.loads(content)
+        lost = [token for token in parsed["added_tokens"] if token["id"] >= config.vocab_size]
+        parsed["added_tokens"] = [token for token in parsed["added_tokens"] if token not in lost]
+        logger.warning(
+            "the tokenizer's %s lie past the model's vocabulary of %d and are left out",
+            [token["content"] for token in lost],
+            config.vocab_size,
+        )
+        return json.dumps(parsed, ensure_ascii=False)
+
+
+def check_torch() -> None:
+    """Raises `ConversionError` where transformers cannot run models."""
+    if importlib.util.find_spec("torch") is None:
+        raise ConversionError("--verify needs torch, which is not installed")
 
 
 def verify_against_transformers(
@@ -112,7 +145,7 @@ def verify_against_transformers(
     logits: Callable[[np.ndarray], np.ndarray],
     *,
     vocab_size: int,
-    shape: tuple[int, int] = (2, 64),
+    shape: tuple[int, int] = VERIFIED_SHAPE,
     seed: int = 0,
 ) -> float:
     """Largest |Δ logit| from transformers in float32, over the largest |logit|, on random tokens.
@@ -124,11 +157,10 @@ def verify_against_transformers(
     Raises:
       ConversionError: torch is not installed.
     """
-    try:
-        import torch
-        from transformers import AutoModelForCausalLM
-    except ImportError as error:
-        raise ConversionError(f"--verify needs torch: {error}") from error
+    check_torch()
+    import torch
+    from transformers import AutoModelForCausalLM
+
     tokens = np.random.default_rng(seed).integers(vocab_size, size=shape, dtype=np.int32)
     with torch.no_grad():
         reference = AutoModelForCausalLM.from_pretrained(

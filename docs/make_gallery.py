@@ -19,7 +19,7 @@ COMMANDS = (
     ("Ask one question", 'zdc generate model/ --chat "Name three planets." --max-new-tokens 40'),
     (
         "Hold a conversation",
-        r'printf "My name is Ada.\nWhat is my name?\n" | zdc chat model/ --max-new-tokens 40',
+        r'printf "What is the capital of France?\nWhich river flows through it?\n" | zdc chat model/',
     ),
     ("Calibrate", "zdc calibrate model/ text/calibration --tokens 16384 --context 1024 --no-profile"),
     (
@@ -28,7 +28,7 @@ COMMANDS = (
     ),
     ("Use it", 'zdc generate model/ "Gravity is the force that" --max-new-tokens 40 --plan plan.json'),
     ("What it costs", "zdc perplexity model/ text/heldout --plan plan.json --windows 4 --context 1024"),
-    ("Look into a converted folder", "zdc inspect model/ --check | head -24"),
+    ("Look into a converted folder", "zdc inspect model/ --check | head -20"),
     ("A mistake is one line", "zdc convert text/heldout other/"),
     ("So is a plan for another model", 'zdc generate model/ "Hello" --plan model/manifest.json'),
 )

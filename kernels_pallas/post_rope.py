@@ -1,4 +1,4 @@
-"""Rotary embedding, then each head's basis, in one pass over q and k (DESIGN: placement `post_rope`).
+"""Rotary embedding, then each head's basis, in one pass over q and k (placement `post_rope`).
 
 q' = RoPE(q) A_Q and k' = RoPE(k) A_K: every coordinate is read once and, after truncation to R, written
 once, so the time is that of the bytes, and everything else has to stay near the cores. Two things are

@@ -143,6 +143,7 @@ VARIANTS = {
     "llama-gelu": Variant(LLAMA | {"hidden_act": "gelu"}),
     "mistral": Variant(MISTRAL),
     "mistral-whole": Variant(MISTRAL | {"sliding_window": None}),
+    "mistral-idle-window": Variant(MISTRAL | {"sliding_window": 128}),
     "qwen2": Variant(QWEN2),
     "qwen2-sliding": Variant(QWEN2 | {"use_sliding_window": True}),
     "qwen3": Variant(QWEN3 | rope(**YARN)),

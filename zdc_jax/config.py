@@ -134,8 +134,8 @@ class ModelConfig:
 
     Widths are counts of coordinates, `max_positions` counts tokens, `dtype` is that of the stored weights.
     `family` names the key table of conversion and nothing else. `norm` is the kind of all norms, `norm_eps`
-    their ε, `norm_offset` what is added to their scales (Gemma: 1). Factors, rounded to the dtype that they
-    meet: `embed_scale` on token embeddings, `residual_scale` on what each half of a layer adds; logits are
+    their ε, `norm_offset` what is added to their scales (Gemma: 1). Token embeddings are multiplied by
+    `embed_scale`, rounded to their dtype, and what each half of a layer adds by `residual_scale`; logits are
     divided by `logit_divisor`. A model with learned positions has a `position_offset`: their table is read
     at `position + position_offset`; None: there is no table.
     """
@@ -210,13 +210,25 @@ class ModelConfig:
         """P, rows of the learned position table (0 without one)."""
         return 0 if self.position_offset is None else self.max_positions + self.position_offset
 
+    @property
+    def most_positions(self) -> int:
+        """Tokens of the longest context that the model can be used with."""
+        reach = max(layer.rope.reach if layer.rope else 0 for layer in self.layers)
+        return self.max_positions if self.position_offset is not None else max(self.max_positions, reach)
+
+    def without_idle_windows(self) -> Self:
+        """The same model, whose windows that no context outgrows are none: plans may cut such layers."""
+        longest = self.most_positions
+        is_idle = lambda layer: layer.window is not None and layer.window >= longest
+        layers = (replace(layer, window=None) if is_idle(layer) else layer for layer in self.layers)
+        return replace(self, layers=tuple(layers))
+
     def with_positions(self, max_positions: int) -> Self:
         """The model for contexts of so many tokens, on which frequencies of `longrope` and `dynamic` depend.
 
         Raises `ValueError` for more than it can be used with.
         """
-        reach = max(layer.rope.reach if layer.rope else 0 for layer in self.layers)
-        most = self.max_positions if self.position_offset is not None else max(self.max_positions, reach)
+        most = self.most_positions
         if type(max_positions) is not int or not 1 <= max_positions <= most:
             raise ValueError(f"{max_positions=!r:.80} must be an integer from 1 to the model's {most}")
         return replace(self, max_positions=max_positions)

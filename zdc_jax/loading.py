@@ -15,6 +15,7 @@ from zdc_jax.errors import CalibrationError, CheckpointError, MeshError, PlanErr
 from zdc_jax.fold import cast, prepared_layers
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings, Transformer
+from zdc_jax.ops.rotary import rope_frequencies
 from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import PAYLOADS, Payload, check_scales
@@ -102,6 +103,13 @@ def load(
             config = config.with_positions(max_positions)
     chat_template = ChatTemplate.of(checkpoint)
     plan, basis = _plan_and_basis(checkpoint, plan, basis)
+    if basis is not None and _frequencies(config) != _frequencies(checkpoint.config):
+        logger.warning(
+            "max_positions=%d changes the rotary frequencies, and the basis was calibrated with those of %d; "
+            "plans may lose more than they did there",
+            config.max_positions,
+            checkpoint.config.max_positions,
+        )
     if payload == "float8":
         check_scales(basis)
         if plan.classes is not None:
@@ -117,6 +125,12 @@ def load(
         ends = Embeddings(embeddings, config)
         network = ShardedTransformer(config, plan, ends, blocks, devices, weights=weights)
     return LanguageModel(network, checkpoint.tokenizer(), basis, chat_template)
+
+
+def _frequencies(config: ModelConfig) -> list[bytes]:
+    """The rotary frequencies of all layers."""
+    ropes = (layer.rope for layer in config.layers if layer.rope is not None)
+    return [rope_frequencies(rope, config.head_dim, config.max_positions).tobytes() for rope in ropes]
 
 
 def check_options(

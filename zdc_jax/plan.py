@@ -1,4 +1,4 @@
-"""`CompressionPlan`: which coordinates of Q, K, V each layer keeps (DESIGN: near and far, nested ranks)."""
+"""`CompressionPlan`: which coordinates of Q, K, V each layer keeps (near and far, nested ranks)."""
 
 import json
 import warnings

@@ -67,7 +67,8 @@ class CalibrationOptions:
     clusters: int = 1024
     """Centroids per head and kind for kmeans."""
     profile: bool = True
-    """Measure what each layer needs of distant tokens, which predicted plans go by: eight windows a layer."""
+    """Measure what each layer needs of distant tokens, by eight windows a layer: searches for a plan and
+    `choose_plan` go by it."""
 
     def __post_init__(self) -> None:
         for name, least in (("tokens", 1), ("batch", 1), ("clusters", 1), ("seed", 0)):
@@ -241,6 +242,7 @@ def collect_moments(
         weight = np.arange(batch) < len(piece)
         whole = np.concatenate([piece, np.repeat(piece[-1:], batch - len(piece), axis=0)])
         sums = add_moments(network, sums, jax.device_put(whole, rows), jax.device_put(weight, rows))
+        jax.block_until_ready(sums)  # What is shown is done, not only asked for.
     host = {name: np.asarray(value, np.float64) for name, value in sums.items()}
     return Moments(
         **host,

@@ -16,12 +16,12 @@ from zdc_jax.chat.conversation import Conversation, Turn, chat
 from zdc_jax.errors import PromptError, ZDCError
 from zdc_jax.loading import load
 
-START_OVER = "/new"
+START_OVER, END = "/new", "/quit"
 
 
 @dataclass
 class Chat:
-    """Talk with a model, a line a message. /new starts over; Ctrl-C ends a reply, Ctrl-D the chat."""
+    """Talk with a model, a line a message. /new starts over, /quit or Ctrl-D ends, Ctrl-C ends a reply."""
 
     path: Positional[Path]
     """Converted folder of a model that has a chat template."""
@@ -36,9 +36,11 @@ class Chat:
     dtype: Dtype | None = None
     """Dtype to run in; default that of the stored weights."""
     max_positions: int | None = None
-    """Longest context to load the model for, in tokens; default that of its config."""
+    """Tokens of the longest context; default the config's, more with rotary scaling yarn or dynamic alone."""
 
     def run(self, console: Console) -> None:
+        if sys.stdin is None:
+            raise PromptError("standard input is closed; messages come from there")
         sampling = self.sampling.build()
         plan = self.flags.build(self.path)
         model = load(self.path, plan, dtype=self.dtype, max_positions=self.max_positions)
@@ -51,8 +53,13 @@ class Chat:
         )
         typed = sys.stdin.isatty()
         for message in _lines(typed):
-            if message.strip() == START_OVER:
+            command = message.strip()
+            if command == END:
+                return
+            if command == START_OVER:
                 conversation.start_over()
+            elif command[0] == "/" and command[1:].isalpha():
+                print(f"{command} is no command; {START_OVER} starts over, {END} ends", file=sys.stderr)
             elif typed:
                 _reply_to_somebody(conversation, message)
             else:
@@ -67,10 +74,16 @@ def _lines(typed: bool) -> Iterator[str]:
     while True:
         try:
             line = input("> " if typed else "")
+            line.encode()  # Bytes that are no UTF-8 may come in as lone surrogates.
         except EOFError:
             return
-        except UnicodeDecodeError as error:
-            raise PromptError(f"cannot read standard input: {error}") from error
+        except KeyboardInterrupt:
+            if not typed:
+                raise
+            print()
+            continue
+        except UnicodeError as error:
+            raise PromptError(f"standard input is not UTF-8: {error}") from error
         if line.strip():
             yield line
 

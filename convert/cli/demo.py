@@ -20,10 +20,13 @@ from rich.table import Table
 from convert import demo_checkpoint
 from convert.calibration.calibrate import CalibrationOptions, calibrate, calibration_windows
 from convert.cli.demo_text import CODE, PROSE, passage, write_text
-from convert.conversion import convert
+from convert.conversion import convert, open_source
+from zdc_jax.basis import Basis
 from zdc_jax.chat.prompt import chat_prompt, chat_stop_tokens, opening
-from zdc_jax.errors import CheckpointError
-from zdc_jax.generate.api import Generation, generate
+from zdc_jax.chat.template import ChatTemplate
+from zdc_jax.checkpoint import Checkpoint
+from zdc_jax.errors import CheckpointError, ConversionError
+from zdc_jax.generate.api import generate
 from zdc_jax.generate.sampling import Sampling
 from zdc_jax.loading import LanguageModel, load
 from zdc_jax.planning.evaluate import compare, window_nll
@@ -36,6 +39,7 @@ NEW_TOKENS = 48
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, seed=1)
 REQUEST = "Say in two sentences what this text is about.\n\n"
 """To models that were made for chat, before the passage."""
+BUDGETS = {"per layer 3/4": 0.75, "per layer 1/2": 0.5, "per layer 3/8": 0.375}
 MARKER = ".zdc-demo"
 """A file in folders that the demo made, which it may write to again."""
 
@@ -52,43 +56,43 @@ def demo(output: Path, console: Console, source: Path | None = None) -> None:
 
     Raises:
       CheckpointError: `output` holds something and was not made by the demo.
-      ConversionError: the source cannot be converted.
+      ConversionError: the source cannot be converted, or has too few positions.
     """
     began = time.perf_counter()
+    path = source or demo_checkpoint.PATH
+    if (most := open_source(path).config(_dtype()).max_positions) < CONTEXT:
+        raise ConversionError(f"{path} has {most} positions, the demo needs {CONTEXT}")
     _claim(output)
     model_path = output / "model"
-    checkpoint = convert(
-        source or demo_checkpoint.PATH, model_path, dtype=_dtype(), overwrite=True, progress=False
-    )
-    writers = CODE if source is None else PROSE
-    calibration_text, heldout_text = write_text(output / "text", writers)
-    prompt = passage(heldout_text)
+    checkpoint = convert(path, model_path, dtype=_dtype(), overwrite=True, progress=False)
+    calibration_text, heldout_text = write_text(output / "text", CODE if source is None else PROSE)
     console.print(f"converted {checkpoint.config.num_layers} layers; calibrating")
     options = CalibrationOptions(tokens=CALIBRATION_TOKENS, context=CONTEXT, profile=False)
     basis = calibrate(model_path, [calibration_text], options, dtype=_dtype())
-    heldout = CalibrationOptions(tokens=HELDOUT_WINDOWS * CONTEXT, context=CONTEXT)
-    windows, _ = calibration_windows(checkpoint, [heldout_text], CONTEXT, heldout)
-
-    plans = {
-        "dense": None,
-        "per layer 3/4": plan_from_spectrum(basis, budget=0.75, window=128, sinks=4),
-        "per layer 1/2": plan_from_spectrum(basis, budget=0.5, window=128, sinks=4),
-        "per layer 3/8": plan_from_spectrum(basis, budget=0.375, window=128, sinks=4),
-    }
-    rows: list[dict[str, Any]] = []
-    for name, plan in plans.items():
-        model = load(model_path, plan, dtype=_dtype())
-        if plan is None:
-            dense_nll = window_nll(model.network, windows)
-        result, rate = _timed_generation(model, prompt)
-        rows.append(_row(name, model, dense_nll, windows, result, rate))
-    _print(console, rows, prompt if model.chat_template is None else REQUEST + prompt)
+    rows = _measured(checkpoint, basis, heldout_text)
+    _print(console, rows)
     report = {"basis": [basis.qk_kind, basis.vo_kind], "rows": rows}
     (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     console.print(f"wrote {output / 'report.json'}; {time.perf_counter() - began:.0f} s in all")
     plan_flags = ["--budget", "0.75", "--window", "128", "--sinks", "4"]
-    command = ["chat", str(model_path)] if model.chat_template else ["generate", str(model_path), "def "]
+    chats = ChatTemplate.of(checkpoint) is not None
+    command = ["chat", str(model_path)] if chats else ["generate", str(model_path), rows[0]["prompt"][-40:]]
     console.out(f"next: {shlex.join([*_program(), *command, *plan_flags])}", highlight=False)
+
+
+def _measured(checkpoint: Checkpoint, basis: Basis, heldout_text: Path) -> list[dict[str, Any]]:
+    """A row for the unmodified model and for each of three plans."""
+    heldout = CalibrationOptions(tokens=HELDOUT_WINDOWS * CONTEXT, context=CONTEXT)
+    windows, _ = calibration_windows(checkpoint, [heldout_text], CONTEXT, heldout)
+    text = passage(heldout_text)
+    dense = load(checkpoint.path, dtype=_dtype())
+    dense_nll = window_nll(dense.network, windows)
+    rows = [_row("dense", dense, dense_nll, windows, text)]
+    for name, budget in BUDGETS.items():
+        plan = plan_from_spectrum(basis, budget=budget, window=128, sinks=4)
+        model = load(checkpoint.path, plan, dtype=_dtype())
+        rows.append(_row(name, model, dense_nll, windows, text))
+    return rows
 
 
 def _claim(output: Path) -> None:
@@ -107,25 +111,17 @@ def _program() -> list[str]:
     return [sys.argv[0]] if Path(sys.argv[0]).name == "zdc" else [sys.executable, "-m", "convert.cli.main"]
 
 
-def _timed_generation(model: LanguageModel, prompt: str) -> tuple[Generation, float]:
-    """Generates twice: the first call compiles, the second is timed."""
-    given: str | list[int] = prompt
-    stop_tokens: tuple[int, ...] = ()
-    if model.chat_template is not None:
-        given, stop_tokens = chat_prompt(model, opening(None, REQUEST + prompt)), chat_stop_tokens(model)
+def _row(
+    name: str, model: LanguageModel, dense_nll: np.ndarray, windows: np.ndarray, text: str
+) -> dict[str, Any]:
+    """Generates twice, for the first call compiles and the second is timed; and measures perplexity."""
+    chats = model.chat_template is not None
+    prompt = REQUEST + text if chats else text
+    given = chat_prompt(model, opening(None, prompt)) if chats else prompt
+    stop_tokens = chat_stop_tokens(model) if chats else ()
     for _ in range(2):
         result = generate(model, given, NEW_TOKENS, stop_tokens=stop_tokens, sampling=SAMPLING)
-    return result, result.timings.tokens_per_second(len(result.completions[0].tokens) - 1)
-
-
-def _row(
-    name: str,
-    model: LanguageModel,
-    dense_nll: np.ndarray,
-    windows: np.ndarray,
-    result: Generation,
-    rate: float,
-) -> dict[str, Any]:
+    (completion,) = result.completions
     report = compare(model.network, dense_nll, windows)
     return {
         "plan": name,
@@ -135,12 +131,14 @@ def _row(
         "perplexity": report.perplexity,
         "increase": report.increase,
         "interval": report.interval,
-        "tokens_per_second": rate,
-        "text": result.completions[0].text,
+        "tokens_per_second": result.timings.tokens_per_second(len(completion.tokens) - 1),
+        "prompt": prompt,
+        "text": completion.text,
     }
 
 
-def _print(console: Console, rows: list[dict[str, Any]], prompt: str) -> None:
+def _print(console: Console, rows: list[dict[str, Any]]) -> None:
+    prompt = rows[0]["prompt"]
     console.print(f"[bold]prompt[/bold], {len(prompt):,} characters")
     console.print(f"{prompt[:200].strip()} …", markup=False, highlight=False, style="dim")
     for row in rows[:: len(rows) - 1]:

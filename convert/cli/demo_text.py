@@ -31,8 +31,9 @@ def write_text(folder: Path, writers: Sequence[Writer]) -> tuple[Path, Path]:
 
 
 def passage(folder: Path) -> str:
-    """The first lines of the first long file, `PASSAGE` characters: more than the window of a plan."""
-    texts = (path.read_text() for path in sorted(folder.rglob("*")) if path.is_file())
+    """`PASSAGE` characters, more than a plan's window, of the first long file, prose if there is any."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    texts = (path.read_text() for path in sorted(files, key=lambda path: (path.suffix == ".py", path)))
     text = next(text for text in texts if len(text) > PASSAGE)
     return text[: text.rindex("\n", 0, PASSAGE) + 1]
 

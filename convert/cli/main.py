@@ -5,8 +5,9 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,10 +23,11 @@ from convert.cli.chat import Chat
 from convert.cli.demo import demo
 from convert.cli.flags import Dtype, PlanFlags, SamplingFlags, SearchFlags, text_windows
 from convert.cli.output import check_output
-from convert.conversion import convert, verify_against_transformers
+from convert.conversion import VERIFIED_SHAPE, check_torch, convert, verify_against_transformers
 from zdc_jax.basis import Basis
 from zdc_jax.chat.prompt import chat_prompt, chat_stop_tokens, opening
 from zdc_jax.checkpoint import Checkpoint
+from zdc_jax.config import ModelConfig
 from zdc_jax.errors import MeshError, PlanError, PromptError, TextError, ZDCError
 from zdc_jax.files import whole_file
 from zdc_jax.generate.api import generate, stream
@@ -65,11 +67,15 @@ class Convert:
     """Text files or folders to calibrate on right after converting."""
 
     def run(self, console: Console) -> None:
+        if self.verify:
+            check_torch()
         checkpoint = convert(self.source, self.output, dtype=self.dtype, overwrite=self.overwrite)
         console.out(f"converted {self.source} -> {self.output} ({checkpoint.fingerprint})")
         if self.verify:
             with jax.default_matmul_precision("highest"):
-                network = load(self.output, dtype="float32").network
+                # Frequencies of some depend on the context: that of transformers is what it is given.
+                positions = min(VERIFIED_SHAPE[1], checkpoint.config.max_positions)
+                network = load(self.output, dtype="float32", max_positions=positions).network
                 logits = lambda tokens: np.asarray(network(tokens))
                 error = verify_against_transformers(
                     self.source, logits, vocab_size=checkpoint.config.vocab_size
@@ -86,13 +92,17 @@ class Calibrate:
     path: Positional[Path]
     """Converted folder."""
     texts: Positional[tuple[Path, ...]] = ()
-    """.txt, .jsonl, .md, .rst, .py files (also .xz, .gz) or folders of them; topics are folder names. None: a
-    new basis from the moments of an earlier calibration."""
+    """.txt, .jsonl, .md, .rst, .py files (also .xz, .gz) or folders of them; topics are folder names."""
+    from_moments: bool = False
+    """Take no text: make another basis from the moments of an earlier calibration. Without text, the kinds
+    that `auto` compares by perplexity are `balanced`."""
     options: Annotated[CalibrationOptions, tyro.conf.arg(name="")] = field(default_factory=CalibrationOptions)
     dtype: Dtype | None = None
     """Dtype to run in; default that of the stored weights."""
 
     def run(self, console: Console) -> None:
+        if self.from_moments == bool(self.texts):
+            raise TextError("give text to calibrate on, or --from-moments and no text")
         _report_basis(console, calibrate(self.path, self.texts, self.options, dtype=self.dtype))
 
 
@@ -182,7 +192,7 @@ class Generate:
     dtype: Dtype | None = None
     """Dtype to run in; default that of the stored weights."""
     max_positions: int | None = None
-    """Longest context to load the model for, in tokens; default that of its config."""
+    """Tokens of the longest context; default the config's, more with rotary scaling yarn or dynamic alone."""
 
     def run(self, console: Console) -> None:
         if not self.prompts:
@@ -292,7 +302,8 @@ class Inspect:
         if self.check:
             checkpoint.check()
             console.print("all hashes match")
-        console.print_json(data=checkpoint.config.to_json() | {"fingerprint": checkpoint.fingerprint})
+        described = {"layers": _grouped(checkpoint.config), "fingerprint": checkpoint.fingerprint}
+        console.print_json(data=checkpoint.config.to_json() | described)
         if (checkpoint.calibration_path / "basis").exists():
             _report_basis(console, stored_basis(checkpoint))
 
@@ -321,6 +332,22 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "inspect": Inspect,
     "demo": Demo,
 }
+
+
+def _grouped(config: ModelConfig) -> list[dict[str, Any]]:
+    """Runs of layers alike: how many, and what they are beyond the defaults."""
+    runs = [(layer, len(list(run))) for layer, run in groupby(config.layers)]
+    return [{"count": count} | _beyond_defaults(layer) for layer, count in runs]
+
+
+def _beyond_defaults(instance: Any) -> dict[str, Any]:
+    """Fields of a dataclass, and of dataclasses in them, that are not at their defaults."""
+    values = ((each.name, getattr(instance, each.name), each.default) for each in fields(instance))
+    return {
+        name: _beyond_defaults(value) if is_dataclass(value) else value
+        for name, value, default in values
+        if value != default
+    }
 
 
 def _report_savings(plan: CompressionPlan, checkpoint: Checkpoint) -> None:

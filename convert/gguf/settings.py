@@ -102,6 +102,8 @@ def hf_settings(file: GGUF) -> dict[str, Any]:
         raise ConversionError(
             f"{name}.attention.value_length={value_dim} is not supported; only that of keys, {head_dim}, is"
         )
+    if values.get("attention.causal", True) is not True:
+        raise ConversionError(f"{name}.attention.causal=False is not supported; only True is")
     settings = {
         "architectures": [ARCHITECTURES[name].hf_name],
         "hidden_size": values.count("embedding_length"),
@@ -154,12 +156,12 @@ def _rope(values: Values) -> dict[str, Any]:
             f"{values.architecture}.rope.scaling.type={kind!r:.80} with factor {factor} is not supported "
             f"beside {tensors}"
         )
-    if ROPE_LONG in tensors or ROPE_SHORT in tensors:
+    if kind == "longrope" or ROPE_LONG in tensors or ROPE_SHORT in tensors:
         return settings | _longrope(values)
     if tensors:
         return settings | llama3_rope(_factors(values, ROPE_FREQS), settings["rope_theta"])
     if kind == "yarn":
-        return settings | {"factor": factor, "original_max_position_embeddings": original} | _yarn(values)
+        return settings | {"original_max_position_embeddings": original} | _yarn(values)
     return settings | (known[kind] if isinstance(kind, str) and kind in known else {"rope_type": kind})
 
 
@@ -193,6 +195,7 @@ def _longrope(values: Values) -> dict[str, Any]:
 
 def _yarn(values: Values) -> dict[str, Any]:
     given = {
+        "factor": values.number("rope.scaling.factor"),
         "attention_factor": values.get("rope.scaling.yarn_attn_factor"),
         "beta_fast": values.get("rope.scaling.yarn_beta_fast"),
         "beta_slow": values.get("rope.scaling.yarn_beta_slow"),
@@ -249,20 +252,23 @@ def _granite(values: Values) -> dict[str, Any]:
 
 
 def _phi3(values: Values) -> dict[str, Any]:
-    original = values.count("rope.scaling.original_context_length", values.count("context_length"))
+    context, layers = values.count("context_length"), values.count("block_count")
+    original = values.count("rope.scaling.original_context_length", context)
+    # Early files of the 4K models do not say; the window is theirs all the same (as in llama.cpp).
+    default = 2047 if context == 4096 and layers in (32, 40) else None
     return {
-        "sliding_window": values.get("attention.sliding_window") or None,
+        "sliding_window": values.get("attention.sliding_window", default) or None,
         "original_max_position_embeddings": original,
     }
 
 
 def _gemma3(values: Values) -> dict[str, Any]:
-    layers, window = values.count("block_count"), values.get("attention.sliding_window")
+    layers, window = values.count("block_count"), values.count("attention.sliding_window")
     pattern = values.get("attention.sliding_window_pattern", 6)
     if not isinstance(pattern, list):
         period = pattern if type(pattern) is int and pattern > 0 else 1
         pattern = [(index + 1) % period > 0 for index in range(min(layers, 1 << 12))]
-    slides = ["sliding_attention" if each and window else "full_attention" for each in pattern]
+    slides = ["sliding_attention" if each else "full_attention" for each in pattern]
     full = _rope(values) | {"rope_theta": values.number("rope.freq_base", 1_000_000.0)}
     local = {"rope_type": "default", "rope_theta": values.number("rope.freq_base_swa", 10_000.0)}
     scalar = values.head_dim
@@ -270,7 +276,7 @@ def _gemma3(values: Values) -> dict[str, Any]:
         scalar = values.count("embedding_length") // values.count("attention.head_count")
     return {
         "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": window or None,
+        "sliding_window": window,
         "layer_types": slides,
         "query_pre_attn_scalar": scalar,
         "final_logit_softcapping": values.get("final_logit_softcapping") or None,

@@ -36,6 +36,10 @@ def parse_config(folder: Path, dtype: str) -> ModelConfig:
             f"{folder} is not a folder; give one with config.json and *.safetensors, or a .gguf file"
         )
     path, generation = folder / "config.json", folder / "generation_config.json"
+    if (folder / "manifest.json").exists():
+        raise ConversionError(f"{folder} is already converted; give what it was converted from")
+    if not path.exists() and (files := sorted(folder.glob("*.gguf"))):
+        raise ConversionError(f"{folder} has no config.json; give one of its files, such as {files[0]}")
     return parse_settings(
         read_json(path), path, dtype=dtype, generation=read_json(generation) if generation.exists() else {}
     )
@@ -62,6 +66,8 @@ def parse_settings(
     family = next((supported[name] for name in names if name in supported), None)
     if family is None:
         raise ConversionError(f"architectures={names} is not supported; supported are {sorted(supported)}")
+    if raw.get("is_causal") is False:
+        raise ConversionError("is_causal=false is not supported: the model reads what follows a token, too")
     if quantization := raw.get("quantization_config"):
         kind = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ConversionError(
@@ -87,7 +93,8 @@ def _eos(*sources: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _parse(family: str, raw: Mapping[str, Any], **common: Any) -> ModelConfig:
-    return named(family).parse(raw, family=family, bos_id=raw.get("bos_token_id"), **common)
+    config = named(family).parse(raw, family=family, bos_id=raw.get("bos_token_id"), **common)
+    return config.without_idle_windows()
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:

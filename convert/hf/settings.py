@@ -61,7 +61,7 @@ def _llama3(settings: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, An
     return _factor(settings, raw) | {
         "low_freq_factor": float(settings["low_freq_factor"]),
         "high_freq_factor": float(settings["high_freq_factor"]),
-        "original_max_positions": int(settings["original_max_position_embeddings"]),
+        "original_max_positions": _original(settings, raw),
     }
 
 
@@ -121,7 +121,7 @@ _HF_ROPE = {
     "short_factors": "short_factor",
     "long_factors": "long_factor",
 }
-"""Where their names are others than ours."""
+"""Hugging Face's names of fields whose names differ from ours."""
 _WRITTEN = {
     "default": (),
     "linear": ("factor",),

@@ -137,7 +137,7 @@ def test_input_that_is_no_text_is_one_line(model, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
     assert main(["chat", model, *FEW]) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: cannot read standard input: ")
+    assert error.startswith("error: standard input is not UTF-8: ")
 
 
 def test_each_prompt_is_a_message(model, capsys):

@@ -190,17 +190,17 @@ def test_a_stop_token_is_part_of_the_text_that_the_template_writes(plain, read, 
     assert reply == anew(plain, read.prompts[2], 12, stop_tokens=chat_stop_tokens(model))
 
 
-def test_a_full_cache_gives_way_to_one_of_twice_the_room(plain, read):
-    conversation = chat(plain, max_new_tokens=40, stop_tokens=())
+def test_a_full_cache_gives_way_to_one_with_room_for_as_much_again(plain, read):
+    conversation = chat(plain, max_new_tokens=10, stop_tokens=())
     capacities = []
-    for message in MESSAGES:
+    for message in MESSAGES * 2:
         conversation.say(message)
         capacities.append(conversation.turn.generation.capacity)
         assert conversation.turn.generation.kv_bytes == plain.plan.bytes(capacities[-1], 1, "float32")
-    assert capacities == [128, 256, 256]
-    assert [held > 0 for held in read.held] == [False, False, True]
-    prompt, (completion,) = read.prompts[2], conversation.turn.generation.completions
-    assert completion.tokens == anew(plain, prompt, 40, stop_tokens=())
+    assert capacities == [128, 128, 256, 256, 256, 256]
+    assert [held > 0 for held in read.held] == [False, True, False, True, True, True]
+    prompt, (completion,) = read.prompts[5], conversation.turn.generation.completions
+    assert completion.tokens == anew(plain, prompt, 10, stop_tokens=())
 
 
 def test_replies_shorten_where_positions_end_and_then_there_are_none(plain):
@@ -327,6 +327,8 @@ def test_new_turns_do_not_recompile(plain):
         ({"prefill_chunk": 33}, PromptError, "prefill_chunk=33"),
         ({"system": 3}, ChatError, "content=3"),
         ({"template_options": {"enable_thinking": False}}, ChatError, "reads no enable_thinking"),
+        ({"template_options": {"messages": []}}, ChatError, "reads no messages"),
+        ({"template_options": {"self": 1}}, ChatError, "reads no self"),
     ],
 )
 def test_bad_options_are_refused_at_once(plain, options, error, said):
@@ -378,8 +380,9 @@ def test_text_of_tokens_where_they_stand():
 
 def test_tokens_behind_a_beginning():
     tokenizer = chat_tokenizer()
-    assert tokens_behind(tokenizer, "a", "a the") == tokenizer.encode(" the").ids
-    assert tokens_behind(tokenizer, "b", "a the") is None
-    assert tokens_behind(tokenizer, "a th", "a the") == tokenizer.encode("e").ids
-    assert tokens_behind(tokenizer, "at", "ath") is None  # It is "a" and "th".
-    assert tokens_behind(tokenizer, "a", "a") == []
+    behind = lambda beginning, text: tokens_behind(tokenizer, beginning, text, tokenizer.encode(text).ids)
+    assert behind("a", "a the") == tokenizer.encode(" the").ids
+    assert behind("b", "a the") is None
+    assert behind("a th", "a the") == tokenizer.encode("e").ids
+    assert behind("at", "ath") is None  # It is "a" and "th".
+    assert behind("a", "a") == []

@@ -218,6 +218,9 @@ def test_inspect_checks_hashes(folder, capsys):
     assert main(["inspect", str(folder / "model"), "--check"]) == 0
     out = capsys.readouterr().out
     assert "all hashes match" in out
+    assert json.loads(out[out.index("{") : out.rindex("}") + 1])["layers"] == [
+        {"count": 2, "rope": {"theta": 1e4}}
+    ]
     assert "balanced" in out
     assert "a poor basis: 512 tokens are few" in out
 
@@ -269,15 +272,15 @@ SAMPLING_FLAGS = "temperature top-k top-p seed"
 PLAN_FLAGS = "plan qk v budget max-score-error window sinks"
 FLAGS = {
     "convert": "dtype overwrite verify calibrate",
-    "calibrate": "qk vo center tokens context batch seed reduction prune clusters dtype",
+    "calibrate": "qk vo center tokens context batch seed reduction prune clusters profile from-moments dtype",
     "plan": f"{PLAN_FLAGS} max-degradation texts mode objective constrained trials text-windows context "
     "seed batch dtype",
     "generate": f"{PLAN_FLAGS} {SAMPLING_FLAGS} max-new-tokens stop chat system stream mesh payload dtype "
-    "distributed coordinator num-processes process-id join-timeout",
-    "chat": f"{PLAN_FLAGS} {SAMPLING_FLAGS} system max-new-tokens stop dtype",
+    "max-positions distributed coordinator num-processes process-id join-timeout",
+    "chat": f"{PLAN_FLAGS} {SAMPLING_FLAGS} system max-new-tokens stop dtype max-positions",
     "perplexity": f"{PLAN_FLAGS} windows context seed batch dtype output",
     "inspect": "check",
-    "demo": "output",
+    "demo": "source output",
 }
 
 

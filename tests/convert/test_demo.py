@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hf_variants import write_variant
 
 from convert.cli.demo import _claim, _program
 from convert.cli.main import main
@@ -42,3 +43,14 @@ def test_the_program_named_is_the_one_that_runs(monkeypatch):
     python, *module = _program()
     assert Path(python).samefile(sys.executable)
     assert module == ["-m", "convert.cli.main"]
+
+
+def test_sources_that_cannot_be_shown_leave_nothing(tmp_path, capsys):
+    short = write_variant("llama-gqa", tmp_path / "hf")
+    for source, error in (
+        (short, "has 128 positions, the demo needs 1024"),
+        (tmp_path / "no", "no is not a folder"),
+    ):
+        assert main(["demo", "--source", str(source), "--output", str(tmp_path / "output")]) == 2
+        assert error in capsys.readouterr().err
+        assert not (tmp_path / "output").exists()

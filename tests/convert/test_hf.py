@@ -21,6 +21,7 @@ from hf_variants import (
     write_variant,
 )
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
 
 import convert.conversion
 from convert.conversion import convert as convert_folder
@@ -341,3 +342,15 @@ def test_vocab_and_merges_become_a_tokenizer(tmp_path):
     tokenizer = convert_folder(tmp_path / "hf", tmp_path / "output", progress=False).tokenizer()
     assert tokenizer is not None
     assert tokenizer.encode("abcab", add_special_tokens=False).ids == [8, 7]
+
+
+def test_added_tokens_past_the_vocabulary_are_left_out(tmp_path, caplog):
+    """As Gemma's for images, which text models have no row for."""
+    path = write_variant("gemma3", tmp_path / "hf") / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(str(path))
+    checkpoint = convert_folder(tmp_path / "hf", tmp_path / "ours", progress=False)
+    assert "['<image>'] lie past the model's vocabulary of 96 and are left out" in caplog.text
+    assert checkpoint.tokenizer().get_vocab_size() == VOCAB
+    assert checkpoint.tokenizer().encode("w5").ids == [5]

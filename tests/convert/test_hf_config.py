@@ -65,6 +65,8 @@ def test_meaning_of_configs(name, tmp_path):
 
 
 LAYERS_THAT_SLIDE = {
+    # No context outgrows 128 positions: plans may cut these layers like any other.
+    "mistral-idle-window": [None, None],
     "qwen2-sliding": [None, 8],
     "qwen3-sliding": [8, None],
     "gemma3": [8, None, 8],
@@ -91,7 +93,14 @@ def test_old_and_new_rope_settings_mean_the_same(kind_key, tmp_path):
     scaling = {kind_key: "llama3", **LLAMA3_ROPE}
     old = parse("llama-mha", tmp_path / "old", rope_theta=7e3, rope_scaling=scaling)
     new = parse("llama-mha", tmp_path / "new", rope_parameters={"rope_theta": 7e3, **scaling})
-    assert old.layers[0].rope == new.layers[0].rope
+    beside = parse(
+        "llama-mha",
+        tmp_path / "beside",
+        rope_theta=7e3,
+        rope_scaling=scaling | {"original_max_position_embeddings": 99},
+        original_max_position_embeddings=32,
+    )
+    assert old.layers[0].rope == new.layers[0].rope == beside.layers[0].rope
     assert old.layers[0].rope == RopeConfig(
         theta=7e3,
         kind="llama3",
@@ -201,6 +210,9 @@ CONFIG_ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3", {"layer_types": ["chunked"] * 3}, r"'chunked' must be one of \['sliding_attention'"),
     ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
     ("gemma3", {"query_pre_attn_scalar": -4}, "scale=.* must be a finite number"),
+    ("gemma3", {"rope_parameters": {"rope_type": "linear", "factor": 8.0}}, "must be given by type of layer"),
+    ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "sliding_window=null must be an integer"),
+    *((name, {"is_causal": False}, "is_causal=false is not supported") for name in ("qwen2", "opt")),
     ("gemma3-old", {"sliding_window_pattern": 0}, "config.json: .*zero"),
     ("llama-mha", {"rope_scaling": {"type": "linear"}}, "config.json: missing 'factor'"),
     ("llama-mha", {"hidden_act": "swiglu"}, "'swiglu' is not supported; supported are .*'silu'"),

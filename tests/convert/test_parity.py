@@ -75,6 +75,15 @@ def test_contexts_go_as_far_as_the_rotary_scaling(name, most, tmp_path):
             load(tmp_path / "ours", max_positions=wrong)
 
 
+def test_frequencies_other_than_those_of_calibration_are_said(tmp_path, caplog):
+    checkpoint = convert(write_variant("phi3-short", tmp_path / "hf"), tmp_path / "ours", progress=False)
+    plan, basis = CompressionPlan.full(checkpoint.config), random_basis(checkpoint)
+    load(tmp_path / "ours", plan, basis=basis, max_positions=64)
+    assert not caplog.text
+    load(tmp_path / "ours", plan, basis=basis, max_positions=32)
+    assert "max_positions=32 changes the rotary frequencies" in caplog.text
+
+
 @pytest.mark.parametrize("name", REFERENCES)
 @pytest.mark.usefixtures("optimised")
 def test_reference_models_equal_golden_logits(name, data, tmp_path):

@@ -59,7 +59,7 @@ def chat(
     stop_tokens = chat_stop_tokens(model) if stop_tokens is None else stop_tokens
     # What each turn asks for, but for its prompt; a greeting shows at once whether template and options work.
     *told, hello = opening(system, "Hello")
-    greeting = chat_prompt(model, [*told, hello], **options)
+    greeting = chat_prompt(model, [*told, hello], options)
     check_limit(max_new_tokens)
     request = Request.checked(model, [greeting], 1, sampling, stop_tokens, stop, prefill_chunk)
     request = replace(request, max_new_tokens=int(max_new_tokens))
@@ -84,7 +84,7 @@ class Conversation:
 
     - where the template rewrites it: some leave out earlier thoughts of the model, some strip its replies;
     - after a reply that ended at a stop string or was not read to its end, for the cache holds more of it;
-    - when the cache is full; the next has twice the room;
+    - when the cache is full; the next has room for as much again;
     - with token classes, since tokens that are decoded are classified otherwise than tokens that are read;
     - on a mesh, where prompts come whole.
 
@@ -137,7 +137,7 @@ class Conversation:
           NotImplementedError: the chosen implementation cannot do this call, with the reason.
         """
         messages = [*self._messages, {"role": "user", "content": message}]
-        text = self._template.render(messages, **self._options)
+        text = self._template.render(messages, self._options)
         self._turn = None
         request, cache = self._next(text)
         kept, reply = 0 if cache is None else int(cache.lengths[0]), ""
@@ -158,10 +158,10 @@ class Conversation:
     def _next(self, text: str) -> tuple[Request, KVCache | None]:
         """What to ask for in a turn of this text; with the cache, which is given away, if it can go on."""
         held, limit = self._held, self._model.config.max_positions
-        ids = None if held is None else held.continued(self._tokenizer, text)
-        cache = None if held is None or ids is None else held.cache
-        if ids is None:
-            ids = tokenized(self._tokenizer, text, add_special_tokens=False)
+        anew = tokenized(self._tokenizer, text, add_special_tokens=False)
+        kept = None if held is None else held.continued(self._tokenizer, text, anew)
+        cache = None if held is None or kept is None else held.cache
+        ids = anew if kept is None else kept
         if (room := limit - len(ids)) < 1:
             raise PromptError(
                 f"the conversation takes {len(ids)} tokens and leaves none of the model's {limit} positions "
@@ -172,7 +172,7 @@ class Conversation:
         self._held = None
         if longest > self._capacity:
             warn_beyond_calibration(self._model, longest, stacklevel=4)
-            self._capacity = capacity_for(min(max(longest, 2 * self._capacity), limit), limit)
+            self._capacity = capacity_for(min(2 * longest, limit), limit)
             cache = None
         given = replace(
             self._request, prompts=(prompt,), max_new_tokens=max_new_tokens, capacity=self._capacity
@@ -209,13 +209,14 @@ class Held:
         more = [text + text_behind(tokenizer, prompt, tokens) for tokens in (chosen, chosen[:-1])]
         return cls(cache, (*prompt, *chosen), *more)
 
-    def continued(self, tokenizer: Tokenizer, text: str) -> list[int] | None:
+    def continued(self, tokenizer: Tokenizer, text: str, ids: list[int]) -> list[int] | None:
         """Token ids of `text` that begin with those in the cache; None where it begins with another text.
 
+        ids: those that the tokenizer gives for all of `text`, which may begin otherwise.
         The newest token may be one that the template does not write, or writes otherwise: it may go.
         """
         for known, beginning in ((self.tokens, self.text), (self.tokens[:-1], self.text_held)):
-            rest = tokens_behind(tokenizer, beginning, text)
+            rest = tokens_behind(tokenizer, beginning, text, ids)
             if rest is not None and len(known) + len(rest) >= len(self.tokens):
                 return [*known, *rest]
         return None
@@ -228,9 +229,10 @@ def text_behind(tokenizer: Tokenizer, prompt: list[int], chosen: list[int]) -> s
     return tokenizer.decode([*context, *chosen], skip_special_tokens=False)[len(before) :]
 
 
-def tokens_behind(tokenizer: Tokenizer, beginning: str, text: str) -> list[int] | None:
-    """Tokens of a text behind those of its beginning; None where it has another, or a token spans the end."""
+def tokens_behind(tokenizer: Tokenizer, beginning: str, text: str, ids: list[int]) -> list[int] | None:
+    """Tokens of a text, all of them `ids`, behind its beginning; None where it has another, or a token spans
+    the end of it."""
     if not text.startswith(beginning):
         return None
-    first, all_ = (tokenized(tokenizer, some, add_special_tokens=False) for some in (beginning, text))
-    return all_[len(first) :] if all_[: len(first)] == first else None
+    first = tokenized(tokenizer, beginning, add_special_tokens=False)
+    return ids[len(first) :] if ids[: len(first)] == first else None

@@ -1,6 +1,6 @@
 """What a chat is for `generate`: a prompt's token ids, and the tokens that end a reply."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -17,7 +17,9 @@ def opening(system: str | None, message: str) -> list[dict[str, str]]:
     return [*told, {"role": "user", "content": message}]
 
 
-def chat_prompt(model: LanguageModel, messages: Iterable[Message], **options: Any) -> list[int]:
+def chat_prompt(
+    model: LanguageModel, messages: Iterable[Message], options: Mapping[str, Any] | None = None
+) -> list[int]:
     """Token ids of a chat up to where the assistant's reply begins, for `generate` and `stream`.
 
     As in transformers and vLLM, text of a message that spells a special token becomes that token.
@@ -32,7 +34,7 @@ def chat_prompt(model: LanguageModel, messages: Iterable[Message], **options: An
     """
     template, tokenizer = means_to_chat(model)
     # Templates write the tokens that a text begins with themselves.
-    return tokenized(tokenizer, template.render(messages, **options), add_special_tokens=False)
+    return tokenized(tokenizer, template.render(messages, options), add_special_tokens=False)
 
 
 def chat_stop_tokens(model: LanguageModel) -> tuple[int, ...]:
@@ -51,7 +53,7 @@ def means_to_chat(model: LanguageModel) -> tuple[ChatTemplate, Tokenizer]:
     if model.chat_template is None or model.tokenizer is None:
         missing = "tokenizer" if model.tokenizer is None else "chat template"
         raise ChatError(
-            f"this model has no {missing}; convert one that was made for chat again, or put its "
+            f"this model has no {missing}; take one that was made for chat, or put its "
             "chat_template.jinja into the converted folder"
         )
     return model.chat_template, model.tokenizer

@@ -25,6 +25,8 @@ from zdc_jax.errors import ChatError, CheckpointError, foreign_errors_as
 Message = Mapping[str, str]
 """`role`, one of `ROLES`, and `content`."""
 
+OURS = {"messages", "add_generation_prompt"}
+"""Variables that are no options."""
 ROLES = ("system", "user", "assistant")
 SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 TEMPLATE_FILE = "chat_template.jinja"
@@ -70,14 +72,18 @@ class ChatTemplate:
         return cls(source, older | _special_tokens(config, TOKENIZER_CONFIG))
 
     def render(
-        self, messages: Iterable[Message], *, add_generation_prompt: bool = True, **options: Any
+        self,
+        messages: Iterable[Message],
+        options: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
         """Text of a chat.
 
         Args:
           messages: oldest first, each with a `role` and a `content`.
+          options: further variables of the template, plain JSON values, such as `{"enable_thinking": False}`.
           add_generation_prompt: end with what an answer of the assistant begins with.
-          options: further variables of the template, plain JSON values, such as `enable_thinking=False`.
 
         Raises:
           ChatError: malformed messages, an option that the template does not read, a template that is no
@@ -85,7 +91,8 @@ class ChatTemplate:
         """
         checked = checked_messages(messages)
         with _errors_of_templates():
-            template, known = _compiled(self.source)
+            template, read = _compiled(self.source)
+            options, known = options or {}, read - OURS
             if unknown := sorted(options.keys() - known):
                 raise ChatError(
                     f"the chat template reads no {', '.join(unknown)}; it reads {', '.join(sorted(known))}"

@@ -76,5 +76,5 @@ class Block(nnx.Module):
         if output_norm is not None:
             y = output_norm(y)
         if self.residual_scale != 1:
-            y *= jnp.asarray(self.residual_scale, y.dtype)
+            y = (y.astype(jnp.float32) * self.residual_scale).astype(y.dtype)
         return norm(x + y) if self.norms == "post" else x + y

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from convert.hf.families import llama
-from convert.hf.families.qwen3 import QK_NORMS
 from convert.hf.settings import (
     FULL,
     HF_ACTIVATIONS,
@@ -31,6 +30,8 @@ def _ropes(raw: Mapping[str, Any]) -> dict[str, RopeConfig]:
     """By type of layer; `rope_scaling`, of the old form, is that of full layers only."""
     rest = {name: value for name, value in raw.items() if name not in ("rope_scaling", "rope_theta")}
     given = raw.get("rope_parameters") or {}
+    if given and not given.keys() & THETA.keys():
+        raise ConversionError(f"rope_parameters={given!r:.80} must be given by type of layer, {list(THETA)}")
     old = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
     by_type = {
         kind: {"rope_theta": raw.get(old[kind], THETA[kind]), **(given.get(kind) or {})} for kind in old
@@ -83,7 +84,7 @@ FAMILY = replace(
     settings=_settings,
     layer={
         **llama.FAMILY.layer,
-        **QK_NORMS,
+        **llama.QK_NORMS,
         "attention_output_norm/scale": "post_attention_layernorm.weight",
         "mlp_norm/scale": "pre_feedforward_layernorm.weight",
         "mlp_output_norm/scale": "post_feedforward_layernorm.weight",

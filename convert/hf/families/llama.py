@@ -55,6 +55,9 @@ def _settings(config: ModelConfig) -> dict[str, Any]:
     return settings_alike(config) | {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
 
 
+QK_NORMS = {"attention/q_norm": "self_attn.q_norm.weight", "attention/k_norm": "self_attn.k_norm.weight"}
+"""Of relatives that norm q and k."""
+
 FAMILY = Family(
     architecture="LlamaForCausalLM",
     parse=_parse,

@@ -13,7 +13,7 @@ def layers(raw: Mapping[str, Any], layer: LayerSpec) -> tuple[LayerSpec, ...]:
     """The layers of Qwen2 and Qwen3, which slide from `max_window_layers` on if `use_sliding_window`."""
     alike = layer.repeated(raw["num_hidden_layers"])
     if not flag(raw, "use_sliding_window", False):
-        return alike
+        return with_windows(alike, {**raw, "sliding_window": None}, lambda index: False)
     first = raw.get("max_window_layers", 28)
     return with_windows(alike, raw, lambda index: index >= first)
 

@@ -26,12 +26,10 @@ def _settings(config: ModelConfig) -> dict[str, Any]:
     return llama.settings_alike(config) | qwen2.windows(config) | {"attention_bias": config.qkv_bias}
 
 
-QK_NORMS = {"attention/q_norm": "self_attn.q_norm.weight", "attention/k_norm": "self_attn.k_norm.weight"}
-
 FAMILY = replace(
     llama.FAMILY,
     architecture="Qwen3ForCausalLM",
     parse=_parse,
     settings=_settings,
-    layer={**llama.FAMILY.layer, **QK_NORMS},
+    layer={**llama.FAMILY.layer, **llama.QK_NORMS},
 )
