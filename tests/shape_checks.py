@@ -12,7 +12,7 @@ from jaxtyping import install_import_hook
 PACKAGES = (
     "kernels_pallas",
     "zdc_jax.cache",
-    "zdc_jax.generate",
+    "zdc_jax.generation",
     "zdc_jax.model",
     "zdc_jax.ops",
     "zdc_jax.parallel",

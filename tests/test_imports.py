@@ -19,10 +19,10 @@ CACHE = f"{BASE} kernels_pallas zdc_jax.ops zdc_jax.cache"
 PLAN = f"{CACHE} zdc_jax.methods zdc_jax.plan"
 MODEL = f"{PLAN} zdc_jax.model"
 LOADING = (
-    f"{MODEL} zdc_jax.basis zdc_jax.checkpoint zdc_jax.chat.template zdc_jax.parallel zdc_jax.fold "
+    f"{MODEL} zdc_jax.basis zdc_jax.checkpoint zdc_jax.conversation.template zdc_jax.parallel zdc_jax.fold "
     "zdc_jax.loading"
 )
-WHOLE = f"{LOADING} zdc_jax zdc_jax.generate zdc_jax.chat zdc_jax.planning"
+WHOLE = f"{LOADING} zdc_jax zdc_jax.generation zdc_jax.conversation zdc_jax.planning"
 ALLOWED = {
     "kernels_pallas": "",
     "zdc_jax.axes": "",
@@ -40,9 +40,9 @@ ALLOWED = {
     "zdc_jax.parallel": f"{MODEL} zdc_jax.basis",
     "zdc_jax.fold": f"{MODEL} zdc_jax.basis zdc_jax.parallel",
     "zdc_jax.loading": LOADING,
-    "zdc_jax.generate": LOADING,
-    "zdc_jax.chat.template": f"{BASE} zdc_jax.checkpoint",
-    "zdc_jax.chat": f"{LOADING} zdc_jax.generate",
+    "zdc_jax.generation": LOADING,
+    "zdc_jax.conversation.template": f"{BASE} zdc_jax.checkpoint",
+    "zdc_jax.conversation": f"{LOADING} zdc_jax.generation",
     "zdc_jax.planning": LOADING,
     "zdc_jax": WHOLE,
     "convert": WHOLE,
@@ -104,7 +104,7 @@ def test_imports_go_one_way():
         ("zdc_jax.ops.xla", "zdc_jax.Checkpoint"),
         ("zdc_jax.cache.classes", "zdc_jax.model.block"),
         ("zdc_jax.model.block", "zdc_jax.parallel.mesh"),
-        ("zdc_jax.model.block", "zdc_jax.generate.api"),
+        ("zdc_jax.model.block", "zdc_jax.generation.api"),
         ("zdc_jax.model.block", "zdc_jax.planning.text"),
         ("zdc_jax.loading", "zdc_jax.planning.choose"),
         ("zdc_jax.plan", "zdc_jax.basis"),

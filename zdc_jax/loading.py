@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from tokenizers import Tokenizer
 
 from zdc_jax.basis import Basis
-from zdc_jax.chat.template import ChatTemplate
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
+from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.errors import CalibrationError, CheckpointError, MeshError, PlanError, foreign_errors_as
 from zdc_jax.fold import cast, prepared_layers
 from zdc_jax.model.block import Block

@@ -12,7 +12,7 @@ from rich.console import Console
 from tyro.conf import Positional
 
 from convert.cli.flags import Dtype, PlanFlags, SamplingFlags
-from zdc_jax.chat.conversation import Conversation, Turn, chat
+from zdc_jax.conversation.chat import Conversation, Turn, chat
 from zdc_jax.errors import PromptError, ZDCError
 from zdc_jax.loading import load
 

@@ -22,12 +22,12 @@ from convert.calibration.calibrate import CalibrationOptions, calibrate, calibra
 from convert.cli.demo_text import CODE, PROSE, passage, write_text
 from convert.conversion import convert, open_source
 from zdc_jax.basis import Basis
-from zdc_jax.chat.prompt import chat_prompt, chat_stop_tokens, opening
-from zdc_jax.chat.template import ChatTemplate
 from zdc_jax.checkpoint import Checkpoint
+from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens, opening
+from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.errors import CheckpointError, ConversionError
-from zdc_jax.generate.api import generate
-from zdc_jax.generate.sampling import Sampling
+from zdc_jax.generation.api import generate
+from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import LanguageModel, load
 from zdc_jax.planning.evaluate import compare, window_nll
 from zdc_jax.planning.spectrum import plan_from_spectrum

@@ -16,7 +16,7 @@ from convert.search.search import Mode, Objective, Search, SearchOptions, descri
 from convert.search.trials import Trial, TrialBook
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import PlanError, TextError
-from zdc_jax.generate.sampling import Sampling
+from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import stored_basis
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.certificate import plan_from_error

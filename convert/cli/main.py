@@ -25,13 +25,13 @@ from convert.cli.flags import Dtype, PlanFlags, SamplingFlags, SearchFlags, text
 from convert.cli.output import check_output
 from convert.conversion import VERIFIED_SHAPE, check_torch, convert, verify_against_transformers
 from zdc_jax.basis import Basis
-from zdc_jax.chat.prompt import chat_prompt, chat_stop_tokens, opening
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
+from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens, opening
 from zdc_jax.errors import MeshError, PlanError, PromptError, TextError, ZDCError
 from zdc_jax.files import whole_file
-from zdc_jax.generate.api import generate, stream
-from zdc_jax.generate.request import Prompt
+from zdc_jax.generation.api import generate, stream
+from zdc_jax.generation.request import Prompt
 from zdc_jax.loading import load, stored_basis
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.payload import Payload

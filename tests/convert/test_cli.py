@@ -16,7 +16,7 @@ from hf_variants import write_variant
 from convert.cli import entry
 from convert.cli.main import COMMANDS, main
 from zdc_jax import Checkpoint, CompressionPlan, LayerRanks
-from zdc_jax.generate.api import Completion, Generation, Timings
+from zdc_jax.generation.api import Completion, Generation, Timings
 from zdc_jax.loading import stored_basis
 
 

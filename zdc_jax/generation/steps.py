@@ -10,7 +10,7 @@ import numpy as np
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.generate.sampling import SamplingArrays, choose
+from zdc_jax.generation.sampling import SamplingArrays, choose
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.mesh import whole_on

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 
-from zdc_jax.generate.request import Prompt, Request
-from zdc_jax.generate.results import Completion as Completion
-from zdc_jax.generate.results import Delta as Delta
-from zdc_jax.generate.results import Generation as Generation
-from zdc_jax.generate.results import Timings as Timings
-from zdc_jax.generate.run import Run
-from zdc_jax.generate.sampling import Sampling
-from zdc_jax.generate.steps import PREFILL_CHUNK
+from zdc_jax.generation.request import Prompt, Request
+from zdc_jax.generation.results import Completion as Completion
+from zdc_jax.generation.results import Delta as Delta
+from zdc_jax.generation.results import Generation as Generation
+from zdc_jax.generation.results import Timings as Timings
+from zdc_jax.generation.run import Run
+from zdc_jax.generation.sampling import Sampling
+from zdc_jax.generation.steps import PREFILL_CHUNK
 from zdc_jax.loading import LanguageModel
 from zdc_jax.ops.attention import Implementation
 

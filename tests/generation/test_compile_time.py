@@ -8,7 +8,7 @@ import jax
 def test_listens_once_and_not_at_import(monkeypatch):
     listeners, register = [], jax.monitoring.register_event_duration_secs_listener
     monkeypatch.setattr(jax.monitoring, "register_event_duration_secs_listener", listeners.append)
-    spec = find_spec("zdc_jax.generate.compile_time")
+    spec = find_spec("zdc_jax.generation.compile_time")
     clock = module_from_spec(spec)  # Another copy, as a new process has it.
     spec.loader.exec_module(clock)
     assert listeners == []

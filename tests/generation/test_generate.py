@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 
 from zdc_jax import LanguageModel, Sampling, generate, stream
 from zdc_jax.errors import CacheMemoryError, PromptError
-from zdc_jax.generate import request, steps
+from zdc_jax.generation import request, steps
 from zdc_jax.plan import CompressionPlan
 
 

@@ -14,7 +14,7 @@ from hf_variants import write_variant
 import zdc_jax
 from convert.cli.main import main
 from convert.conversion import convert
-from zdc_jax.generate.run import Run
+from zdc_jax.generation.run import Run
 
 TEMPLATE = (
     "{% for m in messages %}"

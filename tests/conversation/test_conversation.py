@@ -12,12 +12,12 @@ from conftest import LLAMA, OPT, TinyModel
 from tiny_tokenizers import chat_tokenizer, sentencepiece
 
 from zdc_jax import CompressionPlan, LanguageModel, LayerRanks, Sampling, chat, chat_prompt, generate
-from zdc_jax.chat.conversation import keeps_cache, text_behind, tokens_behind
-from zdc_jax.chat.prompt import chat_stop_tokens
-from zdc_jax.chat.template import ChatTemplate
 from zdc_jax.config import ModelConfig
+from zdc_jax.conversation.chat import keeps_cache, text_behind, tokens_behind
+from zdc_jax.conversation.prompt import chat_stop_tokens
+from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.errors import ChatError, PromptError
-from zdc_jax.generate import run, steps
+from zdc_jax.generation import run, steps
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.transformer import ShardedTransformer

@@ -8,12 +8,12 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.chat.prompt import chat_prompt, chat_stop_tokens, means_to_chat, opening
-from zdc_jax.chat.template import Message
+from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens, means_to_chat, opening
+from zdc_jax.conversation.template import Message
 from zdc_jax.errors import PromptError
-from zdc_jax.generate.api import STREAM_STEPS
-from zdc_jax.generate.detokenise import CONTEXT
-from zdc_jax.generate.request import (
+from zdc_jax.generation.api import STREAM_STEPS
+from zdc_jax.generation.detokenise import CONTEXT
+from zdc_jax.generation.request import (
     Request,
     capacity_for,
     check_limit,
@@ -21,10 +21,10 @@ from zdc_jax.generate.request import (
     tokenized,
     warn_beyond_calibration,
 )
-from zdc_jax.generate.results import Generation
-from zdc_jax.generate.run import Run
-from zdc_jax.generate.sampling import Sampling
-from zdc_jax.generate.steps import PREFILL_CHUNK
+from zdc_jax.generation.results import Generation
+from zdc_jax.generation.run import Run
+from zdc_jax.generation.sampling import Sampling
+from zdc_jax.generation.steps import PREFILL_CHUNK
 from zdc_jax.loading import LanguageModel
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny_tokenizers import demo, gpt_neox, metaspace, sentencepiece
 from tokenizers import Tokenizer
 
-from zdc_jax.generate.detokenise import CONTEXT, Detokeniser
+from zdc_jax.generation.detokenise import CONTEXT, Detokeniser
 
 TEXT = "  Ένα naïve café 👩‍👩‍👧 costs €3…\n\tsaid “the” old man, 東京で。 \n\n It is fun isn 't it? "
 BROKEN = "\ufffd"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from zdc_jax import Sampling
 from zdc_jax.errors import PromptError
-from zdc_jax.generate.sampling import SamplingArrays, choose, request_keys, restrict
+from zdc_jax.generation.sampling import SamplingArrays, choose, request_keys, restrict
 
 LOGITS = 3 * np.random.default_rng(0).normal(size=(6, 30)).astype(np.float32)
 PROMPTS = [np.array(prompt, np.int32) for prompt in ([1], [1, 2], [2, 1], [1], [0, 1], [1, 0])]

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.generate.compile_time import compile_seconds
-from zdc_jax.generate.request import Request, capacity_for
-from zdc_jax.generate.results import Delta, Generation, Timings
-from zdc_jax.generate.sampling import SamplingArrays
-from zdc_jax.generate.steps import (
+from zdc_jax.generation.compile_time import compile_seconds
+from zdc_jax.generation.request import Request, capacity_for
+from zdc_jax.generation.results import Delta, Generation, Timings
+from zdc_jax.generation.sampling import SamplingArrays
+from zdc_jax.generation.steps import (
     MAX_STOP_TOKENS,
     DecodeState,
     bucket,
@@ -22,7 +22,7 @@ from zdc_jax.generate.steps import (
     prefill,
     prefill_on_mesh,
 )
-from zdc_jax.generate.stopping import Row, StopStrings
+from zdc_jax.generation.stopping import Row, StopStrings
 from zdc_jax.loading import LanguageModel
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.transformer import ShardedTransformer

@@ -9,8 +9,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from zdc_jax.errors import PromptError, foreign_errors_as
-from zdc_jax.generate.sampling import Sampling, is_whole
-from zdc_jax.generate.steps import MAX_STOP_TOKENS, bucket
+from zdc_jax.generation.sampling import Sampling, is_whole
+from zdc_jax.generation.steps import MAX_STOP_TOKENS, bucket
 from zdc_jax.loading import LanguageModel
 
 Prompt = str | Sequence[int]

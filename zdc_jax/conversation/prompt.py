@@ -5,9 +5,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from zdc_jax.chat.template import ChatTemplate, Message
+from zdc_jax.conversation.template import ChatTemplate, Message
 from zdc_jax.errors import ChatError
-from zdc_jax.generate.request import tokenized
+from zdc_jax.generation.request import tokenized
 from zdc_jax.loading import LanguageModel
 
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from zdc_jax.generate.detokenise import Detokeniser
-from zdc_jax.generate.results import Completion, Delta, FinishReason
+from zdc_jax.generation.detokenise import Detokeniser
+from zdc_jax.generation.results import Completion, Delta, FinishReason
 
 
 class StopStrings:

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from tiny_tokenizers import demo, sentencepiece
 from tokenizers import Tokenizer
 
-from zdc_jax.generate.results import Completion
-from zdc_jax.generate.stopping import Row, StopStrings
+from zdc_jax.generation.results import Completion
+from zdc_jax.generation.stopping import Row, StopStrings
 
 STOP_ID = 7
 

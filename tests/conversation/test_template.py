@@ -12,8 +12,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from convert.conversion import convert
 from zdc_jax import Checkpoint, load
-from zdc_jax.chat import template
-from zdc_jax.chat.template import ChatTemplate
+from zdc_jax.conversation import template
+from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.errors import ChatError, CheckpointError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
