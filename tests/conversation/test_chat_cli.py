@@ -61,6 +61,20 @@ def test_lines_are_messages_and_replies_are_printed(model, capsys, monkeypatch):
     assert kept[1] > 6
 
 
+def test_commands_are_no_messages(model, capsys, monkeypatch):
+    piped(monkeypatch, "/nw\nw3 w4\n/quit\nw8")
+    assert main(["chat", model, *FEW]) == 0
+    out, err = capsys.readouterr()
+    assert out == "".join(f"{reply}\n" for reply in talk(model, ["w3 w4"]))
+    assert err.startswith("/nw is no command; /new starts over, /quit ends\n")
+
+
+def test_without_standard_input_there_is_no_chat(model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["chat", model]) == 2
+    assert capsys.readouterr().err == "error: standard input is closed; messages come from there\n"
+
+
 def test_the_chat_takes_plans_and_samplings(model, capsys, monkeypatch):
     """Also a stop string."""
     piped(monkeypatch, "w3")

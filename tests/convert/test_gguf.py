@@ -138,6 +138,13 @@ def test_the_folder_of_a_file_is_not_overwritten(tmp_path):
         convert(path, tmp_path, overwrite=True, progress=False)
 
 
+def test_a_folder_of_files_asks_for_one(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    path = write_variant_gguf("llama-gqa", tmp_path / "in" / "a.gguf")
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "ours")]) == 2
+    assert f"give one of its files, such as {path}" in capsys.readouterr().err
+
+
 def test_the_command_converts(tmp_path, capsys):
     path = write_variant_gguf("llama-gqa", tmp_path / "a.gguf")
     assert main(["convert", str(path), str(tmp_path / "ours")]) == 0
