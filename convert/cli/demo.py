@@ -75,8 +75,9 @@ def demo(output: Path, console: Console, source: Path | None = None) -> None:
     (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     console.print(f"wrote {output / 'report.json'}; {time.perf_counter() - began:.0f} s in all")
     plan_flags = ["--budget", "0.75", "--window", "128", "--sinks", "4"]
-    chats = ChatTemplate.of(checkpoint) is not None
-    command = ["chat", str(model_path)] if chats else ["generate", str(model_path), rows[0]["prompt"][-40:]]
+    command = ["generate", str(model_path), rows[0]["prompt"].strip().splitlines()[-1]]
+    if ChatTemplate.of(checkpoint) is not None:
+        command = ["chat", str(model_path)]
     console.out(f"next: {shlex.join([*_program(), *command, *plan_flags])}", highlight=False)
 
 
@@ -89,7 +90,7 @@ def _measured(checkpoint: Checkpoint, basis: Basis, heldout_text: Path) -> list[
     dense_nll = window_nll(dense.network, windows)
     rows = [_row("dense", dense, dense_nll, windows, text)]
     for name, budget in BUDGETS.items():
-        plan = plan_from_spectrum(basis, budget=budget, window=128, sinks=4)
+        plan = plan_from_spectrum(basis, budget=budget, window=128, sinks=4).within(checkpoint.config)
         model = load(checkpoint.path, plan, dtype=_dtype())
         rows.append(_row(name, model, dense_nll, windows, text))
     return rows
