@@ -21,6 +21,12 @@ TOLERANCE = 1e-4
 """Of the largest |logit|, float32 with exact products."""
 
 
+def golden(file: str, name: str) -> np.ndarray:
+    """Logits of transformers."""
+    with np.load(GOLDEN / f"{file}.npz") as arrays:
+        return arrays[name]
+
+
 def check(logits: np.ndarray, expected: np.ndarray) -> None:
     assert logits.dtype == np.float32
     assert np.abs(logits - expected).max() <= TOLERANCE * np.abs(expected).max()
@@ -31,7 +37,7 @@ def test_variants_equal_golden_logits(name, tmp_path):
     convert(write_variant(name, tmp_path / "hf"), tmp_path / "ours", progress=False)
     network = load(tmp_path / "ours", max_positions=VARIANTS[name].max_positions).network
     logits = np.asarray(network(jnp.asarray(token_ids(VOCAB, (2, 24)))))
-    check(logits, np.load(GOLDEN / "variants.npz")[name])
+    check(logits, golden("variants", name))
 
 
 FAMILIES = (
@@ -51,7 +57,7 @@ def test_cached_pieces_under_a_full_rank_plan_equal_golden_logits(name, tmp_path
     for start, end in ((0, 11), (11, 23), (23, 24)):
         hidden, cache = network.extend(cache, jnp.asarray(tokens[:, start:end]), jnp.full(2, end))
         pieces.append(network.embeddings.unembed(hidden))
-    check(np.concatenate(pieces, axis=1), np.load(GOLDEN / "variants.npz")[name])
+    check(np.concatenate(pieces, axis=1), golden("variants", name))
     slides = all(layer.window for layer in checkpoint.config.layers)
     assert (network.new_cache(batch=2, capacity=128).bytes() == cache.bytes()) is slides
 
@@ -91,7 +97,7 @@ def test_reference_models_equal_golden_logits(name, data, tmp_path):
     network = load(tmp_path / "ours", dtype="float32").network
     hidden = network.hidden(jnp.asarray(token_ids(8192, (1, 4096))))
     logits = network.embeddings.unembed(hidden[0, jnp.asarray(REFERENCE_POSITIONS)])
-    check(np.asarray(logits), np.load(GOLDEN / "reference.npz")[name])
+    check(np.asarray(logits), golden("reference", name))
 
 
 @pytest.mark.gpu
