@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from conftest import LLAMA, OPT, TinyModel
 
+from zdc_jax import methods
 from zdc_jax.cache.spec import Call, Clause, LayerCacheSpec
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.attention import Attention
@@ -32,6 +33,13 @@ def uniform(config: ModelConfig, **ranks: int) -> CompressionPlan:
     return CompressionPlan.uniform(config, **ranks)
 
 
+def method(config: ModelConfig, name: str, settings: dict | None = None, **ranks: int) -> CompressionPlan:
+    """A plan of a method, at all coordinates where no ranks are named."""
+    H = config.head_dim
+    plan = uniform(config, **({"qk": H, "v": H} | ranks))
+    return replace(plan, method=name, settings=methods.settings_from_json(name, settings or {}))
+
+
 def classes(config: ModelConfig, **near: int) -> CompressionPlan:
     L = config.num_layers
     divided = TokenClasses((0,), (0.4,), (LayerRanks(32, 32),) * L, BLOCK)
@@ -47,6 +55,10 @@ METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
     "window past the end": (SHORT_LLAMA, partial(uniform, qk=16, v=16, window=300, sinks=2)),
     "sliding layer": (SLIDING, partial(uniform, qk=32, v=32)),
     "sliding layer under a plan": (SLIDING, partial(uniform, qk=16, v=16, window=8, sinks=2)),
+    "fp8": (SHORT_LLAMA, partial(method, name="fp8")),
+    "fp8 of a rank": (SHORT_OPT, partial(method, name="fp8", qk=16, v=16)),
+    "int8 and window": (SHORT_LLAMA, partial(method, name="int8", window=8, sinks=2)),
+    "int8 of a rank and window": (SHORT_OPT, partial(method, name="int8", qk=16, v=16, window=8, sinks=2)),
     "token classes": (SHORT_LLAMA, classes),
     "token classes and window": (SHORT_LLAMA, partial(classes, window=8, sinks=2)),
 }

@@ -160,6 +160,10 @@ def _plan_and_basis(
         raise PlanError(f"plan must be a CompressionPlan or the path of its JSON, got {plan!r:.80}")
     plan = plan if isinstance(plan, CompressionPlan) else CompressionPlan.load(plan)
     plan.check_model(checkpoint.config, checkpoint.fingerprint)
+    if not plan.rotated:
+        if basis is not None:
+            raise PlanError("basis= was given for a plan that is not rotated")
+        return plan, None
     basis = basis or stored_basis(checkpoint)
     basis.check_model(checkpoint.fingerprint, checkpoint.config)
     plan.check_basis(basis.coordinates_hash)

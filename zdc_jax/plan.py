@@ -17,6 +17,7 @@ from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
 from zdc_jax.files import load_json, whole_file
+from zdc_jax.methods import MethodSettings
 
 FORMAT_VERSION = 2
 """Version 1 did not name the basis."""
@@ -77,7 +78,9 @@ class CompressionPlan:
     Without a window (`window == sinks == 0`) the projections and W_O shrink with the cache. With one, every
     token is near somebody once, so projections stay full and the cache and far attention shrink.
     `fingerprint` names the calibrated model (empty: any model of this shape), `basis` the basis whose
-    coordinates were chosen (`Basis.coordinates_hash`; empty: any of this model).
+    coordinates were chosen (`Basis.coordinates_hash`; empty: any of this model). Without `rotated` no basis
+    is folded in: coordinates are those of the checkpoint, and layers keep all of them or none. `method` says
+    how what is kept of far tokens is stored (`zdc_jax.methods`), `settings` are that method's.
 
     Raises:
       PlanError: on any impossible value, naming it and what is allowed.
@@ -91,7 +94,9 @@ class CompressionPlan:
     fingerprint: str = ""
     basis: str = ""
     classes: TokenClasses | None = None
+    rotated: bool = True
     method: str = "zdc"
+    settings: MethodSettings = None  # type: ignore[assignment]  # The method's own, once it is known.
 
     def __post_init__(self) -> None:
         for name in ("sinks", "window"):
@@ -105,14 +110,37 @@ class CompressionPlan:
                 raise PlanError(f"{name}={value!r} must be a string")
         if not isinstance(self.method, str) or self.method not in methods.names():
             raise PlanError(f"method={self.method!r} must be one of {methods.names()}")
+        if self.settings is None:
+            object.__setattr__(self, "settings", methods.named(self.method).Settings())
+        if not isinstance(self.settings, methods.named(self.method).Settings):
+            raise PlanError(f"settings={self.settings!r} are not those of method {self.method!r}")
         if not self.layers:
             raise PlanError("layers=() must name the ranks of at least one layer")
         for index, ranks in enumerate(self.layers):
             self._check_ranks(index, ranks)
         if self.classes is not None:
             self._check_classes(self.classes)
+        self._check_rotated()
+        self.layer_caches("bfloat16")  # The method refuses what it cannot keep.
+
+    def _check_rotated(self) -> None:
+        if type(self.rotated) is not bool:
+            raise PlanError(f"rotated={self.rotated!r} must be true or false")
+        if self.rotated:
+            return
+        if self.basis:
+            raise PlanError(f"basis={self.basis!r}: a plan that is not rotated has none")
+        H = self.head_dim
+        for index, ranks in enumerate(self.layers):
+            if ranks.qk not in (0, H) or ranks.v not in (0, H):
+                raise PlanError(
+                    f"layer {index}: qk={ranks.qk}, v={ranks.v}: without a basis a layer keeps all {H} "
+                    "coordinates or none"
+                )
 
     def _check_classes(self, classes: TokenClasses) -> None:
+        if self.method != "zdc":
+            raise PlanError(f"token classes are a mode of method 'zdc', not of {self.method!r}")
         leaders, count = classes.leaders, len(self.layers)
         for name, value in (("block", classes.block), *(("leaders", leader) for leader in leaders)):
             _integer(name, value)
@@ -248,6 +276,9 @@ class CompressionPlan:
     def to_json(self) -> dict[str, Any]:
         """Plain, versioned JSON value."""
         value = json.loads(json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}))
+        for name, usual in (("rotated", True), ("settings", {})):
+            if value[name] == usual:
+                del value[name]
         for layer in value["layers"]:
             if layer["window"] is None:
                 del layer["window"]
@@ -286,10 +317,12 @@ class CompressionPlan:
                 important = tuple(LayerRanks(**ranks) for ranks in classes.pop("important"))
                 leaders, fraction = (tuple(classes.pop(name)) for name in ("leaders", "fraction"))
                 classes = TokenClasses(leaders, fraction, important, **classes)
+            if (settings := fields.pop("settings", None)) is not None:
+                fields["settings"] = methods.settings_from_json(fields.get("method", cls.method), settings)
             plan = cls(layers, **fields, classes=classes)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise PlanError(f"{path} is not a compression plan: {error}") from error
         if version == 1 and plan.fingerprint:
             warnings.warn(

@@ -131,6 +131,25 @@ class LayerCacheSpec(ABC):
         done = self.attend(state, q, k, v, positions, jnp.full(B, T, jnp.int32), aux, call)
         return done._replace(state=None)
 
+    def keep_prompt(
+        self,
+        q: Float[Array, "B T N _"],
+        k: Any,
+        v: Any,
+        lse: Float[Array, "B N T"],
+        positions: Int[Array, "B T"],
+        end: Int[Array, " B"],
+        capacity: int,
+        call: Call,
+    ) -> State:
+        """A new cache with what it keeps of whole prompts that were read exactly.
+
+        Args:
+          q, k, v, positions, end: as `attend` takes them; each row begins at position 0.
+          lse: log-sum-exp of the prompt's exact scores.
+        """
+        return self.write(self.create(positions.shape[0], capacity), k, v, positions, end)
+
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
     ) -> tuple[Array, Any, Any]:
@@ -144,6 +163,10 @@ class LayerCacheSpec(ABC):
     def bytes(self, capacity: int, batch: int = 1) -> int:
         """Bytes of the arrays of `create`: everything that stays in memory for this layer."""
         return _bytes(self, capacity, batch)
+
+    def bytes_read(self, tokens: int) -> int:
+        """Bytes of the cache of a row of `tokens` that decoding one more reads: all, unless it chooses."""
+        return self.bytes(tokens)
 
     def on_heads(self, num_kv_heads: int) -> "LayerCacheSpec":
         """The same for a device with so many of the heads."""

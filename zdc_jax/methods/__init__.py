@@ -1,13 +1,32 @@
 """Methods of compressing a KV cache, one file each: which layer of a plan keeps its tokens how.
 
-A method is a module here with a function `layer_caches(plan, dtype) -> tuple[LayerCacheSpec, ...]`; its name
-is that of the module, and a plan says it (`CompressionPlan.method`).
+A method is a module here. Its name is that of the module, and a plan says it (`CompressionPlan.method`). It
+holds `Settings`, a frozen dataclass of what can be chosen (`CompressionPlan.settings`), and a function
+`layer_caches(plan, dtype) -> tuple[LayerCacheSpec, ...]`.
 """
 
 import importlib
 import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from zdc_jax.cache.prefix_ring import PrefixRing
+from zdc_jax.cache.spec import LayerCacheSpec
+
+if TYPE_CHECKING:
+    from zdc_jax.plan import CompressionPlan
+
+
+@dataclass(frozen=True)
+class MethodSettings:
+    """What a plan chooses of a method, beside ranks, sinks and window. Hashable; JSON can say all of it.
+
+    Values that no plan may have raise `PlanError` here; those that do not go with the rest of a plan, in
+    `layer_caches`.
+    """
 
 
 @cache
@@ -21,3 +40,35 @@ def named(name: str) -> ModuleType:
     if name not in names():
         raise ValueError(f"method={name!r} must be one of {names()}")
     return importlib.import_module(f"{__name__}.{name}")
+
+
+def settings_from_json(name: str, value: dict[str, Any]) -> MethodSettings:
+    """Settings of a method as JSON has them; raises `TypeError` for unknown names, `PlanError` for values."""
+    return named(name).Settings(**{key: _hashable(item) for key, item in value.items()})
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
+def far_layers(
+    plan: "CompressionPlan", dtype: str, far: Callable[..., LayerCacheSpec]
+) -> tuple[LayerCacheSpec, ...]:
+    """`far(num_kv_heads=, head_dim=, dtype=, R=, Z=, sinks=, window=)` for each layer that keeps far tokens.
+
+    Layers without (rank 0, sliding windows) are rings in all methods.
+    """
+
+    def layer(index: int) -> LayerCacheSpec:
+        ranks, (sinks, window) = plan.layers[index], plan.near(index)
+        return (far if ranks.qk else PrefixRing)(
+            num_kv_heads=plan.num_kv_heads,
+            head_dim=plan.head_dim,
+            dtype=dtype,
+            R=ranks.qk,
+            Z=ranks.v,
+            sinks=sinks,
+            window=window,
+        )
+
+    return tuple(map(layer, range(len(plan.layers))))

@@ -1,11 +1,18 @@
 """ZDC: first coordinates of all tokens, or two token classes (ZDC §4–5); all coordinates near by (ours)."""
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 from zdc_jax.cache.classes import ClassLeader, ClassMember
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.methods import MethodSettings
 from zdc_jax.plan import CompressionPlan
+
+
+@dataclass(frozen=True)
+class Settings(MethodSettings):
+    """None: ranks, sinks, window and token classes say all."""
 
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.cache.kv_cache import KVCache, check_fits, free_bytes
 from zdc_jax.cache.spec import Call, LayerCacheSpec, State, own_heads
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.block import Block
@@ -135,6 +135,52 @@ class Transformer(nnx.Module):
                 block, spec, x, states[index], aux, positions, end, implementation
             )
         return x, replace(cache, layers=tuple(states), lengths=end)
+
+    def read_prompt(
+        self,
+        tokens: Int[Array, "B T"],
+        end: Int[Array, " B"],
+        *,
+        capacity: int,
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """Reads whole prompts exactly, and only then compresses: what is left is a cache like any other.
+
+        Within the prompt tokens see one another as the checkpoint means it, with all coordinates that the
+        projections give (a plan without sinks and window cuts those). `extend` lets prompts see themselves
+        through the cache instead.
+
+        Args:
+          tokens: padded on the right. end: tokens of each row.
+          capacity: tokens that each row of the cache has room for.
+
+        Returns:
+          hidden states (those of padding are unspecified) and the cache.
+
+        Raises:
+          CacheMemoryError: the cache does not fit.
+        """
+        specs, batch = self.layer_caches, tokens.shape[0]
+        check_fits(specs, batch=batch, capacity=capacity, free=free_bytes())
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        x, states = self.embeddings.embed(tokens, positions), []
+        for block, spec in zip(self.layers, specs, strict=True):
+            x, state = _prompt_layer(block, spec, x, positions, end, capacity)
+            states.append(state)
+        return x, KVCache(tuple(states), end, specs, capacity)
+
+
+@partial(jax.jit, static_argnames=("spec", "capacity"))
+def _prompt_layer(
+    block: Block, spec: LayerCacheSpec, x: Array, positions: Array, end: Array, capacity: int
+) -> tuple[Array, State]:
+    """One layer on whole prompts that see themselves exactly, and what its cache keeps of them."""
+    call = Call(block.attention.scale)
+
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, State]:
+        o, lse = block.attention.attend(q, k, v)
+        return o, spec.keep_prompt(q, k, v, lse, positions, end, capacity, call)
+
+    return block(x, positions, attend)
 
 
 @partial(jax.jit, static_argnames=("spec", "implementation"))

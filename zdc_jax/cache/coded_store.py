@@ -1,0 +1,104 @@
+"""A store of far tokens in codes, every token coded when its block of tokens is complete (ours)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from zdc_jax.axes import Array
+from zdc_jax.cache.codes import Code, Coded
+from zdc_jax.cache.near_far import NearFar, NearFarState
+from zdc_jax.cache.prefix_ring import recent_rows
+from zdc_jax.cache.spec import put_rows
+from zdc_jax.errors import PlanError
+from zdc_jax.ops.xla import xla_attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedStore(NearFar):
+    """`NearFar` whose far keys and values are read through `key_code` and `value_code`.
+
+    The store is a pair of trees of leaves [B, K, S/block, …]. Attention reads all of it in the model's dtype.
+
+    Raises:
+      PlanError: the window is shorter than a block, whose tokens must be whole until it is complete.
+    """
+
+    key_code: Code
+    value_code: Code
+
+    def __post_init__(self) -> None:
+        longest = max(self.key_code.block, self.value_code.block)
+        if longest > 1 and self.window < longest:
+            raise PlanError(f"window={self.window} must be at least {longest}, the tokens coded together")
+
+    def create_far(self, batch: int, capacity: int) -> tuple[Coded, Coded]:
+        """`NearFar.create_far`."""
+
+        def empty(code: Code, width: int) -> Coded:
+            shape = (batch, self.num_kv_heads, capacity // code.block, code.block, width)
+            coded = jax.eval_shape(code.encode, jax.ShapeDtypeStruct(shape, self.dtype))
+            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), coded)
+
+        return empty(self.key_code, self.R), empty(self.value_code, self.Z)
+
+    def write_far(
+        self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array
+    ) -> tuple[Coded, Coded]:
+        """`NearFar.write_far`."""
+        rings = state.near.ring_k, state.near.ring_v
+        codes, widths = (self.key_code, self.value_code), (self.R, self.Z)
+        return tuple(
+            self._coded(code, held, ring, x, width, state, positions, end)
+            for code, held, ring, x, width in zip(codes, state.far, rings, (k, v), widths, strict=True)
+        )
+
+    def attend_far(
+        self, far: tuple[Coded, Coded], q: Array, positions: Array, scale: float
+    ) -> tuple[Array, Array]:
+        """`NearFar.attend_far`."""
+        k, v = self.read(far)
+        return xla_attention(q, k, v, positions, scale=scale, near=None, sinks=self.sinks, window=self.window)
+
+    def read(self, far: tuple[Coded, Coded]) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
+        """All keys and values that the codes hold, slot = position."""
+
+        def decoded(code: Code, coded: Coded, width: int) -> Array:
+            x = code.decode(coded, width)
+            return x.reshape(*x.shape[:2], -1, width).astype(self.dtype)
+
+        return decoded(self.key_code, far[0], self.R), decoded(self.value_code, far[1], self.Z)
+
+    def _coded(
+        self,
+        code: Code,
+        held: Coded,
+        ring: Array,
+        x: Array,
+        width: int,
+        state: NearFarState,
+        positions: Array,
+        end: Array,
+    ) -> Coded:
+        """The codes `held` with those of the blocks that the new tokens x [B, T, K, _] complete."""
+        start, block = positions[:, 0], code.block
+        first, blocks = start // block, x.shape[1]
+        rows = x.swapaxes(1, 2)
+        if block > 1:
+            sinks, window = state.near.near
+            blocks = x.shape[1] // block + 1
+            rows = recent_rows(ring, x, start, first * block, sinks=sinks, window=window, past=block - 1)
+            rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % block), (0, 0)))
+        rows = rows[:, :, : blocks * block, :width].reshape(*rows.shape[:2], blocks, block, width)
+        complete = (first[:, None] + jnp.arange(blocks) + 1) * block <= end[:, None]
+        put = lambda buffer, new: _put_blocks(buffer, new, first, complete)
+        return jax.tree.map(put, held, code.encode(rows))
+
+
+def _put_blocks(buffer: Any, new: Any, first: Array, complete: Array) -> Array:
+    """`buffer` [B, K, n, …] with new [B, K, blocks, …] from block `first` on, where complete."""
+    flat = lambda x: x.reshape(*x.shape[:3], -1)
+    put = put_rows(flat(buffer), flat(new).swapaxes(1, 2), first, complete)
+    return put.reshape(buffer.shape)

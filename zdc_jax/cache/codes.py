@@ -1,0 +1,97 @@
+"""Codes of keys and values: fewer bits a coordinate, with whatever is needed to read them back."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, UInt8
+
+from zdc_jax.axes import Array
+
+Coded = Any
+"""Arrays [*batch, …] that take the place of [*batch, block, C]; zeros can be read, as finite numbers."""
+
+
+@dataclass(frozen=True)
+class Code(ABC):
+    """How vectors of C coordinates are stored, `block` consecutive tokens together. Hashable.
+
+    All arithmetic is float32; scales are stored in `SCALE_DTYPE`.
+    """
+
+    @property
+    def block(self) -> int:
+        """Tokens that are coded together."""
+        return 1
+
+    @abstractmethod
+    def encode(self, x: Float[Array, "*batch block C"]) -> Coded:
+        """Arrays with the same leading axes."""
+
+    @abstractmethod
+    def decode(self, coded: Coded, C: int) -> Float[Array, "*batch block {C}"]:
+        """What the arrays say, in float32."""
+
+
+SCALE_DTYPE = jnp.bfloat16
+"""Of scales and zero points: 16 bits, with the range of float32, so that no key of a model overflows."""
+
+
+def pack(levels: UInt8[Array, "*batch C"], bits: int) -> UInt8[Array, "*batch {C}*{bits}/8"]:
+    """Levels below 2^bits, 8/bits a byte where bits is 1, 2, 4 or 8; else bit planes, C/8 bytes each.
+
+    C is a multiple of 8. Within a byte the first level is lowest.
+    """
+    if 8 % bits:
+        planes = [pack((levels >> bit) & 1, bits=1) for bit in range(bits)]
+        return jnp.concatenate(planes, axis=-1)
+    each = 8 // bits
+    parts = levels.reshape(*levels.shape[:-1], levels.shape[-1] // each, each)
+    shifts = jnp.arange(each, dtype=jnp.uint8) * bits
+    return (parts.astype(jnp.uint8) << shifts).sum(-1, dtype=jnp.uint8)
+
+
+def unpack(packed: UInt8[Array, "*batch P"], bits: int) -> UInt8[Array, "*batch {P}*8/{bits}"]:
+    """What `pack` was given."""
+    if 8 % bits:
+        planes = jnp.split(packed, bits, axis=-1)
+        levels = [unpack(plane, 1) << bit for bit, plane in enumerate(planes)]
+        return sum(levels[1:], start=levels[0])
+    each = 8 // bits
+    shifts = jnp.arange(each, dtype=jnp.uint8) * bits
+    levels = (packed[..., None] >> shifts) & jnp.uint8(2**bits - 1)
+    return levels.reshape(*packed.shape[:-1], packed.shape[-1] * each)
+
+
+@dataclass(frozen=True)
+class Float8(Code):
+    """float8 e4m3 without a scale: what serving systems call an fp8 cache. Larger than 448 is clipped."""
+
+    def encode(self, x: Array) -> Coded:
+        """`Code.encode`."""
+        most = float(jnp.finfo(jnp.float8_e4m3fn).max)
+        coded = jnp.clip(x.astype(jnp.float32), -most, most).astype(jnp.float8_e4m3fn)
+        return jax.lax.bitcast_convert_type(coded, jnp.uint8)
+
+    def decode(self, coded: Coded, C: int) -> Array:
+        """`Code.decode`."""
+        return jax.lax.bitcast_convert_type(coded, jnp.float8_e4m3fn).astype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class Int8(Code):
+    """Integers -127 … 127 times a scale a token and head, its largest coordinate's."""
+
+    def encode(self, x: Array) -> Coded:
+        """`Code.encode`."""
+        x = x.astype(jnp.float32)
+        scale = (jnp.abs(x).max(-1, keepdims=True) / 127).astype(SCALE_DTYPE)
+        steps = x / jnp.maximum(scale.astype(jnp.float32), jnp.finfo(jnp.float32).tiny)
+        return jnp.clip(jnp.round(steps), -127, 127).astype(jnp.int8), scale
+
+    def decode(self, coded: Coded, C: int) -> Array:
+        """`Code.decode`."""
+        levels, scale = coded
+        return levels.astype(jnp.float32) * scale.astype(jnp.float32)

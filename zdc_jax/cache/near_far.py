@@ -1,0 +1,113 @@
+"""Near tokens whole, far ones as a method keeps them, and one softmax over both (ours).
+
+Near are the sinks and the last `window` tokens, as position alone says; they stand in a ring. Every token
+goes into the method's store when it comes, so that it leaves the window by being overwritten in the ring.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jaxtyping import Float, Int
+
+from kernels_pallas import merge_partial
+from zdc_jax.axes import Array
+from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
+from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, State
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["near", "far"], meta_fields=[])
+@dataclass(frozen=True)
+class NearFarState:
+    """Ring of near tokens, and the method's arrays for far ones."""
+
+    near: PrefixRingState
+    far: State
+
+
+@dataclass(frozen=True, kw_only=True)
+class NearFar(LayerCacheSpec):
+    """A ring of the `sinks` and the last `window` tokens at H coordinates, and a store of R and Z of all.
+
+    A query sees {j < sinks} ∪ {t - window < j ≤ t} in the ring and the other j ≤ t in the store. With sinks
+    or a window q, k and v come at full width, without as they are kept.
+    """
+
+    R: int
+    Z: int
+    sinks: int = 0
+    window: int = 0
+
+    @property
+    def near(self) -> PrefixRing:
+        """The ring."""
+        return PrefixRing(
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            R=0,
+            Z=0,
+            sinks=self.sinks,
+            window=self.window,
+        )
+
+    @property
+    def has_near(self) -> bool:
+        """Whether any token is kept in the ring."""
+        return bool(self.sinks or self.window)
+
+    @abstractmethod
+    def create_far(self, batch: int, capacity: int) -> State:
+        """Arrays of a store that holds nothing yet; read as it is, it gives finite numbers."""
+
+    @abstractmethod
+    def write_far(
+        self,
+        state: NearFarState,
+        k: Float[Array, "B T K Hq"],
+        v: Float[Array, "B T K Hv"],
+        positions: Int[Array, "B T"],
+        end: Int[Array, " B"],
+    ) -> State:
+        """The store with new tokens; `state` is the cache without them."""
+
+    @abstractmethod
+    def attend_far(
+        self, far: State, q: Float[Array, "B T N R"], positions: Int[Array, "B T"], scale: float
+    ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
+        """Attention to the far tokens of each query, and its log-sum-exp (-inf where there are none)."""
+
+    def create(self, batch: int, capacity: int) -> NearFarState:
+        """`LayerCacheSpec.create`."""
+        return NearFarState(self.near.create(batch, capacity), self.create_far(batch, capacity))
+
+    def write(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> NearFarState:
+        """`LayerCacheSpec.write`."""
+        far = self.write_far(state, k, v, positions, end)
+        return NearFarState(self.near.write(state.near, k, v, positions, end), far)
+
+    def attend(
+        self,
+        state: NearFarState,
+        q: Float[Array, "B T N Hq"],
+        k: Float[Array, "B T K Hq"],
+        v: Float[Array, "B T K Hv"],
+        positions: Int[Array, "B T"],
+        end: Int[Array, " B"],
+        aux: Any,
+        call: Call,
+    ) -> Attended:
+        """`LayerCacheSpec.attend`; hands `aux` on. The far part runs on XLA."""
+        if call.implementation not in (None, "xla"):
+            raise NotImplementedError(
+                f"implementation={call.implementation!r}: this cache is read on xla alone"
+            )
+        far = self.write_far(state, k, v, positions, end)
+        parts = [self.attend_far(far, q[..., : self.R], positions, call.scale)]
+        if not self.has_near:
+            return Attended(NearFarState(state.near, far), *parts[0], aux)
+        near = self.near.attend(state.near, q, k, v, positions, end, None, call)
+        o, lse = merge_partial([(near.o, near.lse), *parts])
+        return Attended(NearFarState(near.state, far), o, lse, aux)

@@ -1,0 +1,21 @@
+"""fp8: keys and values in float8 e4m3 without scales, the cache that vLLM calls `fp8` (no calibration)."""
+
+from dataclasses import dataclass
+
+from zdc_jax.cache.coded_store import CodedStore
+from zdc_jax.cache.codes import Float8
+from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.methods import MethodSettings, far_layers
+from zdc_jax.plan import CompressionPlan
+
+
+@dataclass(frozen=True)
+class Settings(MethodSettings):
+    """None."""
+
+
+def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
+    """How each layer keeps its tokens under a plan; `dtype` is the model's."""
+    return far_layers(
+        plan, dtype, lambda **shape: CodedStore(**shape, key_code=Float8(), value_code=Float8())
+    )
