@@ -55,6 +55,7 @@ METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
     "window past the end": (SHORT_LLAMA, partial(uniform, qk=16, v=16, window=300, sinks=2)),
     "sliding layer": (SLIDING, partial(uniform, qk=32, v=32)),
     "sliding layer under a plan": (SLIDING, partial(uniform, qk=16, v=16, window=8, sinks=2)),
+    "StreamingLLM": (SHORT_LLAMA, partial(method, name="window", window=8, sinks=2)),
     "fp8": (SHORT_LLAMA, partial(method, name="fp8")),
     "fp8 of a rank": (SHORT_OPT, partial(method, name="fp8", qk=16, v=16)),
     "int8 and window": (SHORT_LLAMA, partial(method, name="int8", window=8, sinks=2)),
