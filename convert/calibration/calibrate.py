@@ -25,6 +25,7 @@ from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError
 from zdc_jax.evaluation.perplexity import window_nll
+from zdc_jax.evaluation.splits import Split, documents_of, split_seed
 from zdc_jax.evaluation.text import read_documents, token_windows
 from zdc_jax.loading import load
 from zdc_jax.model.observe import Seen, observe
@@ -200,18 +201,23 @@ def stored_moments(checkpoint: Checkpoint) -> tuple[Moments, dict[str, Any]]:
 
 
 def calibration_windows(
-    checkpoint: Checkpoint, texts: Sequence[str | Path], context: int, options: CalibrationOptions
+    checkpoint: Checkpoint,
+    texts: Sequence[str | Path],
+    context: int,
+    options: CalibrationOptions,
+    split: Split | None = None,
 ) -> tuple[np.ndarray, list[str]]:
-    """Token windows [W, context] of the texts and their topics, about `options.tokens` tokens."""
+    """About `options.tokens` tokens of the texts, or of a split of them, in windows [W, context]; topics."""
     tokenizer = checkpoint.tokenizer()
     if tokenizer is None:
         raise CalibrationError(f"{checkpoint.path} has no tokenizer, so text cannot be read")
+    documents = read_documents(texts)
     return token_windows(
-        read_documents(texts),
+        documents if split is None else documents_of(split, documents),
         tokenizer,
         length=context,
         num_windows=max(1, options.tokens // context),
-        seed=options.seed,
+        seed=options.seed if split is None else split_seed(split, options.seed),
         eos_id=next(iter(checkpoint.config.eos_ids), None),
     )
 

@@ -15,7 +15,10 @@ from convert.search.plots import write_front
 from convert.search.search import Mode, Objective, Search, SearchOptions, describe
 from convert.search.trials import Trial, TrialBook
 from zdc_jax.checkpoint import Checkpoint
-from zdc_jax.errors import PlanError, TextError
+from zdc_jax.errors import EvaluationError, PlanError, TextError
+from zdc_jax.evaluation.sheets import Sheet, context_length, make_sheets
+from zdc_jax.evaluation.splits import Split, split_seed
+from zdc_jax.evaluation.tasks import chosen, names
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import stored_basis
 from zdc_jax.plan import CompressionPlan
@@ -24,6 +27,8 @@ from zdc_jax.planning.choose import choose_plan
 from zdc_jax.planning.spectrum import plan_from_spectrum
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+MAX_DEGRADATION = 0.01
+"""Default limit of a search."""
 
 
 @dataclass(kw_only=True)
@@ -99,12 +104,17 @@ class SamplingFlags:
 
 @dataclass(kw_only=True)
 class SearchFlags:
-    """A plan by search: the fewest bytes, or the least time, within a limit on perplexity."""
+    """A plan by search: the fewest bytes, or the least time, within limits on perplexity and on tasks."""
 
     max_degradation: float | None = None
-    """Limit on the relative increase of perplexity (0.02: 2 %)."""
+    """Limit on the relative increase of perplexity; default 0.01 (1 %) for a search."""
     texts: tuple[Path, ...] = ()
-    """Text to search on with the flags below, as for calibrate. None: a plan predicted, without search."""
+    """Text to search on with the flags below, as for calibrate. A third of it is used, `zdc evaluate` takes
+    another. None: a plan predicted from perplexity alone, without search."""
+    min_retention: float = 0.97
+    """Limit on what is retained of each long-range task that the unmodified model can do; 0: no tasks."""
+    sheets: int = 16
+    """Contexts on which tasks are asked."""
     mode: Mode = "window"
     """What plans may do: recent tokens at full rank and ranks per layer; one pair of ranks for all; two token
     classes, without and with a window."""
@@ -129,37 +139,41 @@ class SearchFlags:
     def check(self, plan: PlanFlags) -> None:
         """Raises `PlanError` where one of these flags, or of those beside them, would be passed over."""
         named = given(self)
-        if self.max_degradation is None:
+        if not self.asked:
             if named:
-                raise PlanError(f"{', '.join(named)}: of use to a search alone; add --max-degradation")
+                raise PlanError(f"{', '.join(named)}: of use to a search alone; add --texts to search on")
             return
         if others := given(plan):
-            raise PlanError(f"--max-degradation searches for the whole plan; drop {', '.join(others)}")
+            raise PlanError(f"a search is for the whole plan; drop {', '.join(others)}")
         unused = [flag for flag in named if flag not in ("--max-degradation", "--texts")]
         if unused and not self.texts:
             raise PlanError(f"{', '.join(unused)}: of use to a search alone; add --texts to search on")
+
+    @property
+    def asked(self) -> bool:
+        """Whether these flags ask for a plan."""
+        return bool(self.texts) or self.max_degradation is not None
 
     def search(self, path: Path, output: Path, console: Console) -> CompressionPlan:
         """Searches, showing the best so far; a journal beside `output` lets a broken-off search go on.
 
         Without texts the plan is predicted.
         """
-        assert self.max_degradation is not None
+        limit = MAX_DEGRADATION if self.max_degradation is None else self.max_degradation
         options = SearchOptions(
-            self.max_degradation, self.mode, self.trials, self.objective, self.constrained
+            limit, self.mode, self.trials, self.objective, self.constrained, self.min_retention
         )
         checkpoint = Checkpoint.open(path)
         if not self.texts:
-            plan = choose_plan(path, max_degradation=options.max_degradation)
+            plan = choose_plan(path, max_degradation=limit)
             assert plan is not None  # Nothing was checked.
             return plan
-        windows, _ = text_windows(
-            checkpoint, self.texts, self.text_windows, self.context, batch=self.batch, seed=self.seed
-        )
+        windows, sheets = self._judged_on(checkpoint)
         with counted("plans", "measuring the unmodified model") as show:
             book = TrialBook(
                 path,
                 windows,
+                sheets,
                 dtype=self.dtype,
                 batch=self.batch,
                 journal=output.with_suffix(".journal.jsonl"),
@@ -169,12 +183,47 @@ class SearchFlags:
                 best_yet = (
                     "none" if best is None else f"{best.bytes_share:.1%} of KV bytes at {best.increase:+.2%}"
                 )
-                show(f"best within the limit: {best_yet}")
+                show(f"best within the limits: {best_yet}")
 
             best = Search(book, options, watch).run()
+        if sheets and not book.counting:
+            message = "the unmodified model does no task: the plan is held to perplexity alone"
+            warnings.warn(message, stacklevel=2)
         console.print(describe(book.config, best), soft_wrap=True, highlight=False)
         write_front(book, best, options, output.with_suffix(".front.json"))
         return book.bound(best.plan)
+
+    def _judged_on(self, checkpoint: Checkpoint) -> tuple[np.ndarray, list[Sheet]]:
+        """Windows for perplexity, and sheets of other text for tasks."""
+        if self.sheets < 1:
+            raise EvaluationError(f"sheets={self.sheets} must be >= 1; --min-retention 0 leaves tasks out")
+        wanted = self.text_windows + (self.sheets if self.min_retention else 0)
+        windows, _ = text_windows(
+            checkpoint,
+            self.texts,
+            wanted,
+            self.context,
+            batch=self.batch,
+            seed=self.seed,
+            split="search",
+        )
+        if not self.min_retention:
+            return windows, []
+        # Fewer windows than were asked for are divided alike.
+        for_tasks = max(1, len(windows) * self.sheets // wanted)
+        if for_tasks == len(windows):
+            raise TextError(f"the texts hold one window of {windows.shape[1]} tokens; tasks need another")
+        S, config = context_length(windows.shape[1]), checkpoint.config
+        tokenizer = checkpoint.tokenizer()
+        assert tokenizer is not None  # Text was read with it.
+        sheets = make_sheets(
+            chosen(names(), S),
+            windows[-for_tasks:, :S],
+            tokenizer,
+            seed=split_seed("search", self.seed),
+            not_drawn=config.eos_ids,
+        )
+        return windows[:-for_tasks], sheets
 
 
 def given(flags: PlanFlags | SearchFlags) -> list[str]:
@@ -188,9 +237,16 @@ def given(flags: PlanFlags | SearchFlags) -> list[str]:
 
 
 def text_windows(
-    checkpoint: Checkpoint, texts: Sequence[Path], count: int, context: int | None, *, batch: int, seed: int
+    checkpoint: Checkpoint,
+    texts: Sequence[Path],
+    count: int,
+    context: int | None,
+    *,
+    batch: int,
+    seed: int,
+    split: Split | None = None,
 ) -> tuple[np.ndarray, list[str]]:
-    """At most `count` windows of text, int32 [W, T], and their topics; fewer come with a warning.
+    """At most `count` windows of text or of a split of it, int32 [W, T], and topics; fewer with a warning.
 
     Raises:
       TextError, CalibrationError: `count`, `context`, `batch` or `seed` is impossible, or no text.
@@ -199,7 +255,8 @@ def text_windows(
         raise TextError(f"text windows={count} must be >= 1")
     options = CalibrationOptions(context=context, batch=batch, seed=seed)
     length = options.window_length(checkpoint.config)
-    found = calibration_windows(checkpoint, texts, length, replace(options, tokens=count * length))
+    options = replace(options, tokens=count * length)
+    found = calibration_windows(checkpoint, texts, length, options, split)
     if len(found[1]) < count:
         warnings.warn(
             f"the texts hold {len(found[1])} windows of {length} tokens, not the {count} asked for",

@@ -123,13 +123,13 @@ class Plan:
         check_output(self.output)
         checkpoint = Checkpoint.open(self.path)
         plan: CompressionPlan | None
-        if self.search.max_degradation is None:
+        if not self.search.asked:
             plan = self.flags.build(self.path)
         else:
             plan = self.search.search(self.path, self.output, console)
         if plan is None:
             raise PlanError(
-                "say what to keep: --qk/--v, --budget, --window, --max-score-error, --max-degradation"
+                "say what to keep: --qk/--v, --budget, --window, --max-score-error; or search: --texts"
             )
         plan.check_model(checkpoint.config, checkpoint.fingerprint)
         if plan.basis:

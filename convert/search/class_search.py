@@ -132,7 +132,7 @@ def descend(
 
     Args:
       neighbours: smaller ones, by name of the step. size, increase: of a plan; `increase` measures.
-      limit: on the increase.
+      limit: on the cost.
     """
     here, now = start, increase(start)
     prices: dict[str, float] = {}

@@ -19,10 +19,12 @@ def write_front(book: TrialBook, best: Trial, options: SearchOptions, path: Path
     bound = lambda trial: trial_json(replace(trial, plan=book.bound(trial.plan)))
     value = {
         "max_degradation": options.max_degradation,
+        "min_retention": options.min_retention,
         "mode": options.mode,
         "objective": options.objective,
         "context": int(book.windows.shape[1]),
         "windows": len(book.windows),
+        "sheets": len(book.sheets),
         "best": bound(best),
         "front": [bound(trial) for trial in front],
     }

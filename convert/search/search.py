@@ -1,11 +1,11 @@
-"""Search for the smallest plan within a limit on perplexity: `zdc plan --max-degradation` (ours).
+"""Search for the smallest plan within limits on perplexity and on tasks: `zdc plan --texts` (ours).
 
 Smallest in bytes of the KV cache, or in predicted time of attention. The stages of `window`, each starting
 from what the last one found:
 
 1. prediction: from calibration (`zdc_jax.planning.predictor`), for each window the last plan within the
    limit on the path from all coordinates to none;
-2. layers: what lowering Q/K or V or cutting off distant tokens in one layer alone costs in perplexity; costs
+2. layers: what lowering Q/K or V or cutting off distant tokens in one layer alone costs of the limits; costs
    are taken to add up, which gives such paths once more;
 3. refine: single further steps from there, cheapest first, kept where the limit still holds.
 
@@ -44,8 +44,9 @@ REFINE_FAILURES = 8
 class SearchOptions:
     """What to search for.
 
-    max_degradation: limit on the relative increase of perplexity, > 0. mode: what plans may do. trials: most
-    plans measured. objective: what is to be least, bytes of the KV cache or seconds of attention as
+    max_degradation: limit on the relative increase of perplexity, > 0. min_retention: limit on what is
+    retained of each task that counts, in [0, 1); 0 asks nothing of tasks. mode: what plans may do. trials:
+    most plans measured. objective: what is to be least, bytes of the KV cache or seconds of attention as
     `zdc_jax.planning.costs.request_seconds` predicts them, both at the length of the windows. constrained:
     whether token classes keep to the paper's Eq. 6 (`ClassNumbers.meets_constraints`).
 
@@ -58,10 +59,13 @@ class SearchOptions:
     trials: int = 400
     objective: Objective = "bytes"
     constrained: bool = True
+    min_retention: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.max_degradation > 0:
             raise PlanError(f"max_degradation={self.max_degradation} must be > 0 (0.02 means 2 %)")
+        if not 0 <= self.min_retention < 1:
+            raise PlanError(f"min_retention={self.min_retention} must be in [0, 1) (0.97 means 97 %)")
         if self.trials < 1:
             raise PlanError(f"trials={self.trials} must be >= 1")
         for name, allowed in (("mode", get_args(Mode)), ("objective", get_args(Objective))):
@@ -86,7 +90,7 @@ class Search:
         watch: Callable[[Trial, Trial | None], None] | None = None,
     ):
         self.book, self.options, self.watch = book, options, watch
-        self.limit, self.config = options.max_degradation, book.config
+        self.config = book.config
         self.length = book.windows.shape[1]
         self.best: Trial | None = None
         self.measured = 0
@@ -97,8 +101,9 @@ class Search:
         Raises:
           PlanError: no plan of this mode holds the limit.
         """
+        options = self.options
         with contextlib.suppress(_Exhausted):
-            match self.options.mode:
+            match options.mode:
                 case "window":
                     self._window_search()
                 case "uniform":
@@ -110,9 +115,9 @@ class Search:
                     self._class_search(windows or [CLASS_WINDOWS[0]])
         if self.best is None:
             raise PlanError(
-                f"no plan measured in mode {self.options.mode!r} stays within {self.limit:.2%} and takes "
-                f"less {self.options.objective} than the dense cache: raise the limit or the number of "
-                f"trials ({self.options.trials})"
+                f"no plan measured in mode {options.mode!r} stays within {options.max_degradation:.2%} of "
+                f"perplexity, retains {options.min_retention:.0%} of each task and takes less "
+                f"{options.objective} than the dense cache: allow more, or more than {options.trials} trials"
             )
         return self.best
 
@@ -133,11 +138,21 @@ class Search:
             raise _Exhausted
         trial = self.book.measure(plan)
         self.measured += 1
-        if trial.increase <= self.limit and self.size(plan) < self.smallest():
+        if self.cost(trial) <= 1 and self.size(plan) < self.smallest():
             self.best = trial
         if self.watch is not None:
             self.watch(trial, self.best)
         return trial
+
+    def cost(self, trial: Trial) -> float:
+        """What a plan costs of the limit that it uses up most; up to 1 it holds both."""
+        nats = np.log1p(trial.increase) / np.log1p(self.options.max_degradation)
+        return float(np.maximum(nats, self._retention_cost(trial)))  # NaN holds no limit.
+
+    def _retention_cost(self, trial: Trial) -> float:
+        if self.options.min_retention == 0:
+            return 0.0
+        return float(np.log(trial.least_retention) / np.log(self.options.min_retention))
 
     def last_within(self, plans: Sequence[CompressionPlan]) -> None:
         """Bisects plans of falling size for the last within the limit, passing over those known larger."""
@@ -145,7 +160,7 @@ class Search:
         while low < high:
             middle = (low + high) // 2
             larger = self.size(plans[middle]) >= self.smallest()
-            if larger or self.try_plan(plans[middle]).increase <= self.limit:
+            if larger or self.cost(self.try_plan(plans[middle])) <= 1:
                 low = middle + 1
             else:
                 high = middle
@@ -179,8 +194,8 @@ class Search:
                 replace(numbers, window=window, sinks=SINKS if window else 0),
                 lambda here: here.neighbours(self.config, self.size, constrained=constrained),
                 lambda here: self.size(here.plan(self.config)),
-                lambda here: self.try_plan(here.plan(self.config)).increase,
-                self.limit,
+                lambda here: self.cost(self.try_plan(here.plan(self.config))),
+                1.0,
             )
 
     def _plan(self, ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
@@ -193,7 +208,11 @@ class Search:
         def alone(layer: int, qk: int, v: int) -> float:
             layers = [LayerRanks(H, H)] * config.num_layers
             layers[layer] = LayerRanks(qk, v)
-            return float(np.log1p(self.try_plan(self._plan(layers, window)).increase))
+            trial = self.try_plan(self._plan(layers, window))
+            # Both limits count: perplexity alone would cut the layers that retrieve.
+            return float(np.log1p(trial.increase) / np.log1p(self.options.max_degradation)) + max(
+                self._retention_cost(trial), 0.0
+            )
 
         layers = range(config.num_layers)
         return LayerCosts(
@@ -221,8 +240,10 @@ class Search:
 def describe(config: ModelConfig, trial: Trial) -> str:
     """One line for people."""
     low, high = trial.interval
+    tasks = f", at least {trial.least_retention:.1%} of each task" if trial.retention else ""
     return (
-        f"{trial.bytes_share:.1%} of the dense KV bytes at {trial.increase:+.2%} [{low:+.2%}, {high:+.2%}]: "
+        f"{trial.bytes_share:.1%} of the dense KV bytes at {trial.increase:+.2%} [{low:+.2%}, {high:+.2%}]"
+        f"{tasks}: "
         f"window {trial.plan.window}, {_describe_ranks(config, trial.plan)}"
     )
 

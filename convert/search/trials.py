@@ -9,15 +9,18 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import PlanError
+from zdc_jax.evaluation.answers import answers_on
 from zdc_jax.evaluation.perplexity import bootstrap_interval, window_nll
+from zdc_jax.evaluation.retention import LEAST_SCORE, log_probability, score
+from zdc_jax.evaluation.sheets import Sheet
 from zdc_jax.fold import cast, prepared_layers
 from zdc_jax.loading import load, stored_basis
 from zdc_jax.model.transformer import Transformer
-from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.profile import Profile, stored_profile
 
@@ -25,18 +28,40 @@ from zdc_jax.planning.profile import Profile, stored_profile
 @dataclass(frozen=True)
 class Trial:
     """A plan and what it costs: `bytes_share` of the dense KV cache at the windows' length, `increase` of
-    perplexity over the unmodified model, and its 95 % paired bootstrap `interval` over windows."""
+    perplexity over the unmodified model, and its 95 % paired bootstrap `interval` over windows.
+
+    retention: of each task that counts (`zdc_jax.evaluation.retention`); none without sheets.
+    """
 
     plan: CompressionPlan
     bytes_share: float
     increase: float
     interval: tuple[float, float]
+    retention: dict[str, float]
+
+    @property
+    def least_retention(self) -> float:
+        """Of the task that suffers most; 1 where no task counts."""
+        return min(self.retention.values(), default=1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What a model, under a plan or none, made of windows and sheets.
+
+    nll: nats a token of each window [W]. logs: of each task, mean log-probability of a right token by sheet.
+    scores: of each task, the share of right tokens that are the most likely.
+    """
+
+    nll: Float[np.ndarray, " W"]
+    logs: dict[str, list[float]]
+    scores: dict[str, float]
 
 
 class TrialBook:
-    """Measures plans of one model on `windows` [W, T] with physically smaller arrays.
+    """Measures plans of one model on `windows` [W, T] and on `sheets` with physically smaller arrays.
 
-    Entries of the journal (JSON lines) are of one model, basis, dtype and set of windows each; others are
+    Entries of the journal (JSON lines) are of one model, basis, dtype, windows and sheets each; others are
     kept and passed over, so that a search can be interrupted and taken up, or repeated with another limit.
     basis, profile: default those stored by `zdc calibrate`.
 
@@ -49,6 +74,7 @@ class TrialBook:
         self,
         path: str | Path,
         windows: np.ndarray,
+        sheets: Sequence[Sheet] = (),
         *,
         basis: Basis | None = None,
         profile: Profile | None = None,
@@ -62,12 +88,13 @@ class TrialBook:
         self.basis.check_model(self.checkpoint.fingerprint, self.config)
         self.profile = profile or stored_profile(self.checkpoint)
         self.dtype = jnp.dtype(dtype or self.config.dtype)
-        self.windows, self.batch, self.journal = windows, batch, journal
+        self.windows, self.sheets, self.batch, self.journal = windows, sheets, batch, journal
         self.layers = [self.checkpoint.layer(index) for index in range(self.config.num_layers)]
         self.embeddings = cast(self.checkpoint.embeddings(), self.dtype)
         self.key = self._key()
-        self.seen: dict[str, np.ndarray] = dict(self._read_journal())
-        self.dense_nll = self._nll(None)
+        self.seen: dict[str, Seen] = dict(self._read_journal())
+        self.dense = self._seen(None)
+        self.counting = [name for name, score in self.dense.scores.items() if score >= LEAST_SCORE]
 
     @property
     def trials(self) -> list[Trial]:
@@ -76,9 +103,12 @@ class TrialBook:
 
     def measure(self, plan: CompressionPlan) -> Trial:
         """What `plan` costs; from the journal where it was measured before."""
-        difference = self._nll(plan) - self.dense_nll
+        seen = self._seen(plan)
+        difference = seen.nll - self.dense.nll
         increase = float(np.expm1(difference.mean()))
-        return Trial(plan, self.share(plan), increase, bootstrap_interval(difference))
+        lost = lambda name: np.mean(seen.logs[name]) - np.mean(self.dense.logs[name])
+        retention = {name: float(np.exp(lost(name))) for name in self.counting}
+        return Trial(plan, self.share(plan), increase, bootstrap_interval(difference), retention)
 
     def bound(self, plan: CompressionPlan) -> CompressionPlan:
         """`plan`, bound to the model and the basis it is measured on."""
@@ -89,28 +119,40 @@ class TrialBook:
         size = lambda plan: plan.bytes(self.windows.shape[1], 1, self.dtype.name)
         return size(plan) / size(CompressionPlan.full(self.config))
 
-    def _nll(self, plan: CompressionPlan | None) -> np.ndarray:
+    def _seen(self, plan: CompressionPlan | None) -> Seen:
         name = _name(plan)
         if name not in self.seen:
             network = self._network(plan)
-            self.seen[name] = window_nll(network, self.windows, batch=self.batch)
+            nll = window_nll(network, self.windows, batch=self.batch)
+            answered = answers_on(network, self.sheets, reading="cached", batch=self.batch)
+            self.seen[name] = Seen(
+                nll,
+                {task: log_probability(of_sheets).tolist() for task, of_sheets in answered.items()},
+                {task: score(of_sheets) for task, of_sheets in answered.items()},
+            )
             self._write(name)
         return self.seen[name]
 
-    def _network(self, plan: CompressionPlan | None) -> Transformer | ShardedTransformer:
+    def _network(self, plan: CompressionPlan | None) -> Transformer:
         if plan is None:
-            return load(self.checkpoint.path, dtype=self.dtype.name).network
+            network = load(self.checkpoint.path, dtype=self.dtype.name).network
+            assert isinstance(network, Transformer)  # No mesh was named.
+            return network
         plan.check_model(self.config, self.checkpoint.fingerprint)
         layers = prepared_layers(iter(self.layers), self.config, plan, self.basis, self.dtype)
         return Transformer(self.config, plan, self.embeddings, layers)
 
     def _key(self) -> str:
-        parts = self.basis.k_map, self.basis.v_map, self.windows
+        asked = (
+            question.tokens for sheet in self.sheets for each in sheet.questions.values() for question in each
+        )
+        contexts = (sheet.context for sheet in self.sheets)
+        parts = self.basis.k_map, self.basis.v_map, self.windows, *contexts, *asked
         digest = hashlib.sha256(b"".join(np.ascontiguousarray(x).tobytes() for x in parts))
         digest.update(f"{self.checkpoint.fingerprint} {self.dtype}".encode())
         return digest.hexdigest()[:16]
 
-    def _read_journal(self) -> Iterator[tuple[str, np.ndarray]]:
+    def _read_journal(self) -> Iterator[tuple[str, Seen]]:
         if self.journal is None or not self.journal.exists():
             return
         text = self.journal.read_text()
@@ -123,17 +165,19 @@ class TrialBook:
                 key, plan, nll = entry["key"], entry["plan"], np.array(entry["nll"], np.float64)
                 if key != self.key:
                     continue
+                seen = Seen(nll, entry.get("logs", {}), entry.get("scores", {}))
                 # Through a plan: older releases wrote plans in another form.
                 name = _name(None if plan is None else CompressionPlan.from_json(plan, self.journal))
             except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
                 where = f"{self.journal}, line {number}"
                 raise PlanError(f"{where} is no entry of a search: {error!r}") from error
-            yield name, nll
+            yield name, seen
 
     def _write(self, name: str) -> None:
         if self.journal is None:
             return
-        entry = {"key": self.key, "plan": json.loads(name), "nll": self.seen[name].tolist()}
+        entry = {"key": self.key, "plan": json.loads(name), **asdict(self.seen[name])}
+        entry["nll"] = self.seen[name].nll.tolist()
         with self.journal.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 

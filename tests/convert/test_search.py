@@ -18,6 +18,8 @@ from convert.search.trials import Trial, TrialBook, pareto_front
 from zdc_jax import Checkpoint, CompressionPlan, load
 from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.perplexity import window_nll
+from zdc_jax.evaluation.questions import Question
+from zdc_jax.evaluation.sheets import Sheet
 from zdc_jax.loading import stored_basis
 from zdc_jax.plan import LayerRanks, allowed_ranks
 from zdc_jax.planning.costs import layer_parts
@@ -80,7 +82,7 @@ def test_levels_are_allowed_ranks(head_dim):
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12))
 def test_the_front_is_what_nothing_beats(points):
-    trials = [Trial(None, size, increase, (0, 0)) for size, increase in points]  # type: ignore[arg-type]
+    trials = [Trial(None, size, increase, (0, 0), {}) for size, increase in points]  # type: ignore[arg-type]
     front = {(t.bytes_share, t.increase) for t in pareto_front(trials)}
     beaten = lambda p: any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)
     assert front == {p for p in points if not beaten(p)}
@@ -94,6 +96,31 @@ def test_a_trial_is_the_loaded_model(folder, windows):
     assert trial.increase == pytest.approx(np.expm1((nll[1] - nll[0]).mean()), rel=1e-6)
     size = lambda plan: plan.bytes(CONTEXT, 1, "float32")
     assert trial.bytes_share == size(plan) / size(CompressionPlan.full(book.config))
+
+
+def sheets() -> list[Sheet]:
+    rng = np.random.default_rng(5)
+    tokens = lambda count: rng.integers(3, 96, count).astype(np.int32)
+    ask = lambda: (Question(tokens(8), np.arange(8) >= 4),)
+    return [Sheet(tokens(64), {"recall": ask()}) for _ in range(3)]
+
+
+def test_tasks_limit_the_search_too(folder, windows, tmp_path, monkeypatch):
+    """Where the limit on perplexity is generous, that on tasks decides; the journal remembers both."""
+    monkeypatch.setattr("convert.search.trials.LEAST_SCORE", 0.0)  # A tiny model recalls nothing.
+    journal = tmp_path / "journal.jsonl"
+    book = TrialBook(folder / "model", windows, sheets(), journal=journal)
+    assert book.counting == ["recall"]
+    assert book.measure(CompressionPlan.full(book.config)).least_retention == pytest.approx(1, abs=1e-4)
+    found = {}
+    for least in (0.0, 0.99):
+        options = SearchOptions(10.0, "uniform", 12, min_retention=least)
+        found[least] = Search(book, options).run()
+    assert found[0.99].least_retention >= 0.99 > found[0.0].least_retention
+    assert found[0.99].bytes_share > found[0.0].bytes_share
+    again = TrialBook(folder / "model", windows, sheets(), journal=journal)
+    assert again.trials == book.trials
+    assert TrialBook(folder / "model", windows, journal=journal).counting == []
 
 
 @pytest.mark.parametrize(
@@ -194,7 +221,7 @@ class FakeBook:
     def measure(self, plan):
         parts = [part for layer in range(8) for part in layer_parts(plan, layer)]
         lost = sum(share * (2 * (1 - r.qk / 64) ** 2 + (1 - r.v / 64) ** 2) for share, r in parts)
-        return Trial(plan, self.share(plan), 0.02 * lost / (1 + plan.window / 64), (0.0, 0.0))
+        return Trial(plan, self.share(plan), 0.02 * lost / (1 + plan.window / 64), (0.0, 0.0), {})
 
 
 def test_time_counts_what_bytes_do_not():
@@ -224,7 +251,7 @@ def test_class_modes_take_few_trials_and_every_window(mode, windows, constrained
 
 def test_a_limit_that_nothing_holds_is_said(folder, windows):
     book = TrialBook(folder / "model", windows)
-    book.measure = lambda plan: Trial(plan, 0.5, 1.0, (1.0, 1.0))  # type: ignore[method-assign]
+    book.measure = lambda plan: Trial(plan, 0.5, 1.0, (1.0, 1.0), {})  # type: ignore[method-assign]
     with pytest.raises(PlanError, match="no plan measured in mode 'uniform' stays within"):
         Search(book, SearchOptions(0.01, "uniform")).run()
 
@@ -238,7 +265,7 @@ def test_a_journal_that_is_none_is_named(folder, windows, tmp_path):
 def test_command(folder, tmp_path, capsys):
     model, plan = str(folder / "model"), tmp_path / "plan.json"
     arguments = ["plan", model, str(plan), "--max-degradation", "0.1", "--texts", str(folder / "text")]
-    small = ["--text-windows", "2", "--context", "128", "--trials", "6"]
+    small = ["--text-windows", "2", "--context", "128", "--trials", "6", "--min-retention", "0"]
     assert main([*arguments, *small]) == 0
     assert "plans, " in capsys.readouterr().err
     found = CompressionPlan.load(plan)
@@ -258,14 +285,16 @@ def test_command(folder, tmp_path, capsys):
     assert (front["mode"], front["objective"]) == ("classes", "time")
     capsys.readouterr()
     for extra, message in (
-        (["--qk", "16"], "--max-degradation searches"),
+        (["--qk", "16"], "a search is for the whole plan"),
         (["--context", "100000"], "positions"),
         (["--text-windows", "0"], "windows=0"),
         (["--max-degradation", "0"], "must be > 0"),
+        (["--min-retention", "1"], "must be in"),
+        (["--min-retention", "0.9"], "has no room for tasks"),
     ):
         assert main([*arguments, *small, *extra]) == 2
         assert message in capsys.readouterr().err
     (tmp_path / "short.txt").write_text("w5 w6")
-    short = ["--texts", str(tmp_path / "short.txt"), "--context", "128"]
+    short = ["--texts", str(tmp_path / "short.txt"), "--context", "128", "--min-retention", "0"]
     assert main(["plan", model, str(plan), "--max-degradation", "0.1", *short]) == 2
     assert "not one whole window" in capsys.readouterr().err

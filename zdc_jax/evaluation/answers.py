@@ -11,7 +11,8 @@ from jaxtyping import Bool, Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.evaluation.questions import Question
+from zdc_jax.evaluation.questions import QUESTION_TOKENS, Question
+from zdc_jax.evaluation.sheets import Sheet
 from zdc_jax.generation.steps import PREFILL_CHUNK, bucket
 from zdc_jax.model.transformer import Embeddings, Transformer
 
@@ -50,16 +51,42 @@ def read_contexts(
     if reading == "exact":
         hidden, cache = network.read_prompt(tokens, jnp.full(B, S, jnp.int32), capacity=S + room)
         return hidden[:, -1], cache
-    cache = network.new_cache(batch=B, capacity=S + room)
-    for start in range(0, S, PREFILL_CHUNK):
-        piece = tokens[:, start : start + PREFILL_CHUNK]
-        hidden, cache = network.extend(cache, piece, cache.lengths + piece.shape[1])
-    return hidden[:, -1], cache
+    cache, width = network.new_cache(batch=B, capacity=S + room), min(S, PREFILL_CHUNK)
+    tokens = jnp.pad(tokens, ((0, 0), (0, -S % width)))  # Pieces of one width compile once.
+    for start in range(0, S, width):
+        end = jnp.full(B, min(S, start + width), jnp.int32)
+        hidden, cache = network.extend(cache, tokens[:, start : start + width], end)
+    return hidden[:, (S - 1) % width], cache
 
 
-def answers(network: Transformer, cache: KVCache, questions: Sequence[Question]) -> list[Answer]:
-    """The answer of each row of a cache to its own question; the cache stays as it was."""
-    B, width = len(questions), bucket(max(len(question.tokens) for question in questions))
+def answers_on(
+    network: Transformer, sheets: Sequence[Sheet], *, reading: Reading, batch: int = 1
+) -> dict[str, list[tuple[Answer, ...]]]:
+    """The answers to all questions of each task, sheet by sheet, `batch` sheets at a time.
+
+    All questions are padded to one width, so that a plan not seen before compiles few programs.
+    """
+    found: dict[str, list[tuple[Answer, ...]]] = {}
+    for start in range(0, len(sheets), batch):
+        piece = sheets[start : start + batch]
+        rows = [*piece, *[piece[-1]] * (batch - len(piece))]
+        contexts = np.stack([sheet.context for sheet in rows])
+        _, cache = read_contexts(network, contexts, room=QUESTION_TOKENS, reading=reading)
+        for name in piece[0].questions:
+            asked = zip(*(sheet.questions[name] for sheet in rows), strict=True)
+            given = (answers(network, cache, list(questions), width=QUESTION_TOKENS) for questions in asked)
+            found.setdefault(name, []).extend(list(zip(*given, strict=True))[: len(piece)])
+    return found
+
+
+def answers(
+    network: Transformer, cache: KVCache, questions: Sequence[Question], *, width: int | None = None
+) -> list[Answer]:
+    """The answer of each row of a cache to its own question; the cache stays as it was.
+
+    width: tokens that questions are padded to; default what the longest needs.
+    """
+    B, width = len(questions), width or bucket(max(len(question.tokens) for question in questions))
     most = bucket(max(int(question.answer.sum()) for question in questions), SMALLEST_ANSWERS)
     tokens, at, right = (np.zeros((B, n), np.int32) for n in (width, most, most))
     for row, question in enumerate(questions):

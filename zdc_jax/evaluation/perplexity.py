@@ -42,7 +42,7 @@ class PerplexityReport:
 
 
 @jax.jit
-def _summed_nll(
+def summed_nll(
     embeddings: Embeddings, hidden: Float[Array, "B T_padded D"], tokens: Int[Array, "B T"]
 ) -> Float[Array, " B"]:
     """Sum over positions of the negative log likelihood of the next token, float32 [B]."""
@@ -77,7 +77,7 @@ def window_nll(
         piece = windows[start : start + batch]
         whole = np.concatenate([piece, np.repeat(piece[-1:], batch - len(piece), axis=0)])
         tokens = jnp.asarray(whole)
-        nll = _summed_nll(network.embeddings, network.hidden(tokens), tokens)
+        nll = summed_nll(network.embeddings, network.hidden(tokens), tokens)
         sums.append(np.asarray(nll)[: len(piece)])
     return np.concatenate(sums).astype(np.float64) / (windows.shape[1] - 1)
 

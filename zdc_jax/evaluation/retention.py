@@ -57,13 +57,13 @@ class Retention:
 
 def retention(dense: Sequence[Sequence[Answer]], plan: Sequence[Sequence[Answer]]) -> Retention:
     """Retention of one task from the answers on each sheet, without the plan and with it."""
-    changes = _log_probability(plan) - _log_probability(dense)
-    dense_score = _score(dense)
+    changes = log_probability(plan) - log_probability(dense)
+    dense_score = score(dense)
     low, high = bootstrap_interval(changes)
     return Retention(
         retention=float(np.exp(changes.mean())),
         interval=(1 + low, 1 + high) if len(changes) > 1 else None,
-        score=_score(plan),
+        score=score(plan),
         dense=dense_score,
         whole=float(np.mean([_right(sheet).all() for sheet in plan])),
         counts=dense_score >= LEAST_SCORE,
@@ -72,8 +72,8 @@ def retention(dense: Sequence[Sequence[Answer]], plan: Sequence[Sequence[Answer]
     )
 
 
-def _log_probability(sheets: Sequence[Sequence[Answer]]) -> Float[np.ndarray, " sheets"]:
-    """Mean over the right tokens of each sheet, float64."""
+def log_probability(sheets: Sequence[Sequence[Answer]]) -> Float[np.ndarray, " sheets"]:
+    """Mean log-probability of the right tokens of each sheet, float64."""
     tokens = ([answer.log_probability for answer in sheet] for sheet in sheets)
     return np.array([np.concatenate(sheet).astype(np.float64).mean() for sheet in tokens])
 
@@ -82,7 +82,7 @@ def _right(answers: Sequence[Answer]) -> np.ndarray:
     return np.concatenate([answer.right for answer in answers])
 
 
-def _score(sheets: Sequence[Sequence[Answer]]) -> float:
+def score(sheets: Sequence[Sequence[Answer]]) -> float:
     """Share of all right tokens that are the most likely."""
     return float(np.concatenate([_right(sheet) for sheet in sheets]).mean())
 
@@ -100,5 +100,5 @@ def _by_depth(
 
 def _of_quarter(pairs: list[tuple[Answer, Answer]]) -> DepthRetention:
     dense, plan = ([[answer] for answer in answers] for answers in zip(*pairs, strict=True))
-    changes = _log_probability(plan) - _log_probability(dense)
-    return DepthRetention(float(np.exp(changes.mean())), _score(plan), _score(dense), len(pairs))
+    changes = log_probability(plan) - log_probability(dense)
+    return DepthRetention(float(np.exp(changes.mean())), score(plan), score(dense), len(pairs))

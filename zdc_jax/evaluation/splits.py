@@ -10,7 +10,7 @@ from zdc_jax.evaluation.text import Document, pieces
 Split = Literal["search", "report", "test"]
 """What text and seeds are for: a plan is searched on one share and reported on another."""
 SPLITS: tuple[Split, ...] = get_args(Split)
-PIECE_CHARS = 8192
+PIECE_CHARS = 65_536
 """Longer documents are cut at white space into pieces of about this many characters."""
 
 

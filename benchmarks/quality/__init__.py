@@ -1,0 +1,1 @@
+"""Quality of cache methods on a real model, at equal bytes."""

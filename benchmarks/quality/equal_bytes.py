@@ -1,0 +1,235 @@
+"""What does each cache method cost at equal bytes, in perplexity and in long-range tasks, on one model?
+
+    python -m benchmarks.quality.equal_bytes --model CONVERTED --corpus CORPUS --name equal-bytes-smollm2-135m
+
+`CONVERTED` is a calibrated folder, `CORPUS/<topic>/heldout.txt.xz` the text. A cell is a method at a budget,
+a context and a protocol (`benchmarks.quality.material`). Cells that the JSON holds are passed over, so
+that a run that was broken off goes on.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from benchmarks.common import RESULTS, commit, environment
+from benchmarks.quality.material import Material, Measured, draw, measure
+from benchmarks.quality.plans import FIRST, OTHERS, Entry, share_held, share_read
+from zdc_jax.checkpoint import Checkpoint
+from zdc_jax.errors import PlanError
+from zdc_jax.evaluation.answers import Reading
+from zdc_jax.evaluation.perplexity import bootstrap_interval
+from zdc_jax.evaluation.retention import retention
+from zdc_jax.fold import cast, prepared_layers
+from zdc_jax.loading import stored_basis
+from zdc_jax.model.transformer import Transformer
+from zdc_jax.plan import CompressionPlan
+
+READINGS: tuple[Reading, ...] = ("cached", "exact")
+
+
+@dataclass(frozen=True)
+class Options:
+    """`windows` and `sheets` at 4096 tokens, in multiples of 8; longer contexts take fewer, of like cost.
+
+    contexts, methods: those to measure (default all methods). plans: JSON of further plans, each a row of its
+    own named by its file. minutes: no cell is begun after so many.
+    """
+
+    model: Path
+    corpus: Path
+    name: str
+    contexts: tuple[int, ...] = (4096, 8192)
+    methods: tuple[str, ...] = ()
+    plans: tuple[Path, ...] = ()
+    windows: int = 24
+    sheets: int = 64
+    seed: int = 15
+    dtype: str = "bfloat16"
+    first_only: bool = False
+    minutes: float = 600.0
+    results: Path = RESULTS
+
+
+class Cell(NamedTuple):
+    """One plan under one protocol."""
+
+    method: str
+    budget: float | None
+    plan: CompressionPlan
+    context: int
+    protocol: Reading
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells cells apart in the JSON."""
+        return self.method, self.budget, self.context, self.protocol
+
+
+class Bench:
+    """The model, what it is judged on, and the rows so far."""
+
+    def __init__(self, options: Options):
+        self.options, self.began = options, time.perf_counter()
+        self.checkpoint = Checkpoint.open(options.model)
+        self.config, self.dtype = self.checkpoint.config, jnp.dtype(options.dtype)
+        self.basis = stored_basis(self.checkpoint)
+        self.embeddings = jax.device_put(cast(self.checkpoint.embeddings(), self.dtype))
+        self.layers: dict[tuple[Any, ...], list[Any]] = {}
+        self.materials: dict[int, Material] = {}
+        self.dense: dict[tuple[int, Reading], Measured] = {}
+        self.path = options.results / f"{options.name}.json"
+        self.rows: list[dict[str, Any]] = []
+        self.refused: list[dict[str, Any]] = []
+        if self.path.exists():
+            held = json.loads(self.path.read_text())
+            self.rows, self.refused = held["rows"], held["refused"]
+
+    def material(self, context: int) -> Material:
+        if context not in self.materials:
+            scale = self.options.contexts[0] / context
+            rows = lambda n: max(8, int(n * scale) // 8 * 8)
+            self.materials[context] = draw(
+                self.checkpoint,
+                self.options.corpus,
+                "heldout",
+                context=context,
+                windows=rows(self.options.windows),
+                sheets=rows(self.options.sheets),
+                seed=self.options.seed,
+            )
+        return self.materials[context]
+
+    def network(self, plan: CompressionPlan) -> Transformer:
+        """A model of arrays of the plan's size; weights that plans share are on the device once."""
+        ranks = [plan.stored_ranks(i) for i in range(len(plan.layers))]
+        widths = [True if any(plan.near(i)) else (r.qk, r.v) for i, r in enumerate(ranks)]
+        key = (plan.rotated, *(widths if plan.rotated else ()))
+        if key not in self.layers:
+            self.layers.clear()  # One folded copy at a time.
+            stored = (self.checkpoint.layer(i) for i in range(self.config.num_layers))
+            basis = self.basis if plan.rotated else None
+            prepared = prepared_layers(stored, self.config, plan, basis, self.dtype)
+            self.layers[key] = [jax.device_put(layer) for layer in prepared]
+        return Transformer(self.config, plan, self.embeddings, self.layers[key])
+
+    def dense_on(self, context: int, protocol: Reading) -> Measured:
+        if (context, protocol) not in self.dense:
+            plan = replace(CompressionPlan.full(self.config), rotated=False)
+            self.dense[context, protocol] = measure(self.network(plan), self.material(context), protocol)
+        return self.dense[context, protocol]
+
+    def measure(self, cell: Cell) -> dict[str, Any]:
+        """One row."""
+        dense = self.dense_on(cell.context, cell.protocol)
+        began = time.perf_counter()
+        found = measure(self.network(cell.plan), self.material(cell.context), cell.protocol)
+        difference = found.nll - dense.nll
+        dtype = self.dtype.name
+        return {
+            "model": self.options.name.removeprefix("equal-bytes-"),
+            "method": cell.method,
+            "budget": cell.budget,
+            "plan": cell.plan.to_json(),
+            "protocol": cell.protocol,
+            "context": cell.context,
+            "bytes": cell.plan.bytes(cell.context, 1, dtype),
+            "bytes_share": share_held(cell.plan, cell.context, dtype),
+            "bytes_read": sum(spec.bytes_read(cell.context) for spec in cell.plan.layer_caches(dtype)),
+            "read_share": share_read(cell.plan, cell.context, dtype),
+            "dense_perplexity": float(np.exp(dense.nll.mean())),
+            "increase": float(np.expm1(difference.mean())),
+            "interval": bootstrap_interval(difference),
+            "tasks": {
+                name: asdict(retention(dense.answers[name], of_plan))
+                for name, of_plan in found.answers.items()
+            },
+            "seconds": time.perf_counter() - began,
+            "commit": commit(),
+        }
+
+    def run(self) -> None:
+        """All cells that are not there yet, while there is time."""
+        done = {(row["method"], row["budget"], row["context"], row["protocol"]) for row in self.rows}
+        for cell in self.cells():
+            if cell.key in done:
+                continue
+            if (time.perf_counter() - self.began) / 60 > self.options.minutes:
+                print("out of time; the rest is left for another run", flush=True)
+                break
+            try:
+                row = self.measure(cell)
+            except Exception as error:  # One method's failure costs no other's cells.
+                print(f"FAILED {cell.key}: {type(error).__name__}: {error!s:.500}", flush=True)
+                continue
+            self.rows.append(row)
+            self.write()
+            print(_line(row), flush=True)
+
+    def cells(self) -> Iterator[Cell]:
+        """In the order of the report: all budgets of all methods at one context after another."""
+        options = self.options
+        entries = FIRST if options.first_only else (*FIRST, *OTHERS)
+        chosen = [entry for entry in entries if not options.methods or entry.name in options.methods]
+        for context in options.contexts:
+            for entry in chosen:
+                for budget in entry.budgets:
+                    if (plan := self.plan(entry, context, budget)) is not None:
+                        for protocol in READINGS:
+                            yield Cell(entry.name, budget, plan, context, protocol)
+            for path in options.plans:
+                plan = CompressionPlan.load(path)
+                for protocol in READINGS:
+                    yield Cell(path.stem, None, plan, context, protocol)
+
+    def plan(self, entry: Entry, context: int, budget: float) -> CompressionPlan | None:
+        """None where the method has no plan so small; the reason goes into the JSON."""
+        try:
+            return entry.at_budget(self.config, context, budget, self.dtype.name)
+        except PlanError as error:
+            refused = {"method": entry.name, "budget": budget, "context": context, "reason": str(error)}
+            if refused not in self.refused:
+                self.refused.append(refused)
+            return None
+
+    def write(self) -> None:
+        """The JSON with all rows so far."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        left_out = ("results", "model", "corpus", "plans", "minutes")
+        config = {k: v for k, v in asdict(self.options).items() if k not in left_out}
+        config["material"] = {
+            str(context): {"windows": len(one.windows), "sheets": len(one.sheets), "topics": one.topics}
+            for context, one in self.materials.items()
+        }
+        run = {"benchmark": self.options.name, **environment(), "config": config}
+        text = json.dumps(run | {"rows": self.rows, "refused": self.refused}, indent=1)
+        self.path.write_text(text + "\n")
+
+
+def _line(row: dict[str, Any]) -> str:
+    tasks = " ".join(
+        f"{name}={task['retention']:.3f}{'' if task['counts'] else '*'}"
+        for name, task in row["tasks"].items()
+    )
+    return (
+        f"{row['method']:12} {row['context']} {row['protocol']:6} held {row['bytes_share']:.3f} "
+        f"read {row['read_share']:.3f} {100 * row['increase']:+.2f} % {tasks} ({row['seconds']:.1f} s)"
+    )
+
+
+def main(options: Options) -> None:
+    """Measures the cells and writes one JSON."""
+    bench = Bench(options)
+    bench.run()
+    print(bench.path)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

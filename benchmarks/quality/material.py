@@ -1,0 +1,148 @@
+"""What methods are judged on: windows of text and sheets of questions, the same for all of them.
+
+One network is measured under two protocols. `cached`: everything is seen through the cache, the context in
+pieces. `exact`: the context sees itself exactly, is then compressed, and only what follows is scored.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from zdc_jax.axes import Array
+from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.checkpoint import Checkpoint
+from zdc_jax.evaluation.answers import Answer, Reading, answers
+from zdc_jax.evaluation.perplexity import summed_nll
+from zdc_jax.evaluation.questions import QUESTION_TOKENS
+from zdc_jax.evaluation.sheets import Sheet, context_length, make_sheets
+from zdc_jax.evaluation.tasks import chosen, names
+from zdc_jax.evaluation.text import read_documents, token_windows
+from zdc_jax.generation.steps import PREFILL_CHUNK
+from zdc_jax.model.transformer import Transformer
+
+CONTINUATION = 512
+"""Tokens at the end of a window that are scored behind an exact context, in pieces of `QUESTION_TOKENS`."""
+TOPICS_LEFT_OUT = ("tinystories",)
+"""Too short for one window."""
+ROWS_IN_MEMORY = 32_768
+"""Tokens of the rows that are read at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Material:
+    """Windows of text, int32 [W, context], their topics, and sheets whose questions fit into `context`."""
+
+    windows: Int[np.ndarray, "W S"]
+    topics: tuple[str, ...]
+    sheets: tuple[Sheet, ...]
+
+    @property
+    def context(self) -> int:
+        """Tokens of a window, and of a sheet's context with any of its questions."""
+        return self.windows.shape[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """nll: nats a token of each window [W]. answers: of each task, sheet by sheet."""
+
+    nll: Float[np.ndarray, " W"]
+    answers: dict[str, list[tuple[Answer, ...]]]
+
+
+def draw(
+    checkpoint: Checkpoint, corpus: Path, split: str, *, context: int, windows: int, sheets: int, seed: int
+) -> Material:
+    """Material from `corpus/<topic>/<split>.txt.xz`; windows and sheets are of different text."""
+    files = sorted(corpus.glob(f"*/{split}.txt.xz"))
+    tokens, topics = token_windows(
+        read_documents([file for file in files if file.parent.name not in TOPICS_LEFT_OUT]),
+        checkpoint.tokenizer(),
+        length=context,
+        num_windows=windows + sheets,
+        seed=seed,
+        eos_id=checkpoint.config.eos_ids[0],
+    )
+    if len(tokens) < windows + sheets:
+        raise ValueError(
+            f"{corpus} gives {len(tokens)} windows of {context} tokens, {windows + sheets} asked"
+        )
+    S = context_length(context)
+    made = make_sheets(
+        chosen(names(), S),
+        tokens[windows:, :S],
+        checkpoint.tokenizer(),
+        seed=seed,
+        not_drawn=checkpoint.config.eos_ids,
+    )
+    return Material(tokens[:windows], tuple(topics[:windows]), tuple(made))
+
+
+def measure(network: Transformer, material: Material, reading: Reading) -> Measured:
+    """Perplexity and answers of a network under one protocol.
+
+    All pieces of a context are of one width, and so are all questions, so that a new plan compiles few
+    programs.
+    """
+    rows = max(1, ROWS_IN_MEMORY // material.context)
+    windows = [_window_nll(network, some, reading) for some in _in_rows(list(material.windows), rows)]
+    found: dict[str, list[tuple[Answer, ...]]] = {name: [] for name in material.sheets[0].questions}
+    for sheets in _in_rows(material.sheets, rows):
+        contexts = np.stack([sheet.context for sheet in sheets])
+        _, cache = _read(network, contexts, material.context, reading)
+        for name, sheets_answers in found.items():
+            asked = zip(*(sheet.questions[name] for sheet in sheets), strict=True)
+            by_question = [answers(network, cache, list(row), width=QUESTION_TOKENS) for row in asked]
+            sheets_answers += zip(*by_question, strict=True)
+    return Measured(np.concatenate(windows), found)
+
+
+def _in_rows[T](items: Sequence[T], rows: int) -> Iterator[Sequence[T]]:
+    """So many at a time; all but whole groups would compile anew, so their number must divide."""
+    if len(items) % rows:
+        raise ValueError(f"{len(items)} windows or sheets must be a multiple of {rows}")
+    return (items[start : start + rows] for start in range(0, len(items), rows))
+
+
+def _read(
+    network: Transformer, contexts: Int[np.ndarray, "B S"], capacity: int, reading: Reading
+) -> tuple[list[Array], KVCache]:
+    """Hidden states of the pieces, and the cache of all."""
+    B, S = contexts.shape
+    padded = np.zeros((B, capacity), np.int32)
+    padded[:, :S] = contexts
+    end = jnp.full(B, S, jnp.int32)
+    if reading == "exact":
+        hidden, cache = network.read_prompt(jnp.asarray(padded), end, capacity=capacity)
+        return [hidden], cache
+    cache, pieces = network.new_cache(batch=B, capacity=capacity), []
+    for start in range(0, S, PREFILL_CHUNK):
+        piece = jnp.asarray(padded[:, start : start + PREFILL_CHUNK])
+        hidden, cache = network.extend(cache, piece, jnp.minimum(end, start + PREFILL_CHUNK))
+        pieces.append(hidden)
+    return pieces, cache
+
+
+def _window_nll(
+    network: Transformer, windows: Sequence[np.ndarray], reading: Reading
+) -> Float[np.ndarray, " B"]:
+    """Nats a token: of all tokens seen through the cache, or of those behind an exact context."""
+    tokens = np.stack(windows)
+    T = tokens.shape[1]
+    if reading == "cached":
+        pieces, _ = _read(network, tokens, T, reading)
+        nll = summed_nll(network.embeddings, jnp.concatenate(pieces, 1), jnp.asarray(tokens))
+        return np.asarray(nll, np.float64) / (T - 1)
+    S = T - CONTINUATION
+    _, cache = _read(network, tokens[:, :S], T, reading)
+    pieces = []
+    for start in range(S, T, QUESTION_TOKENS):
+        piece = jnp.asarray(tokens[:, start : start + QUESTION_TOKENS])
+        hidden, cache = network.extend(cache, piece, cache.lengths + QUESTION_TOKENS)
+        pieces.append(hidden)
+    nll = summed_nll(network.embeddings, jnp.concatenate(pieces, 1), jnp.asarray(tokens[:, S:]))
+    return np.asarray(nll, np.float64) / (CONTINUATION - 1)

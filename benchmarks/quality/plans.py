@@ -1,0 +1,157 @@
+"""The plan of each cache method for a budget: a share of the bytes of the dense cache, everything counted.
+
+A method takes its settings from a list, best first; the first that fits the budget is taken. What is left
+of the budget goes to recent tokens kept whole (or, in eviction methods, to more kept tokens), so that all
+methods spend the same bytes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zdc_jax import methods
+from zdc_jax.config import ModelConfig
+from zdc_jax.errors import PlanError
+from zdc_jax.plan import CompressionPlan
+
+SINKS = 4
+BUDGETS = (0.52, 0.36, 0.28, 0.20, 0.15, 0.12)
+TWO_BUDGETS = (0.36, 0.20)
+"""For methods beside the first list."""
+WINDOW_STEP = 16
+KEPT_STEP = 8
+
+Ladder = Callable[[ModelConfig, int], CompressionPlan]
+"""A plan of a size n, in tokens: the larger n, the more bytes."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method of the table: its name, ladders best first, and the least and the step of their size.
+
+    judged_by: what a budget limits, bytes held or (methods that choose) bytes read.
+    """
+
+    name: str
+    ladders: Sequence[Ladder]
+    least: int = 0
+    step: int = WINDOW_STEP
+    budgets: Sequence[float] = BUDGETS
+    judged_by: str = "bytes"
+
+    def at_budget(self, config: ModelConfig, context: int, budget: float, dtype: str) -> CompressionPlan:
+        """The best ladder's largest plan within the budget.
+
+        Raises:
+          PlanError: the method has no plan so small, with the least that it takes.
+        """
+        size = share_held if self.judged_by == "bytes" else share_read
+        share = lambda plan: size(plan, context, dtype)
+        smallest = []
+        for ladder in self.ladders:
+            least = share(ladder(config, self.least))
+            if least <= budget:
+                return _largest(lambda n, ladder=ladder: ladder(config, n), share, budget, self, context)
+            smallest.append(least)
+        raise PlanError(f"{self.name} takes at least {min(smallest):.1%} at {context} tokens, {budget=:.0%}")
+
+
+def _largest(
+    plan: Callable[[int], CompressionPlan],
+    share: Callable[[CompressionPlan], float],
+    budget: float,
+    entry: Entry,
+    context: int,
+) -> CompressionPlan:
+    low, high = 0, (context - entry.least) // entry.step
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = share(plan(entry.least + middle * entry.step)) <= budget
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return plan(entry.least + low * entry.step)
+
+
+def share_held(plan: CompressionPlan, context: int, dtype: str) -> float:
+    """Bytes that stay in memory, of the dense cache's."""
+    dense = replace(plan, layers=_dense(plan), **_PLAIN)
+    return plan.bytes(context, 1, dtype) / dense.bytes(context, 1, dtype)
+
+
+def share_read(plan: CompressionPlan, context: int, dtype: str) -> float:
+    """Bytes that decoding a token reads, of the dense cache's."""
+    read = lambda plan: sum(spec.bytes_read(context) for spec in plan.layer_caches(dtype))
+    return read(plan) / read(replace(plan, layers=_dense(plan), **_PLAIN))
+
+
+_PLAIN: dict[str, Any] = {"method": "zdc", "settings": None, "sinks": 0, "window": 0}
+
+
+def _dense(plan: CompressionPlan) -> tuple[Any, ...]:
+    H = plan.head_dim
+    return tuple(replace(ranks, qk=H, v=H, window=None) for ranks in plan.layers)
+
+
+def method_plan(
+    config: ModelConfig,
+    method: str,
+    *,
+    ranks: tuple[int, int] | None = None,
+    window: int = 0,
+    sinks: int | None = None,
+    **settings: Any,
+) -> CompressionPlan:
+    """A plan of a method; `ranks` (R, Z) of the calibrated basis, default all of the checkpoint's own."""
+    R, Z = ranks or (config.head_dim, config.head_dim)
+    near = {"window": window, "sinks": (SINKS if window else 0) if sinks is None else sinks}
+    return replace(
+        CompressionPlan.uniform(config, qk=R, v=Z, **near),
+        rotated=ranks is not None or method == "loki",
+        method=method,
+        settings=methods.settings_from_json(method, settings),
+    )
+
+
+def _window(method: str, **options: Any) -> Ladder:
+    return lambda config, n: method_plan(config, method, window=n, **options)
+
+
+def _kept(method: str, *, window: int, **options: Any) -> Ladder:
+    return lambda config, n: method_plan(config, method, window=window, kept=n, **options)
+
+
+def _half_recent(method: str, **options: Any) -> Ladder:
+    """As many recent tokens as heavy hitters, as H2O's authors have it; blocks of 64 count as recent."""
+    return lambda config, n: method_plan(config, method, window=max(n - 64, 0), kept=n, **options)
+
+
+GEAR = {"bits": 4}
+COMPOSED = (48, 48)
+"""Ranks of compositions with ZDC, of a head dim of 64."""
+FIRST = (
+    Entry("window", [_window("window")], least=16),
+    Entry("fp8", [_window("fp8")]),
+    Entry("int8", [_window("int8")]),
+    Entry("kivi", [_window("kivi", bits=bits) for bits in (4, 2)], least=32),
+    Entry(
+        "turboquant",
+        [_window("turboquant", bits_k=k, bits_v=v) for k, v in ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2))],
+    ),
+    Entry("h2o", [_half_recent("h2o")], least=KEPT_STEP, step=KEPT_STEP),
+    Entry("snapkv", [_kept("snapkv", window=64)], least=KEPT_STEP, step=KEPT_STEP),
+    Entry("gear", [_window("gear", bits=bits) for bits in (4, 2)], least=64),
+    Entry("h2o-zdc", [_half_recent("h2o", ranks=COMPOSED)], least=KEPT_STEP, step=KEPT_STEP),
+    Entry("gear-zdc", [_window("gear", bits=bits, ranks=COMPOSED) for bits in (4, 2)], least=64),
+    Entry(
+        "zdc",
+        [
+            _window("zdc", ranks=ranks)
+            for ranks in ((64, 64), (48, 48), (32, 48), (32, 32), (16, 32), (16, 16))
+        ],
+        least=64,
+    ),
+)
+"""Judged at all budgets."""
+OTHERS = (
+    Entry("tova", [_kept("tova", window=0)], least=KEPT_STEP, step=KEPT_STEP, budgets=TWO_BUDGETS),
+    Entry("knorm", [_kept("knorm", window=0)], least=KEPT_STEP, step=KEPT_STEP, budgets=TWO_BUDGETS),
+)
