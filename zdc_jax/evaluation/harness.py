@@ -102,11 +102,8 @@ class HarnessModel(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """What stands before a text without context: the token that texts begin with, else `eot_token_id`."""
-        template = self._model.chat_template
-        named = None if template is None else template.special_tokens.get("bos_token")
-        found = None if named is None else self._tokenizer.token_to_id(named)
-        added = [*tokenized(self._tokenizer, ""), *([] if found is None else [found])]
-        return added[0] if added else self.eot_token_id
+        added, bos_id = tokenized(self._tokenizer, ""), self._model.config.bos_id
+        return added[0] if added else self.eot_token_id if bos_id is None else bos_id
 
     @property
     def tokenizer_name(self) -> str:
