@@ -96,7 +96,7 @@ def model(folder) -> LanguageModel:
 @pytest.fixture(scope="module")
 def harness(folder) -> HarnessModel:
     arguments = f"pretrained={folder / 'model'},plan={folder / 'plan.json'},batch_size=4"
-    return get_model("zdc_jax").create_from_arg_string(arguments, {"device": None})
+    return get_model("zdc_jax").create_from_arg_string(arguments, {"device": "cuda:0"})
 
 
 @pytest.fixture(scope="module")
@@ -201,8 +201,8 @@ def test_chats(harness):
 
 
 def test_refusals(folder, harness):
-    with pytest.raises(ValueError, match="unknown model_args device, wndow; known are pretrained, plan"):
-        HarnessModel(folder / "model", device="cuda", wndow=3)
+    with pytest.raises(ValueError, match="unknown model_args revision, wndow; known are pretrained, plan"):
+        HarnessModel(folder / "model", wndow=3, revision="main")
     with pytest.raises(ValueError, match="batch_size='auto' must be a whole number >= 1"):
         HarnessModel(folder / "model", batch_size="auto")
     with pytest.raises(ValueError, match="generation options num_beams are unknown; known are until"):

@@ -62,9 +62,12 @@ class HarnessModel(TemplateLM):
         dtype: str | None = None,
         max_positions: int | None = None,
         batch_size: int | str = 1,
+        device: str | None = None,
         **others: Any,
     ):
         """pretrained: converted folder; batch_size: rows at once; plan, dtype, max_positions: as for `load`.
+
+        device: what lm-eval's command gives every model, for torch; JAX takes its own.
 
         Raises:
           ValueError: unknown arguments, or a batch_size that is no whole number >= 1 (such as `auto`).
