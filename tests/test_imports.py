@@ -43,7 +43,7 @@ ALLOWED = {
     "zdc_jax.generation": LOADING,
     "zdc_jax.conversation.template": f"{BASE} zdc_jax.checkpoint",
     "zdc_jax.conversation": f"{LOADING} zdc_jax.generation",
-    "zdc_jax.evaluation": f"{LOADING} zdc_jax.generation",
+    "zdc_jax.evaluation": f"{LOADING} zdc_jax.generation zdc_jax.conversation",
     "zdc_jax.planning": f"{LOADING} zdc_jax.evaluation",
     "zdc_jax": WHOLE,
     "convert": WHOLE,
