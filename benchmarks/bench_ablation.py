@@ -32,11 +32,11 @@ from benchmarks.studies import Options, class_plan, degradation, over, quarters,
 from benchmarks.timing import costs_in_turns, normal
 from zdc_jax.basis import QKKind
 from zdc_jax.config import LayerSpec
+from zdc_jax.evaluation.perplexity import window_nll
 from zdc_jax.loading import LanguageModel
 from zdc_jax.model.params import layer_shapes, random_tree
 from zdc_jax.model.transformer import Block, Transformer
 from zdc_jax.ops.attention import self_attention
-from zdc_jax.planning.evaluate import window_nll
 
 LAYER_SHAPE = LLAMA_2_7B
 LAYER_TOKENS = 8192

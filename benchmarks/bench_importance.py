@@ -25,12 +25,12 @@ from benchmarks.common import RESULTS, write_result
 from convert.calibration.groups import ImportanceMethod, layer_groups, layer_importance, repetition_ratios
 from convert.conversion import convert
 from zdc_jax.checkpoint import Checkpoint
+from zdc_jax.evaluation.text import read_documents, token_windows
 from zdc_jax.loading import load
 from zdc_jax.model.params import layer_shapes, random_tree
 from zdc_jax.model.transformer import Block
 from zdc_jax.ops.attention import self_attention
 from zdc_jax.ops.importance import column_sums, token_importance
-from zdc_jax.planning.text import read_documents, token_windows
 
 THRESHOLDS = (0.95, 0.8, 0.65, 0.5)
 COST_TOKENS = 16384

@@ -30,6 +30,7 @@ from benchmarks.studies import degradation, percent, uniform_plan
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.config import ModelConfig
+from zdc_jax.evaluation.perplexity import window_nll
 from zdc_jax.fold import cast, prepared_layers
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings
@@ -38,7 +39,6 @@ from zdc_jax.parallel.payload import PAYLOADS, Payload
 from zdc_jax.parallel.traffic import prefill_bytes
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
-from zdc_jax.planning.evaluate import window_nll
 
 STEPS = 128
 WINDOW = 512

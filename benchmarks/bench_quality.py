@@ -24,13 +24,13 @@ from convert.calibration.moments import Moments
 from convert.conversion import convert
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
+from zdc_jax.evaluation.perplexity import compare, window_nll
+from zdc_jax.evaluation.text import read_documents, token_windows
 from zdc_jax.fold import cast, prepared_layers
 from zdc_jax.loading import LanguageModel, load
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
-from zdc_jax.planning.evaluate import compare, window_nll
 from zdc_jax.planning.spectrum import plan_from_spectrum
-from zdc_jax.planning.text import read_documents, token_windows
 
 SINKS = 4
 CONTEXT = 4096

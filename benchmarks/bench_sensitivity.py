@@ -41,9 +41,9 @@ from benchmarks.timing import costs_in_turns
 from convert.calibration.kmeans import kmeans_moments
 from convert.calibration.moments import Moments
 from zdc_jax.basis import Basis
+from zdc_jax.evaluation.perplexity import window_nll
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan, allowed_ranks
-from zdc_jax.planning.evaluate import window_nll
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

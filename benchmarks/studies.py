@@ -15,8 +15,8 @@ from benchmarks import bench_quality
 from benchmarks.bench_quality import Bench
 from benchmarks.common import write_result
 from zdc_jax.config import ModelConfig
+from zdc_jax.evaluation.perplexity import bootstrap_interval
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
-from zdc_jax.planning.evaluate import bootstrap_interval
 
 GROUPS = 3
 """Groups of consecutive layers in class plans. The paper's threshold leaves none in the reference models."""

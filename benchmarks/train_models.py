@@ -18,7 +18,7 @@ import torch
 import tyro
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
-from zdc_jax.planning.text import read_documents
+from zdc_jax.evaluation.text import read_documents
 
 CONTEXT = 4096
 LEARNING_RATE, WARMUP = 1e-3, 100

@@ -16,7 +16,7 @@ PACKAGES = (
     "zdc_jax.model",
     "zdc_jax.ops",
     "zdc_jax.parallel",
-    "zdc_jax.planning.evaluate",
+    "zdc_jax.evaluation",
     "convert.calibration",
 )
 """Where arrays of JAX go through; a check costs too much in the loops of planning."""

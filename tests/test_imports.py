@@ -22,7 +22,7 @@ LOADING = (
     f"{MODEL} zdc_jax.basis zdc_jax.checkpoint zdc_jax.conversation.template zdc_jax.parallel zdc_jax.fold "
     "zdc_jax.loading"
 )
-WHOLE = f"{LOADING} zdc_jax zdc_jax.generation zdc_jax.conversation zdc_jax.planning"
+WHOLE = f"{LOADING} zdc_jax zdc_jax.generation zdc_jax.conversation zdc_jax.evaluation zdc_jax.planning"
 ALLOWED = {
     "kernels_pallas": "",
     "zdc_jax.axes": "",
@@ -43,7 +43,8 @@ ALLOWED = {
     "zdc_jax.generation": LOADING,
     "zdc_jax.conversation.template": f"{BASE} zdc_jax.checkpoint",
     "zdc_jax.conversation": f"{LOADING} zdc_jax.generation",
-    "zdc_jax.planning": LOADING,
+    "zdc_jax.evaluation": f"{LOADING} zdc_jax.generation",
+    "zdc_jax.planning": f"{LOADING} zdc_jax.evaluation",
     "zdc_jax": WHOLE,
     "convert": WHOLE,
     "benchmarks": f"{WHOLE} convert",
@@ -105,8 +106,9 @@ def test_imports_go_one_way():
         ("zdc_jax.cache.classes", "zdc_jax.model.block"),
         ("zdc_jax.model.block", "zdc_jax.parallel.mesh"),
         ("zdc_jax.model.block", "zdc_jax.generation.api"),
-        ("zdc_jax.model.block", "zdc_jax.planning.text"),
+        ("zdc_jax.model.block", "zdc_jax.evaluation.text"),
         ("zdc_jax.loading", "zdc_jax.planning.choose"),
+        ("zdc_jax.evaluation.retention", "zdc_jax.planning.choose"),
         ("zdc_jax.plan", "zdc_jax.basis"),
         ("convert.search.trials", "benchmarks.common"),
     ],
@@ -117,7 +119,7 @@ def test_the_table_knows_what_is_not_allowed(importer, target):
 
 def test_serving_imports_none_of_the_tools():
     """Nor does it in functions."""
-    offline = ("zdc_jax.planning", "convert", "benchmarks")
+    offline = ("zdc_jax.evaluation", "zdc_jax.planning", "convert", "benchmarks")
     serving = [path for name, path in modules() if room(name) not in offline]
     assert not {name for path in serving for name in imported(path) if name.split(".")[0] in TOOLS}
 

@@ -24,14 +24,14 @@ from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError
+from zdc_jax.evaluation.perplexity import window_nll
+from zdc_jax.evaluation.text import read_documents, token_windows
 from zdc_jax.loading import load
 from zdc_jax.model.observe import Seen, observe
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.contract import einsum_f32
 from zdc_jax.plan import CompressionPlan, allowed_ranks
-from zdc_jax.planning.evaluate import window_nll
 from zdc_jax.planning.profile import Profile
-from zdc_jax.planning.text import read_documents, token_windows
 
 logger = logging.getLogger("zdc_jax")
 
@@ -99,7 +99,7 @@ def calibrate(
 
     Args:
       path: folder written by `zdc convert`.
-      texts: files or folders, see `zdc_jax.planning.text.read_documents`; topics are folder names. Empty: a
+      texts: files or folders, see `zdc_jax.evaluation.text.read_documents`; topics are folder names. Empty: a
         new basis from the moments stored by an earlier calibration, and no profile.
       dtype: dtype the model runs in; default that of the stored weights.
       progress: show how far it has come, on standard error.

@@ -9,11 +9,11 @@ import numpy as np
 from convert.progress import track
 from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
+from zdc_jax.evaluation.perplexity import window_nll
 from zdc_jax.model.observe import Seen, Tap, observe
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import self_attention
 from zdc_jax.plan import CompressionPlan, LayerRanks
-from zdc_jax.planning.evaluate import window_nll
 from zdc_jax.planning.layer_costs import rank_levels
 from zdc_jax.planning.profile import COST_WINDOW, SINKS, Profile, cost_window, windows_for
 

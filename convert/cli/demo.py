@@ -26,10 +26,10 @@ from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens, opening
 from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.errors import CheckpointError, ConversionError
+from zdc_jax.evaluation.perplexity import compare, window_nll
 from zdc_jax.generation.api import generate
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import LanguageModel, load
-from zdc_jax.planning.evaluate import compare, window_nll
 from zdc_jax.planning.spectrum import plan_from_spectrum
 
 CONTEXT = 1024

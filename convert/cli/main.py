@@ -29,6 +29,7 @@ from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
 from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens, opening
 from zdc_jax.errors import MeshError, PlanError, PromptError, TextError, ZDCError
+from zdc_jax.evaluation.perplexity import compare, window_nll
 from zdc_jax.files import whole_file
 from zdc_jax.generation.api import generate, stream
 from zdc_jax.generation.request import Prompt
@@ -38,7 +39,6 @@ from zdc_jax.parallel.payload import Payload
 from zdc_jax.parallel.processes import initialize
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.certificate import certificate
-from zdc_jax.planning.evaluate import compare, window_nll
 
 FEW_TOKENS = 32_768
 """Calibrated on fewer, a basis is poor."""

@@ -22,11 +22,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from convert.hf.export import export_hf
 from zdc_jax.axes import Array
 from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
+from zdc_jax.evaluation.perplexity import window_nll
+from zdc_jax.evaluation.text import read_documents, token_windows
 from zdc_jax.model.params import num_params, random_params
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
-from zdc_jax.planning.evaluate import window_nll
-from zdc_jax.planning.text import read_documents, token_windows
 
 TOPICS = (
     "books_gutenberg",

@@ -13,12 +13,12 @@ import numpy as np
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import PlanError
+from zdc_jax.evaluation.perplexity import bootstrap_interval, window_nll
 from zdc_jax.fold import cast, prepared_layers
 from zdc_jax.loading import load, stored_basis
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
-from zdc_jax.planning.evaluate import bootstrap_interval, window_nll
 from zdc_jax.planning.profile import Profile, stored_profile
 
 

@@ -19,7 +19,7 @@ from convert.conversion import convert
 from convert.gguf.reader import read_gguf
 from convert.gguf.tokenizer import build_tokenizer
 from zdc_jax import LanguageModel, generate, load
-from zdc_jax.planning.evaluate import window_nll
+from zdc_jax.evaluation.perplexity import window_nll
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "smollm2.npz"
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"

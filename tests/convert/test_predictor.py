@@ -17,15 +17,15 @@ from convert.search.fit_predictor import Observations, fit, predicted_nats
 from convert.search.trials import TrialBook
 from zdc_jax import Checkpoint, CompressionPlan, choose_plan, load
 from zdc_jax.errors import CalibrationError, CheckpointError, MeshError, PlanError, TextError
+from zdc_jax.evaluation.perplexity import window_nll
+from zdc_jax.evaluation.text import read_documents, token_windows
 from zdc_jax.loading import stored_basis
 from zdc_jax.plan import LayerRanks
 from zdc_jax.planning.certificate import plan_from_error
 from zdc_jax.planning.choose import CHECK_SEED, CHECK_WINDOWS
-from zdc_jax.planning.evaluate import window_nll
 from zdc_jax.planning.layer_costs import rank_levels
 from zdc_jax.planning.predictor import Predictor, Weights
 from zdc_jax.planning.profile import SINKS, Profile, windows_for
-from zdc_jax.planning.text import read_documents, token_windows
 
 CONTEXT = 128
 

@@ -17,10 +17,10 @@ from convert.search.search import Search, SearchOptions
 from convert.search.trials import Trial, TrialBook, pareto_front
 from zdc_jax import Checkpoint, CompressionPlan, load
 from zdc_jax.errors import PlanError
+from zdc_jax.evaluation.perplexity import window_nll
 from zdc_jax.loading import stored_basis
 from zdc_jax.plan import LayerRanks, allowed_ranks
 from zdc_jax.planning.costs import layer_parts
-from zdc_jax.planning.evaluate import window_nll
 from zdc_jax.planning.layer_costs import LayerCosts, cheapest_path, rank_levels, steps_down
 
 CONTEXT = 128

@@ -12,6 +12,8 @@ from jaxtyping import Int
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import CalibrationError, PlanError
+from zdc_jax.evaluation.perplexity import window_nll
+from zdc_jax.evaluation.text import read_documents, token_windows
 from zdc_jax.loading import LanguageModel, check_options, load, stored_basis
 from zdc_jax.parallel.mesh import DATA, MeshConfig
 from zdc_jax.parallel.payload import Payload, check_scales
@@ -20,10 +22,8 @@ from zdc_jax.parallel.weights import WeightPlacement
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.certificate import plan_from_error
 from zdc_jax.planning.checked import checked_plan
-from zdc_jax.planning.evaluate import window_nll
 from zdc_jax.planning.predictor import Predictor, check_limit
 from zdc_jax.planning.profile import Profile, stored_profile
-from zdc_jax.planning.text import read_documents, token_windows
 
 logger = logging.getLogger("zdc_jax")
 

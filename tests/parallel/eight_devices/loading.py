@@ -8,8 +8,8 @@ from conftest import LLAMA, TinyModel, calibrated_folder
 
 from zdc_jax import choose_plan, load
 from zdc_jax.errors import MeshError
+from zdc_jax.evaluation.perplexity import window_nll
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.planning.evaluate import window_nll
 
 CONFIG = replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2)
 

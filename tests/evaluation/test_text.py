@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from zdc_jax.errors import TextError
-from zdc_jax.planning.text import Document, read_documents, token_windows
+from zdc_jax.evaluation.text import Document, read_documents, token_windows
 
 EOS = 0
 

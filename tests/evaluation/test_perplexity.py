@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zdc_jax import CompressionPlan
-from zdc_jax.planning import evaluate
-from zdc_jax.planning.evaluate import bootstrap_interval, compare, window_nll
+from zdc_jax.evaluation import perplexity
+from zdc_jax.evaluation.perplexity import bootstrap_interval, compare, window_nll
 
 
 @pytest.fixture
@@ -17,11 +17,11 @@ def positions_per_block(monkeypatch):
     """Sets how many positions' logits are computed at once, for this test alone."""
 
     def set_to(block: int) -> None:
-        monkeypatch.setattr(evaluate, "_POSITIONS_PER_BLOCK", block)
-        evaluate._summed_nll.clear_cache()
+        monkeypatch.setattr(perplexity, "_POSITIONS_PER_BLOCK", block)
+        perplexity._summed_nll.clear_cache()
 
     yield set_to
-    evaluate._summed_nll.clear_cache()
+    perplexity._summed_nll.clear_cache()
 
 
 def plain_nll(network, windows: np.ndarray) -> np.ndarray:

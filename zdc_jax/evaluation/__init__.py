@@ -1,0 +1,1 @@
+"""Measuring a plan against the unmodified model, offline: perplexity, and tasks over long ranges."""
