@@ -28,6 +28,10 @@ class TextError(ZDCError, ValueError):
     """Text for calibration or evaluation is missing, unreadable or too short."""
 
 
+class EvaluationError(ZDCError, ValueError):
+    """A task is unknown, does not fit into the context, or cannot be put into this model's tokens."""
+
+
 class PlanError(ZDCError, ValueError):
     """A compression plan is impossible, corrupt or made for another model."""
 

@@ -179,8 +179,8 @@ def token_windows(
     for topic in (topics[i] for i in rng.permutation(len(topics))):
         texts = by_topic[topic]
         if num_windows is not None:
-            pieces = [p for text in texts for p in _pieces(text, length * PIECE_CHARS_PER_TOKEN)]
-            texts = [pieces[i] for i in rng.permutation(len(pieces))]
+            short = [p for text in texts for p in pieces(text, length * PIECE_CHARS_PER_TOKEN)]
+            texts = [short[i] for i in rng.permutation(len(short))]
         streams[topic] = _TokenStream(texts, tokenizer, eos_id)
     chosen = _round_robin(streams, length, num_windows)
     if not chosen:
@@ -234,11 +234,11 @@ def _round_robin(
     return chosen
 
 
-def _pieces(text: str, size: int) -> list[str]:
+def pieces(text: str, size: int) -> list[str]:
     """The text cut before the first white space after every `size` characters."""
     white_space = re.compile(r"\s")
-    pieces, start = [], 0
+    found, start = [], 0
     while gap := white_space.search(text, start + size):
-        pieces.append(text[start : gap.start()])
+        found.append(text[start : gap.start()])
         start = gap.start()
-    return [*pieces, text[start:]]
+    return [*found, text[start:]]

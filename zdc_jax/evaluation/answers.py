@@ -1,0 +1,100 @@
+"""What a network answers: contexts are read once, then each question goes on from the same cache."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from zdc_jax.axes import Array
+from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.evaluation.questions import Question
+from zdc_jax.generation.steps import PREFILL_CHUNK, bucket
+from zdc_jax.model.transformer import Embeddings, Transformer
+
+Reading = Literal["cached", "exact"]
+"""How a context is read. `cached`: each token sees those before it as the cache holds them. `exact`: tokens
+of the context see each other as they are, and only what follows sees them as the cache holds them."""
+SMALLEST_ANSWERS = 8
+"""Answers are padded to powers of two from here on, so that shapes are few."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """One answer, token by token.
+
+    log_probability: float32 [A], nats, of the right tokens, each behind those before it. right: bool [A],
+    whether they are the most likely. depth: of the question.
+    """
+
+    log_probability: Float[np.ndarray, " A"]
+    right: Bool[np.ndarray, " A"]
+    depth: float | None = None
+
+
+def read_contexts(
+    network: Transformer, contexts: Int[np.ndarray, "B S"], *, room: int, reading: Reading
+) -> tuple[Float[Array, "B D"], KVCache]:
+    """Last hidden states of contexts, and a cache that holds them with `room` for more tokens.
+
+    Layers run one after another, so that a plan not seen before compiles only the layers that are new.
+
+    Raises:
+      CacheMemoryError: the cache does not fit.
+    """
+    tokens = jnp.asarray(contexts)
+    B, S = tokens.shape
+    if reading == "exact":
+        hidden, cache = network.read_prompt(tokens, jnp.full(B, S, jnp.int32), capacity=S + room)
+        return hidden[:, -1], cache
+    cache = network.new_cache(batch=B, capacity=S + room)
+    for start in range(0, S, PREFILL_CHUNK):
+        piece = tokens[:, start : start + PREFILL_CHUNK]
+        hidden, cache = network.extend(cache, piece, cache.lengths + piece.shape[1])
+    return hidden[:, -1], cache
+
+
+def answers(network: Transformer, cache: KVCache, questions: Sequence[Question]) -> list[Answer]:
+    """The answer of each row of a cache to its own question; the cache stays as it was."""
+    B, width = len(questions), bucket(max(len(question.tokens) for question in questions))
+    most = bucket(max(int(question.answer.sum()) for question in questions), SMALLEST_ANSWERS)
+    tokens, at, right = (np.zeros((B, n), np.int32) for n in (width, most, most))
+    for row, question in enumerate(questions):
+        where = np.flatnonzero(question.answer)
+        tokens[row, : len(question.tokens)] = question.tokens
+        at[row, : len(where)] = where - 1  # A token is predicted where the one before it is read.
+        right[row, : len(where)] = question.tokens[where]
+    lengths = jnp.array([len(question.tokens) for question in questions], jnp.int32)
+    hidden, _ = network.extend(cache, jnp.asarray(tokens), cache.lengths + lengths)
+    log_probability, chosen = (
+        np.asarray(each) for each in _scored(network.embeddings, hidden, jnp.asarray(at), jnp.asarray(right))
+    )
+    return [
+        Answer(log_probability[row, :count], chosen[row, :count] == right[row, :count], question.depth)
+        for row, question in enumerate(questions)
+        for count in [int(question.answer.sum())]
+    ]
+
+
+@jax.jit
+def _scored(
+    embeddings: Embeddings,
+    hidden: Float[Array, "B T D"],
+    at: Int[Array, "B A"],
+    right: Int[Array, "B A"],
+) -> tuple[Float[Array, "B A"], Int[Array, "B A"]]:
+    """Log-probability of `right` behind the positions `at`, float32, and the most likely token there.
+
+    Row by row: at no time are there logits of all.
+    """
+
+    def row(given: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        hidden, at, right = given
+        logits = embeddings.unembed(hidden[at])
+        found = jnp.take_along_axis(logits, right[:, None], axis=-1)[:, 0]
+        return found - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1)
+
+    return jax.lax.map(row, (hidden, at, right))
