@@ -33,7 +33,7 @@ COMMANDS = (
     ),
     (
         "And at long range",
-        "zdc evaluate model/ text/heldout --plan plan.json --tasks passkey copy --contexts 1024 --max-sheets 8",
+        "zdc evaluate model/ text/heldout --plan plan.json --tasks passkey --contexts 1024 --max-sheets 8",
     ),
     ("Look into a converted folder", "zdc inspect model/ --check | head -20"),
     ("A mistake is one line", "zdc convert text/heldout other/"),

@@ -61,8 +61,6 @@ class Evaluate:
             check_output(self.output)
         checkpoint = Checkpoint.open(self.path)
         plan = self.flags.build(self.path)
-        if plan is None:
-            print("no plan given: the model is unmodified", file=sys.stderr)
         materials = prepare(
             checkpoint.config,
             checkpoint.tokenizer(),
@@ -73,6 +71,8 @@ class Evaluate:
             max_sheets=self.max_sheets,
             seed=self.seed,
         )
+        if plan is None:
+            print("no plan given: the model is unmodified", file=sys.stderr)
         dense = load(self.path, dtype=self.dtype).network
         network = dense if plan is None else load(self.path, plan, dtype=self.dtype).network
         assert isinstance(dense, Transformer)  # Neither was loaded onto a mesh.
