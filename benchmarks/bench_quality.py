@@ -24,7 +24,7 @@ from convert.calibration.moments import Moments
 from convert.conversion import convert
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
-from zdc_jax.evaluation.perplexity import compare, window_nll
+from zdc_jax.evaluation.perplexity import compare, token_nll, window_nll
 from zdc_jax.evaluation.text import read_documents, token_windows
 from zdc_jax.fold import cast, prepared_layers
 from zdc_jax.loading import LanguageModel, load
@@ -80,7 +80,8 @@ class Bench:
         self.dense = load(folder / "converted", dtype=options.dtype)
         self.train, self.train_topics = self.windows("train", options.tokens // CONTEXT)
         self.heldout, self.topics = self.windows("heldout", options.windows)
-        self.dense_nll = window_nll(self.dense.network, self.heldout, batch=options.batch)
+        self.dense_token_nll = token_nll(self.dense.network, self.heldout, batch=options.batch)
+        self.dense_nll = self.dense_token_nll.mean(1, dtype=np.float64)
         self.moments = self.collect(self.train)
         self.bases: dict[str, Basis] = {}
 
@@ -140,7 +141,7 @@ class Bench:
         """One row; `model` stands in for the one that the case describes."""
         began = time.perf_counter()
         model = model or self.model(case.plan, self.bases[case.basis])
-        report = compare(model.network, self.dense_nll, self.heldout, batch=self.options.batch)
+        report = compare(model.network, self.dense_token_nll, self.heldout, batch=self.options.batch)
         mean_qk, mean_v = case.plan.mean_ranks
         row = {
             "group": case.group,

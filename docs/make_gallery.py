@@ -27,7 +27,14 @@ COMMANDS = (
         "zdc plan model/ plan.json --budget 0.75 --window 128 --sinks 4 | head -12",
     ),
     ("Use it", 'zdc generate model/ "Gravity is the force that" --max-new-tokens 40 --plan plan.json'),
-    ("What it costs", "zdc perplexity model/ text/heldout --plan plan.json --windows 4 --context 1024"),
+    (
+        "What it costs",
+        "zdc evaluate model/ text/heldout --plan plan.json --tasks perplexity --contexts 1024 --max-sheets 4",
+    ),
+    (
+        "And at long range",
+        "zdc evaluate model/ text/heldout --plan plan.json --tasks passkey --contexts 1024 --max-sheets 8",
+    ),
     ("Look into a converted folder", "zdc inspect model/ --check | head -20"),
     ("A mistake is one line", "zdc convert text/heldout other/"),
     ("So is a plan for another model", 'zdc generate model/ "Hello" --plan model/manifest.json'),

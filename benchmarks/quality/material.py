@@ -16,7 +16,7 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.evaluation.answers import Answer, Reading, answers
-from zdc_jax.evaluation.perplexity import summed_nll
+from zdc_jax.evaluation.perplexity import next_token_nll
 from zdc_jax.evaluation.questions import QUESTION_TOKENS
 from zdc_jax.evaluation.sheets import Sheet, context_length, make_sheets
 from zdc_jax.evaluation.tasks import chosen, names
@@ -135,8 +135,8 @@ def _window_nll(
     T = tokens.shape[1]
     if reading == "cached":
         pieces, _ = _read(network, tokens, T, reading)
-        nll = summed_nll(network.embeddings, jnp.concatenate(pieces, 1), jnp.asarray(tokens))
-        return np.asarray(nll, np.float64) / (T - 1)
+        nll = next_token_nll(network.embeddings, jnp.concatenate(pieces, 1), jnp.asarray(tokens))
+        return np.asarray(nll).mean(1, dtype=np.float64)
     S = T - CONTINUATION
     _, cache = _read(network, tokens[:, :S], T, reading)
     pieces = []
@@ -144,5 +144,5 @@ def _window_nll(
         piece = jnp.asarray(tokens[:, start : start + QUESTION_TOKENS])
         hidden, cache = network.extend(cache, piece, cache.lengths + QUESTION_TOKENS)
         pieces.append(hidden)
-    nll = summed_nll(network.embeddings, jnp.concatenate(pieces, 1), jnp.asarray(tokens[:, S:]))
-    return np.asarray(nll, np.float64) / (CONTINUATION - 1)
+    nll = next_token_nll(network.embeddings, jnp.concatenate(pieces, 1), jnp.asarray(tokens[:, S:]))
+    return np.asarray(nll).mean(1, dtype=np.float64)

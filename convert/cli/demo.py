@@ -26,7 +26,7 @@ from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens, opening
 from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.errors import CheckpointError, ConversionError
-from zdc_jax.evaluation.perplexity import compare, window_nll
+from zdc_jax.evaluation.perplexity import compare, token_nll
 from zdc_jax.generation.api import generate
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import LanguageModel, load
@@ -87,7 +87,7 @@ def _measured(checkpoint: Checkpoint, basis: Basis, heldout_text: Path) -> list[
     windows, _ = calibration_windows(checkpoint, [heldout_text], CONTEXT, heldout)
     text = passage(heldout_text)
     dense = load(checkpoint.path, dtype=_dtype())
-    dense_nll = window_nll(dense.network, windows)
+    dense_nll = token_nll(dense.network, windows)
     rows = [_row("dense", dense, dense_nll, windows, text)]
     for name, budget in BUDGETS.items():
         plan = plan_from_spectrum(basis, budget=budget, window=128, sinks=4).within(checkpoint.config)

@@ -4,9 +4,10 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import tyro
 from rich.console import Console
 
 from convert.calibration.calibrate import CalibrationOptions, calibration_windows
@@ -29,6 +30,11 @@ from zdc_jax.planning.spectrum import plan_from_spectrum
 Dtype = Literal["float32", "bfloat16", "float16"]
 MAX_DEGRADATION = 0.01
 """Default limit of a search."""
+
+
+def at_least_one(name: str) -> Any:
+    """Shows positional arguments as the one or more that they are."""
+    return tyro.conf.arg(metavar=f"{name} [{name} ...]", help_behavior_hint="(required)")
 
 
 @dataclass(kw_only=True)

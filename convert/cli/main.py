@@ -1,6 +1,5 @@
 """The `zdc` command."""
 
-import json
 import logging
 import sys
 import warnings
@@ -21,7 +20,8 @@ from tyro.conf import Positional
 from convert.calibration.calibrate import CalibrationOptions, calibrate
 from convert.cli.chat import Chat
 from convert.cli.demo import demo
-from convert.cli.flags import Dtype, PlanFlags, SamplingFlags, SearchFlags, text_windows
+from convert.cli.evaluate import Evaluate
+from convert.cli.flags import Dtype, PlanFlags, SamplingFlags, SearchFlags, at_least_one
 from convert.cli.output import check_output
 from convert.conversion import VERIFIED_SHAPE, check_torch, convert, verify_against_transformers
 from zdc_jax.basis import Basis
@@ -29,8 +29,6 @@ from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
 from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens, opening
 from zdc_jax.errors import MeshError, PlanError, PromptError, TextError, ZDCError
-from zdc_jax.evaluation.perplexity import compare, window_nll
-from zdc_jax.files import whole_file
 from zdc_jax.generation.api import generate, stream
 from zdc_jax.generation.request import Prompt
 from zdc_jax.loading import load, stored_basis
@@ -42,11 +40,6 @@ from zdc_jax.planning.certificate import certificate
 
 FEW_TOKENS = 32_768
 """Calibrated on fewer, a basis is poor."""
-
-
-def _at_least_one(name: str) -> Any:
-    """Shows positional arguments as the one or more that they are."""
-    return tyro.conf.arg(metavar=f"{name} [{name} ...]", help_behavior_hint="(required)")
 
 
 @dataclass
@@ -170,7 +163,7 @@ class Generate:
 
     path: Positional[Path]
     """Converted folder."""
-    prompts: Annotated[Positional[tuple[str, ...]], _at_least_one("PROMPT")]
+    prompts: Annotated[Positional[tuple[str, ...]], at_least_one("PROMPT")]
     """Texts to continue; `-` reads one from standard input."""
     flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
     max_new_tokens: int = 64
@@ -240,55 +233,6 @@ class Generate:
 
 
 @dataclass
-class Perplexity:
-    """Perplexity of a plan beside the unmodified model's, on the same windows of text."""
-
-    path: Positional[Path]
-    """Converted folder."""
-    texts: Annotated[Positional[tuple[Path, ...]], _at_least_one("TEXT")]
-    """Text files or folders, as for calibrate; take text that calibration did not see."""
-    flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
-    windows: int = 24
-    """Windows drawn round robin over topics."""
-    context: int | None = None
-    """Tokens a window; default the model's positions, at most 4096."""
-    seed: int = 0
-    """Chooses the windows."""
-    batch: int = 1
-    """Windows at a time."""
-    dtype: Dtype | None = None
-    """Dtype to run in; default that of the stored weights."""
-    output: Path | None = None
-    """JSON file to write the printed report to."""
-
-    def run(self, console: Console) -> None:
-        if not self.texts:
-            raise TextError("give at least one text file or folder after the model's folder")
-        if self.output is not None:
-            check_output(self.output)
-        checkpoint = Checkpoint.open(self.path)
-        plan = self.flags.build(self.path)
-        windows, topics = text_windows(
-            checkpoint, self.texts, self.windows, self.context, batch=self.batch, seed=self.seed
-        )
-        if plan is None:
-            print("no plan given: the model is unmodified", file=sys.stderr)
-        dense = load(self.path, dtype=self.dtype)
-        dense_nll = window_nll(dense.network, windows, batch=self.batch)
-        model = dense if plan is None else load(self.path, plan, dtype=self.dtype)
-        report = compare(model.network, dense_nll, windows, batch=self.batch).to_json() | {
-            "texts": [str(path) for path in self.texts],
-            "topics": sorted(set(topics)),
-            "seed": self.seed,
-        }
-        text = json.dumps(report, indent=2)
-        console.print_json(text)
-        if self.output is not None:
-            with whole_file(self.output) as file:
-                file.write_text(text + "\n")
-
-
-@dataclass
 class Inspect:
     """Print what a converted folder holds; --check recomputes its hashes."""
 
@@ -328,7 +272,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "plan": Plan,
     "generate": Generate,
     "chat": Chat,
-    "perplexity": Perplexity,
+    "evaluate": Evaluate,
     "inspect": Inspect,
     "demo": Demo,
 }

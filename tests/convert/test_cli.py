@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import LLAMA, TinyModel
 from hf_variants import write_variant
 
 from convert.cli import entry
@@ -27,7 +28,8 @@ def folder(tmp_path_factory) -> Path:
     write_variant("llama-head-dim-80", folder / "hf")
     rng = np.random.default_rng(0)
     (folder / "text").mkdir()
-    (folder / "text" / "a.txt").write_text(" ".join(f"w{i}" for i in rng.integers(3, 96, 2000)))
+    documents = (" ".join(f"w{i}" for i in rng.integers(3, 96, 50)) for _ in range(120))
+    (folder / "text" / "a.txt").write_text("\n<|endoftext|>\n".join(documents))
     assert main(["convert", str(folder / "hf"), str(folder / "model")]) == 0
     options = ["--tokens", "512", "--context", "64", "--qk", "balanced", "--vo", "balanced"]
     assert main(["calibrate", str(folder / "model"), str(folder / "text"), *options]) == 0
@@ -50,9 +52,11 @@ def test_plan_and_perplexity(folder, tmp_path, capsys):
     assert printed == json.loads(plan.read_text())
     assert {path.name for path in tmp_path.iterdir()} == {"plan.json"}
 
-    options = ["--windows", "3", "--context", "64", "--plan", str(plan), "--output", str(report)]
-    assert main(["perplexity", model, text, *options]) == 0
-    result = json.loads(report.read_text())
+    options = ["--tasks", "perplexity", "--max-sheets", "3", "--contexts", "64", "--output", str(report)]
+    assert main(["evaluate", model, text, *options, "--plan", str(plan)]) == 0
+    (found,) = json.loads(report.read_text())["contexts"]
+    assert (found["context"], found["agreement"], found["tasks"]) == (64, None, {})
+    result = found["perplexity"]
     assert result["windows"] == 3
     assert result["interval"][0] <= result["increase"] <= result["interval"][1]
     assert result["kv_bytes"] == CompressionPlan.load(plan).bytes(64, 1, "float32") < result["dense_kv_bytes"]
@@ -85,34 +89,30 @@ def test_plan_says_what_it_saves(folder, tmp_path, capsys):
     assert "1.000" not in lost
 
 
-def test_perplexity_prints_what_it_writes(folder, tmp_path, capsys):
+def test_evaluate_prints_what_it_writes(folder, tmp_path, capsys):
+    """The unmodified model beside itself."""
+    TinyModel(replace(LLAMA, max_positions=320)).write(tmp_path / "model")
     report = tmp_path / "report.json"
-    options = ["--windows", "2", "--context", "32", "--output", str(report)]
-    assert main(["perplexity", str(folder / "model"), str(folder / "text"), *options]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result == json.loads(report.read_text())
-    assert result["increase"] == 0
-    assert result["topics"] == ["text"]
-
-
-def test_perplexity_of_little_text(folder, tmp_path, capsys):
-    """Fewer windows are said; one has no interval."""
-    text = tmp_path / "a.txt"
-    text.write_text(" ".join(["w3 w4 w5 w6"] * 12))
-    arguments = ["perplexity", str(folder / "model"), str(text), "--context", "32"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
-        assert main(arguments) == 0
+    options = ["--tasks", "passkey", "copy", "--contexts", "256", "320", "--reading", "exact", "--batch", "4"]
+    options += ["--max-sheets", "4", "--output", str(report)]
+    assert main(["evaluate", str(tmp_path / "model"), str(folder / "text"), *options]) == 2
+    assert "copy@64: the distance must be >= 96" in capsys.readouterr().err
+    options[1:3] = ["passkey", "copy@128"]
+    assert main(["evaluate", str(tmp_path / "model"), str(folder / "text"), *options]) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out)["windows"] == 1
-    assert json.loads(out)["interval"] is None
-    assert err.splitlines() == [
-        "warning: the texts hold 1 windows of 32 tokens, not the 24 asked for",
-        "no plan given: the model is unmodified",
-    ]
+    result = json.loads(out)
+    assert result == json.loads(report.read_text())
+    assert [each["context"] for each in result["contexts"]] == [256, 320]
+    for each in result["contexts"]:
+        assert (each["perplexity"], each["agreement"]) == (None, None)
+        assert list(each["tasks"]) == ["passkey", "copy@128"]
+        assert each["tasks"]["passkey"]["retention"] == 1
+        assert each["tasks"]["passkey"]["sheets"] == 4
+    assert (result["reading"], result["seed"]) == ("exact", 0)
+    assert err == "no plan given: the model is unmodified\n"
 
 
-@pytest.mark.parametrize(("command", "usage"), [("generate", "PROMPT"), ("perplexity", "TEXT")])
+@pytest.mark.parametrize(("command", "usage"), [("generate", "PROMPT"), ("evaluate", "TEXT")])
 def test_help_shows_what_is_required(command, usage, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
@@ -123,10 +123,11 @@ def test_help_shows_what_is_required(command, usage, capsys):
 
 @pytest.mark.parametrize("output", ["{}/nowhere/report.json", "{}/text"])
 def test_outputs_are_checked_before_any_work(folder, capsys, monkeypatch, output):
-    monkeypatch.setattr("convert.cli.main.Checkpoint", None)
+    for module in ("main", "evaluate"):
+        monkeypatch.setattr(f"convert.cli.{module}.Checkpoint", None)
     output, model = output.format(folder), str(folder / "model")
     for arguments in (
-        ["perplexity", model, "text", "--output", output],
+        ["evaluate", model, "text", "--output", output],
         ["plan", model, output, "--qk", "16"],
     ):
         assert main(arguments) == 2
@@ -244,11 +245,16 @@ def test_inspect_checks_hashes(folder, capsys):
         (["calibrate", "{}/model", "{}/text", "--prune", "1.5"], "prune=1.5"),
         (["calibrate", "{}/hf", "{}/text"], "zdc convert"),
         (["calibrate", "{}/model", "{}/text", "--seed", "-1"], "seed=-1"),
-        (["perplexity", "{}/model", "{}/text", "--context", "129"], "128 positions"),
-        (["perplexity", "{}/model", "{}/text", "--context", "0"], "context=0"),
-        (["perplexity", "{}/model", "{}/text", "--windows", "0"], "windows=0"),
-        (["perplexity", "{}/model", "{}/text", "--batch", "0"], "batch=0"),
-        (["perplexity", "{}/model"], "at least one text"),
+        (["evaluate", "{}/model", "{}/text", "--contexts", "64", "129"], "128 positions"),
+        (["evaluate", "{}/model", "{}/text", "--contexts", "0"], "context=0"),
+        (["evaluate", "{}/model", "{}/text", "--max-sheets", "0"], "max_sheets=0"),
+        (["evaluate", "{}/model", "{}/text", "--batch", "0"], "batch=0"),
+        (
+            ["evaluate", "{}/model", "{}/text", "--tasks", "poetry"],
+            "must be one of perplexity, agreement, copy",
+        ),
+        (["evaluate", "{}/model", "{}/text", "--tasks", "passkey"], "128 tokens has no room for tasks"),
+        (["evaluate", "{}/model"], "at least one text"),
         (["plan", "{}/model", "{}/plan.json", "--budget", "0.5", "--texts", "{}/text"], "--texts: "),
         (["plan", "{}/model", "{}/plan.json", "--qk", "16", "--no-constrained"], "add --max-degradation"),
         (["plan", "{}/model", "{}/plan.json", "--max-degradation", "0.1", "--trials", "9"], "add --texts"),
@@ -281,7 +287,7 @@ FLAGS = {
     "generate": f"{PLAN_FLAGS} {SAMPLING_FLAGS} max-new-tokens stop chat system stream mesh payload dtype "
     "max-positions distributed coordinator num-processes process-id join-timeout",
     "chat": f"{PLAN_FLAGS} {SAMPLING_FLAGS} system max-new-tokens stop dtype max-positions",
-    "perplexity": f"{PLAN_FLAGS} windows context seed batch dtype output",
+    "evaluate": f"{PLAN_FLAGS} tasks contexts reading max-sheets batch seed dtype output",
     "inspect": "check",
     "demo": "source output",
 }

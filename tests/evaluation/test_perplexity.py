@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from zdc_jax import CompressionPlan
 from zdc_jax.evaluation import perplexity
-from zdc_jax.evaluation.perplexity import bootstrap_interval, compare, window_nll
+from zdc_jax.evaluation.perplexity import bootstrap_interval, compare, is_far, token_nll, window_nll
 
 
 @pytest.fixture
@@ -18,17 +18,22 @@ def positions_per_block(monkeypatch):
 
     def set_to(block: int) -> None:
         monkeypatch.setattr(perplexity, "_POSITIONS_PER_BLOCK", block)
-        perplexity._summed_nll.clear_cache()
+        perplexity.next_token_nll.clear_cache()
 
     yield set_to
-    perplexity._summed_nll.clear_cache()
+    perplexity.next_token_nll.clear_cache()
 
 
 def plain_nll(network, windows: np.ndarray) -> np.ndarray:
-    """Mean over positions of -log softmax at the next token, float64 [W]."""
+    """Mean over positions, float64 [W]."""
+    return plain_token_nll(network, windows).mean(1)
+
+
+def plain_token_nll(network, windows: np.ndarray) -> np.ndarray:
+    """-log softmax at the next token, float64 [W, T-1]."""
     logits = np.asarray(network(jnp.asarray(windows)), np.float64)[:, :-1]
     log_p = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
-    return -np.take_along_axis(log_p, windows[:, 1:, None], -1)[..., 0].mean(1)
+    return -np.take_along_axis(log_p, windows[:, 1:, None], -1)[..., 0]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +50,7 @@ def test_equals_plain_log_softmax(tiny: TinyModel, positions_per_block, length, 
 def test_a_model_does_not_differ_from_itself(tiny: TinyModel):
     windows = tiny.tokens(3, 20)
     nll = window_nll(tiny.dense, windows)
-    report = compare(tiny.dense, nll, windows)
+    report = compare(tiny.dense, token_nll(tiny.dense, windows), windows)
     assert report.increase == 0
     assert report.interval == (0, 0)
     assert report.window_increases == (0, 0, 0)
@@ -57,13 +62,38 @@ def test_a_plan_is_compared_window_by_window(tiny_opt: TinyModel):
     windows = tiny_opt.tokens(3, 24)
     plan = CompressionPlan.uniform(tiny_opt.config, qk=16, v=16)
     model = tiny_opt.model(plan)
-    report = compare(model.network, window_nll(tiny_opt.dense, windows), windows, batch=2)
+    report = compare(model.network, token_nll(tiny_opt.dense, windows), windows, batch=2)
     ours, dense = (plain_nll(network, windows) for network in (model.network, tiny_opt.dense))
     assert report.perplexity == pytest.approx(np.exp(ours.mean()), rel=1e-5)
     assert report.increase == pytest.approx(np.exp(ours.mean() - dense.mean()) - 1, abs=1e-4)
     assert report.window_increases == pytest.approx(np.exp(ours - dense) - 1, abs=1e-4)
     assert (report.windows, report.window_length) == (3, 24)
     assert report.kv_bytes == plan.bytes(24, 1, "float32") < report.dense_kv_bytes
+
+
+@given(seed=st.integers(0, 999), window=st.integers(1, 20))
+@settings(max_examples=25, deadline=None)
+def test_far_tokens_stand_earlier_but_not_nearby(seed, window):
+    windows = np.random.default_rng(seed).integers(0, 12, (2, 40))
+    far = [
+        [token in row[: max(t - window, 0)] and token not in row[max(t - window, 0) : t] for t, token in row_]
+        for row, row_ in ((row.tolist(), list(enumerate(row.tolist()))) for row in windows)
+    ]
+    np.testing.assert_array_equal(is_far(windows, window), far)
+
+
+def test_what_far_tokens_lose(tiny_llama: TinyModel):
+    windows = tiny_llama.tokens(4, 96)
+    plan = CompressionPlan.uniform(tiny_llama.config, qk=16, v=16, window=32)
+    model = tiny_llama.model(plan)
+    report = compare(model.network, token_nll(tiny_llama.dense, windows), windows)
+    far = is_far(windows, 32)[:, 1:]
+    lost = [plain_token_nll(network, windows) for network in (tiny_llama.dense, model.network)]
+    means = [(dense - own)[at].mean() for dense, own, at in zip(*lost, far, strict=True)]
+    assert (report.far.tokens, report.far.window) == (far.sum(), 32)
+    assert report.far.retention == pytest.approx(np.exp(np.mean(means)), rel=1e-4)
+    assert report.far.interval[0] < report.far.retention < report.far.interval[1]
+    assert compare(tiny_llama.dense, token_nll(tiny_llama.dense, windows), windows).far is None
 
 
 @given(ratio=st.floats(0.5, 3), windows=st.integers(1, 20))

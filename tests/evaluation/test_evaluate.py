@@ -1,0 +1,137 @@
+"""What is put together: a plan equal to dense loses nothing, and reading stops when enough is known."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny_tokenizers
+from conftest import LLAMA, TinyModel
+
+from zdc_jax import CompressionPlan
+from zdc_jax.errors import EvaluationError, TextError
+from zdc_jax.evaluation import evaluate as module
+from zdc_jax.evaluation.answers import Answer
+from zdc_jax.evaluation.evaluate import LEAST_SHEETS, Evaluation, evaluate, prepare
+from zdc_jax.evaluation.text import Document
+
+CONFIG = replace(LLAMA, max_positions=320, eos_ids=(2,))
+CONTEXT = 320
+TASKS = ("perplexity", "agreement", "passkey", "copy@128")
+TOKENIZER = tiny_tokenizers.chat_tokenizer()
+
+
+def documents(count: int = 200) -> list[Document]:
+    rng = np.random.default_rng(0)
+    text = lambda: " ".join("".join(rng.choice(list("abcdefgh"), 5)) for _ in range(40))
+    return [Document("a", text()) for _ in range(count)]
+
+
+def material(plan: CompressionPlan | None = None, **options):
+    given = {"tasks": TASKS, "contexts": (CONTEXT,), "split": "test"} | options
+    texts = given.pop("documents", documents())
+    return prepare(CONFIG, TOKENIZER, plan or CompressionPlan.full(CONFIG), texts, **given)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> TinyModel:
+    return TinyModel(CONFIG)
+
+
+def test_a_plan_equal_to_dense_loses_nothing(tiny: TinyModel):
+    plan = CompressionPlan.full(CONFIG)
+    (report,) = evaluate(tiny.dense, tiny.model(plan).network, material(max_sheets=20), batch=3)
+    assert report.context == CONTEXT
+    assert report.perplexity.increase == pytest.approx(0, abs=1e-5)
+    assert report.perplexity.windows == 20
+    assert report.agreement.kl == pytest.approx(0, abs=1e-6)
+    assert report.agreement.same == 1
+    assert list(report.tasks) == ["passkey", "copy@128"]
+    for task in report.tasks.values():
+        assert task.retention == pytest.approx(1, abs=1e-5)
+        assert task.score == task.dense
+        assert task.sheets == 9  # The first multiple of the batch that is enough.
+    assert report.agreement.contexts == 9
+    assert report.tasks["copy@128"].by_depth is None
+    assert sum(quarter.questions for quarter in report.tasks["passkey"].by_depth if quarter) == 9
+    assert report.to_json()["tasks"]["passkey"]["retention"] == report.tasks["passkey"].retention
+
+
+@pytest.mark.parametrize("reading", ["cached", "exact"])
+def test_batches_do_not_matter_and_dense_is_read_once(tiny: TinyModel, reading, monkeypatch):
+    plan = CompressionPlan.uniform(CONFIG, qk=16, v=16, window=32, sinks=4)
+    network = tiny.model(plan).network
+    (given,) = material(plan, max_sheets=LEAST_SHEETS, tasks=("passkey", "copy@128"))
+    first, *others = (Evaluation(tiny.dense, given, reading=reading, batch=batch) for batch in (3, 4))
+    found = first.of(network)
+    for other in others:
+        for task, each in other.of(network).tasks.items():
+            assert each.retention == pytest.approx(found.tasks[task].retention, rel=1e-4)
+            assert each.sheets == LEAST_SHEETS
+    assert all(abs(each.retention - 1) > 1e-3 for each in found.tasks.values())
+    read = []
+    monkeypatch.setattr(module, "_answered", lambda *given: read.append(given[0]) or real(*given))
+    assert first.of(network) == found
+    assert tiny.dense not in read
+
+
+real = module._answered
+
+
+@pytest.mark.parametrize(
+    ("counts", "noise", "sheets"),
+    [(True, 0.0, LEAST_SHEETS), (True, 0.05, 40), (True, 1.0, 64), (False, 1.0, 8)],
+)
+def test_reading_stops_when_retention_is_known(tiny: TinyModel, monkeypatch, counts, noise, sheets):
+    """Answers are made up, of known noise; a standard error of 0.05 / √40 is known within 0.02."""
+    rng = np.random.default_rng(0)
+
+    def answered(network, cache, batch):
+        lost = noise * rng.normal(size=len(batch)) * (network is not tiny.dense)
+        return [{"a": [Answer(np.array([-1 - x], np.float32), np.array([counts]))]} for x in lost]
+
+    monkeypatch.setattr(module, "_answered", answered)
+    monkeypatch.setattr(module, "read_contexts", lambda *given, **options: (None, None))
+    (given,) = material(max_sheets=64, tasks=("copy@128",))
+    (report,) = evaluate(tiny.dense, tiny.model(CompressionPlan.full(CONFIG)).network, [given], batch=2)
+    assert report.tasks["a"].counts == counts
+    assert LEAST_SHEETS <= report.tasks["a"].sheets <= sheets
+    if noise == 1.0 and counts:
+        assert report.tasks["a"].sheets == 64
+    else:
+        assert report.tasks["a"].known or not counts
+
+
+def test_splits_and_seeds_choose_other_text():
+    contexts = [
+        material(tasks=("passkey",), max_sheets=8, split=split, seed=seed)[0].sheets[0].context.tobytes()
+        for split in ("search", "report", "test")
+        for seed in (0, 1)
+    ]
+    assert len(set(contexts)) == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"tasks": ("poetry",)}, EvaluationError, "task 'poetry' must be one of perplexity, agreement, copy"),
+        ({"contexts": (321,)}, EvaluationError, "context=321 must be 2 to the model's 320 positions"),
+        ({"contexts": (191,)}, EvaluationError, "191 tokens has no room for tasks, which need 192"),
+        ({"tasks": ("copy@193",)}, EvaluationError, "copy@193 needs a context of 321 tokens.* has 320"),
+        ({"tasks": ("lookup",)}, EvaluationError, "lookup alone"),
+        ({"max_sheets": 0}, EvaluationError, "max_sheets=0 must be >= 1"),
+        ({"seed": -1}, EvaluationError, "seed=-1 must be >= 0"),
+        (
+            {"documents": documents(8), "tasks": ("copy@128",)},
+            TextError,
+            r"8 windows of 192 tokens \(1,536\) needed, \d \(\d+\) found in the third of the text that 'test",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_before_any_work(options, error, message):
+    with pytest.raises(error, match=message):
+        material(**options)
+
+
+def test_models_without_a_tokenizer():
+    with pytest.raises(EvaluationError, match="has no tokenizer"):
+        prepare(CONFIG, None, CompressionPlan.full(CONFIG), documents())
