@@ -64,3 +64,22 @@ def h2o(weights, k, candidates):
 def h2o_mean(weights, k, candidates):
     length = weights.shape[2]
     return h2o(weights, k, candidates) / [length - j for j in candidates]
+
+
+def snapkv(weights, k, candidates, observed=5, pool=3, combine=max):
+    last = weights[:, :, -observed:].mean((1, 2))[:, candidates]
+    reach, count = pool // 2, len(candidates)
+    return [[combine(head[max(0, i - reach) : i + reach + 1]) for i in range(count)] for head in last]
+
+
+def snapkv_average(weights, k, candidates):
+    return snapkv(weights, k, candidates, observed=8, pool=5, combine=lambda x: sum(x) / 5)
+
+
+def tova(weights, k, candidates):
+    shared = weights[:, :, -1].mean((0, 1))[candidates]
+    return [shared] * len(weights)
+
+
+def knorm(weights, k, candidates):
+    return [-np.linalg.norm(k[candidates, head], axis=-1) for head in range(k.shape[1])]

@@ -23,6 +23,15 @@ NEAR = {"sinks": 3, "window": 12}
 CASES = {
     "h2o": ("h2o", {}, NEAR | {"R": 8, "Z": 4}, truth.h2o),
     "h2o mean alone": ("h2o", {"mean": True}, {}, truth.h2o_mean),
+    "snapkv": ("snapkv", {"observed": 5, "pool": 3}, NEAR, truth.snapkv),
+    "snapkv of kvpress": (
+        "snapkv",
+        {"observed": 8, "pool": 5, "pooling": "average"},
+        {"window": 8},
+        truth.snapkv_average,
+    ),
+    "tova": ("tova", {}, {"sinks": 2, "window": 1, "R": 8, "Z": 8}, truth.tova),
+    "knorm": ("knorm", {}, NEAR | {"R": 8, "Z": 8}, truth.knorm),
 }
 
 
@@ -152,11 +161,14 @@ def test_a_cache_does_not_grow_with_the_context():
     expected = K * (near * 2 * H * 2 + recent * 4 + KEPT * ((8 + 4) * 2 + 8))
     assert spec.bytes(1024) == spec.bytes(64) == spec.bytes_read(2**20) == expected
     assert spec.bytes(8) < expected
+    shared = Case("tova").spec  # One choice for all heads.
+    near, recent = 2 + 1 + BLOCK, 1 + BLOCK
+    assert shared.bytes(1024) == K * 4 * (near * 2 * H + KEPT * (8 + 8)) + recent * 4 + KEPT * 8
 
 
 def test_capacity_below_all_sizes():
     """No token is far, so that attention is exact."""
-    case = Case("h2o")
+    case = Case("snapkv")
     spec = replace(case.spec, block=64, window=96)
     positions, end = np.tile(np.arange(24), (B, 1)), np.array([24, 20])
     x = [x[:, :24] for x in (case.q, case.k, case.v)]
@@ -173,7 +185,14 @@ def test_capacity_below_all_sizes():
         ("h2o", {"kept": 0}, {}, "kept=0"),
         ("h2o", {"kept": 12}, {}, "kept=12"),
         ("h2o", {"kept": "8"}, {}, "kept='8'"),
+        ("knorm", {"block": -8}, {}, "block=-8"),
         ("h2o", {"mean": 1}, {}, "mean=1"),
+        ("snapkv", {"observed": 0}, {"window": 64}, "observed=0"),
+        ("snapkv", {"pool": 4}, {"window": 64}, "pool=4"),
+        ("snapkv", {"pooling": "min"}, {"window": 64}, "pooling='min'"),
+        ("snapkv", {}, {"sinks": 4, "window": 31}, "window=31 must be at least 32"),
+        ("snapkv", {"block": 16}, {"window": 64}, "block=16 must be at least 32"),
+        ("tova", {}, {"sinks": 4}, "window=0 must be at least 1"),
     ],
 )
 def test_settings_that_are_refused(method, settings, near, named):
