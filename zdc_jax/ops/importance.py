@@ -58,8 +58,9 @@ def received_attention(
     Keys stand at positions 0 … S-1. A query whose log-sum-exp is inf counts for nothing. `window`: keys that
     a query sees, itself included; None: all before it.
     """
-    B, T, N, H = q.shape
-    (S, K), pad = k.shape[1:3], -T % block
+    (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
+    block = min(block, T)
+    pad = -T % block
     q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(B, -1, block, K, N // K, H)
     lse = jnp.pad(lse, ((0, 0), (0, 0), (0, pad)), constant_values=jnp.inf).reshape(B, K, N // K, -1, block)
     positions = jnp.pad(positions, ((0, 0), (0, pad))).reshape(B, -1, block)
