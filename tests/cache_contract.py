@@ -46,6 +46,9 @@ def classes(config: ModelConfig, **near: int) -> CompressionPlan:
     return replace(uniform(config, qk=16, v=16, **near), classes=divided)
 
 
+NEAR = {"window": 8, "sinks": 2}
+EVICTING = {"kept": 8, "block": BLOCK}
+"""Settings of methods that evict: of 38 tokens that are far in the end, 8 are left."""
 METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
     "plain": (SHORT_OPT, partial(uniform, qk=32, v=32)),
     "truncated": (SHORT_OPT, partial(uniform, qk=16, v=16)),
@@ -60,6 +63,10 @@ METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
     "fp8 of a rank": (SHORT_OPT, partial(method, name="fp8", qk=16, v=16)),
     "int8 and window": (SHORT_LLAMA, partial(method, name="int8", window=8, sinks=2)),
     "int8 of a rank and window": (SHORT_OPT, partial(method, name="int8", qk=16, v=16, window=8, sinks=2)),
+    "h2o of a rank": (SHORT_LLAMA, partial(method, name="h2o", settings=EVICTING, qk=16, v=16, **NEAR)),
+    "knorm of a rank alone": (SHORT_OPT, partial(method, name="knorm", settings=EVICTING, qk=16, v=16)),
+    "snapkv": (SHORT_LLAMA, partial(method, name="snapkv", settings=EVICTING | {"observed": 5}, **NEAR)),
+    "tova": (SHORT_OPT, partial(method, name="tova", settings=EVICTING, **NEAR)),
     "token classes": (SHORT_LLAMA, classes),
     "token classes and window": (SHORT_LLAMA, partial(classes, window=8, sinks=2)),
 }

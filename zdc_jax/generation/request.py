@@ -1,5 +1,6 @@
 """What is asked of `generate` or `stream`, checked before any work."""
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -82,9 +83,9 @@ def warn_beyond_calibration(model: LanguageModel, tokens: int, stacklevel: int) 
 def _check_chunk(model: LanguageModel, prefill_chunk: int) -> None:
     if not is_whole(prefill_chunk) or prefill_chunk != bucket(prefill_chunk):
         raise PromptError(f"{prefill_chunk=} must be a power of two >= 32")
-    classes = model.plan.classes
-    if classes is not None and prefill_chunk % classes.block:
-        raise PromptError(f"{prefill_chunk=} must be a multiple of the plan's blocks of {classes.block}")
+    block = math.lcm(*(spec.alignment for spec in model.plan.layer_caches("bfloat16")))
+    if prefill_chunk % block:
+        raise PromptError(f"{prefill_chunk=} must be a multiple of the plan's blocks of {block}")
 
 
 def _stop_strings(model: LanguageModel, stop: Sequence[str] | str) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.errors import PlanError
 
 if TYPE_CHECKING:
     from zdc_jax.plan import CompressionPlan
@@ -27,6 +28,22 @@ class MethodSettings:
     Values that no plan may have raise `PlanError` here; those that do not go with the rest of a plan, in
     `layer_caches`.
     """
+
+
+@dataclass(frozen=True)
+class EvictingSettings(MethodSettings):
+    """Of methods that keep some far tokens and let the others go (`zdc_jax.cache.evicting`).
+
+    kept: far tokens a KV head. block: positions after which those are chosen anew. Multiples of 8 above 0.
+    """
+
+    kept: int = 1024
+    block: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("kept", "block"):
+            if type(value := getattr(self, name)) is not int or value <= 0 or value % 8:
+                raise PlanError(f"{name}={value!r:.80} must be a multiple of 8 above 0")
 
 
 @cache

@@ -1,0 +1,52 @@
+"""h2o: far tokens that received most attention from all queries so far are kept (Zhang et al. 2023, H2O).
+
+The paper's heavy hitters, beside recent tokens; ranks below H make it H2O-ZDC. A group of query heads counts
+by its mean. A prompt that is read exactly, a multiple of `block` long, keeps what kvpress'
+ObservedAttentionPress does with mean=true, sinks=0, window=0.
+"""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float, Int
+
+from zdc_jax.axes import Array
+from zdc_jax.cache.evicting import Evicting, Scoring
+from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.errors import PlanError
+from zdc_jax.methods import EvictingSettings, far_layers
+from zdc_jax.plan import CompressionPlan
+
+
+@dataclass(frozen=True)
+class Settings(EvictingSettings):
+    """mean: sums are divided by the number of queries that could see the token; they favour old ones."""
+
+    mean: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.mean) is not bool:
+            raise PlanError(f"mean={self.mean!r:.80} must be true or false")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanScoring(Scoring):
+    """Attention received, by the number of queries from the token on."""
+
+    def final(
+        self, scores: Float[Array, "B K S"], positions: Int[Array, "B #K S"], length: Int[Array, " B"]
+    ) -> Float[Array, "B K S"]:
+        """`Scoring.final`."""
+        return scores / (length[:, None, None] - positions)
+
+
+def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
+    """How each layer keeps its tokens under a plan; `dtype` is the model's."""
+    settings = plan.settings
+    assert isinstance(settings, Settings)
+    scoring = MeanScoring() if settings.mean else Scoring()
+    return far_layers(
+        plan,
+        dtype,
+        lambda **shape: Evicting(**shape, kept=settings.kept, block=settings.block, scoring=scoring),
+    )

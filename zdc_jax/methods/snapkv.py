@@ -1,0 +1,71 @@
+"""snapkv: far tokens that the last queries attended to, with their neighbours (Li et al. 2024, SnapKV).
+
+The scores, the mean attention of the last `observed` queries and of the heads of a group, are pooled along
+the candidates in their order. Observed 32, a maximum over 7, is what the paper ran its long tasks with. A
+prompt that is read exactly, a multiple of `block` long, keeps what kvpress' SnapKVPress(window_size=64,
+kernel_size=5) does with observed=64, pool=5, pooling="average", sinks=0, window=64.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from zdc_jax.axes import Array
+from zdc_jax.cache.evicting import EMPTY, Evicting, Scoring
+from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.errors import PlanError
+from zdc_jax.methods import EvictingSettings, far_layers
+from zdc_jax.plan import CompressionPlan
+
+POOLINGS = "max", "average"
+
+
+@dataclass(frozen=True)
+class Settings(EvictingSettings):
+    """observed: queries that score, at most the window and `block`. pool: tokens, odd. pooling: `POOLINGS`.
+
+    An average counts zeros where there are no neighbours.
+    """
+
+    observed: int = 32
+    pool: int = 7
+    pooling: str = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.observed) is not int or self.observed < 1:
+            raise PlanError(f"observed={self.observed!r:.80} must be at least 1 query")
+        if type(self.pool) is not int or self.pool < 1 or self.pool % 2 == 0:
+            raise PlanError(f"pool={self.pool!r:.80} must be an odd number of tokens")
+        if self.pooling not in POOLINGS:
+            raise PlanError(f"pooling={self.pooling!r:.80} must be one of {POOLINGS}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledScoring(Scoring):
+    """Attention received by a token or its neighbours, (pool - 1)/2 candidates to each side."""
+
+    pool: int
+    pooling: str
+
+    def final(
+        self, scores: Float[Array, "B K S"], positions: Int[Array, "B #K S"], length: Int[Array, " B"]
+    ) -> Float[Array, "B K S"]:
+        """`Scoring.final`."""
+        none, combine = (-jnp.inf, jax.lax.max) if self.pooling == "max" else (0.0, jax.lax.add)
+        scores = jnp.where(positions != EMPTY, scores, none)
+        return jax.lax.reduce_window(scores, none, combine, (1, 1, self.pool), (1, 1, 1), "SAME")
+
+
+def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
+    """How each layer keeps its tokens under a plan; `dtype` is the model's."""
+    settings = plan.settings
+    assert isinstance(settings, Settings)
+    scoring = PooledScoring(observed=settings.observed, pool=settings.pool, pooling=settings.pooling)
+    return far_layers(
+        plan,
+        dtype,
+        lambda **shape: Evicting(**shape, kept=settings.kept, block=settings.block, scoring=scoring),
+    )
