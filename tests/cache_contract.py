@@ -46,6 +46,7 @@ def classes(config: ModelConfig, **near: int) -> CompressionPlan:
     return replace(uniform(config, qk=16, v=16, **near), classes=divided)
 
 
+QUEST, LOKI = {"read": 12, "page": 4}, {"read": 12, "index": 8}
 METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
     "plain": (SHORT_OPT, partial(uniform, qk=32, v=32)),
     "truncated": (SHORT_OPT, partial(uniform, qk=16, v=16)),
@@ -59,6 +60,10 @@ METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
     "fp8 of a rank": (SHORT_OPT, partial(method, name="fp8", qk=16, v=16)),
     "int8 and window": (SHORT_LLAMA, partial(method, name="int8", window=8, sinks=2)),
     "int8 of a rank and window": (SHORT_OPT, partial(method, name="int8", qk=16, v=16, window=8, sinks=2)),
+    "quest": (SHORT_LLAMA, partial(method, name="quest", settings=QUEST, window=8, sinks=2)),
+    "quest of a rank": (SHORT_OPT, partial(method, name="quest", settings=QUEST, qk=16, v=16, window=8)),
+    "loki": (SHORT_LLAMA, partial(method, name="loki", settings=LOKI, window=8, sinks=2)),
+    "loki of a rank": (SHORT_OPT, partial(method, name="loki", settings=LOKI, qk=16, v=16)),
     "token classes": (SHORT_LLAMA, classes),
     "token classes and window": (SHORT_LLAMA, partial(classes, window=8, sinks=2)),
 }

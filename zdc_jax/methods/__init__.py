@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.errors import PlanError
+from zdc_jax.fields import check_fields
 
 if TYPE_CHECKING:
     from zdc_jax.plan import CompressionPlan
@@ -27,6 +29,12 @@ class MethodSettings:
     Values that no plan may have raise `PlanError` here; those that do not go with the rest of a plan, in
     `layer_caches`.
     """
+
+    def __post_init__(self) -> None:
+        try:
+            check_fields(self)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
 
 
 @cache
