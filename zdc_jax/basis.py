@@ -18,7 +18,7 @@ from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError, CheckpointError
 from zdc_jax.files import load_json
 
-QKKind = Literal["stacked", "balanced", "pairs"]
+QKKind = Literal["stacked", "balanced", "keys", "pairs"]
 VOKind = Literal["stacked", "balanced", "output"]
 
 FORMAT_VERSION = 1

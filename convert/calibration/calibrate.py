@@ -35,7 +35,7 @@ from zdc_jax.planning.text import read_documents, token_windows
 
 logger = logging.getLogger("zdc_jax")
 
-QkChoice = Literal["auto", "stacked", "balanced", "pairs"]
+QkChoice = Literal["auto", "stacked", "balanced", "keys", "pairs"]
 VoChoice = Literal["auto", "stacked", "balanced", "output"]
 
 AUTO_WINDOWS = 4
