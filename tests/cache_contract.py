@@ -47,6 +47,7 @@ def classes(config: ModelConfig, **near: int) -> CompressionPlan:
 
 
 QUEST, LOKI = {"read": 12, "page": 4}, {"read": 12, "index": 8}
+DUO = {"heads": [[1], []]}
 METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
     "plain": (SHORT_OPT, partial(uniform, qk=32, v=32)),
     "truncated": (SHORT_OPT, partial(uniform, qk=16, v=16)),
@@ -64,6 +65,8 @@ METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
     "quest of a rank": (SHORT_OPT, partial(method, name="quest", settings=QUEST, qk=16, v=16, window=8)),
     "loki": (SHORT_LLAMA, partial(method, name="loki", settings=LOKI, window=8, sinks=2)),
     "loki of a rank": (SHORT_OPT, partial(method, name="loki", settings=LOKI, qk=16, v=16)),
+    "duo": (SHORT_LLAMA, partial(method, name="duo", settings=DUO, window=8, sinks=2)),
+    "duo of a rank": (SHORT_OPT, partial(method, name="duo", settings=DUO, qk=16, v=16, window=8)),
     "token classes": (SHORT_LLAMA, classes),
     "token classes and window": (SHORT_LLAMA, partial(classes, window=8, sinks=2)),
 }

@@ -62,21 +62,23 @@ def _hashable(value: Any) -> Any:
 def far_layers(
     plan: "CompressionPlan", dtype: str, far: Callable[..., LayerCacheSpec]
 ) -> tuple[LayerCacheSpec, ...]:
-    """`far(num_kv_heads=, head_dim=, dtype=, R=, Z=, sinks=, window=)` for each layer that keeps far tokens.
+    """`far(**layer_shape)` for each layer that keeps far tokens.
 
     Layers without (rank 0, sliding windows) are rings in all methods.
     """
+    shapes = (layer_shape(plan, dtype, index) for index in range(len(plan.layers)))
+    return tuple((far if shape["R"] else PrefixRing)(**shape) for shape in shapes)
 
-    def layer(index: int) -> LayerCacheSpec:
-        ranks, (sinks, window) = plan.layers[index], plan.near(index)
-        return (far if ranks.qk else PrefixRing)(
-            num_kv_heads=plan.num_kv_heads,
-            head_dim=plan.head_dim,
-            dtype=dtype,
-            R=ranks.qk,
-            Z=ranks.v,
-            sinks=sinks,
-            window=window,
-        )
 
-    return tuple(map(layer, range(len(plan.layers))))
+def layer_shape(plan: "CompressionPlan", dtype: str, index: int) -> dict[str, Any]:
+    """num_kv_heads, head_dim, dtype, R, Z, sinks and window of a layer, as caches take them."""
+    ranks, (sinks, window) = plan.layers[index], plan.near(index)
+    return {
+        "num_kv_heads": plan.num_kv_heads,
+        "head_dim": plan.head_dim,
+        "dtype": dtype,
+        "R": ranks.qk,
+        "Z": ranks.v,
+        "sinks": sinks,
+        "window": window,
+    }
