@@ -67,6 +67,8 @@ METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
     "loki of a rank": (SHORT_OPT, partial(method, name="loki", settings=LOKI, qk=16, v=16)),
     "duo": (SHORT_LLAMA, partial(method, name="duo", settings=DUO, window=8, sinks=2)),
     "duo of a rank": (SHORT_OPT, partial(method, name="duo", settings=DUO, qk=16, v=16, window=8)),
+    "palu": (SHORT_LLAMA, partial(method, name="palu", qk=16, v=16, window=8, sinks=2)),
+    "palu without a window": (SHORT_LLAMA, partial(method, name="palu", qk=16, v=16)),
     "token classes": (SHORT_LLAMA, classes),
     "token classes and window": (SHORT_LLAMA, partial(classes, window=8, sinks=2)),
 }

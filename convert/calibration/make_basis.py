@@ -142,9 +142,9 @@ def make_basis(
     _check_inputs(moments, output_weights, qk, vo)
 
     def solve(layer: int) -> dict[str, np.ndarray]:
-        return _solve_qk(moments, layer, qk, center, ridge) | _solve_vo(
-            moments, layer, output_weights[layer], vo, center, ridge
-        )
+        latent = {} if moments.k_before is None else {"k_latent": keys(moments.k_before[layer])}
+        qk_side = _solve_qk(moments, layer, qk, center, ridge)
+        return qk_side | _solve_vo(moments, layer, output_weights[layer], vo, center, ridge) | latent
 
     # Matrices are too small for BLAS's own threads: one thread each, layers side by side.
     with threadpool_limits(1), ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -237,6 +237,8 @@ def _check_inputs(moments: Moments, output_weights: Sequence[np.ndarray], qk: QK
     for quantity in QUANTITIES:
         for name in (quantity, f"{quantity}_sum"):
             _check_finite(f"moments of {name}", getattr(moments, name))
+    if moments.k_before is not None:
+        _check_finite("moments of k_before", moments.k_before)
     L, K, H = moments.k.shape[:3]
     if len(output_weights) != L:
         raise CalibrationError(f"{len(output_weights)} output weights for moments of {L} layers")

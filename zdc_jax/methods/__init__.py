@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.cache.spec import LayerCacheSpec
@@ -28,7 +28,11 @@ class MethodSettings:
 
     Values that no plan may have raise `PlanError` here; those that do not go with the rest of a plan, in
     `layer_caches`.
+
+    latent_keys: far keys are kept in coordinates of keys before their rotary embedding (`Basis.k_latent`).
     """
+
+    latent_keys: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         try:
