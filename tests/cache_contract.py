@@ -49,6 +49,8 @@ def classes(config: ModelConfig, **near: int) -> CompressionPlan:
 NEAR = {"window": 8, "sinks": 2}
 EVICTING = {"kept": 8, "block": BLOCK}
 """Settings of methods that evict: of 38 tokens that are far in the end, 8 are left."""
+QUEST, LOKI = {"read": 12, "page": 4}, {"read": 12, "index": 8}
+DUO = {"heads": [[1], []]}
 METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
     "plain": (SHORT_OPT, partial(uniform, qk=32, v=32)),
     "truncated": (SHORT_OPT, partial(uniform, qk=16, v=16)),
@@ -67,6 +69,14 @@ METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
     "knorm of a rank alone": (SHORT_OPT, partial(method, name="knorm", settings=EVICTING, qk=16, v=16)),
     "snapkv": (SHORT_LLAMA, partial(method, name="snapkv", settings=EVICTING | {"observed": 5}, **NEAR)),
     "tova": (SHORT_OPT, partial(method, name="tova", settings=EVICTING, **NEAR)),
+    "quest": (SHORT_LLAMA, partial(method, name="quest", settings=QUEST, window=8, sinks=2)),
+    "quest of a rank": (SHORT_OPT, partial(method, name="quest", settings=QUEST, qk=16, v=16, window=8)),
+    "loki": (SHORT_LLAMA, partial(method, name="loki", settings=LOKI, window=8, sinks=2)),
+    "loki of a rank": (SHORT_OPT, partial(method, name="loki", settings=LOKI, qk=16, v=16)),
+    "duo": (SHORT_LLAMA, partial(method, name="duo", settings=DUO, window=8, sinks=2)),
+    "duo of a rank": (SHORT_OPT, partial(method, name="duo", settings=DUO, qk=16, v=16, window=8)),
+    "palu": (SHORT_LLAMA, partial(method, name="palu", qk=16, v=16, window=8, sinks=2)),
+    "palu without a window": (SHORT_LLAMA, partial(method, name="palu", qk=16, v=16)),
     "token classes": (SHORT_LLAMA, classes),
     "token classes and window": (SHORT_LLAMA, partial(classes, window=8, sinks=2)),
 }

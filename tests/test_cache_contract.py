@@ -70,8 +70,10 @@ def test_a_row_does_not_depend_on_which_it_is(it):
 
 def test_bytes_are_those_of_the_arrays(it):
     arrays, lengths = jax.tree.leaves(it.create()), ROWS * np.dtype(np.int32).itemsize
-    assert it.plan.bytes(CAPACITY, ROWS, "float32") == sum(x.nbytes for x in arrays) + lengths
-    assert it.plan.bytes(CAPACITY, ROWS, "float32") == ROWS * it.plan.bytes(CAPACITY, 1, "float32")
+    fixed = sum(spec.fixed_bytes for spec in it.specs)
+    assert it.plan.bytes(CAPACITY, ROWS, "float32") == sum(x.nbytes for x in arrays) + lengths + fixed
+    one = it.plan.bytes(CAPACITY, 1, "float32") - fixed
+    assert it.plan.bytes(CAPACITY, ROWS, "float32") == ROWS * one + fixed
 
 
 def test_a_released_row_serves_the_next_request_as_a_new_one(it):

@@ -18,7 +18,7 @@ from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError, CheckpointError
 from zdc_jax.files import load_json
 
-QKKind = Literal["stacked", "balanced", "pairs"]
+QKKind = Literal["stacked", "balanced", "keys", "pairs"]
 VOKind = Literal["stacked", "balanced", "output"]
 
 FORMAT_VERSION = 1
@@ -54,6 +54,8 @@ class Basis:
       q_rms, k_rms, v_rms: root mean squares of the new coordinates of q, k and v, as attention sees them,
         over calibration tokens (q: and the query heads of the group), float64 [L, K, H]; None in folders
         written before they were kept.
+      k_latent: principal components of keys before their rotary embedding, descending, orthogonal, float64
+        [L, K, H, H]; columns are the new coordinates. None where calibration did not see such keys.
     """
 
     k_map: np.ndarray
@@ -76,6 +78,7 @@ class Basis:
     q_rms: np.ndarray | None = None
     k_rms: np.ndarray | None = None
     v_rms: np.ndarray | None = None
+    k_latent: np.ndarray | None = None
 
     @cached_property
     def q_map(self) -> np.ndarray:
@@ -91,7 +94,7 @@ class Basis:
     def coordinates_hash(self) -> str:
         """16 hex digits that are equal for equal maps, pairs and means; plans name their basis by it."""
         total = hashlib.sha256()
-        for name in ("k_map", "v_map", "pairs", "key_mean", "value_mean"):
+        for name in ("k_map", "v_map", "pairs", "key_mean", "value_mean", "k_latent"):
             if (value := getattr(self, name)) is not None:
                 total.update(f"{name} {value.dtype} {value.shape}\n".encode())
                 total.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
@@ -124,7 +127,7 @@ class Basis:
         Raises:
           CheckpointError: missing, corrupt, or of another format version.
         """
-        later = {"q_rms", "k_rms", "v_rms"}
+        later = {"q_rms", "k_rms", "v_rms", "k_latent"}
         values = load_fields(folder, "basis", {f.name for f in fields(cls)} - later, optional=later)
         basis = cls(**values)
         square = (*basis.k_map.shape[:2], basis.k_map.shape[-1], basis.k_map.shape[-1])

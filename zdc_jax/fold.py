@@ -49,6 +49,7 @@ def prepared_layers(
                 index,
                 plan.stored_ranks(index),
                 full_width=any(plan.near(index)),
+                latent_keys=plan.settings.latent_keys,
             )
             if payload == "float8":
                 folded |= scale_weights(basis, index)
@@ -87,6 +88,7 @@ def fold_attention(
     ranks: LayerRanks,
     *,
     full_width: bool,
+    latent_keys: bool = False,
 ) -> dict[str, np.ndarray]:
     """The attention parameters of one layer in the rotated basis, physically sliced.
 
@@ -94,6 +96,7 @@ def fold_attention(
       weights: unmodified parameters (`zdc_jax.model.params`, attention).
       ranks: coordinates to keep.
       full_width: keep all H coordinates, rotated; for plans with a window.
+      latent_keys: leave q and k as they are, and add `k_latent` [K, H, R] where far keys are kept.
 
     Returns:
       float64 (integer-free) arrays: q [D, N, R], k [D, K, R], v [D, K, Z], o [N, Z, D], their biases, and
@@ -102,12 +105,14 @@ def fold_attention(
 
     Raises:
       ValueError: a weight that folding has no rule for; it would be lost.
-      CalibrationError: what `placement` raises.
+      CalibrationError: what `placement` raises; `latent_keys` of a basis that has no `k_latent`.
     """
     if unknown := weights.keys() - _FOLDED:
         raise ValueError(f"layer {layer}: no rule to fold the attention weights {sorted(unknown)}")
     R, Z = (config.head_dim,) * 2 if full_width else (ranks.qk, ranks.v)
     old = {name: np.asarray(x, np.float64) for name, x in weights.items()}
+    if latent_keys:
+        return _latent_qk(old, basis, layer, ranks.qk) | _fold_vo(old, config, basis, layer, Z)
     return _fold_qk(old, config, basis, layer, R) | _fold_vo(old, config, basis, layer, Z)
 
 
@@ -139,6 +144,17 @@ def _fold_qk(
     elif shift is not None:
         new["k_bias"] = new.get("k_bias", 0) + shift
     return new
+
+
+def _latent_qk(old: Mapping[str, np.ndarray], basis: Basis, layer: int, R: int) -> dict[str, np.ndarray]:
+    if basis.k_latent is None:
+        raise CalibrationError(
+            "the basis has no k_latent, coordinates of keys before the rotary embedding: "
+            "run zdc calibrate MODEL TEXT, without K-means"
+        )
+    names = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
+    kept = {name: old[name] for name in names if name in old}
+    return kept | {"k_latent": basis.k_latent[layer, :, :, :R]} if R else kept
 
 
 def _fold_vo(

@@ -36,7 +36,7 @@ from zdc_jax.planning.profile import Profile
 
 logger = logging.getLogger("zdc_jax")
 
-QkChoice = Literal["auto", "stacked", "balanced", "pairs"]
+QkChoice = Literal["auto", "stacked", "balanced", "keys", "pairs"]
 VoChoice = Literal["auto", "stacked", "balanced", "output"]
 
 AUTO_WINDOWS = 4
@@ -260,10 +260,10 @@ def collect_moments(
 
 
 def zero_sums(network: Transformer) -> dict[str, Array]:
-    """Empty sums for `add_moments`: q, k, v, o [L, K, H, H] and q_sum, … [L, K, H], float32."""
+    """Empty sums for `add_moments`: q, k, v, o, k_before [L, K, H, H] and q_sum, … [L, K, H], float32."""
     config = network.config
     L, K, H = config.num_layers, config.num_kv_heads, config.head_dim
-    grams = {name: jnp.zeros((L, K, H, H), jnp.float32) for name in "qkvo"}
+    grams = {name: jnp.zeros((L, K, H, H), jnp.float32) for name in (*"qkvo", "k_before")}
     return grams | {f"{name}_sum": jnp.zeros((L, K, H), jnp.float32) for name in "qkvo"}
 
 
@@ -276,7 +276,11 @@ def add_moments(
 
     def tap(seen: Seen) -> dict[str, Array]:
         grams = [_gram(name, getattr(seen, name), weight, K) for name in "qkvo"]
-        return {name: value for gram in grams for name, value in gram.items()}
+        before = seen.attention.before_rope(
+            seen.k, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        )
+        latent = {"k_before": _gram("k_before", before, weight, K)["k_before"]}
+        return latent | {name: value for gram in grams for name, value in gram.items()}
 
     new = observe(network, tokens, tap)
     return {name: total + jnp.stack([seen[name] for seen in new]) for name, total in sums.items()}

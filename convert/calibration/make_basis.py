@@ -34,6 +34,14 @@ def stacked(C_Q: Matrices, C_K: Matrices) -> Matrices:
     return np.linalg.eigh(C_Q + C_K).eigenvectors[..., ::-1]
 
 
+def keys(C_K: Matrices) -> Matrices:
+    """A_K = A_Q: principal components of the keys, most energetic first; queries are not asked.
+
+    Orthogonal. The coordinates that Loki chooses by (Singhania et al. 2024).
+    """
+    return np.linalg.eigh(C_K).eigenvectors[..., ::-1]
+
+
 def balanced(C_Q: Matrices, C_K: Matrices, ridge: float = DEFAULT_RIDGE) -> Matrices:
     """A_K whose every prefix is the best approximation of its rank (ours, after KQ-SVD).
 
@@ -119,7 +127,7 @@ def make_basis(
     Args:
       moments: of the model's q, k, v and o.
       output_weights: W_O [N, H, D] of every layer, any float dtype.
-      qk: `stacked`, `balanced` or `pairs`.
+      qk: `stacked`, `balanced`, `keys` or `pairs`.
       vo: `stacked` (rows of V and columns of W_O), `balanced`, or `output`: balanced with O's
         moments in place of V's, which is exact for the heads' outputs when G = 1 and pools the
         heads of a group otherwise.
@@ -134,9 +142,9 @@ def make_basis(
     _check_inputs(moments, output_weights, qk, vo)
 
     def solve(layer: int) -> dict[str, np.ndarray]:
-        return _solve_qk(moments, layer, qk, center, ridge) | _solve_vo(
-            moments, layer, output_weights[layer], vo, center, ridge
-        )
+        latent = {} if moments.k_before is None else {"k_latent": keys(moments.k_before[layer])}
+        qk_side = _solve_qk(moments, layer, qk, center, ridge)
+        return qk_side | _solve_vo(moments, layer, output_weights[layer], vo, center, ridge) | latent
 
     # Matrices are too small for BLAS's own threads: one thread each, layers side by side.
     with threadpool_limits(1), ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -165,7 +173,13 @@ def _solve_qk(
         if center:
             C_K = moments.covariance("k", layer)
             extra["key_mean"] = moments.mean("k", layer)
-        A_K = stacked(moments.group_size * C_Q, C_K) if kind == "stacked" else balanced(C_Q, C_K, ridge)
+        match kind:
+            case "stacked":
+                A_K = stacked(moments.group_size * C_Q, C_K)
+            case "keys":
+                A_K = keys(C_K)
+            case _:
+                A_K = balanced(C_Q, C_K, ridge)
     A_Q = np.linalg.inv(A_K).swapaxes(-1, -2)
     extra |= {"k_map": A_K, "q_rms": _rms(C_Q, A_Q), "k_rms": _rms(C_K, A_K)}
     return extra | _measures("qk", C_Q, C_K, A_K, scale=1 / C_Q.shape[-1])
@@ -223,6 +237,8 @@ def _check_inputs(moments: Moments, output_weights: Sequence[np.ndarray], qk: QK
     for quantity in QUANTITIES:
         for name in (quantity, f"{quantity}_sum"):
             _check_finite(f"moments of {name}", getattr(moments, name))
+    if moments.k_before is not None:
+        _check_finite("moments of k_before", moments.k_before)
     L, K, H = moments.k.shape[:3]
     if len(output_weights) != L:
         raise CalibrationError(f"{len(output_weights)} output weights for moments of {L} layers")

@@ -28,6 +28,8 @@ class Moments:
       num_tokens: tokens summed over (weights of centroids, if tokens were clustered).
       context_length: length of the windows the tokens came from.
       fingerprint: of the model.
+      k_before: Σ xᵀx of keys before their rotary embedding, float64 [L, K, H, H]; None where they were not
+        seen (K-means, and folders written before they were kept).
     """
 
     q: np.ndarray
@@ -42,6 +44,7 @@ class Moments:
     num_tokens: int
     context_length: int
     fingerprint: str
+    k_before: np.ndarray | None = None
 
     def count(self, name: Quantity) -> int:
         """Vectors summed over: tokens, times G for q and o, which every query head has."""
@@ -79,6 +82,8 @@ class Moments:
             for quantity in QUANTITIES
             for name in (quantity, f"{quantity}_sum")
         }
+        mine, theirs = self.k_before, other.k_before
+        sums["k_before"] = None if mine is None or theirs is None else mine + theirs
         return replace(self, **sums, num_tokens=self.num_tokens + other.num_tokens)
 
     def save(self, folder: str | Path) -> None:
@@ -96,4 +101,6 @@ class Moments:
         Raises:
           CheckpointError: missing, corrupt, or of another format version.
         """
-        return cls(**load_fields(folder, "moments", {f.name for f in fields(cls)}))
+        later = {"k_before"}
+        names = {f.name for f in fields(cls)} - later
+        return cls(**load_fields(folder, "moments", names, optional=later))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from convert.calibration.make_basis import (
     balanced,
     certificate,
+    keys,
     make_basis,
     pair_map,
     pairs,
@@ -98,13 +99,14 @@ def test_balanced_maps_are_inverse_and_share_the_energy_equally(seed, H):
 
 
 @small
-@given(seeds, even_dims, st.sampled_from(["stacked", "balanced", "pairs"]))
+@given(seeds, even_dims, st.sampled_from(["stacked", "balanced", "keys", "pairs"]))
 def test_the_certificate_is_the_error_of_whole_score_matrices(seed, H, kind):
     Q, K = qk_sample(seed, H)
     C_Q, C_K = gram(Q), gram(K)
     A_K = {
         "stacked": stacked,
         "balanced": balanced,
+        "keys": lambda C_Q, C_K: keys(C_K),
         "pairs": lambda C_Q, C_K: pair_map(pairs(C_Q, C_K)),
     }[kind](C_Q, C_K)
     A_Q = inverse_transpose(A_K)
@@ -136,11 +138,12 @@ def test_balanced_is_never_worse_than_the_other_bases(seed, H):
         for A_K in (
             balanced(C_Q, C_K, ridge=1e-12),
             stacked(C_Q, C_K),
+            keys(C_K),
             pair_map(pairs(C_Q, C_K)),
         )
     ]
-    assert np.all(errors[0] <= errors[1] + 1e-7)
-    assert np.all(errors[0] <= errors[2] + 1e-7)
+    for others in errors[1:]:
+        assert np.all(errors[0] <= others + 1e-7)
 
 
 @small
@@ -152,6 +155,31 @@ def test_stacked_is_the_svd_of_the_stacked_rows(seed, H):
     V = np.linalg.svd(np.concatenate([Q, K]), full_matrices=False)[2]
     energy = np.linalg.norm(np.concatenate([Q, K]) @ A, axis=0)
     np.testing.assert_allclose(energy, np.linalg.norm(np.concatenate([Q, K]) @ V.T, axis=0))
+
+
+@small
+@given(seeds, even_dims)
+def test_keys_are_the_principal_components_of_keys(seed, H):
+    """No r orthogonal coordinates hold more of the keys than the first r; queries map as keys do."""
+    K = qk_sample(seed, H)[1]
+    A = keys(gram(K))
+    np.testing.assert_allclose(A.T @ A, np.eye(H), atol=1e-10)
+    sigma = np.linalg.svd(K, compute_uv=False)
+    for r in range(H + 1):
+        error = np.linalg.norm(K - K @ A[:, :r] @ A[:, :r].T)
+        assert error == pytest.approx(np.linalg.norm(sigma[r:]), abs=1e-6 * sigma[0])
+
+
+@pytest.mark.parametrize("center", [False, True])
+def test_the_basis_of_keys_is_theirs_alone(center):
+    moments, x, weights = sample_moments()
+    basis = make_basis(moments, weights, qk="keys", center=center)
+    K = x["k"][1, 0, 0]
+    if center:
+        K = K - K.mean(0)
+    V = np.linalg.svd(K)[2].T
+    np.testing.assert_allclose(np.abs(V.T @ basis.k_map[1, 0]), np.eye(8), atol=1e-6)
+    np.testing.assert_allclose(basis.q_map, basis.k_map, atol=1e-9)
 
 
 def rope(x, frequencies, *, interleaved):
@@ -251,7 +279,7 @@ def test_spectrum_is_the_singular_spectrum_of_scaled_scores(center):
     np.testing.assert_allclose(basis.qk_error[0, 1], tail, atol=1e-6)
 
 
-@pytest.mark.parametrize("qk", ["stacked", "pairs"])
+@pytest.mark.parametrize("qk", ["stacked", "keys", "pairs"])
 def test_spectrum_of_any_basis_accounts_for_the_error(qk):
     moments, x, weights = sample_moments()
     basis = make_basis(moments, weights, qk=qk)
@@ -281,7 +309,8 @@ def test_pairs_never_centre_keys_and_output_centres_on_the_outputs():
 
 @pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize(
-    ("qk", "vo"), [("balanced", "output"), ("stacked", "balanced"), ("pairs", "stacked")]
+    ("qk", "vo"),
+    [("balanced", "output"), ("stacked", "balanced"), ("keys", "balanced"), ("pairs", "stacked")],
 )
 def test_root_mean_squares_are_those_of_the_samples_in_the_basis(qk, vo, center):
     moments, x, weights = sample_moments()

@@ -51,14 +51,15 @@ class KVCache:
         return replace(self, layers=layers, lengths=jnp.where(rows, 0, self.lengths))
 
     def bytes(self) -> int:
-        """Bytes of all arrays; equals `held_bytes` of its specs."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+        """Bytes of all arrays, and `fixed_bytes` of its specs, whose `held_bytes` it equals."""
+        arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+        return arrays + sum(spec.fixed_bytes for spec in self.specs)
 
 
 def held_bytes(specs: Sequence[LayerCacheSpec], capacity: int, batch: int = 1) -> int:
-    """Bytes of a cache for `batch` rows of `capacity` tokens, lengths included."""
-    counts = Counter(specs)
-    return batch * LENGTH_BYTES + sum(n * spec.bytes(capacity, batch) for spec, n in counts.items())
+    """Bytes of a cache for `batch` rows of `capacity` tokens, lengths and `fixed_bytes` included."""
+    held = lambda spec: spec.bytes(capacity, batch) + spec.fixed_bytes
+    return batch * LENGTH_BYTES + sum(n * held(spec) for spec, n in Counter(specs).items())
 
 
 def free_bytes() -> int | None:

@@ -79,6 +79,16 @@ class NearFar(LayerCacheSpec):
     ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
         """Attention to the far tokens of each query, and its log-sum-exp (-inf where there are none)."""
 
+    def near_keys(self, k: Any) -> Float[Array, "B T K Hq"]:
+        """New keys as the ring takes them, where a method gets them in a form of its own."""
+        return k
+
+    def far_part(
+        self, far: State, q: Array, k: Any, positions: Array, scale: float
+    ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
+        """`attend_far` as `attend` calls it, with the new keys k."""
+        return self.attend_far(far, q[..., : self.R], positions, scale)
+
     def create(self, batch: int, capacity: int) -> NearFarState:
         """`LayerCacheSpec.create`."""
         return NearFarState(self.near.create(batch, capacity), self.create_far(batch, capacity))
@@ -86,13 +96,13 @@ class NearFar(LayerCacheSpec):
     def write(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> NearFarState:
         """`LayerCacheSpec.write`."""
         far = self.write_far(state, k, v, positions, end)
-        return NearFarState(self.near.write(state.near, k, v, positions, end), far)
+        return NearFarState(self.near.write(state.near, self.near_keys(k), v, positions, end), far)
 
     def attend(
         self,
         state: NearFarState,
         q: Float[Array, "B T N Hq"],
-        k: Float[Array, "B T K Hq"],
+        k: Any,
         v: Float[Array, "B T K Hv"],
         positions: Int[Array, "B T"],
         end: Int[Array, " B"],
@@ -105,9 +115,9 @@ class NearFar(LayerCacheSpec):
                 f"implementation={call.implementation!r}: this cache is read on xla alone"
             )
         far = self.write_far(state, k, v, positions, end)
-        parts = [self.attend_far(far, q[..., : self.R], positions, call.scale)]
+        parts = [self.far_part(far, q, k, positions, call.scale)]
         if not self.has_near:
             return Attended(NearFarState(state.near, far), *parts[0], aux)
-        near = self.near.attend(state.near, q, k, v, positions, end, None, call)
+        near = self.near.attend(state.near, q, self.near_keys(k), v, positions, end, None, call)
         o, lse = merge_partial([(near.o, near.lse), *parts])
         return Attended(NearFarState(near.state, far), o, lse, aux)

@@ -164,6 +164,11 @@ class LayerCacheSpec(ABC):
         """Bytes of the arrays of `create`: everything that stays in memory for this layer."""
         return _bytes(self, capacity, batch)
 
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that the method holds beside those arrays, once for all rows and any capacity."""
+        return 0
+
     def bytes_read(self, tokens: int) -> int:
         """Bytes of the cache of a row of `tokens` that decoding one more reads: all, unless it chooses."""
         return self.bytes(tokens)

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
+from zdc_jax.fields import check_fields
 
 if TYPE_CHECKING:
     from zdc_jax.plan import CompressionPlan
@@ -27,7 +28,17 @@ class MethodSettings:
 
     Values that no plan may have raise `PlanError` here; those that do not go with the rest of a plan, in
     `layer_caches`.
+
+    latent_keys: far keys are kept in coordinates of keys before their rotary embedding (`Basis.k_latent`).
     """
+
+    latent_keys: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        try:
+            check_fields(self)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -41,8 +52,9 @@ class EvictingSettings(MethodSettings):
     block: int = 64
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("kept", "block"):
-            if type(value := getattr(self, name)) is not int or value <= 0 or value % 8:
+            if (value := getattr(self, name)) <= 0 or value % 8:
                 raise PlanError(f"{name}={value!r:.80} must be a multiple of 8 above 0")
 
 
@@ -71,21 +83,23 @@ def _hashable(value: Any) -> Any:
 def far_layers(
     plan: "CompressionPlan", dtype: str, far: Callable[..., LayerCacheSpec]
 ) -> tuple[LayerCacheSpec, ...]:
-    """`far(num_kv_heads=, head_dim=, dtype=, R=, Z=, sinks=, window=)` for each layer that keeps far tokens.
+    """`far(**layer_shape)` for each layer that keeps far tokens.
 
     Layers without (rank 0, sliding windows) are rings in all methods.
     """
+    shapes = (layer_shape(plan, dtype, index) for index in range(len(plan.layers)))
+    return tuple((far if shape["R"] else PrefixRing)(**shape) for shape in shapes)
 
-    def layer(index: int) -> LayerCacheSpec:
-        ranks, (sinks, window) = plan.layers[index], plan.near(index)
-        return (far if ranks.qk else PrefixRing)(
-            num_kv_heads=plan.num_kv_heads,
-            head_dim=plan.head_dim,
-            dtype=dtype,
-            R=ranks.qk,
-            Z=ranks.v,
-            sinks=sinks,
-            window=window,
-        )
 
-    return tuple(map(layer, range(len(plan.layers))))
+def layer_shape(plan: "CompressionPlan", dtype: str, index: int) -> dict[str, Any]:
+    """num_kv_heads, head_dim, dtype, R, Z, sinks and window of a layer, as caches take them."""
+    ranks, (sinks, window) = plan.layers[index], plan.near(index)
+    return {
+        "num_kv_heads": plan.num_kv_heads,
+        "head_dim": plan.head_dim,
+        "dtype": dtype,
+        "R": ranks.qk,
+        "Z": ranks.v,
+        "sinks": sinks,
+        "window": window,
+    }

@@ -12,11 +12,12 @@ from zdc_jax.axes import Array
 from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.model.layers import Reduce, add_bias, param, rms_norm, unreduced
 from zdc_jax.ops.attention import Implementation, self_attention
+from zdc_jax.ops.latent import LatentKeys
 from zdc_jax.ops.rotary import rope_and_basis, rope_frequencies, rotate
 
 _BIASES = ("q_bias", "k_bias", "v_bias", "o_bias")
 _NORMS = ("q_norm", "k_norm")
-_BASIS = ("q_rotation", "k_rotation", "k_shift", "frequencies")
+_BASIS = ("q_rotation", "k_rotation", "k_shift", "frequencies", "k_latent")
 _SCALES = ("q_scale", "k_scale", "v_scale")
 
 
@@ -26,6 +27,7 @@ class Attention(nnx.Module):
     Where the basis of q and k acts is told by which weights are present:
     `q_rotation`/`k_rotation` [K, H, R]: after norm and rotary embedding (`post_rope`);
     `frequencies` [K, R/2]: weights hold chosen rotary pairs, interleaved (`pairs`);
+    `k_latent` [K, H, R]: none acts, and `project_latent` gives latents of keys before the rotary embedding;
     neither: inside W_Q and W_K (`folded`), or no basis at all.
     `q_scale`, `k_scale`, `v_scale` [K, H], where they are present, are those of a float8 exchange of prompts
     between devices (`zdc_jax.parallel.payload`).
@@ -44,6 +46,7 @@ class Attention(nnx.Module):
     k_rotation: nnx.Param | None
     k_shift: nnx.Param | None
     frequencies: nnx.Param | None
+    k_latent: nnx.Param | None
     q_scale: nnx.Param | None
     k_scale: nnx.Param | None
     v_scale: nnx.Param | None
@@ -88,10 +91,36 @@ class Attention(nnx.Module):
             q, k = (rotate(each, positions, turned, interleaved=False) for each in (q, k))
         return q, k, v
 
+    def project_latent(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B T N H"], LatentKeys, Float[Array, "B T K Z"]]:
+        """`project` of a layer that has `k_latent`."""
+        assert self.k_latent is not None
+        q, k, v = self.project(x, positions, implementation)
+        factor = self.k_latent[...]
+        latents = jnp.einsum("BTKH,KHR->BTKR", self.before_rope(k, positions), factor)
+        return q, LatentKeys(k, latents, factor, jnp.asarray(self._angles(), jnp.float32)), v
+
+    def before_rope(
+        self, k: Float[Array, "B T K H"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T K H"]:
+        """Keys of a layer whose basis does not act, turned back."""
+        if self.spec.rope is None:
+            return k
+        return rotate(k, -positions, jnp.asarray(self._angles(), jnp.float32), interleaved=False)
+
     def attend(
-        self, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+        self,
+        q: Float[Array, "B T N R"],
+        k: Float[Array, "B T K R"] | LatentKeys,
+        v: Float[Array, "B T K Z"],
+    ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
         """Attention of whole sequences as the checkpoint means it, no plan; and its log-sum-exp."""
+        if isinstance(k, LatentKeys):
+            k = k.keys
         if self.spec.window is None:
             return self_attention(q, k, v, scale=self.scale)
         return self_attention(q, k, v, scale=self.scale, qk_rank=0, v_rank=0, window=self.spec.window)

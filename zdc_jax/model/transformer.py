@@ -180,7 +180,7 @@ def _prompt_layer(
         o, lse = block.attention.attend(q, k, v)
         return o, spec.keep_prompt(q, k, v, lse, positions, end, capacity, call)
 
-    return block(x, positions, attend)
+    return block(x, positions, attend, project=partial(spec.project, aux=None))
 
 
 @partial(jax.jit, static_argnames=("spec", "implementation"))

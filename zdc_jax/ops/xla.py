@@ -1,12 +1,12 @@
 """Attention on truncated coordinates in plain XLA, for every device."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from kernels_pallas import Segment
 from zdc_jax.axes import Array
@@ -93,17 +93,47 @@ def xla_segments(
     """`zdc_jax.ops.attention.segment_attention` in plain XLA, block by block as in `xla_attention`."""
     B, T, N, _ = q.shape
     block = query_block(B * N * sum(segment.k.shape[2] for segment in segments), T)
+
+    def one_block(q: Array, positions: Array) -> tuple[Array, Array]:
+        t, parts = positions[:, :, None], []
+        for k, v, held in segments:
+            j = held[:, None]
+            parts.append((k, v, ((j >= sinks) & (j >= 0) & (j <= t - window))[:, None]))
+        return _attend(q, parts, scale)
+
+    return in_query_blocks(one_block, q, positions, block)
+
+
+def chosen_attention(
+    q: Float[Array, "B T N R"],
+    k: Float[Array, "B K S R"],
+    v: Float[Array, "B K S Z"],
+    visible: Bool[Array, "B K T S"],
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
+    """Attention to the keys that a KV head's queries may see, all logits at once; and the log-sum-exp.
+
+    A query that sees no key gives zeros and a log-sum-exp of -inf.
+    """
+    return _attend(q, [(k, v, visible)], scale)
+
+
+def in_query_blocks(
+    attend: Callable[[Array, Array], tuple[Array, Array]],
+    q: Float[Array, "B T N R"],
+    positions: Int[Array, "B T"],
+    block: int,
+) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
+    """`attend(q, positions)`, an attention with its log-sum-exp, on blocks of queries one after another."""
+    B, T, N, _ = q.shape
     pad = -T % block
     q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
     positions = jnp.pad(positions, ((0, 0), (0, pad)))
 
     def one_block(index: Array) -> tuple[Array, Array]:
         take = lambda x: jax.lax.dynamic_slice_in_dim(x, index * block, block, axis=1)
-        t, parts = take(positions)[:, :, None], []
-        for k, v, held in segments:
-            j = held[:, None]
-            parts.append((k, v, (j >= sinks) & (j >= 0) & (j <= t - window)))
-        return _attend(take(q), parts, scale)
+        return attend(take(q), take(positions))
 
     out, lse = jax.lax.map(one_block, jnp.arange((T + pad) // block))
     out = jnp.moveaxis(out, 0, 1).reshape(B, T + pad, N, -1)[:, :T]
@@ -140,16 +170,16 @@ def _xla_block(
     S, R = k.shape[2:]
     t = positions[:, :, None]
     j = jnp.arange(S)
-    parts = [(k, v, (j >= sinks) & (j <= t - window))] if R else []
+    parts = [(k, v, ((j >= sinks) & (j <= t - window))[:, None])] if R else []
     if near is not None:
         j = near.positions[:, None, :]
         visible = (j >= 0) & (j <= t) & ((j < sinks) | (j > t - window))
-        parts.append((near.k, near.v, visible))
+        parts.append((near.k, near.v, visible[:, None]))
     return _attend(q, parts, scale)
 
 
 def _attend(q: Array, parts: list[tuple[Array, Array, Array]], scale: float) -> tuple[Array, Array]:
-    """One softmax over parts, each k [B, K, S, R], v [B, K, S, Z], visible [B, T, S].
+    """One softmax over parts, each k [B, K, S, R], v [B, K, S, Z], visible [B, K or 1, T, S].
 
     Gives the result in the width of the widest values, and the log-sum-exp.
     """
@@ -158,7 +188,7 @@ def _attend(q: Array, parts: list[tuple[Array, Array, Array]], scale: float) -> 
     q = q.reshape(B, T, K, N // K, -1)
     logits = [
         jnp.where(
-            visible[:, None, None],
+            visible[:, :, None],
             scale * einsum_f32("BTKGR,BKSR->BKGTS", q[..., : key.shape[-1]], key),
             jnp.finfo(jnp.float32).min,
         )
@@ -166,7 +196,7 @@ def _attend(q: Array, parts: list[tuple[Array, Array, Array]], scale: float) -> 
     ]
     highest = jnp.stack([part.max(-1) for part in logits]).max(0)[..., None]
     weights = [
-        jnp.where(visible[:, None, None], jnp.exp(part - highest), 0.0)
+        jnp.where(visible[:, :, None], jnp.exp(part - highest), 0.0)
         for part, (_, _, visible) in zip(logits, parts, strict=True)
     ]
     # A sum is at least 1, the highest key's share, unless no key is visible.

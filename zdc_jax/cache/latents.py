@@ -1,0 +1,68 @@
+"""Far keys as latents from before the rotary embedding, turned into keys when they are read (after Palu)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from zdc_jax.axes import Array
+from zdc_jax.cache.near_far import NearFar, NearFarState
+from zdc_jax.cache.spec import put_rows
+from zdc_jax.ops.attention import Implementation
+from zdc_jax.ops.latent import LatentKeys, reconstructed
+from zdc_jax.ops.xla import xla_attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latents(NearFar):
+    """`NearFar` that keeps R latents [B, K, S, R] a key and Z coordinates [B, K, S, Z] a value.
+
+    Queries have all H coordinates, as keys have once they are reconstructed: at each call all of them are, in
+    an array that a kernel would not need. Keys come as `LatentKeys`, the near ones exact.
+    """
+
+    @property
+    def fixed_bytes(self) -> int:
+        """`LayerCacheSpec.fixed_bytes`: the factor from latents to keys."""
+        return self.num_kv_heads * self.head_dim * self.R * jnp.dtype(self.dtype).itemsize
+
+    def bytes_read(self, tokens: int) -> int:
+        """`LayerCacheSpec.bytes_read`: also the factor."""
+        return self.bytes(tokens) + self.fixed_bytes
+
+    def project(
+        self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
+    ) -> tuple[Array, LatentKeys, Array]:
+        """`LayerCacheSpec.project`: keys with their latents."""
+        return attention.project_latent(x, positions, implementation)
+
+    def create_far(self, batch: int, capacity: int) -> tuple[Array, Array]:
+        """`NearFar.create_far`."""
+        empty = lambda width: jnp.zeros((batch, self.num_kv_heads, capacity, width), self.dtype)
+        return empty(self.R), empty(self.Z)
+
+    def write_far(
+        self, state: NearFarState, k: Any, v: Array, positions: Array, end: Array
+    ) -> tuple[Array, Array]:
+        """`NearFar.write_far`; k: `LatentKeys`."""
+        latents, values = state.far
+        start, kept = positions[:, 0], positions < end[:, None]
+        return put_rows(latents, k.latents, start, kept), put_rows(values, v[..., : self.Z], start, kept)
+
+    def near_keys(self, k: LatentKeys) -> Array:
+        """`NearFar.near_keys`."""
+        return k.keys
+
+    def far_part(
+        self, far: tuple[Array, Array], q: Array, k: LatentKeys, positions: Array, scale: float
+    ) -> tuple[Array, Array]:
+        """`NearFar.far_part`: `attend_far` of reconstructed keys."""
+        latents, values = far
+        keys = reconstructed(latents, k.factor, k.frequencies)
+        return self.attend_far((keys, values), q, positions, scale)
+
+    def attend_far(
+        self, far: tuple[Array, Array], q: Array, positions: Array, scale: float
+    ) -> tuple[Array, Array]:
+        """`NearFar.attend_far` of keys [B, K, S, H] as attention sees them, and values."""
+        return xla_attention(q, *far, positions, scale=scale, near=None, sinks=self.sinks, window=self.window)

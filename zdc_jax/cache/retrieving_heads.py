@@ -1,0 +1,64 @@
+"""Far tokens of some KV heads alone; the others see sinks and window (after DuoAttention)."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from zdc_jax.axes import Array
+from zdc_jax.cache.near_far import NearFar, NearFarState
+from zdc_jax.cache.spec import put_rows
+from zdc_jax.errors import PlanError
+from zdc_jax.ops.xla import xla_attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievingHeads(NearFar):
+    """`NearFar` whose store has the KV heads `heads` alone, k [B, len(heads), S, R], v [B, len(heads), S, Z].
+
+    Raises:
+      PlanError: heads that do not ascend from 0 to K - 1, or a window of 0.
+    """
+
+    heads: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        K = self.num_kv_heads
+        if not self.heads or list(self.heads) != sorted({*self.heads} & {*range(K)}):
+            raise PlanError(f"heads={self.heads} must ascend within 0 to {K - 1}, the KV heads of a layer")
+        if not self.window:
+            raise PlanError("window=0 must be at least 1 token: heads that do not retrieve see no other")
+
+    def create_far(self, batch: int, capacity: int) -> tuple[Array, Array]:
+        """`NearFar.create_far`."""
+        empty = lambda width: jnp.zeros((batch, len(self.heads), capacity, width), self.dtype)
+        return empty(self.R), empty(self.Z)
+
+    def write_far(
+        self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array
+    ) -> tuple[Array, Array]:
+        """`NearFar.write_far`."""
+        start, kept, heads = positions[:, 0], positions < end[:, None], jnp.array(self.heads)
+        put = lambda held, x: put_rows(held, x[:, :, heads, : held.shape[-1]], start, kept)
+        return put(state.far[0], k), put(state.far[1], v)
+
+    def attend_far(
+        self, far: tuple[Array, Array], q: Array, positions: Array, scale: float
+    ) -> tuple[Array, Array]:
+        """`NearFar.attend_far`; nothing, in heads that do not retrieve."""
+        B, T, N, R = q.shape
+        K, heads = self.num_kv_heads, jnp.array(self.heads)
+        group = q.reshape(B, T, K, N // K, R)[:, :, heads]
+        o, lse = xla_attention(
+            group.reshape(B, T, -1, R),
+            *far,
+            positions,
+            scale=scale,
+            near=None,
+            sinks=self.sinks,
+            window=self.window,
+        )
+        all_o = jnp.zeros((B, T, K, N // K, self.Z), o.dtype)
+        all_lse = jnp.full((B, K, N // K, T), -jnp.inf, lse.dtype)
+        all_o = all_o.at[:, :, heads].set(o.reshape(B, T, len(self.heads), -1, self.Z))
+        all_lse = all_lse.at[:, heads].set(lse.reshape(B, len(self.heads), -1, T))
+        return all_o.reshape(B, T, N, self.Z), all_lse.reshape(B, N, T)

@@ -1,0 +1,26 @@
+"""quest: pages of far tokens chosen by bounds of their scores (Tang et al. 2024, arXiv 2406.10774)."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from zdc_jax.cache.choosing import PageBounds
+from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.methods import MethodSettings, far_layers
+from zdc_jax.plan import CompressionPlan
+
+
+@dataclass(frozen=True)
+class Settings(MethodSettings):
+    """read: far tokens that a KV head's queries read, a multiple of `page`; page: tokens chosen together.
+
+    The window must be at least a page.
+    """
+
+    read: int = 256
+    page: int = 16
+
+
+def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
+    """How each layer keeps its tokens under a plan; `dtype` is the model's."""
+    assert isinstance(plan.settings, Settings)
+    return far_layers(plan, dtype, partial(PageBounds, read=plan.settings.read, page=plan.settings.page))
