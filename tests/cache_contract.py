@@ -59,6 +59,11 @@ METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
     "fp8 of a rank": (SHORT_OPT, partial(method, name="fp8", qk=16, v=16)),
     "int8 and window": (SHORT_LLAMA, partial(method, name="int8", window=8, sinks=2)),
     "int8 of a rank and window": (SHORT_OPT, partial(method, name="int8", qk=16, v=16, window=8, sinks=2)),
+    "kivi": (SHORT_LLAMA, partial(method, name="kivi", settings={"group": 8}, window=8, sinks=2)),
+    "kivi of a rank": (
+        SHORT_OPT,
+        partial(method, name="kivi", settings={"bits": 3, "group": 16}, qk=16, v=16, window=20),
+    ),
     "token classes": (SHORT_LLAMA, classes),
     "token classes and window": (SHORT_LLAMA, partial(classes, window=8, sinks=2)),
 }
