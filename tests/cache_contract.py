@@ -64,6 +64,13 @@ METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
         SHORT_OPT,
         partial(method, name="kivi", settings={"bits": 3, "group": 16}, qk=16, v=16, window=20),
     ),
+    "turboquant": (SHORT_LLAMA, partial(method, name="turboquant")),
+    "turboquant of a rank and window": (
+        SHORT_OPT,
+        partial(
+            method, name="turboquant", settings={"bits_k": 3, "bits_v": 2}, qk=16, v=16, window=8, sinks=2
+        ),
+    ),
     "token classes": (SHORT_LLAMA, classes),
     "token classes and window": (SHORT_LLAMA, partial(classes, window=8, sinks=2)),
 }

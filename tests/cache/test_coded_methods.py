@@ -24,6 +24,8 @@ def plan_of(name: str, settings: dict, qk: int, v: int) -> CompressionPlan:
         ("int8", {}, 32, 16, 48 * 8 + 2 * 16),
         ("kivi", {}, 32, 32, 64 * 4 + 32 * 32 / 32 + 32),
         ("kivi", {"bits": 3, "group": 16}, 16, 32, 48 * 3 + 16 * 32 / 16 + 2 * 32),
+        ("turboquant", {}, 32, 32, 64 * 4 + 2 * 16),
+        ("turboquant", {"bits_k": 3, "bits_v": 2}, 16, 32, 16 * 3 + 32 * 2 + 2 * 16),
     ],
     ids=str,
 )
@@ -41,6 +43,8 @@ def test_a_far_token_takes_its_bits_and_no_more(name, settings, qk, v, bits):
         ("kivi", {"group": 1}, "group=1 must be a whole number from 2 to 1024"),
         ("kivi", {"group": 32.0}, "group=32.0 must be a whole number from 2 to 1024"),
         ("kivi", {"group": 128}, "window=64 must be at least 128"),
+        ("turboquant", {"bits_k": 1}, r"bits_k=1 must be one of \(2, 3, 4, 8\)"),
+        ("turboquant", {"bits_v": "4"}, r"bits_v='4' must be one of \(2, 3, 4, 8\)"),
     ],
     ids=str,
 )

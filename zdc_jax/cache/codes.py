@@ -69,6 +69,11 @@ def unpack(packed: UInt8[Array, "*batch P"], bits: int) -> UInt8[Array, "*batch 
     return levels.reshape(*packed.shape[:-1], packed.shape[-1] * each)
 
 
+def packing_refusal(C: int) -> str | None:
+    """`Code.refusal` of codes that pack levels along C."""
+    return None if C % 8 == 0 else f"rank {C} must be a multiple of 8, to be packed into bytes"
+
+
 @dataclass(frozen=True)
 class Float8(Code):
     """float8 e4m3 without a scale: what serving systems call an fp8 cache. Larger than 448 is clipped."""

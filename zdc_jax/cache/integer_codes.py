@@ -7,15 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, UInt8
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.codes import SCALE_DTYPE, Code, Coded, pack, unpack
-
-PACKED = 8
-"""Vectors of levels are packed whole bytes at a time, whatever their bits."""
-
-
-def packing_refusal(C: int) -> str | None:
-    """`Code.refusal` of codes that pack levels along C."""
-    return None if C % PACKED == 0 else f"rank {C} must be a multiple of {PACKED}, to be packed into bytes"
+from zdc_jax.cache.codes import SCALE_DTYPE, Code, Coded, pack, packing_refusal, unpack
 
 
 @dataclass(frozen=True)
