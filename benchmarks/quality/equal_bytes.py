@@ -21,7 +21,7 @@ import tyro
 
 from benchmarks.common import RESULTS, commit, environment
 from benchmarks.quality.material import Material, Measured, draw, measure
-from benchmarks.quality.plans import FIRST, OTHERS, Entry, share_held, share_read
+from benchmarks.quality.plans import FIRST, Entry, others, share_held, share_read
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.answers import Reading
@@ -31,6 +31,7 @@ from zdc_jax.fold import cast, prepared_layers
 from zdc_jax.loading import stored_basis
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
+from zdc_jax.planning.retrieving import best_heads, induction_scores
 
 READINGS: tuple[Reading, ...] = ("cached", "exact")
 
@@ -85,6 +86,7 @@ class Bench:
         self.layers: dict[tuple[Any, ...], list[Any]] = {}
         self.materials: dict[int, Material] = {}
         self.dense: dict[tuple[int, Reading], Measured] = {}
+        self.induction: np.ndarray | None = None
         self.path = options.results / f"{options.name}.json"
         self.rows: list[dict[str, Any]] = []
         self.refused: list[dict[str, Any]] = []
@@ -176,7 +178,9 @@ class Bench:
     def cells(self) -> Iterator[Cell]:
         """In the order of the report: all budgets of all methods at one context after another."""
         options = self.options
-        entries = FIRST if options.first_only else (*FIRST, *OTHERS)
+        entries = FIRST if options.first_only else (*FIRST, *others(self.best_heads))
+        if unknown := set(options.methods) - {entry.name for entry in entries}:
+            raise SystemExit(f"methods={sorted(unknown)} must be of {[entry.name for entry in entries]}")
         chosen = [entry for entry in entries if not options.methods or entry.name in options.methods]
         for context in options.contexts:
             for entry in chosen:
@@ -188,6 +192,14 @@ class Bench:
                 plan = CompressionPlan.load(path)
                 for protocol in READINGS:
                     yield Cell(path.stem, None, plan, context, protocol)
+
+    def best_heads(self, count: int) -> tuple[tuple[int, ...], ...]:
+        """The KV heads that retrieve best, `count` of all or as many as there are."""
+        if self.induction is None:
+            dense = self.network(replace(CompressionPlan.full(self.config), rotated=False))
+            self.induction = induction_scores(dense)
+        slides = [spec.window is not None for spec in self.config.layers]
+        return best_heads(self.induction, min(1, count / self.induction.size), slides)
 
     def plan(self, entry: Entry, context: int, budget: float) -> CompressionPlan | None:
         """None where the method has no plan so small; the reason goes into the JSON."""

@@ -27,15 +27,16 @@ Ladder = Callable[[ModelConfig, int], CompressionPlan]
 
 @dataclass(frozen=True)
 class Entry:
-    """A method of the table: its name, ladders best first, and the least and the step of their size.
+    """A method of the table: its name, ladders best first; the least, the step and the most of their size.
 
-    judged_by: what a budget limits, bytes held or (methods that choose) bytes read.
+    most: None for the context. judged_by: what a budget limits, bytes held or, of methods that choose, read.
     """
 
     name: str
     ladders: Sequence[Ladder]
     least: int = 0
     step: int = WINDOW_STEP
+    most: int | None = None
     budgets: Sequence[float] = BUDGETS
     judged_by: str = "bytes"
 
@@ -63,7 +64,7 @@ def _largest(
     entry: Entry,
     context: int,
 ) -> CompressionPlan:
-    low, high = 0, (context - entry.least) // entry.step
+    low, high = 0, ((entry.most or context) - entry.least) // entry.step
     while low < high:
         middle = (low + high + 1) // 2
         fits = share(plan(entry.least + middle * entry.step)) <= budget
@@ -124,7 +125,10 @@ def _half_recent(method: str, **options: Any) -> Ladder:
     return lambda config, n: method_plan(config, method, window=max(n - 64, 0), kept=n, **options)
 
 
-GEAR = {"bits": 4}
+RANKS = ((64, 64), (48, 48), (32, 48), (32, 32), (16, 32), (16, 16))
+"""Uniform ranks that are tried for low ranks, of a head dim of 64."""
+DUO_WINDOW = 256
+"""Recent tokens of all heads, as the authors have it."""
 COMPOSED = (48, 48)
 """Ranks of compositions with ZDC, of a head dim of 64."""
 FIRST = (
@@ -141,17 +145,23 @@ FIRST = (
     Entry("gear", [_window("gear", bits=bits) for bits in (4, 2)], least=64),
     Entry("h2o-zdc", [_half_recent("h2o", ranks=COMPOSED)], least=KEPT_STEP, step=KEPT_STEP),
     Entry("gear-zdc", [_window("gear", bits=bits, ranks=COMPOSED) for bits in (4, 2)], least=64),
-    Entry(
-        "zdc",
-        [
-            _window("zdc", ranks=ranks)
-            for ranks in ((64, 64), (48, 48), (32, 48), (32, 32), (16, 32), (16, 16))
-        ],
-        least=64,
-    ),
+    Entry("zdc", [_window("zdc", ranks=ranks) for ranks in RANKS], least=64),
 )
 """Judged at all budgets."""
-OTHERS = (
-    Entry("tova", [_kept("tova", window=0)], least=KEPT_STEP, step=KEPT_STEP, budgets=TWO_BUDGETS),
-    Entry("knorm", [_kept("knorm", window=0)], least=KEPT_STEP, step=KEPT_STEP, budgets=TWO_BUDGETS),
-)
+
+
+def others(heads: Callable[[int], tuple[tuple[int, ...], ...]]) -> tuple[Entry, ...]:
+    """Methods judged at two budgets. heads: the best n of all KV heads, as `duo` takes them."""
+    kept: dict[str, Any] = {"least": KEPT_STEP, "step": KEPT_STEP, "budgets": TWO_BUDGETS}
+    read: dict[str, Any] = {"least": 16, "budgets": TWO_BUDGETS, "judged_by": "bytes_read"}
+    choosing = lambda name: lambda config, n: method_plan(config, name, window=64, read=n)
+    duo = lambda config, n: method_plan(config, "duo", window=DUO_WINDOW, heads=heads(n))
+    most = sum(map(len, heads(10**6)))
+    return (
+        Entry("tova", [_kept("tova", window=16)], **kept),
+        Entry("knorm", [_kept("knorm", window=0)], **kept),
+        Entry("quest", [choosing("quest")], **read),
+        Entry("loki", [choosing("loki")], **read),
+        Entry("duo", [duo], least=1, step=1, most=most, budgets=TWO_BUDGETS),
+        Entry("palu", [_window("palu", ranks=ranks) for ranks in RANKS[2:]], least=64, budgets=(0.52, 0.36)),
+    )

@@ -2,11 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
@@ -91,6 +93,7 @@ class TrialBook:
         self.windows, self.sheets, self.batch, self.journal = windows, sheets, batch, journal
         self.layers = [self.checkpoint.layer(index) for index in range(self.config.num_layers)]
         self.embeddings = cast(self.checkpoint.embeddings(), self.dtype)
+        self.whole: list[Any] | None = None
         self.key = self._key()
         self.seen: dict[str, Seen] = dict(self._read_journal())
         self.dense = self._seen(None)
@@ -139,8 +142,16 @@ class TrialBook:
             assert isinstance(network, Transformer)  # No mesh was named.
             return network
         plan.check_model(self.config, self.checkpoint.fingerprint)
-        layers = prepared_layers(iter(self.layers), self.config, plan, self.basis, self.dtype)
-        return Transformer(self.config, plan, self.embeddings, layers)
+        return Transformer(self.config, plan, self.embeddings, self._prepared(plan))
+
+    def _prepared(self, plan: CompressionPlan) -> Iterable[Any]:
+        """Folded weights; where all layers have near tokens these are whole, and the same for all plans."""
+        prepare = partial(prepared_layers, iter(self.layers), self.config, plan, self.basis, self.dtype)
+        if not all(any(plan.near(index)) for index in range(len(plan.layers))):
+            return prepare()
+        if self.whole is None:
+            self.whole = [jax.device_put(layer) for layer in prepare()]
+        return self.whole
 
     def _key(self) -> str:
         asked = (

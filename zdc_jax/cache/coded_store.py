@@ -20,25 +20,36 @@ from zdc_jax.ops.xla import xla_attention
 class CodedStore(NearFar):
     """`NearFar` whose far keys and values are read through `key_code` and `value_code`.
 
-    The store is a pair of trees of leaves [B, K, S/block, …]. Attention reads all of it in the model's dtype.
+    The store is a pair of trees of leaves [B, K, S/block, …], of as many tokens as both codes complete; the
+    longer block is a multiple of the other. Attention reads all of it in the model's dtype.
 
     Raises:
-      PlanError: the window is shorter than a block, whose tokens must be whole until it is complete.
+      PlanError: a code cannot hold vectors of R or Z coordinates, or the window is shorter than a block,
+        whose tokens must be whole until it is complete.
     """
 
     key_code: Code
     value_code: Code
 
     def __post_init__(self) -> None:
-        longest = max(self.key_code.block, self.value_code.block)
-        if longest > 1 and self.window < longest:
-            raise PlanError(f"window={self.window} must be at least {longest}, the tokens coded together")
+        for code, width in ((self.key_code, self.R), (self.value_code, self.Z)):
+            if reason := code.refusal(width):
+                raise PlanError(reason)
+        if self.block > 1 and self.window < self.block:
+            raise PlanError(f"window={self.window} must be at least {self.block}, the tokens coded together")
+
+    @property
+    def block(self) -> int:
+        """Tokens that are coded together, of keys or of values."""
+        return max(self.key_code.block, self.value_code.block)
 
     def create_far(self, batch: int, capacity: int) -> tuple[Coded, Coded]:
         """`NearFar.create_far`."""
+        # A last block that never completes is always near; one there must be, for attention wants keys.
+        tokens = max(1, capacity // self.block) * self.block
 
         def empty(code: Code, width: int) -> Coded:
-            shape = (batch, self.num_kv_heads, capacity // code.block, code.block, width)
+            shape = (batch, self.num_kv_heads, tokens // code.block, code.block, width)
             coded = jax.eval_shape(code.encode, jax.ShapeDtypeStruct(shape, self.dtype))
             return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), coded)
 

@@ -18,13 +18,17 @@ Coded = Any
 class Code(ABC):
     """How vectors of C coordinates are stored, `block` consecutive tokens together. Hashable.
 
-    All arithmetic is float32; scales are stored in `SCALE_DTYPE`.
+    All arithmetic is float32; scales are stored in `SCALE_DTYPE`. Coordinates are finite and below 1e37.
     """
 
     @property
     def block(self) -> int:
         """Tokens that are coded together."""
         return 1
+
+    def refusal(self, C: int) -> str | None:
+        """Why vectors of C coordinates cannot be coded so, None where they can."""
+        return None
 
     @abstractmethod
     def encode(self, x: Float[Array, "*batch block C"]) -> Coded:
@@ -39,7 +43,7 @@ SCALE_DTYPE = jnp.bfloat16
 """Of scales and zero points: 16 bits, with the range of float32, so that no key of a model overflows."""
 
 
-def pack(levels: UInt8[Array, "*batch C"], bits: int) -> UInt8[Array, "*batch {C}*{bits}/8"]:
+def pack(levels: UInt8[Array, "*batch C"], bits: int) -> UInt8[Array, "*batch C*{bits}//8"]:
     """Levels below 2^bits, 8/bits a byte where bits is 1, 2, 4 or 8; else bit planes, C/8 bytes each.
 
     C is a multiple of 8. Within a byte the first level is lowest.
@@ -53,7 +57,7 @@ def pack(levels: UInt8[Array, "*batch C"], bits: int) -> UInt8[Array, "*batch {C
     return (parts.astype(jnp.uint8) << shifts).sum(-1, dtype=jnp.uint8)
 
 
-def unpack(packed: UInt8[Array, "*batch P"], bits: int) -> UInt8[Array, "*batch {P}*8/{bits}"]:
+def unpack(packed: UInt8[Array, "*batch P"], bits: int) -> UInt8[Array, "*batch P*8//{bits}"]:
     """What `pack` was given."""
     if 8 % bits:
         planes = jnp.split(packed, bits, axis=-1)
@@ -63,6 +67,11 @@ def unpack(packed: UInt8[Array, "*batch P"], bits: int) -> UInt8[Array, "*batch 
     shifts = jnp.arange(each, dtype=jnp.uint8) * bits
     levels = (packed[..., None] >> shifts) & jnp.uint8(2**bits - 1)
     return levels.reshape(*packed.shape[:-1], packed.shape[-1] * each)
+
+
+def packing_refusal(C: int) -> str | None:
+    """`Code.refusal` of codes that pack levels along C."""
+    return None if C % 8 == 0 else f"rank {C} must be a multiple of 8, to be packed into bytes"
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,18 @@ def _hashable(value: Any) -> Any:
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
+def check_one_of(name: str, value: Any, allowed: tuple[int, ...]) -> None:
+    """Raises `PlanError` where a setting is not one of the numbers `allowed`."""
+    if type(value) is not int or value not in allowed:
+        raise PlanError(f"{name}={value!r:.80} must be one of {allowed}")
+
+
+def check_range(name: str, value: Any, least: int, most: int) -> None:
+    """Raises `PlanError` where a setting is not a whole number `least` … `most`."""
+    if type(value) is not int or not least <= value <= most:
+        raise PlanError(f"{name}={value!r:.80} must be a whole number from {least} to {most}")
+
+
 def far_layers(
     plan: "CompressionPlan", dtype: str, far: Callable[..., LayerCacheSpec]
 ) -> tuple[LayerCacheSpec, ...]:

@@ -28,16 +28,23 @@ def retrieving_heads(
     Raises:
       PlanError: a share outside (0, 1], or twice the length exceeds the model's positions.
     """
-    config = network.config
     if not 0 < share <= 1:
         raise PlanError(f"share={share} must lie in (0, 1], of the KV heads")
+    scores = induction_scores(network, length=length, sequences=sequences, seed=seed)
+    return best_heads(scores, share, slides=[spec.window is not None for spec in network.config.layers])
+
+
+def induction_scores(
+    network: Transformer, *, length: int = 256, sequences: int = 4, seed: int = 0
+) -> Float[np.ndarray, "L K"]:
+    """How strongly each KV head looks to what followed a token's first occurrence; as `retrieving_heads`."""
+    config = network.config
     if not 2 <= length <= config.max_positions // 2:
         raise PlanError(
             f"length={length} must be 2 to {config.max_positions // 2} tokens, half the model's positions"
         )
     once = np.random.default_rng(seed).integers(config.vocab_size, size=(sequences, length), dtype=np.int32)
-    scores = np.stack(jax.device_get(observe(network, jnp.asarray(np.tile(once, 2)), induction)))
-    return best_heads(scores, share, slides=[spec.window is not None for spec in config.layers])
+    return np.stack(jax.device_get(observe(network, jnp.asarray(np.tile(once, 2)), induction)))
 
 
 def induction(seen: Seen) -> Float[Array, " K"]:

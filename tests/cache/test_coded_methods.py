@@ -1,0 +1,81 @@
+"""Plans of coded methods: the bytes of a token in closed form, and settings that are refused."""
+
+from dataclasses import replace
+
+import pytest
+from conftest import LLAMA
+
+from zdc_jax import methods
+from zdc_jax.errors import PlanError
+from zdc_jax.plan import CompressionPlan
+
+K, L, WINDOW = LLAMA.num_kv_heads, LLAMA.num_layers, 64
+
+
+def plan_of(name: str, settings: dict, qk: int, v: int) -> CompressionPlan:
+    plan = CompressionPlan.uniform(LLAMA, qk=qk, v=v, window=WINDOW)
+    return replace(plan, method=name, settings=methods.settings_from_json(name, settings))
+
+
+def gear(qk: int, v: int, *, bits: int, group: int, rank: int, outliers: tuple[int, int]) -> float:
+    """Bits of a token of GEAR; outliers: on each side, of a channel of keys and of a token of values."""
+    integers = (qk + v) * bits + 32 * qk / group + 32
+    low_rank = 16 * rank * (2 * group + qk + v) / group
+    return integers + low_rank + (16 + 8) * 2 * (outliers[0] * qk / group + outliers[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "qk", "v", "bits"),
+    [
+        ("fp8", {}, 32, 32, 64 * 8),
+        ("int8", {}, 32, 16, 48 * 8 + 2 * 16),
+        ("kivi", {}, 32, 32, 64 * 4 + 32 * 32 / 32 + 32),
+        ("kivi", {"bits": 3, "group": 16}, 16, 32, 48 * 3 + 16 * 32 / 16 + 2 * 32),
+        ("turboquant", {}, 32, 32, 64 * 4 + 2 * 16),
+        ("turboquant", {"bits_k": 3, "bits_v": 2}, 16, 32, 16 * 3 + 32 * 2 + 2 * 16),
+        ("gear", {}, 32, 32, gear(32, 32, bits=4, group=64, rank=2, outliers=(1, 0))),
+        (
+            "gear",
+            {"bits": 2, "group": 32, "rank": 3, "outliers": 0.1},
+            16,
+            32,
+            gear(16, 32, bits=2, group=32, rank=3, outliers=(2, 2)),
+        ),
+    ],
+    ids=str,
+)
+def test_a_far_token_takes_its_bits_and_no_more(name, settings, qk, v, bits):
+    plan = plan_of(name, settings, qk, v)
+    more = plan.bytes(1024 + 512) - plan.bytes(1024)
+    assert 8 * more == 512 * K * L * bits
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("kivi", {"bits": 5}, r"bits=5 must be one of \(2, 3, 4, 8\)"),
+        ("kivi", {"bits": True}, r"bits=True must be one of \(2, 3, 4, 8\)"),
+        ("kivi", {"group": 1}, "group=1 must be a whole number from 2 to 1024"),
+        ("kivi", {"group": 32.0}, "group=32.0 must be a whole number from 2 to 1024"),
+        ("kivi", {"group": 128}, "window=64 must be at least 128"),
+        ("turboquant", {"bits_k": 1}, r"bits_k=1 must be one of \(2, 3, 4, 8\)"),
+        ("turboquant", {"bits_v": "4"}, r"bits_v='4' must be one of \(2, 3, 4, 8\)"),
+        ("gear", {"bits": 1}, r"bits=1 must be one of \(2, 3, 4, 8\)"),
+        ("gear", {"group": 12}, r"group=12 must be one of \(8, 16, .*, 256\)"),
+        ("gear", {"rank": -1}, "rank=-1 must be a whole number from 0 to 256"),
+        ("gear", {"rank": 33}, r"rank=33 must be at most 32, for blocks \[64, 32\]"),
+        ("gear", {"outliers": 0.6}, "outliers=0.6 must be a share from 0 to 0.5"),
+        ("gear", {"outliers": "0.1"}, "outliers='0.1' must be a share from 0 to 0.5"),
+        ("gear", {"group": 128}, "window=64 must be at least 128"),
+    ],
+    ids=str,
+)
+def test_settings_are_refused_by_name(name, settings, message):
+    with pytest.raises(PlanError, match=message):
+        plan_of(name, settings, 32, 32)
+
+
+def test_plans_of_coded_methods_are_saved(tmp_path):
+    plan = plan_of("kivi", {"bits": 2, "group": 64}, 32, 16)
+    plan.save(tmp_path / "plan.json")
+    assert CompressionPlan.load(tmp_path / "plan.json") == plan

@@ -1,0 +1,76 @@
+"""Levels in bytes, and the codes without blocks: float8 and int8."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zdc_jax.cache.codes import Float8, Int8, pack, unpack
+
+SEEDS = st.integers(0, 2**32 - 1)
+EXPONENTS = st.integers(-45, 36)
+"""Of ten: from below the least float32 to the largest that codes take."""
+SHAPE = (2, 3, 1, 48)
+
+
+def vectors(seed: int, exponent: int) -> np.ndarray:
+    """Gaussian vectors float32, one of them of zeros, one with an outlier."""
+    x = np.random.default_rng(seed).normal(size=SHAPE)
+    x[0, 0], x[1, 2, :, 5] = 0, 60
+    return (x * 10.0 ** (exponent - 2)).astype(np.float32)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_levels_are_packed_into_as_many_bits_as_they_have(bits):
+    levels = np.random.default_rng(bits).integers(0, 2**bits, (2, 5, 48)).astype(np.uint8)
+    packed = pack(jnp.asarray(levels), bits)
+    assert packed.dtype == jnp.uint8
+    assert packed.nbytes * 8 == levels.size * bits
+    np.testing.assert_array_equal(unpack(packed, bits), levels)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_the_first_level_is_lowest_in_its_byte(bits):
+    levels = np.random.default_rng(bits).integers(0, 2**bits, 16).astype(np.uint8)
+    number = sum(int(level) << (bits * place) for place, level in enumerate(levels))
+    assert bytes(np.asarray(pack(jnp.asarray(levels), bits))) == number.to_bytes(2 * bits, "little")
+
+
+def test_three_bits_are_planes():
+    levels = np.arange(8, dtype=np.uint8)
+    assert list(np.asarray(pack(jnp.asarray(levels), 3))) == [0b10101010, 0b11001100, 0b11110000]
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=SEEDS, exponent=EXPONENTS)
+def test_float8_is_the_nearest_float8(seed, exponent):
+    x = vectors(seed, exponent)
+    coded = Float8().encode(jnp.asarray(x))
+    assert coded.shape == x.shape
+    assert coded.dtype == jnp.uint8
+    expected = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(Float8().decode(coded, 48), expected)
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=SEEDS, exponent=EXPONENTS)
+def test_int8_errs_by_half_a_step(seed, exponent):
+    x = vectors(seed, exponent)
+    levels, scale = coded = Int8().encode(jnp.asarray(x))
+    assert levels.dtype == jnp.int8
+    assert scale.shape == (*SHAPE[:-1], 1)
+    assert scale.dtype.itemsize == 2
+    step = np.abs(x.astype(np.float64)).max(-1, keepdims=True) / 127
+    error = np.abs(np.asarray(Int8().decode(coded, 48), np.float64) - x)
+    # The scale is rounded to 8 bits; what is below the least normal number may be taken for zero.
+    assert (error <= step / 2 * (1 + 2**-7) + 127 * np.finfo(np.float32).tiny).all()
+
+
+@pytest.mark.parametrize("code", [Float8(), Int8()])
+def test_zeros_can_be_read(code):
+    coded = jax.eval_shape(code.encode, jax.ShapeDtypeStruct(SHAPE, "float32"))
+    empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), coded)
+    np.testing.assert_array_equal(code.decode(empty, 48), np.zeros(SHAPE))

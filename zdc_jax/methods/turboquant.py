@@ -1,0 +1,34 @@
+"""turboquant: TurboQuant (Zandieh et al. 2025), turned vectors in the best levels for a Gaussian.
+
+It is the paper's code for the least mean square error, for keys and for values; vLLM's `turboquant` has it
+for keys, and integers for values. A token is coded when it comes.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+from zdc_jax.cache.coded_store import CodedStore
+from zdc_jax.cache.gaussian_codes import TurnedGaussian
+from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.methods import MethodSettings, check_one_of, far_layers
+from zdc_jax.plan import CompressionPlan
+
+
+@dataclass(frozen=True)
+class Settings(MethodSettings):
+    """bits_k, bits_v: of a coordinate of keys and of values, 2, 3, 4 or 8."""
+
+    bits_k: int = 4
+    bits_v: int = 4
+
+    def __post_init__(self) -> None:
+        check_one_of("bits_k", self.bits_k, (2, 3, 4, 8))
+        check_one_of("bits_v", self.bits_v, (2, 3, 4, 8))
+
+
+def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
+    """How each layer keeps its tokens under a plan; `dtype` is the model's."""
+    settings = cast(Settings, plan.settings)
+    keys, values = (TurnedGaussian(bits) for bits in (settings.bits_k, settings.bits_v))
+    return far_layers(plan, dtype, partial(CodedStore, key_code=keys, value_code=values))
