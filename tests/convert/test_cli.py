@@ -255,8 +255,8 @@ def test_inspect_checks_hashes(folder, capsys):
         ),
         (["evaluate", "{}/model", "{}/text", "--tasks", "passkey"], "128 tokens has no room for tasks"),
         (["evaluate", "{}/model"], "at least one text"),
-        (["plan", "{}/model", "{}/plan.json", "--budget", "0.5", "--texts", "{}/text"], "--texts: "),
-        (["plan", "{}/model", "{}/plan.json", "--qk", "16", "--no-constrained"], "add --max-degradation"),
+        (["plan", "{}/model", "{}/plan.json", "--budget", "0.5", "--texts", "{}/text"], "drop --budget"),
+        (["plan", "{}/model", "{}/plan.json", "--qk", "16", "--no-constrained"], "add --texts"),
         (["plan", "{}/model", "{}/plan.json", "--max-degradation", "0.1", "--trials", "9"], "add --texts"),
         (["plan", "{}/model", "{}/plan.json", "--max-degradation", "0.1", "--sinks", "4"], "drop --sinks"),
         (["generate", "{}/model", "w3", "--plan", "{}/no.json"], "no.json"),
@@ -282,8 +282,8 @@ PLAN_FLAGS = "plan qk v budget max-score-error window sinks"
 FLAGS = {
     "convert": "dtype overwrite verify calibrate",
     "calibrate": "qk vo center tokens context batch seed reduction prune clusters profile from-moments dtype",
-    "plan": f"{PLAN_FLAGS} max-degradation texts mode objective constrained trials text-windows context "
-    "seed batch dtype",
+    "plan": f"{PLAN_FLAGS} max-degradation texts min-retention sheets mode objective constrained trials "
+    "text-windows context seed batch dtype",
     "generate": f"{PLAN_FLAGS} {SAMPLING_FLAGS} max-new-tokens stop chat system stream mesh payload dtype "
     "max-positions distributed coordinator num-processes process-id join-timeout",
     "chat": f"{PLAN_FLAGS} {SAMPLING_FLAGS} system max-new-tokens stop dtype max-positions",

@@ -69,12 +69,12 @@ def test_batches_do_not_matter_and_dense_is_read_once(tiny: TinyModel, reading, 
             assert each.sheets == LEAST_SHEETS
     assert all(abs(each.retention - 1) > 1e-3 for each in found.tasks.values())
     read = []
-    monkeypatch.setattr(module, "_answered", lambda *given: read.append(given[0]) or real(*given))
+    monkeypatch.setattr(module, "sheet_answers", lambda *given: read.append(given[0]) or real(*given))
     assert first.of(network) == found
     assert tiny.dense not in read
 
 
-real = module._answered
+real = module.sheet_answers
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_reading_stops_when_retention_is_known(tiny: TinyModel, monkeypatch, cou
 
     def answered(network, cache, batch):
         lost = noise * rng.normal(size=len(batch)) * (network is not tiny.dense)
-        return [{"a": [Answer(np.array([-1 - x], np.float32), np.array([counts]))]} for x in lost]
+        return {"a": [(Answer(np.array([-1 - x], np.float32), np.array([counts])),) for x in lost]}
 
-    monkeypatch.setattr(module, "_answered", answered)
+    monkeypatch.setattr(module, "sheet_answers", answered)
     monkeypatch.setattr(module, "read_contexts", lambda *given, **options: (None, None))
     (given,) = material(max_sheets=64, tasks=("copy@128",))
     (report,) = evaluate(tiny.dense, tiny.model(CompressionPlan.full(CONFIG)).network, [given], batch=2)

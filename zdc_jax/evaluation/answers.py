@@ -72,10 +72,20 @@ def answers_on(
         rows = [*piece, *[piece[-1]] * (batch - len(piece))]
         contexts = np.stack([sheet.context for sheet in rows])
         _, cache = read_contexts(network, contexts, room=QUESTION_TOKENS, reading=reading)
-        for name in piece[0].questions:
-            asked = zip(*(sheet.questions[name] for sheet in rows), strict=True)
-            given = (answers(network, cache, list(questions), width=QUESTION_TOKENS) for questions in asked)
-            found.setdefault(name, []).extend(list(zip(*given, strict=True))[: len(piece)])
+        for name, given in sheet_answers(network, cache, rows).items():
+            found.setdefault(name, []).extend(given[: len(piece)])
+    return found
+
+
+def sheet_answers(
+    network: Transformer, cache: KVCache, sheets: Sequence[Sheet]
+) -> dict[str, list[tuple[Answer, ...]]]:
+    """The answers of each row of a cache to all questions of its sheet, by task."""
+    found = {}
+    for name in sheets[0].questions:
+        asked = zip(*(sheet.questions[name] for sheet in sheets), strict=True)
+        given = (answers(network, cache, list(questions), width=QUESTION_TOKENS) for questions in asked)
+        found[name] = list(zip(*given, strict=True))
     return found
 
 

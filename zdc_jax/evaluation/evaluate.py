@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 from tokenizers import Tokenizer
 
+from zdc_jax.axes import Array
+from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import EvaluationError, TextError
 from zdc_jax.evaluation import tasks as known
@@ -19,7 +21,7 @@ from zdc_jax.evaluation.agreement import (
     continuations,
     departures,
 )
-from zdc_jax.evaluation.answers import Answer, Reading, answers, read_contexts
+from zdc_jax.evaluation.answers import Answer, Reading, read_contexts, sheet_answers
 from zdc_jax.evaluation.perplexity import PerplexityReport, compare, token_nll
 from zdc_jax.evaluation.questions import QUESTION_TOKENS
 from zdc_jax.evaluation.retention import Retention, retention
@@ -175,6 +177,18 @@ def evaluate(
     return tuple(Evaluation(dense, each, reading=reading, batch=batch).of(network) for each in materials)
 
 
+@dataclass(frozen=True, eq=False)
+class Read:
+    """What one model did on one sheet: answers by task, and how it went on.
+
+    continuation: of the unmodified model. departure: of a plan's.
+    """
+
+    answers: Mapping[str, tuple[Answer, ...]]
+    continuation: Continuation | None = None
+    departure: Departure | None = None
+
+
 class Evaluation:
     """Measures plans on the same material; what the unmodified model does is found once."""
 
@@ -182,9 +196,8 @@ class Evaluation:
         if batch < 1:
             raise EvaluationError(f"{batch=} must be >= 1")
         self.dense, self.material, self.reading, self.batch = dense, material, reading, batch
-        self._dense_answers: list[dict[str, list[Answer]]] = []
-        self._continuations: list[Continuation] = []
-        self.next_token_nll: np.ndarray | None = None
+        self._dense_read: list[Read] = []
+        self._dense_nll: np.ndarray | None = None
 
     def of(self, network: Transformer) -> ContextReport:
         """Of one plan. Sheets are read until the retention of each task that counts is known well."""
@@ -195,65 +208,54 @@ class Evaluation:
         windows = self.material.windows
         if windows is None:
             return None
-        if self.next_token_nll is None:
-            self.next_token_nll = token_nll(self.dense, windows, batch=self.batch)
-        return compare(network, self.next_token_nll, windows, batch=self.batch)
+        if self._dense_nll is None:
+            self._dense_nll = token_nll(self.dense, windows, batch=self.batch)
+        return compare(network, self._dense_nll, windows, batch=self.batch)
 
     def _sheets(self, network: Transformer) -> tuple[dict[str, Retention], Agreement | None]:
-        sheets, own, parted = self.material.sheets, list[dict[str, list[Answer]]](), list[Departure]()
-        found: dict[str, Retention] = {}
-        while len(own) < len(sheets):
-            look = len(own) + LEAST_SHEETS
-            while len(own) < min(look, len(sheets)):
-                start = len(own)
-                self._read_dense(start)
-                some, others = self._read(network, start)
-                own += some
-                parted += others
-            dense = self._dense_answers[: len(own)]
-            found = {task: retention(*([s[task] for s in side] for side in (dense, own))) for task in own[0]}
+        own, found, count = list[Read](), dict[str, Retention](), len(self.material.sheets)
+        while len(own) < count:
+            enough = min(len(own) + LEAST_SHEETS, count)
+            while len(own) < enough:
+                own += self._read(network, len(own))
+            dense = self._dense_read[: len(own)]
+            found = {
+                task: retention(*([each.answers[task] for each in side] for side in (dense, own)))
+                for task in own[0].answers
+            }
             if all(each.known for each in found.values() if each.counts):
                 break
-        return found, Agreement.of(parted) if parted else None
+        departures = [each.departure for each in own if each.departure is not None]
+        return found, Agreement.of(departures) if departures else None
 
-    def _read_dense(self, start: int) -> None:
-        """Finds what the unmodified model does on the sheets from `start` on, unless it is known."""
-        if start < len(self._dense_answers):
-            return
-        batch, rows = self._batch(start)
-        contexts = np.stack([sheet.context for sheet in batch])
-        hidden, cache = read_contexts(self.dense, contexts, room=QUESTION_TOKENS, reading=self.reading)
-        self._dense_answers += _answered(self.dense, cache, batch)[:rows]
+    def _read(self, network: Transformer, start: int) -> list[Read]:
+        """What a plan's model does on the sheets from `start` on; the unmodified one reads them once."""
+        if start >= len(self._dense_read):
+            hidden, cache = self._contexts(self.dense, start)
+            theirs = self._answers(self.dense, cache, start)
+            if self.material.agreement:
+                each = continuations(self.dense, hidden, cache)
+                theirs = [replace(read, continuation=one) for read, one in zip(theirs, each, strict=False)]
+            self._dense_read += theirs
+        hidden, cache = self._contexts(network, start)
+        own = self._answers(network, cache, start)
         if self.material.agreement:
-            self._continuations += continuations(self.dense, hidden, cache)[:rows]
+            dense = self._batch(self._dense_read, start)
+            each = [read.continuation for read in dense if read.continuation is not None]
+            parted = departures(network, self.dense.embeddings, hidden, cache, each)
+            own = [replace(read, departure=one) for read, one in zip(own, parted, strict=False)]
+        return own
 
-    def _read(
-        self, network: Transformer, start: int
-    ) -> tuple[list[dict[str, list[Answer]]], list[Departure]]:
-        """Answers on the sheets from `start` on, and where continuations part."""
-        batch, rows = self._batch(start)
-        contexts = np.stack([sheet.context for sheet in batch])
-        hidden, cache = read_contexts(network, contexts, room=QUESTION_TOKENS, reading=self.reading)
-        found = _answered(network, cache, batch)[:rows]
-        if not self.material.agreement:
-            return found, []
-        theirs = self._continuations[start:][: len(batch)]
-        theirs += theirs[-1:] * (len(batch) - len(theirs))
-        parted = departures(network, self.dense.embeddings, hidden, cache, theirs)
-        return found, parted[:rows]
+    def _contexts(self, network: Transformer, start: int) -> tuple[Array, KVCache]:
+        contexts = np.stack([sheet.context for sheet in self._batch(self.material.sheets, start)])
+        return read_contexts(network, contexts, room=QUESTION_TOKENS, reading=self.reading)
 
-    def _batch(self, start: int) -> tuple[list[Sheet], int]:
-        """The sheets from `start` on, the last repeated where too few are left, and how many there were."""
-        some = list(self.material.sheets[start : start + self.batch])
-        return some + some[-1:] * (self.batch - len(some)), len(some)
+    def _answers(self, network: Transformer, cache: KVCache, start: int) -> list[Read]:
+        found = sheet_answers(network, cache, self._batch(self.material.sheets, start))
+        rows = len(self.material.sheets[start : start + self.batch])
+        return [Read({task: given[row] for task, given in found.items()}) for row in range(rows)]
 
-
-def _answered(network: Transformer, cache: Any, sheets: Sequence[Sheet]) -> list[dict[str, list[Answer]]]:
-    """Answers of each row of a cache to the questions of its sheet, by task."""
-    found: list[dict[str, list[Answer]]] = [{} for _ in sheets]
-    for task in sheets[0].questions:
-        asked = zip(*(sheet.questions[task] for sheet in sheets), strict=True)
-        by_question = [answers(network, cache, questions) for questions in asked]
-        for row, each in enumerate(zip(*by_question, strict=True)):
-            found[row][task] = list(each)
-    return found
+    def _batch[T](self, rows: Sequence[T], start: int) -> list[T]:
+        """Those from `start` on, the last repeated where too few are left."""
+        some = list(rows[start : start + self.batch])
+        return some + some[-1:] * (self.batch - len(some))
