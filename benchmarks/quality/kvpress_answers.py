@@ -7,8 +7,9 @@ token ids. A context is read exactly, and its cache is compressed when it is who
 from position S behind what is left, as in kvpress' own evaluation; so its first token follows from the exact
 reading.
 
-answers.npz holds log-probabilities [W, C] float32, `dense` and `PRESS-RATIO`, and `PRESS-RATIO-kept`
-[W, L, K, M] int32: which M of the S tokens each KV head of each layer keeps, in order.
+answers.npz holds log-probabilities [W, C] float32, `dense` and `PRESS-RATIO`, `PRESS-RATIO-kept` [W, L, K, M]
+int32: which M of the S tokens each KV head of each layer keeps, in order; and `context` [W, S-1] float32: those
+of the context itself.
 
 Needs torch, transformers >= 5 and kvpress (0.5.5 was tried), of which the presses alone are imported.
 """
@@ -90,6 +91,14 @@ def log_probs(
     return found.gather(1, ids[0, length:, None])[:, 0].cpu().numpy()
 
 
+@torch.inference_mode()
+def context_log_probs(model: PreTrainedModel, context: np.ndarray) -> np.ndarray:
+    """Log-probabilities [S-1] float32 of all tokens of a context but its first."""
+    ids = torch.tensor(context[None], dtype=torch.long, device=model.device)
+    found = model(ids).logits[0, :-1].float().log_softmax(-1)
+    return found.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
+
+
 def answers(
     model: PreTrainedModel,
     contexts: np.ndarray,
@@ -100,7 +109,10 @@ def answers(
     """All arrays of answers.npz, see above."""
     pairs = list(zip(contexts, continuations, strict=True))
     model.set_attn_implementation("sdpa")
-    found = {"dense": np.stack([log_probs(model, *pair, None) for pair in pairs])}
+    found = {
+        "context": np.stack([context_log_probs(model, context) for context in contexts]),
+        "dense": np.stack([log_probs(model, *pair, None) for pair in pairs]),
+    }
     for name in presses:
         # Only eager attention gives the weights that this press looks at.
         model.set_attn_implementation("eager" if name == "observed" else "sdpa")

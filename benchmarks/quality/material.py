@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.checkpoint import Checkpoint
-from zdc_jax.evaluation.answers import Answer, Reading, answers
+from zdc_jax.evaluation.answers import Answer, Reading, sheet_answers
 from zdc_jax.evaluation.perplexity import next_token_nll
 from zdc_jax.evaluation.questions import QUESTION_TOKENS
 from zdc_jax.evaluation.sheets import Sheet, context_length, make_sheets
@@ -94,10 +94,8 @@ def measure(network: Transformer, material: Material, reading: Reading) -> Measu
     for sheets in _in_rows(material.sheets, rows):
         contexts = np.stack([sheet.context for sheet in sheets])
         _, cache = _read(network, contexts, material.context, reading)
-        for name, sheets_answers in found.items():
-            asked = zip(*(sheet.questions[name] for sheet in sheets), strict=True)
-            by_question = [answers(network, cache, list(row), width=QUESTION_TOKENS) for row in asked]
-            sheets_answers += zip(*by_question, strict=True)
+        for name, given in sheet_answers(network, cache, sheets).items():
+            found[name] += given
     return Measured(np.concatenate(windows), found)
 
 

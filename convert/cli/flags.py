@@ -223,7 +223,7 @@ class SearchFlags:
         tokenizer = checkpoint.tokenizer()
         assert tokenizer is not None  # Text was read with it.
         sheets = make_sheets(
-            chosen(names(), S),
+            chosen(names(), windows.shape[1]),
             windows[-for_tasks:, :S],
             tokenizer,
             seed=split_seed("search", self.seed),
