@@ -40,8 +40,8 @@ READINGS: tuple[Reading, ...] = ("cached", "exact")
 class Options:
     """`windows` and `sheets` at 4096 tokens, in multiples of 8; longer contexts take fewer, of like cost.
 
-    contexts, methods: those to measure (default all methods). plans: JSON of further plans, each a row of its
-    own named by its file. minutes: no cell is begun after so many.
+    contexts, methods: those to measure (default all methods). plans: JSON of plans to measure, each named by
+    its file; methods then only where they are named. minutes: no cell is begun after so many.
     """
 
     model: Path
@@ -181,7 +181,8 @@ class Bench:
         entries = FIRST if options.first_only else (*FIRST, *others(self.best_heads))
         if unknown := set(options.methods) - {entry.name for entry in entries}:
             raise SystemExit(f"methods={sorted(unknown)} must be of {[entry.name for entry in entries]}")
-        chosen = [entry for entry in entries if not options.methods or entry.name in options.methods]
+        every = not options.methods and not options.plans
+        chosen = [entry for entry in entries if every or entry.name in options.methods]
         for context in options.contexts:
             for entry in chosen:
                 for budget in entry.budgets:

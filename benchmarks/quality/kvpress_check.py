@@ -5,8 +5,8 @@
     python -m benchmarks.quality.kvpress_check compare --model CONVERTED --pairs pairs.npz --answers answers.npz
 
 Contexts are read exactly, compressed, and a continuation of one block is scored behind them. Within a block
-our methods evict nothing, so both libraries keep the same tokens; but `window` goes on sliding, and here keeps
-as many of the context's tokens as kvpress does in the middle of the continuation.
+our methods evict nothing, so both libraries keep the same tokens. But `window` goes on sliding, and here it
+keeps as many of the context's tokens as kvpress does in the middle of the continuation.
 """
 
 from dataclasses import dataclass

@@ -28,7 +28,7 @@ ATTENTION = frozenset({"q", "k", "v", "o"})
 
 
 def rounded(x: np.ndarray, bits: int) -> np.ndarray:
-    """Weights [inputs, …] as integers of so many bits say them, groups of `GROUP` inputs with their extremes."""
+    """Weights [inputs, …] as integers of so many bits say them, by groups of `GROUP` inputs."""
     groups = np.asarray(x, np.float32).reshape(-1, GROUP, *x.shape[1:])
     low, high = groups.min(1, keepdims=True), groups.max(1, keepdims=True)
     half = lambda y: y.astype(jnp.bfloat16).astype(np.float32)
@@ -42,11 +42,16 @@ def with_rounded(tree: Any, names: frozenset[str], bits: int) -> Any:
     return {
         name: with_rounded(value, names, bits)
         if isinstance(value, dict)
-        else rounded(np.asarray(value), bits)
+        else _projection(name, np.asarray(value), bits)
         if name in names
         else value
         for name, value in tree.items()
     }
+
+
+def _projection(name: str, x: np.ndarray, bits: int) -> np.ndarray:
+    """`rounded`, where the inputs of W_O are those of all heads."""
+    return rounded(x.reshape(-1, x.shape[-1]), bits).reshape(x.shape) if name == "o" else rounded(x, bits)
 
 
 def main(options: Options) -> None:
