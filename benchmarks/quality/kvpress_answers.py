@@ -7,9 +7,9 @@ token ids. A context is read exactly, and its cache is compressed when it is who
 from position S behind what is left, as in kvpress' own evaluation; so its first token follows from the exact
 reading.
 
-answers.npz holds log-probabilities [W, C] float32, `dense` and `PRESS-RATIO`, `PRESS-RATIO-kept` [W, L, K, M]
-int32: which M of the S tokens each KV head of each layer keeps, in order; and `context` [W, S-1] float32: those
-of the context itself.
+answers.npz holds log-probabilities [W, C] float32, `dense` and `PRESS-RATIO`; `PRESS-RATIO-kept` [W, L, K, M]
+int32, which M of the S tokens each KV head of each layer keeps, in order; `context` [W, S-1] float32, the
+log-probabilities of the context itself.
 
 Needs torch, transformers >= 5 and kvpress (0.5.5 was tried), of which the presses alone are imported.
 """

@@ -1,8 +1,8 @@
 """Do our eviction methods answer as NVIDIA's kvpress does, and our unmodified model as transformers'?
 
     python -m benchmarks.quality.kvpress_check pairs --model CONVERTED --corpus CORPUS --pairs pairs.npz
-    python benchmarks/quality/kvpress_answers.py HF_FOLDER pairs.npz answers.npz --ratios 0.5 0.75
-    python -m benchmarks.quality.kvpress_check compare --model CONVERTED --pairs pairs.npz --answers answers.npz
+    python benchmarks/quality/kvpress_answers.py HF_FOLDER pairs.npz A.npz --ratios 0.5 0.75
+    python -m benchmarks.quality.kvpress_check compare --model CONVERTED --pairs pairs.npz --answers A.npz
 
 Contexts are read exactly, compressed, and a continuation of one block is scored behind them. Within a block
 our methods evict nothing, so both libraries keep the same tokens. But `window` goes on sliding, and here it
