@@ -4,11 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-<<<<<<< HEAD
-from hypothesis import given, settings
-=======
 from hypothesis import example, given, settings
->>>>>>> coding
 from hypothesis import strategies as st
 
 from zdc_jax.cache.residual_codes import Gear, low_rank
@@ -85,10 +81,7 @@ def test_low_rank_is_nearly_the_best(rank):
 
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-45, 36), kind=st.integers(0, 3))
-<<<<<<< HEAD
-=======
 @example(seed=469, exponent=-1, kind=2)  # What is left after one column is next to nothing, but not zero.
->>>>>>> coding
 def test_low_rank_never_makes_it_worse(seed, exponent, kind):
     """Of noise, zeros, one row, and what has a lower rank than is asked for, of any size."""
     x = np.random.default_rng(seed).normal(size=(2, 8, 24)) * 10.0 ** (exponent - 1)

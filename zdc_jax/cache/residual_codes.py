@@ -12,11 +12,8 @@ from zdc_jax.cache.integer_codes import dequantise, quantise
 
 POWER_STEPS = 4
 """Power iterations for a column and row of a residual; they begin with the same vector always."""
-<<<<<<< HEAD
-=======
 SMALLEST = 1e-12
 """A shorter column, of a residual whose largest number is 1, is nothing; its squares are still numbers."""
->>>>>>> coding
 LONGEST = 256
 """Outliers are found by an index of 8 bits."""
 
@@ -94,11 +91,7 @@ def low_rank(
         row = jnp.broadcast_to(_start(x.shape[-1]), (*x.shape[:-2], x.shape[-1]))
         for _ in range(POWER_STEPS):
             column = jnp.einsum("...nm,...m->...n", x, row, precision="highest")
-<<<<<<< HEAD
-            column = column / jnp.maximum(jnp.linalg.norm(column, axis=-1, keepdims=True), 1e-30)
-=======
             column = column / jnp.maximum(jnp.linalg.norm(column, axis=-1, keepdims=True), SMALLEST)
->>>>>>> coding
             row = jnp.einsum("...nm,...n->...m", x, column, precision="highest")
         A = A.at[..., index].set(column.astype(SCALE_DTYPE))
         B = B.at[..., index, :].set((row * largest[..., 0]).astype(SCALE_DTYPE))
