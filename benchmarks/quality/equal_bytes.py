@@ -113,7 +113,8 @@ class Bench:
         """A model of arrays of the plan's size; weights that plans share are on the device once."""
         ranks = [plan.stored_ranks(i) for i in range(len(plan.layers))]
         widths = [True if any(plan.near(i)) else (r.qk, r.v) for i, r in enumerate(ranks)]
-        key = (plan.rotated, *(widths if plan.rotated else ()))
+        latent = plan.settings.latent_keys and tuple(ranks)
+        key = (plan.rotated, latent, *(widths if plan.rotated else ()))
         if key not in self.layers:
             self.layers.clear()  # One folded copy at a time.
             stored = (self.checkpoint.layer(i) for i in range(self.config.num_layers))
