@@ -71,6 +71,14 @@ METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
             method, name="turboquant", settings={"bits_k": 3, "bits_v": 2}, qk=16, v=16, window=8, sinks=2
         ),
     ),
+    "gear": (
+        SHORT_LLAMA,
+        partial(method, name="gear", settings={"group": 8, "outliers": 0.25}, window=8, sinks=2),
+    ),
+    "gear of a rank": (
+        SHORT_OPT,
+        partial(method, name="gear", settings={"bits": 2, "group": 16}, qk=16, v=16, window=20),
+    ),
     "token classes": (SHORT_LLAMA, classes),
     "token classes and window": (SHORT_LLAMA, partial(classes, window=8, sinks=2)),
 }
@@ -83,6 +91,14 @@ class Stack(NamedTuple):
     specs: tuple[LayerCacheSpec, ...]
     plan: CompressionPlan
     width: int
+
+    @property
+    def tolerance(self) -> float:
+        """Of outputs, relative to the largest.
+
+        GEAR keeps thousands of numbers in 16 bits: where float32 ones differ by a rounding, a few of them do.
+        """
+        return 1e-4 if self.plan.method == "gear" else 1e-5
 
     def declares(self, clause: Clause) -> None:
         """Skips a test of a clause that a layer's method does not declare."""

@@ -17,6 +17,13 @@ def plan_of(name: str, settings: dict, qk: int, v: int) -> CompressionPlan:
     return replace(plan, method=name, settings=methods.settings_from_json(name, settings))
 
 
+def gear(qk: int, v: int, *, bits: int, group: int, rank: int, outliers: tuple[int, int]) -> float:
+    """Bits of a token of GEAR; outliers: on each side, of a channel of keys and of a token of values."""
+    integers = (qk + v) * bits + 32 * qk / group + 32
+    low_rank = 16 * rank * (2 * group + qk + v) / group
+    return integers + low_rank + (16 + 8) * 2 * (outliers[0] * qk / group + outliers[1])
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "qk", "v", "bits"),
     [
@@ -26,6 +33,14 @@ def plan_of(name: str, settings: dict, qk: int, v: int) -> CompressionPlan:
         ("kivi", {"bits": 3, "group": 16}, 16, 32, 48 * 3 + 16 * 32 / 16 + 2 * 32),
         ("turboquant", {}, 32, 32, 64 * 4 + 2 * 16),
         ("turboquant", {"bits_k": 3, "bits_v": 2}, 16, 32, 16 * 3 + 32 * 2 + 2 * 16),
+        ("gear", {}, 32, 32, gear(32, 32, bits=4, group=64, rank=2, outliers=(1, 0))),
+        (
+            "gear",
+            {"bits": 2, "group": 32, "rank": 3, "outliers": 0.1},
+            16,
+            32,
+            gear(16, 32, bits=2, group=32, rank=3, outliers=(2, 2)),
+        ),
     ],
     ids=str,
 )
@@ -45,6 +60,13 @@ def test_a_far_token_takes_its_bits_and_no_more(name, settings, qk, v, bits):
         ("kivi", {"group": 128}, "window=64 must be at least 128"),
         ("turboquant", {"bits_k": 1}, r"bits_k=1 must be one of \(2, 3, 4, 8\)"),
         ("turboquant", {"bits_v": "4"}, r"bits_v='4' must be one of \(2, 3, 4, 8\)"),
+        ("gear", {"bits": 1}, r"bits=1 must be one of \(2, 3, 4, 8\)"),
+        ("gear", {"group": 12}, r"group=12 must be one of \(8, 16, .*, 256\)"),
+        ("gear", {"rank": -1}, "rank=-1 must be a whole number from 0 to 256"),
+        ("gear", {"rank": 33}, r"rank=33 must be at most 32, for blocks \[64, 32\]"),
+        ("gear", {"outliers": 0.6}, "outliers=0.6 must be a share from 0 to 0.5"),
+        ("gear", {"outliers": "0.1"}, "outliers='0.1' must be a share from 0 to 0.5"),
+        ("gear", {"group": 128}, "window=64 must be at least 128"),
     ],
     ids=str,
 )
