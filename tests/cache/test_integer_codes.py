@@ -77,7 +77,7 @@ def test_no_coordinate_errs_by_more_than_half_a_step(seed, bits, exponent, offse
     assert levels.max() < 2**bits
     assert scale.dtype.itemsize == zero.dtype.itemsize == 2
     wide, least = np.asarray(scale, np.float64), x.min(axis, keepdims=True)
-    tiny = np.finfo(np.float32).tiny
+    tiny = 2**bits * np.finfo(np.float32).tiny  # Steps below the least normal number may be taken for zero.
     error = np.abs(np.asarray(dequantise(levels, scale, zero), np.float64) - x)
     assert (error <= wide / 2 + 2**-22 * np.abs(x) + tiny).all()
     # The step is that of the paper, but for the roundings of the zero, down, and of itself, up.
