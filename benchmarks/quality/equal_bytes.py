@@ -41,7 +41,8 @@ class Options:
     """`windows` and `sheets` at 4096 tokens, in multiples of 8; longer contexts take fewer, of like cost.
 
     contexts, methods: those to measure (default all methods). plans: JSON of plans to measure, each named by
-    its file; methods then only where they are named. minutes: no cell is begun after so many.
+    its file; methods then only where they are named. budgets: those to measure (default all). minutes: no
+    cell is begun after so many.
     """
 
     model: Path
@@ -50,6 +51,7 @@ class Options:
     contexts: tuple[int, ...] = (4096, 8192)
     methods: tuple[str, ...] = ()
     plans: tuple[Path, ...] = ()
+    budgets: tuple[float, ...] = ()
     windows: int = 24
     sheets: int = 64
     seed: int = 15
@@ -187,6 +189,8 @@ class Bench:
         for context in options.contexts:
             for entry in chosen:
                 for budget in entry.budgets:
+                    if options.budgets and budget not in options.budgets:
+                        continue
                     if (plan := self.plan(entry, context, budget)) is not None:
                         for protocol in READINGS:
                             yield Cell(entry.name, budget, plan, context, protocol)
@@ -216,15 +220,21 @@ class Bench:
     def write(self) -> None:
         """The JSON with all rows so far."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        left_out = ("results", "model", "corpus", "plans", "minutes")
+        left_out = ("results", "model", "corpus", "methods", "plans", "budgets", "minutes")
         config = {k: v for k, v in asdict(self.options).items() if k not in left_out}
         config["material"] = {
             str(context): {"windows": len(one.windows), "sheets": len(one.sheets), "topics": one.topics}
             for context, one in self.materials.items()
         }
         run = {"benchmark": self.options.name, **environment(), "config": config}
-        text = json.dumps(run | {"rows": self.rows, "refused": self.refused}, indent=1)
-        self.path.write_text(text + "\n")
+        save(self.path, run | {"refused": self.refused, "rows": self.rows})
+
+
+def save(path: Path, run: dict[str, Any]) -> None:
+    """Readable JSON, one line a row; `rows` are the last of `run`."""
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in run["rows"])
+    head = json.dumps({key: value for key, value in run.items() if key != "rows"}, indent=1)
+    path.write_text(head.removesuffix("\n}") + f',\n "rows": [\n{rows}\n ]\n}}\n')
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -3,10 +3,10 @@
 Smallest in bytes of the KV cache, or in predicted time of attention. The stages of `window`, each starting
 from what the last one found:
 
-1. prediction: from calibration (`zdc_jax.planning.predictor`), for each window the last plan within the
-   limit on the path from all coordinates to none;
+1. prediction: from calibration (`zdc_jax.planning.predictor`), for the middle window, the last plan within
+   the limits on the path from all coordinates to none;
 2. layers: what lowering Q/K or V or cutting off distant tokens in one layer alone costs of the limits; costs
-   are taken to add up, which gives such paths once more;
+   are taken to add up, which gives such paths once more, for each window;
 3. refine: single further steps from there, cheapest first, kept where the limit still holds.
 
 `uniform` knows no window and one pair of ranks, `classes` the paper's two token classes (see
@@ -36,6 +36,8 @@ Objective = Literal["bytes", "time"]
 
 CLASS_WINDOWS = (128, 256, 512)
 """Windows tried with token classes."""
+NEGLIGIBLE = 0.01
+"""Share of the limits that cutting a layer off may cost so that its ranks are not measured."""
 REFINE_FAILURES = 8
 """Steps of the last stage that may fail one after another."""
 
@@ -168,12 +170,11 @@ class Search:
     def _window_search(self) -> None:
         windows = list(windows_for(self.length))
         near = windows[cost_window(windows)]
+        for path in Predictor.stored().paths(self.config, self.book.profile):
+            if path[0][0].window == near:
+                self.last_within([plan.for_model("") for plan, _ in path])
         # From the middle window outwards: the best so far spares the others most of their trials.
         windows.sort(key=lambda window: abs(np.log2(window / near)))
-        paths = Predictor.stored().paths(self.config, self.book.profile)
-        predicted = {path[0][0].window: [plan.for_model("") for plan, _ in path] for path in paths}
-        for window in windows:
-            self.last_within(predicted.get(window, []))
         costs = self._layer_costs(near)
         for window in windows:
             self.last_within([self._plan(ranks, window) for ranks in cheapest_path(costs)])
@@ -214,12 +215,17 @@ class Search:
                 self._retention_cost(trial), 0.0
             )
 
+        def lowered(layer: int, plans: Sequence[tuple[int, int]]) -> list[float]:
+            known = cut[layer] <= NEGLIGIBLE  # Then any rank costs no more, and saves less.
+            return [cut[layer] if known else alone(layer, *plan) for plan in plans] + [0.0]
+
         layers = range(config.num_layers)
+        cut = [alone(layer, 0, 0) for layer in layers]
         return LayerCosts(
             ranks,
-            np.array([[alone(layer, r, H) for r in ranks[:-1]] + [0.0] for layer in layers]),
-            np.array([[alone(layer, H, r) for r in ranks[:-1]] + [0.0] for layer in layers]),
-            np.array([alone(layer, 0, 0) for layer in layers]),
+            np.array([lowered(layer, [(r, H) for r in ranks[:-1]]) for layer in layers]),
+            np.array([lowered(layer, [(H, r) for r in ranks[:-1]]) for layer in layers]),
+            np.array(cut),
         ).monotone()
 
     def _refine(self, costs: LayerCosts) -> None:
