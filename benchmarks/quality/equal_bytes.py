@@ -10,6 +10,7 @@ that a run that was broken off goes on.
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +43,7 @@ class Options:
 
     contexts, methods: those to measure (default all methods). plans: JSON of plans to measure, each named by
     its file; methods then only where they are named. budgets: those to measure (default all). minutes: no
-    cell is begun after so many.
+    cell is begun after so many. threads: cells measured at once, for compiling takes most of the time.
     """
 
     model: Path
@@ -58,6 +59,7 @@ class Options:
     dtype: str = "bfloat16"
     first_only: bool = False
     minutes: float = 600.0
+    threads: int = 1
     results: Path = RESULTS
 
 
@@ -118,7 +120,6 @@ class Bench:
         latent = plan.settings.latent_keys and tuple(ranks)
         key = (plan.rotated, latent, *(widths if plan.rotated else ()))
         if key not in self.layers:
-            self.layers.clear()  # One folded copy at a time.
             stored = (self.checkpoint.layer(i) for i in range(self.config.num_layers))
             basis = self.basis if plan.rotated else None
             prepared = prepared_layers(stored, self.config, plan, basis, self.dtype)
@@ -163,20 +164,27 @@ class Bench:
     def run(self) -> None:
         """All cells that are not there yet, while there is time."""
         done = {(row["method"], row["budget"], row["context"], row["protocol"]) for row in self.rows}
-        for cell in self.cells():
-            if cell.key in done:
-                continue
-            if (time.perf_counter() - self.began) / 60 > self.options.minutes:
-                print("out of time; the rest is left for another run", flush=True)
-                break
-            try:
-                row = self.measure(cell)
-            except Exception as error:  # One method's failure costs no other's cells.
-                print(f"FAILED {cell.key}: {type(error).__name__}: {error!s:.500}", flush=True)
-                continue
-            self.rows.append(row)
-            self.write()
-            print(_line(row), flush=True)
+        cells = [cell for cell in self.cells() if cell.key not in done]
+        for context in dict.fromkeys(cell.context for cell in cells):
+            for protocol in READINGS:
+                self.dense_on(context, protocol)  # Threads find it there.
+            with ThreadPoolExecutor(self.options.threads) as pool:
+                tried = [pool.submit(self.attempt, cell) for cell in cells if cell.context == context]
+                for each in as_completed(tried):
+                    if (row := each.result()) is not None:
+                        self.rows.append(row)
+                        self.write()
+                        print(_line(row), flush=True)
+
+    def attempt(self, cell: Cell) -> dict[str, Any] | None:
+        """The row of a cell; None where time is out, or where it fails: no other cell is to pay for that."""
+        if (time.perf_counter() - self.began) / 60 > self.options.minutes:
+            return None
+        try:
+            return self.measure(cell)
+        except Exception as error:
+            print(f"FAILED {cell.key}: {type(error).__name__}: {error!s:.500}", flush=True)
+            return None
 
     def cells(self) -> Iterator[Cell]:
         """In the order of the report: all budgets of all methods at one context after another."""

@@ -30,7 +30,7 @@ from zdc_jax.loading import load
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 
-CONTEXT, CONTINUATION = 2048, 64
+CONTINUATION = 64
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Pairs:
     model: Path
     corpus: Path
     pairs: Path
-    rows: int = 48
+    rows: int = 24
+    context: int = 1024
     seed: int = 16
 
     def run(self) -> None:
@@ -54,12 +55,13 @@ class Pairs:
         windows, _ = token_windows(
             read_documents(files),
             checkpoint.tokenizer(),
-            length=CONTEXT + CONTINUATION,
+            length=self.context + CONTINUATION,
             num_windows=self.rows,
             seed=self.seed,
             eos_id=checkpoint.config.eos_ids[0],
         )
-        np.savez(self.pairs, context=windows[:, :CONTEXT], continuation=windows[:, CONTEXT:])
+        context, continuation = np.split(windows, [self.context], axis=1)
+        np.savez(self.pairs, context=context, continuation=continuation)
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Compare:
             _row("perplexity of the contexts", None, -nll, theirs.pop("context").mean(1))
         ]
         for label, found in theirs.items():
-            plan = plan_of(label, dense.config)
+            plan = plan_of(label, dense.config, context.shape[1])
             network = dense if plan is None else load(self.model, plan, dtype="float32").network
             ours = continuation_log_probs(network, context, continuation, self.batch)
             # The first token follows from the exact reading, in both libraries.
@@ -97,12 +99,12 @@ class Compare:
         print(write_result(self.name, config, rows, self.results))
 
 
-def plan_of(label: str, config: ModelConfig) -> CompressionPlan | None:
-    """Our plan for what kvpress calls PRESS-RATIO, at `CONTEXT` tokens; None for `dense`."""
+def plan_of(label: str, config: ModelConfig, context: int) -> CompressionPlan | None:
+    """Our plan for what kvpress calls PRESS-RATIO, at `context` tokens; None for `dense`."""
     press, _, ratio = label.partition("-")
     if press == "dense":
         return None
-    kept = max(1, int(CONTEXT * (1 - float(ratio))))
+    kept = max(1, int(context * (1 - float(ratio))))
     match press:
         case "streaming":
             return method_plan(config, "window", window=kept - 4 + CONTINUATION // 2, sinks=4)

@@ -28,8 +28,8 @@ CONTINUATION = 512
 """Tokens at the end of a window that are scored behind an exact context, in pieces of `QUESTION_TOKENS`."""
 TOPICS_LEFT_OUT = ("tinystories",)
 """Too short for one window."""
-ROWS_IN_MEMORY = 32_768
-"""Tokens of the rows that are read at a time."""
+TOKENS_AT_A_TIME = 131_072
+"""Of the rows that are read together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,10 +88,10 @@ def measure(network: Transformer, material: Material, reading: Reading) -> Measu
     All pieces of a context are of one width, and so are all questions, so that a new plan compiles few
     programs.
     """
-    rows = max(1, ROWS_IN_MEMORY // material.context)
-    windows = [_window_nll(network, some, reading) for some in _in_rows(list(material.windows), rows)]
+    together = lambda items: _alike(items, TOKENS_AT_A_TIME // material.context)
+    windows = [_window_nll(network, some, reading) for some in together(list(material.windows))]
     found: dict[str, list[tuple[Answer, ...]]] = {name: [] for name in material.sheets[0].questions}
-    for sheets in _in_rows(material.sheets, rows):
+    for sheets in together(material.sheets):
         contexts = np.stack([sheet.context for sheet in sheets])
         _, cache = _read(network, contexts, material.context, reading)
         for name, given in sheet_answers(network, cache, sheets).items():
@@ -99,11 +99,10 @@ def measure(network: Transformer, material: Material, reading: Reading) -> Measu
     return Measured(np.concatenate(windows), found)
 
 
-def _in_rows[T](items: Sequence[T], rows: int) -> Iterator[Sequence[T]]:
-    """So many at a time; all but whole groups would compile anew, so their number must divide."""
-    if len(items) % rows:
-        raise ValueError(f"{len(items)} windows or sheets must be a multiple of {rows}")
-    return (items[start : start + rows] for start in range(0, len(items), rows))
+def _alike[T](items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
+    """Groups of one size, the largest up to `most`: another size would compile anew."""
+    size = next(size for size in range(max(1, min(most, len(items))), 0, -1) if len(items) % size == 0)
+    return (items[start : start + size] for start in range(0, len(items), size))
 
 
 def _read(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 import jax
@@ -80,13 +81,18 @@ def answers_on(
 def sheet_answers(
     network: Transformer, cache: KVCache, sheets: Sequence[Sheet]
 ) -> dict[str, list[tuple[Answer, ...]]]:
-    """The answers of each row of a cache to all questions of its sheet, by task."""
-    found = {}
-    for name in sheets[0].questions:
-        asked = zip(*(sheet.questions[name] for sheet in sheets), strict=True)
-        given = (answers(network, cache, list(questions), width=QUESTION_TOKENS) for questions in asked)
-        found[name] = list(zip(*given, strict=True))
-    return found
+    """The answers of each row of a cache to all questions of its sheet, by task.
+
+    All are read in one call, each on a copy of its row.
+    """
+    questions = [[q for asked in sheet.questions.values() for q in asked] for sheet in sheets]
+    each = len(questions[0])
+    copies = jax.tree.map(lambda leaf: jnp.repeat(leaf, each, axis=0), cache)
+    flat = answers(network, copies, [q for row in questions for q in row], width=QUESTION_TOKENS)
+    rows = [iter(flat[start : start + each]) for start in range(0, len(flat), each)]
+    return {
+        name: [tuple(islice(row, len(asked))) for row in rows] for name, asked in sheets[0].questions.items()
+    }
 
 
 def answers(
