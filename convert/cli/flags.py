@@ -1,5 +1,7 @@
 """What the commands of `zdc` share: flags of a plan, of a search and of sampling, and windows of text."""
 
+import contextlib
+import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,13 +17,15 @@ from convert.progress import counted
 from convert.search.plots import write_front
 from convert.search.search import Mode, Objective, Search, SearchOptions, describe
 from convert.search.trials import Trial, TrialBook
+from zdc_jax import methods
 from zdc_jax.checkpoint import Checkpoint
-from zdc_jax.errors import EvaluationError, PlanError, TextError
+from zdc_jax.errors import EvaluationError, PlanError, TextError, foreign_errors_as
 from zdc_jax.evaluation.sheets import Sheet, context_length, make_sheets
 from zdc_jax.evaluation.splits import Split, split_seed
 from zdc_jax.evaluation.tasks import chosen, names
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import stored_basis
+from zdc_jax.methods import MethodSettings
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.certificate import plan_from_error
 from zdc_jax.planning.choose import choose_plan
@@ -55,9 +59,45 @@ class PlanFlags:
     """Recent tokens kept at full rank."""
     sinks: int = 0
     """First tokens kept at full rank."""
+    method: str | None = None
+    """How distant tokens are kept (docs/methods.md). Without --qk, --v or other choice of ranks it acts on the
+    model's own coordinates, and needs no calibration."""
+    set: tuple[str, ...] = ()
+    """Settings of the method, each NAME=VALUE, such as bits=4."""
 
     def build(self, path: Path) -> CompressionPlan | None:
         """The plan these flags describe for the folder at `path`; None without any flag."""
+        if self.method is None:
+            if self.set:
+                raise PlanError(f"--set {' '.join(self.set)}: of use to a method alone; add --method")
+            return self._of_ranks(path)
+        if self.plan is not None:
+            raise PlanError("--plan already says the method; drop --method")
+        settings = self._settings()
+        if any(each is not None for each in (self.qk, self.v, self.budget, self.max_score_error)):
+            plan = self._of_ranks(path)
+            assert plan is not None  # A choice of ranks is a plan.
+            return replace(plan, method=self.method, settings=settings)
+        checkpoint = Checkpoint.open(path)
+        H, near = checkpoint.config.head_dim, {"window": self.window, "sinks": self.sinks}
+        plan = CompressionPlan.uniform(checkpoint.config, qk=H, v=H, **near)
+        bound = plan.for_model(checkpoint.fingerprint)
+        return replace(bound, rotated=False, method=self.method, settings=settings)
+
+    def _settings(self) -> MethodSettings:
+        assert self.method is not None
+        given = {}
+        for item in self.set:
+            name, equals, value = item.partition("=")
+            if not equals:
+                raise PlanError(f"--set {item}: must be NAME=VALUE")
+            with contextlib.suppress(json.JSONDecodeError):  # Else it is a word.
+                value = json.loads(value)
+            given[name] = value
+        with foreign_errors_as(PlanError, f"--method {self.method}"):
+            return methods.settings_from_json(self.method, given)
+
+    def _of_ranks(self, path: Path) -> CompressionPlan | None:
         uniform = self.qk is not None or self.v is not None
         limited = self.max_score_error is not None
         if sum([self.plan is not None, uniform, self.budget is not None, limited]) > 1:

@@ -305,7 +305,10 @@ def _report_savings(plan: CompressionPlan, checkpoint: Checkpoint) -> None:
         f"{cut} of {layers} layers see no distant tokens",
         file=sys.stderr,
     )
-    if cut < layers and (checkpoint.calibration_path / "basis").exists():
+    read = lambda plan: sum(spec.bytes_read(config.max_positions) for spec in plan.layer_caches(config.dtype))
+    if (read_share := read(plan) / read(CompressionPlan.full(config))) < share - 1e-3:
+        print(f"a decoded token reads {read_share:.1%} of what it reads without a plan", file=sys.stderr)
+    if plan.rotated and cut < layers and (checkpoint.calibration_path / "basis").exists():
         print(f"far pairs: {certificate(plan, stored_basis(checkpoint))}", file=sys.stderr)
 
 

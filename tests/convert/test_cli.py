@@ -215,6 +215,19 @@ def test_missing_packages_are_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: zdc needs scipy, tyro; run: pip install 'zdc-jax[tools]'\n"
 
 
+def test_a_method_in_the_models_own_coordinates(folder, tmp_path, capsys):
+    model, plan = str(folder / "model"), tmp_path / "plan.json"
+    flags = ["--method", "quest", "--set", "page=8", "read=16", "--window", "8"]
+    assert main(["plan", model, str(plan), *flags]) == 0
+    assert "a decoded token reads" in capsys.readouterr().err
+    value = json.loads(plan.read_text())
+    assert (value["method"], value["rotated"], value["settings"]) == ("quest", False, {"page": 8, "read": 16})
+    assert main(["generate", model, "w3 w4", "--plan", str(plan), "--max-new-tokens", "2"]) == 0
+    capsys.readouterr()
+    assert main(["plan", model, str(plan), "--method", "int8", "--qk", "16", "--v", "16"]) == 0
+    assert CompressionPlan.load(plan).rotated
+
+
 def test_inspect_checks_hashes(folder, capsys):
     assert main(["inspect", str(folder / "model"), "--check"]) == 0
     out = capsys.readouterr().out
@@ -238,6 +251,13 @@ def test_inspect_checks_hashes(folder, capsys):
         (["generate", "{}/model", ""], "empty"),
         (["plan", "{}/model", "{}/plan.json"], "say what to keep"),
         (["plan", "{}/model", "{}/plan.json", "--budget", "0.01"], "least possible"),
+        (["plan", "{}/model", "{}/plan.json", "--method", "zip"], "method='zip' must be one of"),
+        (["plan", "{}/model", "{}/plan.json", "--method", "kivi", "--set", "bits"], "must be NAME=VALUE"),
+        (["plan", "{}/model", "{}/plan.json", "--method", "kivi", "--set", "bits=5"], "bits=5"),
+        (["plan", "{}/model", "{}/plan.json", "--method", "kivi", "--set", "bit=4"], "'bit'"),
+        (["plan", "{}/model", "{}/plan.json", "--method", "kivi"], "window=0 must be at least 32"),
+        (["plan", "{}/model", "{}/plan.json", "--set", "bits=4"], "add --method"),
+        (["generate", "{}/model", "w3", "--plan", "{}/no.json", "--method", "fp8"], "drop --method"),
         (["calibrate", "{}/model", "{}/nowhere.txt"], "nowhere.txt"),
         (["calibrate", "{}/model"], "give text to calibrate on, or --from-moments"),
         (["calibrate", "{}/model", "{}/text", "--from-moments"], "--from-moments and no text"),
@@ -278,7 +298,7 @@ def test_user_errors_are_one_line(folder, capsys, arguments, named):
 
 
 SAMPLING_FLAGS = "temperature top-k top-p seed"
-PLAN_FLAGS = "plan qk v budget max-score-error window sinks"
+PLAN_FLAGS = "plan qk v budget max-score-error window sinks method set"
 FLAGS = {
     "convert": "dtype overwrite verify calibrate",
     "calibrate": "qk vo center tokens context batch seed reduction prune clusters profile from-moments dtype",
