@@ -60,8 +60,8 @@ class PlanFlags:
     sinks: int = 0
     """First tokens kept at full rank."""
     method: str | None = None
-    """How distant tokens are kept (docs/methods.md). Without --qk, --v or other choice of ranks it acts on the
-    model's own coordinates, and needs no calibration."""
+    """How distant tokens are kept (docs/methods.md). Without --qk, --v or such a choice of ranks it acts on
+    the model's own coordinates, and needs no calibration."""
     set: tuple[str, ...] = ()
     """Settings of the method, each NAME=VALUE, such as bits=4."""
 

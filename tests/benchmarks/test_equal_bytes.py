@@ -1,0 +1,120 @@
+"""Plans at a budget, what they are judged on, and the JSON of equal bytes."""
+
+import json
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import LLAMA, TinyModel
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.quality.equal_bytes import save
+from benchmarks.quality.kvpress_check import plan_of
+from benchmarks.quality.material import Material, _alike, measure
+from benchmarks.quality.merge import main as merge
+from benchmarks.quality.plans import BUDGETS, FIRST, method_plan, others, share_held, share_read
+from benchmarks.quality.what_to_compress import GROUP, rounded
+from zdc_jax.errors import PlanError
+from zdc_jax.evaluation.questions import Question
+from zdc_jax.evaluation.sheets import Sheet
+from zdc_jax.plan import CompressionPlan
+
+WIDE = replace(LLAMA, embed_dim=256, head_dim=64)
+"""Of the head dim for which the table names its ranks."""
+HEADS = lambda n: tuple(tuple(h for h in range(2) if 2 * layer + h < n) for layer in range(3))
+ENTRIES = (*FIRST, *others(HEADS))
+CONTEXT = 2048
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=[entry.name for entry in ENTRIES])
+def test_a_plan_spends_its_budget(entry):
+    """No more than it, and so much that one step more would be over it."""
+    held, refused = 0, []
+    for budget in entry.budgets:
+        share = share_held if entry.judged_by == "bytes" else share_read
+        try:
+            plan = entry.at_budget(WIDE, CONTEXT, budget, "bfloat16")
+        except PlanError as error:
+            refused.append(str(error))
+            continue
+        held += 1
+        assert budget - 0.08 < share(plan, CONTEXT, "bfloat16") <= budget
+    assert held
+    assert all(f"{entry.name} takes at least" in reason for reason in refused)
+
+
+def test_bytes_are_those_of_the_whole_cache():
+    plan = method_plan(WIDE, "window", window=512, sinks=0)
+    assert share_held(plan, CONTEXT, "bfloat16") == pytest.approx(512 / CONTEXT, rel=1e-4)
+    plan = method_plan(WIDE, "int8")
+    assert share_held(plan, CONTEXT, "bfloat16") == pytest.approx((64 + 2) / 128, rel=1e-4)
+    assert tuple(sorted(BUDGETS, reverse=True)) == BUDGETS
+
+
+def test_plans_that_follow_kvpress_keep_as_many_tokens():
+    for label, kept in (("knorm-0.5", 512), ("snapkv-0.75", 256), ("observed-0.25", 768)):
+        plan = plan_of(label, WIDE, 1024)
+        assert plan is not None
+        assert plan.settings.kept + plan.window == kept
+    assert plan_of("dense", WIDE, 1024) is None
+    with pytest.raises(ValueError, match="quest"):
+        plan_of("quest-0.5", WIDE, 1024)
+
+
+@given(items=st.integers(1, 60), most=st.integers(1, 70))
+def test_groups_are_alike_and_lose_nothing(items, most):
+    groups = list(_alike(list(range(items)), most))
+    assert [i for group in groups for i in group] == list(range(items))
+    assert len({len(group) for group in groups}) == 1
+    assert len(groups[0]) <= most
+
+
+@pytest.mark.parametrize("reading", ["cached", "exact"])
+def test_an_unmodified_model_retains_all(reading, monkeypatch):
+    """Whatever the protocol: what is judged is the cache alone, and perplexity is that of a plain forward."""
+    monkeypatch.setattr("benchmarks.quality.material.CONTINUATION", 128)
+    rng = np.random.default_rng(0)
+    tokens = lambda *shape: rng.integers(3, 96, shape).astype(np.int32)
+    question = Question(tokens(8), np.arange(8) >= 4)
+    sheets = tuple(Sheet(tokens(64), {"recall": (question,)}) for _ in range(2))
+    network = TinyModel(LLAMA).model(CompressionPlan.full(LLAMA)).network
+    windows = tokens(2, 256)
+    found = measure(network, Material(windows, ("a", "b"), sheets), reading)
+    logits = np.asarray(network(jnp.asarray(windows)), np.float64)
+    nll = (
+        np.log(np.exp(logits).sum(-1))[:, :-1]
+        - np.take_along_axis(logits[:, :-1], windows[:, 1:, None], axis=-1)[..., 0]
+    )
+    expected = nll if reading == "cached" else nll[:, 128:]
+    np.testing.assert_allclose(found.nll, expected.mean(1), rtol=1e-5)
+    assert [len(answer.right) for (answer,) in found.answers["recall"]] == [4, 4]
+
+
+def test_rounded_weights_are_within_half_a_step():
+    x = np.random.default_rng(0).normal(size=(2 * GROUP, 5)).astype(np.float32)
+    step = np.ptp(x.reshape(2, GROUP, 5), axis=1) / 15
+    error = np.abs(rounded(x, 4) - x).reshape(2, GROUP, 5).max(1)
+    assert (error <= step * (0.5 + 2**-4)).all()  # Extremes are stored in 16 bits.
+    assert (error > step / 8).all()
+
+
+def test_runs_are_put_together(tmp_path):
+    config = {"windows": 8, "sheets": 8, "seed": 1, "dtype": "bfloat16", "material": {}}
+    row = lambda method, **more: {
+        "method": method, "context": 64, "budget": 0.5, "protocol": "exact", "model": "x"
+    } | more  # fmt: skip
+    parts = [tmp_path / "a.json", tmp_path / "b.json"]
+    save(parts[0], {"config": config, "refused": [], "rows": [row("h2o", seen=1)]})
+    save(parts[1], {"config": config, "refused": ["r"], "rows": [row("h2o", seen=2), row("fp8")]})
+    merge(tmp_path / "equal-bytes-y.json", parts)
+    merged = json.loads((tmp_path / "equal-bytes-y.json").read_text())
+    assert [(r["method"], r.get("seen"), r["model"]) for r in merged["rows"]] == [
+        ("fp8", None, "y"),
+        ("h2o", 1, "y"),
+    ]
+    assert merged["refused"] == ["r"]
+    save(parts[1], {"config": config | {"seed": 2}, "refused": [], "rows": []})
+    with pytest.raises(SystemExit, match="same windows"):
+        merge(tmp_path / "equal-bytes-y.json", parts[1:])
