@@ -7,7 +7,7 @@ model's dtype: a study of quality alone. Keys and values are KIVI's, stored in c
 kept whole but those of an unfinished group.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,9 +22,15 @@ from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 
 GROUP = 32
-BITS = (8, 4, 3, 2)
 PROJECTIONS = frozenset({"q", "k", "v", "o", "gate", "up", "down"})
 ATTENTION = frozenset({"q", "k", "v", "o"})
+
+
+@dataclass(frozen=True)
+class WhatOptions(Options):
+    """`bits` of a coordinate, its scales not counted; the first of `contexts` is measured."""
+
+    bits: tuple[int, ...] = (8, 4, 3, 2)
 
 
 def rounded(x: np.ndarray, bits: int) -> np.ndarray:
@@ -54,13 +60,13 @@ def _projection(name: str, x: np.ndarray, bits: int) -> np.ndarray:
     return rounded(x.reshape(-1, x.shape[-1]), bits).reshape(x.shape) if name == "o" else rounded(x, bits)
 
 
-def main(options: Options) -> None:
+def main(options: WhatOptions) -> None:
     """Weights of all projections, those of attention alone, and keys and values, at the same bits."""
     bench = Bench(options)
     config, rows = bench.config, []
     full = replace(CompressionPlan.full(config), rotated=False)
     layers = [bench.checkpoint.layer(index) for index in range(config.num_layers)]
-    for bits in BITS:
+    for bits in options.bits:
         networks = {
             label: Transformer(
                 config,
@@ -83,4 +89,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(WhatOptions))

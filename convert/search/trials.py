@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -123,7 +124,7 @@ class TrialBook:
         return size(plan) / size(CompressionPlan.full(self.config))
 
     def _seen(self, plan: CompressionPlan | None) -> Seen:
-        name = _name(plan)
+        name, began = _name(plan), time.perf_counter()
         if name not in self.seen:
             network = self._network(plan)
             nll = window_nll(network, self.windows, batch=self.batch)
@@ -133,7 +134,7 @@ class TrialBook:
                 {task: log_probability(of_sheets).tolist() for task, of_sheets in answered.items()},
                 {task: score(of_sheets) for task, of_sheets in answered.items()},
             )
-            self._write(name)
+            self._write(name, time.perf_counter() - began)
         return self.seen[name]
 
     def _network(self, plan: CompressionPlan | None) -> Transformer:
@@ -184,11 +185,11 @@ class TrialBook:
                 raise PlanError(f"{where} is no entry of a search: {error!r}") from error
             yield name, seen
 
-    def _write(self, name: str) -> None:
+    def _write(self, name: str, seconds: float) -> None:
         if self.journal is None:
             return
         entry = {"key": self.key, "plan": json.loads(name), **asdict(self.seen[name])}
-        entry["nll"] = self.seen[name].nll.tolist()
+        entry |= {"nll": self.seen[name].nll.tolist(), "seconds": seconds}
         with self.journal.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
