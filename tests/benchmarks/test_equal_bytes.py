@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ from conftest import LLAMA, TinyModel
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.quality.certificate_check import correlations, lowered
 from benchmarks.quality.equal_bytes import save
 from benchmarks.quality.kvpress_check import plan_of
 from benchmarks.quality.material import Material, _alike, measure
@@ -19,7 +21,7 @@ from benchmarks.quality.what_to_compress import GROUP, rounded
 from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.questions import Question
 from zdc_jax.evaluation.sheets import Sheet
-from zdc_jax.plan import CompressionPlan
+from zdc_jax.plan import CompressionPlan, LayerRanks
 
 WIDE = replace(LLAMA, embed_dim=256, head_dim=64)
 """Of the head dim for which the table names its ranks."""
@@ -98,6 +100,33 @@ def test_rounded_weights_are_within_half_a_step():
     error = np.abs(rounded(x, 4) - x).reshape(2, GROUP, 5).max(1)
     assert (error <= step * (0.5 + 2**-4)).all()  # Extremes are stored in 16 bits.
     assert (error > step / 8).all()
+
+
+def test_certificates_of_single_layers_are_ranked_with_what_they_cost(tmp_path):
+    """A journal in which the cost rises with the certificate, but for one task that goes the other way."""
+    config = replace(LLAMA, layers=LLAMA.layers * 2)
+    errors = np.random.default_rng(0).uniform(size=(6, 2, 33))
+    basis = SimpleNamespace(qk_error=errors, vo_error=errors)
+    entry = lambda plan, cost: {
+        "key": "k", "plan": plan, "nll": [1 + cost, 2 + cost], "logs": {"a": [-cost], "b": [cost]}
+    }  # fmt: skip
+    entries, full = [entry(None, 0.0)], CompressionPlan.full(config)
+    for layer in range(6):
+        layers = list(full.layers)
+        layers[layer] = LayerRanks(16, 32)
+        plan = replace(full, layers=tuple(layers))
+        entries.append(entry(plan.to_json(), errors[layer, :, 16].mean()))
+        layers[layer - 1] = LayerRanks(0, 0)  # Two layers differ: not counted.
+        entries.append(entry(replace(full, layers=tuple(layers), window=8).to_json(), 9.0))
+    (tmp_path / "j").write_text("".join(json.dumps(each) + "\n" for each in entries))
+    trials = lowered(basis, tmp_path / "j")
+    assert [(trial.layer, trial.part, trial.rank) for trial in trials] == [(i, "qk", 16) for i in range(6)]
+    found = correlations(trials)
+    assert found["nats"] == pytest.approx(1)
+    assert found["lost"] == {"a": pytest.approx(1), "b": pytest.approx(-1)}
+    (tmp_path / "j").write_text(json.dumps(entries[0]) + "\n")
+    with pytest.raises(PlanError, match="no trial with one rank"):
+        lowered(basis, tmp_path / "j")
 
 
 def test_runs_are_put_together(tmp_path):
