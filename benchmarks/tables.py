@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS
+from benchmarks.quality.rows import family, in_order, least, missing, of, read_run, retentions
 from benchmarks.sequence_rows import LABELS, SEQUENCE_LENGTH, SEQUENCE_RESULTS, median, sent
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "measurements.md")
 MODELS = ("ref-llama-23m", "ref-opt-26m")
+OVERVIEW_CONTEXT = 4096
+LONG_TASKS = ("copy@2976", "induction", "lookup", "needles", "passkey")
 
 
 def read(name: str) -> dict[str, Any]:
@@ -49,6 +52,76 @@ def quality_table() -> str:
         share = next(row["bytes_share"] for row in rows if row is not None)
         group, label, basis = key
         lines.append(f"| {group}, {label} | {basis} | {share:.1%} | {cell(rows[0])} | {cell(rows[1])} |")
+    return "\n".join(lines)
+
+
+def equal_bytes_overview() -> str:
+    """All methods side by side: at each budget the increase of perplexity, and what is retained least."""
+    run = read_run()
+    rows = {(row["method"], row["budget"]): row for row in of(run["rows"], OVERVIEW_CONTEXT, "cached")}
+    budgets = sorted({budget for _, budget in rows if budget is not None}, reverse=True)
+    shown = lambda row: f"{percent(row['increase'])}, {least(row).retention:.2f}" if row else "–"
+    lines = [f"| kind | method | {' | '.join(f'{budget:.0%}' for budget in budgets)} |"]
+    lines.append("|---" * (2 + len(budgets)) + "|")
+    for method in in_order({method for method, budget in rows if budget is not None}):
+        cells = [shown(rows.get((method, budget))) for budget in budgets]
+        lines.append(f"| {family(method)} | {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def equal_bytes_table(context: int, protocol: str, tasks: tuple[str, ...]) -> str:
+    """Each plan of one context and protocol, by budget; retention of some tasks, and the lowest of all."""
+    chosen = of(read_run()["rows"], context, protocol)
+    order = in_order({row["method"] for row in chosen})
+    chosen.sort(key=lambda row: (-(row["budget"] or 0), order.index(row["method"])))
+    head = ["budget", "method", "plan", "held", "read", "increase", *tasks, "lowest"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in chosen:
+        lowest = least(row)
+        cells = [
+            f"{row['budget']:.0%}" if row["budget"] else "–",
+            row["method"],
+            plan_cell(row["plan"]),
+            f"{row['bytes_share']:.1%}",
+            f"{row['read_share']:.1%}",
+            cell(row),
+            *(f"{row['tasks'][task]['retention']:.2f}" for task in tasks),
+            f"{lowest.retention:.2f} {lowest.task}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plan_cell(plan: dict[str, Any]) -> str:
+    """What a plan keeps, in words."""
+    H, chosen = plan["head_dim"], plan.get("settings", {})
+    ranks = {(layer["qk"], layer["v"]) for layer in plan["layers"]}
+    parts = [] if ranks == {(H, H)} else [str(*ranks) if len(ranks) == 1 else "ranks by layer"]
+    bits = [chosen[name] for name in ("bits", "bits_k", "bits_v") if name in chosen]
+    if bits:
+        parts.append(f"{' and '.join(map(str, dict.fromkeys(bits)))} bits")
+    if heads := chosen.get("heads"):
+        parts.append(f"{sum(map(len, heads))} of {len(heads) * plan['num_kv_heads']} heads")
+    parts += [f"{name} {chosen[name]}" for name in ("kept", "read") if name in chosen]
+    parts += [f"window {plan['window']}"] if plan["window"] else []
+    return ", ".join(parts) or "all tokens"
+
+
+def equal_bytes_state() -> str:
+    """How much is measured, how sure it is, and what is missing."""
+    run = read_run()
+    lines = [
+        "| context | protocol | cells | retentions | not within 0.02 | neither measured nor refused |",
+        "|---|---|---|---|---|---|",
+    ]
+    for context in run["config"]["contexts"]:
+        for protocol in ("cached", "exact"):
+            rows = of(run["rows"], context, protocol)
+            count, unsure = map(sum, zip(*map(retentions, rows), strict=True))
+            left = missing(run, context, protocol).items()
+            named = [f"{name} {', '.join(f'{budget:.0%}' for budget in budgets)}" for name, budgets in left]
+            cells = [context, protocol, len(rows), count, unsure, "; ".join(named) or "none"]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
@@ -195,18 +268,9 @@ def rate_cell(rate: Any) -> str:
 
 
 def summary_table() -> str:
-    """The figures that a reader asks for first."""
-    rows = [_summary_of_plans(), *_summary_of_models(), *_summary_of_links(), *_summary_of_kernels()]
+    """The figures of speed that a reader asks for first."""
+    rows = [*_summary_of_models(), *_summary_of_links(), *_summary_of_kernels()]
     return "\n".join(["| | ZDC | peer | |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-def _summary_of_plans() -> tuple[str, ...]:
-    kept = []
-    for name in MODELS:
-        rows = read(f"plans-{name}")["results"]["rows"]
-        best = next(row for row in rows if row["kind"] == "oracle" and row["limit"] == 0.01)
-        kept.append(f"{best['bytes_share']:.1%} ({percent(best['increase'])})")
-    return "KV bytes kept when 1 % of perplexity may be lost, Llama and OPT", ", ".join(kept), "100 %", ""
 
 
 def _summary_of_models() -> Iterator[tuple[str, ...]]:
@@ -243,6 +307,11 @@ def _summary_of_kernels() -> Iterator[tuple[str, ...]]:
 
 TABLES = {
     "summary": summary_table,
+    "equal bytes": equal_bytes_overview,
+    "equal bytes 4096": lambda: equal_bytes_table(4096, "cached", LONG_TASKS),
+    "equal bytes 8192": lambda: equal_bytes_table(8192, "cached", ("needles",)),
+    "equal bytes exact": lambda: equal_bytes_table(4096, "exact", ("needles",)),
+    "equal bytes state": equal_bytes_state,
     "generate": generate_table,
     "quality": quality_table,
     "plans": plans_table,
