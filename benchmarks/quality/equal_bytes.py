@@ -35,6 +35,10 @@ from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.retrieving import best_heads, induction_scores
 
 READINGS: tuple[Reading, ...] = ("cached", "exact")
+SAME = ("windows", "sheets", "seed", "dtype")
+"""Options that the rows of one JSON have in common."""
+COUNTED_AT = 4096
+"""Longest context, in tokens, whose windows and sheets are those of the options."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +98,10 @@ class Bench:
         self.path = options.results / f"{options.name}.json"
         self.rows: list[dict[str, Any]] = []
         self.refused: list[dict[str, Any]] = []
-        if self.path.exists():
-            held = json.loads(self.path.read_text())
-            self.rows, self.refused = held["rows"], held["refused"]
 
     def material(self, context: int) -> Material:
         if context not in self.materials:
-            scale = self.options.contexts[0] / context
+            scale = min(1, COUNTED_AT / context)
             rows = lambda n: max(8, int(n * scale) // 8 * 8)
             self.materials[context] = draw(
                 self.checkpoint,
@@ -163,6 +164,7 @@ class Bench:
 
     def run(self) -> None:
         """All cells that are not there yet, while there is time."""
+        self.take_up()
         done = {(row["method"], row["budget"], row["context"], row["protocol"]) for row in self.rows}
         cells = [cell for cell in self.cells() if cell.key not in done]
         for context in dict.fromkeys(cell.context for cell in cells):
@@ -175,6 +177,16 @@ class Bench:
                         self.rows.append(row)
                         self.write()
                         print(_line(row), flush=True)
+
+    def take_up(self) -> None:
+        """The rows of a run that was broken off."""
+        if not self.path.exists():
+            return
+        held = json.loads(self.path.read_text())
+        for name in SAME:
+            if held["config"][name] != (own := getattr(self.options, name)):
+                raise SystemExit(f"{self.path} holds rows of {name}={held['config'][name]}, not {own}")
+        self.rows, self.refused = held["rows"], held["refused"]
 
     def attempt(self, cell: Cell) -> dict[str, Any] | None:
         """The row of a cell; None where time is out, or where it fails: no other cell is to pay for that."""
@@ -204,6 +216,9 @@ class Bench:
                             yield Cell(entry.name, budget, plan, context, protocol)
             for path in options.plans:
                 plan = CompressionPlan.load(path)
+                plan.check_model(self.config, self.checkpoint.fingerprint)
+                if plan.rotated:
+                    plan.check_basis(self.basis.coordinates_hash)
                 for protocol in READINGS:
                     yield Cell(path.stem, None, plan, context, protocol)
 

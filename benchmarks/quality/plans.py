@@ -84,7 +84,7 @@ def share_read(plan: CompressionPlan, context: int, dtype: str) -> float:
     return read(plan) / read(replace(plan, layers=_dense(plan), **_PLAIN))
 
 
-_PLAIN: dict[str, Any] = {"method": "zdc", "settings": None, "sinks": 0, "window": 0}
+_PLAIN: dict[str, Any] = {"method": "zdc", "settings": None, "sinks": 0, "window": 0, "classes": None}
 
 
 def _dense(plan: CompressionPlan) -> tuple[Any, ...]:

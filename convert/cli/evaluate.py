@@ -61,6 +61,8 @@ class Evaluate:
             check_output(self.output)
         checkpoint = Checkpoint.open(self.path)
         plan = self.flags.build(self.path)
+        if self.reading == "exact" and plan is not None and plan.classes is not None:
+            raise EvaluationError("reading='exact' must be 'cached' for a plan with token classes")
         materials = prepare(
             checkpoint.config,
             checkpoint.tokenizer(),

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,12 +16,12 @@ from rich.console import Console
 from convert.calibration.calibrate import CalibrationOptions, calibration_windows
 from convert.progress import counted
 from convert.search.plots import write_front
-from convert.search.search import Mode, Objective, Search, SearchOptions, describe
+from convert.search.search import Mode, Objective, Search, SearchOptions, class_block, describe
 from convert.search.trials import Trial, TrialBook
 from zdc_jax import methods
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import EvaluationError, PlanError, TextError, foreign_errors_as
-from zdc_jax.evaluation.sheets import Sheet, context_length, make_sheets
+from zdc_jax.evaluation.sheets import ALIGNMENT, Sheet, context_length, make_sheets
 from zdc_jax.evaluation.splits import Split, split_seed
 from zdc_jax.evaluation.tasks import chosen, names
 from zdc_jax.generation.sampling import Sampling
@@ -259,11 +260,14 @@ class SearchFlags:
         for_tasks = max(1, len(windows) * self.sheets // wanted)
         if for_tasks == len(windows):
             raise TextError(f"the texts hold one window of {windows.shape[1]} tokens; tasks need another")
-        S, config = context_length(windows.shape[1]), checkpoint.config
+        length, config = windows.shape[1], checkpoint.config
+        # Questions begin where all plans of the search can begin a piece.
+        block = class_block(length) if "classes" in self.mode else 1
+        S = context_length(length, math.lcm(ALIGNMENT, block))
         tokenizer = checkpoint.tokenizer()
         assert tokenizer is not None  # Text was read with it.
         sheets = make_sheets(
-            chosen(names(), windows.shape[1]),
+            chosen(names(), length),
             windows[-for_tasks:, :S],
             tokenizer,
             seed=split_seed("search", self.seed),

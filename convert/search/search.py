@@ -75,6 +75,11 @@ class SearchOptions:
                 raise PlanError(f"{name}={getattr(self, name)!r} must be one of {allowed}")
 
 
+def class_block(length: int) -> int:
+    """Positions that are classified together in plans searched on windows of so many tokens."""
+    return min(TokenClasses.block, length)
+
+
 class _Exhausted(Exception):
     """As many plans as allowed were measured."""
 
@@ -188,7 +193,7 @@ class Search:
     def _class_search(self, windows: Sequence[int]) -> None:
         """Descends once a window, from where the last one ended: a longer window leaves room for more."""
         constrained = self.options.constrained
-        block = min(TokenClasses.block, self.length)
+        block = class_block(self.length)
         numbers = ClassNumbers.largest(self.config, constrained=constrained, block=block)
         for window in windows:
             numbers = descend(

@@ -186,6 +186,8 @@ def test_capacity_below_all_sizes():
         ("h2o", {"kept": 12}, {}, "kept=12"),
         ("h2o", {"kept": "8"}, {}, "kept='8'"),
         ("knorm", {"block": -8}, {}, "block=-8"),
+        ("knorm", {"block": 4}, {}, "block=4 must be a power of two"),
+        ("h2o", {"block": 24}, {}, "block=24 must be a power of two"),
         ("h2o", {"mean": 1}, {}, "mean=1"),
         ("snapkv", {"observed": 0}, {"window": 64}, "observed=0"),
         ("snapkv", {"pool": 4}, {"window": 64}, "pool=4"),

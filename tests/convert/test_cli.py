@@ -19,6 +19,7 @@ from convert.cli.main import COMMANDS, main
 from zdc_jax import Checkpoint, CompressionPlan, LayerRanks
 from zdc_jax.generation.api import Completion, Generation, Timings
 from zdc_jax.loading import stored_basis
+from zdc_jax.plan import TokenClasses
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +111,17 @@ def test_evaluate_prints_what_it_writes(folder, tmp_path, capsys):
         assert each["tasks"]["passkey"]["sheets"] == 4
     assert (result["reading"], result["seed"]) == ("exact", 0)
     assert err == "no plan given: the model is unmodified\n"
+
+
+def test_token_classes_are_not_read_exactly(folder, tmp_path, capsys):
+    config = Checkpoint.open(folder / "model").config
+    classes = TokenClasses((0,), (0.5,), (LayerRanks(64, 64),) * config.num_layers)
+    plan = replace(CompressionPlan.uniform(config, qk=32, v=32), classes=classes)
+    plan.save(tmp_path / "plan.json")
+    capsys.readouterr()
+    options = ["--plan", str(tmp_path / "plan.json"), "--reading", "exact"]
+    assert main(["evaluate", str(folder / "model"), str(folder / "text"), *options]) == 2
+    assert "reading='exact' must be 'cached'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("command", "usage"), [("generate", "PROMPT"), ("evaluate", "TEXT")])

@@ -12,6 +12,7 @@ from conftest import CONFIGS, calibrated_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from convert.cli import flags
 from convert.cli.main import main
 from convert.search.search import Search, SearchOptions
 from convert.search.trials import Trial, TrialBook, pareto_front
@@ -21,7 +22,7 @@ from zdc_jax.evaluation.perplexity import window_nll
 from zdc_jax.evaluation.questions import Question
 from zdc_jax.evaluation.sheets import Sheet
 from zdc_jax.loading import stored_basis
-from zdc_jax.plan import LayerRanks, allowed_ranks
+from zdc_jax.plan import LayerRanks, TokenClasses, allowed_ranks
 from zdc_jax.planning.costs import layer_parts
 from zdc_jax.planning.layer_costs import LayerCosts, cheapest_path, rank_levels, steps_down
 
@@ -260,6 +261,19 @@ def test_a_journal_that_is_none_is_named(folder, windows, tmp_path):
     (tmp_path / "j").write_text('{"key": "x"}\n')
     with pytest.raises(PlanError, match="line 1 is no entry of a search"):
         TrialBook(folder / "model", windows, journal=tmp_path / "j")
+
+
+@pytest.mark.parametrize(("mode", "length"), [("window", 320), ("classes", 256)])
+def test_questions_begin_where_plans_can_begin_a_piece(folder, monkeypatch, mode, length):
+    """Elsewhere token classes give NaN, which no limit holds."""
+    monkeypatch.setattr(TokenClasses, "block", 256)
+    monkeypatch.setattr(flags, "names", lambda: ("copy@128",))
+    text = np.random.default_rng(0).integers(3, 96, (2, 448)).astype(np.int32)
+    monkeypatch.setattr(flags, "text_windows", lambda *given, **options: (text, ["a", "a"]))
+    asked = flags.SearchFlags(texts=(folder / "text",), mode=mode, text_windows=1, sheets=1)
+    windows, sheets = asked._judged_on(Checkpoint.open(folder / "model"))
+    assert windows.shape == (1, 448)
+    assert [len(sheet.context) for sheet in sheets] == [length]
 
 
 def test_command(folder, tmp_path, capsys):

@@ -11,7 +11,7 @@ from zdc_jax import CompressionPlan
 from zdc_jax.errors import EvaluationError, TextError
 from zdc_jax.evaluation import evaluate as module
 from zdc_jax.evaluation.answers import Answer
-from zdc_jax.evaluation.evaluate import LEAST_SHEETS, Evaluation, evaluate, prepare
+from zdc_jax.evaluation.evaluate import FIRST_LOOK, LEAST_SHEETS, Evaluation, evaluate, prepare
 from zdc_jax.evaluation.text import Document
 
 CONFIG = replace(LLAMA, max_positions=320, eos_ids=(2,))
@@ -37,7 +37,8 @@ def tiny() -> TinyModel:
     return TinyModel(CONFIG)
 
 
-def test_a_plan_equal_to_dense_loses_nothing(tiny: TinyModel):
+def test_a_plan_equal_to_dense_loses_nothing(tiny: TinyModel, monkeypatch):
+    monkeypatch.setattr(module, "FIRST_LOOK", 8)
     plan = CompressionPlan.full(CONFIG)
     (report,) = evaluate(tiny.dense, tiny.model(plan).network, material(max_sheets=20), batch=3)
     assert report.context == CONTEXT
@@ -79,7 +80,7 @@ real = module.sheet_answers
 
 @pytest.mark.parametrize(
     ("counts", "noise", "sheets"),
-    [(True, 0.0, LEAST_SHEETS), (True, 0.05, 40), (True, 1.0, 64), (False, 1.0, 8)],
+    [(True, 0.0, FIRST_LOOK), (True, 0.05, 40), (True, 1.0, 64), (False, 1.0, FIRST_LOOK)],
 )
 def test_reading_stops_when_retention_is_known(tiny: TinyModel, monkeypatch, counts, noise, sheets):
     """Answers are made up, of known noise; a standard error of 0.05 / √40 is known within 0.02."""
@@ -94,7 +95,7 @@ def test_reading_stops_when_retention_is_known(tiny: TinyModel, monkeypatch, cou
     (given,) = material(max_sheets=64, tasks=("copy@128",))
     (report,) = evaluate(tiny.dense, tiny.model(CompressionPlan.full(CONFIG)).network, [given], batch=2)
     assert report.tasks["a"].counts == counts
-    assert LEAST_SHEETS <= report.tasks["a"].sheets <= sheets
+    assert FIRST_LOOK <= report.tasks["a"].sheets <= sheets
     if noise == 1.0 and counts:
         assert report.tasks["a"].sheets == 64
     else:

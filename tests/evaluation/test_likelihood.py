@@ -12,6 +12,7 @@ from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PromptError
 from zdc_jax.evaluation.likelihood import score_continuations
 from zdc_jax.loading import LanguageModel
+from zdc_jax.methods import h2o
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 NEAR = {"window": 8, "sinks": 2}
@@ -100,3 +101,11 @@ def test_refusals_come_before_any_work(model):
         with pytest.raises(PromptError, match=error):
             score_continuations(model, pairs)
     assert list(score_continuations(model, [])) == []
+
+
+def test_pieces_that_blocks_do_not_fit_are_refused():
+    """Read so, all but the first piece would be NaN."""
+    plan = replace(CompressionPlan.full(SHORT), method="h2o", settings=h2o.Settings(kept=8, block=64))
+    model = TinyModel(SHORT).model(plan)
+    with pytest.raises(PromptError, match="prefill_chunk=32 must be a multiple of the plan's blocks of 64"):
+        score_continuations(model, [([3] * 40, [4])], prefill_chunk=32)

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.errors import PromptError
-from zdc_jax.generation.request import capacity_for, encode, warn_beyond_calibration
+from zdc_jax.generation.request import capacity_for, check_chunk, encode, warn_beyond_calibration
 from zdc_jax.generation.steps import PREFILL_CHUNK, bucket
 from zdc_jax.loading import LanguageModel
 from zdc_jax.model.transformer import Transformer
@@ -52,9 +52,11 @@ def score_continuations(
 
     Raises:
       PromptError: an empty context or continuation, an id outside the vocabulary, or more tokens than the
-        model has positions; the last token of a continuation needs none.
+        model has positions; the last token of a continuation needs none. A `prefill_chunk` that `generate`
+        would not take.
       CacheMemoryError: the KV cache does not fit.
     """
+    check_chunk(model, prefill_chunk)
     for index, (context, continuation) in enumerate(pairs):
         if not len(context) or not len(continuation):
             raise PromptError(

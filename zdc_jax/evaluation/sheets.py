@@ -51,7 +51,7 @@ def make_sheets(
     Args:
       tasks: as `tasks.chosen` gives them.
       windows: int32, tokens of real text.
-      seed: of what is said and where. Sheet i is the same however many there are.
+      seed: of what is said and where. Sheet i is the same beside others that hold the same token ids.
       not_drawn: ids that no task draws, such as that of the end of a text.
 
     Raises:

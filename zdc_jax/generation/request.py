@@ -47,7 +47,7 @@ class Request:
     ) -> "Request":
         """The arguments of `generate`; raises its `PromptError`, and warns the caller of its caller."""
         check_limit(max_new_tokens)
-        _check_chunk(model, prefill_chunk)
+        check_chunk(model, prefill_chunk)
         strings = _stop_strings(model, stop)
         encoded = tuple(encode(model, prompt, max_new_tokens) for prompt in _as_list(prompts))
         samplings = _samplings(sampling, len(encoded))
@@ -80,7 +80,8 @@ def warn_beyond_calibration(model: LanguageModel, tokens: int, stacklevel: int) 
         )
 
 
-def _check_chunk(model: LanguageModel, prefill_chunk: int) -> None:
+def check_chunk(model: LanguageModel, prefill_chunk: int) -> None:
+    """Raises `PromptError` where prompts cannot be read in such pieces under the model's plan."""
     if not is_whole(prefill_chunk) or prefill_chunk != bucket(prefill_chunk):
         raise PromptError(f"{prefill_chunk=} must be a power of two >= 32")
     block = math.lcm(*(spec.alignment for spec in model.plan.layer_caches("bfloat16")))

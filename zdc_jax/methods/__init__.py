@@ -45,7 +45,8 @@ class MethodSettings:
 class EvictingSettings(MethodSettings):
     """Of methods that keep some far tokens and let the others go (`zdc_jax.cache.evicting`).
 
-    kept: far tokens a KV head. block: positions after which those are chosen anew. Multiples of 8 above 0.
+    kept: far tokens a KV head, a multiple of 8 above 0. block: positions after which those are chosen anew, a
+    power of two from 8 on, as pieces of prompts are.
     """
 
     kept: int = 1024
@@ -53,9 +54,10 @@ class EvictingSettings(MethodSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("kept", "block"):
-            if (value := getattr(self, name)) <= 0 or value % 8:
-                raise PlanError(f"{name}={value!r:.80} must be a multiple of 8 above 0")
+        if self.kept <= 0 or self.kept % 8:
+            raise PlanError(f"kept={self.kept} must be a multiple of 8 above 0")
+        if self.block < 8 or self.block & (self.block - 1):
+            raise PlanError(f"block={self.block} must be a power of two from 8 on")
 
 
 @cache

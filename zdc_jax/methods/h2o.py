@@ -1,8 +1,9 @@
 """h2o: far tokens that received most attention from all queries so far are kept (Zhang et al. 2023, H2O).
 
-The paper's heavy hitters, beside recent tokens; ranks below H make it H2O-ZDC. A group of query heads counts
-by its mean. A prompt that is read exactly, a multiple of `block` long, keeps what kvpress'
-ObservedAttentionPress does with mean=true, sinks=0, window=0.
+The paper's heavy hitters, beside recent tokens; ranks below H make it H2O-ZDC. The paper lets one token go
+after each, here a block is settled at once. A group of query heads counts by its mean. A prompt that is read
+exactly, a multiple of `block` long, keeps what kvpress' ObservedAttentionPress does with mean=true, sinks=0,
+window=0.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,8 @@
-"""quest: pages of far tokens chosen by bounds of their scores (Tang et al. 2024, arXiv 2406.10774)."""
+"""quest: pages of far tokens chosen by bounds of their scores (Tang et al. 2024, arXiv 2406.10774).
+
+The paper reads prompts exactly and leaves its first two layers whole; here every layer that keeps far tokens
+chooses, for tokens of a prompt too, unless it is read exactly.
+"""
 
 from dataclasses import dataclass
 from functools import partial

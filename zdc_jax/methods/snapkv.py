@@ -1,7 +1,9 @@
 """snapkv: far tokens that the last queries attended to, with their neighbours (Li et al. 2024, SnapKV).
 
 The scores, the mean attention of the last `observed` queries and of the heads of a group, are pooled along
-the candidates in their order. Observed 32, a maximum over 7, is what the paper ran its long tasks with. A
+the candidates in their order. The paper chooses once, at the end of a prompt, for each query head, and keeps
+all that follows; here all KV heads choose anew after each block, with neighbours among what is left (ours).
+Observed 32, a maximum over 7, is what the paper ran its long tasks with. A
 prompt that is read exactly, a multiple of `block` long, keeps what kvpress' SnapKVPress(window_size=64,
 kernel_size=5) does with observed=64, pool=5, pooling="average", sinks=0, window=64.
 """
