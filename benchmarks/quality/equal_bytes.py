@@ -98,6 +98,8 @@ class Bench:
         self.path = options.results / f"{options.name}.json"
         self.rows: list[dict[str, Any]] = []
         self.refused: list[dict[str, Any]] = []
+        self.failed: list[tuple[Any, ...]] = []
+        self.drawn: dict[str, Any] = {}
 
     def material(self, context: int) -> Material:
         if context not in self.materials:
@@ -145,6 +147,7 @@ class Bench:
             "method": cell.method,
             "budget": cell.budget,
             "plan": cell.plan.to_json(),
+            "basis": [self.basis.qk_kind, self.basis.vo_kind] if cell.plan.rotated else None,
             "protocol": cell.protocol,
             "context": cell.context,
             "bytes": cell.plan.bytes(cell.context, 1, dtype),
@@ -165,8 +168,13 @@ class Bench:
     def run(self) -> None:
         """All cells that are not there yet, while there is time."""
         self.take_up()
-        done = {(row["method"], row["budget"], row["context"], row["protocol"]) for row in self.rows}
-        cells = [cell for cell in self.cells() if cell.key not in done]
+        wanted = {cell.key: cell for cell in self.cells()}
+        key = lambda row: (row["method"], row["budget"], row["context"], row["protocol"])
+        # A budget may have got another plan since its row was written.
+        stale = lambda row: key(row) in wanted and row["plan"] != wanted[key(row)].plan.to_json()
+        self.rows = [row for row in self.rows if not stale(row)]
+        done = set(map(key, self.rows))
+        cells = [cell for cell in wanted.values() if cell.key not in done]
         for context in dict.fromkeys(cell.context for cell in cells):
             for protocol in READINGS:
                 self.dense_on(context, protocol)  # Threads find it there.
@@ -177,6 +185,9 @@ class Bench:
                         self.rows.append(row)
                         self.write()
                         print(_line(row), flush=True)
+        self.write()
+        if self.failed:
+            raise SystemExit(f"{len(self.failed)} cells failed: {self.failed}")
 
     def take_up(self) -> None:
         """The rows of a run that was broken off."""
@@ -187,6 +198,7 @@ class Bench:
             if held["config"][name] != (own := getattr(self.options, name)):
                 raise SystemExit(f"{self.path} holds rows of {name}={held['config'][name]}, not {own}")
         self.rows, self.refused = held["rows"], held["refused"]
+        self.drawn = held["config"]["material"]
 
     def attempt(self, cell: Cell) -> dict[str, Any] | None:
         """The row of a cell; None where time is out, or where it fails: no other cell is to pay for that."""
@@ -196,6 +208,7 @@ class Bench:
             return self.measure(cell)
         except Exception as error:
             print(f"FAILED {cell.key}: {type(error).__name__}: {error!s:.500}", flush=True)
+            self.failed.append(cell.key)
             return None
 
     def cells(self) -> Iterator[Cell]:
@@ -206,6 +219,10 @@ class Bench:
             raise SystemExit(f"methods={sorted(unknown)} must be of {[entry.name for entry in entries]}")
         every = not options.methods and not options.plans
         chosen = [entry for entry in entries if every or entry.name in options.methods]
+        if self.basis.qk_kind != "keys" and any(entry.name == "loki" for entry in chosen):
+            # Loki chooses by principal components of keys: `zdc calibrate --from-moments --qk keys`.
+            print(f"loki is left out: the basis of {options.model} is {self.basis.qk_kind!r}, not 'keys'")
+            chosen = [entry for entry in chosen if entry.name != "loki"]
         for context in options.contexts:
             for entry in chosen:
                 for budget in entry.budgets:
@@ -245,7 +262,7 @@ class Bench:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         left_out = ("results", "model", "corpus", "methods", "plans", "budgets", "minutes")
         config = {k: v for k, v in asdict(self.options).items() if k not in left_out}
-        config["material"] = {
+        config["material"] = self.drawn | {
             str(context): {"windows": len(one.windows), "sheets": len(one.sheets), "topics": one.topics}
             for context, one in self.materials.items()
         }

@@ -132,22 +132,23 @@ DUO_WINDOW = 256
 COMPOSED = (48, 48)
 """Ranks of compositions with ZDC, of a head dim of 64."""
 FIRST = (
+    Entry("rotated", [lambda config, n: method_plan(config, "zdc", ranks=RANKS[0])], most=0, budgets=(1.0,)),
     Entry("window", [_window("window")], least=16),
     Entry("fp8", [_window("fp8")]),
     Entry("int8", [_window("int8")]),
-    Entry("kivi", [_window("kivi", bits=bits) for bits in (4, 2)], least=32),
+    Entry("kivi", [_window("kivi", bits=bits) for bits in (4, 3, 2)], least=32),
     Entry(
         "turboquant",
         [_window("turboquant", bits_k=k, bits_v=v) for k, v in ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2))],
     ),
     Entry("h2o", [_half_recent("h2o")], least=KEPT_STEP, step=KEPT_STEP),
     Entry("snapkv", [_kept("snapkv", window=64)], least=KEPT_STEP, step=KEPT_STEP),
-    Entry("gear", [_window("gear", bits=bits) for bits in (4, 2)], least=64),
+    Entry("gear", [_window("gear", bits=bits) for bits in (4, 3, 2)], least=64),
     Entry("h2o-zdc", [_half_recent("h2o", ranks=COMPOSED)], least=KEPT_STEP, step=KEPT_STEP),
-    Entry("gear-zdc", [_window("gear", bits=bits, ranks=COMPOSED) for bits in (4, 2)], least=64),
+    Entry("gear-zdc", [_window("gear", bits=bits, ranks=COMPOSED) for bits in (4, 3, 2)], least=64),
     Entry("zdc", [_window("zdc", ranks=ranks) for ranks in RANKS], least=64),
 )
-"""Judged at all budgets."""
+"""Judged at all budgets. `rotated` keeps everything: what folding a basis costs by rounding alone."""
 
 
 def others(heads: Callable[[int], tuple[tuple[int, ...], ...]]) -> tuple[Entry, ...]:

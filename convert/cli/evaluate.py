@@ -12,6 +12,7 @@ from tyro.conf import Positional
 
 from convert.cli.flags import Dtype, PlanFlags, at_least_one
 from convert.cli.output import check_output
+from convert.progress import counted
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import EvaluationError, TextError
 from zdc_jax.evaluation.answers import Reading
@@ -33,7 +34,8 @@ class Evaluate:
     path: Positional[Path]
     """Converted folder."""
     texts: Annotated[Positional[tuple[Path, ...]], at_least_one("TEXT")]
-    """Text files or folders, as for calibrate; a third of them is read, which a search for plans leaves."""
+    """Text files or folders; take text that calibration did not see. A third of it is read, which a search
+    leaves."""
     flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
     tasks: tuple[str, ...] = TASKS
     """What to measure; copy@1024 is copy at this distance."""
@@ -79,7 +81,8 @@ class Evaluate:
         network = dense if plan is None else load(self.path, plan, dtype=self.dtype).network
         assert isinstance(dense, Transformer)  # Neither was loaded onto a mesh.
         assert isinstance(network, Transformer)
-        reports = evaluate(dense, network, materials, reading=self.reading, batch=self.batch)
+        with counted("batches", "reading the first context") as show:
+            reports = evaluate(dense, network, materials, reading=self.reading, batch=self.batch, watch=show)
         report = {
             "contexts": [each.to_json() for each in reports],
             "reading": self.reading,

@@ -110,7 +110,8 @@ def test_evaluate_prints_what_it_writes(folder, tmp_path, capsys):
         assert each["tasks"]["passkey"]["retention"] == 1
         assert each["tasks"]["passkey"]["sheets"] == 4
     assert (result["reading"], result["seed"]) == ("exact", 0)
-    assert err == "no plan given: the model is unmodified\n"
+    assert err.startswith("no plan given: the model is unmodified\n")
+    assert "4 of at most 4 contexts of 320 tokens" in err
 
 
 def test_token_classes_are_not_read_exactly(folder, tmp_path, capsys):
@@ -287,6 +288,7 @@ def test_inspect_checks_hashes(folder, capsys):
         ),
         (["evaluate", "{}/model", "{}/text", "--tasks", "passkey"], "128 tokens has no room for tasks"),
         (["evaluate", "{}/model"], "at least one text"),
+        (["evaluate", "{}/model", "{}/text", "--tasks"], "must name at least one of perplexity"),
         (["plan", "{}/model", "{}/plan.json", "--budget", "0.5", "--texts", "{}/text"], "drop --budget"),
         (["plan", "{}/model", "{}/plan.json", "--qk", "16", "--no-constrained"], "add --texts"),
         (["plan", "{}/model", "{}/plan.json", "--max-degradation", "0.1", "--trials", "9"], "add --texts"),

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.cache.kv_cache import KVCache, free_bytes
 from zdc_jax.evaluation.questions import QUESTION_TOKENS, Question
 from zdc_jax.evaluation.sheets import Sheet
 from zdc_jax.generation.steps import PREFILL_CHUNK, bucket
@@ -20,6 +20,8 @@ from zdc_jax.model.transformer import Embeddings, Transformer
 Reading = Literal["cached", "exact"]
 """How a context is read. `cached`: each token sees those before it as the cache holds them. `exact`: tokens
 of the context see each other as they are, and only what follows sees them as the cache holds them."""
+COPIES_SHARE = 0.4
+"""Of free memory that copies of a cache may take; writing to them takes as much again."""
 SMALLEST_ANSWERS = 8
 """Answers are padded to powers of two from here on, so that shapes are few."""
 
@@ -83,13 +85,20 @@ def sheet_answers(
 ) -> dict[str, list[tuple[Answer, ...]]]:
     """The answers of each row of a cache to all questions of its sheet, by task.
 
-    All are read in one call, each on a copy of its row.
+    All are read in one call, each on a copy of its row; one after another where memory has no room for that.
     """
     questions = [[q for asked in sheet.questions.values() for q in asked] for sheet in sheets]
     each = len(questions[0])
-    copies = jax.tree.map(lambda leaf: jnp.repeat(leaf, each, axis=0), cache)
-    flat = answers(network, copies, [q for row in questions for q in row], width=QUESTION_TOKENS)
-    rows = [iter(flat[start : start + each]) for start in range(0, len(flat), each)]
+    needed, free = each * cache.bytes(), free_bytes()
+    if free is not None and COPIES_SHARE * free < needed:
+        by_question = [
+            answers(network, cache, list(row), width=QUESTION_TOKENS) for row in zip(*questions, strict=True)
+        ]
+        rows = [iter(row) for row in zip(*by_question, strict=True)]
+    else:
+        copies = jax.tree.map(lambda leaf: jnp.repeat(leaf, each, axis=0), cache)
+        flat = answers(network, copies, [q for row in questions for q in row], width=QUESTION_TOKENS)
+        rows = [iter(flat[start : start + each]) for start in range(0, len(flat), each)]
     return {
         name: [tuple(islice(row, len(asked))) for row in rows] for name, asked in sheets[0].questions.items()
     }

@@ -1,7 +1,7 @@
 """A plan's model beside the unmodified one: perplexity, tasks over long ranges, and how each goes on."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -99,6 +99,8 @@ def prepare(
     for name, value, least in (("max_sheets", max_sheets, 1), ("seed", seed, 0)):
         if value < least:
             raise EvaluationError(f"{name}={value} must be >= {least}")
+    if not tasks:
+        raise EvaluationError(f"tasks={tasks!r} must name at least one of {', '.join(TASKS)}")
     for task in tasks:
         if task.partition("@")[0] not in TASKS:
             raise EvaluationError(f"task {task!r} must be one of {', '.join(TASKS)}")
@@ -166,18 +168,20 @@ def evaluate(
     *,
     reading: Reading = "cached",
     batch: int = 1,
+    watch: Callable[[str], None] = lambda _: None,
 ) -> tuple[ContextReport, ...]:
     """What `network` keeps of what `dense`, the unmodified one, can do; a report for each length of contexts.
 
     Args:
       materials: from `prepare`.
       reading: how contexts of sheets are read. Perplexity is always that of text seen through the cache.
-      batch: contexts at a time.
+      batch: contexts at a time. watch: called after each batch, with how far it is.
 
     Raises:
       EvaluationError: `batch` below 1. CacheMemoryError: the caches do not fit.
     """
-    return tuple(Evaluation(dense, each, reading=reading, batch=batch).of(network) for each in materials)
+    options: dict[str, Any] = {"reading": reading, "batch": batch, "watch": watch}
+    return tuple(Evaluation(dense, each, **options).of(network) for each in materials)
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,9 +199,18 @@ class Read:
 class Evaluation:
     """Measures plans on the same material; what the unmodified model does is found once."""
 
-    def __init__(self, dense: Transformer, material: Material, *, reading: Reading, batch: int):
+    def __init__(
+        self,
+        dense: Transformer,
+        material: Material,
+        *,
+        reading: Reading,
+        batch: int,
+        watch: Callable[[str], None] = lambda _: None,
+    ):
         if batch < 1:
             raise EvaluationError(f"{batch=} must be >= 1")
+        self.watch = watch
         self.dense, self.material, self.reading, self.batch = dense, material, reading, batch
         self._dense_read: list[Read] = []
         self._dense_nll: np.ndarray | None = None
@@ -221,6 +234,7 @@ class Evaluation:
             enough = min(max(len(own) + LEAST_SHEETS, FIRST_LOOK), count)
             while len(own) < enough:
                 own += self._read(network, len(own))
+                self.watch(f"{len(own)} of at most {count} contexts of {self.material.context} tokens")
             dense = self._dense_read[: len(own)]
             found = {
                 task: retention(*([each.answers[task] for each in side] for side in (dense, own)))

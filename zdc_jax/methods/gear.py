@@ -2,7 +2,8 @@
 
 Integers are KIVI's, with one scale for all `group` tokens of a channel of keys, and one for all channels of a
 token of values; heads are coded apart. With ranks below the head dim it is what the ZDC paper calls GEAR-ZDC.
-The plan's window holds the newest tokens, at least `group`, until their block is coded.
+The plan's window holds the newest tokens, at least `group`, until their block is coded. Low rank and outliers
+are of each block of `group` tokens, where the authors take whole prompts: they cost more bytes here.
 """
 
 from dataclasses import dataclass
