@@ -62,36 +62,25 @@ METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
     "sliding layer under a plan": (SLIDING, partial(uniform, qk=16, v=16, window=8, sinks=2)),
     "StreamingLLM": (SHORT_LLAMA, partial(method, name="window", window=8, sinks=2)),
     "fp8": (SHORT_LLAMA, partial(method, name="fp8")),
-    "fp8 of a rank": (SHORT_OPT, partial(method, name="fp8", qk=16, v=16)),
-    "int8 and window": (SHORT_LLAMA, partial(method, name="int8", window=8, sinks=2)),
     "int8 of a rank and window": (SHORT_OPT, partial(method, name="int8", qk=16, v=16, window=8, sinks=2)),
     "h2o of a rank": (SHORT_LLAMA, partial(method, name="h2o", settings=EVICTING, qk=16, v=16, **NEAR)),
     "knorm of a rank alone": (SHORT_OPT, partial(method, name="knorm", settings=EVICTING, qk=16, v=16)),
     "snapkv": (SHORT_LLAMA, partial(method, name="snapkv", settings=EVICTING | {"observed": 5}, **NEAR)),
     "tova": (SHORT_OPT, partial(method, name="tova", settings=EVICTING, **NEAR)),
-    "quest": (SHORT_LLAMA, partial(method, name="quest", settings=QUEST, window=8, sinks=2)),
     "quest of a rank": (SHORT_OPT, partial(method, name="quest", settings=QUEST, qk=16, v=16, window=8)),
     "loki": (SHORT_LLAMA, partial(method, name="loki", settings=LOKI, window=8, sinks=2)),
-    "loki of a rank": (SHORT_OPT, partial(method, name="loki", settings=LOKI, qk=16, v=16)),
-    "duo": (SHORT_LLAMA, partial(method, name="duo", settings=DUO, window=8, sinks=2)),
     "duo of a rank": (SHORT_OPT, partial(method, name="duo", settings=DUO, qk=16, v=16, window=8)),
     "palu": (SHORT_LLAMA, partial(method, name="palu", qk=16, v=16, window=8, sinks=2)),
     "palu without a window": (SHORT_LLAMA, partial(method, name="palu", qk=16, v=16)),
-    "kivi": (SHORT_LLAMA, partial(method, name="kivi", settings={"group": 8}, window=8, sinks=2)),
     "kivi of a rank": (
         SHORT_OPT,
         partial(method, name="kivi", settings={"bits": 3, "group": 16}, qk=16, v=16, window=20),
     ),
-    "turboquant": (SHORT_LLAMA, partial(method, name="turboquant")),
     "turboquant of a rank and window": (
         SHORT_OPT,
         partial(
             method, name="turboquant", settings={"bits_k": 3, "bits_v": 2}, qk=16, v=16, window=8, sinks=2
         ),
-    ),
-    "gear": (
-        SHORT_LLAMA,
-        partial(method, name="gear", settings={"group": 8, "outliers": 0.25}, window=8, sinks=2),
     ),
     "gear of a rank": (
         SHORT_OPT,
