@@ -125,6 +125,16 @@ def equal_bytes_state() -> str:
     return "\n".join(lines)
 
 
+def kvpress_table() -> str:
+    """Nats a token, ours and theirs; for the unmodified model theirs are transformers'."""
+    lines = ["| what | ours | theirs | perplexity, ours over theirs |", "|---|---|---|---|"]
+    for row in read("kvpress-smollm2-135m")["results"]:
+        low, high = (f"{100 * bound:+.3f} %" for bound in row["interval"])
+        over = f"{100 * row['increase']:+.3f} % [{low}, {high}]"
+        lines.append(f"| {row['label']} | {-row['ours']:.5f} | {-row['theirs']:.5f} | {over} |")
+    return "\n".join(lines)
+
+
 def plans_table() -> str:
     """What the search found at each limit, on text it did not see."""
     lines = [
@@ -312,6 +322,7 @@ TABLES = {
     "equal bytes 8192": lambda: equal_bytes_table(8192, "cached", ("needles",)),
     "equal bytes exact": lambda: equal_bytes_table(4096, "exact", ("needles",)),
     "equal bytes state": equal_bytes_state,
+    "kvpress": kvpress_table,
     "generate": generate_table,
     "quality": quality_table,
     "plans": plans_table,
