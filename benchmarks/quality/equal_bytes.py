@@ -28,6 +28,7 @@ from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.answers import Reading
 from zdc_jax.evaluation.perplexity import bootstrap_interval
 from zdc_jax.evaluation.retention import retention
+from zdc_jax.files import whole_file
 from zdc_jax.fold import cast, prepared_layers
 from zdc_jax.loading import stored_basis
 from zdc_jax.model.transformer import Transformer
@@ -274,7 +275,8 @@ def save(path: Path, run: dict[str, Any]) -> None:
     """Readable JSON, one line a row; `rows` are the last of `run`."""
     rows = ",\n".join(f"  {json.dumps(row)}" for row in run["rows"])
     head = json.dumps({key: value for key, value in run.items() if key != "rows"}, indent=1)
-    path.write_text(head.removesuffix("\n}") + f',\n "rows": [\n{rows}\n ]\n}}\n')
+    with whole_file(path) as file:
+        file.write_text(head.removesuffix("\n}") + f',\n "rows": [\n{rows}\n ]\n}}\n')
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -352,7 +352,7 @@ def main(arguments: list[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
-        except (ZDCError, OSError) as error:
+        except (ZDCError, OSError, NotImplementedError) as error:  # The last: refusals, with their reasons.
             print(f"error: {error}", file=sys.stderr)
             return 2
     return 0

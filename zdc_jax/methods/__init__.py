@@ -9,10 +9,11 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from zdc_jax.cache.evicting import Evicting, Scoring
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
@@ -76,6 +77,15 @@ def named(name: str) -> ModuleType:
 def settings_from_json(name: str, value: dict[str, Any]) -> MethodSettings:
     """Settings of a method as JSON has them; raises `TypeError` for unknown names, `PlanError` for values."""
     return named(name).Settings(**{key: _hashable(item) for key, item in value.items()})
+
+
+def evicting_layers(
+    plan: "CompressionPlan", dtype: str, settings: EvictingSettings, scoring: Scoring
+) -> tuple[LayerCacheSpec, ...]:
+    """How layers keep their tokens where `scoring` says which far ones stay."""
+    return far_layers(
+        plan, dtype, partial(Evicting, kept=settings.kept, block=settings.block, scoring=scoring)
+    )
 
 
 def _hashable(value: Any) -> Any:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.evicting import Evicting, Scoring
+from zdc_jax.cache.evicting import Scoring
 from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
-from zdc_jax.methods import EvictingSettings, far_layers
+from zdc_jax.methods import EvictingSettings, evicting_layers
 from zdc_jax.plan import CompressionPlan
 
 
@@ -46,8 +46,4 @@ def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...
     settings = plan.settings
     assert isinstance(settings, Settings)
     scoring = MeanScoring() if settings.mean else Scoring()
-    return far_layers(
-        plan,
-        dtype,
-        lambda **shape: Evicting(**shape, kept=settings.kept, block=settings.block, scoring=scoring),
-    )
+    return evicting_layers(plan, dtype, settings, scoring)

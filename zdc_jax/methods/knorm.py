@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.evicting import Evicting, Scoring
+from zdc_jax.cache.evicting import Scoring
 from zdc_jax.cache.spec import LayerCacheSpec
-from zdc_jax.methods import EvictingSettings, far_layers
+from zdc_jax.methods import EvictingSettings, evicting_layers
 from zdc_jax.plan import CompressionPlan
 
 
@@ -38,8 +38,4 @@ def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...
     settings = plan.settings
     assert isinstance(settings, Settings)
     scoring = NormScoring()
-    return far_layers(
-        plan,
-        dtype,
-        lambda **shape: Evicting(**shape, kept=settings.kept, block=settings.block, scoring=scoring),
-    )
+    return evicting_layers(plan, dtype, settings, scoring)

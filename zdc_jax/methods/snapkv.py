@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.evicting import EMPTY, Evicting, Scoring
+from zdc_jax.cache.evicting import EMPTY, Scoring
 from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
-from zdc_jax.methods import EvictingSettings, far_layers
+from zdc_jax.methods import EvictingSettings, evicting_layers
 from zdc_jax.plan import CompressionPlan
 
 POOLINGS = "max", "average"
@@ -66,8 +66,4 @@ def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...
     settings = plan.settings
     assert isinstance(settings, Settings)
     scoring = PooledScoring(observed=settings.observed, pool=settings.pool, pooling=settings.pooling)
-    return far_layers(
-        plan,
-        dtype,
-        lambda **shape: Evicting(**shape, kept=settings.kept, block=settings.block, scoring=scoring),
-    )
+    return evicting_layers(plan, dtype, settings, scoring)

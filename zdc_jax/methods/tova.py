@@ -6,9 +6,9 @@ exactly, a multiple of `block` long, keeps what kvpress' TOVAPress does with sin
 
 from dataclasses import dataclass
 
-from zdc_jax.cache.evicting import Evicting, Scoring
+from zdc_jax.cache.evicting import Scoring
 from zdc_jax.cache.spec import LayerCacheSpec
-from zdc_jax.methods import EvictingSettings, far_layers
+from zdc_jax.methods import EvictingSettings, evicting_layers
 from zdc_jax.plan import CompressionPlan
 
 
@@ -22,8 +22,4 @@ def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...
     settings = plan.settings
     assert isinstance(settings, Settings)
     scoring = Scoring(observed=1, shared=True)
-    return far_layers(
-        plan,
-        dtype,
-        lambda **shape: Evicting(**shape, kept=settings.kept, block=settings.block, scoring=scoring),
-    )
+    return evicting_layers(plan, dtype, settings, scoring)
