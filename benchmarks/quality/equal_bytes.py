@@ -46,15 +46,16 @@ COUNTED_AT = 4096
 class Options:
     """`windows` and `sheets` at 4096 tokens, in multiples of 8; longer contexts take fewer, of like cost.
 
-    contexts, methods: those to measure (default all methods). plans: JSON of plans to measure, each named by
-    its file; methods then only where they are named. budgets: those to measure (default all). minutes: no
-    cell is begun after so many. threads: cells measured at once, for compiling takes most of the time.
+    contexts, protocols, methods, budgets: those to measure (default all). plans: JSON of plans to measure,
+    each named by its file; methods then only where they are named. minutes: no cell is begun after so many.
+    threads: cells measured at once, for compiling takes most of the time; each takes up to 26 GB.
     """
 
     model: Path
     corpus: Path
     name: str
     contexts: tuple[int, ...] = (4096, 8192)
+    protocols: tuple[Reading, ...] = READINGS
     methods: tuple[str, ...] = ()
     plans: tuple[Path, ...] = ()
     budgets: tuple[float, ...] = ()
@@ -177,7 +178,7 @@ class Bench:
         done = set(map(key, self.rows))
         cells = [cell for cell in wanted.values() if cell.key not in done]
         for context in dict.fromkeys(cell.context for cell in cells):
-            for protocol in READINGS:
+            for protocol in self.options.protocols:
                 self.dense_on(context, protocol)  # Threads find it there.
             with ThreadPoolExecutor(self.options.threads) as pool:
                 tried = [pool.submit(self.attempt, cell) for cell in cells if cell.context == context]
@@ -230,14 +231,14 @@ class Bench:
                     if options.budgets and budget not in options.budgets:
                         continue
                     if (plan := self.plan(entry, context, budget)) is not None:
-                        for protocol in READINGS:
+                        for protocol in options.protocols:
                             yield Cell(entry.name, budget, plan, context, protocol)
             for path in options.plans:
                 plan = CompressionPlan.load(path)
                 plan.check_model(self.config, self.checkpoint.fingerprint)
                 if plan.rotated:
                     plan.check_basis(self.basis.coordinates_hash)
-                for protocol in READINGS:
+                for protocol in options.protocols:
                     yield Cell(path.stem, None, plan, context, protocol)
 
     def best_heads(self, count: int) -> tuple[tuple[int, ...], ...]:
@@ -261,7 +262,7 @@ class Bench:
     def write(self) -> None:
         """The JSON with all rows so far."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        left_out = ("results", "model", "corpus", "methods", "plans", "budgets", "minutes")
+        left_out = ("results", "model", "corpus", "protocols", "methods", "plans", "budgets", "minutes")
         config = {k: v for k, v in asdict(self.options).items() if k not in left_out}
         config["material"] = self.drawn | {
             str(context): {"windows": len(one.windows), "sheets": len(one.sheets), "topics": one.topics}
