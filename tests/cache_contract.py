@@ -46,11 +46,20 @@ def classes(config: ModelConfig, **near: int) -> CompressionPlan:
     return replace(uniform(config, qk=16, v=16, **near), classes=divided)
 
 
+def coded_by_layer(config: ModelConfig) -> CompressionPlan:
+    """A layer that reads all, one that chooses pages, and one that follows it."""
+    H, rows = config.head_dim, ({"read": 0, "index": 0}, CODED | {"page": 4}, CODED | {"page": 4, "index": 0})
+    own = (methods.settings_from_json("coded", row) for row in rows)
+    layers = tuple(LayerRanks(H, 16, settings=settings) for settings in own)
+    return replace(method(config, "coded", **NEAR), layers=layers)
+
+
 NEAR = {"window": 8, "sinks": 2}
 EVICTING = {"kept": 8, "block": BLOCK}
 """Settings of methods that evict: of 38 tokens that are far in the end, 8 are left."""
 QUEST, LOKI = {"read": 12, "page": 4}, {"read": 12, "index": 8}
 DUO = {"heads": [[1], []]}
+CODED = {"index": 8, "read": 12, "bits_k": 3}
 METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
     "plain": (SHORT_OPT, partial(uniform, qk=32, v=32)),
     "truncated": (SHORT_OPT, partial(uniform, qk=16, v=16)),
@@ -69,6 +78,8 @@ METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
     "tova": (SHORT_OPT, partial(method, name="tova", settings=EVICTING, **NEAR)),
     "quest of a rank": (SHORT_OPT, partial(method, name="quest", settings=QUEST, qk=16, v=16, window=8)),
     "loki": (SHORT_LLAMA, partial(method, name="loki", settings=LOKI, window=8, sinks=2)),
+    "coded": (SHORT_LLAMA, partial(method, name="coded", settings=CODED, qk=16, **NEAR)),
+    "coded by layer": (OPT, coded_by_layer),
     "duo of a rank": (SHORT_OPT, partial(method, name="duo", settings=DUO, qk=16, v=16, window=8)),
     "palu": (SHORT_LLAMA, partial(method, name="palu", qk=16, v=16, window=8, sinks=2)),
     "palu without a window": (SHORT_LLAMA, partial(method, name="palu", qk=16, v=16)),

@@ -165,8 +165,8 @@ def test_of_equal_pages_the_lower_are_read(spec):
 @pytest.mark.parametrize("held", [5, 12, 42, 44])
 def test_bytes_read_are_those_of_ring_index_and_what_is_gathered(spec, held):
     state = jax.eval_shape(lambda: spec.create(1, held))
-    pages = jax.ShapeDtypeStruct((1, K, spec.read // spec.page), jnp.int32)
-    k, v, _ = jax.eval_shape(spec.gathered, state.far, pages)
+    slots = jax.ShapeDtypeStruct((1, K, spec.read), jnp.int32)
+    k, v = jax.eval_shape(spec.rows, state.far, slots)
     chosen = min(k.shape[2], held)
     pages_alone = isinstance(spec, PageBounds)
     index = sum(x.size for x in state.far.index) if pages_alone else K * held * spec.index

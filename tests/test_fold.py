@@ -8,10 +8,13 @@ import pytest
 from conftest import LLAMA, OPT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.linalg import block_diag
 
 from convert.calibration.make_basis import pair_map
 from zdc_jax.basis import Basis
+from zdc_jax.cache.gaussian_codes import turn
 from zdc_jax.config import ModelConfig
+from zdc_jax.errors import CalibrationError
 from zdc_jax.fold import fold_attention, placement
 from zdc_jax.ops.rotary import rope_frequencies
 from zdc_jax.plan import LayerRanks
@@ -38,10 +41,11 @@ class Layer(NamedTuple):
         weights = {name: rng.normal(size=shape) for name, shape in shapes.items()}
         return cls(config, weights, random_basis(rng, K, H, center, pairs), rng.normal(size=(T, D)))
 
-    def fold(self, qk: int | None = None, v: int | None = None, *, full_width=False) -> dict[str, np.ndarray]:
+    def fold(self, qk: int | None = None, v: int | None = None, **options) -> dict[str, np.ndarray]:
         H = self.config.head_dim
         ranks = LayerRanks(H if qk is None else qk, H if v is None else v)
-        return fold_attention(self.weights, self.config, self.basis, 0, ranks, full_width=full_width)
+        options = {"full_width": False} | options
+        return fold_attention(self.weights, self.config, self.basis, 0, ranks, **options)
 
     def project(self, weights, name) -> np.ndarray:
         return np.einsum("TD,DNH->TNH", self.x, weights[name]) + weights.get(f"{name}_bias", 0)
@@ -177,6 +181,34 @@ def test_post_rope_rotates_after_the_rotary_embedding(shape, seed, biases, cente
     rotated_q = np.einsum("TNH,NHR->TNR", q, new["q_rotation"].repeat(G, axis=0))
     rotated_k = np.einsum("TKH,KHR->TKR", k, new["k_rotation"]) + new.get("k_shift", 0)
     equal(layer.attend(new, rotated_q, rotated_k), layer.attend(old, q, k))
+
+
+@random_layers
+@given(shape=shapes, seed=seeds, part=st.integers(1, 5), center=st.booleans())
+@pytest.mark.parametrize("family", [OPT, LLAMA], ids=lambda config: config.family)
+def test_turns_are_folded_into_leading_blocks(family, shape, seed, part, center):
+    """A turn of a block mixes its coordinates alone, so that ranks between blocks keep what they kept."""
+    layer = Layer.draw(family, shape, seed, biases=True, center=center)
+    H = layer.config.head_dim
+    first = min(part, H - 1)
+    plain, new = layer.fold(), layer.fold(turns=((first, H - first), (first,)))
+    keys, values = block_diag(turn(first), turn(H - first)), block_diag(turn(first), np.eye(H - first))
+    of_keys = ("q_rotation", "k_rotation", "k_shift") if family is LLAMA else ("q", "k", "q_bias", "k_bias")
+    for name, whole in plain.items():
+        if name in of_keys:
+            equal(new[name], whole @ keys)
+        elif name in ("v", "v_bias"):
+            equal(new[name], whole @ values)
+        elif name == "o":
+            equal(new[name], values.T @ whole)
+        else:
+            equal(new[name], whole)
+
+
+def test_pairs_are_not_turned():
+    layer = Layer.draw(LLAMA, (1, 1, 16, 8), 0, pairs=True)
+    with pytest.raises(CalibrationError, match="rotary pairs cannot be turned"):
+        layer.fold(turns=((8, 8), ()))
 
 
 @random_layers

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from conftest import LLAMA
 
+from zdc_jax import methods
 from zdc_jax.errors import PlanError
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses, allowed_ranks
 
@@ -81,6 +82,52 @@ def test_plans_of_version_1_come_with_a_warning(tmp_path, classes):
     assert found == plan.for_model("abc")
     found.save(path)
     assert CompressionPlan.load(path) == found
+
+
+def test_settings_of_single_layers_are_kept(tmp_path):
+    """In the layer's line; a layer without takes the plan's."""
+    path, own = tmp_path / "plan.json", methods.settings_from_json("coded", {"bits_k": 3, "index": 8})
+    layers = LayerRanks(16, 32, settings=own), LayerRanks(0, 0), LayerRanks(32, 32)
+    plan = CompressionPlan(layers, 2, 32, window=8, method="coded")
+    plan.save(path)
+    (line,) = [line for line in path.read_text().splitlines() if '"bits_k": 3' in line]
+    assert '"qk": 16' in line
+    assert CompressionPlan.load(path) == plan
+    assert [plan.settings_of(index).bits_k for index in range(3)] == [3, 4, 4]
+    assert [plan.turns(index) for index in range(3)] == [((8, 8), (32,)), ((), ()), ((16, 16), (32,))]
+
+
+def test_plans_of_version_2_load(tmp_path):
+    path, plan = tmp_path / "old.json", CompressionPlan.uniform(LLAMA, qk=16, v=16, window=8)
+    path.write_text(json.dumps(plan.to_json() | {"format_version": 2}))
+    assert CompressionPlan.load(path) == plan
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bits_k": 5}, r"bits_k=5 must be one of \(2, 3, 4, 8\)"),
+        ({"bits_index": 16}, "bits_index=16 must be one of"),
+        ({"index": 12}, "index=12 must be a multiple of 8"),
+        ({"index": 8, "read": 0}, "index=8 must be 0 with read=0"),
+        ({"read": -1}, "read=-1 must be a whole number from 0"),
+        ({"index": 32}, "index=32 must be 0 to below 32"),
+        ({"index": 0}, "layer 0: index=0 with read=256 and page=1 must follow a layer that chooses as many"),
+    ],
+)
+def test_impossible_codes_are_refused(settings, message):
+    value = CompressionPlan.full(LLAMA).to_json() | {"method": "coded", "settings": settings}
+    with pytest.raises(PlanError, match=message):
+        CompressionPlan.from_json(value, "plan.json")
+
+
+def test_settings_of_another_method_are_refused():
+    layer = LayerRanks(32, 32, settings=methods.settings_from_json("kivi", {}))
+    with pytest.raises(PlanError, match=r"layer 0: settings=.* are not those of method 'coded'"):
+        CompressionPlan((layer,), 2, 32, method="coded")
+    value = CompressionPlan.full(LLAMA).to_json() | {"method": "coded", "rotated": False}
+    with pytest.raises(PlanError, match="rotated=False: method 'coded'"):
+        CompressionPlan.from_json(value, "plan.json")
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,17 @@ basis:
 V and O are always folded.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
 from zdc_jax.basis import Basis
+from zdc_jax.cache.gaussian_codes import turn as orthogonal_turn
 from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.errors import CalibrationError
+from zdc_jax.methods import Turns
 from zdc_jax.ops.rotary import rope_frequencies
 from zdc_jax.parallel.payload import Payload, scale_weights
 from zdc_jax.plan import CompressionPlan, LayerRanks
@@ -50,6 +52,7 @@ def prepared_layers(
                 plan.stored_ranks(index),
                 full_width=any(plan.near(index)),
                 latent_keys=plan.settings.latent_keys,
+                turns=plan.turns(index),
             )
             if payload == "float8":
                 folded |= scale_weights(basis, index)
@@ -89,6 +92,7 @@ def fold_attention(
     *,
     full_width: bool,
     latent_keys: bool = False,
+    turns: Turns = ((), ()),
 ) -> dict[str, np.ndarray]:
     """The attention parameters of one layer in the rotated basis, physically sliced.
 
@@ -97,6 +101,7 @@ def fold_attention(
       ranks: coordinates to keep.
       full_width: keep all H coordinates, rotated; for plans with a window.
       latent_keys: leave q and k as they are, and add `k_latent` [K, H, R] where far keys are kept.
+      turns: blocks of the first coordinates of k (and q), and of v, that `gaussian_codes.turn` acts on.
 
     Returns:
       float64 (integer-free) arrays: q [D, N, R], k [D, K, R], v [D, K, Z], o [N, Z, D], their biases, and
@@ -105,22 +110,38 @@ def fold_attention(
 
     Raises:
       ValueError: a weight that folding has no rule for; it would be lost.
-      CalibrationError: what `placement` raises; `latent_keys` of a basis that has no `k_latent`.
+      CalibrationError: what `placement` raises; `latent_keys` of a basis that has no `k_latent`; turns of
+        keys in a basis of rotary pairs.
     """
     if unknown := weights.keys() - _FOLDED:
         raise ValueError(f"layer {layer}: no rule to fold the attention weights {sorted(unknown)}")
     R, Z = (config.head_dim,) * 2 if full_width else (ranks.qk, ranks.v)
     old = {name: np.asarray(x, np.float64) for name, x in weights.items()}
+    of_keys, of_values = (_turned(sizes, width) for sizes, width in zip(turns, (R, Z), strict=True))
+    values = _fold_vo(old, config, basis, layer, of_values)
     if latent_keys:
-        return _latent_qk(old, basis, layer, ranks.qk) | _fold_vo(old, config, basis, layer, Z)
-    return _fold_qk(old, config, basis, layer, R) | _fold_vo(old, config, basis, layer, Z)
+        return _latent_qk(old, basis, layer, ranks.qk) | values
+    if turns[0] and placement(config.layers[layer], basis) == "pairs":
+        raise CalibrationError("a basis of rotary pairs cannot be turned for codes of keys; use 'balanced'")
+    return _fold_qk(old, config, basis, layer, of_keys) | values
+
+
+def _turned(sizes: Sequence[int], width: int) -> np.ndarray:
+    """Orthogonal [width, width]: turns blocks of so many first coordinates, and leaves the rest."""
+    matrix, start = np.eye(width), 0
+    for size in sizes:
+        block = slice(start, start + size)
+        matrix[block, block] = orthogonal_turn(size)
+        start += size
+    return matrix
 
 
 def _fold_qk(
-    old: Mapping[str, np.ndarray], config: ModelConfig, basis: Basis, layer: int, R: int
+    old: Mapping[str, np.ndarray], config: ModelConfig, basis: Basis, layer: int, turned: np.ndarray
 ) -> dict[str, np.ndarray]:
-    k_map = basis.k_map[layer, :, :, :R]
-    q_map = basis.q_map[layer, :, :, :R]
+    R = len(turned)
+    k_map = basis.k_map[layer, :, :, :R] @ turned
+    q_map = basis.q_map[layer, :, :, :R] @ turned
     shift = None
     if basis.key_mean is not None:
         shift = -np.einsum("KH,KHR->KR", basis.key_mean[layer], k_map)
@@ -158,9 +179,10 @@ def _latent_qk(old: Mapping[str, np.ndarray], basis: Basis, layer: int, R: int) 
 
 
 def _fold_vo(
-    old: Mapping[str, np.ndarray], config: ModelConfig, basis: Basis, layer: int, Z: int
+    old: Mapping[str, np.ndarray], config: ModelConfig, basis: Basis, layer: int, turned: np.ndarray
 ) -> dict[str, np.ndarray]:
-    v_map, o_map = basis.v_map[layer, :, :, :Z], basis.o_map[layer, :, :Z]
+    Z = len(turned)
+    v_map, o_map = basis.v_map[layer, :, :, :Z] @ turned, turned.T @ basis.o_map[layer, :, :Z]
     N, H, D = old["o"].shape
     grouped = old["o"].reshape(config.num_kv_heads, config.group_size, H, D)
     new = {

@@ -2,9 +2,9 @@
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,8 +19,8 @@ from zdc_jax.errors import PlanError
 from zdc_jax.files import load_json, whole_file
 from zdc_jax.methods import MethodSettings
 
-FORMAT_VERSION = 2
-"""Version 1 did not name the basis."""
+FORMAT_VERSION = 3
+"""Version 1 did not name the basis, 2 knew no settings of single layers."""
 RANK_STEP = 16
 """Ranks are multiples of this: it is the contraction step that tensor cores charge for."""
 MOST_TOKENS = 2**31 - 1
@@ -33,11 +33,13 @@ class LayerRanks:
 
     window: of this layer, in tokens, in the place of the plan's window and sinks; only without far keys
     (R = Z = 0). That is how a plan says what sliding-window layers keep.
+    settings: of the plan's method for this layer, in the place of the plan's.
     """
 
     qk: int
     v: int
     window: int | None = None
+    settings: MethodSettings | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,10 @@ class CompressionPlan:
             raise PlanError("layers=() must name the ranks of at least one layer")
         for index, ranks in enumerate(self.layers):
             self._check_ranks(index, ranks)
+            if ranks.settings is not None and type(ranks.settings) is not type(self.settings):
+                raise PlanError(
+                    f"layer {index}: settings={ranks.settings!r} are not those of method {self.method!r}"
+                )
         if self.classes is not None:
             self._check_classes(self.classes)
         self._check_rotated()
@@ -212,6 +218,15 @@ class CompressionPlan:
         own = self.layers[layer].window
         return (self.sinks, self.window) if own is None else (0, own)
 
+    def settings_of(self, layer: int) -> MethodSettings:
+        """The method's settings for a layer."""
+        return self.layers[layer].settings or self.settings
+
+    def turns(self, layer: int) -> methods.Turns:
+        """Blocks of a layer's coordinates that the method's turns are folded into."""
+        ranks = self.layers[layer]
+        return self.settings_of(layer).turns(ranks.qk, ranks.v) if ranks.qk else ((), ())
+
     @property
     def mean_ranks(self) -> tuple[float, float]:
         """Mean over layers of (R, Z)."""
@@ -279,9 +294,9 @@ class CompressionPlan:
         for name, usual in (("rotated", True), ("settings", {})):
             if value[name] == usual:
                 del value[name]
-        for layer in value["layers"]:
-            if layer["window"] is None:
-                del layer["window"]
+        value["layers"] = [_said(layer) for layer in value["layers"]]
+        if self.classes is not None:
+            value["classes"]["important"] = [_said(layer) for layer in value["classes"]["important"]]
         return value
 
     def save(self, path: str | Path) -> None:
@@ -308,17 +323,18 @@ class CompressionPlan:
     def from_json(cls, value: Any, path: str | Path) -> Self:
         """What `to_json` gave; raises `PlanError` naming `path` where it is no plan."""
         version = value.get("format_version") if isinstance(value, dict) else type(value).__name__
-        if version not in (1, FORMAT_VERSION):
-            raise PlanError(f"{path}: format_version={version!r}, this release reads 1 and {FORMAT_VERSION}")
+        if version not in range(1, FORMAT_VERSION + 1):
+            raise PlanError(f"{path}: format_version={version!r}, this release reads 1 to {FORMAT_VERSION}")
         fields = {key: item for key, item in value.items() if key != "format_version"}
         try:
-            layers = tuple(LayerRanks(**layer) for layer in fields.pop("layers"))
+            own = partial(methods.settings_from_json, fields.get("method", cls.method))
+            layers = tuple(_layer_from_json(layer, own) for layer in fields.pop("layers"))
             if (classes := fields.pop("classes", None)) is not None:
                 important = tuple(LayerRanks(**ranks) for ranks in classes.pop("important"))
                 leaders, fraction = (tuple(classes.pop(name)) for name in ("leaders", "fraction"))
                 classes = TokenClasses(leaders, fraction, important, **classes)
             if (settings := fields.pop("settings", None)) is not None:
-                fields["settings"] = methods.settings_from_json(fields.get("method", cls.method), settings)
+                fields["settings"] = own(settings)
             plan = cls(layers, **fields, classes=classes)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
@@ -336,6 +352,16 @@ class CompressionPlan:
 @lru_cache(maxsize=256)
 def _layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
     return methods.named(plan.method).layer_caches(plan, dtype)
+
+
+def _said(layer: dict[str, Any]) -> dict[str, Any]:
+    """A layer as JSON, without what it does not choose."""
+    return {name: value for name, value in layer.items() if value is not None}
+
+
+def _layer_from_json(layer: dict[str, Any], settings: Callable[[Any], MethodSettings]) -> LayerRanks:
+    own = layer.get("settings")
+    return LayerRanks(**layer | ({} if own is None else {"settings": settings(own)}))
 
 
 def _integer(name: str, value: Any) -> int:

@@ -28,6 +28,7 @@ from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.answers import Reading
 from zdc_jax.evaluation.perplexity import bootstrap_interval
 from zdc_jax.evaluation.retention import retention
+from zdc_jax.evaluation.sheets import ALIGNMENT
 from zdc_jax.files import whole_file
 from zdc_jax.fold import cast, prepared_layers
 from zdc_jax.loading import stored_basis
@@ -123,7 +124,8 @@ class Bench:
         ranks = [plan.stored_ranks(i) for i in range(len(plan.layers))]
         widths = [True if any(plan.near(i)) else (r.qk, r.v) for i, r in enumerate(ranks)]
         latent = plan.settings.latent_keys and tuple(ranks)
-        key = (plan.rotated, latent, *(widths if plan.rotated else ()))
+        turns = [plan.turns(i) for i in range(len(ranks))]
+        key = (plan.rotated, latent, *((*widths, *turns) if plan.rotated else ()))
         if key not in self.layers:
             stored = (self.checkpoint.layer(i) for i in range(self.config.num_layers))
             basis = self.basis if plan.rotated else None
@@ -173,7 +175,8 @@ class Bench:
         wanted = {cell.key: cell for cell in self.cells()}
         key = lambda row: (row["method"], row["budget"], row["context"], row["protocol"])
         # A budget may have got another plan since its row was written.
-        stale = lambda row: key(row) in wanted and row["plan"] != wanted[key(row)].plan.to_json()
+        held = lambda row: CompressionPlan.from_json(row["plan"], self.path)
+        stale = lambda row: key(row) in wanted and held(row) != wanted[key(row)].plan
         self.rows = [row for row in self.rows if not stale(row)]
         done = set(map(key, self.rows))
         cells = [cell for cell in wanted.values() if cell.key not in done]
@@ -238,6 +241,8 @@ class Bench:
                 plan.check_model(self.config, self.checkpoint.fingerprint)
                 if plan.rotated:
                     plan.check_basis(self.basis.coordinates_hash)
+                if any(ALIGNMENT % spec.alignment for spec in plan.layer_caches(self.dtype.name)):
+                    raise SystemExit(f"{path}: its pieces cannot begin at multiples of {ALIGNMENT}")
                 for protocol in options.protocols:
                     yield Cell(path.stem, None, plan, context, protocol)
 

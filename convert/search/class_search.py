@@ -98,7 +98,8 @@ class ClassNumbers:
             for part in ("qk", "v"):
                 floor = getattr(self.rest, part) if name == "important" else 0
                 if lower := [level for level in levels if floor <= level < getattr(ranks, part)]:
-                    step: dict[str, Any] = {name: replace(ranks, **{part: lower[-1]})}
+                    kept: dict[str, Any] = {part: lower[-1]}
+                    step: dict[str, Any] = {name: replace(ranks, **kept)}
                     found[f"{name}.{part}"] = replace(self, **step)
         return found
 

@@ -94,7 +94,7 @@ class TrialBook:
         self.windows, self.sheets, self.batch, self.journal = windows, sheets, batch, journal
         self.layers = [self.checkpoint.layer(index) for index in range(self.config.num_layers)]
         self.embeddings = cast(self.checkpoint.embeddings(), self.dtype)
-        self.whole: list[Any] | None = None
+        self.whole: dict[Any, list[Any]] = {}
         self.key = self._key()
         self.seen: dict[str, Seen] = dict(self._read_journal())
         self.dense = self._seen(None)
@@ -146,13 +146,15 @@ class TrialBook:
         return Transformer(self.config, plan, self.embeddings, self._prepared(plan))
 
     def _prepared(self, plan: CompressionPlan) -> Iterable[Any]:
-        """Folded weights; where all layers have near tokens these are whole, and the same for all plans."""
+        """Folded weights; where all layers have near tokens these are whole, and the same for all plans of
+        like turns."""
         prepare = partial(prepared_layers, iter(self.layers), self.config, plan, self.basis, self.dtype)
         if not all(any(plan.near(index)) for index in range(len(plan.layers))):
             return prepare()
-        if self.whole is None:
-            self.whole = [jax.device_put(layer) for layer in prepare()]
-        return self.whole
+        turns = tuple(plan.turns(index) for index in range(len(plan.layers)))
+        if turns not in self.whole:
+            self.whole = {turns: [jax.device_put(layer) for layer in prepare()]}
+        return self.whole[turns]
 
     def _key(self) -> str:
         asked = (

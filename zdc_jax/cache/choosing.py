@@ -12,6 +12,7 @@ everything, and drop what each of their queries did not choose: they give the sa
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,10 +31,13 @@ from zdc_jax.ops.xla import chosen_attention, in_query_blocks, query_block
 
 
 class FarTokens(NamedTuple):
-    """k [B, K, S, R], v [B, K, S, Z] of all tokens, slot = position; index: what else choosing reads."""
+    """k [B, K, S, R], v [B, K, S, Z] of all tokens, slot = position; index: what else choosing reads.
 
-    k: Array
-    v: Array
+    Methods with codes keep trees of arrays [B, K, S, …] instead.
+    """
+
+    k: Any
+    v: Any
     index: Any = ()
 
 
@@ -53,12 +57,28 @@ class Choosing(NearFar):
             raise PlanError(f"read={self.read} must be a multiple of page={self.page} tokens, and above 0")
 
     @abstractmethod
-    def page_scores(self, far: FarTokens, q: Float[Array, "B T K G R"]) -> Float[Array, "B T K G pages"]:
-        """What the index says of the unscaled score of each page, float32."""
+    def page_scores(
+        self, far: FarTokens, q: Float[Array, "B T K G R"], scale: float
+    ) -> Float[Array, "B T K G pages"]:
+        """What the index says of the scaled score of each page, float32."""
 
     @abstractmethod
-    def index_coordinates(self, tokens: int) -> int:
-        """Coordinates a KV head that choosing among so many tokens reads."""
+    def index_bytes(self, tokens: int) -> int:
+        """Bytes that choosing among so many tokens reads."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a far token's keys and values that are read once it is chosen, in all heads."""
+        return self.num_kv_heads * (self.R + self.Z) * jnp.dtype(self.dtype).itemsize
+
+    def rows(self, far: FarTokens, slots: Int[Array, "B K n"]) -> tuple[Array, Array]:
+        """Keys [B, K, n, R] and values [B, K, n, Z] in these slots, and no others read."""
+        take = lambda x: jnp.take_along_axis(x, slots[..., None], axis=2)
+        return take(far.k), take(far.v)
+
+    def all_rows(self, far: FarTokens) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
+        """Keys and values of the whole store."""
+        return far.k, far.v
 
     def create_far(self, batch: int, capacity: int) -> FarTokens:
         """`NearFar.create_far`."""
@@ -73,26 +93,42 @@ class Choosing(NearFar):
 
     def attend_far(self, far: FarTokens, q: Array, positions: Array, scale: float) -> tuple[Array, Array]:
         """`NearFar.attend_far`."""
+        chosen = lambda q, positions: self.chosen(far, q, positions, scale)
+        return self._in_blocks(far, scale, chosen, q, positions)
+
+    def attend_pages(
+        self, far: FarTokens, q: Array, positions: Array, pages: Int[Array, "B T K n"], scale: float
+    ) -> tuple[Array, Array]:
+        """`attend_far` to pages that were chosen before."""
+        return self._in_blocks(far, scale, lambda q, positions, pages: pages, q, positions, pages)
+
+    def _in_blocks(
+        self, far: FarTokens, scale: float, chosen: Callable[..., Array], q: Array, *of_queries: Array
+    ) -> tuple[Array, Array]:
+        """Attention to the pages `chosen(q, *of_queries)`; first of `of_queries` are positions."""
         B, T, N, _ = q.shape
         if T == 1:
-            k, v, slots = self.gathered(far, self.chosen(far, q, positions, scale)[:, 0])
-            visible = self._is_far(slots, positions[:, :, None])
+            slots = self._slots(chosen(q, *of_queries)[:, 0])
+            # Slots past the last are of no far token; what stands for them must be a number.
+            k, v = self.rows(far, jnp.minimum(slots, self.capacity(far) - 1))
+            visible = self._is_far(slots, of_queries[0][:, :, None])
             return chosen_attention(q, k, v, visible[:, :, None], scale=scale)
-        S = far.k.shape[2]
+        k, v = self.all_rows(far)
+        S = k.shape[2]
 
-        def one_block(q: Array, positions: Array) -> tuple[Array, Array]:
-            visible = self._visible(self.chosen(far, q, positions, scale), positions, S)
-            return chosen_attention(q, far.k, far.v, visible, scale=scale)
+        def one_block(q: Array, positions: Array, *others: Array) -> tuple[Array, Array]:
+            visible = self._visible(chosen(q, positions, *others), positions, S)
+            return chosen_attention(q, k, v, visible, scale=scale)
 
         # The index has scores of its own, at most as many as attention.
-        return in_query_blocks(one_block, q, positions, query_block(2 * B * N * S, T))
+        return in_query_blocks(one_block, query_block(2 * B * N * S, T), q, *of_queries)
 
     def chosen(
         self, far: FarTokens, q: Float[Array, "B T N R"], positions: Int[Array, "B T"], scale: float
     ) -> Int[Array, "B T K n"]:
         """The pages that each query reads, best first; those without a far token of its own come last."""
         q = q.reshape(*q.shape[:2], self.num_kv_heads, -1, q.shape[-1])
-        scores = scale * self.page_scores(far, q)
+        scores = self.page_scores(far, q, scale)
         first, t = jnp.arange(scores.shape[-1]) * self.page, positions[:, :, None, None, None]
         has_far = (first + self.page > self.sinks) & (first <= t - self.window)
         scores = jnp.where(has_far, scores, jnp.finfo(jnp.float32).min)
@@ -100,22 +136,19 @@ class Choosing(NearFar):
         shared = logsumexp(log_softmax(scores, axis=-1), axis=3)
         return jax.lax.top_k(shared, min(self.read // self.page, scores.shape[-1]))[1]
 
-    def gathered(
-        self, far: FarTokens, pages: Int[Array, "B K n"]
-    ) -> tuple[Float[Array, "B K chosen R"], Float[Array, "B K chosen Z"], Int[Array, "B K chosen"]]:
-        """Keys and values of these pages alone, and their positions."""
-        slots = pages[..., None] * self.page + jnp.arange(self.page)
-        slots = slots.reshape(*pages.shape[:2], -1)
-        # Slots past the last are of no far token; what stands for them must be a number.
-        rows = jnp.minimum(slots, far.k.shape[2] - 1)[..., None]
-        take = lambda x: jnp.take_along_axis(x, rows, axis=2)
-        return take(far.k), take(far.v), slots
+    def capacity(self, far: FarTokens) -> int:
+        """Slots of the store."""
+        return jax.tree.leaves(far.v)[0].shape[2]
 
     def bytes_read(self, tokens: int) -> int:
         """`LayerCacheSpec.bytes_read`: the ring, the index, and the keys and values that are chosen."""
-        chosen = min(self.read, tokens) * (self.R + self.Z)
-        coordinates = self.num_kv_heads * (self.index_coordinates(tokens) + chosen)
-        return self.near.bytes(tokens) + coordinates * jnp.dtype(self.dtype).itemsize
+        chosen = min(self.read, tokens) * self.token_bytes
+        return self.near.bytes(tokens) + self.index_bytes(tokens) + chosen
+
+    def _slots(self, pages: Int[Array, "B K n"]) -> Int[Array, "B K chosen"]:
+        """The positions of these pages."""
+        slots = pages[..., None] * self.page + jnp.arange(self.page)
+        return slots.reshape(*pages.shape[:2], -1)
 
     def _is_far(self, j: Array, t: Array) -> Array:
         return (j >= self.sinks) & (j <= t - self.window)
@@ -170,16 +203,17 @@ class PageBounds(Choosing):
         least, largest = far.index
         return far._replace(index=(put(least, rows.min(3)), put(largest, rows.max(3))))
 
-    def page_scores(self, far: FarTokens, q: Array) -> Array:
+    def page_scores(self, far: FarTokens, q: Array, scale: float) -> Array:
         """`Choosing.page_scores`."""
         # max(q · least, q · largest) is q · largest where q is positive, else q · least.
         ends = zip((jnp.minimum(q, 0), jnp.maximum(q, 0)), far.index, strict=True)
         least, largest = (einsum_f32("BTKGR,BKSR->BTKGS", part, end) for part, end in ends)
-        return least + largest
+        return scale * (least + largest)
 
-    def index_coordinates(self, tokens: int) -> int:
-        """`Choosing.index_coordinates`."""
-        return 2 * -(-tokens // self.page) * self.R
+    def index_bytes(self, tokens: int) -> int:
+        """`Choosing.index_bytes`."""
+        coordinates = 2 * -(-tokens // self.page) * self.R
+        return self.num_kv_heads * coordinates * jnp.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,10 +234,10 @@ class LeadingScores(Choosing):
         if not 1 <= self.index <= self.R:
             raise PlanError(f"index={self.index} must be 1 to {self.R}, the rank of the layer's keys")
 
-    def page_scores(self, far: FarTokens, q: Array) -> Array:
+    def page_scores(self, far: FarTokens, q: Array, scale: float) -> Array:
         """`Choosing.page_scores`."""
-        return einsum_f32("BTKGR,BKSR->BTKGS", q[..., : self.index], far.k[..., : self.index])
+        return scale * einsum_f32("BTKGR,BKSR->BTKGS", q[..., : self.index], far.k[..., : self.index])
 
-    def index_coordinates(self, tokens: int) -> int:
-        """`Choosing.index_coordinates`."""
-        return tokens * self.index
+    def index_bytes(self, tokens: int) -> int:
+        """`Choosing.index_bytes`."""
+        return self.num_kv_heads * tokens * self.index * jnp.dtype(self.dtype).itemsize

@@ -1,4 +1,4 @@
-"""Codes for vectors that a fixed turn makes look Gaussian: those of TurboQuant (Zandieh et al. 2025)."""
+"""Codes for vectors that a fixed turn made look Gaussian: those of TurboQuant (Zandieh et al. 2025)."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -6,6 +6,7 @@ from statistics import NormalDist
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes import SCALE_DTYPE, Code, Coded, pack, packing_refusal, unpack
@@ -15,10 +16,11 @@ LLOYD_STEPS = 500
 
 
 @dataclass(frozen=True)
-class TurnedGaussian(Code):
-    """Coordinates after `turn` in the best 2^bits levels for a Gaussian, times a token's root mean square.
+class Gaussian(Code):
+    """Coordinates in the best 2^bits levels for a Gaussian, times a token's root mean square.
 
-    Coded: levels uint8 [*batch, 1, C·bits/8], root mean square [*batch, 1, 1].
+    Coded: levels uint8 [*batch, 1, C·bits/8], root mean square [*batch, 1, 1]. Zeros are read as zeros, and a
+    token with a coordinate that is no finite number as NaN.
     """
 
     bits: int
@@ -34,8 +36,7 @@ class TurnedGaussian(Code):
         largest = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
         x = x / largest
         size = jnp.sqrt((x * x).mean(-1, keepdims=True))
-        turned = jnp.matmul(x, turn(x.shape[-1]), precision="highest")
-        unit = turned / jnp.maximum(size, jnp.finfo(jnp.float32).tiny)
+        unit = self.turned(x) / jnp.maximum(size, jnp.finfo(jnp.float32).tiny)
         table = gaussian_levels(self.bits)
         middles = jnp.asarray((table[1:] + table[:-1]) / 2, jnp.float32)
         levels = (unit[..., None] > middles).sum(-1, dtype=jnp.uint8)
@@ -46,13 +47,34 @@ class TurnedGaussian(Code):
         levels, size = coded
         table = jnp.asarray(gaussian_levels(self.bits), jnp.float32)
         unit = jnp.take(table, unpack(levels, self.bits), mode="clip")
+        return self.turned_back(unit) * size.astype(jnp.float32)
+
+    def turned(self, x: Float[Array, "*batch C"]) -> Float[Array, "*batch C"]:
+        """What is rounded: the coordinates themselves."""
+        return x
+
+    def turned_back(self, x: Float[Array, "*batch C"]) -> Float[Array, "*batch C"]:
+        """The way back."""
+        return x
+
+
+@dataclass(frozen=True)
+class TurnedGaussian(Gaussian):
+    """`Gaussian` of the coordinates after `turn`."""
+
+    def turned(self, x: Array) -> Array:
+        """`Gaussian.turned`."""
+        return jnp.matmul(x, jnp.asarray(turn(x.shape[-1]), jnp.float32), precision="highest")
+
+    def turned_back(self, x: Array) -> Array:
+        """`Gaussian.turned_back`."""
         # The whole store is turned back at every step: a GPU may round factors as far as it likes to.
-        return (unit @ turn(C).T) * size.astype(jnp.float32)
+        return x @ jnp.asarray(turn(x.shape[-1]).T, jnp.float32)
 
 
 @cache
 def turn(C: int) -> np.ndarray:
-    """The turn of vectors of C coordinates: an orthogonal matrix float32 [C, C] of entries at most √(2/C).
+    """The turn of vectors of C coordinates: an orthogonal matrix float64 [C, C] of entries at most √(2/C).
 
     Random signs, then Sylvester's Hadamard matrix; for C = p·2^m with p odd, the Kronecker product of the
     Hartley matrix of p, which is like it for other sizes, and the Hadamard matrix of 2^m.
@@ -63,7 +85,7 @@ def turn(C: int) -> np.ndarray:
     while len(matrix) < C:
         matrix = np.kron(matrix, np.array([[1, 1], [1, -1]]) / np.sqrt(2))
     signs = np.random.default_rng(C).choice([-1, 1], C)
-    return (signs[:, None] * matrix).astype(np.float32)
+    return signs[:, None] * matrix
 
 
 @cache

@@ -54,12 +54,12 @@ class Latents(NearFar):
         return k.keys
 
     def far_part(
-        self, far: tuple[Array, Array], q: Array, k: LatentKeys, positions: Array, scale: float
-    ) -> tuple[Array, Array]:
+        self, far: tuple[Array, Array], q: Array, k: LatentKeys, positions: Array, scale: float, aux: Any
+    ) -> tuple[Array, Array, Any]:
         """`NearFar.far_part`: `attend_far` of reconstructed keys."""
         latents, values = far
         keys = reconstructed(latents, k.factor, k.frequencies)
-        return self.attend_far((keys, values), q, positions, scale)
+        return *self.attend_far((keys, values), q, positions, scale), aux
 
     def attend_far(
         self, far: tuple[Array, Array], q: Array, positions: Array, scale: float

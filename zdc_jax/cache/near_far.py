@@ -84,10 +84,10 @@ class NearFar(LayerCacheSpec):
         return k
 
     def far_part(
-        self, far: State, q: Array, k: Any, positions: Array, scale: float
-    ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
-        """`attend_far` as `attend` calls it, with the new keys k."""
-        return self.attend_far(far, q[..., : self.R], positions, scale)
+        self, far: State, q: Array, k: Any, positions: Array, scale: float, aux: Any
+    ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"], Any]:
+        """`attend_far` as `attend` calls it, with the new keys k; and what is handed on."""
+        return *self.attend_far(far, q[..., : self.R], positions, scale), aux
 
     def create(self, batch: int, capacity: int) -> NearFarState:
         """`LayerCacheSpec.create`."""
@@ -109,15 +109,15 @@ class NearFar(LayerCacheSpec):
         aux: Any,
         call: Call,
     ) -> Attended:
-        """`LayerCacheSpec.attend`; hands `aux` on. The far part runs on XLA."""
+        """`LayerCacheSpec.attend`. The far part runs on XLA."""
         if call.implementation not in (None, "xla"):
             raise NotImplementedError(
                 f"implementation={call.implementation!r}: this cache is read on xla alone"
             )
         far = self.write_far(state, k, v, positions, end)
-        parts = [self.far_part(far, q, k, positions, call.scale)]
+        far_o, far_lse, aux = self.far_part(far, q, k, positions, call.scale, aux)
         if not self.has_near:
-            return Attended(NearFarState(state.near, far), *parts[0], aux)
+            return Attended(NearFarState(state.near, far), far_o, far_lse, aux)
         near = self.near.attend(state.near, q, self.near_keys(k), v, positions, end, None, call)
-        o, lse = merge_partial([(near.o, near.lse), *parts])
+        o, lse = merge_partial([(near.o, near.lse), (far_o, far_lse)])
         return Attended(NearFarState(near.state, far), o, lse, aux)

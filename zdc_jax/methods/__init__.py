@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from zdc_jax.plan import CompressionPlan
 
 
+Turns = tuple[tuple[int, ...], tuple[int, ...]]
+"""Blocks of keys, and of values."""
+
+
 @dataclass(frozen=True)
 class MethodSettings:
     """What a plan chooses of a method, beside ranks, sinks and window. Hashable; JSON can say all of it.
@@ -34,6 +38,11 @@ class MethodSettings:
     """
 
     latent_keys: ClassVar[bool] = False
+
+    def turns(self, R: int, Z: int) -> Turns:
+        """Sizes of the blocks of leading coordinates that `zdc_jax.cache.gaussian_codes.turn` is folded into,
+        of keys of R coordinates and of values of Z."""
+        return (), ()
 
     def __post_init__(self) -> None:
         try:
@@ -80,12 +89,14 @@ def settings_from_json(name: str, value: dict[str, Any]) -> MethodSettings:
 
 
 def evicting_layers(
-    plan: "CompressionPlan", dtype: str, settings: EvictingSettings, scoring: Scoring
+    plan: "CompressionPlan", dtype: str, scoring: Callable[[Any], Scoring]
 ) -> tuple[LayerCacheSpec, ...]:
-    """How layers keep their tokens where `scoring` says which far ones stay."""
-    return far_layers(
-        plan, dtype, partial(Evicting, kept=settings.kept, block=settings.block, scoring=scoring)
-    )
+    """How layers keep their tokens where `scoring(settings)` says which far ones stay."""
+
+    def far(settings: EvictingSettings) -> Callable[..., LayerCacheSpec]:
+        return partial(Evicting, kept=settings.kept, block=settings.block, scoring=scoring(settings))
+
+    return far_layers(plan, dtype, far)
 
 
 def _hashable(value: Any) -> Any:
@@ -105,14 +116,18 @@ def check_range(name: str, value: Any, least: int, most: int) -> None:
 
 
 def far_layers(
-    plan: "CompressionPlan", dtype: str, far: Callable[..., LayerCacheSpec]
+    plan: "CompressionPlan", dtype: str, far: Callable[[Any], Callable[..., LayerCacheSpec]]
 ) -> tuple[LayerCacheSpec, ...]:
-    """`far(**layer_shape)` for each layer that keeps far tokens.
+    """`far(settings)(**layer_shape)` for each layer that keeps far tokens, with its settings.
 
     Layers without (rank 0, sliding windows) are rings in all methods.
     """
-    shapes = (layer_shape(plan, dtype, index) for index in range(len(plan.layers)))
-    return tuple((far if shape["R"] else PrefixRing)(**shape) for shape in shapes)
+
+    def one(index: int) -> LayerCacheSpec:
+        shape = layer_shape(plan, dtype, index)
+        return (far(plan.settings_of(index)) if shape["R"] else PrefixRing)(**shape)
+
+    return tuple(map(one, range(len(plan.layers))))
 
 
 def layer_shape(plan: "CompressionPlan", dtype: str, index: int) -> dict[str, Any]:

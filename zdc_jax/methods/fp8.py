@@ -1,6 +1,7 @@
 """fp8: keys and values in float8 e4m3 without scales, the cache that vLLM calls `fp8` (no calibration)."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from zdc_jax.cache.coded_store import CodedStore
 from zdc_jax.cache.codes import Float8
@@ -16,6 +17,4 @@ class Settings(MethodSettings):
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """How each layer keeps its tokens under a plan; `dtype` is the model's."""
-    return far_layers(
-        plan, dtype, lambda **shape: CodedStore(**shape, key_code=Float8(), value_code=Float8())
-    )
+    return far_layers(plan, dtype, lambda _: partial(CodedStore, key_code=Float8(), value_code=Float8()))

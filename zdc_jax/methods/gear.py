@@ -6,9 +6,9 @@ The plan's window holds the newest tokens, at least `group`, until their block i
 are of each block of `group` tokens, where the authors take whole prompts: they cost more bytes here.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 from zdc_jax.cache.coded_store import CodedStore
 from zdc_jax.cache.residual_codes import LONGEST, Gear
@@ -42,8 +42,9 @@ class Settings(MethodSettings):
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """How each layer keeps its tokens under a plan; `dtype` is the model's."""
-    chosen = cast(Settings, plan.settings)
-    code = partial(Gear, chosen.bits, chosen.group, chosen.rank, chosen.outliers)
-    return far_layers(
-        plan, dtype, partial(CodedStore, key_code=code(by_channel=True), value_code=code(by_channel=False))
-    )
+
+    def far(settings: Settings) -> Callable[..., LayerCacheSpec]:
+        code = partial(Gear, settings.bits, settings.group, settings.rank, settings.outliers)
+        return partial(CodedStore, key_code=code(by_channel=True), value_code=code(by_channel=False))
+
+    return far_layers(plan, dtype, far)

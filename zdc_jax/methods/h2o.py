@@ -43,7 +43,4 @@ class MeanScoring(Scoring):
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """How each layer keeps its tokens under a plan; `dtype` is the model's."""
-    settings = plan.settings
-    assert isinstance(settings, Settings)
-    scoring = MeanScoring() if settings.mean else Scoring()
-    return evicting_layers(plan, dtype, settings, scoring)
+    return evicting_layers(plan, dtype, lambda settings: MeanScoring() if settings.mean else Scoring())

@@ -1,6 +1,7 @@
 """int8: keys and values in eight-bit integers, with a scale a token and head."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from zdc_jax.cache.coded_store import CodedStore
 from zdc_jax.cache.codes import Int8
@@ -16,4 +17,4 @@ class Settings(MethodSettings):
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """How each layer keeps its tokens under a plan; `dtype` is the model's."""
-    return far_layers(plan, dtype, lambda **shape: CodedStore(**shape, key_code=Int8(), value_code=Int8()))
+    return far_layers(plan, dtype, lambda _: partial(CodedStore, key_code=Int8(), value_code=Int8()))

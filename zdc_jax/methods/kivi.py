@@ -4,9 +4,9 @@ A channel of keys has a scale and a zero point for `group` consecutive tokens, w
 of them is there. The plan's window, of at least `group` tokens, is KIVI's residual.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 from zdc_jax.cache.coded_store import CodedStore
 from zdc_jax.cache.integer_codes import ChannelIntegers, TokenIntegers
@@ -32,6 +32,9 @@ class Settings(MethodSettings):
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """How each layer keeps its tokens under a plan; `dtype` is the model's."""
-    settings = cast(Settings, plan.settings)
-    keys, values = (code(settings.bits, settings.group) for code in (ChannelIntegers, TokenIntegers))
-    return far_layers(plan, dtype, partial(CodedStore, key_code=keys, value_code=values))
+
+    def far(settings: Settings) -> Callable[..., LayerCacheSpec]:
+        keys, values = (code(settings.bits, settings.group) for code in (ChannelIntegers, TokenIntegers))
+        return partial(CodedStore, key_code=keys, value_code=values)
+
+    return far_layers(plan, dtype, far)

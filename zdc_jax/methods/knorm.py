@@ -35,7 +35,4 @@ class NormScoring(Scoring):
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """How each layer keeps its tokens under a plan; `dtype` is the model's."""
-    settings = plan.settings
-    assert isinstance(settings, Settings)
-    scoring = NormScoring()
-    return evicting_layers(plan, dtype, settings, scoring)
+    return evicting_layers(plan, dtype, lambda _: NormScoring())

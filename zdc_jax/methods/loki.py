@@ -24,9 +24,8 @@ class Settings(MethodSettings):
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """How each layer keeps its tokens under a plan; `dtype` is the model's."""
-    assert isinstance(plan.settings, Settings)
     if not plan.rotated:
         raise PlanError(
             "rotated=False: method 'loki' chooses by the first coordinates of a basis; it must be True"
         )
-    return far_layers(plan, dtype, partial(LeadingScores, index=plan.settings.index, read=plan.settings.read))
+    return far_layers(plan, dtype, lambda own: partial(LeadingScores, index=own.index, read=own.read))

@@ -26,4 +26,4 @@ def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...
     """How each layer keeps its tokens under a plan; `dtype` is the model's."""
     if not plan.rotated:
         raise PlanError("rotated=False: method 'palu' keeps latents of a basis; it must be True")
-    return far_layers(plan, dtype, Latents)
+    return far_layers(plan, dtype, lambda _: Latents)

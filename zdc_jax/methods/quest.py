@@ -26,5 +26,4 @@ class Settings(MethodSettings):
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """How each layer keeps its tokens under a plan; `dtype` is the model's."""
-    assert isinstance(plan.settings, Settings)
-    return far_layers(plan, dtype, partial(PageBounds, read=plan.settings.read, page=plan.settings.page))
+    return far_layers(plan, dtype, lambda own: partial(PageBounds, read=own.read, page=own.page))

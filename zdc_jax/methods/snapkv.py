@@ -63,7 +63,8 @@ class PooledScoring(Scoring):
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """How each layer keeps its tokens under a plan; `dtype` is the model's."""
-    settings = plan.settings
-    assert isinstance(settings, Settings)
-    scoring = PooledScoring(observed=settings.observed, pool=settings.pool, pooling=settings.pooling)
-    return evicting_layers(plan, dtype, settings, scoring)
+
+    def scoring(settings: Settings) -> Scoring:
+        return PooledScoring(observed=settings.observed, pool=settings.pool, pooling=settings.pooling)
+
+    return evicting_layers(plan, dtype, scoring)

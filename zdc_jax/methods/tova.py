@@ -19,7 +19,4 @@ class Settings(EvictingSettings):
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """How each layer keeps its tokens under a plan; `dtype` is the model's."""
-    settings = plan.settings
-    assert isinstance(settings, Settings)
-    scoring = Scoring(observed=1, shared=True)
-    return evicting_layers(plan, dtype, settings, scoring)
+    return evicting_layers(plan, dtype, lambda _: Scoring(observed=1, shared=True))

@@ -4,9 +4,9 @@ It is the paper's code for the least mean square error, for keys and for values;
 for keys, and integers for values. A token is coded when it comes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 from zdc_jax.cache.coded_store import CodedStore
 from zdc_jax.cache.gaussian_codes import TurnedGaussian
@@ -29,6 +29,9 @@ class Settings(MethodSettings):
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """How each layer keeps its tokens under a plan; `dtype` is the model's."""
-    settings = cast(Settings, plan.settings)
-    keys, values = (TurnedGaussian(bits) for bits in (settings.bits_k, settings.bits_v))
-    return far_layers(plan, dtype, partial(CodedStore, key_code=keys, value_code=values))
+
+    def far(settings: Settings) -> Callable[..., LayerCacheSpec]:
+        keys, values = (TurnedGaussian(bits) for bits in (settings.bits_k, settings.bits_v))
+        return partial(CodedStore, key_code=keys, value_code=values)
+
+    return far_layers(plan, dtype, far)

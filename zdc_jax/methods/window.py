@@ -26,4 +26,4 @@ def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...
     """
     if not plan.window:
         raise PlanError(f"window={plan.window} must be at least 1 token: the method 'window' keeps no others")
-    return far_layers(plan, dtype, lambda **shape: PrefixRing(**shape | {"R": 0, "Z": 0}))
+    return far_layers(plan, dtype, lambda _: lambda **shape: PrefixRing(**shape | {"R": 0, "Z": 0}))

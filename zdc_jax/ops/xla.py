@@ -2,11 +2,11 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from kernels_pallas import Segment
 from zdc_jax.axes import Array
@@ -101,7 +101,7 @@ def xla_segments(
             parts.append((k, v, ((j >= sinks) & (j >= 0) & (j <= t - window))[:, None]))
         return _attend(q, parts, scale)
 
-    return in_query_blocks(one_block, q, positions, block)
+    return in_query_blocks(one_block, block, q, positions)
 
 
 def chosen_attention(
@@ -120,24 +120,30 @@ def chosen_attention(
 
 
 def in_query_blocks(
-    attend: Callable[[Array, Array], tuple[Array, Array]],
-    q: Float[Array, "B T N R"],
-    positions: Int[Array, "B T"],
-    block: int,
+    attend: Callable[..., tuple[Array, Array]], block: int, *of_queries: Shaped[Array, "B T *_"]
 ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
-    """`attend(q, positions)`, an attention with its log-sum-exp, on blocks of queries one after another."""
-    B, T, N, _ = q.shape
+    """`attend(*of_queries)`, an attention with its log-sum-exp, on blocks of queries one after another."""
+
+    def one_block(*of_queries: Array) -> tuple[Array, Array]:
+        out, lse = attend(*of_queries)
+        return out, lse.swapaxes(1, 2)
+
+    out, lse = by_query_blocks(one_block, block, *of_queries)
+    return out, lse.swapaxes(1, 2)
+
+
+def by_query_blocks(found: Callable[..., Any], block: int, *of_queries: Shaped[Array, "B T *_"]) -> Any:
+    """`found(*of_queries)`, a tree of arrays [B, T, …], on blocks of queries one after another."""
+    B, T = of_queries[0].shape[:2]
     pad = -T % block
-    q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
-    positions = jnp.pad(positions, ((0, 0), (0, pad)))
+    padded = [jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2))) for x in of_queries]
 
-    def one_block(index: Array) -> tuple[Array, Array]:
-        take = lambda x: jax.lax.dynamic_slice_in_dim(x, index * block, block, axis=1)
-        return attend(take(q), take(positions))
+    def one_block(index: Array) -> Any:
+        return found(*(jax.lax.dynamic_slice_in_dim(x, index * block, block, axis=1) for x in padded))
 
-    out, lse = jax.lax.map(one_block, jnp.arange((T + pad) // block))
-    out = jnp.moveaxis(out, 0, 1).reshape(B, T + pad, N, -1)[:, :T]
-    return out, jnp.moveaxis(lse, 0, 2).reshape(B, N, T + pad)[:, :, :T]
+    blocks = jax.lax.map(one_block, jnp.arange((T + pad) // block))
+    join = lambda x: jnp.moveaxis(x, 0, 1).reshape(B, T + pad, *x.shape[3:])[:, :T]
+    return jax.tree.map(join, blocks)
 
 
 def query_block(keys: int, queries: int) -> int:

@@ -1,0 +1,156 @@
+"""Far tokens in codes, of which an index of few coordinates chooses those that are read (ours).
+
+The first coordinates of keys, which a calibrated basis orders by energy, have a plane of their own: it is the
+index, and part of the answer. The other coordinates of keys, and values, are planes that decoding reads of
+chosen tokens alone. What is chosen answers with all its coordinates.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.nn import logsumexp
+from jaxtyping import Float, Int
+
+from zdc_jax.axes import Array
+from zdc_jax.cache.choosing import Choosing, FarTokens
+from zdc_jax.cache.codes import Code, Coded
+from zdc_jax.cache.near_far import NearFarState
+from zdc_jax.cache.spec import put_rows
+from zdc_jax.errors import PlanError
+from zdc_jax.ops.contract import einsum_f32
+from zdc_jax.ops.xla import by_query_blocks, query_block
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedChoosing(Choosing):
+    """`Choosing` by the first `index` coordinates of keys, of tokens in codes. Each is coded when it comes.
+
+    The store is `FarTokens` of coded [B, K, S, …] arrays: k of the coordinates from `index` on, v, and the
+    index. A page counts by the probability of all its tokens. Pages chosen are handed on where `leads`; a
+    layer with `index=0` takes those of the layer that handed on last, which reads as many.
+
+    Raises:
+      PlanError: an index that is not below R, a code that cannot hold its coordinates, pages longer than the
+        window, or what `Choosing` refuses.
+    """
+
+    index: int
+    index_code: Code
+    key_code: Code
+    value_code: Code
+    leads: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.index < self.R:
+            raise PlanError(f"index={self.index} must be 0 to below {self.R}, the rank of the layer's keys")
+        if 1 < self.page > self.window:
+            raise PlanError(f"page={self.page} must be at most {self.window} tokens, the window, or 1")
+        for code, width in self._planes():
+            if reason := code.refusal(width):
+                raise PlanError(reason)
+
+    def create_far(self, batch: int, capacity: int) -> FarTokens:
+        """`NearFar.create_far`."""
+
+        def empty(code: Code, width: int) -> Coded:
+            shape = (batch, self.num_kv_heads, capacity, 1, width)
+            coded = jax.eval_shape(partial(_encode, code), jax.ShapeDtypeStruct(shape, self.dtype))
+            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), coded)
+
+        index, k, v = (empty(code, width) if width else () for code, width in self._planes())
+        return FarTokens(k, v, index)
+
+    def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
+        """`NearFar.write_far`."""
+        start, kept = positions[:, 0], positions < end[:, None]
+
+        def put(held: Coded, code: Code, x: Array) -> Coded:
+            if not x.shape[-1]:
+                return held
+            coded = _encode(code, x[..., None, :])
+            return jax.tree.map(lambda buffer, new: put_rows(buffer, new, start, kept), held, coded)
+
+        far = state.far
+        return FarTokens(
+            put(far.k, self.key_code, k[..., self.index : self.R]),
+            put(far.v, self.value_code, v[..., : self.Z]),
+            put(far.index, self.index_code, k[..., : self.index]),
+        )
+
+    def far_part(
+        self, far: FarTokens, q: Array, k: Any, positions: Array, scale: float, aux: Any
+    ) -> tuple[Array, Array, Any]:
+        """`NearFar.far_part`: hands on what was chosen, or takes it."""
+        q = q[..., : self.R]
+        if self.index and not self.leads:
+            return *self.attend_far(far, q, positions, scale), aux
+        pages = self._all_chosen(far, q, positions, scale) if self.index else aux
+        return *self.attend_pages(far, q, positions, pages, scale), pages
+
+    def rows(self, far: FarTokens, slots: Int[Array, "B K n"]) -> tuple[Array, Array]:
+        """`Choosing.rows`."""
+        take = lambda x: jnp.take_along_axis(x, slots[..., None], axis=2)
+        return self.all_rows(jax.tree.map(take, far))
+
+    def all_rows(self, far: FarTokens) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
+        """`Choosing.all_rows`."""
+        decoded = lambda code, coded, width: _decode(code, coded, width).astype(self.dtype)
+        k = decoded(self.key_code, far.k, self.R - self.index)
+        if self.index:
+            k = jnp.concatenate([decoded(self.index_code, far.index, self.index), k], axis=-1)
+        return k, decoded(self.value_code, far.v, self.Z)
+
+    def page_scores(self, far: FarTokens, q: Array, scale: float) -> Array:
+        """`Choosing.page_scores`: logarithms of the sums of exponentials of a page's scores."""
+        index = _decode(self.index_code, far.index, self.index).astype(self.dtype)
+        scores = scale * einsum_f32("BTKGR,BKSR->BTKGS", q[..., : self.index], index)
+        if self.page == 1:
+            return scores
+        lowest = jnp.finfo(jnp.float32).min
+        padded = jnp.pad(
+            scores, ((0, 0),) * 4 + ((0, -scores.shape[-1] % self.page),), constant_values=lowest
+        )
+        return logsumexp(padded.reshape(*scores.shape[:-1], -1, self.page), axis=-1)
+
+    def index_bytes(self, tokens: int) -> int:
+        """`Choosing.index_bytes`."""
+        return tokens * self._plane_bytes(self._planes()[:1])
+
+    @property
+    def token_bytes(self) -> int:
+        """`Choosing.token_bytes`: of a layer that chooses itself, without the index, which is read anyway."""
+        return self._plane_bytes(self._planes()[1:])
+
+    def _all_chosen(self, far: FarTokens, q: Array, positions: Array, scale: float) -> Array:
+        B, T, N, _ = q.shape
+        chosen = lambda q, positions: self.chosen(far, q, positions, scale)
+        block = query_block(2 * B * N * self.capacity(far), T)
+        return chosen(q, positions) if block >= T else by_query_blocks(chosen, block, q, positions)
+
+    def _planes(self) -> tuple[tuple[Code, int], ...]:
+        """Codes of index, keys and values, and how many coordinates each has."""
+        widths = self.index, self.R - self.index, self.Z
+        return tuple(zip((self.index_code, self.key_code, self.value_code), widths, strict=True))
+
+    def _plane_bytes(self, planes: tuple[tuple[Code, int], ...]) -> int:
+        """Bytes of a token in these planes, in all heads."""
+
+        def plane(code: Code, width: int) -> int:
+            shape = jax.ShapeDtypeStruct((1, width), jnp.dtype(self.dtype))
+            coded = jax.eval_shape(code.encode, shape)
+            return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(coded))
+
+        return self.num_kv_heads * sum(plane(code, width) for code, width in planes if width)
+
+
+def _encode(code: Code, x: Float[Array, "*batch 1 C"]) -> Coded:
+    """Arrays [*batch, …] of single tokens."""
+    return jax.tree.map(lambda leaf: leaf.reshape(*x.shape[:-2], -1), code.encode(x))
+
+
+def _decode(code: Code, coded: Coded, C: int) -> Float[Array, "*batch {C}"]:
+    return code.decode(jax.tree.map(lambda leaf: leaf[..., None, :], coded), C)[..., 0, :]

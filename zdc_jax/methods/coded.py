@@ -1,0 +1,104 @@
+"""coded: far tokens in few bits, of which few coordinates choose those that answer (ours).
+
+What answers are all coordinates that a layer keeps, turned so that they look Gaussian, in the best levels
+for a Gaussian (Zandieh et al. 2025). What chooses are the first coordinates of keys in the calibrated basis
+(as in Loki, Singhania et al. 2024): a plane of the store itself, not a copy. The turns are part of the
+weights (`zdc_jax.fold`), so that nothing turns at run time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from zdc_jax.cache.coded_choosing import CodedChoosing
+from zdc_jax.cache.coded_store import CodedStore
+from zdc_jax.cache.gaussian_codes import Gaussian
+from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.errors import PlanError
+from zdc_jax.methods import MethodSettings, Turns, check_one_of, check_range, far_layers
+from zdc_jax.plan import MOST_TOKENS, CompressionPlan
+
+BITS = (2, 3, 4, 8)
+INDEX_STEP = 8
+"""Levels are packed into bytes."""
+
+
+@dataclass(frozen=True)
+class Settings(MethodSettings):
+    """Of all layers, or of one.
+
+    bits_k, bits_v, bits_index: of a coordinate of keys, of values, and of those coordinates of keys that
+    choose, 2, 3, 4 or 8. read: far tokens that a KV head's queries read, a multiple of `page`; 0 for all of
+    them. index: first coordinates of keys that choose, a multiple of 8 below the layer's rank; with 0 the
+    layer reads what the layer before it that chose has chosen. page: tokens chosen together.
+
+    Raises:
+      PlanError: on any other value; an index of a layer that reads all.
+    """
+
+    bits_k: int = 4
+    bits_v: int = 4
+    bits_index: int = 4
+    index: int = 16
+    read: int = 256
+    page: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("bits_k", "bits_v", "bits_index"):
+            check_one_of(name, getattr(self, name), BITS)
+        for name, least in (("read", 0), ("index", 0), ("page", 1)):
+            check_range(name, getattr(self, name), least, MOST_TOKENS)
+        if self.index % INDEX_STEP:
+            raise PlanError(f"index={self.index} must be a multiple of {INDEX_STEP}")
+        if self.index and not self.read:
+            raise PlanError(f"index={self.index} must be 0 with read=0: the layer reads all far tokens")
+
+    def turns(self, R: int, Z: int) -> Turns:
+        """`MethodSettings.turns`: of the index, of the other coordinates of keys, and of values."""
+        return tuple(size for size in (self.index, R - self.index) if size), (Z,)
+
+
+def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
+    """How each layer keeps its tokens under a plan; `dtype` is the model's.
+
+    Raises:
+      PlanError: a plan that is not rotated; a layer that follows, and none before it that chose as much.
+    """
+    if not plan.rotated:
+        raise PlanError("rotated=False: method 'coded' chooses by coordinates of a basis; it must be True")
+    return _led(far_layers(plan, dtype, _far))
+
+
+def _far(settings: Settings) -> Callable[..., LayerCacheSpec]:
+    index, keys, values = map(Gaussian, (settings.bits_index, settings.bits_k, settings.bits_v))
+    if not settings.read:
+        return partial(CodedStore, key_code=keys, value_code=values)
+    return partial(
+        CodedChoosing,
+        index=settings.index,
+        read=settings.read,
+        page=settings.page,
+        index_code=index,
+        key_code=keys,
+        value_code=values,
+    )
+
+
+def _led(specs: tuple[LayerCacheSpec, ...]) -> tuple[LayerCacheSpec, ...]:
+    """The same, where layers that others follow hand on what they choose."""
+    found, leader = list(specs), None
+    for layer, spec in enumerate(specs):
+        if not isinstance(spec, CodedChoosing):
+            continue
+        if spec.index:
+            leader = layer
+            continue
+        chosen = None if leader is None else specs[leader]
+        if not isinstance(chosen, CodedChoosing) or (chosen.read, chosen.page) != (spec.read, spec.page):
+            raise PlanError(
+                f"layer {layer}: index=0 with read={spec.read} and page={spec.page} must follow a layer that "
+                "chooses as many"
+            )
+        assert leader is not None
+        found[leader] = replace(chosen, leads=True)
+    return tuple(found)
