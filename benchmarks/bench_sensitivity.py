@@ -194,12 +194,13 @@ def transferred(
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """One panel a part."""
-    figure, axes = plt.subplots(1, len(PARTS), figsize=(4 * len(PARTS), 4), layout="constrained")
-    for axis, name in zip(axes, PARTS, strict=True):
+    """One panel a part that was measured."""
+    names = [name for name in PARTS if name in results]
+    size = (4 * len(names), 4)
+    figure, axes = plt.subplots(1, len(names), figsize=size, layout="constrained", squeeze=False)
+    for axis, name in zip(axes[0], names, strict=True):
         axis.set(title=name, ylabel="increase of perplexity, %")
-        if name in results:
-            PANELS[name](axis, results[name]["rows"])
+        PANELS[name](axis, results[name]["rows"])
     figure.savefig(path, dpi=100)
     plt.close(figure)
 

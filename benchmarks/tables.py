@@ -3,21 +3,26 @@
 python -m benchmarks.tables
 """
 
+import itertools
 import json
 import statistics
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS
-from benchmarks.quality.rows import family, in_order, least, missing, of, read_run, retentions
+from benchmarks.quality.rows import NAME, Row, family, in_order, least, missing, of, read_run, retentions
 from benchmarks.sequence_rows import LABELS, SEQUENCE_LENGTH, SEQUENCE_RESULTS, median, sent
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "measurements.md")
 MODELS = ("ref-llama-23m", "ref-opt-26m")
-OVERVIEW_CONTEXT = 4096
+REAL_MODEL = "smollm2-135m"
 LONG_TASKS = ("copy@2976", "induction", "lookup", "needles", "passkey")
+TASK_HEADS = ("near copy", "far copy", *LONG_TASKS[1:])
+"""Tasks where contexts of several lengths stand side by side."""
+HEADLINE = (("searched", None), ("int8", 0.52), ("kivi", 0.36), ("turboquant", 0.28), ("rotated", 1.0))
 
 
 def read(name: str) -> dict[str, Any]:
@@ -26,8 +31,8 @@ def read(name: str) -> dict[str, Any]:
 
 
 def percent(value: float) -> str:
-    """Signed, with the digits that 24 windows can bear."""
-    return f"{100 * value:+.1f} %" if abs(value) >= 0.01 else f"{100 * value:+.2f} %"
+    """Signed, with the digits that 24 windows can bear, and one more near the limit of 1 %."""
+    return f"{100 * value:+.1f} %" if abs(value) >= 0.02 else f"{100 * value:+.2f} %"
 
 
 def cell(row: dict[str, Any] | None) -> str:
@@ -55,17 +60,67 @@ def quality_table() -> str:
     return "\n".join(lines)
 
 
-def equal_bytes_overview() -> str:
-    """All methods side by side: at each budget the increase of perplexity, and what is retained least."""
-    run = read_run()
-    rows = {(row["method"], row["budget"]): row for row in of(run["rows"], OVERVIEW_CONTEXT, "cached")}
-    budgets = sorted({budget for _, budget in rows if budget is not None}, reverse=True)
-    shown = lambda row: f"{percent(row['increase'])}, {least(row).retention:.2f}" if row else "–"
-    lines = [f"| kind | method | {' | '.join(f'{budget:.0%}' for budget in budgets)} |"]
-    lines.append("|---" * (2 + len(budgets)) + "|")
-    for method in in_order({method for method, budget in rows if budget is not None}):
-        cells = [shown(rows.get((method, budget))) for budget in budgets]
+def equal_bytes_overview(name: str = NAME) -> str:
+    """All methods side by side: at each budget the increase of perplexity, and what is retained least.
+
+    Plans of no budget, and what holds everything, have a column of their own and say their share.
+    """
+    rows = of(read_run(name)["rows"], 4096, "cached")
+    budgets = sorted({row["budget"] for row in rows if row["budget"] not in (None, 1.0)}, reverse=True)
+    columns = [None, *budgets]
+    index = {(row["method"], row["budget"] if row["budget"] in budgets else None): row for row in rows}
+    heads = ["kind", "method", "other shares", *(f"{budget:.0%}" for budget in budgets)]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for method in in_order({row["method"] for row in rows}):
+        cells = [overview_cell(index.get((method, column)), column) for column in columns]
         lines.append(f"| {family(method)} | {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def overview_cell(row: Row | None, budget: float | None) -> str:
+    """Increase and lowest retention; without a budget the share that is held, too."""
+    if row is None:
+        return "–"
+    found = f"{percent(row['increase'])}, {least(row).retention:.2f}"
+    return found if budget else f"{row['bytes_share']:.1%}: {found}"
+
+
+def headline_table() -> str:
+    """What a searched plan costs and retains beside caches of fewer bits, 4096 tokens, cached."""
+    rows = {(row["method"], row["budget"]): row for row in of(read_run()["rows"], 4096, "cached")}
+    heads = ["method", "KV bytes", "increase", *TASK_HEADS]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for method, budget in HEADLINE:
+        row = rows[method, budget]
+        cells = [method, f"{row['bytes_share']:.1%}", cell(row), *task_cells(row)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def task_cells(row: Row) -> list[str]:
+    """Retention task by task, in the order of `TASK_HEADS`."""
+    tasks = row["tasks"]
+    copies = sorted((name for name in tasks if name.startswith("copy@")), key=lambda name: int(name[5:]))
+    return [f"{tasks[name]['retention']:.2f}" for name in (*copies, *LONG_TASKS[1:])]
+
+
+def searched_table() -> str:
+    """The searched plan: what the search saw, then other text; and full rank, the floor of rounding."""
+    heads = ["plan", "text", "context", "protocol", "KV bytes", "increase", *TASK_HEADS]
+    found = read(f"search-{REAL_MODEL}-front")
+    best = found["best"]
+    seen = best | {"tasks": {name: {"retention": value} for name, value in best["retention"].items()}}
+    rows = [("searched", "the search's, float32", found["context"], "cached", seen)]
+    rows += [
+        (row["method"], "other, bfloat16", row["context"], row["protocol"], row)
+        for method in ("searched", "rotated")
+        for row in read_run()["rows"]
+        if row["method"] == method
+    ]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for *about, row in rows:
+        cells = [*map(str, about), f"{row['bytes_share']:.1%}", cell(row), *task_cells(row)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -73,7 +128,7 @@ def equal_bytes_table(context: int, protocol: str, tasks: tuple[str, ...]) -> st
     """Each plan of one context and protocol, by budget; retention of some tasks, and the lowest of all."""
     chosen = of(read_run()["rows"], context, protocol)
     order = in_order({row["method"] for row in chosen})
-    chosen.sort(key=lambda row: (-(row["budget"] or 0), order.index(row["method"])))
+    chosen.sort(key=lambda row: (-(row["budget"] or row["bytes_share"]), order.index(row["method"])))
     head = ["budget", "method", "plan", "held", "read", "increase", *tasks, "lowest"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in chosen:
@@ -108,20 +163,68 @@ def plan_cell(plan: dict[str, Any]) -> str:
 
 
 def equal_bytes_state() -> str:
-    """How much is measured, how sure it is, and what is missing."""
-    run = read_run()
-    lines = [
-        "| context | protocol | cells | retentions | not within 0.02 | neither measured nor refused |",
-        "|---|---|---|---|---|---|",
-    ]
-    for context in run["config"]["contexts"]:
-        for protocol in ("cached", "exact"):
+    """How much is measured, how sure it is, and what is missing, model by model."""
+    heads = ["model", "context", "protocol", "cells", "retentions", "not within 0.02"]
+    heads.append("neither measured nor refused")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for model in (REAL_MODEL, *MODELS):
+        run = read_run(f"equal-bytes-{model}")
+        for context, protocol in itertools.product(run["config"]["contexts"], ("cached", "exact")):
             rows = of(run["rows"], context, protocol)
             count, unsure = map(sum, zip(*map(retentions, rows), strict=True))
             left = missing(run, context, protocol).items()
             named = [f"{name} {', '.join(f'{budget:.0%}' for budget in budgets)}" for name, budgets in left]
-            cells = [context, protocol, len(rows), count, unsure, "; ".join(named) or "none"]
+            cells = [model, context, protocol, len(rows), count, unsure, "; ".join(named) or "none"]
             lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def what_to_compress_table() -> str:
+    """Weights, or keys and values, at the same bits: increase of perplexity and the lowest retention."""
+    measured = sorted(read(f"what-to-compress-{REAL_MODEL}")["results"], key=lambda row: -row["bits"])
+    rows = {(row["method"], row["protocol"]): row for row in measured}
+    lines = ["| what, bits | cached | lowest | exact | lowest |", "|---|---|---|---|---|"]
+    for method in dict.fromkeys(method for method, _ in rows):
+        both = [rows[method, protocol] for protocol in ("cached", "exact")]
+        cells = [f"{cell(row)} | {least(row).retention:.2f} {least(row).task}" for row in both]
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def sensitivity_table() -> str:
+    """Figs. 24 and 25 of the paper on a real model: important tokens, and shares dropped of Q/K or V."""
+    results = read(f"sensitivity-{REAL_MODEL}")["results"]
+    lines = ["| kept | KV bytes | balanced | stacked |", "|---|---|---|---|"]
+    for row in results["g"]["rows"]:
+        lines.append(f"| {row['g']:.0%} of tokens important | {row['bytes_share']:.1%} | {cell(row)} | – |")
+    dropped = {(row["side"], row["p"], row["basis"]): row for row in results["p"]["rows"]}
+    for side, p in sorted({key[:2] for key in dropped}):
+        rows = [dropped[side, p, basis] for basis in ("balanced", "stacked")]
+        what = f"{1 - p:.0%} of {'Q/K' if side == 'qk' else 'V'}, the other whole"
+        lines.append(f"| {what} | {rows[0]['bytes_share']:.1%} | {' | '.join(map(cell, rows))} |")
+    return "\n".join(lines)
+
+
+def kmeans_table() -> str:
+    """Fig. 26 of the paper on a real model: its calibration over exact moments."""
+    results = read(f"sensitivity-{REAL_MODEL}")["results"]
+    rows = [row for part in ("prune", "clusters") for row in results[part]["rows"] if "over" in row]
+    index = {(row["prune"], row["clusters"]): cell(row["over"]) for row in rows}
+    lines = ["| sequences left out | centroids | over exact moments |", "|---|---|---|"]
+    lines += [f"| {prune:.0%} | {count} | {index[prune, count]} |" for prune, count in index]
+    return "\n".join(lines)
+
+
+def certificate_table() -> str:
+    """Spearman's correlation of the certificate with what lowering one layer costs."""
+    rows = read(f"certificate-{REAL_MODEL}")["results"]["correlations"]
+    tasks = list(rows[0]["lost"])
+    heads = ["lowered", "to rank", "trials", "perplexity", *tasks]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in rows:
+        found = [f"{value:+.2f}" for value in (row["nats"], *(row["lost"][task] for task in tasks))]
+        about = ["Q/K" if row["part"] == "qk" else "V", str(row["rank"] or "all three"), str(row["trials"])]
+        lines.append(f"| {' | '.join(about + found)} |")
     return "\n".join(lines)
 
 
@@ -317,11 +420,18 @@ def _summary_of_kernels() -> Iterator[tuple[str, ...]]:
 
 TABLES = {
     "summary": summary_table,
+    "headline": headline_table,
     "equal bytes": equal_bytes_overview,
+    "searched": searched_table,
     "equal bytes 4096": lambda: equal_bytes_table(4096, "cached", LONG_TASKS),
     "equal bytes 8192": lambda: equal_bytes_table(8192, "cached", ("needles",)),
     "equal bytes exact": lambda: equal_bytes_table(4096, "exact", ("needles",)),
     "equal bytes state": equal_bytes_state,
+    **{f"equal bytes {model}": partial(equal_bytes_overview, f"equal-bytes-{model}") for model in MODELS},
+    "what to compress": what_to_compress_table,
+    "sensitivity": sensitivity_table,
+    "kmeans": kmeans_table,
+    "certificate": certificate_table,
     "kvpress": kvpress_table,
     "generate": generate_table,
     "quality": quality_table,

@@ -14,8 +14,10 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-COLORS = dict(zip(FAMILIES, ("Greys", "Blues", "Reds", "Greens", "Purples"), strict=True))
+COLORS = dict(zip(FAMILIES, ("Oranges", "Greys", "Blues", "Reds", "Greens", "Purples"), strict=True))
 MARKERS = "osD^v"
+OWN = {"color": "gold", "marker": "*", "markersize": 15, "markeredgecolor": "k", "linestyle": "", "zorder": 5}
+"""Of plans with names of their own, which stand out."""
 PANELS = tuple(
     (protocol, share) for protocol in ("cached", "exact") for share in ("bytes_share", "read_share")
 )
@@ -24,9 +26,9 @@ SHARES = {"bytes_share": "held", "read_share": "read a token"}
 
 def styles(methods: set[str]) -> dict[str, dict[str, Any]]:
     """Of each method: methods of one kind have shades of one colour, and markers of their own."""
-    found = {}
+    found = dict.fromkeys(methods, OWN)
     for kind, color in COLORS.items():
-        alike = [method for method in in_order(methods | set(FAMILIES[kind])) if family(method) == kind]
+        alike = FAMILIES[kind]
         for place, method in enumerate(alike):
             shade = matplotlib.colormaps[color](0.95 - 0.55 * place / max(1, len(alike) - 1))
             marker = MARKERS[place % len(MARKERS)]
@@ -41,6 +43,9 @@ def draw_panel(increase: Axes, retention: Axes, rows: list[Row], share: str, sty
         x = [100 * row[share] for row in chosen]
         increase.plot(x, [100 * row["increase"] for row in chosen], label=method, **style[method])
         retention.plot(x, [least(row).retention for row in chosen], **style[method])
+        if style[method] is OWN:
+            for axis, y in ((increase, 100 * chosen[0]["increase"]), (retention, least(chosen[0]).retention)):
+                axis.annotate(method, (x[0], y), (10, 6), textcoords="offset points", fontsize=10)
 
 
 def draw(run: dict[str, Any], context: int) -> None:

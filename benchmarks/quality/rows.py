@@ -11,6 +11,7 @@ NAME = "equal-bytes-smollm2-135m"
 Row = dict[str, Any]
 LOW_RANK = "low rank"
 FAMILIES = {
+    "floor": ("rotated",),
     "recent tokens": ("window", "duo"),
     "fewer bits": ("int8", "fp8", "kivi", "turboquant", "gear"),
     "eviction": ("h2o", "snapkv", "tova", "knorm"),
@@ -27,9 +28,9 @@ class Least(NamedTuple):
     task: str
 
 
-def read_run() -> dict[str, Any]:
-    """The JSON."""
-    return json.loads((RESULTS / f"{NAME}.json").read_text())
+def read_run(name: str = NAME) -> dict[str, Any]:
+    """The JSON of one model."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def family(method: str) -> str:
@@ -64,6 +65,7 @@ def missing(run: dict[str, Any], context: int, protocol: str) -> dict[str, list[
     """Budgets by method that are to be measured and are neither there nor refused."""
     there = {(row["method"], row["budget"]) for row in of(run["rows"], context, protocol)}
     there |= {(cell["method"], cell["budget"]) for cell in run["refused"] if cell["context"] == context}
-    entries = {entry.name: entry.budgets for entry in (*FIRST, *others(lambda _: ()))}
+    listed = FIRST if run["config"]["first_only"] else (*FIRST, *others(lambda _: ()))
+    entries = {entry.name: entry.budgets for entry in listed}
     left = {name: [b for b in entries[name] if (name, b) not in there] for name in in_order(set(entries))}
     return {name: budgets for name, budgets in left.items() if budgets}

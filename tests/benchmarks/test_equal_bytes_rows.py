@@ -36,12 +36,14 @@ def test_tasks_that_do_not_count_say_nothing():
 
 
 def test_missing_cells_are_neither_there_nor_refused():
-    run = {"rows": [ROW], "refused": [{"method": "kivi", "budget": 0.12, "context": 4096, "reason": ""}]}
+    refused = [{"method": "kivi", "budget": 0.12, "context": 4096, "reason": ""}]
+    run = {"config": {"first_only": False}, "rows": [ROW], "refused": refused}
     assert of(run["rows"], 8192, "cached") == []
     assert missing(run, 4096, "cached")["kivi"] == [0.36, 0.28, 0.20, 0.15]
     assert missing(run, 4096, "exact")["kivi"] == [0.52, 0.36, 0.28, 0.20, 0.15]
     assert missing(run, 8192, "cached")["kivi"] == [0.52, 0.36, 0.28, 0.20, 0.15, 0.12]
     assert missing(run, 4096, "cached")["palu"] == [0.52, 0.36]
+    assert "palu" not in missing(run | {"config": {"first_only": True}}, 4096, "cached")
 
 
 def test_kinds_stand_together():
@@ -52,8 +54,8 @@ def test_kinds_stand_together():
         "loki",
         "a plan",
     ]
-    compositions = {"gear-zdc", "h2o-zdc"}
-    assert {method for kind in FAMILIES.values() for method in kind} == {*methods.names(), *compositions}
+    beside = {"gear-zdc", "h2o-zdc", "rotated"}
+    assert {method for kind in FAMILIES.values() for method in kind} == {*methods.names(), *beside}
 
 
 @pytest.mark.parametrize(
