@@ -78,7 +78,8 @@ def costs_of_layer(*, rope: bool) -> dict[str, Any]:
     dense = weights["attention"]
     cut = {"v": dense["v"][..., : ranks.v], "o": dense["o"][:, : ranks.v]}
     if rope:
-        cut |= {"q": dense["q"], "k": dense["k"], "q_rotation": qk, "k_rotation": qk}
+        rotation = qk.astype(jnp.float16)  # As `zdc_jax.fold` stores them.
+        cut |= {"q": dense["q"], "k": dense["k"], "q_rotation": rotation, "k_rotation": rotation}
     else:
         cut |= {"q": dense["q"][..., : ranks.qk], "k": dense["k"][..., : ranks.qk]}
     blocks = {

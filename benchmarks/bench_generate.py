@@ -74,7 +74,7 @@ def build(name: RowName, config: ModelConfig) -> Transformer:
         weights = random_tree(layer_shapes(config, 0), config, key)
         if name in ("post_rope", "window"):
             shape = (config.num_kv_heads, config.head_dim, config.head_dim)
-            basis = jnp.linalg.qr(jax.random.normal(key, shape))[0].astype(jnp.bfloat16)
+            basis = jnp.linalg.qr(jax.random.normal(key, shape))[0].astype(jnp.float16)
             weights["attention"] |= {"q_rotation": basis, "k_rotation": basis}
         return weights
 

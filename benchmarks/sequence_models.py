@@ -96,7 +96,7 @@ class Model:
         config, key = self.config, jax.random.key(seed)
         weights = random_tree(layer_shapes(config, 0), config, key)
         shape = (config.num_kv_heads, config.head_dim, config.head_dim)
-        basis = jnp.linalg.qr(jax.random.normal(key, shape))[0].astype(config.dtype)
+        basis = jnp.linalg.qr(jax.random.normal(key, shape))[0].astype(jnp.float16)
         weights["attention"] |= {"q_rotation": basis, "k_rotation": basis}
         return weights
 

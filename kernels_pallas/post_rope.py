@@ -13,8 +13,7 @@ H=128 registers cannot hold the angles: each head loads them again from L2.
 
 Warpgroups share nothing but the rotations: each has its own ring of tiles, filled by TMA some steps ahead,
 one step being the two column blocks that the rotary embedding pairs (i and i + H/2). They are turned in
-float32 registers, rounded to the input's dtype as the unfused computation does, and multiplied from
-registers.
+float32 registers, rounded to the rotations' dtype, and multiplied from registers.
 """
 
 import functools
@@ -112,10 +111,12 @@ def post_rope(
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B K T R"], Float[Array, "B K T H-R"] | None]:
     """Queries and keys after rotary embedding and basis, keys in the layout of the cache.
 
-    q, k and the rotations share one dtype, bfloat16 or float16; cosines and sines are float32; the shift,
-    of any float dtype, is added to the rotated keys in float32. Coordinates i and i + H/2 make a rotary
-    pair, as in Hugging Face weights. C is H with `keep_tail`, else R = `qk_rank`; the G = N/K query heads of
-    a KV head share its rotation. H: multiples of 32 up to 256; R: multiples of 16 up to H.
+    q and k share one dtype, bfloat16 or float16; so do the rotations, float16 or that of q. With bfloat16 q,
+    float16 rotations are eight times as exact, and what they turn must be below 65504. Cosines and sines are
+    float32; the shift, of any float dtype, is added to the rotated keys in float32. Coordinates i and
+    i + H/2 make a rotary pair, as in Hugging Face weights. C is H with `keep_tail`, else R = `qk_rank`; the
+    G = N/K query heads of a KV head share its rotation. H: multiples of 32 up to 256; R: multiples of 16 up
+    to H.
 
     Returns q', the keys' first R coordinates, and their last H-R, None without `keep_tail` or where R = H.
     Any T works, but TMA addresses rows by eight: where T % 8, q and k are padded, which copies them, and the
@@ -193,6 +194,7 @@ def checked_launch(
     C = H if keep_tail else R
     require(q.dtype in (jnp.bfloat16, jnp.float16), "q.dtype", q.dtype, "bfloat16, float16")
     require(min(q.shape) > 0, "q.shape", q.shape, "no empty dimension")
+    rotation_dtype = jnp.float16 if q_rotation.dtype == jnp.float16 else q.dtype
     require(H % 32 == 0 and H <= 256, "the head dimension of q", H, "multiples of 32 up to 256")
     require(R % 16 == 0 and 16 <= R <= H, "qk_rank", R, f"multiples of 16 from 16 to {H}")
     require(K > 0 and N % K == 0, "the number of heads of k", K, f"divisors of q's {N} heads")
@@ -200,8 +202,8 @@ def checked_launch(
         ("k", k, (B, T, K, H), q.dtype),
         ("angles_cos", angles_cos, (B, T, H // 2), jnp.float32),
         ("angles_sin", angles_sin, (B, T, H // 2), jnp.float32),
-        ("q_rotation", q_rotation, (K, H, C), q.dtype),
-        ("k_rotation", k_rotation, (K, H, C), q.dtype),
+        ("q_rotation", q_rotation, (K, H, C), rotation_dtype),
+        ("k_rotation", k_rotation, (K, H, C), rotation_dtype),
     ):
         require(x.shape == shape, f"{name}.shape", x.shape, str(shape))
         require(x.dtype == dtype, f"{name}.dtype", x.dtype, str(jnp.dtype(dtype)))
@@ -292,6 +294,7 @@ def _work(g: _Geometry) -> _Work:
 def _kernel(*refs: Any, g: _Geometry, dtype: Any, shifted: bool) -> None:
     inputs = 7 if shifted else 6
     q_ref, k_ref, cos_ref, sin_ref, q_rotation, k_rotation, *shift = refs[:inputs]
+    rotation_dtype = q_rotation.dtype
     q_out, *k_out = refs[inputs:]
     w = g.column_block
     widths = [ref.shape[-1] for ref in k_out]
@@ -300,7 +303,7 @@ def _kernel(*refs: Any, g: _Geometry, dtype: Any, shifted: bool) -> None:
     @functools.partial(
         pl.run_scoped,
         collective_axes="wg",
-        rotations=tiled(rotation_count, g.H, g.C, dtype=dtype, width=tile_width(w, g.C)),
+        rotations=tiled(rotation_count, g.H, g.C, dtype=rotation_dtype, width=tile_width(w, g.C)),
         ring=tiled(g.warpgroups, g.stages, 2, TILE_TOKENS, w, dtype=dtype, width=w),
         out=[
             tiled(g.warpgroups, TILE_TOKENS, width, dtype=dtype, width=tile_width(width)) for width in widths
@@ -341,7 +344,7 @@ def _kernel(*refs: Any, g: _Geometry, dtype: Any, shifted: bool) -> None:
                         load(step + g.stages)
                         for half, x in enumerate((low * cos - high * sin, high * cos + low * sin)):
                             inner = pl.ds(half * (g.H // 2) + block * w, w)
-                            plgpu.wgmma(acc, x.astype(dtype), rotation.at[inner])
+                            plgpu.wgmma(acc, x.astype(rotation_dtype), rotation.at[inner])
                     return acc[...]
 
                 y = pl.run_scoped(multiply, plgpu.ACC((TILE_TOKENS, g.C), jnp.float32))

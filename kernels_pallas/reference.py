@@ -55,8 +55,8 @@ def post_rope_reference(
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B K T R"], Float[Array, "B K T C-R"]]:
     """RoPE on pairs (i, i + H/2), then each KV head's rotation, for keys plus a shift: q', prefix and tail.
 
-    The rotary embedding is computed in at least float32 and rounded to q's dtype, the products in q's dtype;
-    give float64 for truth.
+    The rotary embedding is computed in at least float32 and rounded to q's dtype, as results are; give
+    float64 for truth.
     """
     B, T, N, H = q.shape
 
@@ -66,8 +66,8 @@ def post_rope_reference(
         return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
 
     groups = turn(q).reshape(B, T, k.shape[2], -1, H)
-    rotated = jnp.einsum("BTKGH,KHC->BTKGC", groups, q_rotation).reshape(B, T, N, -1)
-    keys = jnp.einsum("BTKH,KHC->BKTC", turn(k), k_rotation)
+    rotated = jnp.einsum("BTKGH,KHC->BTKGC", groups, q_rotation).reshape(B, T, N, -1).astype(q.dtype)
+    keys = jnp.einsum("BTKH,KHC->BKTC", turn(k), k_rotation).astype(k.dtype)
     if k_shift is not None:
         keys += k_shift[:, None].astype(keys.dtype)
     return rotated, keys[..., :qk_rank], keys[..., qk_rank:]

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import NamedTuple, Self
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import LLAMA, OPT
@@ -15,7 +16,7 @@ from zdc_jax.basis import Basis
 from zdc_jax.cache.gaussian_codes import turn
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError
-from zdc_jax.fold import fold_attention, placement
+from zdc_jax.fold import cast, fold_attention, placement
 from zdc_jax.ops.rotary import rope_frequencies
 from zdc_jax.plan import LayerRanks
 
@@ -203,6 +204,16 @@ def test_turns_are_folded_into_leading_blocks(family, shape, seed, part, center)
             equal(new[name], values.T @ whole)
         else:
             equal(new[name], whole)
+
+
+def test_rotations_stay_inverse_in_bfloat16():
+    """Within what float16 can lose of each product; rounding to bfloat16 loses eight times as much."""
+    layer = Layer.draw(LLAMA, (2, 3, 16, 8), 0)
+    stored = cast(layer.fold(), jnp.dtype("bfloat16"))
+    a_q, a_k = (stored[name].astype(np.float64) for name in ("q_rotation", "k_rotation"))
+    product, most = a_q @ a_k.swapaxes(1, 2), np.abs(a_q) @ np.abs(a_k).swapaxes(1, 2)
+    assert (np.abs(product - np.eye(16)) <= 2.0**-10 * most).all()
+    assert stored["v"].dtype == jnp.bfloat16
 
 
 def test_pairs_are_not_turned():

@@ -60,12 +60,23 @@ def prepared_layers(
         yield cast(layer, dtype)
 
 
+_ROTATIONS = ("q_rotation", "k_rotation")
+
+
 def cast(tree: Any, dtype: jnp.dtype) -> Any:
-    """A nested dict of arrays rounded once to the model's dtype; rotary frequencies stay float32."""
+    """A nested dict of arrays rounded once to the model's dtype.
+
+    Rotary frequencies stay float32. Rotations of a bfloat16 model are float16: rounded to bfloat16 those of q
+    and k are no longer inverse to each other, which tells in every score.
+    """
+
+    def rounded_to(name: str) -> Any:
+        if name in _ROTATIONS and dtype == jnp.bfloat16:
+            return np.float16
+        return np.float32 if name == "frequencies" else dtype
+
     return {
-        name: cast(value, dtype)
-        if isinstance(value, dict)
-        else np.asarray(value).astype(np.float32 if name == "frequencies" else dtype)
+        name: cast(value, dtype) if isinstance(value, dict) else np.asarray(value).astype(rounded_to(name))
         for name, value in tree.items()
     }
 

@@ -16,7 +16,7 @@ FAMILIES = {
     "fewer bits": ("int8", "fp8", "kivi", "turboquant", "gear"),
     "eviction": ("h2o", "snapkv", "tova", "knorm"),
     LOW_RANK: ("zdc", "palu", "gear-zdc", "h2o-zdc"),
-    "choosing": ("quest", "loki"),
+    "choosing": ("quest", "loki", "coded"),
 }
 """Methods by what they spare, in the order of tables. Plans measured by names of their own are low ranks."""
 

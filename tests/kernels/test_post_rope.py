@@ -13,7 +13,17 @@ from kernels_pallas.reference import post_rope_reference
 
 
 def random_inputs(
-    *, B: int = 2, T: int, K: int = 2, G: int, H: int, C: int, shift: bool, dtype: Any, seed: int = 0
+    *,
+    B: int = 2,
+    T: int,
+    K: int = 2,
+    G: int,
+    H: int,
+    C: int,
+    shift: bool,
+    dtype: Any,
+    rotation_dtype: Any = None,
+    seed: int = 0,
 ) -> list[jax.Array]:
     """Arguments of `post_rope`, drawn in float64 and rounded to the dtypes that it takes."""
     rng = np.random.default_rng(seed)
@@ -24,8 +34,8 @@ def random_inputs(
         jnp.asarray(normal(B, T, K, H), dtype),
         jnp.asarray(np.cos(angles), jnp.float32),
         jnp.asarray(np.sin(angles), jnp.float32),
-        jnp.asarray(normal(K, H, C) / H**0.5, dtype),
-        jnp.asarray(normal(K, H, C) / H**0.5, dtype),
+        jnp.asarray(normal(K, H, C) / H**0.5, rotation_dtype or dtype),
+        jnp.asarray(normal(K, H, C) / H**0.5, rotation_dtype or dtype),
     ]
     return [*arguments, jnp.asarray(normal(K, C), jnp.float32)] if shift else arguments
 
@@ -52,9 +62,8 @@ SHAPES = [(32, 16), (64, 16), (64, 64), (96, 48), (128, 64), (128, 80), (128, 12
 @pytest.mark.parametrize(("H", "R"), SHAPES)
 def test_lowers_for_cuda(H: int, R: int, keep_tail: bool, G: int, T: int) -> None:
     dtype = jnp.float16 if T == 64 else jnp.bfloat16
-    shapes = jax.eval_shape(
-        lambda: random_inputs(T=T, G=G, H=H, C=H if keep_tail else R, shift=T != 1000, dtype=dtype)
-    )
+    options = {"shift": T != 1000, "dtype": dtype, "rotation_dtype": jnp.float16 if T > 1 else dtype}
+    shapes = jax.eval_shape(lambda: random_inputs(T=T, G=G, H=H, C=H if keep_tail else R, **options))
     assert "mosaic_gpu" in lower(shapes, qk_rank=R, keep_tail=keep_tail)
 
 
@@ -118,21 +127,23 @@ def test_refuses(message: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("T", "G", "dtype"),
+    ("T", "G", "dtype", "rotation_dtype"),
     [
-        (1, 1, jnp.bfloat16),
-        (64, 3, jnp.float16),
-        (1000, 1, jnp.float16),
-        (1003, 3, jnp.bfloat16),
-        (4096, 2, jnp.bfloat16),
+        (1, 1, jnp.bfloat16, jnp.float16),
+        (64, 3, jnp.float16, jnp.float16),
+        (1000, 1, jnp.float16, jnp.float16),
+        (1003, 3, jnp.bfloat16, jnp.bfloat16),
+        (4096, 2, jnp.bfloat16, jnp.float16),
     ],
 )
 @pytest.mark.parametrize("keep_tail", [False, True])
 @pytest.mark.parametrize(("H", "R"), SHAPES)
-def test_equals_reference(H: int, R: int, keep_tail: bool, T: int, G: int, dtype: Any) -> None:
+def test_equals_reference(
+    H: int, R: int, keep_tail: bool, T: int, G: int, dtype: Any, rotation_dtype: Any
+) -> None:
     """No farther from float64 than twice what XLA loses in the same dtype, and nothing left unwritten."""
     C = H if keep_tail else R
-    inputs = random_inputs(T=T, G=G, H=H, C=C, shift=True, dtype=dtype)
+    inputs = random_inputs(T=T, G=G, H=H, C=C, shift=True, dtype=dtype, rotation_dtype=rotation_dtype)
     fill_memory_with_nan(inputs[0].nbytes + inputs[1].nbytes)
     got = jax.jit(functools.partial(post_rope, qk_rank=R, keep_tail=keep_tail))(*inputs)
     xla = jax.jit(functools.partial(post_rope_reference, qk_rank=R))(*inputs)

@@ -107,8 +107,8 @@ def rope_and_basis(
     q, k = (rotate(x, positions, angles, interleaved=False) for x in (q, k))
     B, T, N, _ = q.shape
     groups = q.reshape(B, T, k.shape[2], -1, H)
-    q = jnp.einsum("BTKGH,KHR->BTKGR", groups, q_rotation).reshape(B, T, N, C)
-    k = jnp.einsum("BTKH,KHR->BTKR", k, k_rotation)
+    q = jnp.einsum("BTKGH,KHR->BTKGR", groups, q_rotation).reshape(B, T, N, C).astype(q.dtype)
+    k = jnp.einsum("BTKH,KHR->BTKR", k, k_rotation).astype(k.dtype)
     return q, k if k_shift is None else k + k_shift
 
 
