@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +88,8 @@ class Cell(NamedTuple):
 class Bench:
     """The model, what it is judged on, and the rows so far."""
 
+    split: ClassVar[str] = "heldout"
+
     def __init__(self, options: Options):
         self.options, self.began = options, time.perf_counter()
         self.checkpoint = Checkpoint.open(options.model)
@@ -111,7 +113,7 @@ class Bench:
             self.materials[context] = draw(
                 self.checkpoint,
                 self.options.corpus,
-                "heldout",
+                self.split,
                 context=context,
                 windows=rows(self.options.windows),
                 sheets=rows(self.options.sheets),
@@ -176,7 +178,7 @@ class Bench:
         key = lambda row: (row["method"], row["budget"], row["context"], row["protocol"])
         # A budget may have got another plan since its row was written.
         held = lambda row: CompressionPlan.from_json(row["plan"], self.path)
-        stale = lambda row: key(row) in wanted and held(row) != wanted[key(row)].plan
+        stale = lambda row: key(row) in wanted and held(row).to_json() != wanted[key(row)].plan.to_json()
         self.rows = [row for row in self.rows if not stale(row)]
         done = set(map(key, self.rows))
         cells = [cell for cell in wanted.values() if cell.key not in done]
@@ -267,7 +269,17 @@ class Bench:
     def write(self) -> None:
         """The JSON with all rows so far."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        left_out = ("results", "model", "corpus", "protocols", "methods", "plans", "budgets", "minutes")
+        left_out = (
+            "results",
+            "model",
+            "corpus",
+            "parts",
+            "protocols",
+            "methods",
+            "plans",
+            "budgets",
+            "minutes",
+        )
         config = {k: v for k, v in asdict(self.options).items() if k not in left_out}
         config["material"] = self.drawn | {
             str(context): {"windows": len(one.windows), "sheets": len(one.sheets), "topics": one.topics}

@@ -127,14 +127,20 @@ class Choosing(NearFar):
         self, far: FarTokens, q: Float[Array, "B T N R"], positions: Int[Array, "B T"], scale: float
     ) -> Int[Array, "B T K n"]:
         """The pages that each query reads, best first; those without a far token of its own come last."""
+        shared = self.probabilities(far, q, positions, scale)
+        return jax.lax.top_k(shared, min(self.read // self.page, shared.shape[-1]))[1]
+
+    def probabilities(
+        self, far: FarTokens, q: Float[Array, "B T N R"], positions: Int[Array, "B T"], scale: float
+    ) -> Float[Array, "B T K pages"]:
+        """Logarithms of what the index says of each page, summed over the query heads of a KV head."""
         q = q.reshape(*q.shape[:2], self.num_kv_heads, -1, q.shape[-1])
         scores = self.page_scores(far, q, scale)
         first, t = jnp.arange(scores.shape[-1]) * self.page, positions[:, :, None, None, None]
         has_far = (first + self.page > self.sinks) & (first <= t - self.window)
         scores = jnp.where(has_far, scores, jnp.finfo(jnp.float32).min)
         # Logarithms of probabilities, for these vanish where pages are far apart.
-        shared = logsumexp(log_softmax(scores, axis=-1), axis=3)
-        return jax.lax.top_k(shared, min(self.read // self.page, scores.shape[-1]))[1]
+        return logsumexp(log_softmax(scores, axis=-1), axis=3)
 
     def capacity(self, far: FarTokens) -> int:
         """Slots of the store."""

@@ -66,15 +66,7 @@ class CodedChoosing(Choosing):
 
     def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
         """`NearFar.write_far`."""
-        start, kept = positions[:, 0], positions < end[:, None]
-
-        def put(held: Coded, code: Code, x: Array) -> Coded:
-            if not x.shape[-1]:
-                return held
-            coded = _encode(code, x[..., None, :])
-            return jax.tree.map(lambda buffer, new: put_rows(buffer, new, start, kept), held, coded)
-
-        far = state.far
+        put, far = partial(put_coded, positions=positions, end=end), state.far
         return FarTokens(
             put(far.k, self.key_code, k[..., self.index : self.R]),
             put(far.v, self.value_code, v[..., : self.Z]),
@@ -114,7 +106,11 @@ class CodedChoosing(Choosing):
         padded = jnp.pad(
             scores, ((0, 0),) * 4 + ((0, -scores.shape[-1] % self.page),), constant_values=lowest
         )
-        return logsumexp(padded.reshape(*scores.shape[:-1], -1, self.page), axis=-1)
+        return self.of_pages(padded.reshape(*scores.shape[:-1], -1, self.page))
+
+    def of_pages(self, scores: Float[Array, "B T K G pages page"]) -> Float[Array, "B T K G pages"]:
+        """Scores of pages by those of their tokens: by the sum of what they weigh."""
+        return logsumexp(scores, axis=-1)
 
     def index_bytes(self, tokens: int) -> int:
         """`Choosing.index_bytes`."""
@@ -145,6 +141,15 @@ class CodedChoosing(Choosing):
             return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(coded))
 
         return self.num_kv_heads * sum(plane(code, width) for code, width in planes if width)
+
+
+def put_coded(held: Coded, code: Code, x: Float[Array, "B T K C"], *, positions: Array, end: Array) -> Coded:
+    """Coded arrays [B, K, S, …] with vectors x at `positions` below `end`; those of C = 0 are none."""
+    if not x.shape[-1]:
+        return held
+    start, kept = positions[:, 0], positions < end[:, None]
+    put = lambda buffer, new: put_rows(buffer, new, start, kept)
+    return jax.tree.map(put, held, _encode(code, x[..., None, :]))
 
 
 def _encode(code: Code, x: Float[Array, "*batch 1 C"]) -> Coded:

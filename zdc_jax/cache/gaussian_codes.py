@@ -6,7 +6,7 @@ from statistics import NormalDist
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes import SCALE_DTYPE, Code, Coded, pack, packing_refusal, unpack
@@ -37,10 +37,7 @@ class Gaussian(Code):
         x = x / largest
         size = jnp.sqrt((x * x).mean(-1, keepdims=True))
         unit = self.turned(x) / jnp.maximum(size, jnp.finfo(jnp.float32).tiny)
-        table = gaussian_levels(self.bits)
-        middles = jnp.asarray((table[1:] + table[:-1]) / 2, jnp.float32)
-        levels = (unit[..., None] > middles).sum(-1, dtype=jnp.uint8)
-        return pack(levels, self.bits), (size * largest).astype(SCALE_DTYPE)
+        return pack(nearest_levels(unit, self.bits), self.bits), (size * largest).astype(SCALE_DTYPE)
 
     def decode(self, coded: Coded, C: int) -> Array:
         """`Code.decode`."""
@@ -86,6 +83,13 @@ def turn(C: int) -> np.ndarray:
         matrix = np.kron(matrix, np.array([[1, 1], [1, -1]]) / np.sqrt(2))
     signs = np.random.default_rng(C).choice([-1, 1], C)
     return signs[:, None] * matrix
+
+
+def nearest_levels(unit: Float[Array, "*batch C"], bits: int) -> UInt8[Array, "*batch C"]:
+    """Which of `gaussian_levels` is nearest; 0 for what is no number."""
+    table = gaussian_levels(bits)
+    middles = jnp.asarray((table[1:] + table[:-1]) / 2, jnp.float32)
+    return (unit[..., None] > middles).sum(-1, dtype=jnp.uint8)
 
 
 @cache
