@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.nn import logsumexp
 
@@ -110,11 +109,10 @@ class BestTokenOfPage(CodedChoosing):
 class LayerChoice(CodedChoosing):
     """All heads of a layer share what is read."""
 
-    def chosen(self, far: FarTokens, q: Array, positions: Array, scale: float) -> Array:
-        """`Choosing.chosen`, by the sum over all heads."""
-        shared = self.probabilities(far, q, positions, scale)
-        shared = jnp.broadcast_to(logsumexp(shared, axis=2, keepdims=True), shared.shape)
-        return jax.lax.top_k(shared, min(self.read // self.page, shared.shape[-1]))[1]
+    def probabilities(self, far: FarTokens, q: Array, positions: Array, scale: float) -> Array:
+        """`Choosing.probabilities`, summed over all heads."""
+        of_heads = super().probabilities(far, q, positions, scale)
+        return jnp.broadcast_to(logsumexp(of_heads, axis=2, keepdims=True), of_heads.shape)
 
 
 @dataclass(frozen=True, kw_only=True)

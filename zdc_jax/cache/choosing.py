@@ -27,6 +27,7 @@ from zdc_jax.cache.prefix_ring import recent_rows
 from zdc_jax.cache.spec import put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.contract import einsum_f32
+from zdc_jax.ops.selection import among_largest
 from zdc_jax.ops.xla import chosen_attention, in_query_blocks, query_block
 
 
@@ -93,35 +94,24 @@ class Choosing(NearFar):
 
     def attend_far(self, far: FarTokens, q: Array, positions: Array, scale: float) -> tuple[Array, Array]:
         """`NearFar.attend_far`."""
-        chosen = lambda q, positions: self.chosen(far, q, positions, scale)
-        return self._in_blocks(far, scale, chosen, q, positions)
+        if q.shape[1] == 1:
+            return self._attend_gathered(far, q, positions, self.chosen(far, q, positions, scale), scale)
+        are_chosen = lambda q, positions: self.are_chosen(far, q, positions, scale)
+        return self._attend_masked(far, scale, are_chosen, q, positions)
 
     def attend_pages(
         self, far: FarTokens, q: Array, positions: Array, pages: Int[Array, "B T K n"], scale: float
     ) -> tuple[Array, Array]:
         """`attend_far` to pages that were chosen before."""
-        return self._in_blocks(far, scale, lambda q, positions, pages: pages, q, positions, pages)
+        if q.shape[1] == 1:
+            return self._attend_gathered(far, q, positions, pages, scale)
+        count = -(-self.capacity(far) // self.page)
 
-    def _in_blocks(
-        self, far: FarTokens, scale: float, chosen: Callable[..., Array], q: Array, *of_queries: Array
-    ) -> tuple[Array, Array]:
-        """Attention to the pages `chosen(q, *of_queries)`; first of `of_queries` are positions."""
-        B, T, N, _ = q.shape
-        if T == 1:
-            slots = self._slots(chosen(q, *of_queries)[:, 0])
-            # Slots past the last are of no far token; what stands for them must be a number.
-            k, v = self.rows(far, jnp.minimum(slots, self.capacity(far) - 1))
-            visible = self._is_far(slots, of_queries[0][:, :, None])
-            return chosen_attention(q, k, v, visible[:, :, None], scale=scale)
-        k, v = self.all_rows(far)
-        S = k.shape[2]
+        def are_chosen(q: Array, positions: Array, pages: Array) -> Array:
+            none = jnp.zeros((*pages.shape[:3], count), bool)
+            return jnp.put_along_axis(none, pages, True, axis=-1, inplace=False)
 
-        def one_block(q: Array, positions: Array, *others: Array) -> tuple[Array, Array]:
-            visible = self._visible(chosen(q, positions, *others), positions, S)
-            return chosen_attention(q, k, v, visible, scale=scale)
-
-        # The index has scores of its own, at most as many as attention.
-        return in_query_blocks(one_block, query_block(2 * B * N * S, T), q, *of_queries)
+        return self._attend_masked(far, scale, are_chosen, q, positions, pages)
 
     def chosen(
         self, far: FarTokens, q: Float[Array, "B T N R"], positions: Int[Array, "B T"], scale: float
@@ -129,6 +119,12 @@ class Choosing(NearFar):
         """The pages that each query reads, best first; those without a far token of its own come last."""
         shared = self.probabilities(far, q, positions, scale)
         return jax.lax.top_k(shared, min(self.read // self.page, shared.shape[-1]))[1]
+
+    def are_chosen(
+        self, far: FarTokens, q: Float[Array, "B T N R"], positions: Int[Array, "B T"], scale: float
+    ) -> Bool[Array, "B T K pages"]:
+        """Whether a query reads a page: the same as `chosen`."""
+        return among_largest(self.probabilities(far, q, positions, scale), self.read // self.page)
 
     def probabilities(
         self, far: FarTokens, q: Float[Array, "B T N R"], positions: Int[Array, "B T"], scale: float
@@ -151,21 +147,35 @@ class Choosing(NearFar):
         chosen = min(self.read, tokens) * self.token_bytes
         return self.near.bytes(tokens) + self.index_bytes(tokens) + chosen
 
-    def _slots(self, pages: Int[Array, "B K n"]) -> Int[Array, "B K chosen"]:
-        """The positions of these pages."""
-        slots = pages[..., None] * self.page + jnp.arange(self.page)
-        return slots.reshape(*pages.shape[:2], -1)
+    def _attend_gathered(
+        self, far: FarTokens, q: Array, positions: Array, pages: Array, scale: float
+    ) -> tuple[Array, Array]:
+        """Attention of single queries to pages [B, 1, K, n], which alone are read."""
+        slots = pages[:, 0, :, :, None] * self.page + jnp.arange(self.page)
+        slots = slots.reshape(*slots.shape[:2], -1)
+        # Slots past the last are of no far token; what stands for them must be a number.
+        k, v = self.rows(far, jnp.minimum(slots, self.capacity(far) - 1))
+        visible = self._is_far(slots, positions[:, :, None])
+        return chosen_attention(q, k, v, visible[:, :, None], scale=scale)
+
+    def _attend_masked(
+        self, far: FarTokens, scale: float, are_chosen: Callable[..., Array], q: Array, *of_queries: Array
+    ) -> tuple[Array, Array]:
+        """Attention that reads all, to the pages that `are_chosen(q, *of_queries)`, positions first."""
+        B, T, N, _ = q.shape
+        k, v = self.all_rows(far)
+        S = k.shape[2]
+
+        def one_block(q: Array, positions: Array, *others: Array) -> tuple[Array, Array]:
+            visible = jnp.repeat(are_chosen(q, positions, *others), self.page, axis=-1)[..., :S]
+            visible &= self._is_far(jnp.arange(S), positions[:, :, None, None])
+            return chosen_attention(q, k, v, visible.swapaxes(1, 2), scale=scale)
+
+        # The index has scores of its own, at most as many as attention.
+        return in_query_blocks(one_block, query_block(2 * B * N * S, T), q, *of_queries)
 
     def _is_far(self, j: Array, t: Array) -> Array:
         return (j >= self.sinks) & (j <= t - self.window)
-
-    def _visible(self, pages: Array, positions: Array, S: int) -> Bool[Array, "B K T {S}"]:
-        """Which keys of the store belong to the queries' pages and are far from them."""
-        none = jnp.zeros((*pages.shape[:3], -(-S // self.page)), bool)
-        chosen = jnp.put_along_axis(none, pages, True, axis=-1, inplace=False)
-        visible = jnp.repeat(chosen, self.page, axis=-1)[..., :S]
-        visible &= self._is_far(jnp.arange(S), positions[:, :, None, None])
-        return visible.swapaxes(1, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
