@@ -97,6 +97,13 @@ def test_settings_of_single_layers_are_kept(tmp_path):
     assert [plan.turns(index) for index in range(3)] == [((8, 8), (32,)), ((), ()), ((16, 16), (32,))]
 
 
+def test_no_more_is_read_than_a_model_has_positions():
+    settings = methods.settings_from_json("loki", {"read": LLAMA.max_positions + 1})
+    plan = replace(CompressionPlan.full(LLAMA), method="loki", settings=settings)
+    with pytest.raises(PlanError, match="layer 0: read=257 far tokens must be at most 256"):
+        plan.check_model(LLAMA, "")
+
+
 def test_plans_of_version_2_load(tmp_path):
     path, plan = tmp_path / "old.json", CompressionPlan.uniform(LLAMA, qk=16, v=16, window=8)
     path.write_text(json.dumps(plan.to_json() | {"format_version": 2}))

@@ -273,6 +273,12 @@ class CompressionPlan:
                     f"layer {index} of the model sees the last {spec.window} tokens: the plan must give it "
                     f"rank 0 and a window of its own, 1 to {spec.window}; got {ranks}"
                 )
+            read = getattr(self.settings_of(index), "read", 0)  # Of methods that choose what is read.
+            if ranks.qk and read > config.max_positions:
+                raise PlanError(
+                    f"layer {index}: read={read} far tokens must be at most {config.max_positions}, the model's "
+                    "positions"
+                )
         if self.fingerprint and self.fingerprint != fingerprint:
             raise PlanError(f"the plan was made for model {self.fingerprint!r}, this one is {fingerprint!r}")
 
