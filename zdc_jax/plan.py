@@ -276,8 +276,8 @@ class CompressionPlan:
             read = getattr(self.settings_of(index), "read", 0)  # Of methods that choose what is read.
             if ranks.qk and read > config.max_positions:
                 raise PlanError(
-                    f"layer {index}: read={read} far tokens must be at most {config.max_positions}, the model's "
-                    "positions"
+                    f"layer {index}: read={read} far tokens must be at most {config.max_positions}, "
+                    "the positions of the model"
                 )
         if self.fingerprint and self.fingerprint != fingerprint:
             raise PlanError(f"the plan was made for model {self.fingerprint!r}, this one is {fingerprint!r}")
