@@ -71,8 +71,7 @@ class PlanFlags:
     """First tokens kept at full rank."""
     method: str | None = None
     """How distant tokens are kept (docs/methods.md). Without --qk, --v or such a choice of ranks it acts on
-    the model's own coordinates, and needs no calibration. With --texts zdc plan searches plans of method
-    coded; else of zdc."""
+    the model's own coordinates, and needs no calibration."""
     set: tuple[str, ...] = ()
     """Settings of the method, each NAME=VALUE, such as bits=4."""
 
@@ -167,7 +166,8 @@ class SearchFlags:
     """Limit on the relative increase of perplexity; default 0.01 (1 %) for a search."""
     texts: tuple[Path, ...] = ()
     """Text to search on with the flags below, as for calibrate. A third of it is used, `zdc evaluate` takes
-    another. None: a plan predicted from perplexity alone, without search."""
+    another. None: a plan predicted from perplexity alone, without search. With --method coded plans of that
+    method are searched, by mode window and objective bytes."""
     min_retention: float = 0.97
     """Limit on what is retained of each long-range task that the unmodified model can do; 0: no tasks."""
     sheets: int = 16

@@ -23,11 +23,12 @@ from convert.search.coded_search import (
 )
 from convert.search.search import SearchOptions, describe
 from convert.search.trials import Trial, TrialBook
-from zdc_jax import CompressionPlan
+from zdc_jax import CompressionPlan, load
 from zdc_jax.errors import PlanError
+from zdc_jax.evaluation.perplexity import window_nll
 from zdc_jax.methods.coded import Settings
 from zdc_jax.plan import LayerRanks, allowed_ranks
-from zdc_jax.planning.layer_costs import Grade
+from zdc_jax.planning.layer_costs import Grade, LayerCosts
 
 LAYERS, H, TOKENS = 3, 64, 4096
 KEYS = ((64, 2), (64, 3), (48, 4), (64, 4), (64, 8))
@@ -199,6 +200,26 @@ def test_the_last_stage_has_trials_of_its_own():
     assert book.measured <= 40
 
 
+def test_a_context_too_short_for_any_choice_is_read_whole(monkeypatch):
+    monkeypatch.setattr("convert.search.coded_search.CHOICES", ())
+    best = CodedSearch(FakeBook(1), SearchOptions(0.8)).run()
+    assert {ranks.settings.read for ranks in best.plan.layers if ranks.qk} == {0}
+
+
+def test_costs_are_raised_to_those_of_larger_grades_alone():
+    """Not to those of a grade of the same bytes."""
+    keys, values = coded_levels(H)
+    assert Grade(64, 3).size == Grade(48, 4).size
+    rng = np.random.default_rng(0)
+    qk, v = rng.normal(size=(2, len(keys))), rng.normal(size=(2, len(values)))
+    costs = LayerCosts(keys, values, qk, v, np.zeros(2)).monotone()
+    for before, after, levels in ((qk, costs.qk, keys), (v, costs.v, values)):
+        for (i, grade), row in itertools.product(enumerate(levels), range(2)):
+            larger = [before[row, j] for j, other in enumerate(levels) if other.size > grade.size]
+            assert after[row, i] == max(0, before[row, i], *larger)
+    assert costs.of(0, layer((48, 4), (64, 2))) == costs.qk[0, keys.index((48, 4))] + costs.v[0, 0]
+
+
 @pytest.mark.parametrize(
     ("more", "named"), [({"mode": "classes"}, "mode='classes'"), ({"objective": "time"}, "objective='time'")]
 )
@@ -225,6 +246,19 @@ CONTEXT = 128
 def folder(tmp_path_factory) -> Path:
     """model/ converted and calibrated, text/ to search on."""
     return calibrated_folder(tmp_path_factory.mktemp("coded"), CONTEXT)
+
+
+def test_trials_are_the_loaded_models(folder):
+    """One after another, of which some share the weights of some layers."""
+    windows = np.random.default_rng(1).integers(3, 96, (2, CONTEXT)).astype(np.int32)
+    book = TrialBook(folder / "model", windows)
+    search = CodedSearch(book, SearchOptions(0.1))
+    whole, fewer = layer((80, 8), (80, 4)), layer((64, 4), (80, 3))
+    dense = window_nll(load(folder / "model").network, windows).mean()
+    for layers in ([whole, whole], [choosing(fewer, Choice(16, 32)), whole], [fewer, LayerRanks(0, 0)]):
+        plan = search._plan(layers, 32)
+        nll = window_nll(load(folder / "model", plan).network, windows).mean()
+        assert book.measure(plan).increase == pytest.approx(np.expm1(nll - dense), rel=1e-5)
 
 
 def test_bytes_are_those_of_the_models_dtype(folder):
