@@ -43,21 +43,34 @@ def prepared_layers(
 ) -> Iterator[dict[str, Any]]:
     """Folded (if there is a basis), sliced and rounded layers, one at a time; `float8`: with scales."""
     for index, layer in enumerate(layers):
-        if basis is not None:
-            folded = fold_attention(
-                layer["attention"],
-                config,
-                basis,
-                index,
-                plan.stored_ranks(index),
-                full_width=any(plan.near(index)),
-                latent_keys=plan.settings.latent_keys,
-                turns=plan.turns(index),
-            )
-            if payload == "float8":
-                folded |= scale_weights(basis, index)
-            layer = {**layer, "attention": folded}
-        yield cast(layer, dtype)
+        yield prepared_layer(index, layer, config, plan, basis, dtype, payload)
+
+
+def prepared_layer(
+    index: int,
+    layer: dict[str, Any],
+    config: ModelConfig,
+    plan: CompressionPlan,
+    basis: Basis | None,
+    dtype: jnp.dtype,
+    payload: Payload = "native",
+) -> dict[str, Any]:
+    """One of `prepared_layers`."""
+    if basis is not None:
+        folded = fold_attention(
+            layer["attention"],
+            config,
+            basis,
+            index,
+            plan.stored_ranks(index),
+            full_width=any(plan.near(index)),
+            latent_keys=plan.settings.latent_keys,
+            turns=plan.turns(index),
+        )
+        if payload == "float8":
+            folded |= scale_weights(basis, index)
+        layer = {**layer, "attention": folded}
+    return cast(layer, dtype)
 
 
 _ROTATIONS = ("q_rotation", "k_rotation")

@@ -194,7 +194,14 @@ class CompressionPlan:
 
     @classmethod
     def of_layers(
-        cls, config: ModelConfig, ranks: Sequence[LayerRanks], *, window: int = 0, sinks: int = 0
+        cls,
+        config: ModelConfig,
+        ranks: Sequence[LayerRanks],
+        *,
+        window: int = 0,
+        sinks: int = 0,
+        method: str = "zdc",
+        settings: MethodSettings | None = None,
     ) -> Self:
         """These ranks, but for layers whose checkpoint has a sliding window: they keep it as it is.
 
@@ -206,7 +213,15 @@ class CompressionPlan:
                 kept = spec.window if layer.qk else min(spec.window, window or spec.window)
                 layer = LayerRanks(0, 0, kept)
             layers.append(layer)
-        return cls(tuple(layers), config.num_kv_heads, config.head_dim, sinks=sinks, window=window)
+        return cls(
+            tuple(layers),
+            config.num_kv_heads,
+            config.head_dim,
+            sinks=sinks,
+            window=window,
+            method=method,
+            settings=settings,  # type: ignore[arg-type]  # None is the method's own.
+        )
 
     @classmethod
     def full(cls, config: ModelConfig) -> Self:
@@ -243,6 +258,10 @@ class CompressionPlan:
         """Bytes of a KV cache for `batch` rows of `capacity` tokens: the sum over layers, and the lengths."""
         return held_bytes(self.layer_caches(dtype), capacity, batch)
 
+    def bytes_read(self, tokens: int, dtype: str = "bfloat16") -> int:
+        """Bytes of the cache of a row of `tokens` that decoding one more reads."""
+        return sum(spec.bytes_read(tokens) for spec in self.layer_caches(dtype))
+
     def has_classes(self, layer: int) -> bool:
         """Whether tokens of two classes keep different ranks in this layer."""
         return self.classes is not None and layer not in self.classes.leaders
@@ -255,7 +274,8 @@ class CompressionPlan:
 
     def within(self, config: ModelConfig) -> Self:
         """The same plan for this model, whose sliding-window layers keep what `of_layers` says."""
-        plan = self.of_layers(config, self.layers, window=self.window, sinks=self.sinks)
+        near = {"window": self.window, "sinks": self.sinks}
+        plan = self.of_layers(config, self.layers, **near, method=self.method, settings=self.settings)
         return replace(self, layers=plan.layers)
 
     def check_model(self, config: ModelConfig, fingerprint: str) -> None:

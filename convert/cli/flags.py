@@ -15,8 +15,17 @@ from rich.console import Console
 
 from convert.calibration.calibrate import CalibrationOptions, calibration_windows
 from convert.progress import counted
+from convert.search.coded_search import CodedSearch
 from convert.search.plots import write_front
-from convert.search.search import Mode, Objective, Search, SearchOptions, class_block, describe
+from convert.search.search import (
+    Mode,
+    Objective,
+    Search,
+    SearchOptions,
+    class_block,
+    describe,
+    describe_bytes,
+)
 from convert.search.trials import Trial, TrialBook
 from zdc_jax import methods
 from zdc_jax.checkpoint import Checkpoint
@@ -157,7 +166,8 @@ class SearchFlags:
     """Limit on the relative increase of perplexity; default 0.01 (1 %) for a search."""
     texts: tuple[Path, ...] = ()
     """Text to search on with the flags below, as for calibrate. A third of it is used, `zdc evaluate` takes
-    another. None: a plan predicted from perplexity alone, without search."""
+    another. None: a plan predicted from perplexity alone, without search. With --method coded plans of that
+    method are searched, by mode window and objective bytes."""
     min_retention: float = 0.97
     """Limit on what is retained of each long-range task that the unmodified model can do; 0: no tasks."""
     sheets: int = 16
@@ -190,8 +200,11 @@ class SearchFlags:
             if named:
                 raise PlanError(f"{', '.join(named)}: of use to a search alone; add --texts to search on")
             return
-        if others := given(plan):
-            raise PlanError(f"a search is for the whole plan; drop {', '.join(others)}")
+        allowed = ["--method"] if plan.method == "coded" and self.texts else []
+        if others := [flag for flag in given(plan) if flag not in allowed]:
+            raise PlanError(
+                f"a search is for the whole plan; drop {', '.join(others)} (--method coded goes with --texts)"
+            )
         unused = [flag for flag in named if flag not in ("--max-degradation", "--texts")]
         if unused and not self.texts:
             raise PlanError(f"{', '.join(unused)}: of use to a search alone; add --texts to search on")
@@ -201,15 +214,19 @@ class SearchFlags:
         """Whether these flags ask for a plan."""
         return bool(self.texts) or self.max_degradation is not None
 
-    def search(self, path: Path, output: Path, console: Console) -> CompressionPlan:
+    def search(
+        self, path: Path, output: Path, console: Console, method: str | None = None
+    ) -> CompressionPlan:
         """Searches, showing the best so far; a journal beside `output` lets a broken-off search go on.
 
-        Without texts the plan is predicted.
+        method: of the plans, `coded` or by default `zdc`. Without texts the plan is predicted.
         """
         limit = MAX_DEGRADATION if self.max_degradation is None else self.max_degradation
         options = SearchOptions(
             limit, self.mode, self.trials, self.objective, self.constrained, self.min_retention
         )
+        kind = CodedSearch if method == "coded" else Search
+        kind.check(options)
         checkpoint = Checkpoint.open(path)
         if not self.texts:
             plan = choose_plan(path, max_degradation=limit)
@@ -227,12 +244,10 @@ class SearchFlags:
             )
 
             def watch(_: Trial, best: Trial | None) -> None:
-                best_yet = (
-                    "none" if best is None else f"{best.bytes_share:.1%} of KV bytes at {best.increase:+.2%}"
-                )
+                best_yet = "none" if best is None else f"{describe_bytes(best)} at {best.increase:+.2%}"
                 show(f"best within the limits: {best_yet}")
 
-            best = Search(book, options, watch).run()
+            best = kind(book, options, watch).run()
         if sheets and not book.counting:
             message = "the unmodified model does no task: the plan is held to perplexity alone"
             warnings.warn(message, stacklevel=2)

@@ -119,7 +119,7 @@ class Plan:
         if not self.search.asked:
             plan = self.flags.build(self.path)
         else:
-            plan = self.search.search(self.path, self.output, console)
+            plan = self.search.search(self.path, self.output, console, self.flags.method)
         if plan is None:
             raise PlanError(
                 "say what to keep: --qk/--v, --budget, --window, --max-score-error; or search: --texts"
@@ -305,7 +305,7 @@ def _report_savings(plan: CompressionPlan, checkpoint: Checkpoint) -> None:
         f"{cut} of {layers} layers see no distant tokens",
         file=sys.stderr,
     )
-    read = lambda plan: sum(spec.bytes_read(config.max_positions) for spec in plan.layer_caches(config.dtype))
+    read = lambda plan: plan.bytes_read(config.max_positions, config.dtype)
     if (read_share := read(plan) / read(CompressionPlan.full(config))) < share - 1e-3:
         print(f"a decoded token reads {read_share:.1%} of what it reads without a plan", file=sys.stderr)
     if plan.rotated and cut < layers and (checkpoint.calibration_path / "basis").exists():

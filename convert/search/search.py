@@ -10,11 +10,12 @@ from what the last one found:
 3. refine: single further steps from there, cheapest first, kept where the limit still holds.
 
 `uniform` knows no window and one pair of ranks, `classes` the paper's two token classes (see
-`convert.search.class_search`), `window+classes` these and a window. Every plan is measured with arrays of
-its size.
+`convert.search.class_search`), `window+classes` these and a window. Plans of method `coded` are searched in
+`convert.search.coded_search`. Every plan is measured with arrays of its size.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -25,9 +26,10 @@ from convert.search.class_search import ClassNumbers, descend
 from convert.search.trials import Trial, TrialBook
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
+from zdc_jax.methods.coded import Settings
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses, allowed_ranks
 from zdc_jax.planning.costs import request_seconds
-from zdc_jax.planning.layer_costs import LayerCosts, cheapest_path, rank_levels, steps_down
+from zdc_jax.planning.layer_costs import Grade, LayerCosts, cheapest_path, kept, rank_levels, steps_down
 from zdc_jax.planning.predictor import Predictor
 from zdc_jax.planning.profile import SINKS, cost_window, windows_for
 
@@ -80,7 +82,7 @@ def class_block(length: int) -> int:
     return min(TokenClasses.block, length)
 
 
-class _Exhausted(Exception):
+class Exhausted(Exception):
     """As many plans as allowed were measured."""
 
 
@@ -88,6 +90,9 @@ class Search:
     """One search: measures through a `TrialBook`, remembers the best plan within the limit.
 
     `watch`, if given, is called after every new trial with it and the best so far (None until there is one).
+
+    Raises:
+      PlanError: options that this search has not.
     """
 
     def __init__(
@@ -96,11 +101,17 @@ class Search:
         options: SearchOptions,
         watch: Callable[[Trial, Trial | None], None] | None = None,
     ):
+        self.check(options)
         self.book, self.options, self.watch = book, options, watch
         self.config = book.config
         self.length = book.windows.shape[1]
         self.best: Trial | None = None
-        self.measured = 0
+        self.measured, self.most = 0, options.trials
+        self.costs: LayerCosts | None = None
+
+    @classmethod
+    def check(cls, options: SearchOptions) -> None:
+        """Raises `PlanError` for options that this search has not; it has all."""
 
     def run(self) -> Trial:
         """The best plan found.
@@ -109,7 +120,7 @@ class Search:
           PlanError: no plan of this mode holds the limit.
         """
         options = self.options
-        with contextlib.suppress(_Exhausted):
+        with contextlib.suppress(Exhausted):
             match options.mode:
                 case "window":
                     self._window_search()
@@ -141,8 +152,8 @@ class Search:
 
     def try_plan(self, plan: CompressionPlan) -> Trial:
         """Measures, and keeps what is smaller within the limit."""
-        if self.measured >= self.options.trials:
-            raise _Exhausted
+        if self.measured >= self.most:
+            raise Exhausted
         trial = self.book.measure(plan)
         self.measured += 1
         if self.cost(trial) <= 1 and self.size(plan) < self.smallest():
@@ -175,15 +186,19 @@ class Search:
     def _window_search(self) -> None:
         windows = list(windows_for(self.length))
         near = windows[cost_window(windows)]
-        for path in Predictor.stored().paths(self.config, self.book.profile):
-            if path[0][0].window == near:
-                self.last_within([plan.for_model("") for plan, _ in path])
+        self._predicted(near)
         # From the middle window outwards: the best so far spares the others most of their trials.
         windows.sort(key=lambda window: abs(np.log2(window / near)))
-        costs = self._layer_costs(near)
+        self.costs = self._layer_costs(near)
+        path = cheapest_path(self.costs)
         for window in windows:
-            self.last_within([self._plan(ranks, window) for ranks in cheapest_path(costs)])
-        self._refine(costs)
+            self.last_within([self._plan(ranks, window) for ranks in path])
+        self._refine(self.costs)
+
+    def _predicted(self, window: int) -> None:
+        for path in Predictor.stored().paths(self.config, self.book.profile):
+            if path[0][0].window == window:
+                self.last_within([plan.for_model("") for plan, _ in path])
 
     def _uniform_search(self) -> None:
         ranks = allowed_ranks(self.config.head_dim)[:0:-1]
@@ -207,29 +222,35 @@ class Search:
     def _plan(self, ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
         return CompressionPlan.of_layers(self.config, ranks, window=window, sinks=SINKS)
 
-    def _layer_costs(self, window: int) -> LayerCosts:
-        config, H = self.config, self.config.head_dim
-        ranks = rank_levels(H)
+    def _levels(self) -> tuple[tuple[Grade, ...], tuple[Grade, ...]]:
+        """What single layers are measured at, of keys and of values."""
+        levels = tuple(map(Grade, rank_levels(self.config.head_dim)))
+        return levels, levels
 
-        def alone(layer: int, qk: int, v: int) -> float:
-            layers = [LayerRanks(H, H)] * config.num_layers
-            layers[layer] = LayerRanks(qk, v)
+    def _layer_costs(self, window: int) -> LayerCosts:
+        keys, values = self._levels()
+        most = keys[-1], values[-1]
+
+        def alone(layer: int, ranks: LayerRanks) -> float:
+            layers = [kept(*most)] * self.config.num_layers
+            layers[layer] = ranks
             trial = self.try_plan(self._plan(layers, window))
             # Both limits count: perplexity alone would cut the layers that retrieve.
             return float(np.log1p(trial.increase) / np.log1p(self.options.max_degradation)) + max(
                 self._retention_cost(trial), 0.0
             )
 
-        def lowered(layer: int, plans: Sequence[tuple[int, int]]) -> list[float]:
-            known = cut[layer] <= NEGLIGIBLE  # Then any rank costs no more, and saves less.
-            return [cut[layer] if known else alone(layer, *plan) for plan in plans] + [0.0]
+        def lowered(layer: int, choices: Sequence[LayerRanks]) -> list[float]:
+            known = cut[layer] <= NEGLIGIBLE  # Then any grade costs no more, and saves less.
+            return [cut[layer] if known else alone(layer, ranks) for ranks in choices] + [0.0]
 
-        layers = range(config.num_layers)
-        cut = [alone(layer, 0, 0) for layer in layers]
+        layers = range(self.config.num_layers)
+        cut = [alone(layer, LayerRanks(0, 0)) for layer in layers]
         return LayerCosts(
-            ranks,
-            np.array([lowered(layer, [(r, H) for r in ranks[:-1]]) for layer in layers]),
-            np.array([lowered(layer, [(H, r) for r in ranks[:-1]]) for layer in layers]),
+            keys,
+            values,
+            np.array([lowered(layer, [kept(each, most[1]) for each in keys[:-1]]) for layer in layers]),
+            np.array([lowered(layer, [kept(most[0], each) for each in values[:-1]]) for layer in layers]),
             np.array(cut),
         ).monotone()
 
@@ -239,13 +260,23 @@ class Search:
         while progress:
             progress, before = False, self.best
             assert before is not None
-            steps = steps_down(costs, before.plan.layers, single=True)
-            for layer, ranks in steps[:REFINE_FAILURES]:
-                layers = list(before.plan.layers)
-                layers[layer] = ranks
-                if self.try_plan(replace(before.plan, layers=tuple(layers))) is self.best:
+            for plan in self._steps(costs, before.plan):
+                if self.try_plan(plan) is self.best:
                     progress = True
                     break
+
+    def _steps(self, costs: LayerCosts, plan: CompressionPlan) -> list[CompressionPlan]:
+        """Plans a single step below this one, cheapest first."""
+        steps = steps_down(costs, plan.layers, single=True)[:REFINE_FAILURES]
+        changed = lambda layer, ranks: (*plan.layers[:layer], ranks, *plan.layers[layer + 1 :])
+        return [replace(plan, layers=changed(*step)) for step in steps]
+
+
+def describe_bytes(trial: Trial) -> str:
+    """What a plan holds, and what a token reads of it where that is less."""
+    held = f"{trial.bytes_share:.1%} of the dense KV bytes"
+    less = trial.read_share < trial.bytes_share - 1e-3
+    return held + (f" (a token reads {trial.read_share:.1%})" if less else "")
 
 
 def describe(config: ModelConfig, trial: Trial) -> str:
@@ -253,9 +284,9 @@ def describe(config: ModelConfig, trial: Trial) -> str:
     low, high = trial.interval
     tasks = f", at least {trial.least_retention:.1%} of each task" if trial.retention else ""
     return (
-        f"{trial.bytes_share:.1%} of the dense KV bytes at {trial.increase:+.2%} [{low:+.2%}, {high:+.2%}]"
+        f"{describe_bytes(trial)} at {trial.increase:+.2%} [{low:+.2%}, {high:+.2%}]"
         f"{tasks}: "
-        f"window {trial.plan.window}, {_describe_ranks(config, trial.plan)}"
+        f"window {trial.plan.window}, {_describe_ranks(config, trial.plan)}{_describe_codes(trial.plan)}"
     )
 
 
@@ -273,4 +304,22 @@ def _describe_ranks(config: ModelConfig, plan: CompressionPlan) -> str:
     return (
         f"mean R={R:.0f} Z={Z:.0f} of {config.head_dim}, "
         f"{cut} of {config.num_layers} layers without distant tokens"
+    )
+
+
+def _describe_codes(plan: CompressionPlan) -> str:
+    far = [plan.settings_of(layer) for layer, ranks in enumerate(plan.layers) if ranks.qk]
+    codes = [settings for settings in far if isinstance(settings, Settings)]
+
+    def counted(words: Callable[[Settings], str]) -> str:
+        return ", ".join(f"{what} ({n} layers)" for what, n in Counter(map(words, codes)).most_common())
+
+    def choice(each: Settings) -> str:
+        return f"{each.read} tokens, chosen by {each.index} coordinates" if each.read else "all tokens"
+
+    if not codes:
+        return ""
+    return (
+        f"; keys in bits: {counted(lambda each: str(each.bits_k))}; values in bits: "
+        f"{counted(lambda each: str(each.bits_v))}; read: {counted(choice)}"
     )

@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from zdc_jax.evaluation.answers import answers_on
 from zdc_jax.evaluation.perplexity import bootstrap_interval, window_nll
 from zdc_jax.evaluation.retention import LEAST_SCORE, log_probability, score
 from zdc_jax.evaluation.sheets import Sheet
-from zdc_jax.fold import cast, prepared_layers
+from zdc_jax.fold import cast, prepared_layer, prepared_layers
 from zdc_jax.loading import load, stored_basis
+from zdc_jax.methods import Turns
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.profile import Profile, stored_profile
@@ -33,7 +33,8 @@ class Trial:
     """A plan and what it costs: `bytes_share` of the dense KV cache at the windows' length, `increase` of
     perplexity over the unmodified model, and its 95 % paired bootstrap `interval` over windows.
 
-    retention: of each task that counts (`zdc_jax.evaluation.retention`); none without sheets.
+    retention: of each task that counts (`zdc_jax.evaluation.retention`); none without sheets. read_share: of
+    the bytes that decoding a token reads of the dense cache.
     """
 
     plan: CompressionPlan
@@ -41,6 +42,7 @@ class Trial:
     increase: float
     interval: tuple[float, float]
     retention: dict[str, float]
+    read_share: float
 
     @property
     def least_retention(self) -> float:
@@ -94,7 +96,7 @@ class TrialBook:
         self.windows, self.sheets, self.batch, self.journal = windows, sheets, batch, journal
         self.layers = [self.checkpoint.layer(index) for index in range(self.config.num_layers)]
         self.embeddings = cast(self.checkpoint.embeddings(), self.dtype)
-        self.whole: dict[Any, list[Any]] = {}
+        self.whole: dict[int, tuple[Turns, Any]] = {}
         self.key = self._key()
         self.seen: dict[str, Seen] = dict(self._read_journal())
         self.dense = self._seen(None)
@@ -112,16 +114,25 @@ class TrialBook:
         increase = float(np.expm1(difference.mean()))
         lost = lambda name: np.mean(seen.logs[name]) - np.mean(self.dense.logs[name])
         retention = {name: float(np.exp(lost(name))) for name in self.counting}
-        return Trial(plan, self.share(plan), increase, bootstrap_interval(difference), retention)
+        interval, read = bootstrap_interval(difference), self.read_share(plan)
+        return Trial(plan, self.share(plan), increase, interval, retention, read)
 
     def bound(self, plan: CompressionPlan) -> CompressionPlan:
         """`plan`, bound to the model and the basis it is measured on."""
         return plan.for_model(self.checkpoint.fingerprint, self.basis.coordinates_hash)
 
     def share(self, plan: CompressionPlan) -> float:
-        """KV bytes of a row as long as the windows, of those of the dense cache."""
-        size = lambda plan: plan.bytes(self.windows.shape[1], 1, self.dtype.name)
+        """KV bytes of a row as long as the windows, of those of the dense cache.
+
+        Both in the dtype of the model's weights, whatever is measured in: codes do not grow with the dtype.
+        """
+        size = lambda plan: plan.bytes(self.windows.shape[1], 1, self.config.dtype)
         return size(plan) / size(CompressionPlan.full(self.config))
+
+    def read_share(self, plan: CompressionPlan) -> float:
+        """Likewise what decoding one more token reads of them."""
+        read = lambda plan: plan.bytes_read(self.windows.shape[1], self.config.dtype)
+        return read(plan) / read(CompressionPlan.full(self.config))
 
     def _seen(self, plan: CompressionPlan | None) -> Seen:
         name, began = _name(plan), time.perf_counter()
@@ -146,15 +157,16 @@ class TrialBook:
         return Transformer(self.config, plan, self.embeddings, self._prepared(plan))
 
     def _prepared(self, plan: CompressionPlan) -> Iterable[Any]:
-        """Folded weights; where all layers have near tokens these are whole, and the same for all plans of
-        like turns."""
-        prepare = partial(prepared_layers, iter(self.layers), self.config, plan, self.basis, self.dtype)
+        """Folded weights; where all layers have near tokens these are whole, and a layer's the same in all
+        plans that turn it alike."""
+        given = self.config, plan, self.basis, self.dtype
         if not all(any(plan.near(index)) for index in range(len(plan.layers))):
-            return prepare()
-        turns = tuple(plan.turns(index) for index in range(len(plan.layers)))
-        if turns not in self.whole:
-            self.whole = {turns: [jax.device_put(layer) for layer in prepare()]}
-        return self.whole[turns]
+            return prepared_layers(iter(self.layers), *given)
+        for index, layer in enumerate(self.layers):
+            turns = plan.turns(index)
+            if index not in self.whole or self.whole[index][0] != turns:
+                self.whole[index] = turns, jax.device_put(prepared_layer(index, layer, *given))
+        return [self.whole[index][1] for index in range(len(self.layers))]
 
     def _key(self) -> str:
         asked = (

@@ -78,7 +78,7 @@ def test_a_plan_says_its_numbers():
     assert plan.layers == (LayerRanks(48, 48), LESS) * 3
     assert plan.stored_ranks(1) == FULL
     assert (plan.window, plan.sinks, plan.classes.block) == (128, 4, 512)
-    said = describe(CONFIG, Trial(plan, 0.5, 0.01, (0.0, 0.02), {}))
+    said = describe(CONFIG, Trial(plan, 0.5, 0.01, (0.0, 0.02), {}, 0.5))
     assert "25% to 75% of tokens important at (64, 64) of (R, Z), the rest at (32, 48), 3 leaders" in said
 
 

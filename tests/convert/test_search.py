@@ -24,7 +24,7 @@ from zdc_jax.evaluation.sheets import Sheet
 from zdc_jax.loading import stored_basis
 from zdc_jax.plan import LayerRanks, TokenClasses, allowed_ranks
 from zdc_jax.planning.costs import layer_parts
-from zdc_jax.planning.layer_costs import LayerCosts, cheapest_path, rank_levels, steps_down
+from zdc_jax.planning.layer_costs import Grade, LayerCosts, cheapest_path, rank_levels, steps_down
 
 CONTEXT = 128
 
@@ -42,7 +42,8 @@ def windows() -> np.ndarray:
 
 def costs_of(rng: np.random.Generator, layers: int, ranks: tuple[int, ...]) -> LayerCosts:
     draw = lambda: np.concatenate([rng.normal(size=(layers, len(ranks) - 1)), np.zeros((layers, 1))], 1)
-    return LayerCosts(ranks, draw(), draw(), rng.normal(size=layers)).monotone()
+    levels = tuple(map(Grade, ranks))
+    return LayerCosts(levels, levels, draw(), draw(), rng.normal(size=layers)).monotone()
 
 
 @settings(deadline=None, max_examples=30)
@@ -83,7 +84,7 @@ def test_levels_are_allowed_ranks(head_dim):
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12))
 def test_the_front_is_what_nothing_beats(points):
-    trials = [Trial(None, size, increase, (0, 0), {}) for size, increase in points]  # type: ignore[arg-type]
+    trials = [Trial(None, size, increase, (0, 0), {}, 1.0) for size, increase in points]  # type: ignore[arg-type]
     front = {(t.bytes_share, t.increase) for t in pareto_front(trials)}
     beaten = lambda p: any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)
     assert front == {p for p in points if not beaten(p)}
@@ -222,7 +223,7 @@ class FakeBook:
     def measure(self, plan):
         parts = [part for layer in range(8) for part in layer_parts(plan, layer)]
         lost = sum(share * (2 * (1 - r.qk / 64) ** 2 + (1 - r.v / 64) ** 2) for share, r in parts)
-        return Trial(plan, self.share(plan), 0.02 * lost / (1 + plan.window / 64), (0.0, 0.0), {})
+        return Trial(plan, self.share(plan), 0.02 * lost / (1 + plan.window / 64), (0.0, 0.0), {}, 1.0)
 
 
 def test_time_counts_what_bytes_do_not():
@@ -252,7 +253,7 @@ def test_class_modes_take_few_trials_and_every_window(mode, windows, constrained
 
 def test_a_limit_that_nothing_holds_is_said(folder, windows):
     book = TrialBook(folder / "model", windows)
-    book.measure = lambda plan: Trial(plan, 0.5, 1.0, (1.0, 1.0), {})  # type: ignore[method-assign]
+    book.measure = lambda plan: Trial(plan, 0.5, 1.0, (1.0, 1.0), {}, 1.0)  # type: ignore[method-assign]
     with pytest.raises(PlanError, match="no plan measured in mode 'uniform' stays within"):
         Search(book, SearchOptions(0.01, "uniform")).run()
 

@@ -15,7 +15,7 @@ from scipy.special import ndtr
 
 from zdc_jax.config import ModelConfig
 from zdc_jax.plan import CompressionPlan, LayerRanks
-from zdc_jax.planning.layer_costs import LayerCosts
+from zdc_jax.planning.layer_costs import LayerCosts, kept
 from zdc_jax.planning.predictor import Predictor, check_limit
 from zdc_jax.planning.profile import SINKS, Profile
 
@@ -118,4 +118,4 @@ class Surrogate:
 
 def _choices(costs: LayerCosts) -> list[LayerRanks]:
     """All that a layer may keep."""
-    return [LayerRanks(0, 0), *(LayerRanks(qk, v) for qk in costs.ranks for v in costs.ranks)]
+    return [LayerRanks(0, 0), *(kept(keys, values) for keys in costs.keys for values in costs.values)]

@@ -3,33 +3,86 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
+from zdc_jax.cache.codes import SCALE_DTYPE
+from zdc_jax.methods.coded import Settings
 from zdc_jax.plan import LayerRanks, allowed_ranks
+
+WHOLE_BITS = 16
+"""Of a coordinate that is kept as it is. A float32 model's has more, and so has each other of its layers."""
+
+
+class Grade(NamedTuple):
+    """How much a layer keeps of far keys, or of far values: `rank` coordinates a head, in `bits` each.
+
+    With fewer than 16 bits they are codes of method `coded`.
+    """
+
+    rank: int
+    bits: int = WHOLE_BITS
+
+    @property
+    def size(self) -> float:
+        """Bytes a token and head: codes have a scale."""
+        scale = jnp.dtype(SCALE_DTYPE).itemsize if self.bits < WHOLE_BITS else 0
+        return self.rank * self.bits / 8 + scale
+
+
+def kept(keys: Grade, values: Grade) -> LayerRanks:
+    """A layer that keeps its keys and values at these grades, both codes or neither; codes are all read."""
+    if keys.bits == WHOLE_BITS:
+        return LayerRanks(keys.rank, values.rank)
+    settings = Settings(bits_k=keys.bits, bits_v=values.bits, index=0, read=0)
+    return LayerRanks(keys.rank, values.rank, settings=settings)
+
+
+def grades(ranks: LayerRanks) -> tuple[Grade, Grade]:
+    """Of keys and of values: the inverse of `kept`, where a layer keeps far tokens."""
+    coded = ranks.settings
+    bits = (coded.bits_k, coded.bits_v) if isinstance(coded, Settings) else (WHOLE_BITS, WHOLE_BITS)
+    return Grade(ranks.qk, bits[0]), Grade(ranks.v, bits[1])
 
 
 class LayerCosts(NamedTuple):
     """Increase of the mean negative log likelihood when one layer alone keeps less for distant tokens.
 
-    ranks ascending, the last H; qk, v [L, len(ranks)]; cut [L]: the layer sees no distant token.
+    keys, values: grades by rising size, the last is the most that a layer keeps; qk [L, len(keys)],
+    v [L, len(values)]: costs of these; cut [L]: the layer sees no distant token.
     """
 
-    ranks: tuple[int, ...]
+    keys: tuple[Grade, ...]
+    values: tuple[Grade, ...]
     qk: np.ndarray
     v: np.ndarray
     cut: np.ndarray
 
     def monotone(self) -> "LayerCosts":
-        """Noise taken off: no rank costs less than a higher one, and nothing less than none."""
-        falling = lambda x: np.maximum.accumulate(np.maximum(x, 0)[:, ::-1], axis=1)[:, ::-1]
-        return self._replace(qk=falling(self.qk), v=falling(self.v), cut=np.maximum(self.cut, 0))
+        """Noise taken off: no grade costs less than a larger one, and nothing less than none."""
+        return self._replace(
+            qk=_falling(self.qk, self.keys), v=_falling(self.v, self.values), cut=np.maximum(self.cut, 0)
+        )
 
     def of(self, layer: int, ranks: LayerRanks) -> float:
         """Cost of a layer at these ranks, which need not be levels: at those next below, or the first."""
         if ranks.qk == 0:
             return float(self.cut[layer])
-        level = lambda rank: max((i for i, r in enumerate(self.ranks) if r <= rank), default=0)
-        return float(self.qk[layer, level(ranks.qk)] + self.v[layer, level(ranks.v)])
+        keys, values = grades(ranks)
+        return float(self.qk[layer, _level(self.keys, keys)] + self.v[layer, _level(self.values, values)])
+
+
+def _falling(costs: np.ndarray, levels: Sequence[Grade]) -> np.ndarray:
+    """`costs` [L, levels], each raised to those of all larger grades. Two may have one size."""
+    sizes = np.array([grade.size for grade in levels])
+    counts = (sizes > sizes[:, None]) | np.eye(len(sizes), dtype=bool)
+    return np.where(counts, np.maximum(costs, 0)[:, None], 0).max(-1)
+
+
+def _level(levels: Sequence[Grade], grade: Grade) -> int:
+    """Index of a grade, or of the largest of those that are no larger, or 0."""
+    found = [(each.size, each == grade, i) for i, each in enumerate(levels) if each.size <= grade.size]
+    return max(found, default=(0, False, 0))[-1]
 
 
 def rank_levels(head_dim: int) -> tuple[int, ...]:
@@ -42,25 +95,35 @@ def rank_levels(head_dim: int) -> tuple[int, ...]:
 def steps_down(
     costs: LayerCosts, layers: Sequence[LayerRanks], *, single: bool = False
 ) -> list[tuple[int, LayerRanks]]:
-    """Every layer with every smaller choice of ranks (`single`: the next level of one rank, or cutting it
-    off), by cost for each coordinate that it saves."""
+    """Every layer with every smaller choice of grades (`single`: the next size of one, or cutting it off), by
+    cost for each byte that it saves."""
     steps = []
     for layer, now in enumerate(layers):
-        lower = lambda rank: [r for r in costs.ranks if r < rank][-1 if single else 0 :]
-        both = [] if single else [LayerRanks(qk, v) for qk in lower(now.qk) for v in lower(now.v)]
-        fewer_qk = [LayerRanks(qk, now.v) for qk in lower(now.qk)]
-        fewer_v = [LayerRanks(now.qk, v) for v in lower(now.v)]
-        for ranks in [LayerRanks(0, 0)] * (now.qk > 0) + fewer_qk + fewer_v + both:
-            saved = now.qk + now.v - ranks.qk - ranks.v
+        if now.qk == 0:
+            continue
+        keys, values = grades(now)
+        fewer_keys, fewer_values = _smaller(costs.keys, keys, single), _smaller(costs.values, values, single)
+        both = [] if single else [kept(k, v) for k in fewer_keys for v in fewer_values]
+        fewer = [*(kept(k, values) for k in fewer_keys), *(kept(keys, v) for v in fewer_values), *both]
+        for ranks in [LayerRanks(0, 0), *fewer]:
+            saved = _size(now) - _size(ranks)
             price = (costs.of(layer, ranks) - costs.of(layer, now)) / saved
             steps.append((price, -saved, layer, ranks))
     return [(layer, ranks) for *_, layer, ranks in sorted(steps, key=lambda step: step[:3])]
 
 
+def _smaller(levels: Sequence[Grade], grade: Grade, single: bool) -> list[Grade]:
+    smaller = [each for each in levels if each.size < grade.size]
+    return [each for each in smaller if each.size == smaller[-1].size] if single else smaller
+
+
+def _size(ranks: LayerRanks) -> float:
+    return sum(grade.size for grade in grades(ranks)) if ranks.qk else 0.0
+
+
 def cheapest_path(costs: LayerCosts) -> list[tuple[LayerRanks, ...]]:
-    """Ranks of all layers from all coordinates to none, always the step of least cost per coordinate."""
-    top = costs.ranks[-1]
-    layers = [LayerRanks(top, top)] * len(costs.cut)
+    """Ranks of all layers from the most that they keep to none, always the step of least cost per byte."""
+    layers = [kept(costs.keys[-1], costs.values[-1])] * len(costs.cut)
     path = [tuple(layers)]
     while steps := steps_down(costs, layers):
         layer, layers[layer] = steps[0]

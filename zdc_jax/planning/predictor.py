@@ -19,7 +19,7 @@ from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
 from zdc_jax.plan import CompressionPlan
-from zdc_jax.planning.layer_costs import LayerCosts, cheapest_path
+from zdc_jax.planning.layer_costs import Grade, LayerCosts, cheapest_path
 from zdc_jax.planning.profile import SINKS, Profile
 
 TINY_NATS = 2e-4
@@ -121,8 +121,9 @@ class Predictor:
             return np.asarray(layer_nats(self.weights, features), np.float64)
 
         none, one = np.zeros_like(score), whole + 1
-        ranks = (*profile.ranks.tolist(), head_dim)
-        return LayerCosts(ranks, nats(score, none), nats(none, value), nats(one, one)[:, 0]).monotone()
+        levels = tuple(map(Grade, (*profile.ranks.tolist(), head_dim)))
+        cut = nats(one, one)[:, 0]
+        return LayerCosts(levels, levels, nats(score, none), nats(none, value), cut).monotone()
 
     def costs(self, config: ModelConfig, profile: Profile) -> dict[int, LayerCosts]:
         """Predicted costs of single layers for each of the profile's windows."""

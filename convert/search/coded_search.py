@@ -1,0 +1,140 @@
+"""Search for the smallest plan of method `coded` within the limits, then for the least that is read (ours).
+
+The stages of `convert.search.search` from the second on, with *grades* in the place of ranks: so many
+coordinates at so many bits. All far tokens are read there. A last stage lets layers read fewer of them: first
+one choice for all, the furthest within the limits, then single layers one choice further.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from convert.search.search import REFINE_FAILURES, Exhausted, Search, SearchOptions
+from zdc_jax.errors import PlanError
+from zdc_jax.methods.coded import INDEX_STEP, Settings
+from zdc_jax.plan import CompressionPlan, LayerRanks, allowed_ranks
+from zdc_jax.planning.layer_costs import Grade, LayerCosts
+from zdc_jax.planning.profile import SINKS
+
+KEY_GRADES = ((1, 2), (1, 3), (3 / 4, 4), (1, 4), (1, 8))
+"""Share of the head dim and bits of keys that are tried. Lower ranks are not: on a real model they retrieve
+next to nothing. Keys need their fourth bit, so that a quarter of the coordinates may go before it does."""
+VALUE_GRADES = ((1, 2), (1, 3), (1, 4), (1, 8))
+"""Likewise of values, which bear fewer bits."""
+SHORTEST_WINDOW = 16
+"""Tokens; windows are halved down to here. Beside codes a window is a large share of the bytes."""
+CHOICE_TRIALS = 1 / 5
+"""Share of the trials that are left to the last stage."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """So many coordinates of keys choose so many far tokens, which are read."""
+
+    index: int
+    read: int
+
+
+CHOICES = (
+    Choice(32, 1024),
+    Choice(32, 512),
+    Choice(24, 512),
+    Choice(24, 256),
+    Choice(16, 256),
+    Choice(16, 128),
+)
+"""By falling bytes read. No choice has more of either number than one before it, so that costs rise."""
+
+
+def coded_levels(head_dim: int) -> tuple[tuple[Grade, ...], tuple[Grade, ...]]:
+    """Grades of keys and of values by rising size, at ranks that plans may have."""
+    allowed = np.array(allowed_ranks(head_dim)[1:])
+    nearest = lambda share: int(allowed[np.abs(allowed - share * head_dim).argmin()])
+    grades = lambda wanted: {Grade(nearest(share), bits) for share, bits in wanted}
+    ordered = lambda wanted: tuple(sorted(grades(wanted), key=lambda grade: (grade.size, grade.rank)))
+    return ordered(KEY_GRADES), ordered(VALUE_GRADES)
+
+
+def choices_for(context: int) -> tuple[Choice, ...]:
+    """Those that read at most a quarter of a context."""
+    return tuple(choice for choice in CHOICES if choice.read <= context // 4)
+
+
+def choosing(ranks: LayerRanks, choice: Choice) -> LayerRanks:
+    """The layer where only chosen tokens are read. The index has the bits of other keys: what is held grows
+    by its scale alone."""
+    codes = ranks.settings
+    assert isinstance(codes, Settings)
+    index = min(choice.index, ranks.qk - INDEX_STEP)
+    return replace(ranks, settings=replace(codes, bits_index=codes.bits_k, index=index, read=choice.read))
+
+
+class CodedSearch(Search):
+    """`Search` for plans of method `coded`: mode `window`, fewest bytes."""
+
+    reading = False
+    """Whether size is what a token reads, as in the last stage, and not what is held."""
+
+    @classmethod
+    def check(cls, options: SearchOptions) -> None:
+        """`Search.check`."""
+        for name, only in (("mode", "window"), ("objective", "bytes")):
+            if (value := getattr(options, name)) != only:
+                raise PlanError(f"{name}={value!r}: plans of method 'coded' are searched with {only!r} alone")
+
+    def size(self, plan: CompressionPlan) -> float:
+        """`Search.size`."""
+        return self.book.read_share(plan) if self.reading else super().size(plan)
+
+    def _window_search(self) -> None:
+        self.most = self.options.trials - int(self.options.trials * CHOICE_TRIALS)
+        with contextlib.suppress(Exhausted):
+            super()._window_search()
+        self.most = self.options.trials
+        if self.best is not None and self.costs is not None:
+            self.reading = True
+            self._read_less(self.best.plan, self.costs)
+
+    def _predicted(self, window: int) -> None:
+        """Nothing: the regression knows ranks alone."""
+
+    def _levels(self) -> tuple[tuple[Grade, ...], tuple[Grade, ...]]:
+        return coded_levels(self.config.head_dim)
+
+    def _plan(self, ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
+        near = {"window": window, "sinks": SINKS}
+        settings = Settings(index=0, read=0)
+        return CompressionPlan.of_layers(self.config, ranks, **near, method="coded", settings=settings)
+
+    def _steps(self, costs: LayerCosts, plan: CompressionPlan) -> list[CompressionPlan]:
+        """Also the plan with half the window."""
+        steps, half = super()._steps(costs, plan), plan.window // 2
+        return [*steps, replace(plan, window=half)] if half >= SHORTEST_WINDOW else steps
+
+    def _read_less(self, plan: CompressionPlan, costs: LayerCosts) -> None:
+        """From a plan that reads everything: each layer goes so many steps along the choices."""
+        choices = choices_for(self.length)
+
+        def after(steps: Sequence[int]) -> CompressionPlan:
+            far = lambda ranks, step: choosing(ranks, choices[step - 1]) if step and ranks.qk else ranks
+            return replace(plan, layers=tuple(map(far, plan.layers, steps)))
+
+        L = len(plan.layers)
+        alike = [after([step] * L) for step in range(len(choices) + 1)]
+        self.last_within(alike[1:])
+        assert self.best is not None
+        steps = [alike.index(self.best.plan)] * L
+        left, failures = {layer for layer in range(L) if plan.layers[layer].qk}, 0
+        while failures < REFINE_FAILURES:
+            left = {layer for layer in left if steps[layer] < len(choices)}
+            if not left:
+                break
+            layer = min(left, key=lambda layer: (steps[layer], costs.cut[layer], layer))
+            further = [step + (index == layer) for index, step in enumerate(steps)]
+            if self.try_plan(after(further)) is self.best:
+                steps, failures = further, 0
+            else:  # Further on it costs more yet.
+                left.remove(layer)
+                failures += 1
