@@ -167,7 +167,7 @@ class SearchFlags:
     texts: tuple[Path, ...] = ()
     """Text to search on with the flags below, as for calibrate. A third of it is used, `zdc evaluate` takes
     another. None: a plan predicted from perplexity alone, without search. With --method coded plans of that
-    method are searched, by mode window and objective bytes."""
+    method are searched, by mode window and objective bytes or read."""
     min_retention: float = 0.97
     """Limit on what is retained of each long-range task that the unmodified model can do; 0: no tasks."""
     sheets: int = 16
@@ -176,7 +176,8 @@ class SearchFlags:
     """What plans may do: recent tokens at full rank and ranks per layer; one pair of ranks for all; two token
     classes, without and with a window."""
     objective: Objective = "bytes"
-    """What is to be least: bytes of the KV cache, or time of attention as predicted for one H200."""
+    """What is to be least: bytes of the KV cache, time of attention as predicted for one H200, or what a
+    decoded token reads."""
     constrained: bool = True
     """Whether token classes keep to the paper's Eq. 6: more important tokens in deeper layers, fewer
     coordinates for the rest, and no more of Q/K than of V."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from convert.search.search import REFINE_FAILURES, Exhausted, Search, SearchOptions
+from convert.search.trials import Trial
 from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import INDEX_STEP, Settings
 from zdc_jax.plan import CompressionPlan, LayerRanks, allowed_ranks
@@ -27,6 +28,8 @@ SHORTEST_WINDOW = 16
 """Tokens; windows are halved down to here. Beside codes a window is a large share of the bytes."""
 CHOICE_TRIALS = 1 / 5
 """Share of the trials that are left to the last stage."""
+HELD_LIMIT = 2 / 3
+"""Share of the limits that what is held may use up where what is read is to be least."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def choosing(ranks: LayerRanks, choice: Choice) -> LayerRanks:
 
 
 class CodedSearch(Search):
-    """`Search` for plans of method `coded`: mode `window`, fewest bytes."""
+    """`Search` for plans of method `coded`: mode `window`, fewest bytes held or read."""
 
     reading = False
     """Whether size is what a token reads, as in the last stage, and not what is held."""
@@ -80,13 +83,18 @@ class CodedSearch(Search):
     @classmethod
     def check(cls, options: SearchOptions) -> None:
         """`Search.check`."""
-        for name, only in (("mode", "window"), ("objective", "bytes")):
-            if (value := getattr(options, name)) != only:
-                raise PlanError(f"{name}={value!r}: plans of method 'coded' are searched with {only!r} alone")
+        for name, allowed in (("mode", ("window",)), ("objective", ("bytes", "read"))):
+            if (value := getattr(options, name)) not in allowed:
+                raise PlanError(f"{name}={value!r}: plans of method 'coded' are searched by one of {allowed}")
 
     def size(self, plan: CompressionPlan) -> float:
         """`Search.size`."""
-        return self.book.read_share(plan) if self.reading else super().size(plan)
+        return self.book.read_share(plan) if self.reading else self.book.share(plan)
+
+    def cost(self, trial: Trial) -> float:
+        """`Search.cost`; before the last stage of a part of the limits, where that is to save the most."""
+        part = 1 if self.reading or self.options.objective == "bytes" else HELD_LIMIT
+        return super().cost(trial) / part
 
     def _window_search(self) -> None:
         self.most = self.options.trials - int(self.options.trials * CHOICE_TRIALS)

@@ -34,7 +34,7 @@ from zdc_jax.planning.predictor import Predictor
 from zdc_jax.planning.profile import SINKS, cost_window, windows_for
 
 Mode = Literal["window", "uniform", "classes", "window+classes"]
-Objective = Literal["bytes", "time"]
+Objective = Literal["bytes", "time", "read"]
 
 CLASS_WINDOWS = (128, 256, 512)
 """Windows tried with token classes."""
@@ -50,9 +50,10 @@ class SearchOptions:
 
     max_degradation: limit on the relative increase of perplexity, > 0. min_retention: limit on what is
     retained of each task that counts, in [0, 1); 0 asks nothing of tasks. mode: what plans may do. trials:
-    most plans measured. objective: what is to be least, bytes of the KV cache or seconds of attention as
-    `zdc_jax.planning.costs.request_seconds` predicts them, both at the length of the windows. constrained:
-    whether token classes keep to the paper's Eq. 6 (`ClassNumbers.meets_constraints`).
+    most plans measured. objective: what is to be least at the length of the windows, bytes of the KV cache,
+    seconds of attention as `zdc_jax.planning.costs.request_seconds` predicts them, or bytes that a decoded
+    token reads. constrained: whether token classes keep to the paper's Eq. 6
+    (`ClassNumbers.meets_constraints`).
 
     Raises:
       PlanError: on any other value, naming it and what is allowed.
@@ -111,7 +112,9 @@ class Search:
 
     @classmethod
     def check(cls, options: SearchOptions) -> None:
-        """Raises `PlanError` for options that this search has not; it has all."""
+        """Raises `PlanError` for options that this search has not."""
+        if options.objective == "read":
+            raise PlanError("objective='read': plans of method 'zdc' read all they hold; search for 'bytes'")
 
     def run(self) -> Trial:
         """The best plan found.

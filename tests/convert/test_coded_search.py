@@ -144,6 +144,21 @@ def test_no_single_change_of_the_result_holds_the_limit(seed):
             assert book.measure(replace(best.plan, layers=layers)).increase > limit
 
 
+def test_a_third_of_the_limits_may_be_left_to_what_is_read():
+    """Then no more is read, and no less held; the limit holds as well."""
+    less = 0
+    for seed in range(3):
+        held, read = (
+            CodedSearch(FakeBook(seed), SearchOptions(0.8, objective=objective)).run()
+            for objective in ("bytes", "read")
+        )
+        assert read.increase <= 0.8
+        assert read.bytes_share >= held.bytes_share
+        assert read.read_share <= held.read_share
+        less += read.read_share < held.read_share
+    assert less
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_reading_less_takes_no_more_bytes_but_scales(seed):
     """Of the smallest plan that reads everything."""
