@@ -2,7 +2,7 @@
 
     python -m benchmarks.quality.coding --model CONVERTED --corpus CORPUS --name coding-smollm2-135m
 
-Parts: `codes` and `near` read everything; `choice` and `growth` read few far tokens; `tokens` gives important
+Parts: `bases` is to be run with several calibrations; `codes` and `near` read everything; `choice` and `growth` read few far tokens; `tokens` gives important
 ones more bits. What no method has is rounded as it would be (`benchmarks.quality.study_caches`). Text is
 `CORPUS/<topic>/train.txt.xz`: what is chosen by it must be judged on other text.
 """
@@ -52,13 +52,33 @@ def stored(
     return study.Varied.of(coded(config, **ALL), cache, None if blocks is None else (blocks, (H,)))
 
 
+def bases(config: ModelConfig) -> Named:
+    """Keys alone, values alone and the choice alone in few bits: run with several calibrations."""
+    for k, v in ((2, 8), (3, 8), (4, 8), (8, 2), (8, 3)):
+        yield f"keys {k}, values {v} bits", coded(config, bits_k=k, bits_v=v, **ALL)
+    eight = {"bits_k": 8, "bits_v": 8, "bits_index": 8, "read": 128}
+    for index in (8, 16):
+        yield f"index {index}, read 128, all in 8 bits", coded(config, index=index, **eight)
+
+
 def codes(config: ModelConfig) -> Named:
     """Bits, turns, levels and scales."""
     H, four = config.head_dim, Gaussian(4)
     for k, v in ((8, 8), (8, 4), (4, 8), (4, 4), (4, 3), (3, 4), (3, 3), (4, 2), (3, 2), (2, 2)):
         yield f"keys {k}, values {v} bits", coded(config, bits_k=k, bits_v=v, **ALL)
     yield "not turned", study.Varied.of(coded(config, **ALL), _store(four), ((), ()))
-    for index, bits, rest in ((16, 4, 4), (32, 4, 4), (16, 8, 3), (16, 4, 3), (8, 8, 4)):
+    prefixes = (
+        (16, 4, 4),
+        (32, 4, 4),
+        (16, 8, 3),
+        (16, 4, 3),
+        (8, 8, 4),
+        (16, 4, 2),
+        (32, 4, 2),
+        (16, 3, 2),
+        (32, 3, 2),
+    )
+    for index, bits, rest in prefixes:
         parts = study.Parts(((index, Gaussian(bits)), (H - index, Gaussian(rest))))
         blocks = index, H - index
         yield f"first {index} at {bits} bits, the rest at {rest}", stored(config, parts, four, blocks)
@@ -133,6 +153,7 @@ def tokens(config: ModelConfig) -> Named:
 
 
 PARTS: dict[str, Callable[[ModelConfig], Named]] = {
+    "bases": bases,
     "codes": codes,
     "near": near,
     "choice": choice,

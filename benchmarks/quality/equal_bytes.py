@@ -106,6 +106,12 @@ class Bench:
         self.failed: list[tuple[Any, ...]] = []
         self.drawn: dict[str, Any] = {}
 
+    @property
+    def basis_kind(self) -> str:
+        """Of Q/K and of V/O, and whether keys and values are centred."""
+        kinds = f"{self.basis.qk_kind}, {self.basis.vo_kind}"
+        return kinds if self.basis.key_mean is None else f"{kinds}, centred"
+
     def material(self, context: int) -> Material:
         if context not in self.materials:
             scale = min(1, COUNTED_AT / context)
@@ -153,7 +159,7 @@ class Bench:
             "method": cell.method,
             "budget": cell.budget,
             "plan": cell.plan.to_json(),
-            "basis": [self.basis.qk_kind, self.basis.vo_kind] if cell.plan.rotated else None,
+            "basis": self.basis_kind if cell.plan.rotated else None,
             "protocol": cell.protocol,
             "context": cell.context,
             "bytes": cell.plan.bytes(cell.context, 1, dtype),
