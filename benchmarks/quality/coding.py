@@ -2,10 +2,10 @@
 
     python -m benchmarks.quality.coding --model CONVERTED --corpus CORPUS --name coding-smollm2-135m
 
-Parts: `bases` is run with several calibrations; `codes` and `near` read everything; `choice` and `growth` read
-few far tokens; `tokens` gives important ones more bits. What no method has is rounded as it would be
-(`benchmarks.quality.study_caches`). Text is `CORPUS/<topic>/train.txt.xz`: what is chosen by it must be judged
-on other text.
+Parts: `bases` is run with several calibrations; `codes` and `near` read everything; `choice` and `growth`
+read few far tokens; `tokens` gives important ones more bits. What no method has is rounded as it would be
+(`benchmarks.quality.study_caches`). Text is `CORPUS/<topic>/train.txt.xz`: what is chosen by it must be
+judged on other text.
 """
 
 from collections.abc import Callable, Iterator

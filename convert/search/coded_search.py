@@ -6,13 +6,14 @@ one choice for all, the furthest within the limits, then single layers one choic
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from convert.search.search import REFINE_FAILURES, Exhausted, Search, SearchOptions
 from convert.search.trials import Trial
+from zdc_jax.cache.gaussian_codes import gaussian_distortion
 from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import INDEX_STEP, Settings
 from zdc_jax.plan import CompressionPlan, LayerRanks, allowed_ranks
@@ -110,6 +111,13 @@ class CodedSearch(Search):
 
     def _levels(self) -> tuple[tuple[Grade, ...], tuple[Grade, ...]]:
         return coded_levels(self.config.head_dim)
+
+    def _costs(self, levels: Sequence[Grade], measured: Callable[[Grade], float]) -> list[float]:
+        """Measured at the fewest bits of each rank, where they tell most; more cost as they err."""
+        fewest = {grade.rank: grade.bits for grade in sorted(levels, key=lambda grade: -grade.bits)}
+        most = {rank: measured(Grade(rank, bits)) for rank, bits in fewest.items()}
+        error = gaussian_distortion
+        return [most[rank] * error(bits) / error(fewest[rank]) for rank, bits in levels]
 
     def _plan(self, ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
         near = {"window": window, "sinks": SINKS}

@@ -243,19 +243,24 @@ class Search:
                 self._retention_cost(trial), 0.0
             )
 
-        def lowered(layer: int, choices: Sequence[LayerRanks]) -> list[float]:
-            known = cut[layer] <= NEGLIGIBLE  # Then any grade costs no more, and saves less.
-            return [cut[layer] if known else alone(layer, ranks) for ranks in choices] + [0.0]
+        def lowered(layer: int, levels: Sequence[Grade], ranks: Callable[[Grade], LayerRanks]) -> list[float]:
+            if cut[layer] <= NEGLIGIBLE:  # Then any grade costs no more, and saves less.
+                return [cut[layer]] * (len(levels) - 1) + [0.0]
+            return [*self._costs(levels[:-1], lambda grade: alone(layer, ranks(grade))), 0.0]
 
         layers = range(self.config.num_layers)
         cut = [alone(layer, LayerRanks(0, 0)) for layer in layers]
         return LayerCosts(
             keys,
             values,
-            np.array([lowered(layer, [kept(each, most[1]) for each in keys[:-1]]) for layer in layers]),
-            np.array([lowered(layer, [kept(most[0], each) for each in values[:-1]]) for layer in layers]),
+            np.array([lowered(layer, keys, lambda grade: kept(grade, most[1])) for layer in layers]),
+            np.array([lowered(layer, values, lambda grade: kept(most[0], grade)) for layer in layers]),
             np.array(cut),
         ).monotone()
+
+    def _costs(self, levels: Sequence[Grade], measured: Callable[[Grade], float]) -> list[float]:
+        """Of a layer that keeps its keys, or its values, at these."""
+        return list(map(measured, levels))
 
     def _refine(self, costs: LayerCosts) -> None:
         """Single steps down from the best, cheapest first by its layer's costs, until several fail."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zdc_jax.cache.gaussian_codes import TurnedGaussian, gaussian_levels, turn
+from zdc_jax.cache.gaussian_codes import TurnedGaussian, gaussian_distortion, gaussian_levels, turn
 
 MAX = {
     2: (0.4528, 1.510),
@@ -50,6 +50,7 @@ def test_levels_err_as_little_as_they_can(bits):
         second = mass + a * normal.pdf(a) - b * normal.pdf(b)
         error += second - 2 * level * first + level**2 * mass
     assert error == pytest.approx(DISTORTION[bits], rel=2e-3 if bits < 8 else 1e-2)
+    assert gaussian_distortion(bits) == pytest.approx(error, rel=1e-6)
 
 
 @pytest.mark.parametrize("C", [16, 48, 64, 80, 96, 112, 128])

@@ -33,7 +33,9 @@ from zdc_jax.planning.layer_costs import Grade, LayerCosts
 LAYERS, H, TOKENS = 3, 64, 4096
 KEYS = ((64, 2), (64, 3), (48, 4), (64, 4), (64, 8))
 VALUES = ((64, 2), (64, 3), (64, 4), (64, 8))
-CHOICE_COSTS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.5)
+DISTORTION = {2: 0.1175, 3: 0.03454, 4: 0.009497, 8: 4.12e-5}
+"""Of a unit Gaussian in the best levels (Max 1960; Jayant and Noll 1984)."""
+CHOICE_COSTS = (0.001, 0.02, 0.1, 0.2, 0.5, 1.5)
 EVERY = [(k, v) for k in KEYS for v in VALUES]
 
 
@@ -43,15 +45,27 @@ def token_bytes(keys: tuple[int, int], values: tuple[int, int]) -> float:
 
 
 class FakeBook:
-    """Measures by a formula: costs of grades and of choices add up over layers, windows cost nothing."""
+    """Measures by a formula: costs of grades and of choices add up over layers, windows cost nothing.
+
+    More bits cost as much less as they err less.
+    """
 
     windows = np.zeros((1, TOKENS), np.int32)
 
     def __init__(self, seed: int, layers=CONFIGS["llama"].layers[:1] * LAYERS):
         rng = np.random.default_rng(seed)
         self.config = replace(CONFIGS["llama"], layers=layers, head_dim=H)
-        falling = lambda count: [*np.sort(rng.uniform(0, 1, count - 1))[::-1], 0]
-        fall = lambda grades: dict(zip(grades, falling(len(grades)), strict=True))
+
+        def fall(grades):
+            most = rng.uniform(0.2, 1)
+            by_bits = {
+                bits: most * (error - DISTORTION[8]) / DISTORTION[2] for bits, error in DISTORTION.items()
+            }
+            return {
+                (rank, bits): by_bits[bits] + (rng.uniform(0, 0.5) if rank < H else 0)
+                for rank, bits in grades
+            }
+
         self.scale = rng.lognormal(0, 1, len(layers))
         self.keys, self.values = [fall(KEYS) for _ in layers], [fall(VALUES) for _ in layers]
         self.measured = 0
@@ -209,7 +223,7 @@ def test_a_layer_that_slides_keeps_its_window():
 
 def test_the_last_stage_has_trials_of_its_own():
     book = FakeBook(1)
-    search = CodedSearch(book, SearchOptions(0.8, trials=40))
+    search = CodedSearch(book, SearchOptions(0.8, trials=40, objective="read"))
     search.run()
     assert any(ranks.qk and ranks.settings.read for ranks in search.best.plan.layers)
     assert book.measured <= 40
