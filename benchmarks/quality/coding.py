@@ -202,9 +202,10 @@ class StudyBench(Bench):
             raise SystemExit(f"parts={sorted(unknown)} must be of {sorted(PARTS)}")
         for context in self.options.contexts:
             for part in wanted:
+                name = f"{part} ({self.basis_kind})" if part == "bases" else part
                 for label, plan in PARTS[part](self.config):
                     for protocol in self.options.protocols:
-                        yield Cell(f"{part}: {label}", None, plan, context, protocol)
+                        yield Cell(f"{name}: {label}", None, plan, context, protocol)
 
 
 def main(options: StudyOptions) -> None:

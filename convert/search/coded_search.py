@@ -27,6 +27,8 @@ VALUE_GRADES = ((1, 2), (1, 3), (1, 4), (1, 8))
 """Likewise of values, which bear fewer bits."""
 SHORTEST_WINDOW = 16
 """Tokens; windows are halved down to here. Beside codes a window is a large share of the bytes."""
+INDEX_BITS = 4
+"""Fewest of an index."""
 CHOICE_TRIALS = 1 / 5
 """Share of the trials that are left to the last stage."""
 HELD_LIMIT = 2 / 3
@@ -67,12 +69,12 @@ def choices_for(context: int) -> tuple[Choice, ...]:
 
 
 def choosing(ranks: LayerRanks, choice: Choice) -> LayerRanks:
-    """The layer where only chosen tokens are read. The index has the bits of other keys: what is held grows
-    by its scale alone."""
+    """The layer where only chosen tokens are read. The index has the bits of other keys, or four if that is
+    more: with fewer it chooses badly. What is held grows by its scale, and by such bits."""
     codes = ranks.settings
     assert isinstance(codes, Settings)
-    index = min(choice.index, ranks.qk - INDEX_STEP)
-    return replace(ranks, settings=replace(codes, bits_index=codes.bits_k, index=index, read=choice.read))
+    index, bits = min(choice.index, ranks.qk - INDEX_STEP), max(codes.bits_k, INDEX_BITS)
+    return replace(ranks, settings=replace(codes, bits_index=bits, index=index, read=choice.read))
 
 
 class CodedSearch(Search):

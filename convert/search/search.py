@@ -175,6 +175,17 @@ class Search:
             return 0.0
         return float(np.log(trial.least_retention) / np.log(self.options.min_retention))
 
+    def _loss(self, trial: Trial) -> float:
+        """What a plan loses of both limits: perplexity alone would cut the layers that retrieve.
+
+        Of all tasks, unlike `cost`: the worst of several is the one that chance was hardest on.
+        """
+        nats = np.log1p(trial.increase) / np.log1p(self.options.max_degradation)
+        if self.options.min_retention == 0 or not trial.retention:
+            return float(nats)
+        lost = np.log(list(trial.retention.values())) / np.log(self.options.min_retention)
+        return float(nats + lost.mean())
+
     def last_within(self, plans: Sequence[CompressionPlan]) -> None:
         """Bisects plans of falling size for the last within the limit, passing over those known larger."""
         low, high = 0, len(plans)
@@ -234,14 +245,12 @@ class Search:
         keys, values = self._levels()
         most = keys[-1], values[-1]
 
+        whole = [kept(*most)] * self.config.num_layers
+        nothing = self._loss(self.try_plan(self._plan(whole, window)))
+
         def alone(layer: int, ranks: LayerRanks) -> float:
-            layers = [kept(*most)] * self.config.num_layers
-            layers[layer] = ranks
-            trial = self.try_plan(self._plan(layers, window))
-            # Both limits count: perplexity alone would cut the layers that retrieve.
-            return float(np.log1p(trial.increase) / np.log1p(self.options.max_degradation)) + max(
-                self._retention_cost(trial), 0.0
-            )
+            layers = [*whole[:layer], ranks, *whole[layer + 1 :]]
+            return self._loss(self.try_plan(self._plan(layers, window))) - nothing
 
         def lowered(layer: int, levels: Sequence[Grade], ranks: Callable[[Grade], LayerRanks]) -> list[float]:
             if cut[layer] <= NEGLIGIBLE:  # Then any grade costs no more, and saves less.

@@ -77,7 +77,7 @@ class FakeBook:
         codes = ranks.settings
         cost = self.keys[layer][ranks.qk, codes.bits_k] + self.values[layer][ranks.v, codes.bits_v]
         if codes.read:
-            assert codes.bits_index == codes.bits_k
+            assert codes.bits_index == max(codes.bits_k, 4)
             cost += CHOICE_COSTS[CHOICES.index(Choice(codes.index, codes.read))]
         return self.scale[layer] * cost
 
@@ -174,16 +174,17 @@ def test_a_third_of_the_limits_may_be_left_to_what_is_read():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_reading_less_takes_no_more_bytes_but_scales(seed):
-    """Of the smallest plan that reads everything."""
+def test_reading_less_takes_no_more_bytes_but_the_indexs(seed):
+    """Its scales, and bits of fewer than four: of the smallest plan that reads everything."""
     book, seen = FakeBook(seed), []
     best = CodedSearch(book, SearchOptions(0.8), lambda trial, _: seen.append(trial)).run()
     reads = lambda plan: [ranks.settings.read for ranks in plan.layers if ranks.qk]
     least = min(t.bytes_share for t in seen if t.increase <= 0.8 and not any(reads(t.plan)))
-    scales = np.count_nonzero(reads(best.plan)) * TOKENS * book.config.num_kv_heads * 2
-    assert scales
+    codes = [ranks.settings for ranks in best.plan.layers if ranks.qk and ranks.settings.read]
+    more = sum(2 + each.index * max(0, 4 - each.bits_k) / 8 for each in codes) * book.config.num_kv_heads
+    assert more
     dense = CompressionPlan.full(book.config).bytes(TOKENS)
-    assert best.bytes_share == pytest.approx(least + scales / dense, rel=1e-9)
+    assert best.bytes_share == pytest.approx(least + TOKENS * more / dense, rel=1e-9)
     assert best.read_share < least
 
 
