@@ -48,7 +48,8 @@ def classes(config: ModelConfig, **near: int) -> CompressionPlan:
 
 def coded_by_layer(config: ModelConfig) -> CompressionPlan:
     """A layer that reads all, one that chooses pages, and one that follows it."""
-    H, rows = config.head_dim, ({"read": 0, "index": 0}, CODED | {"page": 4}, CODED | {"page": 4, "index": 0})
+    everything = {"read": 0, "index": 8, "bits_index": 5}
+    H, rows = config.head_dim, (everything, CODED | {"page": 4}, CODED | {"page": 4, "index": 0})
     own = (methods.settings_from_json("coded", row) for row in rows)
     layers = tuple(LayerRanks(H, 16, settings=settings) for settings in own)
     return replace(method(config, "coded", **NEAR), layers=layers)

@@ -80,16 +80,16 @@ def codes(config: ModelConfig) -> Named:
         (32, 3, 2),
     )
     for index, bits, rest in prefixes:
-        parts = study.Parts(((index, Gaussian(bits)), (H - index, Gaussian(rest))))
+        parts = study.parts((index, Gaussian(bits)), (H - index, Gaussian(rest)))
         blocks = index, H - index
         yield f"first {index} at {bits} bits, the rest at {rest}", stored(config, parts, four, blocks)
     sixteen = (16,) * (H // 16)
     yield (
         "blocks of 16, a scale each",
-        stored(config, study.Parts(tuple((16, four) for _ in sixteen)), four, sixteen),
+        stored(config, study.parts(*((16, four) for _ in sixteen)), four, sixteen),
     )
     yield "blocks of 16, one scale", stored(config, four, four, sixteen)
-    yield "two scales", stored(config, study.Parts(((H // 2, four), (H // 2, four))))
+    yield "two scales", stored(config, study.parts((H // 2, four), (H // 2, four)))
     for name, group in (("one scale", H), ("groups of 32", 32)):
         yield f"integers, {name}", stored(config, TokenIntegers(4, group))
     for mantissa, name in ((3, "of e5m3"), (0, "a power of two")):

@@ -15,7 +15,7 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.choosing import FarTokens
 from zdc_jax.cache.coded_choosing import CodedChoosing, put_coded
 from zdc_jax.cache.coded_store import CodedStore
-from zdc_jax.cache.codes import SCALE_DTYPE, Code, Coded, Int8, pack
+from zdc_jax.cache.codes import SCALE_DTYPE, Code, Coded, Int8, Split, pack
 from zdc_jax.cache.gaussian_codes import Gaussian, nearest_levels, turn
 from zdc_jax.cache.near_far import NearFarState
 from zdc_jax.cache.prefix_ring import PrefixRing
@@ -55,29 +55,10 @@ class Varied(CompressionPlan):
         return CompressionPlan(**{name: getattr(self, name) for name in own}).to_json()
 
 
-@dataclass(frozen=True)
-class Parts(Code):
-    """Consecutive coordinates in codes of their own: `parts` are (coordinates, code)."""
-
-    parts: tuple[tuple[int, Code], ...]
-
-    def encode(self, x: Array) -> Coded:
-        """`Code.encode`."""
-        return tuple(code.encode(part) for code, part in zip(self._codes, self._cut(x), strict=True))
-
-    def decode(self, coded: Coded, C: int) -> Array:
-        """`Code.decode`."""
-        widths = (width for width, _ in self.parts)
-        decoded = (code.decode(*one) for code, *one in zip(self._codes, coded, widths, strict=True))
-        return jnp.concatenate(list(decoded), axis=-1)
-
-    @property
-    def _codes(self) -> list[Code]:
-        return [code for _, code in self.parts]
-
-    def _cut(self, x: Array) -> list[Array]:
-        ends = [sum(width for width, _ in self.parts[:count]) for count in range(1, len(self.parts))]
-        return jnp.split(x, ends, axis=-1)
+def parts(*each: tuple[int, Code]) -> Code:
+    """Consecutive coordinates in codes of their own: (coordinates, code) of each part."""
+    (width, code), *others = each
+    return Split(width, code, parts(*others)) if others else code
 
 
 @dataclass(frozen=True)

@@ -6,25 +6,28 @@ one choice for all, the furthest within the limits, then single layers one choic
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from jaxtyping import Float
 
 from convert.search.search import REFINE_FAILURES, Exhausted, Search, SearchOptions
 from convert.search.trials import Trial
 from zdc_jax.cache.gaussian_codes import gaussian_distortion
 from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import INDEX_STEP, Settings
-from zdc_jax.plan import CompressionPlan, LayerRanks, allowed_ranks
+from zdc_jax.plan import CompressionPlan, LayerRanks
 from zdc_jax.planning.layer_costs import Grade, LayerCosts
 from zdc_jax.planning.profile import SINKS
 
-KEY_GRADES = ((1, 2), (1, 3), (3 / 4, 4), (1, 4), (1, 8))
-"""Share of the head dim and bits of keys that are tried. Lower ranks are not: on a real model they retrieve
-next to nothing. Keys need their fourth bit, so that a quarter of the coordinates may go before it does."""
-VALUE_GRADES = ((1, 2), (1, 3), (1, 4), (1, 8))
-"""Likewise of values, which bear fewer bits."""
+KEY_BITS = ((2, 0), (2, 4), (2, 5), (2, 6), (3, 5), (3, 6), (4, 6), (6, 8), (8, 0))
+"""Bits of keys that are tried, and of their index; 0: there is none. Each errs about half as much as the one
+before. Fewer coordinates are not tried: on a real model they retrieve next to nothing."""
+VALUE_BITS = (2, 3, 4, 8)
+INDEX_SHARE = 1 / 4
+"""Of the head dim."""
 SHORTEST_WINDOW = 16
 """Tokens; windows are halved down to here. Beside codes a window is a large share of the bytes."""
 INDEX_BITS = 4
@@ -55,12 +58,26 @@ CHOICES = (
 
 
 def coded_levels(head_dim: int) -> tuple[tuple[Grade, ...], tuple[Grade, ...]]:
-    """Grades of keys and of values by rising size, at ranks that plans may have."""
-    allowed = np.array(allowed_ranks(head_dim)[1:])
-    nearest = lambda share: int(allowed[np.abs(allowed - share * head_dim).argmin()])
-    grades = lambda wanted: {Grade(nearest(share), bits) for share, bits in wanted}
-    ordered = lambda wanted: tuple(sorted(grades(wanted), key=lambda grade: (grade.size, grade.rank)))
-    return ordered(KEY_GRADES), ordered(VALUE_GRADES)
+    """Grades of keys and of values by rising size."""
+    index = max(1, round(INDEX_SHARE * head_dim / INDEX_STEP)) * INDEX_STEP
+    keys = (Grade(head_dim, bits, *((index, first) if first else ())) for bits, first in KEY_BITS)
+    return tuple(keys), tuple(Grade(head_dim, bits) for bits in VALUE_BITS)
+
+
+def expected_error(grade: Grade, coded: Float[np.ndarray, "K H"], by: Float[np.ndarray, "K H"]) -> float:
+    """Expected square error of products with vectors in codes, where the other side is not coded.
+
+    Turns spread what an index, or the rest, errs alike over its coordinates. coded, by: mean squares of the
+    coordinates of both sides.
+    """
+    ends = {0, grade.index, grade.rank}
+    parts = [slice(*pair) for pair in itertools.pairwise(sorted(ends))]
+    bits = (grade.bits_index, grade.bits) if grade.index else (grade.bits,)
+    errors = (
+        gaussian_distortion(b) * coded[:, part].mean(-1) * by[:, part].sum(-1)
+        for b, part in zip(bits, parts, strict=True)
+    )
+    return float(sum(errors).sum())
 
 
 def choices_for(context: int) -> tuple[Choice, ...]:
@@ -69,11 +86,12 @@ def choices_for(context: int) -> tuple[Choice, ...]:
 
 
 def choosing(ranks: LayerRanks, choice: Choice) -> LayerRanks:
-    """The layer where only chosen tokens are read. The index has the bits of other keys, or four if that is
-    more: with fewer it chooses badly. What is held grows by its scale, and by such bits."""
+    """The layer where only chosen tokens are read. Its index has four bits at least: with fewer it chooses
+    badly. What is held grows by what the index takes more than before."""
     codes = ranks.settings
     assert isinstance(codes, Settings)
-    index, bits = min(choice.index, ranks.qk - INDEX_STEP), max(codes.bits_k, INDEX_BITS)
+    index = max(codes.index, min(choice.index, ranks.qk - INDEX_STEP))
+    bits = max(codes.bits_index if codes.index else codes.bits_k, INDEX_BITS)
     return replace(ranks, settings=replace(codes, bits_index=bits, index=index, read=choice.read))
 
 
@@ -114,12 +132,14 @@ class CodedSearch(Search):
     def _levels(self) -> tuple[tuple[Grade, ...], tuple[Grade, ...]]:
         return coded_levels(self.config.head_dim)
 
-    def _costs(self, levels: Sequence[Grade], measured: Callable[[Grade], float]) -> list[float]:
-        """Measured at the fewest bits of each rank, where they tell most; more cost as they err."""
-        fewest = {grade.rank: grade.bits for grade in sorted(levels, key=lambda grade: -grade.bits)}
-        most = {rank: measured(Grade(rank, bits)) for rank, bits in fewest.items()}
-        error = gaussian_distortion
-        return [most[rank] * error(bits) / error(fewest[rank]) for rank, bits in levels]
+    def _costs(self, layer: int, levels: Sequence[Grade], measured: Callable[[Grade], float]) -> list[float]:
+        """Measured at the fewest bits, where they tell most; more cost as much less as scores err less."""
+        basis = self.book.basis
+        alike = np.ones(basis.k_map[layer].shape[:2])  # An old basis does not tell.
+        squares = lambda rms: alike if rms is None else np.square(rms[layer])
+        error = [expected_error(grade, squares(basis.k_rms), squares(basis.q_rms)) for grade in levels]
+        share = (np.array(error) - error[-1]) / (error[0] - error[-1])
+        return (measured(levels[0]) * share).tolist()
 
     def _plan(self, ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
         near = {"window": window, "sinks": SINKS}

@@ -255,7 +255,7 @@ class Search:
         def lowered(layer: int, levels: Sequence[Grade], ranks: Callable[[Grade], LayerRanks]) -> list[float]:
             if cut[layer] <= NEGLIGIBLE:  # Then any grade costs no more, and saves less.
                 return [cut[layer]] * (len(levels) - 1) + [0.0]
-            return [*self._costs(levels[:-1], lambda grade: alone(layer, ranks(grade))), 0.0]
+            return self._costs(layer, levels, lambda grade: alone(layer, ranks(grade)))
 
         layers = range(self.config.num_layers)
         cut = [alone(layer, LayerRanks(0, 0)) for layer in layers]
@@ -267,9 +267,9 @@ class Search:
             np.array(cut),
         ).monotone()
 
-    def _costs(self, levels: Sequence[Grade], measured: Callable[[Grade], float]) -> list[float]:
-        """Of a layer that keeps its keys, or its values, at these."""
-        return list(map(measured, levels))
+    def _costs(self, layer: int, levels: Sequence[Grade], measured: Callable[[Grade], float]) -> list[float]:
+        """Of a layer that keeps its keys, or its values, at these; the last costs nothing."""
+        return [*map(measured, levels[:-1]), 0.0]
 
     def _refine(self, costs: LayerCosts) -> None:
         """Single steps down from the best, cheapest first by its layer's costs, until several fail."""
@@ -334,9 +334,12 @@ def _describe_codes(plan: CompressionPlan) -> str:
     def choice(each: Settings) -> str:
         return f"{each.read} tokens, chosen by {each.index} coordinates" if each.read else "all tokens"
 
+    def key_bits(each: Settings) -> str:
+        return f"{each.bits_index} then {each.bits_k}" if each.index else str(each.bits_k)
+
     if not codes:
         return ""
     return (
-        f"; keys in bits: {counted(lambda each: str(each.bits_k))}; values in bits: "
+        f"; keys in bits: {counted(key_bits)}; values in bits: "
         f"{counted(lambda each: str(each.bits_v))}; read: {counted(choice)}"
     )

@@ -67,13 +67,14 @@ def test_layers_follow_within_a_share():
 
 
 def test_parts_are_what_each_code_says():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 1, 24)), jnp.float32)
-    code = study.Parts(((8, Gaussian(8)), (16, Gaussian(2))))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 1, 32)), jnp.float32)
+    codes = Gaussian(8), Gaussian(2), Gaussian(3)
+    code = study.parts(*zip((8, 16, 8), codes, strict=True))
     expected = [
         one.decode(one.encode(part), part.shape[-1])
-        for one, part in ((Gaussian(8), x[..., :8]), (Gaussian(2), x[..., 8:]))
+        for one, part in zip(codes, np.split(x, (8, 24), axis=-1), strict=True)
     ]
-    np.testing.assert_array_equal(code.decode(code.encode(x), 24), np.concatenate(expected, -1))
+    np.testing.assert_array_equal(code.decode(code.encode(x), 32), np.concatenate(expected, -1))
 
 
 def test_coarse_scales_are_of_so_many_bits():

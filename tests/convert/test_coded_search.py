@@ -3,7 +3,9 @@
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,21 +29,32 @@ from zdc_jax import CompressionPlan, load
 from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.perplexity import window_nll
 from zdc_jax.methods.coded import Settings
-from zdc_jax.plan import LayerRanks, allowed_ranks
-from zdc_jax.planning.layer_costs import Grade, LayerCosts
+from zdc_jax.plan import LayerRanks
+from zdc_jax.planning.layer_costs import Grade, LayerCosts, grades, kept
 
 LAYERS, H, TOKENS = 3, 64, 4096
-KEYS = ((64, 2), (64, 3), (48, 4), (64, 4), (64, 8))
-VALUES = ((64, 2), (64, 3), (64, 4), (64, 8))
-DISTORTION = {2: 0.1175, 3: 0.03454, 4: 0.009497, 8: 4.12e-5}
+KEYS = ((2, 0), (2, 4), (2, 5), (2, 6), (3, 5), (3, 6), (4, 6), (6, 8), (8, 0))
+VALUES = (2, 3, 4, 8)
+DISTORTION = {2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499, 6: 6.44e-4, 8: 4.15e-5}
 """Of a unit Gaussian in the best levels (Max 1960; Jayant and Noll 1984)."""
 CHOICE_COSTS = (0.001, 0.02, 0.1, 0.2, 0.5, 1.5)
 EVERY = [(k, v) for k in KEYS for v in VALUES]
 
 
-def token_bytes(keys: tuple[int, int], values: tuple[int, int]) -> float:
-    """Bytes of a far token and head by hand: levels, and two scales of two bytes."""
-    return (keys[0] * keys[1] + values[0] * values[1]) / 8 + 4
+def token_bytes(keys: tuple[int, int], values: int) -> float:
+    """Bytes of a far token and head by hand: levels, and scales of two bytes, of the index one more."""
+    bits, first = keys
+    return (16 * (first or bits) + 48 * bits + 64 * values) / 8 + (6 if first else 4)
+
+
+def error(bits: int, first: int, index: int, k: np.ndarray, q: np.ndarray) -> float:
+    """Of scores, coordinate by coordinate; a turn gives all of a part the mean of what they err."""
+    return sum(
+        DISTORTION[b] * np.mean(k[head, start:end] ** 2) * q[head, i] ** 2
+        for head in range(len(k))
+        for start, end, b in ((0, index, first), (index, H, bits))
+        for i in range(start, end)
+    )
 
 
 class FakeBook:
@@ -56,18 +69,11 @@ class FakeBook:
         rng = np.random.default_rng(seed)
         self.config = replace(CONFIGS["llama"], layers=layers, head_dim=H)
 
-        def fall(grades):
-            most = rng.uniform(0.2, 1)
-            by_bits = {
-                bits: most * (error - DISTORTION[8]) / DISTORTION[2] for bits, error in DISTORTION.items()
-            }
-            return {
-                (rank, bits): by_bits[bits] + (rng.uniform(0, 0.5) if rank < H else 0)
-                for rank, bits in grades
-            }
-
+        falling = lambda: -np.sort(-rng.lognormal(0, 0.5, (len(layers), self.config.num_kv_heads, H)))
+        k, q = falling(), falling()
+        self.basis = SimpleNamespace(k_map=np.zeros((*k.shape, H)), k_rms=k, q_rms=q)
         self.scale = rng.lognormal(0, 1, len(layers))
-        self.keys, self.values = [fall(KEYS) for _ in layers], [fall(VALUES) for _ in layers]
+        self.most = rng.uniform(0.2, 1, (2, len(layers)))
         self.measured = 0
 
     def cost(self, layer, ranks):
@@ -75,10 +81,19 @@ class FakeBook:
         if ranks.qk == 0:
             return 0.0 if ranks.window else 2.5 * self.scale[layer]
         codes = ranks.settings
-        cost = self.keys[layer][ranks.qk, codes.bits_k] + self.values[layer][ranks.v, codes.bits_v]
+        of = partial(error, k=self.basis.k_rms[layer], q=self.basis.q_rms[layer])
+        least = of(8, 0, 0)
+        keys = (of(codes.bits_k, codes.bits_index, codes.index) - least) / of(2, 0, 0)
+        values = (DISTORTION[codes.bits_v] - DISTORTION[8]) / DISTORTION[2]
+        cost = self.most[:, layer] @ (keys, values)
         if codes.read:
-            assert codes.bits_index == max(codes.bits_k, 4)
-            cost += CHOICE_COSTS[CHOICES.index(Choice(codes.index, codes.read))]
+            assert codes.bits_index >= 4
+            found = next(
+                i
+                for i, choice in enumerate(CHOICES)
+                if choice.read == codes.read and choice.index <= codes.index
+            )
+            cost += CHOICE_COSTS[found]
         return self.scale[layer] * cost
 
     def share(self, plan):
@@ -94,8 +109,9 @@ class FakeBook:
 
 
 def layer(keys, values) -> LayerRanks:
-    settings = Settings(bits_k=keys[1], bits_v=values[1], index=0, read=0)
-    return LayerRanks(keys[0], values[0], settings=settings)
+    bits, first = keys
+    index = {"index": 16, "bits_index": first} if first else {"index": 0}
+    return LayerRanks(H, H, settings=Settings(bits_k=bits, bits_v=values, read=0, **index))
 
 
 def every_plan(book) -> list[tuple[float, float]]:
@@ -120,12 +136,15 @@ def lower_hull(points) -> list[tuple[float, float]]:
 def held(plan) -> float:
     """Bytes a far token and head of all layers, by hand."""
     far = [ranks for ranks in plan.layers if ranks.qk]
-    return sum(token_bytes((r.qk, r.settings.bits_k), (r.v, r.settings.bits_v)) for r in far)
+    first = lambda codes: codes.bits_index if codes.index else 0
+    codes = [ranks.settings for ranks in far]
+    return sum(token_bytes((each.bits_k, first(each)), each.bits_v) for each in codes)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_smallest_plan_is_that_of_brute_force(seed):
+def test_the_smallest_plan_is_that_of_brute_force(seed, monkeypatch):
     """At limits that corners of the hull just hold, where the cheapest path is the best there is."""
+    monkeypatch.setattr("convert.search.coded_search.CHOICES", ())
     plans = every_plan(FakeBook(seed))
     corners = [point for point in lower_hull(plans) if point[1] > 0.05]
     for size, nats in corners[1 :: len(corners) // 3]:
@@ -139,23 +158,31 @@ def test_the_smallest_plan_is_that_of_brute_force(seed):
         assert best.increase <= limit
 
 
+def searched(seed: int, limit: float) -> tuple[FakeBook, Trial, Trial]:
+    """The result, and the smallest plan on the way that reads everything."""
+    book, seen = FakeBook(seed), []
+    best = CodedSearch(book, SearchOptions(limit), lambda trial, _: seen.append(trial)).run()
+    all_read = lambda plan: not any(ranks.settings.read for ranks in plan.layers if ranks.qk)
+    held = [trial for trial in seen if trial.increase <= limit and all_read(trial.plan)]
+    return book, best, min(held, key=lambda trial: trial.bytes_share)
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_no_single_change_of_the_result_holds_the_limit(seed):
+def test_no_layer_of_the_result_can_read_less(seed):
     limit = 0.8
-    book = FakeBook(seed)
-    best = CodedSearch(book, SearchOptions(limit)).run()
+    book, best, whole = searched(seed, limit)
     assert best.increase <= limit
     for i, ranks in enumerate(best.plan.layers):
         if not ranks.qk:
             continue
         codes = ranks.settings
-        now = CHOICES.index(Choice(codes.index, codes.read)) if codes.read else -1
-        whole = replace(ranks, settings=replace(codes, bits_index=4, index=0, read=0))
-        less = [choosing(whole, choice) for choice in CHOICES[now + 1 :]]
-        assert whole == layer((ranks.qk, codes.bits_k), (ranks.v, codes.bits_v))
+        assert ranks in (whole.plan.layers[i], *(choosing(whole.plan.layers[i], each) for each in CHOICES))
+        less = [choosing(whole.plan.layers[i], each) for each in CHOICES if not 0 < codes.read <= each.read]
         for other in less:
             layers = (*best.plan.layers[:i], other, *best.plan.layers[i + 1 :])
-            assert book.measure(replace(best.plan, layers=layers)).increase > limit
+            plan = replace(best.plan, layers=layers)
+            fewer = book.read_share(plan) < best.read_share
+            assert not fewer or book.measure(plan).increase > limit
 
 
 def test_a_third_of_the_limits_may_be_left_to_what_is_read():
@@ -175,24 +202,28 @@ def test_a_third_of_the_limits_may_be_left_to_what_is_read():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_reading_less_takes_no_more_bytes_but_the_indexs(seed):
-    """Its scales, and bits of fewer than four: of the smallest plan that reads everything."""
-    book, seen = FakeBook(seed), []
-    best = CodedSearch(book, SearchOptions(0.8), lambda trial, _: seen.append(trial)).run()
-    reads = lambda plan: [ranks.settings.read for ranks in plan.layers if ranks.qk]
-    least = min(t.bytes_share for t in seen if t.increase <= 0.8 and not any(reads(t.plan)))
-    codes = [ranks.settings for ranks in best.plan.layers if ranks.qk and ranks.settings.read]
-    more = sum(2 + each.index * max(0, 4 - each.bits_k) / 8 for each in codes) * book.config.num_kv_heads
-    assert more
+    """Of the smallest plan that reads everything: scales of two bytes, and levels of at least four bits."""
+    book, best, whole = searched(seed, 0.8)
+    more = 0.0
+    for ranks, before in zip(best.plan.layers, whole.plan.layers, strict=True):
+        if not ranks.qk or not ranks.settings.read:
+            assert ranks == before
+            continue
+        codes, old = ranks.settings, before.settings
+        levels = lambda each: each.index * each.bits_index + (H - each.index) * each.bits_k
+        more += (levels(codes) - levels(old)) / 8 + (0 if old.index else 2)
+        assert (codes.bits_k, codes.bits_v) == (old.bits_k, old.bits_v)
     dense = CompressionPlan.full(book.config).bytes(TOKENS)
-    assert best.bytes_share == pytest.approx(least + TOKENS * more / dense, rel=1e-9)
-    assert best.read_share < least
+    grown = TOKENS * more * book.config.num_kv_heads / dense
+    assert best.bytes_share == pytest.approx(whole.bytes_share + grown, rel=1e-9)
+    assert best.read_share <= whole.read_share
 
 
 def test_choices_fall_in_both_numbers_and_in_bytes_read():
     assert all(b.index <= a.index and b.read <= a.read for a, b in itertools.pairwise(CHOICES))
     config = replace(CONFIGS["llama"], layers=CONFIGS["llama"].layers[:1], head_dim=H)
     search = CodedSearch(FakeBook(0, config.layers), SearchOptions(0.1))
-    plan = search._plan([layer((48, 4), (64, 3))], 64)
+    plan = search._plan([layer((4, 0), 3)], 64)
     plans = [plan, *(replace(plan, layers=(choosing(plan.layers[0], choice),)) for choice in CHOICES)]
     read = [each.bytes_read(TOKENS) for each in plans]
     assert all(a > b for a, b in itertools.pairwise(read))
@@ -210,8 +241,20 @@ def test_levels_are_grades_that_plans_may_have(head_dim):
         assert sizes == sorted(sizes)
         assert levels[-1] == Grade(head_dim, 8)
         assert len({*levels}) == len(levels) >= 4
-        assert {grade.rank for grade in levels} <= {*allowed_ranks(head_dim)[1:]}
+        for grade in levels:
+            ranks = kept(grade, Grade(head_dim, 4))
+            assert grades(ranks) == (grade, Grade(head_dim, 4))
+            plan = CompressionPlan.of_layers(
+                replace(CONFIGS["llama"], head_dim=head_dim),
+                [ranks] * CONFIGS["llama"].num_layers,
+                method="coded",
+                settings=Settings(index=0, read=0),
+            )
+            per_head = head_dim / 2 + 2 + grade.size
+            of_all = CONFIGS["llama"].num_layers * CONFIGS["llama"].num_kv_heads
+            assert plan.bytes(2048) - plan.bytes(1024) == 1024 * of_all * per_head
     assert Grade(64, 4).size == 34
+    assert Grade(64, 2, 16, 5).size == 26
 
 
 def test_a_layer_that_slides_keeps_its_window():
@@ -238,8 +281,8 @@ def test_a_context_too_short_for_any_choice_is_read_whole(monkeypatch):
 
 def test_costs_are_raised_to_those_of_larger_grades_alone():
     """Not to those of a grade of the same bytes."""
-    keys, values = coded_levels(H)
-    assert Grade(64, 3).size == Grade(48, 4).size
+    keys, values = (Grade(64, 3), Grade(48, 4), Grade(64, 4)), (Grade(64, 3), Grade(64, 4))
+    assert keys[0].size == keys[1].size
     rng = np.random.default_rng(0)
     qk, v = rng.normal(size=(2, len(keys))), rng.normal(size=(2, len(values)))
     costs = LayerCosts(keys, values, qk, v, np.zeros(2)).monotone()
@@ -247,7 +290,7 @@ def test_costs_are_raised_to_those_of_larger_grades_alone():
         for (i, grade), row in itertools.product(enumerate(levels), range(2)):
             larger = [before[row, j] for j, other in enumerate(levels) if other.size > grade.size]
             assert after[row, i] == max(0, before[row, i], *larger)
-    assert costs.of(0, layer((48, 4), (64, 2))) == costs.qk[0, keys.index((48, 4))] + costs.v[0, 0]
+    assert costs.of(0, kept(keys[1], values[0])) == costs.qk[0, 1] + costs.v[0, 0]
 
 
 @pytest.mark.parametrize(
@@ -260,12 +303,14 @@ def test_what_it_has_not_is_named(more, named):
 
 def test_the_result_is_said_in_words():
     book = FakeBook(0)
-    plan = CodedSearch(book, SearchOptions(0.1))._plan([layer((48, 4), (64, 3))] * 2 + [LayerRanks(0, 0)], 64)
+    plan = CodedSearch(book, SearchOptions(0.1))._plan(
+        [layer((4, 0), 3), layer((2, 5), 3), LayerRanks(0, 0)], 64
+    )
     plan = replace(plan, layers=(choosing(plan.layers[0], Choice(16, 256)), *plan.layers[1:]))
     trial = Trial(plan, 0.2, 0.01, (0.0, 0.02), {}, 0.1)
     said = describe(book.config, trial)
     assert "20.0% of the dense KV bytes (a token reads 10.0%) at +1.00%" in said
-    assert "1 of 3 layers without distant tokens; keys in bits: 4 (2 layers); values in bits: 3 (2" in said
+    assert "keys in bits: 4 then 4 (1 layers), 5 then 2 (1 layers); values in bits: 3 (2 layers)" in said
     assert "read: 256 tokens, chosen by 16 coordinates (1 layers), all tokens (1 layers)" in said
 
 
@@ -283,7 +328,7 @@ def test_trials_are_the_loaded_models(folder):
     windows = np.random.default_rng(1).integers(3, 96, (2, CONTEXT)).astype(np.int32)
     book = TrialBook(folder / "model", windows)
     search = CodedSearch(book, SearchOptions(0.1))
-    whole, fewer = layer((80, 8), (80, 4)), layer((64, 4), (80, 3))
+    whole, fewer = kept(Grade(80, 8), Grade(80, 4)), kept(Grade(64, 2, 16, 5), Grade(80, 3))
     dense = window_nll(load(folder / "model").network, windows).mean()
     for layers in ([whole, whole], [choosing(fewer, Choice(16, 32)), whole], [fewer, LayerRanks(0, 0)]):
         plan = search._plan(layers, 32)
@@ -305,8 +350,8 @@ def test_command(folder, tmp_path, capsys, monkeypatch):
     """On a model that loses by its far tokens, so that only a price on layers without makes codes of use."""
     for name, few in (
         ("CHOICES", (Choice(16, 32), Choice(8, 16))),
-        ("KEY_GRADES", ((1, 4), (1, 8))),
-        ("VALUE_GRADES", ((1, 3), (1, 8))),
+        ("KEY_BITS", ((4, 0), (8, 0))),
+        ("VALUE_BITS", (3, 8)),
     ):
         monkeypatch.setattr(f"convert.search.coded_search.{name}", few)
     measure = TrialBook.measure

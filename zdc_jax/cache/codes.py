@@ -75,6 +75,31 @@ def packing_refusal(C: int) -> str | None:
 
 
 @dataclass(frozen=True)
+class Split(Code):
+    """The first `index` coordinates in a code of their own. Coded: a pair of what the two codes give."""
+
+    index: int
+    first: Code
+    rest: Code
+
+    def refusal(self, C: int) -> str | None:
+        """`Code.refusal`."""
+        if not 0 < self.index < C:
+            return f"index={self.index} must be 1 to below {C}, the coordinates that are kept"
+        return self.first.refusal(self.index) or self.rest.refusal(C - self.index)
+
+    def encode(self, x: Array) -> Coded:
+        """`Code.encode`."""
+        return self.first.encode(x[..., : self.index]), self.rest.encode(x[..., self.index :])
+
+    def decode(self, coded: Coded, C: int) -> Array:
+        """`Code.decode`."""
+        first, rest = coded
+        parts = self.first.decode(first, self.index), self.rest.decode(rest, C - self.index)
+        return jnp.concatenate(parts, axis=-1)
+
+
+@dataclass(frozen=True)
 class Float8(Code):
     """float8 e4m3 without a scale: what serving systems call an fp8 cache. Larger than 448 is clipped."""
 

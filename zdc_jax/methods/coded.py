@@ -1,9 +1,10 @@
 """coded: far tokens in few bits, of which few coordinates choose those that answer (ours).
 
 What answers are all coordinates that a layer keeps, turned so that they look Gaussian, in the best levels
-for a Gaussian (Zandieh et al. 2025). What chooses are the first coordinates of keys in the calibrated basis
-(as in Loki, Singhania et al. 2024): a plane of the store itself, not a copy. The turns are part of the
-weights (`zdc_jax.fold`), so that nothing turns at run time.
+for a Gaussian (Zandieh et al. 2025). The first coordinates of keys in the calibrated basis, its index, are a
+plane with bits of its own: they bear most of a score. They are also what chooses (as in Loki, Singhania et
+al. 2024), a part of the store itself, not a copy. The turns are part of the weights (`zdc_jax.fold`), so that
+nothing turns at run time.
 """
 
 from collections.abc import Callable
@@ -12,13 +13,14 @@ from functools import partial
 
 from zdc_jax.cache.coded_choosing import CodedChoosing
 from zdc_jax.cache.coded_store import CodedStore
+from zdc_jax.cache.codes import Split
 from zdc_jax.cache.gaussian_codes import Gaussian
 from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
 from zdc_jax.methods import MethodSettings, Turns, check_one_of, check_range, far_layers
 from zdc_jax.plan import MOST_TOKENS, CompressionPlan
 
-BITS = (2, 3, 4, 8)
+BITS = (2, 3, 4, 5, 6, 8)
 INDEX_STEP = 8
 """Levels are packed into bytes."""
 
@@ -27,13 +29,14 @@ INDEX_STEP = 8
 class Settings(MethodSettings):
     """Of all layers, or of one.
 
-    bits_k, bits_v, bits_index: of a coordinate of keys, of values, and of those coordinates of keys that
-    choose, 2, 3, 4 or 8. read: far tokens that a KV head's queries read, a multiple of `page`; 0 for all of
-    them. index: first coordinates of keys that choose, a multiple of 8 below the layer's rank; with 0 the
-    layer reads what the layer before it that chose has chosen. page: tokens chosen together.
+    bits_k, bits_v, bits_index: of a coordinate of keys, of values, and of the index of keys: 2, 3, 4, 5, 6 or
+    8. index: first coordinates of keys, a multiple of 8 below the layer's rank. read: far tokens that a KV
+    head's queries read, a multiple of `page`, those of largest probability by the index; 0: all of them. With
+    `read` and no index the layer reads what the layer before it that chose has chosen. page: tokens chosen
+    together.
 
     Raises:
-      PlanError: on any other value; an index of a layer that reads all.
+      PlanError: on any other value.
     """
 
     bits_k: int = 4
@@ -50,8 +53,6 @@ class Settings(MethodSettings):
             check_range(name, getattr(self, name), least, MOST_TOKENS)
         if self.index % INDEX_STEP:
             raise PlanError(f"index={self.index} must be a multiple of {INDEX_STEP}")
-        if self.index and not self.read:
-            raise PlanError(f"index={self.index} must be 0 with read=0: the layer reads all far tokens")
 
     def turns(self, R: int, Z: int) -> Turns:
         """`MethodSettings.turns`: of the index, of the other coordinates of keys, and of values."""
@@ -72,7 +73,8 @@ def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...
 def _far(settings: Settings) -> Callable[..., LayerCacheSpec]:
     index, keys, values = map(Gaussian, (settings.bits_index, settings.bits_k, settings.bits_v))
     if not settings.read:
-        return partial(CodedStore, key_code=keys, value_code=values)
+        whole = Split(settings.index, index, keys) if settings.index else keys
+        return partial(CodedStore, key_code=whole, value_code=values)
     return partial(
         CodedChoosing,
         index=settings.index,

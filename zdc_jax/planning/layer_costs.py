@@ -17,32 +17,38 @@ WHOLE_BITS = 16
 class Grade(NamedTuple):
     """How much a layer keeps of far keys, or of far values: `rank` coordinates a head, in `bits` each.
 
-    With fewer than 16 bits they are codes of method `coded`.
+    With fewer than 16 bits they are codes of method `coded`; of keys the first `index` may have other bits.
     """
 
     rank: int
     bits: int = WHOLE_BITS
+    index: int = 0
+    bits_index: int = 0
 
     @property
     def size(self) -> float:
-        """Bytes a token and head: codes have a scale."""
-        scale = jnp.dtype(SCALE_DTYPE).itemsize if self.bits < WHOLE_BITS else 0
-        return self.rank * self.bits / 8 + scale
+        """Bytes a token and head: codes have a scale, and one of the index."""
+        scales = 0 if self.bits == WHOLE_BITS else 2 if self.index else 1
+        bits = self.index * self.bits_index + (self.rank - self.index) * self.bits
+        return bits / 8 + scales * jnp.dtype(SCALE_DTYPE).itemsize
 
 
 def kept(keys: Grade, values: Grade) -> LayerRanks:
     """A layer that keeps its keys and values at these grades, both codes or neither; codes are all read."""
     if keys.bits == WHOLE_BITS:
         return LayerRanks(keys.rank, values.rank)
-    settings = Settings(bits_k=keys.bits, bits_v=values.bits, index=0, read=0)
+    index = {"index": keys.index, "bits_index": keys.bits_index} if keys.index else {"index": 0}
+    settings = Settings(bits_k=keys.bits, bits_v=values.bits, read=0, **index)
     return LayerRanks(keys.rank, values.rank, settings=settings)
 
 
 def grades(ranks: LayerRanks) -> tuple[Grade, Grade]:
     """Of keys and of values: the inverse of `kept`, where a layer keeps far tokens."""
     coded = ranks.settings
-    bits = (coded.bits_k, coded.bits_v) if isinstance(coded, Settings) else (WHOLE_BITS, WHOLE_BITS)
-    return Grade(ranks.qk, bits[0]), Grade(ranks.v, bits[1])
+    if not isinstance(coded, Settings):
+        return Grade(ranks.qk), Grade(ranks.v)
+    index = (coded.index, coded.bits_index) if coded.index else ()
+    return Grade(ranks.qk, coded.bits_k, *index), Grade(ranks.v, coded.bits_v)
 
 
 class LayerCosts(NamedTuple):
