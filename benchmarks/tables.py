@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS
+from benchmarks.quality.coding_tables import coding_table, fetch_table, layers_table
 from benchmarks.quality.rows import NAME, Row, family, in_order, least, missing, of, read_run, retentions
 from benchmarks.sequence_rows import LABELS, SEQUENCE_LENGTH, SEQUENCE_RESULTS, median, sent
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "measurements.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "measurements.md", ROOT / "docs" / "coding.md")
 MODELS = ("ref-llama-23m", "ref-opt-26m")
 REAL_MODEL = "smollm2-135m"
 LONG_TASKS = ("copy@2976", "induction", "lookup", "needles", "passkey")
@@ -441,6 +442,12 @@ TABLES = {
     "calibration": calibration_table,
     "kernels": kernel_table,
     "sequence": sequence_table,
+    **{
+        f"coding {part}": partial(coding_table, part)
+        for part in ("bases", "codes", "near", "choice", "growth")
+    },
+    "coding layers": layers_table,
+    "host fetch": fetch_table,
 }
 
 

@@ -1,8 +1,9 @@
 """Search for the smallest plan of method `coded` within the limits, then for the least that is read (ours).
 
 The stages of `convert.search.search` from the second on, with *grades* in the place of ranks: so many
-coordinates at so many bits. All far tokens are read there. A last stage lets layers read fewer of them: first
-one choice for all, the furthest within the limits, then single layers one choice further.
+coordinates at so many bits. One grade of keys and one of values are measured in each layer; what others cost
+is foretold from the error of scores. All far tokens are read there. A last stage lets layers read fewer of
+them: first one choice for all, the furthest within the limits, then single layers one choice further.
 """
 
 import contextlib
@@ -18,13 +19,24 @@ from convert.search.trials import Trial
 from zdc_jax.cache.gaussian_codes import gaussian_distortion
 from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import INDEX_STEP, Settings
-from zdc_jax.plan import CompressionPlan, LayerRanks
+from zdc_jax.plan import CompressionPlan, LayerRanks, allowed_ranks
 from zdc_jax.planning.layer_costs import Grade, LayerCosts
 from zdc_jax.planning.profile import SINKS
 
-KEY_BITS = ((2, 0), (2, 4), (2, 5), (2, 6), (3, 5), (3, 6), (4, 6), (6, 8), (8, 0))
-"""Bits of keys that are tried, and of their index; 0: there is none. Each errs about half as much as the one
-before. Fewer coordinates are not tried: on a real model they retrieve next to nothing."""
+KEY_GRADES = (
+    (1, 2, 0),
+    (3 / 4, 2, 4),
+    (3 / 4, 2, 5),
+    (1, 2, 5),
+    (1, 2, 6),
+    (1, 3, 5),
+    (1, 3, 6),
+    (1, 4, 6),
+    (1, 6, 8),
+    (1, 8, 0),
+)
+"""Share of the head dim that is kept of keys, its bits, and those of its index; 0: there is none. Of their
+sizes these err least on a real model (`expected_error`); fewer coordinates retrieve next to nothing."""
 VALUE_BITS = (2, 3, 4, 8)
 INDEX_SHARE = 1 / 4
 """Of the head dim."""
@@ -60,15 +72,21 @@ CHOICES = (
 def coded_levels(head_dim: int) -> tuple[tuple[Grade, ...], tuple[Grade, ...]]:
     """Grades of keys and of values by rising size."""
     index = max(1, round(INDEX_SHARE * head_dim / INDEX_STEP)) * INDEX_STEP
-    keys = (Grade(head_dim, bits, *((index, first) if first else ())) for bits, first in KEY_BITS)
-    return tuple(keys), tuple(Grade(head_dim, bits) for bits in VALUE_BITS)
+    allowed = np.array(allowed_ranks(head_dim)[1:])
+    nearest = lambda share: int(allowed[np.abs(allowed - share * head_dim).argmin()])
+    keys = {
+        Grade(nearest(share), bits, *((index, first) if first else ())) for share, bits, first in KEY_GRADES
+    }
+    return tuple(sorted(keys, key=lambda grade: (grade.size, grade.bits))), tuple(
+        Grade(head_dim, b) for b in VALUE_BITS
+    )
 
 
 def expected_error(grade: Grade, coded: Float[np.ndarray, "K H"], by: Float[np.ndarray, "K H"]) -> float:
-    """Expected square error of products with vectors in codes, where the other side is not coded.
+    """Expected square error of products with vectors at a grade, where the other side is not coded.
 
-    Turns spread what an index, or the rest, errs alike over its coordinates. coded, by: mean squares of the
-    coordinates of both sides.
+    Turns spread what an index, or the rest, errs alike over its coordinates; of those that are dropped all is
+    lost. coded, by: mean squares of the coordinates of both sides.
     """
     ends = {0, grade.index, grade.rank}
     parts = [slice(*pair) for pair in itertools.pairwise(sorted(ends))]
@@ -77,7 +95,8 @@ def expected_error(grade: Grade, coded: Float[np.ndarray, "K H"], by: Float[np.n
         gaussian_distortion(b) * coded[:, part].mean(-1) * by[:, part].sum(-1)
         for b, part in zip(bits, parts, strict=True)
     )
-    return float(sum(errors).sum())
+    dropped = (coded[:, grade.rank :] * by[:, grade.rank :]).sum(-1)
+    return float(sum(errors, start=dropped).sum())
 
 
 def choices_for(context: int) -> tuple[Choice, ...]:

@@ -33,7 +33,18 @@ from zdc_jax.plan import LayerRanks
 from zdc_jax.planning.layer_costs import Grade, LayerCosts, grades, kept
 
 LAYERS, H, TOKENS = 3, 64, 4096
-KEYS = ((2, 0), (2, 4), (2, 5), (2, 6), (3, 5), (3, 6), (4, 6), (6, 8), (8, 0))
+KEYS = (
+    (64, 2, 0),
+    (48, 2, 4),
+    (48, 2, 5),
+    (64, 2, 5),
+    (64, 2, 6),
+    (64, 3, 5),
+    (64, 3, 6),
+    (64, 4, 6),
+    (64, 6, 8),
+    (64, 8, 0),
+)
 VALUES = (2, 3, 4, 8)
 DISTORTION = {2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499, 6: 6.44e-4, 8: 4.15e-5}
 """Of a unit Gaussian in the best levels (Max 1960; Jayant and Noll 1984)."""
@@ -41,20 +52,21 @@ CHOICE_COSTS = (0.001, 0.02, 0.1, 0.2, 0.5, 1.5)
 EVERY = [(k, v) for k in KEYS for v in VALUES]
 
 
-def token_bytes(keys: tuple[int, int], values: int) -> float:
+def token_bytes(keys: tuple[int, int, int], values: int) -> float:
     """Bytes of a far token and head by hand: levels, and scales of two bytes, of the index one more."""
-    bits, first = keys
-    return (16 * (first or bits) + 48 * bits + 64 * values) / 8 + (6 if first else 4)
+    rank, bits, first = keys
+    return (16 * (first or bits) + (rank - 16) * bits + 64 * values) / 8 + (6 if first else 4)
 
 
-def error(bits: int, first: int, index: int, k: np.ndarray, q: np.ndarray) -> float:
+def error(rank: int, bits: int, first: int, index: int, k: np.ndarray, q: np.ndarray) -> float:
     """Of scores, coordinate by coordinate; a turn gives all of a part the mean of what they err."""
-    return sum(
+    coded = sum(
         DISTORTION[b] * np.mean(k[head, start:end] ** 2) * q[head, i] ** 2
         for head in range(len(k))
-        for start, end, b in ((0, index, first), (index, H, bits))
+        for start, end, b in ((0, index, first), (index, rank, bits))
         for i in range(start, end)
     )
+    return coded + sum((k[head, i] * q[head, i]) ** 2 for head in range(len(k)) for i in range(rank, H))
 
 
 class FakeBook:
@@ -82,8 +94,8 @@ class FakeBook:
             return 0.0 if ranks.window else 2.5 * self.scale[layer]
         codes = ranks.settings
         of = partial(error, k=self.basis.k_rms[layer], q=self.basis.q_rms[layer])
-        least = of(8, 0, 0)
-        keys = (of(codes.bits_k, codes.bits_index, codes.index) - least) / of(2, 0, 0)
+        least = of(H, 8, 0, 0)
+        keys = (of(ranks.qk, codes.bits_k, codes.bits_index, codes.index) - least) / of(H, 2, 0, 0)
         values = (DISTORTION[codes.bits_v] - DISTORTION[8]) / DISTORTION[2]
         cost = self.most[:, layer] @ (keys, values)
         if codes.read:
@@ -109,9 +121,9 @@ class FakeBook:
 
 
 def layer(keys, values) -> LayerRanks:
-    bits, first = keys
+    rank, bits, first = keys
     index = {"index": 16, "bits_index": first} if first else {"index": 0}
-    return LayerRanks(H, H, settings=Settings(bits_k=bits, bits_v=values, read=0, **index))
+    return LayerRanks(rank, H, settings=Settings(bits_k=bits, bits_v=values, read=0, **index))
 
 
 def every_plan(book) -> list[tuple[float, float]]:
@@ -137,8 +149,8 @@ def held(plan) -> float:
     """Bytes a far token and head of all layers, by hand."""
     far = [ranks for ranks in plan.layers if ranks.qk]
     first = lambda codes: codes.bits_index if codes.index else 0
-    codes = [ranks.settings for ranks in far]
-    return sum(token_bytes((each.bits_k, first(each)), each.bits_v) for each in codes)
+    grade = lambda ranks: (ranks.qk, ranks.settings.bits_k, first(ranks.settings))
+    return sum(token_bytes(grade(ranks), ranks.settings.bits_v) for ranks in far)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -186,8 +198,8 @@ def test_no_layer_of_the_result_can_read_less(seed):
 
 
 def test_a_third_of_the_limits_may_be_left_to_what_is_read():
-    """Then no more is read, and no less held; the limit holds as well."""
-    less = 0
+    """Then less is read in the mean, though more be held, and the limit holds as well."""
+    shares = []
     for seed in range(3):
         held, read = (
             CodedSearch(FakeBook(seed), SearchOptions(0.8, objective=objective)).run()
@@ -195,23 +207,23 @@ def test_a_third_of_the_limits_may_be_left_to_what_is_read():
         )
         assert read.increase <= 0.8
         assert read.bytes_share >= held.bytes_share
-        assert read.read_share <= held.read_share
-        less += read.read_share < held.read_share
-    assert less
+        shares.append((held.read_share, read.read_share))
+    of_held, of_read = np.mean(shares, 0)
+    assert of_read < of_held
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_reading_less_takes_no_more_bytes_but_the_indexs(seed):
     """Of the smallest plan that reads everything: scales of two bytes, and levels of at least four bits."""
     book, best, whole = searched(seed, 0.8)
+    levels = lambda rank, each: each.index * each.bits_index + (rank - each.index) * each.bits_k
     more = 0.0
     for ranks, before in zip(best.plan.layers, whole.plan.layers, strict=True):
         if not ranks.qk or not ranks.settings.read:
             assert ranks == before
             continue
         codes, old = ranks.settings, before.settings
-        levels = lambda each: each.index * each.bits_index + (H - each.index) * each.bits_k
-        more += (levels(codes) - levels(old)) / 8 + (0 if old.index else 2)
+        more += (levels(ranks.qk, codes) - levels(ranks.qk, old)) / 8 + (0 if old.index else 2)
         assert (codes.bits_k, codes.bits_v) == (old.bits_k, old.bits_v)
     dense = CompressionPlan.full(book.config).bytes(TOKENS)
     grown = TOKENS * more * book.config.num_kv_heads / dense
@@ -223,7 +235,7 @@ def test_choices_fall_in_both_numbers_and_in_bytes_read():
     assert all(b.index <= a.index and b.read <= a.read for a, b in itertools.pairwise(CHOICES))
     config = replace(CONFIGS["llama"], layers=CONFIGS["llama"].layers[:1], head_dim=H)
     search = CodedSearch(FakeBook(0, config.layers), SearchOptions(0.1))
-    plan = search._plan([layer((4, 0), 3)], 64)
+    plan = search._plan([layer((64, 4, 0), 3)], 64)
     plans = [plan, *(replace(plan, layers=(choosing(plan.layers[0], choice),)) for choice in CHOICES)]
     read = [each.bytes_read(TOKENS) for each in plans]
     assert all(a > b for a, b in itertools.pairwise(read))
@@ -304,7 +316,7 @@ def test_what_it_has_not_is_named(more, named):
 def test_the_result_is_said_in_words():
     book = FakeBook(0)
     plan = CodedSearch(book, SearchOptions(0.1))._plan(
-        [layer((4, 0), 3), layer((2, 5), 3), LayerRanks(0, 0)], 64
+        [layer((64, 4, 0), 3), layer((64, 2, 5), 3), LayerRanks(0, 0)], 64
     )
     plan = replace(plan, layers=(choosing(plan.layers[0], Choice(16, 256)), *plan.layers[1:]))
     trial = Trial(plan, 0.2, 0.01, (0.0, 0.02), {}, 0.1)
@@ -350,7 +362,7 @@ def test_command(folder, tmp_path, capsys, monkeypatch):
     """On a model that loses by its far tokens, so that only a price on layers without makes codes of use."""
     for name, few in (
         ("CHOICES", (Choice(16, 32), Choice(8, 16))),
-        ("KEY_BITS", ((4, 0), (8, 0))),
+        ("KEY_GRADES", ((1, 4, 0), (1, 8, 0))),
         ("VALUE_BITS", (3, 8)),
     ):
         monkeypatch.setattr(f"convert.search.coded_search.{name}", few)

@@ -1,6 +1,7 @@
 """What single layers cost when they keep less, and the plans that follow where such costs add up (ours)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ WHOLE_BITS = 16
 """Of a coordinate that is kept as it is. A float32 model's has more, and so has each other of its layers."""
 
 
-class Grade(NamedTuple):
+@dataclass(frozen=True)
+class Grade:
     """How much a layer keeps of far keys, or of far values: `rank` coordinates a head, in `bits` each.
 
     With fewer than 16 bits they are codes of method `coded`; of keys the first `index` may have other bits.
@@ -37,8 +39,9 @@ def kept(keys: Grade, values: Grade) -> LayerRanks:
     """A layer that keeps its keys and values at these grades, both codes or neither; codes are all read."""
     if keys.bits == WHOLE_BITS:
         return LayerRanks(keys.rank, values.rank)
-    index = {"index": keys.index, "bits_index": keys.bits_index} if keys.index else {"index": 0}
-    settings = Settings(bits_k=keys.bits, bits_v=values.bits, read=0, **index)
+    settings = Settings(bits_k=keys.bits, bits_v=values.bits, index=keys.index, read=0)
+    if keys.index:
+        settings = replace(settings, bits_index=keys.bits_index)
     return LayerRanks(keys.rank, values.rank, settings=settings)
 
 
