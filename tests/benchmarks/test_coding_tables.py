@@ -32,7 +32,7 @@ def test_single_layers_are_those_that_alone_are_lowered(tmp_path):
     entries = [
         entry(None, 0.0),
         entry(whole, 0.05),
-        entry(with_one(kept(Grade(24, 2, 8, 4), EIGHT)), 0.1),
+        entry(with_one(kept(Grade(16, 2, 8, 4), EIGHT)), 0.1),
         entry(with_one(kept(EIGHT, Grade(32, 3))), 0.2),
         entry([LayerRanks(0, 0), *whole[1:]], 0.3),
         entry([kept(Grade(32, 2), EIGHT)] * LLAMA.num_layers, 0.9),
@@ -41,7 +41,7 @@ def test_single_layers_are_those_that_alone_are_lowered(tmp_path):
     rows = single_layers(journal)
     assert [(row["layer"], row["lowered"]) for row in rows] == [
         (0, "no far tokens"),
-        (1, "24 coordinates of keys in 2 bits"),
+        (1, "16 coordinates of keys in 2 bits"),
         (1, "32 coordinates of values in 3 bits"),
     ]
     for row, cost in zip(rows, (0.3, 0.1, 0.2), strict=True):
@@ -63,8 +63,8 @@ def test_tables_tell_no_bytes_of_what_was_simulated(monkeypatch):
         "interval": [0.005, 0.015],
         "tasks": dict.fromkeys("abcdef", task),
     }
-    simulated = row | dict(method="codes: two scales", bytes_share=1.06, read_share=1.06)
-    other = row | dict(method="bases (stacked, stacked): keys 2, values 8 bits")
+    simulated = row | {"method": "codes: two scales", "bytes_share": 1.06, "read_share": 1.06}
+    other = row | {"method": "bases (stacked, stacked): keys 2, values 8 bits"}
     monkeypatch.setattr(coding_tables, "_read", lambda name: {"rows": [row, simulated, other]})
     _, _, real, not_real = coding_tables.coding_table("codes").splitlines()
     assert real.startswith("| keys 4, values 4 bits | 25.0% | 12.5% | +1.00 % [+0.50, +1.50] | 0.50 |")
