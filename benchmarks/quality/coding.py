@@ -92,8 +92,8 @@ def codes(config: ModelConfig) -> Named:
     yield "two scales", stored(config, study.parts((H // 2, four), (H // 2, four)))
     for name, group in (("one scale", H), ("groups of 32", 32)):
         yield f"integers, {name}", stored(config, TokenIntegers(4, group))
-    for mantissa, name in ((3, "of e5m3"), (0, "a power of two")):
-        yield f"scale {name}", stored(config, study.CoarseScale(4, mantissa))
+    yield "scale of 16 bits", stored(config, four)
+    yield "scale a power of two", stored(config, study.PowerOfTwoScale(4))
 
 
 def near(config: ModelConfig) -> Named:

@@ -62,18 +62,15 @@ def parts(*each: tuple[int, Code]) -> Code:
 
 
 @dataclass(frozen=True)
-class CoarseScale(Gaussian):
-    """`Gaussian` whose scale has so many bits of mantissa: 3 as in e5m3, 0 a power of two."""
-
-    mantissa: int = 0
+class PowerOfTwoScale(Gaussian):
+    """`Gaussian` whose scale is the next power of two below a token's root mean square, times √2."""
 
     def encode(self, x: Array) -> Coded:
         """`Code.encode`."""
         x = x.astype(jnp.float32)
         size = jnp.sqrt(jnp.square(x).mean(-1, keepdims=True))
-        part, exponent = jnp.frexp(jnp.maximum(size, jnp.finfo(jnp.float32).tiny))
-        steps = 2.0 ** (self.mantissa + 1)
-        coarse = jnp.ldexp(jnp.round(part * steps) / steps, exponent)
+        _, exponent = jnp.frexp(jnp.maximum(size, jnp.finfo(jnp.float32).tiny))
+        coarse = jnp.ldexp(2**-0.5, exponent)
         return pack(nearest_levels(x / coarse, self.bits), self.bits), coarse.astype(SCALE_DTYPE)
 
 

@@ -53,9 +53,9 @@ EVERY = [(k, v) for k in KEYS for v in VALUES]
 
 
 def token_bytes(keys: tuple[int, int, int], values: int) -> float:
-    """Bytes of a far token and head by hand: levels, and scales of two bytes, of the index one more."""
+    """Bytes of a far token and head by hand: levels, and scales of a byte, of the index one more."""
     rank, bits, first = keys
-    return (16 * (first or bits) + (rank - 16) * bits + 64 * values) / 8 + (6 if first else 4)
+    return (16 * (first or bits) + (rank - 16) * bits + 64 * values) / 8 + (3 if first else 2)
 
 
 def error(rank: int, bits: int, first: int, index: int, k: np.ndarray, q: np.ndarray) -> float:
@@ -214,7 +214,7 @@ def test_a_third_of_the_limits_may_be_left_to_what_is_read():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_reading_less_takes_no_more_bytes_but_the_indexs(seed):
-    """Of the smallest plan that reads everything: scales of two bytes, and levels of at least four bits."""
+    """Of the smallest plan that reads everything: scales of a byte, and levels of at least four bits."""
     book, best, whole = searched(seed, 0.8)
     levels = lambda rank, each: each.index * each.bits_index + (rank - each.index) * each.bits_k
     more = 0.0
@@ -223,7 +223,7 @@ def test_reading_less_takes_no_more_bytes_but_the_indexs(seed):
             assert ranks == before
             continue
         codes, old = ranks.settings, before.settings
-        more += (levels(ranks.qk, codes) - levels(ranks.qk, old)) / 8 + (0 if old.index else 2)
+        more += (levels(ranks.qk, codes) - levels(ranks.qk, old)) / 8 + (0 if old.index else 1)
         assert (codes.bits_k, codes.bits_v) == (old.bits_k, old.bits_v)
     dense = CompressionPlan.full(book.config).bytes(TOKENS)
     grown = TOKENS * more * book.config.num_kv_heads / dense
@@ -240,7 +240,7 @@ def test_choices_fall_in_both_numbers_and_in_bytes_read():
     read = [each.bytes_read(TOKENS) for each in plans]
     assert all(a > b for a, b in itertools.pairwise(read))
     sizes = {each.bytes(TOKENS) for each in plans[1:]}
-    assert sizes == {plan.bytes(TOKENS) + 2 * TOKENS * config.num_kv_heads}
+    assert sizes == {plan.bytes(TOKENS) + TOKENS * config.num_kv_heads}
     assert choices_for(4096) == CHOICES
     assert {choice.read for choice in choices_for(1024)} == {256, 128}
     assert choices_for(256) == ()
@@ -262,11 +262,11 @@ def test_levels_are_grades_that_plans_may_have(head_dim):
                 method="coded",
                 settings=Settings(index=0, read=0),
             )
-            per_head = head_dim / 2 + 2 + grade.size
+            per_head = head_dim / 2 + 1 + grade.size
             of_all = CONFIGS["llama"].num_layers * CONFIGS["llama"].num_kv_heads
             assert plan.bytes(2048) - plan.bytes(1024) == 1024 * of_all * per_head
-    assert Grade(64, 4).size == 34
-    assert Grade(64, 2, 16, 5).size == 26
+    assert Grade(64, 4).size == 33
+    assert Grade(64, 2, 16, 5).size == 24
 
 
 def test_a_layer_that_slides_keeps_its_window():

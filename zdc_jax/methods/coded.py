@@ -71,7 +71,8 @@ def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...
 
 
 def _far(settings: Settings) -> Callable[..., LayerCacheSpec]:
-    index, keys, values = map(Gaussian, (settings.bits_index, settings.bits_k, settings.bits_v))
+    bits = settings.bits_index, settings.bits_k, settings.bits_v
+    index, keys, values = (Gaussian(each, short=True) for each in bits)
     if not settings.read:
         whole = Split(settings.index, index, keys) if settings.index else keys
         return partial(CodedStore, key_code=whole, value_code=values)

@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
-from zdc_jax.cache.codes import SCALE_DTYPE
 from zdc_jax.methods.coded import Settings
 from zdc_jax.plan import LayerRanks, allowed_ranks
 
@@ -29,10 +27,10 @@ class Grade:
 
     @property
     def size(self) -> float:
-        """Bytes a token and head: codes have a scale, and one of the index."""
+        """Bytes a token and head: codes have a scale of one byte, and one of the index."""
         scales = 0 if self.bits == WHOLE_BITS else 2 if self.index else 1
         bits = self.index * self.bits_index + (self.rank - self.index) * self.bits
-        return bits / 8 + scales * jnp.dtype(SCALE_DTYPE).itemsize
+        return bits / 8 + scales
 
 
 def kept(keys: Grade, values: Grade) -> LayerRanks:
