@@ -94,7 +94,7 @@ def test_a_released_row_serves_the_next_request_as_a_new_one(it):
 
 def test_a_cache_can_be_filled_to_the_last_slot(it):
     """Also by a piece whose padding would stand past the end."""
-    x = it.inputs(seed=15)
+    x = it.inputs(seed=7)
     found = it.run(x, [[24, 24, 24], [16, 16, 16], [8, 7, 8], [0, 1, 0]])
     whole = it.whole(x)
     assert_same(found[0], whole[0], it.tolerance)
