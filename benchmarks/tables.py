@@ -23,7 +23,11 @@ REAL_MODEL = "smollm2-135m"
 LONG_TASKS = ("copy@2976", "induction", "lookup", "needles", "passkey")
 TASK_HEADS = ("near copy", "far copy", *LONG_TASKS[1:])
 """Tasks where contexts of several lengths stand side by side."""
-HEADLINE = (("searched", None), ("int8", 0.52), ("kivi", 0.36), ("turboquant", 0.28), ("rotated", 1.0))
+SEARCHED = ("coded, 1 %", "coded, 0.5 %", "coded, 8192", "searched", "rotated")
+HEADLINE = (
+    *((name, None) for name in ("coded, 1 %", "coded, 0.5 %", "searched")),
+    *(("turboquant", 0.28), ("kivi", 0.36), ("int8", 0.52), ("rotated", 1.0)),
+)
 
 
 def read(name: str) -> dict[str, Any]:
@@ -106,7 +110,7 @@ def task_cells(row: Row) -> list[str]:
 
 
 def searched_table() -> str:
-    """The searched plan: what the search saw, then other text; and full rank, the floor of rounding."""
+    """Searched plans: what one search saw, then other text; and full rank, the floor of rounding."""
     heads = ["plan", "text", "context", "protocol", "KV bytes", "increase", *TASK_HEADS]
     found = read(f"search-{REAL_MODEL}-front")
     best = found["best"]
@@ -114,7 +118,7 @@ def searched_table() -> str:
     rows = [("searched", "the search's, float32", found["context"], "cached", seen)]
     rows += [
         (row["method"], "other, bfloat16", row["context"], row["protocol"], row)
-        for method in ("searched", "rotated")
+        for method in SEARCHED
         for row in read_run()["rows"]
         if row["method"] == method
     ]
@@ -158,7 +162,8 @@ def plan_cell(plan: dict[str, Any]) -> str:
         parts.append(f"{' and '.join(map(str, dict.fromkeys(bits)))} bits")
     if heads := chosen.get("heads"):
         parts.append(f"{sum(map(len, heads))} of {len(heads) * plan['num_kv_heads']} heads")
-    parts += [f"{name} {chosen[name]}" for name in ("kept", "read") if name in chosen]
+    parts += ["bits by layer"] if any("settings" in layer for layer in plan["layers"]) else []
+    parts += [f"{name} {chosen[name]}" for name in ("kept", "read") if chosen.get(name)]
     parts += [f"window {plan['window']}"] if plan["window"] else []
     return ", ".join(parts) or "all tokens"
 

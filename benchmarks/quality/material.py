@@ -5,8 +5,9 @@ pieces. `exact`: the context sees itself exactly, is then compressed, and only w
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,7 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.evaluation.answers import Answer, Reading, sheet_answers
+from zdc_jax.evaluation.compile_ahead import compile_ahead
 from zdc_jax.evaluation.perplexity import next_token_nll
 from zdc_jax.evaluation.questions import QUESTION_TOKENS
 from zdc_jax.evaluation.sheets import Sheet, context_length, make_sheets
@@ -44,6 +46,16 @@ class Material:
     def context(self) -> int:
         """Tokens of a window, and of a sheet's context with any of its questions."""
         return self.windows.shape[1]
+
+    @property
+    def rows(self) -> int:
+        """Most windows, or contexts, that are read together."""
+        return TOKENS_AT_A_TIME // self.context
+
+    def piece(self) -> Self:
+        """As much of it as is read at once."""
+        windows, sheets = (_group(len(items), self.rows) for items in (self.windows, self.sheets))
+        return replace(self, windows=self.windows[:windows], sheets=self.sheets[:sheets])
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +100,12 @@ def measure(network: Transformer, material: Material, reading: Reading) -> Measu
     All pieces of a context are of one width, and so are all questions, so that a new plan compiles few
     programs.
     """
-    together = lambda items: _alike(items, TOKENS_AT_A_TIME // material.context)
+    compile_ahead(network, lambda single: _measure(single, material.piece(), reading))
+    return _measure(network, material, reading)
+
+
+def _measure(network: Transformer, material: Material, reading: Reading) -> Measured:
+    together = lambda items: _alike(items, material.rows)
     windows = [_window_nll(network, some, reading) for some in together(list(material.windows))]
     found: dict[str, list[tuple[Answer, ...]]] = {name: [] for name in material.sheets[0].questions}
     for sheets in together(material.sheets):
@@ -101,8 +118,12 @@ def measure(network: Transformer, material: Material, reading: Reading) -> Measu
 
 def _alike[T](items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
     """Groups of one size, the largest up to `most`: another size would compile anew."""
-    size = next(size for size in range(max(1, min(most, len(items))), 0, -1) if len(items) % size == 0)
+    size = _group(len(items), most)
     return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _group(count: int, most: int) -> int:
+    return next(size for size in range(max(1, min(most, count)), 0, -1) if count % size == 0)
 
 
 def _read(

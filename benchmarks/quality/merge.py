@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.quality.equal_bytes import SAME, save
+from benchmarks.quality.rows import model_of
 
 
 def main(whole: Path, parts: list[Path]) -> None:
@@ -22,7 +23,7 @@ def main(whole: Path, parts: list[Path]) -> None:
     rows, refused = {}, []
     for file in files:
         for row in file["rows"]:
-            row["model"] = whole.stem.removeprefix("equal-bytes-")
+            row["model"] = model_of(whole.stem)
             rows.setdefault((row["context"], row["method"], row["budget"], row["protocol"]), row)
         refused += [reason for reason in file["refused"] if reason not in refused]
     order = sorted(rows, key=lambda key: (key[0], key[1], -(key[2] or 0), key[3]))

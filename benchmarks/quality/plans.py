@@ -89,7 +89,7 @@ _PLAIN: dict[str, Any] = {"method": "zdc", "settings": None, "sinks": 0, "window
 
 def _dense(plan: CompressionPlan) -> tuple[Any, ...]:
     H = plan.head_dim
-    return tuple(replace(ranks, qk=H, v=H, window=None) for ranks in plan.layers)
+    return tuple(replace(ranks, qk=H, v=H, window=None, settings=None) for ranks in plan.layers)
 
 
 def method_plan(

@@ -13,12 +13,12 @@ LOW_RANK = "low rank"
 FAMILIES = {
     "floor": ("rotated",),
     "recent tokens": ("window", "duo"),
-    "fewer bits": ("int8", "fp8", "kivi", "turboquant", "gear"),
+    "fewer bits": ("int8", "fp8", "kivi", "turboquant", "gear", "coded"),
     "eviction": ("h2o", "snapkv", "tova", "knorm"),
     LOW_RANK: ("zdc", "palu", "gear-zdc", "h2o-zdc"),
-    "choosing": ("quest", "loki", "coded"),
+    "choosing": ("quest", "loki"),
 }
-"""Methods by what they spare, in the order of tables. Plans measured by names of their own are low ranks."""
+"""Methods by what they spare, in the order of tables. Plans with other names are low ranks."""
 
 
 class Least(NamedTuple):
@@ -29,13 +29,24 @@ class Least(NamedTuple):
 
 
 def read_run(name: str = NAME) -> dict[str, Any]:
-    """The JSON of one model."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    """The JSON of one model, with the rows of its searched plans of coded caches, which have a file of
+    their own."""
+    run = json.loads((RESULTS / f"{name}.json").read_text())
+    plans = RESULTS / f"coded-{model_of(name)}.json"
+    if plans.exists():
+        run["rows"] += json.loads(plans.read_text())["rows"]
+    return run
+
+
+def model_of(name: str) -> str:
+    """The model that the name of a result file ends in."""
+    return name.removeprefix("equal-bytes-").removeprefix("coded-")
 
 
 def family(method: str) -> str:
-    """The kind of a method."""
-    return next((kind for kind, methods in FAMILIES.items() if method in methods), LOW_RANK)
+    """The kind of a method; of a searched plan by what its name begins with."""
+    name = method.split(",")[0]
+    return next((kind for kind, methods in FAMILIES.items() if name in methods), LOW_RANK)
 
 
 def in_order(methods: set[str]) -> list[str]:

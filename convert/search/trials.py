@@ -14,9 +14,11 @@ import numpy as np
 from jaxtyping import Float
 
 from zdc_jax.basis import Basis
+from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import PlanError
-from zdc_jax.evaluation.answers import answers_on
+from zdc_jax.evaluation.answers import Answer, answers_on
+from zdc_jax.evaluation.compile_ahead import compile_ahead
 from zdc_jax.evaluation.perplexity import bootstrap_interval, window_nll
 from zdc_jax.evaluation.retention import LEAST_SCORE, log_probability, score
 from zdc_jax.evaluation.sheets import Sheet
@@ -97,6 +99,7 @@ class TrialBook:
         self.layers = [self.checkpoint.layer(index) for index in range(self.config.num_layers)]
         self.embeddings = cast(self.checkpoint.embeddings(), self.dtype)
         self.whole: dict[int, tuple[Turns, Any]] = {}
+        self.compiled: set[LayerCacheSpec] = set()
         self.key = self._key()
         self.seen: dict[str, Seen] = dict(self._read_journal())
         self.dense = self._seen(None)
@@ -138,8 +141,9 @@ class TrialBook:
         name, began = _name(plan), time.perf_counter()
         if name not in self.seen:
             network = self._network(plan)
-            nll = window_nll(network, self.windows, batch=self.batch)
-            answered = answers_on(network, self.sheets, reading="cached", batch=self.batch)
+            first = lambda single: self._read(single, self.windows[: self.batch], self.sheets[: self.batch])
+            self.compiled = compile_ahead(network, first, self.compiled)
+            nll, answered = self._read(network, self.windows, self.sheets)
             self.seen[name] = Seen(
                 nll,
                 {task: log_probability(of_sheets).tolist() for task, of_sheets in answered.items()},
@@ -147,6 +151,13 @@ class TrialBook:
             )
             self._write(name, time.perf_counter() - began)
         return self.seen[name]
+
+    def _read(
+        self, network: Transformer, windows: np.ndarray, sheets: Sequence[Sheet]
+    ) -> tuple[np.ndarray, dict[str, list[tuple[Answer, ...]]]]:
+        """Nats a token of windows, and the answers to sheets."""
+        nll = window_nll(network, windows, batch=self.batch)
+        return nll, answers_on(network, sheets, reading="cached", batch=self.batch)
 
     def _network(self, plan: CompressionPlan | None) -> Transformer:
         if plan is None:

@@ -1,0 +1,78 @@
+"""Layers compiled side by side are not compiled again, and what is read stays the same."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from conftest import TinyModel
+
+from zdc_jax import CompressionPlan
+from zdc_jax.evaluation.answers import read_contexts
+from zdc_jax.evaluation.compile_ahead import compile_ahead
+from zdc_jax.evaluation.perplexity import window_nll
+from zdc_jax.model import transformer
+from zdc_jax.plan import LayerRanks, TokenClasses
+
+
+def read(network, windows):
+    nll = window_nll(network, windows)
+    return nll, np.asarray(read_contexts(network, windows, room=4, reading="cached")[0])
+
+
+def compiled() -> int:
+    return transformer._whole_layer._cache_size() + transformer._extended_layer._cache_size()
+
+
+@pytest.fixture
+def by_layer(tiny_llama: TinyModel):
+    """Every layer of another kind."""
+    H = tiny_llama.config.head_dim
+    kinds = (H, H), (16, H), (H, 16), (16, 16)
+    ranks = [LayerRanks(*pair) for pair in kinds[: tiny_llama.config.num_layers]]
+    plan = CompressionPlan.of_layers(tiny_llama.config, ranks, window=8, sinks=2)
+    return tiny_llama.model(plan).network
+
+
+def test_reading_compiles_no_layer_afterwards(tiny_llama, by_layer):
+    windows, kinds = tiny_llama.tokens(2, 40), set(by_layer.layer_caches)
+    assert len(kinds) == tiny_llama.config.num_layers > 1
+    jax.clear_caches()
+    known = compile_ahead(by_layer, lambda single: read(single, windows[:1]))
+    assert known == kinds
+    before = compiled()
+    assert before == 2 * len(kinds)
+    nll, _ = read(by_layer, windows[:1])
+    assert compiled() == before
+    np.testing.assert_array_equal(nll, window_nll(by_layer, windows[:1]))
+
+
+def test_what_is_known_is_passed_over(tiny_llama, by_layer):
+    kinds = set(by_layer.layer_caches)
+    seen = []
+    assert compile_ahead(by_layer, seen.append, kinds) == kinds
+    assert not seen
+    one = by_layer.layer_caches[0]
+    compile_ahead(by_layer, seen.append, {one})
+    assert {network.layer_caches for network in seen} == {(spec,) for spec in kinds - {one}}
+
+
+def test_layers_that_follow_others_are_left_out(tiny_llama):
+    config = tiny_llama.config
+    classes = TokenClasses((0,), (0.5,), (LayerRanks(32, 32),) * config.num_layers, block=32)
+    plan = replace(CompressionPlan.uniform(config, qk=16, v=16), classes=classes)
+    seen = []
+    compile_ahead(tiny_llama.model(plan).network, seen.append)
+    assert not seen
+
+
+@pytest.mark.parametrize(("message", "raised"), [("RESOURCE_EXHAUSTED: no room", False), ("INTERNAL", True)])
+def test_no_room(by_layer, message, raised):
+    def failing(_):
+        raise jax.errors.JaxRuntimeError(message)
+
+    if raised:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            compile_ahead(by_layer, failing)
+    else:
+        assert compile_ahead(by_layer, failing) == set(by_layer.layer_caches)

@@ -1,0 +1,59 @@
+"""Compiles the layers of a network side by side (ours).
+
+Layers are compiled where a reading first meets them, one after another: minutes, where each has settings of
+its own. XLA compiles outside of Python's lock, so threads do it in the time of a few.
+"""
+
+import copy
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import jax
+from flax import nnx
+
+from zdc_jax.cache.spec import LayerCacheSpec
+from zdc_jax.errors import PlanError
+from zdc_jax.model.transformer import Transformer
+
+MOST_THREADS = 8
+"""Each holds the activations of one reading."""
+
+
+def compile_ahead(
+    network: Transformer, read: Callable[[Transformer], Any], known: set[LayerCacheSpec] | None = None
+) -> set[LayerCacheSpec]:
+    """Calls `read` on networks of a single layer, one for each kind of layer, so that all are compiled.
+
+    A layer that cannot stand alone is left to that reading, as where others choose its tokens; so are all
+    layers where memory is short. read: calls what is to be compiled with the shapes that it will have; what
+    it returns is dropped. known: kinds that were compiled before, passed over.
+
+    Returns:
+      the kinds that are compiled now, `known` among them.
+    """
+    kinds = {spec: index for index, spec in enumerate(network.layer_caches)}
+    new = {spec: index for spec, index in kinds.items() if spec not in (known or set())}
+    alone = [single for spec, index in new.items() if (single := _single(network, index, spec)) is not None]
+    if len(alone) > 1:
+        first, *others = alone
+        try:
+            read(first)  # What is not a layer is compiled here, once.
+            with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS)) as pool:
+                list(pool.map(read, others))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+    return (known or set()) | set(new)
+
+
+def _single(network: Transformer, index: int, spec: LayerCacheSpec) -> Transformer | None:
+    single = copy.copy(network)
+    single.layers = nnx.List([network.layers[index]])
+    try:
+        single.plan = replace(network.plan, layers=(network.plan.layers[index],))
+    except PlanError:  # Some settings are lists of what each layer does.
+        return None
+    return single if single.layer_caches == (spec,) else None
