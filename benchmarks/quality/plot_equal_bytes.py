@@ -38,14 +38,17 @@ def styles(methods: set[str]) -> dict[str, dict[str, Any]]:
 
 def draw_panel(increase: Axes, retention: Axes, rows: list[Row], share: str, style: dict[str, Any]) -> None:
     """One line a method in both axes, over a share of the dense bytes."""
+    named: set[str] = set()
     for method in in_order({row["method"] for row in rows}):
         chosen = sorted((row for row in rows if row["method"] == method), key=lambda row: row[share])
         x = [100 * row[share] for row in chosen]
         increase.plot(x, [100 * row["increase"] for row in chosen], label=method, **style[method])
         retention.plot(x, [least(row).retention for row in chosen], **style[method])
-        if style[method] is OWN:
+        name = method.split(",")[0]
+        if style[method] is OWN and name not in named:  # Plans of one name stand close together.
+            named.add(name)
             for axis, y in ((increase, 100 * chosen[0]["increase"]), (retention, least(chosen[0]).retention)):
-                axis.annotate(method, (x[0], y), (10, 6), textcoords="offset points", fontsize=10)
+                axis.annotate(name, (x[0], y), (10, 6), textcoords="offset points", fontsize=10)
 
 
 def draw(run: dict[str, Any], context: int) -> None:
