@@ -47,9 +47,10 @@ def classes(config: ModelConfig, **near: int) -> CompressionPlan:
 
 
 def coded_by_layer(config: ModelConfig) -> CompressionPlan:
-    """A layer that reads all, one that chooses pages, and one that follows it."""
+    """A layer that reads all, one that chooses pages, and one on the host that follows it."""
     everything = {"read": 0, "index": 8, "bits_index": 5}
-    H, rows = config.head_dim, (everything, CODED | {"page": 4}, CODED | {"page": 4, "index": 0})
+    follower = {"page": 4, "index": 0, "memory": "host"}
+    H, rows = config.head_dim, (everything, CODED | {"page": 4}, CODED | follower)
     own = (methods.settings_from_json("coded", row) for row in rows)
     layers = tuple(LayerRanks(H, 16, settings=settings) for settings in own)
     return replace(method(config, "coded", **NEAR), layers=layers)
@@ -80,6 +81,10 @@ METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
     "quest of a rank": (SHORT_OPT, partial(method, name="quest", settings=QUEST, qk=16, v=16, window=8)),
     "loki": (SHORT_LLAMA, partial(method, name="loki", settings=LOKI, window=8, sinks=2)),
     "coded": (SHORT_LLAMA, partial(method, name="coded", settings=CODED, qk=16, **NEAR)),
+    "coded on the host": (
+        SHORT_LLAMA,
+        partial(method, name="coded", settings=CODED | {"memory": "host"}, qk=16, **NEAR),
+    ),
     "coded by layer": (OPT, coded_by_layer),
     "duo of a rank": (SHORT_OPT, partial(method, name="duo", settings=DUO, qk=16, v=16, window=8)),
     "palu": (SHORT_LLAMA, partial(method, name="palu", qk=16, v=16, window=8, sinks=2)),

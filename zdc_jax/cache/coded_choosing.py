@@ -58,7 +58,7 @@ class CodedChoosing(Choosing):
 
         def empty(code: Code, width: int) -> Coded:
             shape = (batch, self.num_kv_heads, capacity, 1, width)
-            coded = jax.eval_shape(partial(_encode, code), jax.ShapeDtypeStruct(shape, self.dtype))
+            coded = jax.eval_shape(partial(encode_tokens, code), jax.ShapeDtypeStruct(shape, self.dtype))
             return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), coded)
 
         index, k, v = (empty(code, width) if width else () for code, width in self._planes())
@@ -149,10 +149,10 @@ def put_coded(held: Coded, code: Code, x: Float[Array, "B T K C"], *, positions:
         return held
     start, kept = positions[:, 0], positions < end[:, None]
     put = lambda buffer, new: put_rows(buffer, new, start, kept)
-    return jax.tree.map(put, held, _encode(code, x[..., None, :]))
+    return jax.tree.map(put, held, encode_tokens(code, x[..., None, :]))
 
 
-def _encode(code: Code, x: Float[Array, "*batch 1 C"]) -> Coded:
+def encode_tokens(code: Code, x: Float[Array, "*batch 1 C"]) -> Coded:
     """Arrays [*batch, …] of single tokens."""
     return jax.tree.map(lambda leaf: leaf.reshape(*x.shape[:-2], -1), code.encode(x))
 

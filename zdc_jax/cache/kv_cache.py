@@ -67,23 +67,42 @@ def free_bytes() -> int | None:
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
+    return free_host_bytes()
+
+
+def free_host_bytes() -> int | None:
+    """Free memory of the host, None where it cannot be told."""
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return None
 
 
+def device_bytes(specs: Sequence[LayerCacheSpec], capacity: int, batch: int = 1) -> int:
+    """Those of `held_bytes` that lie in the device's memory."""
+    return held_bytes(specs, capacity, batch) - host_bytes(specs, capacity, batch)
+
+
+def host_bytes(specs: Sequence[LayerCacheSpec], capacity: int, batch: int = 1) -> int:
+    """Those of `held_bytes` that lie in the host's memory beside a device."""
+    return sum(n * spec.host_bytes(capacity, batch) for spec, n in Counter(specs).items())
+
+
 def check_fits(specs: Sequence[LayerCacheSpec], *, batch: int, capacity: int, free: int | None) -> None:
-    """Raises `CacheMemoryError` naming bytes needed, bytes free and the largest batch and length that fit."""
-    needed = held_bytes(specs, capacity, batch)
-    if free is None or needed <= free:
-        return
-    largest_batch = free // held_bytes(specs, capacity)
-    low, high = 0, capacity
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if held_bytes(specs, middle, batch) <= free else (low, middle - 1)
-    raise CacheMemoryError(
-        f"a KV cache of {batch=} x {capacity=} tokens needs {needed:,} bytes, {free:,} are free; "
-        f"what fits: batch {largest_batch} at this length, or length {low} at this batch"
-    )
+    """Raises `CacheMemoryError` naming bytes needed, bytes free and the largest batch and length that fit.
+
+    free: of the device. What lies in the host's memory is checked against that.
+    """
+    for held, limit, where in ((device_bytes, free, ""), (host_bytes, free_host_bytes(), " on the host")):
+        needed = held(specs, capacity, batch)
+        if limit is None or needed <= limit:
+            continue
+        largest_batch = limit // held(specs, capacity)
+        low, high = 0, capacity
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if held(specs, middle, batch) <= limit else (low, middle - 1)
+        raise CacheMemoryError(
+            f"a KV cache of {batch=} x {capacity=} tokens needs {needed:,} bytes{where}, {limit:,} are free; "
+            f"what fits: batch {largest_batch} at this length, or length {low} at this batch"
+        )

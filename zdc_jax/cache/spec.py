@@ -164,6 +164,10 @@ class LayerCacheSpec(ABC):
         """Bytes of the arrays of `create`: everything that stays in memory for this layer."""
         return _bytes(self, capacity, batch)
 
+    def host_bytes(self, capacity: int, batch: int = 1) -> int:
+        """Those of `bytes` that lie in the host's memory, and not in the device's."""
+        return 0
+
     @property
     def fixed_bytes(self) -> int:
         """Bytes that the method holds beside those arrays, once for all rows and any capacity."""

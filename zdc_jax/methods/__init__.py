@@ -103,9 +103,9 @@ def _hashable(value: Any) -> Any:
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
-def check_one_of(name: str, value: Any, allowed: tuple[int, ...]) -> None:
-    """Raises `PlanError` where a setting is not one of the numbers `allowed`."""
-    if type(value) is not int or value not in allowed:
+def check_one_of(name: str, value: Any, allowed: tuple[int | str, ...]) -> None:
+    """Raises `PlanError` where a setting is not one of the numbers or words `allowed`."""
+    if type(value) not in (int, str) or value not in allowed:
         raise PlanError(f"{name}={value!r:.80} must be one of {allowed}")
 
 

@@ -10,17 +10,20 @@ nothing turns at run time.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal, get_args
 
 from zdc_jax.cache.coded_choosing import CodedChoosing
 from zdc_jax.cache.coded_store import CodedStore
 from zdc_jax.cache.codes import Split
 from zdc_jax.cache.gaussian_codes import Gaussian
+from zdc_jax.cache.hosted_choosing import HostedChoosing
 from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
 from zdc_jax.methods import MethodSettings, Turns, check_one_of, check_range, far_layers
 from zdc_jax.plan import MOST_TOKENS, CompressionPlan
 
 BITS = (2, 3, 4, 5, 6, 8)
+Memory = Literal["device", "host"]
 INDEX_STEP = 8
 """Levels are packed into bytes."""
 
@@ -33,7 +36,7 @@ class Settings(MethodSettings):
     8. index: first coordinates of keys, a multiple of 8 below the layer's rank. read: far tokens that a KV
     head's queries read, a multiple of `page`, those of largest probability by the index; 0: all of them. With
     `read` and no index the layer reads what the layer before it that chose has chosen. page: tokens chosen
-    together.
+    together. memory: where keys and values of a layer that chooses lie, but for the index.
 
     Raises:
       PlanError: on any other value.
@@ -45,14 +48,18 @@ class Settings(MethodSettings):
     index: int = 16
     read: int = 256
     page: int = 1
+    memory: Memory = "device"
 
     def __post_init__(self) -> None:
         for name in ("bits_k", "bits_v", "bits_index"):
             check_one_of(name, getattr(self, name), BITS)
         for name, least in (("read", 0), ("index", 0), ("page", 1)):
             check_range(name, getattr(self, name), least, MOST_TOKENS)
+        check_one_of("memory", self.memory, get_args(Memory))
         if self.index % INDEX_STEP:
             raise PlanError(f"index={self.index} must be a multiple of {INDEX_STEP}")
+        if self.memory == "host" and not self.read:
+            raise PlanError("memory='host' with read=0: what is always read belongs on the device")
 
     def turns(self, R: int, Z: int) -> Turns:
         """`MethodSettings.turns`: of the index, of the other coordinates of keys, and of values."""
@@ -77,7 +84,7 @@ def _far(settings: Settings) -> Callable[..., LayerCacheSpec]:
         whole = Split(settings.index, index, keys) if settings.index else keys
         return partial(CodedStore, key_code=whole, value_code=values)
     return partial(
-        CodedChoosing,
+        HostedChoosing if settings.memory == "host" else CodedChoosing,
         index=settings.index,
         read=settings.read,
         page=settings.page,
