@@ -1,0 +1,175 @@
+"""How far does a GPU of little memory reach with coded tokens on its host, and what does a token cost?
+
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.17 python -m benchmarks.bench_host_memory
+
+A model of a large shape with random weights decodes behind a context that is said to be there: its codes are
+random, so that what is chosen lies anywhere. Each plan is timed at each context that fits, and at the largest
+that does, found by bytes and then tried. `XLA_PYTHON_CLIENT_MEM_FRACTION` caps the GPU: 0.17 of 141 GB are 24
+GB.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from benchmarks.bench_generate import LLAMA_2_7B, build
+from benchmarks.common import RESULTS, commit, write_result
+from zdc_jax.cache.kv_cache import KVCache, check_fits, device_bytes, free_bytes, host_bytes
+from zdc_jax.config import ModelConfig
+from zdc_jax.errors import CacheMemoryError
+from zdc_jax.methods.coded import Settings
+from zdc_jax.model.transformer import Transformer
+from zdc_jax.plan import CompressionPlan
+
+LLAMA_3_8B = replace(LLAMA_2_7B, num_kv_heads=8, ffn_dim=14336, vocab_size=128256, max_positions=2**22)
+LARGEST_STEP = 4096
+"""Tokens by which the largest context is found, and shortened where it cannot be allocated."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """contexts: in tokens. index, read, bits: of coded plans, in all layers. steps: timed, `repeats` times."""
+
+    contexts: tuple[int, ...] = (32768, 131072)
+    index: int = 32
+    read: int = 1024
+    bits: int = 4
+    layers: int = 32
+    steps: int = 16
+    repeats: int = 5
+    most: int = 2**21
+    name: str = "host-memory-llama-3-8b-shape"
+    results: Path = RESULTS
+
+
+def plans(config: ModelConfig, options: Options) -> dict[str, CompressionPlan]:
+    """The unmodified cache, and coded ones that read everything, choose on the device, and on the host."""
+    H = config.head_dim
+    full = CompressionPlan.full(config)
+    bits = {"bits_k": options.bits, "bits_v": options.bits, "bits_index": options.bits}
+    own = {
+        "all is read": Settings(**bits, index=0, read=0),
+        "on the device": Settings(**bits, index=options.index, read=options.read),
+        "on the host": Settings(**bits, index=options.index, read=options.read, memory="host"),
+    }
+    near = CompressionPlan.uniform(config, qk=H, v=H, sinks=4, window=512)
+    return {"dense": full} | {
+        name: replace(near, method="coded", settings=each) for name, each in own.items()
+    }
+
+
+def held(network: Transformer, context: int, options: Options) -> KVCache:
+    """A cache of `context` random tokens, with room for what is decoded.
+
+    Raises:
+      CacheMemoryError: it does not fit.
+    """
+    room = options.steps * (options.repeats + 2)
+    cache = network.new_cache(batch=1, capacity=context + room)
+    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(cache))))
+
+    def random(leaf: jax.Array) -> jax.Array:
+        """Codes that choose are bytes on the device; what they choose, and the ring, may be zeros."""
+        if leaf.dtype != jnp.uint8 or leaf.sharding.memory_kind != "device":
+            return leaf
+        return jax.random.bits(next(keys), leaf.shape, jnp.uint8)
+
+    layers = jax.tree.map(random, cache.layers)
+    return replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, context))
+
+
+@partial(jax.jit, donate_argnums=1)
+def _decoded(network: Transformer, cache: KVCache, token: jax.Array) -> tuple[jax.Array, KVCache]:
+    hidden, cache = network.extend(cache, token, cache.lengths + 1)
+    return network.embeddings.unembed(hidden[:, -1]).argmax(-1).astype(jnp.int32)[:, None], cache
+
+
+def seconds_a_token(network: Transformer, context: int, options: Options) -> list[float]:
+    """Means over `steps` tokens that are dispatched one after another, after a warm-up."""
+    cache, token, times = held(network, context, options), jnp.zeros((1, 1), jnp.int32), []
+    for count in (2, *[options.steps] * options.repeats):
+        jax.block_until_ready((token, cache))
+        began = time.perf_counter()
+        for _ in range(count):
+            token, cache = _decoded(network, cache, token)
+        jax.block_until_ready(token)
+        times.append((time.perf_counter() - began) / count)
+    return times[1:]
+
+
+def fits(network: Transformer, context: int, options: Options) -> bool:
+    """Whether memory holds the cache, by its bytes alone."""
+    capacity = context + options.steps * (options.repeats + 2)
+    try:
+        check_fits(network.layer_caches, batch=1, capacity=capacity, free=free_bytes())
+    except CacheMemoryError:
+        return False
+    return True
+
+
+def largest(network: Transformer, options: Options) -> int:
+    """The longest context whose cache fits by its bytes, a multiple of `LARGEST_STEP`, up to `most`."""
+    low, high = 0, options.most // LARGEST_STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(network, middle * LARGEST_STEP, options) else (low, middle - 1)
+    return low * LARGEST_STEP
+
+
+def rows(name: str, network: Transformer, options: Options) -> Iterator[dict[str, Any]]:
+    """A row a context, the last of the largest that could be decoded."""
+    specs = network.layer_caches
+
+    def row(context: int, kind: str) -> dict[str, Any]:
+        times = seconds_a_token(network, context, options)
+        print(f"{name:14} {kind:8} {context:9,} tokens: {1e3 * float(np.median(times)):.2f} ms", flush=True)
+        return {
+            "cache": name,
+            "kind": kind,
+            "context": context,
+            "ms": [1e3 * each for each in times],
+            "device_bytes": device_bytes(specs, context),
+            "host_bytes": host_bytes(specs, context),
+            "read_bytes": sum(spec.bytes_read(context) for spec in specs),
+            "commit": commit(),
+        }
+
+    for context in options.contexts:
+        if fits(network, context, options):
+            yield row(context, "given")
+    context = largest(network, options)
+    while context:
+        try:
+            yield row(context, "largest")
+            return
+        except Exception as error:  # XLA raises its own type for memory that cannot be had.
+            if "RESOURCE_EXHAUSTED" not in str(error) and "memory" not in str(error):
+                raise
+        context = int(context * 0.95) // LARGEST_STEP * LARGEST_STEP
+
+
+def main(options: Options) -> None:
+    """Writes one JSON, again after each plan."""
+    config = replace(LLAMA_3_8B, layers=LLAMA_3_8B.layers[: options.layers])
+    found: list[dict[str, Any]] = []
+    settings = {key: value for key, value in asdict(options).items() if key != "results"}
+    for name, plan in plans(config, options).items():
+        network = build("folded" if name == "dense" else "post_rope", config)
+        network.plan = plan
+        settings |= {"free_bytes": free_bytes()}
+        found += rows(name, network, options)
+        path = write_result(options.name, settings, found, options.results)
+        del network
+    print(path)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
