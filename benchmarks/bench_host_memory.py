@@ -36,7 +36,7 @@ LARGEST_STEP = 4096
 
 @dataclass(frozen=True)
 class Options:
-    """contexts: in tokens. index, read, bits: of coded plans, in all layers. steps: timed, `repeats` times."""
+    """contexts: in tokens. index, read, bits: of coded plans, all layers. steps: timed, `repeats` times."""
 
     contexts: tuple[int, ...] = (32768, 131072)
     index: int = 32

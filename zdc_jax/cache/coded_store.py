@@ -24,8 +24,8 @@ class CodedStore(NearFar):
     longer block is a multiple of the other. Attention reads all of it in the model's dtype.
 
     Raises:
-      PlanError: a code cannot hold vectors of R or Z coordinates, or the window is shorter than a block,
-        whose tokens must be whole until it is complete.
+      PlanError: a code cannot hold vectors of R or Z coordinates; or the window is shorter than a block, or
+        coded, whose tokens must be whole until it is complete.
     """
 
     key_code: Code
@@ -35,6 +35,8 @@ class CodedStore(NearFar):
         for code, width in ((self.key_code, self.R), (self.value_code, self.Z)):
             if reason := code.refusal(width):
                 raise PlanError(reason)
+        if self.block > 1 and self.near_code is not None:
+            raise PlanError(f"{self.near_code} of near tokens: {self.block} of them are to be coded together")
         if self.block > 1 and self.window < self.block:
             raise PlanError(f"window={self.window} must be at least {self.block}, the tokens coded together")
 

@@ -14,6 +14,8 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
+from zdc_jax.cache.coded_ring import CodedRing
+from zdc_jax.cache.codes import Code
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
 from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, State
 
@@ -32,18 +34,21 @@ class NearFar(LayerCacheSpec):
     """A ring of the `sinks` and the last `window` tokens at H coordinates, and a store of R and Z of all.
 
     A query sees {j < sinks} ∪ {t - window < j ≤ t} in the ring and the other j ≤ t in the store. With sinks
-    or a window q, k and v come at full width, without as they are kept.
+    or a window q, k and v come at full width, without as they are kept. near_code: of the ring, where it is
+    not whole; a store that takes what the ring held cannot have it.
     """
 
     R: int
     Z: int
     sinks: int = 0
     window: int = 0
+    near_code: Code | None = None
 
     @property
     def near(self) -> PrefixRing:
         """The ring."""
-        return PrefixRing(
+        ring = PrefixRing if self.near_code is None else partial(CodedRing, code=self.near_code)
+        return ring(
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=self.dtype,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
 from kernels_pallas import TAIL_ALIGNMENT, Ring, Trailing, decode_attention, prefill_attention
 from zdc_jax.axes import Array
@@ -78,7 +78,7 @@ class PrefixRing(LayerCacheSpec):
         if not (self.sinks or self.window):
             return replace(state, k=new_k, v=new_v)
         sinks, window = state.near
-        put = partial(_put_ring, positions=positions, end=end, sinks=sinks, window=window)
+        put = partial(put_ring, positions=positions, end=end, sinks=sinks, window=window)
         ring_k, ring_v = put(state.ring_k, x=k[..., self.R :]), put(state.ring_v, x=v[..., self.Z :])
         return PrefixRingState(new_k, new_v, ring_k, ring_v, state.near)
 
@@ -134,8 +134,8 @@ def ring_slots(sinks: int, window: int, capacity: int) -> int:
     return min(window, capacity) + -(-min(sinks, capacity) // 8) * 8
 
 
-def _put_ring(ring: Array, *, x: Array, positions: Array, end: Array, sinks: int, window: int) -> Array:
-    """The last `window` tokens and the sinks, each to its slot."""
+def put_ring(ring: Array, *, x: Array, positions: Array, end: Array, sinks: int, window: int) -> Array:
+    """`ring` [B, K, M, C] with the tokens x [B, T, K, C] below `end` that are near, each in its slot."""
     if x.shape[1] == 1:
         nowhere = ring.shape[2]
         slot = jnp.where(positions < sinks, window + positions, positions % window if window else nowhere)
@@ -146,14 +146,14 @@ def _put_ring(ring: Array, *, x: Array, positions: Array, end: Array, sinks: int
 
 
 def ring_of_piece(
-    ring: Float[Array, "B K M C"],
-    x: Float[Array, "B T K C"],
+    ring: Shaped[Array, "B K M C"],
+    x: Shaped[Array, "B T K C"],
     positions: Int[Array, "B T"],
     end: Int[Array, " B"],
     *,
     sinks: int,
     window: int,
-) -> Float[Array, "B K M C"]:
+) -> Shaped[Array, "B K M C"]:
     """The ring of rows of `end` tokens: what x has of it, at `positions`, else what it held before."""
     slots = jnp.arange(ring.shape[2])
     last = end[:, None] - 1

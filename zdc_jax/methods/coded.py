@@ -8,21 +8,26 @@ nothing turns at run time.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Literal, get_args
 
 from zdc_jax.cache.coded_choosing import CodedChoosing
+from zdc_jax.cache.coded_ring import CodedRing
 from zdc_jax.cache.coded_store import CodedStore
-from zdc_jax.cache.codes import Split
+from zdc_jax.cache.codes import Int8, Split
 from zdc_jax.cache.gaussian_codes import Gaussian
 from zdc_jax.cache.hosted_choosing import HostedChoosing
+from zdc_jax.cache.near_far import NearFar
+from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
 from zdc_jax.methods import MethodSettings, Turns, check_one_of, check_range, far_layers
 from zdc_jax.plan import MOST_TOKENS, CompressionPlan
 
 BITS = (2, 3, 4, 5, 6, 8)
+WHOLE = 16
+BITS_NEAR = (8, WHOLE)
 Memory = Literal["device", "host"]
 INDEX_STEP = 8
 """Levels are packed into bytes."""
@@ -36,7 +41,8 @@ class Settings(MethodSettings):
     8. index: first coordinates of keys, a multiple of 8 below the layer's rank. read: far tokens that a KV
     head's queries read, a multiple of `page`, those of largest probability by the index; 0: all of them. With
     `read` and no index the layer reads what the layer before it that chose has chosen. page: tokens chosen
-    together. memory: where keys and values of a layer that chooses lie, but for the index.
+    together. memory: where keys and values of a layer that chooses lie, but for the index. bits_near: of a
+    coordinate of sinks and window, 8 (integers and a scale a token and head) or 16 (as the model has them).
 
     Raises:
       PlanError: on any other value.
@@ -49,12 +55,14 @@ class Settings(MethodSettings):
     read: int = 256
     page: int = 1
     memory: Memory = "device"
+    bits_near: int = WHOLE
 
     def __post_init__(self) -> None:
         for name in ("bits_k", "bits_v", "bits_index"):
             check_one_of(name, getattr(self, name), BITS)
         for name, least in (("read", 0), ("index", 0), ("page", 1)):
             check_range(name, getattr(self, name), least, MOST_TOKENS)
+        check_one_of("bits_near", self.bits_near, BITS_NEAR)
         check_one_of("memory", self.memory, get_args(Memory))
         if self.index % INDEX_STEP:
             raise PlanError(f"index={self.index} must be a multiple of {INDEX_STEP}")
@@ -74,7 +82,20 @@ def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...
     """
     if not plan.rotated:
         raise PlanError("rotated=False: method 'coded' chooses by coordinates of a basis; it must be True")
-    return _led(far_layers(plan, dtype, _far))
+    specs = _led(far_layers(plan, dtype, _far))
+    return tuple(_near_coded(spec, plan.settings_of(layer)) for layer, spec in enumerate(specs))
+
+
+def _near_coded(spec: LayerCacheSpec, settings: MethodSettings) -> LayerCacheSpec:
+    """With near tokens in as many bits as the settings say; a layer without far tokens is a ring itself."""
+    assert isinstance(settings, Settings)
+    assert isinstance(spec, PrefixRing | NearFar)
+    if settings.bits_near == WHOLE or not (spec.sinks or spec.window):
+        return spec
+    if isinstance(spec, NearFar):
+        return replace(spec, near_code=Int8())
+    shape = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    return CodedRing(**shape, code=Int8())
 
 
 def _far(settings: Settings) -> Callable[..., LayerCacheSpec]:

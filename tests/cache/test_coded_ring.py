@@ -1,0 +1,64 @@
+"""Near tokens in eight bits, against attention in float64 to what loops round."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from zdc_jax.cache.coded_ring import CodedRing
+from zdc_jax.cache.codes import Int8
+from zdc_jax.cache.integer_codes import ChannelIntegers
+from zdc_jax.cache.spec import Call
+from zdc_jax.errors import PlanError
+
+B, K, G, H, S, SINKS, WINDOW = 2, 2, 2, 16, 30, 3, 7
+SHAPE = {"num_kv_heads": K, "head_dim": H, "dtype": "float32", "R": 0, "Z": 0}
+RING = CodedRing(**SHAPE, sinks=SINKS, window=WINDOW, code=Int8())
+SCALE = 0.3
+
+
+def tokens(heads: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(B, S, heads, H)).astype(np.float32)
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """Integers -127 … 127 times a scale of 16 bits, vector by vector."""
+    scale = (np.abs(x).max(-1, keepdims=True) / 127).astype(ml_dtypes.bfloat16).astype(np.float64)
+    return np.clip(np.round(x / scale), -127, 127) * scale
+
+
+def by_loops(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    k, v, o = rounded(k), rounded(v), np.zeros(q.shape)
+    for b, t, n in np.ndindex(B, S, K * G):
+        near = [j for j in range(t + 1) if j < SINKS or j > t - WINDOW]
+        scores = SCALE * k[b, near, n // G] @ q[b, t, n].astype(np.float64)
+        weights = np.exp(scores - scores.max())
+        o[b, t, n] = weights / weights.sum() @ v[b, near, n // G]
+    return o
+
+
+@pytest.mark.parametrize("pieces", [[S], [11, 8, *[1] * 11]], ids=["whole", "decoded"])
+def test_attends_to_rounded_tokens(pieces):
+    q, k, v = (tokens(heads, seed) for seed, heads in enumerate((K * G, K, K)))
+    state, found, start = RING.create(B, S), [], 0
+    for count in pieces:
+        x = (jnp.asarray(each[:, start : start + count]) for each in (q, k, v))
+        positions = jnp.broadcast_to(jnp.arange(start, start + count), (B, count))
+        done = RING.attend(state, *x, positions, jnp.full(B, start + count), "aux", Call(SCALE))
+        state, start = done.state, start + count
+        found.append(np.asarray(done.o))
+        assert done.aux == "aux"
+    expected = by_loops(q, k, v)
+    np.testing.assert_allclose(np.concatenate(found, 1), expected, atol=2e-6 * np.abs(expected).max())
+
+
+def test_bytes():
+    """A byte a coordinate and two a scale, of keys and of values; slots of sinks come in eights."""
+    assert RING.bytes(S, B) == B * K * (WINDOW + 8) * 2 * (H + 2)
+
+
+def test_what_cannot_be():
+    with pytest.raises(PlanError, match="R=8, Z=0: a coded ring holds near tokens alone"):
+        CodedRing(**SHAPE | {"R": 8}, sinks=SINKS, window=WINDOW, code=Int8())
+    with pytest.raises(PlanError, match="codes 8 tokens together; a ring takes single ones"):
+        CodedRing(**SHAPE, sinks=SINKS, window=WINDOW, code=ChannelIntegers(4, 8))

@@ -1,0 +1,100 @@
+"""A ring of near tokens in few bits: sinks and window of a cache that codes its far tokens, too (ours)."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zdc_jax.axes import Array
+from zdc_jax.cache.codes import Code, Coded
+from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState, put_ring
+from zdc_jax.cache.spec import Attended, Call
+from zdc_jax.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedRing(PrefixRing):
+    """`PrefixRing` of near tokens alone, R = Z = 0, whose rings are coded: trees of leaves [B, K, M, …].
+
+    Attention reads the ring in the model's dtype. New tokens are seen as the ring will hold them, so that it
+    does not matter in which piece they came.
+
+    Raises:
+      PlanError: far coordinates, or a code of several tokens or of other vectors.
+    """
+
+    code: Code
+
+    def __post_init__(self) -> None:
+        if self.R or self.Z:
+            raise PlanError(f"R={self.R}, Z={self.Z}: a coded ring holds near tokens alone, R = Z = 0")
+        if self.code.block > 1:
+            raise PlanError(f"{self.code} codes {self.code.block} tokens together; a ring takes single ones")
+        if reason := self.code.refusal(self.head_dim):
+            raise PlanError(reason)
+
+    @property
+    def plain(self) -> PrefixRing:
+        """The same ring of whole tokens."""
+        return PrefixRing(
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            R=0,
+            Z=0,
+            sinks=self.sinks,
+            window=self.window,
+        )
+
+    def create(self, batch: int, capacity: int) -> PrefixRingState:
+        """`LayerCacheSpec.create`."""
+        state = jax.eval_shape(partial(self.plain.create, batch, capacity))
+        rings = jax.eval_shape(self._encode, state.ring_k), jax.eval_shape(self._encode, state.ring_v)
+        made = replace(state, ring_k=rings[0], ring_v=rings[1])
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), made)
+
+    def write(
+        self, state: PrefixRingState, k: Array, v: Array, positions: Array, end: Array
+    ) -> PrefixRingState:
+        """`LayerCacheSpec.write`."""
+        sinks, window = state.near
+        put = partial(put_ring, positions=positions, end=end, sinks=sinks, window=window)
+        coded = lambda ring, x: jax.tree.map(lambda held, new: put(held, x=new), ring, self._encode(x))
+        return replace(state, ring_k=coded(state.ring_k, k), ring_v=coded(state.ring_v, v))
+
+    def attend(
+        self,
+        state: PrefixRingState,
+        q: Array,
+        k: Array,
+        v: Array,
+        positions: Array,
+        end: Array,
+        aux: object,
+        call: Call,
+    ) -> Attended:
+        """`LayerCacheSpec.attend`."""
+        whole = replace(state, ring_k=self._decode(state.ring_k), ring_v=self._decode(state.ring_v))
+        seen = self._seen(k), self._seen(v)
+        done = self.plain.attend(whole, q, *seen, positions, end, aux, call)
+        return done._replace(state=self.write(state, k, v, positions, end))
+
+    def attend_whole(
+        self, q: Array, k: Array, v: Array, positions: Array, aux: object, call: Call
+    ) -> Attended:
+        """`LayerCacheSpec.attend_whole`."""
+        return self.plain.attend_whole(q, self._seen(k), self._seen(v), positions, aux, call)
+
+    def _encode(self, x: Array) -> Any:
+        """Vectors [..., H] one by one."""
+        coded = self.code.encode(x[..., None, :])
+        return jax.tree.map(lambda leaf: leaf.reshape(*x.shape[:-1], -1), coded)
+
+    def _decode(self, coded: Coded) -> Array:
+        blocks = jax.tree.map(lambda leaf: leaf[..., None, :], coded)
+        return self.code.decode(blocks, self.head_dim)[..., 0, :].astype(self.dtype)
+
+    def _seen(self, x: Array) -> Array:
+        return self._decode(self._encode(x))
