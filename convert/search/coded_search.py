@@ -2,7 +2,7 @@
 
 The stages of `convert.search.search` from the second on, with *grades* in the place of ranks: so many
 coordinates at so many bits. One grade of keys and one of values are measured in each layer; what others cost
-is foretold from the error of scores. All far tokens are read there. A last stage lets layers read fewer of
+is foretold from the error of scores. All far tokens are read there, and near ones have eight bits. A last stage lets layers read fewer of
 them: first one choice for all, the furthest within the limits, then single layers one choice further.
 """
 
@@ -20,7 +20,7 @@ from zdc_jax.cache.gaussian_codes import gaussian_distortion
 from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import INDEX_STEP, Settings
 from zdc_jax.plan import CompressionPlan, LayerRanks, allowed_ranks
-from zdc_jax.planning.layer_costs import Grade, LayerCosts
+from zdc_jax.planning.layer_costs import CODED_NEAR, Grade, LayerCosts
 from zdc_jax.planning.profile import SINKS
 
 KEY_GRADES = (
@@ -162,7 +162,7 @@ class CodedSearch(Search):
 
     def _plan(self, ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
         near = {"window": window, "sinks": SINKS}
-        settings = Settings(index=0, read=0)
+        settings = Settings(index=0, read=0, bits_near=CODED_NEAR)
         return CompressionPlan.of_layers(self.config, ranks, **near, method="coded", settings=settings)
 
     def _steps(self, costs: LayerCosts, plan: CompressionPlan) -> list[CompressionPlan]:

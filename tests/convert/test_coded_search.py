@@ -380,7 +380,7 @@ def test_command(folder, tmp_path, capsys, monkeypatch):
     assert main([*arguments, *small]) == 0
     assert "keys in bits: " in capsys.readouterr().out
     found = CompressionPlan.load(plan)
-    assert (found.method, found.settings) == ("coded", Settings(index=0, read=0))
+    assert (found.method, found.settings) == ("coded", Settings(index=0, read=0, bits_near=8))
     best = json.loads((tmp_path / "plan.front.json").read_text())["best"]
     assert best["plan"] == json.loads(plan.read_text())
     assert best["increase"] <= 0.1

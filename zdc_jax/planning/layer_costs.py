@@ -11,6 +11,8 @@ from zdc_jax.plan import LayerRanks, allowed_ranks
 
 WHOLE_BITS = 16
 """Of a coordinate that is kept as it is. A float32 model's has more, and so has each other of its layers."""
+CODED_NEAR = 8
+"""Bits of near tokens beside codes: fewer than 16 lose nothing that was told from noise (docs/coding.md)."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ def kept(keys: Grade, values: Grade) -> LayerRanks:
     """A layer that keeps its keys and values at these grades, both codes or neither; codes are all read."""
     if keys.bits == WHOLE_BITS:
         return LayerRanks(keys.rank, values.rank)
-    settings = Settings(bits_k=keys.bits, bits_v=values.bits, index=keys.index, read=0)
+    settings = Settings(bits_k=keys.bits, bits_v=values.bits, index=keys.index, read=0, bits_near=CODED_NEAR)
     if keys.index:
         settings = replace(settings, bits_index=keys.bits_index)
     return LayerRanks(keys.rank, values.rank, settings=settings)
