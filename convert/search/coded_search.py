@@ -2,8 +2,9 @@
 
 The stages of `convert.search.search` from the second on, with *grades* in the place of ranks: so many
 coordinates at so many bits. One grade of keys and one of values are measured in each layer; what others cost
-is foretold from the error of scores. All far tokens are read there, and near ones have eight bits. A last stage lets layers read fewer of
-them: first one choice for all, the furthest within the limits, then single layers one choice further.
+is foretold from the error of scores. All far tokens are read there; near ones have eight bits. A last stage
+lets layers read fewer far tokens: first one choice for all, the furthest within the limits, then single
+layers one choice further.
 """
 
 import contextlib
