@@ -39,6 +39,8 @@ logger = logging.getLogger("zdc_jax")
 QkChoice = Literal["auto", "stacked", "balanced", "keys", "pairs"]
 VoChoice = Literal["auto", "stacked", "balanced", "output"]
 
+MOST_CONTEXT = 8192
+"""Tokens of a window, where nothing is said."""
 AUTO_WINDOWS = 4
 """Calibration windows on which `auto` compares bases."""
 
@@ -56,7 +58,8 @@ class CalibrationOptions:
     tokens: int = 1_000_000
     """Tokens of text to read."""
     context: int | None = None
-    """Length of the windows; default the model's positions, at most 4096."""
+    """Length of the windows, that of the longest prompts where it can be; default the model's positions, at
+    most 8192. Rotary embeddings turn keys where calibration did not see them otherwise than where it did."""
     batch: int = 1
     """Windows at a time, rounded up to a multiple of the devices."""
     seed: int = 0
@@ -82,7 +85,7 @@ class CalibrationOptions:
 
     def window_length(self, config: ModelConfig) -> int:
         """Tokens a window for this model; raises `CalibrationError` beyond its positions."""
-        context = self.context or min(config.max_positions, 4096)
+        context = self.context or min(config.max_positions, MOST_CONTEXT)
         if context > config.max_positions:
             raise CalibrationError(f"{context=} exceeds the model's {config.max_positions} positions")
         return context

@@ -51,6 +51,10 @@ def at_least_one(name: str) -> Any:
     return tyro.conf.arg(metavar=f"{name} [{name} ...]", help_behavior_hint="(required)")
 
 
+MOST_CONTEXT = 4096
+"""Tokens of a window, where nothing is said."""
+
+
 @dataclass(kw_only=True)
 class PlanFlags:
     """A plan: from a file, uniform ranks, or per-layer ranks for a budget."""
@@ -319,6 +323,7 @@ def text_windows(
     """
     if count < 1:
         raise TextError(f"text windows={count} must be >= 1")
+    context = context or min(checkpoint.config.max_positions, MOST_CONTEXT)
     options = CalibrationOptions(context=context, batch=batch, seed=seed)
     length = options.window_length(checkpoint.config)
     options = replace(options, tokens=count * length)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -28,6 +29,8 @@ from zdc_jax.methods import Turns
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.profile import Profile, stored_profile
+
+logger = logging.getLogger("zdc_jax")
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,12 @@ class TrialBook:
         self.config = self.checkpoint.config
         self.basis = basis or stored_basis(self.checkpoint)
         self.basis.check_model(self.checkpoint.fingerprint, self.config)
+        if (length := windows.shape[1]) > self.basis.context_length:
+            logger.warning(
+                "windows of %d tokens, the basis was calibrated on %d: coordinates dropped may matter beyond",
+                length,
+                self.basis.context_length,
+            )
         self.profile = profile or stored_profile(self.checkpoint)
         self.dtype = jnp.dtype(dtype or self.config.dtype)
         self.windows, self.sheets, self.batch, self.journal = windows, sheets, batch, journal

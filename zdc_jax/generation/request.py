@@ -75,7 +75,7 @@ def warn_beyond_calibration(model: LanguageModel, tokens: int, stacklevel: int) 
     if model.basis is not None and tokens > model.basis.context_length:
         warnings.warn(
             f"a row may hold {tokens} tokens, the basis was calibrated on contexts of "
-            f"{model.basis.context_length}; quality beyond that is unmeasured",
+            f"{model.basis.context_length}; coordinates that a plan drops may matter beyond",
             stacklevel=stacklevel,
         )
 
