@@ -1,10 +1,10 @@
 """Search for the smallest plan of method `coded` within the limits, then for the least that is read (ours).
 
-The stages of `convert.search.search` from the second on, with *grades* in the place of ranks: so many
-coordinates at so many bits. One grade of keys and one of values are measured in each layer; what others cost
-is foretold from the error of scores. All far tokens are read there; near ones have eight bits. A last stage
-lets layers read fewer far tokens: first one choice for all, the furthest within the limits, then single
-layers one choice further.
+The stages of `convert.search.search`, with *grades* in the place of ranks: so many coordinates at so many
+bits. Prediction goes by what calibration measured of layers without far tokens, and by the error of scores.
+Then one grade of keys and one of values are measured in each layer; what others cost is foretold from that
+error. All far tokens are read there; near ones have eight bits. A last stage lets layers read fewer far
+tokens: first one choice for all, the furthest within the limits, then single layers one choice further.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from zdc_jax.cache.gaussian_codes import gaussian_distortion
 from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import INDEX_STEP, Settings
 from zdc_jax.plan import CompressionPlan, LayerRanks, allowed_ranks
-from zdc_jax.planning.layer_costs import CODED_NEAR, Grade, LayerCosts
+from zdc_jax.planning.layer_costs import CODED_NEAR, Grade, LayerCosts, cheapest_path
 from zdc_jax.planning.profile import SINKS
 
 KEY_GRADES = (
@@ -39,6 +39,9 @@ KEY_GRADES = (
 """Share of the head dim that is kept of keys, its bits, and those of its index; 0: there is none. Of their
 sizes these err least on a real model (`expected_error`); fewer coordinates retrieve next to nothing."""
 VALUE_BITS = (2, 3, 4, 8)
+FORETOLD_KEYS, FORETOLD_VALUES = 0.15, 0.03
+"""Of what a layer costs without far tokens: what its keys, or values, cost in two bits. From single layers of
+a real model (docs/coding.md), where keys stand from 0.12 to 0.21 and most values at nothing."""
 INDEX_SHARE = 1 / 4
 """Of the head dim."""
 SHORTEST_WINDOW = 16
@@ -100,6 +103,11 @@ def expected_error(grade: Grade, coded: Float[np.ndarray, "K H"], by: Float[np.n
     return float(sum(errors, start=dropped).sum())
 
 
+def _shares(errors: Sequence[float]) -> Float[np.ndarray, " levels"]:
+    """Of the first error, with the last taken off."""
+    return (np.array(errors) - errors[-1]) / (errors[0] - errors[-1])
+
+
 def choices_for(context: int) -> tuple[Choice, ...]:
     """Those that read at most a quarter of a context."""
     return tuple(choice for choice in CHOICES if choice.read <= context // 4)
@@ -147,19 +155,30 @@ class CodedSearch(Search):
             self._read_less(self.best.plan, self.costs)
 
     def _predicted(self, window: int) -> None:
-        """Nothing: the regression knows ranks alone."""
+        """Along the path by costs that calibration foretells, before any layer is measured."""
+        far = np.maximum(self.book.profile.far_nats, 0)
+        keys, values = self._levels()
+        of_keys = np.array([nats * self._shares(layer, keys) for layer, nats in enumerate(far)])
+        of_values = np.outer(far, _shares([gaussian_distortion(grade.bits) for grade in values]))
+        parts = FORETOLD_KEYS * of_keys, FORETOLD_VALUES * of_values
+        path = cheapest_path(LayerCosts(keys, values, *parts, far).monotone())
+        self.last_within([self._plan(ranks, window) for ranks in path])
+
+    def _shares(self, layer: int, levels: Sequence[Grade]) -> Float[np.ndarray, " levels"]:
+        """What keys of a layer cost at their grades, as shares of the first's: as scores err."""
+        basis = self.book.basis
+        alike = np.ones(basis.k_map[layer].shape[:2])  # An old basis does not tell.
+        squares = lambda rms: alike if rms is None else np.square(rms[layer])
+        return _shares(
+            [expected_error(grade, squares(basis.k_rms), squares(basis.q_rms)) for grade in levels]
+        )
 
     def _levels(self) -> tuple[tuple[Grade, ...], tuple[Grade, ...]]:
         return coded_levels(self.config.head_dim)
 
     def _costs(self, layer: int, levels: Sequence[Grade], measured: Callable[[Grade], float]) -> list[float]:
         """Measured at the fewest bits, where they tell most; more cost as much less as scores err less."""
-        basis = self.book.basis
-        alike = np.ones(basis.k_map[layer].shape[:2])  # An old basis does not tell.
-        squares = lambda rms: alike if rms is None else np.square(rms[layer])
-        error = [expected_error(grade, squares(basis.k_rms), squares(basis.q_rms)) for grade in levels]
-        share = (np.array(error) - error[-1]) / (error[0] - error[-1])
-        return (measured(levels[0]) * share).tolist()
+        return (measured(levels[0]) * self._shares(layer, levels)).tolist()
 
     def _plan(self, ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
         near = {"window": window, "sinks": SINKS}

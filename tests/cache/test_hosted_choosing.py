@@ -51,23 +51,20 @@ def run(spec, schedule, aux=None):
     return found, state
 
 
-@pytest.mark.parametrize("shape", [{"index": 8}, {"index": 8, "page": 4}, {"index": 0}], ids=str)
-@pytest.mark.parametrize("schedule", [RAGGED, [[S] * B]], ids=["ragged", "whole"])
-@pytest.mark.parametrize("unrolled", [B, 1])
-def test_equals_the_device(shape, schedule, unrolled, monkeypatch):
-    monkeypatch.setattr(hosted_choosing, "UNROLLED", unrolled)
-    jax.clear_caches()
-    pages = None
+CASES = [
+    ({"index": 8}, RAGGED),
+    ({"index": 8}, [[S] * B]),
+    ({"index": 8, "page": 4}, RAGGED),
+    ({"index": 0}, RAGGED),
+]
+
+
+@pytest.mark.parametrize(("shape", "schedule"), CASES, ids=str)
+def test_equals_the_device(shape, schedule):
+    pages, rng = None, np.random.default_rng(1)
     if not shape["index"]:
-        rng = np.random.default_rng(1)
-        pages = [
-            jnp.asarray(
-                rng.permuted(np.arange(B * max(new) * K * S).reshape(B, max(new), K, S) % S, axis=-1)[
-                    ..., :12
-                ]
-            )
-            for new in schedule
-        ]
+        numbers = (np.broadcast_to(np.arange(S), (B, max(new), K, S)) for new in schedule)
+        pages = [jnp.asarray(rng.permuted(each, axis=-1)[..., :12]) for each in numbers]
     expected, _ = run(CodedChoosing(**GIVEN, **shape), schedule, pages)
     found, state = run(HostedChoosing(**GIVEN, **shape), schedule, pages)
     for ours, theirs in zip(found, expected, strict=True):
@@ -76,6 +73,26 @@ def test_equals_the_device(shape, schedule, unrolled, monkeypatch):
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves((state.near, state.far.index))} == {
         "device"
     }
+
+
+@pytest.mark.parametrize("unrolled", [B, 1])
+@pytest.mark.parametrize("T", [1, 6])
+def test_tokens_are_put_where_they_stand(T, unrolled, monkeypatch):
+    """Rows that begin and end anywhere, one with padding past the last slot; one by one and in a loop."""
+    monkeypatch.setattr(hosted_choosing, "UNROLLED", unrolled)
+    rng = np.random.default_rng(2)
+    rows = rng.integers(0, 256, (B, S + 1, K, 2), np.uint8)
+    held = jax.device_put(rows, hosted_choosing._host_zeros((1,)).sharding)
+    x = rng.integers(0, 256, (B, T, K, 2), np.uint8)
+    start, end = np.array([S - 3, 5, 0]), np.array([S, 5 + T, 0])
+    put = jax.jit(lambda *given: put_tokens(*given))(
+        held, jnp.asarray(x), jnp.asarray(start[:, None] + np.arange(T)), jnp.asarray(end)
+    )
+    expected = rows[:, :-1].copy()
+    for b in range(B):
+        count = min(T, end[b] - start[b])
+        expected[b, start[b] : start[b] + count] = x[b, :count]
+    np.testing.assert_array_equal(np.asarray(put)[:, :-1], expected)
 
 
 def test_bytes_on_the_host():
@@ -121,17 +138,6 @@ def test_only_what_is_asked_for_is_fetched():
     np.testing.assert_array_equal(jax.jit(fetched)(held, jnp.asarray(at)), expected)
 
 
-def test_what_is_not_kept_goes_nowhere():
-    rows = np.arange(B * (S + 1) * K * 2, dtype=np.uint8).reshape(B, S + 1, K, 2)
-    held = jax.device_put(rows, hosted_choosing._host_zeros((1,)).sharding)
-    positions = jnp.asarray([[S], [S - 1], [3]])
-    x = jnp.full((B, 1, K, 2), 255, jnp.uint8)
-    put = np.asarray(jax.jit(put_tokens)(held, x, positions, jnp.asarray([S, S, 3])))
-    expected = rows[:, :-1].copy()
-    expected[1, S - 1] = 255
-    np.testing.assert_array_equal(put[:, :-1], expected)
-
-
 def test_a_device_without_pinned_memory_is_named(monkeypatch):
     monkeypatch.setattr(hosted_choosing, "HOST_MEMORY", "no such memory")
     with pytest.raises(CacheMemoryError, match="has no 'no such memory' memory"):
@@ -149,33 +155,34 @@ def test_settings_that_cannot_be():
         HostedChoosing(**GIVEN | {"value_code": Gaussian(2)}, index=8)
 
 
-def same_on_host_and_device(tiny: TinyModel) -> None:
-    """Tokens generated in one loop on the device, and answers to questions on copies of a cache."""
-    H, config = tiny.config.head_dim, tiny.config
-    plan = CompressionPlan.uniform(config, qk=H, v=H, window=8, sinks=2)
-    prompts = [tiny.tokens(1, n, seed=n)[0].tolist() for n in (40, 23)]
-    contexts = tiny.tokens(2, 48, seed=5)
-    asked = Question(tiny.tokens(1, 6, seed=6)[0], np.arange(6) > 2, None)
-    found = []
-    for memory in ("device", "host"):
-        coded = replace(plan, method="coded", settings=Settings(index=8, read=12, memory=memory))
-        model = tiny.model(coded)
-        made = zdc_jax.generate(model, prompts, max_new_tokens=12)
-        _, cache = read_contexts(model.network, contexts, room=64, reading="cached")
-        answered = sheet_answers(model.network, cache, [Sheet(row, {"a": [asked] * 3}) for row in contexts])
-        found.append(([one.tokens for one in made.completions], answered))
-    assert found[0][0] == found[1][0]
-    for ours, theirs in zip(found[0][1]["a"], found[1][1]["a"], strict=True):
-        for mine, other in zip(ours, theirs, strict=True):
-            np.testing.assert_array_equal(mine.log_probability, other.log_probability)
+def models(tiny: TinyModel) -> list[zdc_jax.LanguageModel]:
+    """One with its tokens on the device, one with them on the host."""
+    H = tiny.config.head_dim
+    plan = CompressionPlan.uniform(tiny.config, qk=H, v=H, window=8, sinks=2)
+    settings = [Settings(index=8, read=12, memory=memory) for memory in ("device", "host")]
+    return [tiny.model(replace(plan, method="coded", settings=each)) for each in settings]
 
 
-def test_a_model_answers_alike(tiny_llama: TinyModel):
-    same_on_host_and_device(tiny_llama)
+def test_the_same_tokens_are_generated(tiny_llama: TinyModel):
+    """Prompts of unequal lengths, decoded in one loop on the device."""
+    prompts = [tiny_llama.tokens(1, n, seed=n)[0].tolist() for n in (40, 23)]
+    made = [zdc_jax.generate(model, prompts, max_new_tokens=12) for model in models(tiny_llama)]
+    ours, theirs = ([one.tokens for one in each.completions] for each in made)
+    assert ours == theirs
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(tiny_llama: TinyModel, monkeypatch):
-    for schedule in (RAGGED, [[S] * B]):
-        test_equals_the_device({"index": 8}, schedule, B, monkeypatch)
-    same_on_host_and_device(tiny_llama)
+def test_on_a_gpu(tiny_llama: TinyModel):
+    """Also answers to questions, each on a copy of a row of the cache."""
+    for case in CASES:
+        test_equals_the_device(*case)
+    test_the_same_tokens_are_generated(tiny_llama)
+    contexts = tiny_llama.tokens(2, 48, seed=5)
+    asked = Question(tiny_llama.tokens(1, 6, seed=6)[0], np.arange(6) > 2, None)
+    found = []
+    for model in models(tiny_llama):
+        _, cache = read_contexts(model.network, contexts, room=64, reading="cached")
+        sheets = [Sheet(row, {"a": (asked,) * 3}) for row in contexts]
+        answered = sheet_answers(model.network, cache, sheets)["a"]
+        found.append([answer.log_probability for row in answered for answer in row])
+    np.testing.assert_array_equal(*found)

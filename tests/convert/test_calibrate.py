@@ -274,7 +274,7 @@ def test_impossible_options_are_refused(options, named):
 
 def test_windows_are_as_long_as_the_model_reads():
     assert CalibrationOptions().window_length(LLAMA) == 256
-    assert CalibrationOptions().window_length(replace(LLAMA, max_positions=131_072)) == 4096
+    assert CalibrationOptions().window_length(replace(LLAMA, max_positions=131_072)) == 8192
     assert CalibrationOptions(context=100).window_length(LLAMA) == 100
     with pytest.raises(CalibrationError, match="context=257 exceeds the model's 256 positions"):
         CalibrationOptions(context=257).window_length(LLAMA)

@@ -22,6 +22,7 @@ from convert.search.coded_search import (
     choices_for,
     choosing,
     coded_levels,
+    expected_error,
 )
 from convert.search.search import SearchOptions, describe
 from convert.search.trials import Trial, TrialBook
@@ -86,6 +87,8 @@ class FakeBook:
         self.basis = SimpleNamespace(k_map=np.zeros((*k.shape, H)), k_rms=k, q_rms=q)
         self.scale = rng.lognormal(0, 1, len(layers))
         self.most = rng.uniform(0.2, 1, (2, len(layers)))
+        # What calibration saw differs from what is measured.
+        self.profile = SimpleNamespace(far_nats=2.5 * self.scale * rng.lognormal(0, 0.3, len(layers)))
         self.measured = 0
 
     def cost(self, layer, ranks):
@@ -283,6 +286,30 @@ def test_the_last_stage_has_trials_of_its_own():
     search.run()
     assert any(ranks.qk and ranks.settings.read for ranks in search.best.plan.layers)
     assert book.measured <= 40
+
+
+def test_a_prediction_is_measured_before_single_layers():
+    """A few trials give a plan within the limit, and it is one of the foretold path."""
+    book, seen = FakeBook(1), []
+    search = CodedSearch(book, SearchOptions(0.8, trials=10), lambda trial, _: seen.append(trial))
+    best = search.run()
+    assert book.measured <= 10
+    assert best.increase <= 0.8
+    assert best.bytes_share < search.book.share(seen[0].plan) or best is seen[0]
+    # Layers that cost most without far tokens keep most.
+    size = [sum(grade.size for grade in grades(ranks)) if ranks.qk else 0 for ranks in best.plan.layers]
+    order = np.argsort(book.profile.far_nats)
+    assert size[order[0]] < size[order[-1]]
+
+
+def test_foretold_costs_fall_with_the_error_of_scores():
+    search = CodedSearch(book := FakeBook(0), SearchOptions(0.8))
+    keys, _ = coded_levels(H)
+    squares = book.basis.k_rms[0] ** 2, book.basis.q_rms[0] ** 2
+    errors = [expected_error(grade, *squares) for grade in keys]
+    shares = search._shares(0, keys)
+    assert (shares[0], shares[-1]) == (1, 0)
+    np.testing.assert_allclose(shares * (errors[0] - errors[-1]) + errors[-1], errors)
 
 
 def test_a_context_too_short_for_any_choice_is_read_whole(monkeypatch):
