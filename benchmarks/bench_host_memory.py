@@ -80,7 +80,8 @@ def held(network: Transformer, context: int, options: Options) -> KVCache:
         """Codes that choose are bytes on the device; what they choose, and the ring, may be zeros."""
         if leaf.dtype != jnp.uint8 or leaf.sharding.memory_kind != "device":
             return leaf
-        return jax.random.bits(next(keys), leaf.shape, jnp.uint8)
+        # The largest byte of a scale is none: it means NaN.
+        return jax.random.bits(next(keys), leaf.shape, jnp.uint8) & 0x7F
 
     layers = jax.tree.map(random, cache.layers)
     return replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, context))

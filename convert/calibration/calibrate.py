@@ -40,7 +40,7 @@ QkChoice = Literal["auto", "stacked", "balanced", "keys", "pairs"]
 VoChoice = Literal["auto", "stacked", "balanced", "output"]
 
 MOST_CONTEXT = 8192
-"""Tokens of a window, where nothing is said."""
+"""Tokens of a window at most, where nothing is said."""
 AUTO_WINDOWS = 4
 """Calibration windows on which `auto` compares bases."""
 

@@ -51,8 +51,8 @@ def at_least_one(name: str) -> Any:
     return tyro.conf.arg(metavar=f"{name} [{name} ...]", help_behavior_hint="(required)")
 
 
-MOST_CONTEXT = 4096
-"""Tokens of a window, where nothing is said."""
+WINDOW_TOKENS = 4096
+"""Of text to search on, at most, where nothing is said."""
 
 
 @dataclass(kw_only=True)
@@ -323,7 +323,7 @@ def text_windows(
     """
     if count < 1:
         raise TextError(f"text windows={count} must be >= 1")
-    context = context or min(checkpoint.config.max_positions, MOST_CONTEXT)
+    context = context or min(checkpoint.config.max_positions, WINDOW_TOKENS)
     options = CalibrationOptions(context=context, batch=batch, seed=seed)
     length = options.window_length(checkpoint.config)
     options = replace(options, tokens=count * length)

@@ -103,8 +103,8 @@ def expected_error(grade: Grade, coded: Float[np.ndarray, "K H"], by: Float[np.n
     return float(sum(errors, start=dropped).sum())
 
 
-def _shares(errors: Sequence[float]) -> Float[np.ndarray, " levels"]:
-    """Of the first error, with the last taken off."""
+def _of_the_first(errors: Sequence[float]) -> Float[np.ndarray, " levels"]:
+    """Shares of the first error, with the last taken off."""
     return (np.array(errors) - errors[-1]) / (errors[0] - errors[-1])
 
 
@@ -159,7 +159,7 @@ class CodedSearch(Search):
         far = np.maximum(self.book.profile.far_nats, 0)
         keys, values = self._levels()
         of_keys = np.array([nats * self._shares(layer, keys) for layer, nats in enumerate(far)])
-        of_values = np.outer(far, _shares([gaussian_distortion(grade.bits) for grade in values]))
+        of_values = np.outer(far, _of_the_first([gaussian_distortion(grade.bits) for grade in values]))
         parts = FORETOLD_KEYS * of_keys, FORETOLD_VALUES * of_values
         path = cheapest_path(LayerCosts(keys, values, *parts, far).monotone())
         self.last_within([self._plan(ranks, window) for ranks in path])
@@ -169,7 +169,7 @@ class CodedSearch(Search):
         basis = self.book.basis
         alike = np.ones(basis.k_map[layer].shape[:2])  # An old basis does not tell.
         squares = lambda rms: alike if rms is None else np.square(rms[layer])
-        return _shares(
+        return _of_the_first(
             [expected_error(grade, squares(basis.k_rms), squares(basis.q_rms)) for grade in levels]
         )
 

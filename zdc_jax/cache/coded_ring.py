@@ -1,8 +1,8 @@
 """A ring of near tokens in few bits: sinks and window of a cache that codes its far tokens, too (ours)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -35,18 +35,15 @@ class CodedRing(PrefixRing):
         if reason := self.code.refusal(self.head_dim):
             raise PlanError(reason)
 
+    @classmethod
+    def of(cls, ring: PrefixRing, code: Code) -> Self:
+        """The same ring, coded."""
+        return cls(**_shape(ring), code=code)
+
     @property
     def plain(self) -> PrefixRing:
         """The same ring of whole tokens."""
-        return PrefixRing(
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-            R=0,
-            Z=0,
-            sinks=self.sinks,
-            window=self.window,
-        )
+        return PrefixRing(**_shape(self))
 
     def create(self, batch: int, capacity: int) -> PrefixRingState:
         """`LayerCacheSpec.create`."""
@@ -98,3 +95,7 @@ class CodedRing(PrefixRing):
 
     def _seen(self, x: Array) -> Array:
         return self._decode(self._encode(x))
+
+
+def _shape(ring: PrefixRing) -> dict[str, Any]:
+    return {field.name: getattr(ring, field.name) for field in fields(PrefixRing)}

@@ -47,8 +47,7 @@ class NearFar(LayerCacheSpec):
     @property
     def near(self) -> PrefixRing:
         """The ring."""
-        ring = PrefixRing if self.near_code is None else partial(CodedRing, code=self.near_code)
-        return ring(
+        ring = PrefixRing(
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=self.dtype,
@@ -57,6 +56,7 @@ class NearFar(LayerCacheSpec):
             sinks=self.sinks,
             window=self.window,
         )
+        return ring if self.near_code is None else CodedRing.of(ring, self.near_code)
 
     @property
     def has_near(self) -> bool:

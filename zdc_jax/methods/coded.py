@@ -8,7 +8,7 @@ nothing turns at run time.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
 
@@ -94,8 +94,7 @@ def _near_coded(spec: LayerCacheSpec, settings: MethodSettings) -> LayerCacheSpe
         return spec
     if isinstance(spec, NearFar):
         return replace(spec, near_code=Int8())
-    shape = {field.name: getattr(spec, field.name) for field in fields(spec)}
-    return CodedRing(**shape, code=Int8())
+    return CodedRing.of(spec, Int8())
 
 
 def _far(settings: Settings) -> Callable[..., LayerCacheSpec]:
