@@ -1,5 +1,7 @@
 """Layers compiled side by side are not compiled again, and what is read stays the same."""
 
+import threading
+import time
 from dataclasses import replace
 
 import jax
@@ -8,6 +10,7 @@ import pytest
 from conftest import TinyModel
 
 from zdc_jax import CompressionPlan
+from zdc_jax.evaluation import compile_ahead as module
 from zdc_jax.evaluation.answers import read_contexts
 from zdc_jax.evaluation.compile_ahead import compile_ahead
 from zdc_jax.evaluation.perplexity import window_nll
@@ -66,13 +69,38 @@ def test_layers_that_follow_others_are_left_out(tiny_llama):
     assert not seen
 
 
-@pytest.mark.parametrize(("message", "raised"), [("RESOURCE_EXHAUSTED: no room", False), ("INTERNAL", True)])
-def test_no_room(by_layer, message, raised):
-    def failing(_):
-        raise jax.errors.JaxRuntimeError(message)
+def test_short_memory_takes_fewer_at_a_time(by_layer, monkeypatch):
+    """One reading has room, two have not."""
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 4)
+    room, read = threading.Semaphore(1), []
 
-    if raised:
-        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-            compile_ahead(by_layer, failing)
-    else:
-        assert compile_ahead(by_layer, failing) == set(by_layer.layer_caches)
+    def reading(network):
+        if not room.acquire(blocking=False):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
+        time.sleep(0.1)  # For the others to come.
+        room.release()
+        read.append(network.layer_caches)
+
+    compile_ahead(by_layer, reading)
+    assert sorted(map(str, read)) == sorted(str((spec,)) for spec in by_layer.layer_caches)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_no_room_at_all(by_layer, first):
+    tried = []
+
+    def failing(network):
+        tried.append(network.layer_caches)
+        if first or len(tried) > 1:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
+
+    assert compile_ahead(by_layer, failing) == set(by_layer.layer_caches)
+    assert (len(tried) == 1) == first
+
+
+def test_other_errors_are_raised(by_layer):
+    def failing(_):
+        raise jax.errors.JaxRuntimeError("INTERNAL")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        compile_ahead(by_layer, failing)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,9 +28,10 @@ def compile_ahead(
 ) -> set[LayerCacheSpec]:
     """Calls `read` on networks of a single layer, one for each kind of layer, so that all are compiled.
 
-    A layer that cannot stand alone is left to that reading, as where others choose its tokens; so are all
-    layers where memory is short. read: calls what is to be compiled with the shapes that it will have; what
-    it returns is dropped. known: kinds that were compiled before, passed over.
+    Where memory is short, fewer are read at a time. Left to `read(network)` are layers that cannot stand
+    alone, as where others choose their tokens, and those that have no room even so. read: calls what is to
+    be compiled with the shapes that it will have; what it returns is dropped. known: kinds that were
+    compiled before, passed over.
 
     Returns:
       the kinds that are compiled now, `known` among them.
@@ -37,16 +39,25 @@ def compile_ahead(
     kinds = {spec: index for index, spec in enumerate(network.layer_caches)}
     new = {spec: index for spec, index in kinds.items() if spec not in (known or set())}
     alone = [single for spec, index in new.items() if (single := _single(network, index, spec)) is not None]
-    if len(alone) > 1:
-        first, *others = alone
-        try:
-            read(first)  # What is not a layer is compiled here, once.
-            with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS)) as pool:
-                list(pool.map(read, others))
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
+    if len(alone) > 1 and _tried(read, alone.pop()):  # What is not a layer is compiled here, once.
+        threads = min(os.cpu_count() or 1, MOST_THREADS)
+        while alone and threads > 1:
+            with ThreadPoolExecutor(threads) as pool:
+                done = list(pool.map(partial(_tried, read), alone))
+            alone = [single for single, had_room in zip(alone, done, strict=True) if not had_room]
+            threads //= 2
     return (known or set()) | set(new)
+
+
+def _tried(read: Callable[[Transformer], Any], single: Transformer) -> bool:
+    """Whether memory had room for it."""
+    try:
+        read(single)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return False
+    return True
 
 
 def _single(network: Transformer, index: int, spec: LayerCacheSpec) -> Transformer | None:
