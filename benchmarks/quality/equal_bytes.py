@@ -23,6 +23,7 @@ import tyro
 from benchmarks.common import RESULTS, commit, environment
 from benchmarks.quality.material import Material, Measured, draw, measure
 from benchmarks.quality.plans import FIRST, Entry, others, share_held, share_read
+from benchmarks.quality.rows import model_of
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.answers import Reading
@@ -155,7 +156,7 @@ class Bench:
         difference = found.nll - dense.nll
         dtype = self.dtype.name
         return {
-            "model": self.options.name.removeprefix("equal-bytes-"),
+            "model": model_of(self.options.name),
             "method": cell.method,
             "budget": cell.budget,
             "plan": cell.plan.to_json(),

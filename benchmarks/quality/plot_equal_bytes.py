@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib
 
 from benchmarks.common import RESULTS
-from benchmarks.quality.rows import FAMILIES, NAME, Row, family, in_order, least, of, read_run
+from benchmarks.quality.rows import FAMILIES, NAME, Row, family, in_order, least, model_of, of, read_run
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -75,7 +75,7 @@ def draw(run: dict[str, Any], context: int) -> None:
         loc="outside right upper",
         fontsize=9,
     )
-    figure.suptitle(f"{NAME.removeprefix('equal-bytes-')}, {context} tokens")
+    figure.suptitle(f"{model_of(NAME)}, {context} tokens")
     figure.savefig(RESULTS / f"{NAME}-{context}.png", dpi=100)
     plt.close(figure)
 

@@ -149,8 +149,6 @@ def test_settings_that_cannot_be():
         Settings(memory="disk")
     with pytest.raises(PlanError, match="memory='host' with read=0"):
         Settings(memory="host", read=0)
-    with pytest.raises(PlanError, match="not to a mesh"):
-        HostedChoosing(**GIVEN, index=8).on_heads(1)
     with pytest.raises(PlanError, match="must give bytes"):
         HostedChoosing(**GIVEN | {"value_code": Gaussian(2)}, index=8)
 

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.choosing import Choosing, FarTokens
-from zdc_jax.cache.codes import Code, Coded
+from zdc_jax.cache.codes import Code, Coded, decode_tokens, encode_tokens
 from zdc_jax.cache.near_far import NearFarState
 from zdc_jax.cache.spec import put_rows
 from zdc_jax.errors import PlanError
@@ -57,7 +57,7 @@ class CodedChoosing(Choosing):
         """`NearFar.create_far`."""
 
         def empty(code: Code, width: int) -> Coded:
-            shape = (batch, self.num_kv_heads, capacity, 1, width)
+            shape = (batch, self.num_kv_heads, capacity, width)
             coded = jax.eval_shape(partial(encode_tokens, code), jax.ShapeDtypeStruct(shape, self.dtype))
             return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), coded)
 
@@ -90,7 +90,7 @@ class CodedChoosing(Choosing):
 
     def all_rows(self, far: FarTokens) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
         """`Choosing.all_rows`."""
-        decoded = lambda code, coded, width: _decode(code, coded, width).astype(self.dtype)
+        decoded = lambda code, coded, width: decode_tokens(code, coded, width).astype(self.dtype)
         k = decoded(self.key_code, far.k, self.R - self.index)
         if self.index:
             k = jnp.concatenate([decoded(self.index_code, far.index, self.index), k], axis=-1)
@@ -98,7 +98,7 @@ class CodedChoosing(Choosing):
 
     def page_scores(self, far: FarTokens, q: Array, scale: float) -> Array:
         """`Choosing.page_scores`: logarithms of the sums of exponentials of a page's scores."""
-        index = _decode(self.index_code, far.index, self.index).astype(self.dtype)
+        index = decode_tokens(self.index_code, far.index, self.index).astype(self.dtype)
         scores = scale * einsum_f32("BTKGR,BKSR->BTKGS", q[..., : self.index], index)
         if self.page == 1:
             return scores
@@ -149,13 +149,4 @@ def put_coded(held: Coded, code: Code, x: Float[Array, "B T K C"], *, positions:
         return held
     start, kept = positions[:, 0], positions < end[:, None]
     put = lambda buffer, new: put_rows(buffer, new, start, kept)
-    return jax.tree.map(put, held, encode_tokens(code, x[..., None, :]))
-
-
-def encode_tokens(code: Code, x: Float[Array, "*batch 1 C"]) -> Coded:
-    """Arrays [*batch, …] of single tokens."""
-    return jax.tree.map(lambda leaf: leaf.reshape(*x.shape[:-2], -1), code.encode(x))
-
-
-def _decode(code: Code, coded: Coded, C: int) -> Float[Array, "*batch {C}"]:
-    return code.decode(jax.tree.map(lambda leaf: leaf[..., None, :], coded), C)[..., 0, :]
+    return jax.tree.map(put, held, encode_tokens(code, x))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.codes import Code, Coded
+from zdc_jax.cache.codes import Code, Coded, decode_tokens, encode_tokens
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState, put_ring
 from zdc_jax.cache.spec import Attended, Call
 from zdc_jax.errors import PlanError
@@ -84,14 +84,11 @@ class CodedRing(PrefixRing):
         """`LayerCacheSpec.attend_whole`."""
         return self.plain.attend_whole(q, self._seen(k), self._seen(v), positions, aux, call)
 
-    def _encode(self, x: Array) -> Any:
-        """Vectors [..., H] one by one."""
-        coded = self.code.encode(x[..., None, :])
-        return jax.tree.map(lambda leaf: leaf.reshape(*x.shape[:-1], -1), coded)
+    def _encode(self, x: Array) -> Coded:
+        return encode_tokens(self.code, x)
 
     def _decode(self, coded: Coded) -> Array:
-        blocks = jax.tree.map(lambda leaf: leaf[..., None, :], coded)
-        return self.code.decode(blocks, self.head_dim)[..., 0, :].astype(self.dtype)
+        return decode_tokens(self.code, coded, self.head_dim).astype(self.dtype)
 
     def _seen(self, x: Array) -> Array:
         return self._decode(self._encode(x))

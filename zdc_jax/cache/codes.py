@@ -39,6 +39,16 @@ class Code(ABC):
         """What the arrays say, in float32."""
 
 
+def encode_tokens(code: Code, x: Float[Array, "*batch C"]) -> Coded:
+    """Arrays [*batch, …] of vectors that a code of single tokens takes one by one."""
+    return jax.tree.map(lambda leaf: leaf.reshape(*x.shape[:-1], -1), code.encode(x[..., None, :]))
+
+
+def decode_tokens(code: Code, coded: Coded, C: int) -> Float[Array, "*batch {C}"]:
+    """What `encode_tokens` was given, as the code says it."""
+    return code.decode(jax.tree.map(lambda leaf: leaf[..., None, :], coded), C)[..., 0, :]
+
+
 SCALE_DTYPE = jnp.bfloat16
 """Of scales and zero points: 16 bits, with the range of float32, so that no key of a model overflows."""
 

@@ -8,7 +8,6 @@ Efficient Long-Context LLMs, keep their cache so; the format is ours.)
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,8 @@ from jaxtyping import Float, Int, UInt8
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.choosing import FarTokens
-from zdc_jax.cache.coded_choosing import CodedChoosing, encode_tokens, put_coded
-from zdc_jax.cache.codes import Code, Coded
+from zdc_jax.cache.coded_choosing import CodedChoosing, put_coded
+from zdc_jax.cache.codes import Code, Coded, encode_tokens
 from zdc_jax.cache.near_far import NearFarState
 from zdc_jax.errors import CacheMemoryError, PlanError
 
@@ -35,8 +34,9 @@ _to_device = partial(jax.device_put, device=Space.Device)
 class HostedChoosing(CodedChoosing):
     """`CodedChoosing` whose keys and values lie in host memory, uint8 [B, S + 1, K, bytes of a token].
 
-    They are `k` of `FarTokens`; `v` is empty. The last slot takes what is not to be kept. Pieces of prompts
-    fetch the whole layer, decoded tokens what they read. The codes' arrays are bytes.
+    They are `k` of `FarTokens`; `v` is empty. The last slot takes what is not to be kept. Decoded tokens
+    fetch what they read. Pieces of prompts fetch the whole layer, and a new cache is made by way of the
+    device: a layer must find room there for a time, which is not counted. The codes' arrays are bytes.
 
     Raises:
       PlanError: codes whose arrays are not bytes, or what `CodedChoosing` refuses.
@@ -64,7 +64,7 @@ class HostedChoosing(CodedChoosing):
         """`NearFar.write_far`."""
         far = state.far
         parts = (self.key_code, k[..., self.index : self.R]), (self.value_code, v[..., : self.Z])
-        leaves = [leaf for code, x in parts for leaf in jax.tree.leaves(encode_tokens(code, x[..., None, :]))]
+        leaves = [leaf for code, x in parts for leaf in jax.tree.leaves(encode_tokens(code, x))]
         index = put_coded(far.index, self.index_code, k[..., : self.index], positions=positions, end=end)
         store = put_tokens(far.k, jnp.concatenate(leaves, axis=-1), positions, end)
         return far._replace(k=store, index=index)
@@ -88,14 +88,6 @@ class HostedChoosing(CodedChoosing):
         """`LayerCacheSpec.host_bytes`."""
         return batch * (capacity + 1) * self.num_kv_heads * self._width
 
-    def on_heads(self, num_kv_heads: int) -> NoReturn:
-        """`LayerCacheSpec.on_heads`.
-
-        Raises:
-          PlanError: a mesh has several hosts' memory, of which this cache knows one.
-        """
-        raise PlanError("memory='host': tokens on the host are served to a single device, not to a mesh")
-
     @property
     def _forms(self) -> tuple[Coded, Coded]:
         """Shapes of what the codes make of one token's keys and values, leaves [_]."""
@@ -115,7 +107,7 @@ class HostedChoosing(CodedChoosing):
 @lru_cache(maxsize=1024)
 def _forms(spec: HostedChoosing) -> tuple[Coded, Coded]:
     def form(code: Code, width: int) -> Coded:
-        return jax.eval_shape(partial(encode_tokens, code), jax.ShapeDtypeStruct((1, width), spec.dtype))
+        return jax.eval_shape(partial(encode_tokens, code), jax.ShapeDtypeStruct((width,), spec.dtype))
 
     return form(spec.key_code, spec.R - spec.index), form(spec.value_code, spec.Z)
 

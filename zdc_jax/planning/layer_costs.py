@@ -12,7 +12,7 @@ from zdc_jax.plan import LayerRanks, allowed_ranks
 WHOLE_BITS = 16
 """Of a coordinate that is kept as it is. A float32 model's has more, and so has each other of its layers."""
 CODED_NEAR = 8
-"""Bits of near tokens beside codes: fewer than 16 lose nothing that was told from noise (docs/coding.md)."""
+"""Bits of near tokens beside codes: eight lose nothing that was told from noise (docs/coding.md)."""
 
 
 @dataclass(frozen=True)
