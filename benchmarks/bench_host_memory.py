@@ -66,6 +66,12 @@ def plans(config: ModelConfig, options: Options) -> dict[str, CompressionPlan]:
     }
 
 
+@partial(jax.jit, donate_argnums=0)
+def _any(codes: jax.Array, key: jax.Array) -> jax.Array:
+    """Random codes in their place. The largest byte of a scale is none: it means NaN."""
+    return jax.random.bits(key, codes.shape, jnp.uint8) & 0x7F
+
+
 def held(network: Transformer, context: int, options: Options) -> KVCache:
     """A cache of `context` random tokens, with room for what is decoded.
 
@@ -78,10 +84,11 @@ def held(network: Transformer, context: int, options: Options) -> KVCache:
 
     def random(leaf: jax.Array) -> jax.Array:
         """Codes that choose are bytes on the device; what they choose, and the ring, may be zeros."""
-        if leaf.dtype != jnp.uint8 or leaf.sharding.memory_kind != "device":
-            return leaf
-        # The largest byte of a scale is none: it means NaN.
-        return jax.random.bits(next(keys), leaf.shape, jnp.uint8) & 0x7F
+        return (
+            leaf
+            if leaf.dtype != jnp.uint8 or leaf.sharding.memory_kind != "device"
+            else _any(leaf, next(keys))
+        )
 
     layers = jax.tree.map(random, cache.layers)
     return replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, context))
@@ -143,18 +150,22 @@ def rows(name: str, network: Transformer, options: Options) -> Iterator[dict[str
             "commit": commit(),
         }
 
-    for context in options.contexts:
-        if fits(network, context, options):
-            yield row(context, "given")
-    context = largest(network, options)
-    while context:
+    def tried(context: int, kind: str) -> list[dict[str, Any]]:
+        """None where memory does not suffice for what the cache's bytes leave out."""
         try:
-            yield row(context, "largest")
-            return
+            return [row(context, kind)]
         except Exception as error:  # XLA raises its own type for memory that cannot be had.
             if "RESOURCE_EXHAUSTED" not in str(error) and "memory" not in str(error):
                 raise
-        context = int(context * 0.95) // LARGEST_STEP * LARGEST_STEP
+            return []
+
+    for context in options.contexts:
+        if fits(network, context, options):
+            yield from tried(context, "given")
+    context = largest(network, options)
+    while context and not (found := tried(context, "largest")):
+        context = int(context * 0.9) // LARGEST_STEP * LARGEST_STEP
+    yield from found if context else ()
 
 
 def main(options: Options) -> None:
