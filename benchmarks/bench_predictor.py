@@ -155,7 +155,7 @@ def predicted_plans(bench: Bench, predictor: Predictor, limit: float) -> dict[st
     for kind, book in bench.checks.items():
         began, known = time.perf_counter(), len(book.seen)
         measure = lambda plan, book=book: book.measure(plan).increase
-        plan = checked_plan(predictor, config, profile, measure, max_degradation=limit, **at)
+        plan = checked_plan(predictor.forecast(config, profile), measure, max_degradation=limit, **at)
         plans[kind] = plan or CompressionPlan.full(config)
         took = time.perf_counter() - began
         print(f"{kind}: {len(book.seen) - known} more plans in {took:.0f} s", flush=True)

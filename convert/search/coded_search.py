@@ -8,42 +8,17 @@ tokens: first one choice for all, the furthest within the limits, then single la
 """
 
 import contextlib
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-from jaxtyping import Float
-
 from convert.search.search import REFINE_FAILURES, Exhausted, Search, SearchOptions
 from convert.search.trials import Trial
-from zdc_jax.cache.gaussian_codes import gaussian_distortion
 from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import INDEX_STEP, Settings
-from zdc_jax.plan import CompressionPlan, LayerRanks, allowed_ranks
-from zdc_jax.planning.layer_costs import CODED_NEAR, Grade, LayerCosts, cheapest_path
-from zdc_jax.planning.profile import SINKS
+from zdc_jax.plan import CompressionPlan, LayerRanks
+from zdc_jax.planning.coded_costs import coded_forecast, coded_levels, coded_plan, key_shares
+from zdc_jax.planning.layer_costs import Grade, LayerCosts
 
-KEY_GRADES = (
-    (1, 2, 0),
-    (3 / 4, 2, 4),
-    (3 / 4, 2, 5),
-    (1, 2, 5),
-    (1, 2, 6),
-    (1, 3, 5),
-    (1, 3, 6),
-    (1, 4, 6),
-    (1, 6, 8),
-    (1, 8, 0),
-)
-"""Share of the head dim that is kept of keys, its bits, and those of its index; 0: there is none. Of their
-sizes these err least on a real model (`expected_error`); fewer coordinates retrieve next to nothing."""
-VALUE_BITS = (2, 3, 4, 8)
-FORETOLD_KEYS, FORETOLD_VALUES = 0.15, 0.03
-"""Of what a layer costs without far tokens: what its keys, or values, cost in two bits. From single layers of
-a real model (docs/coding.md), where keys stand from 0.12 to 0.21 and most values at nothing."""
-INDEX_SHARE = 1 / 4
-"""Of the head dim."""
 SHORTEST_WINDOW = 16
 """Tokens; windows are halved down to here. Beside codes a window is a large share of the bytes."""
 INDEX_BITS = 4
@@ -71,41 +46,6 @@ CHOICES = (
     Choice(16, 128),
 )
 """By falling bytes read. No choice has more of either number than one before it, so that costs rise."""
-
-
-def coded_levels(head_dim: int) -> tuple[tuple[Grade, ...], tuple[Grade, ...]]:
-    """Grades of keys and of values by rising size."""
-    index = max(1, round(INDEX_SHARE * head_dim / INDEX_STEP)) * INDEX_STEP
-    allowed = np.array(allowed_ranks(head_dim)[1:])
-    nearest = lambda share: int(allowed[np.abs(allowed - share * head_dim).argmin()])
-    keys = {
-        Grade(nearest(share), bits, *((index, first) if first else ())) for share, bits, first in KEY_GRADES
-    }
-    return tuple(sorted(keys, key=lambda grade: (grade.size, grade.bits))), tuple(
-        Grade(head_dim, b) for b in VALUE_BITS
-    )
-
-
-def expected_error(grade: Grade, coded: Float[np.ndarray, "K H"], by: Float[np.ndarray, "K H"]) -> float:
-    """Expected square error of products with vectors at a grade, where the other side is not coded.
-
-    Turns spread what an index, or the rest, errs alike over its coordinates; of those that are dropped all is
-    lost. coded, by: mean squares of the coordinates of both sides.
-    """
-    ends = {0, grade.index, grade.rank}
-    parts = [slice(*pair) for pair in itertools.pairwise(sorted(ends))]
-    bits = (grade.bits_index, grade.bits) if grade.index else (grade.bits,)
-    errors = (
-        gaussian_distortion(b) * coded[:, part].mean(-1) * by[:, part].sum(-1)
-        for b, part in zip(bits, parts, strict=True)
-    )
-    dropped = (coded[:, grade.rank :] * by[:, grade.rank :]).sum(-1)
-    return float(sum(errors, start=dropped).sum())
-
-
-def _of_the_first(errors: Sequence[float]) -> Float[np.ndarray, " levels"]:
-    """Shares of the first error, with the last taken off."""
-    return (np.array(errors) - errors[-1]) / (errors[0] - errors[-1])
 
 
 def choices_for(context: int) -> tuple[Choice, ...]:
@@ -156,34 +96,18 @@ class CodedSearch(Search):
 
     def _predicted(self, window: int) -> None:
         """Along the path by costs that calibration foretells, before any layer is measured."""
-        far = np.maximum(self.book.profile.far_nats, 0)
-        keys, values = self._levels()
-        of_keys = np.array([nats * self._shares(layer, keys) for layer, nats in enumerate(far)])
-        of_values = np.outer(far, _of_the_first([gaussian_distortion(grade.bits) for grade in values]))
-        parts = FORETOLD_KEYS * of_keys, FORETOLD_VALUES * of_values
-        path = cheapest_path(LayerCosts(keys, values, *parts, far).monotone())
-        self.last_within([self._plan(ranks, window) for ranks in path])
-
-    def _shares(self, layer: int, levels: Sequence[Grade]) -> Float[np.ndarray, " levels"]:
-        """What keys of a layer cost at their grades, as shares of the first's: as scores err."""
-        basis = self.book.basis
-        alike = np.ones(basis.k_map[layer].shape[:2])  # An old basis does not tell.
-        squares = lambda rms: alike if rms is None else np.square(rms[layer])
-        return _of_the_first(
-            [expected_error(grade, squares(basis.k_rms), squares(basis.q_rms)) for grade in levels]
-        )
+        forecast = coded_forecast(self.config, self.book.profile, self.book.basis)
+        self.last_within([forecast.plan(draft).for_model("") for draft in forecast.path(window)])
 
     def _levels(self) -> tuple[tuple[Grade, ...], tuple[Grade, ...]]:
         return coded_levels(self.config.head_dim)
 
     def _costs(self, layer: int, levels: Sequence[Grade], measured: Callable[[Grade], float]) -> list[float]:
         """Measured at the fewest bits, where they tell most; more cost as much less as scores err less."""
-        return (measured(levels[0]) * self._shares(layer, levels)).tolist()
+        return (measured(levels[0]) * key_shares(self.book.basis, layer, levels)).tolist()
 
     def _plan(self, ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
-        near = {"window": window, "sinks": SINKS}
-        settings = Settings(index=0, read=0, bits_near=CODED_NEAR)
-        return CompressionPlan.of_layers(self.config, ranks, **near, method="coded", settings=settings)
+        return coded_plan(self.config, ranks, window)
 
     def _steps(self, costs: LayerCosts, plan: CompressionPlan) -> list[CompressionPlan]:
         """Also the plan with half the window."""

@@ -210,9 +210,9 @@ class Search:
         self._refine(self.costs)
 
     def _predicted(self, window: int) -> None:
-        for path in Predictor.stored().paths(self.config, self.book.profile):
-            if path[0][0].window == window:
-                self.last_within([plan.for_model("") for plan, _ in path])
+        forecast = Predictor.stored().forecast(self.config, self.book.profile)
+        if window in forecast.costs:
+            self.last_within([forecast.plan(draft).for_model("") for draft in forecast.path(window)])
 
     def _uniform_search(self) -> None:
         ranks = allowed_ranks(self.config.head_dim)[:0:-1]

@@ -14,16 +14,7 @@ from hf_variants import write_variant
 
 from convert.cli.main import main
 from convert.conversion import convert
-from convert.search.coded_search import (
-    CHOICES,
-    SHORTEST_WINDOW,
-    Choice,
-    CodedSearch,
-    choices_for,
-    choosing,
-    coded_levels,
-    expected_error,
-)
+from convert.search.coded_search import CHOICES, SHORTEST_WINDOW, Choice, CodedSearch, choices_for, choosing
 from convert.search.search import SearchOptions, describe
 from convert.search.trials import Trial, TrialBook
 from zdc_jax import CompressionPlan, load
@@ -31,7 +22,16 @@ from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.perplexity import window_nll
 from zdc_jax.methods.coded import Settings
 from zdc_jax.plan import LayerRanks
+from zdc_jax.planning.coded_costs import (
+    FORETOLD_KEYS,
+    FORETOLD_VALUES,
+    coded_levels,
+    expected_error,
+    foretold_costs,
+    key_shares,
+)
 from zdc_jax.planning.layer_costs import Grade, LayerCosts, grades, kept
+from zdc_jax.planning.profile import WINDOWS, Profile
 
 LAYERS, H, TOKENS = 3, 64, 4096
 KEYS = (
@@ -88,7 +88,9 @@ class FakeBook:
         self.scale = rng.lognormal(0, 1, len(layers))
         self.most = rng.uniform(0.2, 1, (2, len(layers)))
         # What calibration saw differs from what is measured.
-        self.profile = SimpleNamespace(far_nats=2.5 * self.scale * rng.lognormal(0, 0.3, len(layers)))
+        far, none = 2.5 * self.scale * rng.lognormal(0, 0.3, len(layers)), np.zeros((len(layers), 0))
+        write, windows = np.ones((len(layers), len(WINDOWS))), np.array(WINDOWS)
+        self.profile = Profile(far, write, none, none, windows, np.array([]), "made-up")
         self.measured = 0
 
     def cost(self, layer, ranks):
@@ -303,13 +305,19 @@ def test_a_prediction_is_measured_before_single_layers():
 
 
 def test_foretold_costs_fall_with_the_error_of_scores():
-    search = CodedSearch(book := FakeBook(0), SearchOptions(0.8))
-    keys, _ = coded_levels(H)
+    book, (keys, values) = FakeBook(0), coded_levels(H)
     squares = book.basis.k_rms[0] ** 2, book.basis.q_rms[0] ** 2
     errors = [expected_error(grade, *squares) for grade in keys]
-    shares = search._shares(0, keys)
+    shares = key_shares(book.basis, 0, keys)
     assert (shares[0], shares[-1]) == (1, 0)
     np.testing.assert_allclose(shares * (errors[0] - errors[-1]) + errors[-1], errors)
+    costs = foretold_costs(book.basis, np.linspace(-1, 1, LAYERS), H)
+    np.testing.assert_array_equal(costs.cut, [0, 0, 1])
+    np.testing.assert_array_equal(costs.qk[:-1], 0)
+    assert costs.qk[-1, 0] == FORETOLD_KEYS
+    distortion = np.array([DISTORTION[grade.bits] for grade in values])
+    want = (distortion - distortion[-1]) / (distortion[0] - distortion[-1])
+    np.testing.assert_allclose(costs.v[-1], FORETOLD_VALUES * want, rtol=1e-3)
 
 
 def test_a_context_too_short_for_any_choice_is_read_whole(monkeypatch):
@@ -388,11 +396,11 @@ def test_bytes_are_those_of_the_models_dtype(folder):
 def test_command(folder, tmp_path, capsys, monkeypatch):
     """On a model that loses by its far tokens, so that only a price on layers without makes codes of use."""
     for name, few in (
-        ("CHOICES", (Choice(16, 32), Choice(8, 16))),
-        ("KEY_GRADES", ((1, 4, 0), (1, 8, 0))),
-        ("VALUE_BITS", (3, 8)),
+        ("convert.search.coded_search.CHOICES", (Choice(16, 32), Choice(8, 16))),
+        ("zdc_jax.planning.coded_costs.KEY_GRADES", ((1, 4, 0), (1, 8, 0))),
+        ("zdc_jax.planning.coded_costs.VALUE_BITS", (3, 8)),
     ):
-        monkeypatch.setattr(f"convert.search.coded_search.{name}", few)
+        monkeypatch.setattr(name, few)
     measure = TrialBook.measure
 
     def priced(book, plan):

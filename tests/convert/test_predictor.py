@@ -174,18 +174,24 @@ def test_higher_limits_keep_less(folder):
         plan(0)
 
 
-def test_plans_within_a_limit(folder):
-    """Unchecked with a margin and a warning; checked, it holds the limit on all of the text."""
+def test_an_unchecked_plan_has_a_margin_and_a_warning(folder):
     checkpoint = Checkpoint.open(folder / "model")
     with pytest.warns(UserWarning, match="predicted, not measured"):
-        unchecked = choose_plan(folder / "model", max_degradation=0.5)
-    full = CompressionPlan.full(checkpoint.config)
-    assert unchecked.bytes(CONTEXT) <= full.bytes(CONTEXT)
-    plan = choose_plan(folder / "model", max_degradation=0.5, check_text=folder / "text")
-    assert plan.bytes(CONTEXT) < full.bytes(CONTEXT)
-    for each in (unchecked, plan):
-        assert each.fingerprint == checkpoint.fingerprint
-        assert each.basis == stored_basis(checkpoint).coordinates_hash
+        plan = choose_plan(folder / "model", max_degradation=0.5)
+    assert plan.bytes(CONTEXT) <= CompressionPlan.full(checkpoint.config).bytes(CONTEXT)
+    assert plan.fingerprint == checkpoint.fingerprint
+    assert plan.basis == stored_basis(checkpoint).coordinates_hash
+
+
+@pytest.mark.parametrize("method", ["zdc", "coded"])
+def test_a_checked_plan_holds_the_limit_on_all_of_the_text(folder, method):
+    checkpoint = Checkpoint.open(folder / "model")
+    asked = {"max_degradation": 0.5, "check_text": folder / "text", "method": method}
+    plan = choose_plan(folder / "model", **asked)
+    assert plan.method == method
+    assert plan.bytes(CONTEXT) < CompressionPlan.full(checkpoint.config).bytes(CONTEXT)
+    assert plan.fingerprint == checkpoint.fingerprint
+    assert plan.basis == stored_basis(checkpoint).coordinates_hash
     checked = load(folder / "model", plan)
     options = {"length": CONTEXT, "num_windows": CHECK_WINDOWS, "seed": CHECK_SEED}
     windows, _ = token_windows(
@@ -215,6 +221,8 @@ def test_plans_within_a_limit_on_calibrated_error(folder):
         ({"max_degradation": 0.1, "max_score_error": 0.1}, PlanError, "give one of them"),
         ({"check_text": "x"}, PlanError, "give max_degradation="),
         ({"max_degradation": 0.1, "check_text": "missing"}, TextError, "missing does not exist"),
+        ({"max_degradation": 0.1, "method": "coded"}, PlanError, "give max_degradation= and check_text="),
+        ({"max_degradation": 0.1, "method": "int8"}, PlanError, "method='int8' must be one of"),
     ],
 )
 def test_impossible_limits(folder, arguments, error, message):

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 from jaxtyping import Int
@@ -22,10 +23,13 @@ from zdc_jax.parallel.weights import WeightPlacement
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.certificate import plan_from_error
 from zdc_jax.planning.checked import checked_plan
+from zdc_jax.planning.coded_costs import coded_forecast
 from zdc_jax.planning.predictor import Predictor, check_limit
 from zdc_jax.planning.profile import Profile, stored_profile
 
 logger = logging.getLogger("zdc_jax")
+
+PlanMethod = Literal["zdc", "coded"]
 
 CHECK_WINDOWS = 16
 """Windows of `check_text` on which a predicted plan is measured."""
@@ -39,6 +43,7 @@ def choose_plan(
     max_score_error: float | None = None,
     max_degradation: float | None = None,
     check_text: str | Path | Sequence[str | Path] | None = None,
+    method: PlanMethod = "zdc",
     basis: Basis | None = None,
     dtype: str | None = None,
     mesh: MeshConfig | str | None = None,
@@ -55,6 +60,8 @@ def choose_plan(
         means 2 %). With a warning, unless it is checked.
       check_text: text files or folders on which a few plans are measured, as they will run; the smallest
         within the limit is taken (`checked_plan`).
+      method: of the plan; `zdc` keeps fewer coordinates, `coded` also fewer bits. What codes cost is foretold
+        from one model, so a `coded` plan is always checked.
       basis: basis whose coordinates are chosen; default the one stored by `zdc calibrate`, for which
         predictions are made.
       dtype, mesh, weights, payload: of `load`; how the plans of `check_text` are measured.
@@ -64,7 +71,8 @@ def choose_plan(
       then, and exchange nothing as `float8`.
 
     Raises:
-      PlanError: no limit, an impossible one or both; `check_text` without `max_degradation`.
+      PlanError: no limit, an impossible one or both; `check_text` without `max_degradation`; another method;
+        `coded` without `check_text`, or on a mesh.
       CheckpointError: unreadable folder, unknown dtype.
       CalibrationError: no basis or profile in the folder, or that of another model; `check_text` without a
         tokenizer; `float8` with a basis too old to give scales.
@@ -77,6 +85,10 @@ def choose_plan(
         raise PlanError(
             f"{max_score_error=} and {max_degradation=}: each chooses a plan by itself; give one of them"
         )
+    if method not in get_args(PlanMethod):
+        raise PlanError(f"{method=} must be one of {get_args(PlanMethod)}")
+    if method == "coded" and check_text is None:
+        raise PlanError("method='coded' plans are measured: give max_degradation= and check_text=")
     if max_degradation is not None:
         check_limit(max_degradation)
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
@@ -96,7 +108,18 @@ def choose_plan(
     # The folder is read anew for each plan: at no time does the host hold the model.
     placed = partial(load, path, dtype=dtype, mesh=mesh, weights=weights)
     measure = _measure(placed, partial(placed, basis=basis, payload=payload), windows)
-    return _checked(checkpoint, basis, profile, measure, max_degradation)
+    if method == "coded":
+        forecast = coded_forecast(checkpoint.config, profile, basis)
+    else:
+        forecast = Predictor.stored().forecast(checkpoint.config, profile)
+    context = basis.context_length
+    plan = checked_plan(forecast, measure, max_degradation=max_degradation, context=context)
+    if plan is None:
+        warnings.warn(
+            f"no predicted plan holds {max_degradation=} on check_text; nothing is compressed", stacklevel=2
+        )
+        return None
+    return plan.for_model(checkpoint.fingerprint, basis.coordinates_hash)
 
 
 def _predicted(
@@ -149,27 +172,3 @@ def _measure(
         return increase
 
     return measure
-
-
-def _checked(
-    checkpoint: Checkpoint,
-    basis: Basis,
-    profile: Profile,
-    measure: Callable[[CompressionPlan], float],
-    max_degradation: float,
-) -> CompressionPlan | None:
-    """The smallest measured plan within the limit; None, with a warning, where there is none."""
-    plan = checked_plan(
-        Predictor.stored(),
-        checkpoint.config,
-        profile,
-        measure,
-        max_degradation=max_degradation,
-        context=basis.context_length,
-    )
-    if plan is None:
-        warnings.warn(
-            f"no predicted plan holds {max_degradation=} on check_text; nothing is compressed", stacklevel=3
-        )
-        return None
-    return plan.for_model(checkpoint.fingerprint, basis.coordinates_hash)

@@ -19,7 +19,8 @@ from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
 from zdc_jax.plan import CompressionPlan
-from zdc_jax.planning.layer_costs import Grade, LayerCosts, cheapest_path
+from zdc_jax.planning.forecast import Forecast
+from zdc_jax.planning.layer_costs import Grade, LayerCosts
 from zdc_jax.planning.profile import SINKS, Profile
 
 TINY_NATS = 2e-4
@@ -125,27 +126,18 @@ class Predictor:
         cut = nats(one, one)[:, 0]
         return LayerCosts(levels, levels, nats(score, none), nats(none, value), cut).monotone()
 
-    def costs(self, config: ModelConfig, profile: Profile) -> dict[int, LayerCosts]:
-        """Predicted costs of single layers for each of the profile's windows."""
-        rotary, windows = config.is_rotary, profile.windows.tolist()
-        of = lambda index: self.layer_costs(profile, index, config.head_dim, rotary=rotary)
-        return {window: of(index) for index, window in enumerate(windows)}
-
-    def floor(self, config: ModelConfig) -> float:
-        """Predicted cost of the basis at full rank, nats a token."""
-        return float(floor_nats(self.weights, jnp.array(float(config.is_rotary))))
-
-    def paths(self, config: ModelConfig, profile: Profile) -> list[list[tuple[CompressionPlan, float]]]:
-        """For each window, plans from all coordinates to none outside it, with predicted nats a token."""
-        floor, found = self.floor(config), []
-        for window, costs in self.costs(config, profile).items():
-            nats = lambda ranks, costs=costs: floor + sum(costs.of(i, kept) for i, kept in enumerate(ranks))
-            near = {"window": window, "sinks": SINKS}
-            plan = lambda ranks, near=near: CompressionPlan.of_layers(config, ranks, **near).for_model(
-                profile.fingerprint
-            )
-            found.append([(plan(ranks), nats(ranks)) for ranks in cheapest_path(costs)])
-        return found
+    def forecast(self, config: ModelConfig, profile: Profile) -> Forecast:
+        """Of plans with ranks, for each of the profile's windows."""
+        rotary = config.is_rotary
+        costs = {
+            window: self.layer_costs(profile, index, config.head_dim, rotary=rotary)
+            for index, window in enumerate(profile.windows.tolist())
+        }
+        named = lambda plan: plan.for_model(profile.fingerprint)
+        near = lambda window: {"window": window, "sinks": SINKS}
+        make = lambda ranks, window: named(CompressionPlan.of_layers(config, ranks, **near(window)))
+        floor = float(floor_nats(self.weights, jnp.array(float(rotary))))
+        return Forecast(named(CompressionPlan.full(config)), floor, costs, make)
 
     def plan(
         self, config: ModelConfig, profile: Profile, *, max_degradation: float, context: int
@@ -158,11 +150,11 @@ class Predictor:
           PlanError: a limit of 0 or below.
         """
         check_limit(max_degradation)
-        full = CompressionPlan.full(config).for_model(profile.fingerprint)
+        forecast = self.forecast(config, profile)
         allowed = np.log1p(max_degradation / self.margin)
-        plans = (pair for path in self.paths(config, profile) for pair in path)
-        held = [plan for plan, nats in plans if nats <= allowed]
-        return min([full, *held], key=lambda plan: plan.bytes(context))
+        held = [draft for draft in forecast.paths() if forecast.nats(draft).sum() <= allowed]
+        least = min([forecast.nothing, *held], key=lambda draft: forecast.bytes(draft, context))
+        return forecast.plan(least)
 
 
 def check_limit(max_degradation: float) -> None:
