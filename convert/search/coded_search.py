@@ -11,8 +11,10 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from jaxtyping import Float
+
 from convert.search.search import REFINE_FAILURES, Exhausted, Search, SearchOptions
-from convert.search.trials import Trial
 from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import INDEX_STEP, Settings
 from zdc_jax.plan import CompressionPlan, LayerRanks
@@ -80,16 +82,12 @@ class CodedSearch(Search):
         """`Search.size`."""
         return self.book.read_share(plan) if self.reading else self.book.share(plan)
 
-    def cost(self, trial: Trial) -> float:
-        """`Search.cost`; before the last stage of a part of the limits, where that is to save the most."""
-        part = 1 if self.reading or self.options.objective == "bytes" else HELD_LIMIT
-        return super().cost(trial) / part
-
     def _window_search(self) -> None:
         self.most = self.options.trials - int(self.options.trials * CHOICE_TRIALS)
+        self.allowed = 1 if self.options.objective == "bytes" else HELD_LIMIT
         with contextlib.suppress(Exhausted):
             super()._window_search()
-        self.most = self.options.trials
+        self.most, self.allowed = self.options.trials, 1
         if self.best is not None and self.costs is not None:
             self.reading = True
             self._read_less(self.best.plan, self.costs)
@@ -102,9 +100,14 @@ class CodedSearch(Search):
     def _levels(self) -> tuple[tuple[Grade, ...], tuple[Grade, ...]]:
         return coded_levels(self.config.head_dim)
 
-    def _costs(self, layer: int, levels: Sequence[Grade], measured: Callable[[Grade], float]) -> list[float]:
+    def _costs(
+        self,
+        layer: int,
+        levels: Sequence[Grade],
+        measured: Callable[[Grade], Float[np.ndarray, "2"]],
+    ) -> Float[np.ndarray, "levels 2"]:
         """Measured at the fewest bits, where they tell most; more cost as much less as scores err less."""
-        return (measured(levels[0]) * key_shares(self.book.basis, layer, levels)).tolist()
+        return np.outer(key_shares(self.book.basis, layer, levels), measured(levels[0]))
 
     def _plan(self, ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
         return coded_plan(self.config, ranks, window)

@@ -5,8 +5,9 @@ from what the last one found:
 
 1. prediction: from calibration (`zdc_jax.planning.predictor`), for the middle window, the last plan within
    the limits on the path from all coordinates to none;
-2. layers: what lowering Q/K or V or cutting off distant tokens in one layer alone costs of the limits; costs
-   are taken to add up, which gives such paths once more, for each window;
+2. layers: what lowering Q/K or V or cutting off distant tokens in one layer alone costs of either limit.
+   Costs are taken to add up, which gives such paths once more, for each window. What tasks lose has a
+   *price* beside what perplexity loses: that with which the sums hold both limits at the smallest size;
 3. refine: single further steps from there, cheapest first, kept where the limit still holds.
 
 `uniform` knows no window and one pair of ranks, `classes` the paper's two token classes (see
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
+from jaxtyping import Float
 
 from convert.search.class_search import ClassNumbers, descend
 from convert.search.trials import Trial, TrialBook
@@ -40,6 +42,9 @@ CLASS_WINDOWS = (128, 256, 512)
 """Windows tried with token classes."""
 NEGLIGIBLE = 0.01
 """Share of the limits that cutting a layer off may cost so that its ranks are not measured."""
+PRICES = (1.0, 0.5, 0.2, 0.1, 0.05, 0.0)
+"""Of a share of the limit on tasks, in shares of that on perplexity. Some layers do tasks harm: at too high a
+price they are cut off, and their gains pay for what perplexity then loses beyond its limit."""
 REFINE_FAILURES = 8
 """Steps of the last stage that may fail one after another."""
 
@@ -108,6 +113,7 @@ class Search:
         self.length = book.windows.shape[1]
         self.best: Trial | None = None
         self.measured, self.most = 0, options.trials
+        self.allowed = 1.0  # Share of the limits that plans may use up.
         self.costs: LayerCosts | None = None
 
     @classmethod
@@ -159,14 +165,14 @@ class Search:
             raise Exhausted
         trial = self.book.measure(plan)
         self.measured += 1
-        if self.cost(trial) <= 1 and self.size(plan) < self.smallest():
+        if self.cost(trial) <= self.allowed and self.size(plan) < self.smallest():
             self.best = trial
         if self.watch is not None:
             self.watch(trial, self.best)
         return trial
 
     def cost(self, trial: Trial) -> float:
-        """What a plan costs of the limit that it uses up most; up to 1 it holds both."""
+        """What a plan costs of the limit that it uses up most; up to `allowed` it holds both."""
         nats = np.log1p(trial.increase) / np.log1p(self.options.max_degradation)
         return float(np.maximum(nats, self._retention_cost(trial)))  # NaN holds no limit.
 
@@ -175,16 +181,17 @@ class Search:
             return 0.0
         return float(np.log(trial.least_retention) / np.log(self.options.min_retention))
 
-    def _loss(self, trial: Trial) -> float:
-        """What a plan loses of both limits: perplexity alone would cut the layers that retrieve.
+    def _losses(self, trial: Trial) -> Float[np.ndarray, "2"]:
+        """What a plan loses of the limits on perplexity and on tasks: perplexity alone would cut the layers
+        that retrieve.
 
-        Of all tasks, unlike `cost`: the worst of several is the one that chance was hardest on.
+        The mean of all tasks, unlike `cost`: the worst of several is the one that chance was hardest on.
         """
         nats = np.log1p(trial.increase) / np.log1p(self.options.max_degradation)
         if self.options.min_retention == 0 or not trial.retention:
-            return float(nats)
+            return np.array([nats, 0.0])
         lost = np.log(list(trial.retention.values())) / np.log(self.options.min_retention)
-        return float(nats + lost.mean())
+        return np.array([nats, lost.mean()])
 
     def last_within(self, plans: Sequence[CompressionPlan]) -> None:
         """Bisects plans of falling size for the last within the limit, passing over those known larger."""
@@ -192,7 +199,7 @@ class Search:
         while low < high:
             middle = (low + high) // 2
             larger = self.size(plans[middle]) >= self.smallest()
-            if larger or self.cost(self.try_plan(plans[middle])) <= 1:
+            if larger or self.cost(self.try_plan(plans[middle])) <= self.allowed:
                 low = middle + 1
             else:
                 high = middle
@@ -242,34 +249,53 @@ class Search:
         return levels, levels
 
     def _layer_costs(self, window: int) -> LayerCosts:
+        """Of both limits together, at the price with which least is expected to hold them."""
+        whole, nats, tasks = self._measured_costs(window)
+
+        def held(ranks: Sequence[LayerRanks]) -> bool:
+            """By costs that add up."""
+            sums = [sum(costs.of(i, kept) for i, kept in enumerate(ranks)) for costs in (nats, tasks)]
+            return bool((whole + sums <= self.allowed).all())
+
+        def least(costs: LayerCosts) -> float:
+            ranks = [ranks for ranks in cheapest_path(costs) if held(ranks)]
+            return self.size(self._plan(ranks[-1], window)) if ranks else 1.0
+
+        return min((_priced(nats, tasks, price).monotone() for price in PRICES), key=least)
+
+    def _measured_costs(self, window: int) -> tuple[Float[np.ndarray, "2"], LayerCosts, LayerCosts]:
+        """What keeping all costs of both limits; what single layers cost of each."""
         keys, values = self._levels()
         most = keys[-1], values[-1]
-
         whole = [kept(*most)] * self.config.num_layers
-        nothing = self._loss(self.try_plan(self._plan(whole, window)))
+        nothing = self._losses(self.try_plan(self._plan(whole, window)))
 
-        def alone(layer: int, ranks: LayerRanks) -> float:
+        def alone(layer: int, ranks: LayerRanks) -> Float[np.ndarray, "2"]:
             layers = [*whole[:layer], ranks, *whole[layer + 1 :]]
-            return self._loss(self.try_plan(self._plan(layers, window))) - nothing
+            return self._losses(self.try_plan(self._plan(layers, window))) - nothing
 
-        def lowered(layer: int, levels: Sequence[Grade], ranks: Callable[[Grade], LayerRanks]) -> list[float]:
-            if cut[layer] <= NEGLIGIBLE:  # Then any grade costs no more, and saves less.
-                return [cut[layer]] * (len(levels) - 1) + [0.0]
+        def lowered(
+            layer: int, levels: Sequence[Grade], ranks: Callable[[Grade], LayerRanks]
+        ) -> Float[np.ndarray, "levels 2"]:
+            if cut[layer].max() <= NEGLIGIBLE:  # Then any grade costs no more, and saves less.
+                return np.array([cut[layer]] * (len(levels) - 1) + [np.zeros(2)])
             return self._costs(layer, levels, lambda grade: alone(layer, ranks(grade)))
 
         layers = range(self.config.num_layers)
-        cut = [alone(layer, LayerRanks(0, 0)) for layer in layers]
-        return LayerCosts(
-            keys,
-            values,
-            np.array([lowered(layer, keys, lambda grade: kept(grade, most[1])) for layer in layers]),
-            np.array([lowered(layer, values, lambda grade: kept(most[0], grade)) for layer in layers]),
-            np.array(cut),
-        ).monotone()
+        cut = np.array([alone(layer, LayerRanks(0, 0)) for layer in layers])
+        qk = np.array([lowered(layer, keys, lambda grade: kept(grade, most[1])) for layer in layers])
+        v = np.array([lowered(layer, values, lambda grade: kept(most[0], grade)) for layer in layers])
+        of_nats, of_tasks = (LayerCosts(keys, values, qk[..., i], v[..., i], cut[:, i]) for i in (0, 1))
+        return nothing, of_nats, of_tasks
 
-    def _costs(self, layer: int, levels: Sequence[Grade], measured: Callable[[Grade], float]) -> list[float]:
+    def _costs(
+        self,
+        layer: int,
+        levels: Sequence[Grade],
+        measured: Callable[[Grade], Float[np.ndarray, "2"]],
+    ) -> Float[np.ndarray, "levels 2"]:
         """Of a layer that keeps its keys, or its values, at these; the last costs nothing."""
-        return [*map(measured, levels[:-1]), 0.0]
+        return np.array([*map(measured, levels[:-1]), np.zeros(2)])
 
     def _refine(self, costs: LayerCosts) -> None:
         """Single steps down from the best, cheapest first by its layer's costs, until several fail."""
@@ -287,6 +313,12 @@ class Search:
         steps = steps_down(costs, plan.layers, single=True)[:REFINE_FAILURES]
         changed = lambda layer, ranks: (*plan.layers[:layer], ranks, *plan.layers[layer + 1 :])
         return [replace(plan, layers=changed(*step)) for step in steps]
+
+
+def _priced(nats: LayerCosts, tasks: LayerCosts, price: float) -> LayerCosts:
+    """Both costs together."""
+    sums = (a + price * b for a, b in zip(nats[2:], tasks[2:], strict=True))
+    return LayerCosts(nats.keys, nats.values, *sums)
 
 
 def describe_bytes(trial: Trial) -> str:
