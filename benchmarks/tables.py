@@ -23,7 +23,7 @@ REAL_MODEL = "smollm2-135m"
 LONG_TASKS = ("copy@2976", "induction", "lookup", "needles", "passkey")
 TASK_HEADS = ("near copy", "far copy", *LONG_TASKS[1:])
 """Tasks where contexts of several lengths stand side by side."""
-SEARCHED = ("coded, 1 %", "coded, 0.5 %", "coded, 8192", "searched", "rotated")
+SEARCHED = ("coded, 1 %", "coded, 0.5 %", "coded, 8192, 1 %", "coded, 8192, 0.3 %", "searched", "rotated")
 HEADLINE = (
     *((name, None) for name in ("coded, 1 %", "coded, 0.5 %", "searched")),
     *(("turboquant", 0.28), ("kivi", 0.36), ("int8", 0.52), ("rotated", 1.0)),

@@ -125,6 +125,22 @@ class FakeBook:
         return Trial(plan, self.share(plan), float(np.expm1(nats)), (0.0, 0.0), {}, self.read_share(plan))
 
 
+class TaskBook(FakeBook):
+    """Also tasks, to which far tokens of some layers do harm: without them more is retained."""
+
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self.worth = np.random.default_rng(seed).permutation([-1.0, 0.5, 1.5])
+
+    def lost(self, layer, ranks):
+        """Of the log-probability of right answers."""
+        return self.worth[layer] * self.cost(layer, ranks)
+
+    def measure(self, plan):
+        lost = sum(self.lost(i, ranks) for i, ranks in enumerate(plan.layers))
+        return replace(super().measure(plan), retention={"task": float(np.exp(-lost))})
+
+
 def layer(keys, values) -> LayerRanks:
     rank, bits, first = keys
     index = {"index": 16, "bits_index": first} if first else {"index": 0}
@@ -173,6 +189,34 @@ def test_the_smallest_plan_is_that_of_brute_force(seed, monkeypatch):
         assert best.plan.window == SHORTEST_WINDOW
         assert best.plan.method == "coded"
         assert best.increase <= limit
+
+
+def fewest_bytes(book: TaskBook, options: SearchOptions) -> float:
+    """A token, of all plans within both limits that read everything."""
+    choices = [(0.0, LayerRanks(0, 0)), *((token_bytes(*pair), layer(*pair)) for pair in EVERY)]
+    limits = np.log1p(options.max_degradation), -np.log(options.min_retention)
+    of = [[(size, book.cost(i, r), book.lost(i, r)) for size, r in choices] for i in range(LAYERS)]
+    sums = (np.sum(each, 0) for each in itertools.product(*of))
+    return min(size for size, *lost in sums if np.less_equal(lost, limits).all())
+
+
+def test_gains_in_tasks_do_not_pay_for_perplexity(monkeypatch):
+    """Little more is held than by the smallest plan within both limits; at a price of 1 much more."""
+    monkeypatch.setattr("convert.search.coded_search.CHOICES", ())
+    options = SearchOptions(0.2, min_retention=0.9)
+
+    def ratio(seed: int) -> float:
+        best = CodedSearch(book := TaskBook(seed), options).run()
+        assert best.increase <= 0.2
+        assert best.least_retention >= 0.9
+        return held(best.plan) / fewest_bytes(book, options)
+
+    with_price = np.array([ratio(seed) for seed in range(4)])
+    monkeypatch.setattr("convert.search.search.PRICES", (1.0,))
+    without = np.array([ratio(seed) for seed in range(4)])
+    assert with_price.min() >= 1
+    assert with_price.mean() < 1.05
+    assert with_price.mean() < without.mean() - 0.03
 
 
 def searched(seed: int, limit: float) -> tuple[FakeBook, Trial, Trial]:
