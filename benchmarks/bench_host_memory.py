@@ -164,7 +164,7 @@ def rows(name: str, network: Transformer, options: Options) -> Iterator[dict[str
             yield from tried(context, "given")
     context = largest(network, options)
     while context and not (found := tried(context, "largest")):
-        context = int(context * 0.9) // LARGEST_STEP * LARGEST_STEP
+        context = int(context * 0.8) // LARGEST_STEP * LARGEST_STEP
     yield from found if context else ()
 
 

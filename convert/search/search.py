@@ -193,16 +193,20 @@ class Search:
         lost = np.log(list(trial.retention.values())) / np.log(self.options.min_retention)
         return np.array([nats, lost.mean()])
 
-    def last_within(self, plans: Sequence[CompressionPlan]) -> None:
-        """Bisects plans of falling size for the last within the limit, passing over those known larger."""
-        low, high = 0, len(plans)
+    def last_within(self, plans: Sequence[CompressionPlan], guess: int | None = None) -> None:
+        """Looks for the last within the limit of plans of falling size, passing over those known larger.
+
+        It bisects; from the index `guess`, if given, it first goes in doubling steps to the other side.
+        """
+        low, high, step = 0, len(plans), 1
         while low < high:
-            middle = (low + high) // 2
+            middle = (low + high) // 2 if guess is None else min(max(guess, low), high - 1)
             larger = self.size(plans[middle]) >= self.smallest()
-            if larger or self.cost(self.try_plan(plans[middle])) <= self.allowed:
-                low = middle + 1
-            else:
-                high = middle
+            held = larger or self.cost(self.try_plan(plans[middle])) <= self.allowed
+            low, high = (middle + 1, high) if held else (low, middle)
+            if guess is not None:
+                passed = high < len(plans) if held else low > 0
+                guess, step = None if passed else middle + (step if held else -step), 2 * step
 
     def _window_search(self) -> None:
         windows = list(windows_for(self.length))
@@ -210,10 +214,11 @@ class Search:
         self._predicted(near)
         # From the middle window outwards: the best so far spares the others most of their trials.
         windows.sort(key=lambda window: abs(np.log2(window / near)))
-        self.costs = self._layer_costs(near)
+        self.costs, holds = self._layer_costs(near)
         path = cheapest_path(self.costs)
+        last = max((i for i, ranks in enumerate(path) if holds(ranks)), default=0)
         for window in windows:
-            self.last_within([self._plan(ranks, window) for ranks in path])
+            self.last_within([self._plan(ranks, window) for ranks in path], guess=last)
         self._refine(self.costs)
 
     def _predicted(self, window: int) -> None:
@@ -248,20 +253,20 @@ class Search:
         levels = tuple(map(Grade, rank_levels(self.config.head_dim)))
         return levels, levels
 
-    def _layer_costs(self, window: int) -> LayerCosts:
-        """Of both limits together, at the price with which least is expected to hold them."""
+    def _layer_costs(self, window: int) -> tuple[LayerCosts, Callable[[Sequence[LayerRanks]], bool]]:
+        """Of both limits together, at the price with which least is expected to hold them; and whether ranks
+        of layers are, by costs that add up."""
         whole, nats, tasks = self._measured_costs(window)
 
-        def held(ranks: Sequence[LayerRanks]) -> bool:
-            """By costs that add up."""
+        def holds(ranks: Sequence[LayerRanks]) -> bool:
             sums = [sum(costs.of(i, kept) for i, kept in enumerate(ranks)) for costs in (nats, tasks)]
             return bool((whole + sums <= self.allowed).all())
 
         def least(costs: LayerCosts) -> float:
-            ranks = [ranks for ranks in cheapest_path(costs) if held(ranks)]
-            return self.size(self._plan(ranks[-1], window)) if ranks else 1.0
+            within = [ranks for ranks in cheapest_path(costs) if holds(ranks)]
+            return self.size(self._plan(within[-1], window)) if within else 1.0
 
-        return min((_priced(nats, tasks, price).monotone() for price in PRICES), key=least)
+        return min((_priced(nats, tasks, price).monotone() for price in PRICES), key=least), holds
 
     def _measured_costs(self, window: int) -> tuple[Float[np.ndarray, "2"], LayerCosts, LayerCosts]:
         """What keeping all costs of both limits; what single layers cost of each."""

@@ -313,3 +313,41 @@ def test_command(folder, tmp_path, capsys):
     short = ["--texts", str(tmp_path / "short.txt"), "--context", "128", "--min-retention", "0"]
     assert main(["plan", model, str(plan), "--max-degradation", "0.1", *short]) == 2
     assert "not one whole window" in capsys.readouterr().err
+
+
+class Line:
+    """Plans 0, 1, … of falling size; the first `within` hold the limit. The best so far is `best`."""
+
+    allowed = 1.0
+
+    def __init__(self, within: int, best: int | None):
+        self.within, self.best, self.tried = within, best, []
+
+    def size(self, plan: int) -> float:
+        return 1 / (2 + plan)
+
+    def smallest(self) -> float:
+        return 1.0 if self.best is None else self.size(self.best)
+
+    def try_plan(self, plan: int) -> int:
+        self.tried.append(plan)
+        if plan < self.within and self.size(plan) < self.smallest():
+            self.best = plan
+        return plan
+
+    def cost(self, plan: int) -> float:
+        return 0.0 if plan < self.within else 2.0
+
+
+@given(count=st.integers(0, 200), data=st.data())
+def test_the_last_plan_within_the_limit_is_found_from_any_guess(count, data):
+    """In few trials where the guess is near."""
+    within = data.draw(st.integers(0, count))
+    guess = data.draw(st.none() | st.integers(0, max(count - 1, 0)))
+    best = data.draw(st.none() | st.integers(0, max(within - 1, 0))) if within else None
+    line = Line(within, best)
+    Search.last_within(line, range(count), guess)
+    assert line.best == (within - 1 if within else None)
+    assert len(set(line.tried)) == len(line.tried) <= 17
+    if guess is not None:
+        assert len(line.tried) <= 4 + 2 * np.log2(1 + abs(guess - (within - 1)))
