@@ -84,11 +84,8 @@ def held(network: Transformer, context: int, options: Options) -> KVCache:
 
     def random(leaf: jax.Array) -> jax.Array:
         """Codes that choose are bytes on the device; what they choose, and the ring, may be zeros."""
-        return (
-            leaf
-            if leaf.dtype != jnp.uint8 or leaf.sharding.memory_kind != "device"
-            else _any(leaf, next(keys))
-        )
+        codes = leaf.dtype == jnp.uint8 and leaf.sharding.memory_kind == "device"
+        return _any(leaf, next(keys)) if codes else leaf
 
     layers = jax.tree.map(random, cache.layers)
     return replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, context))

@@ -222,6 +222,11 @@ def test_plans_within_a_limit_on_calibrated_error(folder):
         ({"check_text": "x"}, PlanError, "give max_degradation="),
         ({"max_degradation": 0.1, "check_text": "missing"}, TextError, "missing does not exist"),
         ({"max_degradation": 0.1, "method": "coded"}, PlanError, "give max_degradation= and check_text="),
+        (
+            {"max_degradation": 0.1, "check_text": "x", "method": "coded", "mesh": "sequence=2"},
+            PlanError,
+            "run on one device",
+        ),
         ({"max_degradation": 0.1, "method": "int8"}, PlanError, "method='int8' must be one of"),
     ],
 )

@@ -85,13 +85,10 @@ def choose_plan(
         raise PlanError(
             f"{max_score_error=} and {max_degradation=}: each chooses a plan by itself; give one of them"
         )
-    if method not in get_args(PlanMethod):
-        raise PlanError(f"{method=} must be one of {get_args(PlanMethod)}")
-    if method == "coded" and check_text is None:
-        raise PlanError("method='coded' plans are measured: give max_degradation= and check_text=")
     if max_degradation is not None:
         check_limit(max_degradation)
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
+    _check_method(method, checked=check_text is not None, on_mesh=mesh is not None)
     check_options(dtype, mesh, weights, payload)
     checkpoint = Checkpoint.open(path)
     basis = basis or stored_basis(checkpoint)
@@ -108,10 +105,11 @@ def choose_plan(
     # The folder is read anew for each plan: at no time does the host hold the model.
     placed = partial(load, path, dtype=dtype, mesh=mesh, weights=weights)
     measure = _measure(placed, partial(placed, basis=basis, payload=payload), windows)
-    if method == "coded":
-        forecast = coded_forecast(checkpoint.config, profile, basis)
-    else:
-        forecast = Predictor.stored().forecast(checkpoint.config, profile)
+    forecast = (
+        coded_forecast(checkpoint.config, profile, basis)
+        if method == "coded"
+        else Predictor.stored().forecast(checkpoint.config, profile)
+    )
     context = basis.context_length
     plan = checked_plan(forecast, measure, max_degradation=max_degradation, context=context)
     if plan is None:
@@ -120,6 +118,15 @@ def choose_plan(
         )
         return None
     return plan.for_model(checkpoint.fingerprint, basis.coordinates_hash)
+
+
+def _check_method(method: PlanMethod, *, checked: bool, on_mesh: bool) -> None:
+    if method not in get_args(PlanMethod):
+        raise PlanError(f"{method=} must be one of {get_args(PlanMethod)}")
+    if method == "coded" and not checked:
+        raise PlanError("method='coded' plans are measured: give max_degradation= and check_text=")
+    if method == "coded" and on_mesh:
+        raise PlanError("method='coded' plans run on one device: mesh= must be None")
 
 
 def _predicted(
