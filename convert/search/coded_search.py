@@ -8,17 +8,18 @@ tokens: first one choice for all, the furthest within the limits, then single la
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float
 
-from convert.search.search import REFINE_FAILURES, Exhausted, Search, SearchOptions
+from convert.search.search import REFINE_FAILURES, Exhausted, Measured, Search, SearchOptions
 from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import INDEX_STEP, Settings
 from zdc_jax.plan import CompressionPlan, LayerRanks
 from zdc_jax.planning.coded_costs import coded_forecast, coded_levels, coded_plan, key_shares
+from zdc_jax.planning.forecast import Forecast
 from zdc_jax.planning.layer_costs import Grade, LayerCosts
 
 SHORTEST_WINDOW = 16
@@ -92,19 +93,14 @@ class CodedSearch(Search):
             self.reading = True
             self._read_less(self.best.plan, self.costs)
 
-    def _predicted(self, window: int) -> None:
-        """Along the path by costs that calibration foretells, before any layer is measured."""
-        forecast = coded_forecast(self.config, self.book.profile, self.book.basis)
-        self.last_within([forecast.plan(draft).for_model("") for draft in forecast.path(window)])
+    def _forecast(self) -> Forecast:
+        return coded_forecast(self.config, self.book.profile, self.book.basis)
 
     def _levels(self) -> tuple[tuple[Grade, ...], tuple[Grade, ...]]:
         return coded_levels(self.config.head_dim)
 
     def _costs(
-        self,
-        layer: int,
-        levels: Sequence[Grade],
-        measured: Callable[[Grade], Float[np.ndarray, "2"]],
+        self, layer: int, levels: Sequence[Grade], measured: Measured
     ) -> Float[np.ndarray, "levels 2"]:
         """Measured at the fewest bits, where they tell most; more cost as much less as scores err less."""
         return np.outer(key_shares(self.book.basis, layer, levels), measured(levels[0]))

@@ -31,12 +31,15 @@ from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import Settings
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses, allowed_ranks
 from zdc_jax.planning.costs import request_seconds
+from zdc_jax.planning.forecast import Forecast
 from zdc_jax.planning.layer_costs import Grade, LayerCosts, cheapest_path, kept, rank_levels, steps_down
 from zdc_jax.planning.predictor import Predictor
 from zdc_jax.planning.profile import SINKS, cost_window, windows_for
 
 Mode = Literal["window", "uniform", "classes", "window+classes"]
 Objective = Literal["bytes", "time", "read"]
+Measured = Callable[[Grade], Float[np.ndarray, "2"]]
+"""What a layer's keys, or values, cost of the limits on perplexity and on tasks at a grade."""
 
 CLASS_WINDOWS = (128, 256, 512)
 """Windows tried with token classes."""
@@ -221,9 +224,13 @@ class Search:
             self.last_within([self._plan(ranks, window) for ranks in path], guess=last)
         self._refine(self.costs)
 
+    def _forecast(self) -> Forecast:
+        """Of plans, from calibration alone."""
+        return Predictor.stored().forecast(self.config, self.book.profile)
+
     def _predicted(self, window: int) -> None:
-        forecast = Predictor.stored().forecast(self.config, self.book.profile)
-        if window in forecast.costs:
+        forecast = self._forecast()
+        if window in forecast.costs:  # Calibration on a short context knows short windows alone.
             self.last_within([forecast.plan(draft).for_model("") for draft in forecast.path(window)])
 
     def _uniform_search(self) -> None:
@@ -294,10 +301,7 @@ class Search:
         return nothing, of_nats, of_tasks
 
     def _costs(
-        self,
-        layer: int,
-        levels: Sequence[Grade],
-        measured: Callable[[Grade], Float[np.ndarray, "2"]],
+        self, layer: int, levels: Sequence[Grade], measured: Measured
     ) -> Float[np.ndarray, "levels 2"]:
         """Of a layer that keeps its keys, or its values, at these; the last costs nothing."""
         return np.array([*map(measured, levels[:-1]), np.zeros(2)])

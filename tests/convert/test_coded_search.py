@@ -348,6 +348,13 @@ def test_a_prediction_is_measured_before_single_layers():
     assert size[order[0]] < size[order[-1]]
 
 
+def test_a_profile_of_short_windows_foretells_nothing():
+    """Calibration on a short context; the search measures layers, as ever."""
+    book = FakeBook(1)
+    book.profile = replace(book.profile, windows=np.array([64]), far_write=book.profile.far_write[:, :1])
+    assert CodedSearch(book, SearchOptions(0.8)).run().increase <= 0.8
+
+
 def test_foretold_costs_fall_with_the_error_of_scores():
     book, (keys, values) = FakeBook(0), coded_levels(H)
     squares = book.basis.k_rms[0] ** 2, book.basis.q_rms[0] ** 2
