@@ -4,8 +4,8 @@
 
 A model of a large shape with random weights decodes behind a context that is said to be there: its codes are
 random, so that what is chosen lies anywhere. Each plan is timed at each context that fits, and at the largest
-that does, found by bytes and then tried. `XLA_PYTHON_CLIENT_MEM_FRACTION` caps the GPU: 0.17 of 141 GB are 24
-GB.
+that does, with what a step takes beside the cache. `XLA_PYTHON_CLIENT_MEM_FRACTION` caps the GPU: 0.17 of
+141 GB are 24 GB.
 """
 
 import time
@@ -19,9 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from jax.sharding import SingleDeviceSharding
+from jax.stages import Compiled
 
 from benchmarks.bench_generate import LLAMA_2_7B, build
 from benchmarks.common import RESULTS, commit, write_result
+from zdc_jax.cache.hosted_choosing import HOST_MEMORY
 from zdc_jax.cache.kv_cache import KVCache, check_fits, device_bytes, free_bytes, host_bytes
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CacheMemoryError
@@ -31,7 +34,11 @@ from zdc_jax.plan import CompressionPlan
 
 LLAMA_3_8B = replace(LLAMA_2_7B, num_kv_heads=8, ffn_dim=14336, vocab_size=128256, max_positions=2**22)
 LARGEST_STEP = 4096
-"""Tokens by which the largest context is found, and shortened where it cannot be allocated."""
+"""Tokens by which the largest context is found."""
+SHARES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
+"""Of free memory that the cache may take: the first that leaves room for a step gives the largest context."""
+SLACK = 0.97
+"""Share of free memory that may be asked for: the allocator loses some between arrays."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +61,13 @@ def plans(config: ModelConfig, options: Options) -> dict[str, CompressionPlan]:
     """The unmodified cache, and coded ones that read everything, choose on the device, and on the host."""
     H = config.head_dim
     full = CompressionPlan.full(config)
-    bits = {"bits_k": options.bits, "bits_v": options.bits, "bits_index": options.bits}
+    bits = options.bits
+    whole = Settings(bits_k=bits, bits_v=bits, bits_index=bits, index=0, read=0)
+    chosen = replace(whole, index=options.index, read=options.read)
     own = {
-        "all is read": Settings(**bits, index=0, read=0),
-        "on the device": Settings(**bits, index=options.index, read=options.read),
-        "on the host": Settings(**bits, index=options.index, read=options.read, memory="host"),
+        "all is read": whole,
+        "on the device": chosen,
+        "on the host": replace(chosen, memory="host"),
     }
     near = CompressionPlan.uniform(config, qk=H, v=H, sinks=4, window=512)
     return {"dense": full} | {
@@ -78,8 +87,7 @@ def held(network: Transformer, context: int, options: Options) -> KVCache:
     Raises:
       CacheMemoryError: it does not fit.
     """
-    room = options.steps * (options.repeats + 2)
-    cache = network.new_cache(batch=1, capacity=context + room)
+    cache = network.new_cache(batch=1, capacity=capacity_for(context, options))
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(cache))))
 
     def random(leaf: jax.Array) -> jax.Array:
@@ -97,44 +105,75 @@ def _decoded(network: Transformer, cache: KVCache, token: jax.Array) -> tuple[ja
     return network.embeddings.unembed(hidden[:, -1]).argmax(-1).astype(jnp.int32)[:, None], cache
 
 
-def seconds_a_token(network: Transformer, context: int, options: Options) -> list[float]:
+def capacity_for(context: int, options: Options) -> int:
+    """Of a cache of so many tokens, with room for what is decoded."""
+    return context + options.steps * (options.repeats + 2)
+
+
+def compiled(network: Transformer, context: int, options: Options) -> Compiled:
+    """A decoding step, compiled before the cache is there: compiling tries kernels, which takes memory."""
+    on_host = SingleDeviceSharding(jax.local_devices()[0], memory_kind=HOST_MEMORY)
+
+    def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        host = jax.typeof(leaf).memory_space == jax.memory.Space.Host
+        return leaf.update(sharding=on_host) if host else leaf
+
+    cache = jax.eval_shape(partial(network.new_cache, batch=1, capacity=capacity_for(context, options)))
+    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    return _decoded.lower(network, jax.tree.map(placed, cache), token).compile()
+
+
+def step_bytes(step: Compiled) -> int:
+    """What a decoding step takes beside its arguments."""
+    analysis = step.memory_analysis()
+    assert analysis is not None
+    return int(analysis.temp_size_in_bytes)
+
+
+def seconds_a_token(network: Transformer, step: Compiled, context: int, options: Options) -> list[float]:
     """Means over `steps` tokens that are dispatched one after another, after a warm-up."""
     cache, token, times = held(network, context, options), jnp.zeros((1, 1), jnp.int32), []
     for count in (2, *[options.steps] * options.repeats):
         jax.block_until_ready((token, cache))
         began = time.perf_counter()
         for _ in range(count):
-            token, cache = _decoded(network, cache, token)
+            token, cache = step(network, cache, token)
         jax.block_until_ready(token)
         times.append((time.perf_counter() - began) / count)
     return times[1:]
 
 
-def fits(network: Transformer, context: int, options: Options) -> bool:
-    """Whether memory holds the cache, by its bytes alone."""
-    capacity = context + options.steps * (options.repeats + 2)
+def fits(network: Transformer, context: int, options: Options, share: float = 1.0) -> bool:
+    """Whether this share of the free memory holds the cache, by its bytes alone."""
+    free = free_bytes()
     try:
-        check_fits(network.layer_caches, batch=1, capacity=capacity, free=free_bytes())
+        check_fits(
+            network.layer_caches,
+            batch=1,
+            capacity=capacity_for(context, options),
+            free=None if free is None else int(share * free),
+        )
     except CacheMemoryError:
         return False
     return True
 
 
-def largest(network: Transformer, options: Options) -> int:
-    """The longest context whose cache fits by its bytes, a multiple of `LARGEST_STEP`, up to `most`."""
+def largest(network: Transformer, options: Options, share: float) -> int:
+    """The longest context whose cache fits so, a multiple of `LARGEST_STEP`, up to `most`."""
     low, high = 0, options.most // LARGEST_STEP
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(network, middle * LARGEST_STEP, options) else (low, middle - 1)
+        found = fits(network, middle * LARGEST_STEP, options, share)
+        low, high = (middle, high) if found else (low, middle - 1)
     return low * LARGEST_STEP
 
 
 def rows(name: str, network: Transformer, options: Options) -> Iterator[dict[str, Any]]:
-    """A row a context, the last of the largest that could be decoded."""
+    """A row a context, the last of the largest that memory holds with what a step takes beside the cache."""
     specs = network.layer_caches
 
-    def row(context: int, kind: str) -> dict[str, Any]:
-        times = seconds_a_token(network, context, options)
+    def row(context: int, kind: str, step: Compiled) -> dict[str, Any]:
+        times = seconds_a_token(network, step, context, options)
         print(f"{name:14} {kind:8} {context:9,} tokens: {1e3 * float(np.median(times)):.2f} ms", flush=True)
         return {
             "cache": name,
@@ -143,26 +182,20 @@ def rows(name: str, network: Transformer, options: Options) -> Iterator[dict[str
             "ms": [1e3 * each for each in times],
             "device_bytes": device_bytes(specs, context),
             "host_bytes": host_bytes(specs, context),
+            "step_bytes": step_bytes(step),
             "read_bytes": sum(spec.bytes_read(context) for spec in specs),
             "commit": commit(),
         }
 
-    def tried(context: int, kind: str) -> list[dict[str, Any]]:
-        """None where memory does not suffice for what the cache's bytes leave out."""
-        try:
-            return [row(context, kind)]
-        except Exception as error:  # XLA raises its own type for memory that cannot be had.
-            if "RESOURCE_EXHAUSTED" not in str(error) and "memory" not in str(error):
-                raise
-            return []
-
     for context in options.contexts:
         if fits(network, context, options):
-            yield from tried(context, "given")
-    context = largest(network, options)
-    while context and not (found := tried(context, "largest")):
-        context = int(context * 0.8) // LARGEST_STEP * LARGEST_STEP
-    yield from found if context else ()
+            yield row(context, "given", compiled(network, context, options))
+    for share in SHARES:
+        context = largest(network, options, share)
+        step = compiled(network, context, options)
+        if device_bytes(specs, context) + step_bytes(step) <= SLACK * (free_bytes() or 0):
+            yield row(context, "largest", step)
+            break
 
 
 def main(options: Options) -> None:
