@@ -2,7 +2,8 @@
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.17 python -m benchmarks.bench_host_memory
 
-A model of a large shape with random weights decodes behind a context that is said to be there: its codes are
+`XLA_PYTHON_CLIENT_PREALLOCATE` must not be false: memory taken bit by bit cannot be used to the full. A model
+of a large shape with random weights decodes behind a context that is said to be there: its codes are
 random, so that what is chosen lies anywhere. Each plan is timed at each context that fits, and at the largest
 that does, with what a step takes beside the cache. `XLA_PYTHON_CLIENT_MEM_FRACTION` caps the GPU: 0.17 of
 141 GB are 24 GB.
@@ -33,9 +34,11 @@ from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 
 LLAMA_3_8B = replace(LLAMA_2_7B, num_kv_heads=8, ffn_dim=14336, vocab_size=128256, max_positions=2**22)
+SHARED = 4
+"""Consecutive layers that read what the first of them chose."""
 LARGEST_STEP = 4096
 """Tokens by which the largest context is found."""
-SHARES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
+SHARES = (0.9, 0.8, 0.7, 0.6, 0.5)
 """Of free memory that the cache may take: the first that leaves room for a step gives the largest context."""
 SLACK = 0.97
 """Share of free memory that may be asked for: the allocator loses some between arrays."""
@@ -58,20 +61,29 @@ class Options:
 
 
 def plans(config: ModelConfig, options: Options) -> dict[str, CompressionPlan]:
-    """The unmodified cache, and coded ones that read everything, choose on the device, and on the host."""
-    H = config.head_dim
+    """The unmodified cache, and coded ones: all is read, or what each layer chooses, or one of `SHARED`."""
+    H, bits = config.head_dim, options.bits
     full = CompressionPlan.full(config)
-    bits = options.bits
     whole = Settings(bits_k=bits, bits_v=bits, bits_index=bits, index=0, read=0)
     chosen = replace(whole, index=options.index, read=options.read)
-    own = {
-        "all is read": whole,
-        "on the device": chosen,
-        "on the host": replace(chosen, memory="host"),
-    }
-    near = CompressionPlan.uniform(config, qk=H, v=H, sinks=4, window=512)
-    return {"dense": full} | {
-        name: replace(near, method="coded", settings=each) for name, each in own.items()
+    hosted = replace(chosen, memory="host")
+
+    def coded(*each: Settings) -> CompressionPlan:
+        """Layers in turn have these settings."""
+        near = CompressionPlan.uniform(config, qk=H, v=H, sinks=4, window=512)
+        layers = [replace(ranks, settings=each[i % len(each)]) for i, ranks in enumerate(near.layers)]
+        return replace(near, method="coded", settings=each[0], layers=tuple(layers))
+
+    def shared(settings: Settings) -> CompressionPlan:
+        return coded(settings, *[replace(settings, index=0)] * (SHARED - 1))
+
+    return {
+        "dense": full,
+        "all is read": coded(whole),
+        "on the device": coded(chosen),
+        "on the device, shared": shared(chosen),
+        "on the host": coded(hosted),
+        "on the host, shared": shared(hosted),
     }
 
 
@@ -93,7 +105,7 @@ def held(network: Transformer, context: int, options: Options) -> KVCache:
     def random(leaf: jax.Array) -> jax.Array:
         """Codes that choose are bytes on the device; what they choose, and the ring, may be zeros."""
         codes = leaf.dtype == jnp.uint8 and leaf.sharding.memory_kind == "device"
-        return _any(leaf, next(keys)) if codes else leaf
+        return jax.block_until_ready(_any(leaf, next(keys))) if codes else leaf
 
     layers = jax.tree.map(random, cache.layers)
     return replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, context))
@@ -174,7 +186,7 @@ def rows(name: str, network: Transformer, options: Options) -> Iterator[dict[str
 
     def row(context: int, kind: str, step: Compiled) -> dict[str, Any]:
         times = seconds_a_token(network, step, context, options)
-        print(f"{name:14} {kind:8} {context:9,} tokens: {1e3 * float(np.median(times)):.2f} ms", flush=True)
+        print(f"{name:22} {kind:8} {context:9,} tokens: {1e3 * float(np.median(times)):.2f} ms", flush=True)
         return {
             "cache": name,
             "kind": kind,

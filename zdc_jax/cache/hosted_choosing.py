@@ -8,6 +8,7 @@ Efficient Long-Context LLMs, keep their cache so; the format is ours.)
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,12 +63,40 @@ class HostedChoosing(CodedChoosing):
 
     def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
         """`NearFar.write_far`."""
-        far = state.far
+        return self._stored(self._indexed(state.far, k, positions, end), k, v, positions, end)
+
+    def far_step(
+        self,
+        state: NearFarState,
+        q: Array,
+        k: Any,
+        v: Array,
+        positions: Array,
+        end: Array,
+        scale: float,
+        aux: Any,
+    ) -> tuple[FarTokens, Float[Array, "B T N Z"], Float[Array, "B N T"], Any]:
+        """`NearFar.far_step`, which for a decoded token reads the host before it writes there.
+
+        What is read is older than the window, so that the order changes nothing but time: layers that follow
+        a choice need not wait for their own keys, and are fetched for ahead.
+        """
+        if positions.shape[1] > 1 or not self.window:
+            return super().far_step(state, q, k, v, positions, end, scale, aux)
+        far = self._indexed(state.far, k, positions, end)
+        o, lse, aux = self.far_part(far, q, k, positions, scale, aux)
+        # Else XLA keeps a copy of the whole store to read from.
+        store, o = jax.lax.optimization_barrier((far.k, o))
+        return self._stored(far._replace(k=store), k, v, positions, end), o, lse, aux
+
+    def _indexed(self, far: FarTokens, k: Array, positions: Array, end: Array) -> FarTokens:
+        index = put_coded(far.index, self.index_code, k[..., : self.index], positions=positions, end=end)
+        return far._replace(index=index)
+
+    def _stored(self, far: FarTokens, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
         parts = (self.key_code, k[..., self.index : self.R]), (self.value_code, v[..., : self.Z])
         leaves = [leaf for code, x in parts for leaf in jax.tree.leaves(encode_tokens(code, x))]
-        index = put_coded(far.index, self.index_code, k[..., : self.index], positions=positions, end=end)
-        store = put_tokens(far.k, jnp.concatenate(leaves, axis=-1), positions, end)
-        return far._replace(k=store, index=index)
+        return far._replace(k=put_tokens(far.k, jnp.concatenate(leaves, axis=-1), positions, end))
 
     def rows(self, far: FarTokens, slots: Int[Array, "B K n"]) -> tuple[Array, Array]:
         """`Choosing.rows`: the host gathers, the device decodes."""

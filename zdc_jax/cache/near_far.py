@@ -94,6 +94,21 @@ class NearFar(LayerCacheSpec):
         """`attend_far` as `attend` calls it, with the new keys k; and what is handed on."""
         return *self.attend_far(far, q[..., : self.R], positions, scale), aux
 
+    def far_step(
+        self,
+        state: NearFarState,
+        q: Array,
+        k: Any,
+        v: Array,
+        positions: Array,
+        end: Array,
+        scale: float,
+        aux: Any,
+    ) -> tuple[State, Float[Array, "B T N Z"], Float[Array, "B N T"], Any]:
+        """The store with new tokens, and `far_part` of it."""
+        far = self.write_far(state, k, v, positions, end)
+        return far, *self.far_part(far, q, k, positions, scale, aux)
+
     def create(self, batch: int, capacity: int) -> NearFarState:
         """`LayerCacheSpec.create`."""
         return NearFarState(self.near.create(batch, capacity), self.create_far(batch, capacity))
@@ -119,8 +134,7 @@ class NearFar(LayerCacheSpec):
             raise NotImplementedError(
                 f"implementation={call.implementation!r}: this cache is read on xla alone"
             )
-        far = self.write_far(state, k, v, positions, end)
-        far_o, far_lse, aux = self.far_part(far, q, k, positions, call.scale, aux)
+        far, far_o, far_lse, aux = self.far_step(state, q, k, v, positions, end, call.scale, aux)
         if not self.has_near:
             return Attended(NearFarState(state.near, far), far_o, far_lse, aux)
         near = self.near.attend(state.near, q, self.near_keys(k), v, positions, end, None, call)
