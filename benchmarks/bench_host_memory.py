@@ -89,8 +89,8 @@ def plans(config: ModelConfig, options: Options) -> dict[str, CompressionPlan]:
 
 @partial(jax.jit, donate_argnums=0)
 def _any(codes: jax.Array, key: jax.Array) -> jax.Array:
-    """Random codes in their place. The largest byte of a scale is none: it means NaN."""
-    return jax.random.bits(key, codes.shape, jnp.uint8) & 0x7F
+    """Random codes in the place of zeros. The largest byte of a scale is none: it means NaN."""
+    return codes ^ (jax.random.bits(key, codes.shape, jnp.uint8) & 0x7F)  # An unused argument has no place.
 
 
 def held(network: Transformer, context: int, options: Options) -> KVCache:
@@ -105,7 +105,7 @@ def held(network: Transformer, context: int, options: Options) -> KVCache:
     def random(leaf: jax.Array) -> jax.Array:
         """Codes that choose are bytes on the device; what they choose, and the ring, may be zeros."""
         codes = leaf.dtype == jnp.uint8 and leaf.sharding.memory_kind == "device"
-        return jax.block_until_ready(_any(leaf, next(keys))) if codes else leaf
+        return _any(leaf, next(keys)) if codes else leaf
 
     layers = jax.tree.map(random, cache.layers)
     return replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, context))
