@@ -41,10 +41,10 @@ class Choice:
 
 
 CHOICES = (
-    Choice(32, 1024),
-    Choice(32, 512),
+    Choice(24, 2048),
+    Choice(24, 1024),
     Choice(24, 512),
-    Choice(24, 256),
+    Choice(16, 512),
     Choice(16, 256),
     Choice(16, 128),
 )
@@ -133,7 +133,8 @@ class CodedSearch(Search):
                 break
             layer = min(left, key=lambda layer: (steps[layer], costs.cut[layer], layer))
             further = [step + (index == layer) for index, step in enumerate(steps)]
-            if self.try_plan(after(further)) is self.best:
+            less = after(further)  # The same where keys have no room for the wider index.
+            if less == self.best.plan or self.try_plan(less) is self.best:
                 steps, failures = further, 0
             else:  # Further on it costs more yet.
                 left.remove(layer)

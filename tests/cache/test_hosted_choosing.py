@@ -1,5 +1,6 @@
 """Tokens on the host answer bit for bit as tokens on the device do, and lie where they are said to."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -93,6 +94,17 @@ def test_tokens_are_put_where_they_stand(T, unrolled, monkeypatch):
         count = min(T, end[b] - start[b])
         expected[b, start[b] : start[b] + count] = x[b, :count]
     np.testing.assert_array_equal(np.asarray(put)[:, :-1], expected)
+
+
+def test_a_decoded_token_copies_no_store():
+    """Reading before writing would make XLA keep the store twice, were there no barrier."""
+    spec = HostedChoosing(**GIVEN, index=8)
+    state, at = spec.create(1, S), jnp.full((1, 1), 20)
+    heads = [jnp.ones((1, 1, n, H)) for n in (K * G, K, K)]
+    program = attend.lower(spec, state, *heads, at, at[:, 0] + 1, None).compile().as_text()
+    store = f"u8[{','.join(map(str, state.far.k.shape))}]"
+    assert store in program
+    assert not re.search(re.escape(store) + r"\S* copy\(", program)
 
 
 def test_bytes_on_the_host():

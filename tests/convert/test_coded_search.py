@@ -237,8 +237,8 @@ def test_no_layer_of_the_result_can_read_less(seed):
         if not ranks.qk:
             continue
         codes = ranks.settings
-        assert ranks in (whole.plan.layers[i], *(choosing(whole.plan.layers[i], each) for each in CHOICES))
-        less = [choosing(whole.plan.layers[i], each) for each in CHOICES if not 0 < codes.read <= each.read]
+        assert ranks in (whole.plan.layers[i], *(choosing(whole.plan.layers[i], each) for each in choices_for(TOKENS)))
+        less = [choosing(whole.plan.layers[i], each) for each in choices_for(TOKENS) if not 0 < codes.read <= each.read]
         for other in less:
             layers = (*best.plan.layers[:i], other, *best.plan.layers[i + 1 :])
             plan = replace(best.plan, layers=layers)
@@ -290,7 +290,8 @@ def test_choices_fall_in_both_numbers_and_in_bytes_read():
     assert all(a > b for a, b in itertools.pairwise(read))
     sizes = {each.bytes(TOKENS) for each in plans[1:]}
     assert sizes == {plan.bytes(TOKENS) + TOKENS * config.num_kv_heads}
-    assert choices_for(4096) == CHOICES
+    assert choices_for(8192) == CHOICES
+    assert choices_for(4096) == CHOICES[1:]
     assert {choice.read for choice in choices_for(1024)} == {256, 128}
     assert choices_for(256) == ()
 
