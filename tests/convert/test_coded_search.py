@@ -230,15 +230,18 @@ def searched(seed: int, limit: float) -> tuple[FakeBook, Trial, Trial]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_layer_of_the_result_can_read_less(seed):
-    limit = 0.8
+    limit, choices = 0.8, choices_for(TOKENS)
     book, best, whole = searched(seed, limit)
     assert best.increase <= limit
     for i, ranks in enumerate(best.plan.layers):
         if not ranks.qk:
             continue
         codes = ranks.settings
-        assert ranks in (whole.plan.layers[i], *(choosing(whole.plan.layers[i], each) for each in choices_for(TOKENS)))
-        less = [choosing(whole.plan.layers[i], each) for each in choices_for(TOKENS) if not 0 < codes.read <= each.read]
+        assert ranks in (
+            whole.plan.layers[i],
+            *(choosing(whole.plan.layers[i], each) for each in choices),
+        )
+        less = [choosing(whole.plan.layers[i], each) for each in choices if not 0 < codes.read <= each.read]
         for other in less:
             layers = (*best.plan.layers[:i], other, *best.plan.layers[i + 1 :])
             plan = replace(best.plan, layers=layers)
