@@ -187,6 +187,8 @@ class SearchFlags:
     coordinates for the rest, and no more of Q/K than of V."""
     trials: int = 400
     """Most plans to measure."""
+    minutes: float = math.inf
+    """No plan is begun after so many. Taken up again with the same output, a search has as many once more."""
     text_windows: int = 12
     """Windows of text to measure on, drawn round robin over topics."""
     context: int | None = None
@@ -228,7 +230,7 @@ class SearchFlags:
         """
         limit = MAX_DEGRADATION if self.max_degradation is None else self.max_degradation
         options = SearchOptions(
-            limit, self.mode, self.trials, self.objective, self.constrained, self.min_retention
+            limit, self.mode, self.trials, self.objective, self.constrained, self.min_retention, self.minutes
         )
         kind = CodedSearch if method == "coded" else Search
         kind.check(options)

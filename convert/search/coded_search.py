@@ -26,8 +26,9 @@ SHORTEST_WINDOW = 16
 """Tokens; windows are halved down to here. Beside codes a window is a large share of the bytes."""
 INDEX_BITS = 4
 """Fewest of an index."""
-CHOICE_TRIALS = 1 / 5
-"""Share of the trials that are left to the last stage."""
+CHOICE_SHARE = {"bytes": 1 / 5, "read": 2 / 5}
+"""Of trials and minutes, left to the last stage, by objective. Its first plans have settings that no layer
+had before, and take longest to compile."""
 HELD_LIMIT = 2 / 3
 """Share of the limits that what is held may use up where what is read is to be least."""
 
@@ -84,11 +85,11 @@ class CodedSearch(Search):
         return self.book.read_share(plan) if self.reading else self.book.share(plan)
 
     def _window_search(self) -> None:
-        self.most = self.options.trials - int(self.options.trials * CHOICE_TRIALS)
+        self.budget = 1 - CHOICE_SHARE[self.options.objective]
         self.allowed = 1 if self.options.objective == "bytes" else HELD_LIMIT
         with contextlib.suppress(Exhausted):
             super()._window_search()
-        self.most, self.allowed = self.options.trials, 1
+        self.budget, self.allowed = 1, 1
         if self.best is not None and self.costs is not None:
             self.reading = True
             self._read_less(self.best.plan, self.costs)

@@ -16,6 +16,8 @@ from what the last one found:
 """
 
 import contextlib
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -58,10 +60,10 @@ class SearchOptions:
 
     max_degradation: limit on the relative increase of perplexity, > 0. min_retention: limit on what is
     retained of each task that counts, in [0, 1); 0 asks nothing of tasks. mode: what plans may do. trials:
-    most plans measured. objective: what is to be least at the length of the windows, bytes of the KV cache,
-    seconds of attention as `zdc_jax.planning.costs.request_seconds` predicts them, or bytes that a decoded
-    token reads. constrained: whether token classes keep to the paper's Eq. 6
-    (`ClassNumbers.meets_constraints`).
+    most plans measured. minutes: no plan is begun after so many, > 0. objective: what is to be least at the
+    length of the windows, bytes of the KV cache, seconds of attention as
+    `zdc_jax.planning.costs.request_seconds` predicts them, or bytes that a decoded token reads. constrained:
+    whether token classes keep to the paper's Eq. 6 (`ClassNumbers.meets_constraints`).
 
     Raises:
       PlanError: on any other value, naming it and what is allowed.
@@ -73,6 +75,7 @@ class SearchOptions:
     objective: Objective = "bytes"
     constrained: bool = True
     min_retention: float = 0.0
+    minutes: float = math.inf
 
     def __post_init__(self) -> None:
         if not self.max_degradation > 0:
@@ -81,6 +84,8 @@ class SearchOptions:
             raise PlanError(f"min_retention={self.min_retention} must be in [0, 1) (0.97 means 97 %)")
         if self.trials < 1:
             raise PlanError(f"trials={self.trials} must be >= 1")
+        if not self.minutes > 0:
+            raise PlanError(f"minutes={self.minutes} must be > 0")
         for name, allowed in (("mode", get_args(Mode)), ("objective", get_args(Objective))):
             if getattr(self, name) not in allowed:
                 raise PlanError(f"{name}={getattr(self, name)!r} must be one of {allowed}")
@@ -92,7 +97,7 @@ def class_block(length: int) -> int:
 
 
 class Exhausted(Exception):
-    """As many plans as allowed were measured."""
+    """As many plans as allowed were measured, or for as long."""
 
 
 class Search:
@@ -115,7 +120,8 @@ class Search:
         self.config = book.config
         self.length = book.windows.shape[1]
         self.best: Trial | None = None
-        self.measured, self.most = 0, options.trials
+        self.measured, self.began = 0, time.monotonic()
+        self.budget = 1.0  # Share of trials and minutes that may be used up.
         self.allowed = 1.0  # Share of the limits that plans may use up.
         self.costs: LayerCosts | None = None
 
@@ -131,7 +137,7 @@ class Search:
         Raises:
           PlanError: no plan of this mode holds the limit.
         """
-        options = self.options
+        options, self.began = self.options, time.monotonic()
         with contextlib.suppress(Exhausted):
             match options.mode:
                 case "window":
@@ -147,7 +153,8 @@ class Search:
             raise PlanError(
                 f"no plan measured in mode {options.mode!r} stays within {options.max_degradation:.2%} of "
                 f"perplexity, retains {options.min_retention:.0%} of each task and takes less "
-                f"{options.objective} than the dense cache: allow more, or more than {options.trials} trials"
+                f"{options.objective} than the dense cache: allow more, or more than {options.trials} trials "
+                f"and {options.minutes:g} minutes"
             )
         return self.best
 
@@ -164,7 +171,8 @@ class Search:
 
     def try_plan(self, plan: CompressionPlan) -> Trial:
         """Measures, and keeps what is smaller within the limit."""
-        if self.measured >= self.most:
+        minutes = (time.monotonic() - self.began) / 60
+        if self.measured >= self.budget * self.options.trials or minutes > self.budget * self.options.minutes:
             raise Exhausted
         trial = self.book.measure(plan)
         self.measured += 1

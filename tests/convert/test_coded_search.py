@@ -62,12 +62,11 @@ def token_bytes(keys: tuple[int, int, int], values: int) -> float:
 def error(rank: int, bits: int, first: int, index: int, k: np.ndarray, q: np.ndarray) -> float:
     """Of scores, coordinate by coordinate; a turn gives all of a part the mean of what they err."""
     coded = sum(
-        DISTORTION[b] * np.mean(k[head, start:end] ** 2) * q[head, i] ** 2
-        for head in range(len(k))
+        DISTORTION[b] * np.mean(k[:, start:end] ** 2, 1) @ np.sum(q[:, start:end] ** 2, 1)
         for start, end, b in ((0, index, first), (index, rank, bits))
-        for i in range(start, end)
+        if end > start
     )
-    return coded + sum((k[head, i] * q[head, i]) ** 2 for head in range(len(k)) for i in range(rank, H))
+    return float(coded + np.sum((k[:, rank:] * q[:, rank:]) ** 2))
 
 
 class FakeBook:
@@ -247,6 +246,19 @@ def test_no_layer_of_the_result_can_read_less(seed):
             plan = replace(best.plan, layers=layers)
             fewer = book.read_share(plan) < best.read_share
             assert not fewer or book.measure(plan).increase > limit
+
+
+@pytest.mark.parametrize(("objective", "left"), [("bytes", 1 / 5), ("read", 2 / 5)])
+def test_time_ends_a_search_and_is_left_for_choices(objective, left, monkeypatch):
+    """A plan takes a second here. The last one may be begun as time ends."""
+    book, seen = FakeBook(0), []
+    monkeypatch.setattr("convert.search.search.time.monotonic", lambda: float(book.measured))
+    options = SearchOptions(0.8, objective=objective, minutes=30 / 60)
+    best = CodedSearch(book, options, lambda trial, _: seen.append(trial.plan)).run()
+    chosen = [any(ranks.settings.read for ranks in plan.layers if ranks.qk) for plan in seen]
+    assert len(seen) <= 30 + 1
+    assert chosen.index(True) == round(30 * (1 - left)) + 1
+    assert best.increase <= 0.8
 
 
 def test_a_third_of_the_limits_may_be_left_to_what_is_read():

@@ -196,10 +196,11 @@ def test_another_limit_costs_no_trial_twice(folder, windows):
     assert len(book.seen) == count
 
 
+MINUTES = {"max_degradation": 0.1, "minutes": 0.0}
 IMPOSSIBLE = [{"max_degradation": limit} for limit in (0.0, -1.0, float("nan"))]
 
 
-@pytest.mark.parametrize("options", [*IMPOSSIBLE, {"max_degradation": 0.1, "trials": 0}])
+@pytest.mark.parametrize("options", [*IMPOSSIBLE, {"max_degradation": 0.1, "trials": 0}, MINUTES])
 def test_impossible_options_are_named(options):
     with pytest.raises(PlanError, match="must be >"):
         SearchOptions(**options)
