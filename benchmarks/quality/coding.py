@@ -4,8 +4,8 @@
 
 Parts: `bases` is run with several calibrations; `codes` and `near` read everything; `choice` and `growth`
 read few far tokens; `tokens` gives important ones more bits. What no method has is rounded as it would be
-(`benchmarks.quality.study_caches`). Text is `CORPUS/<topic>/train.txt.xz`: what is chosen by it must be
-judged on other text.
+(`benchmarks.quality.study_caches`). Variants of searched plans are measured with `--plans`.
+Text is `CORPUS/<topic>/train.txt.xz`: what is chosen by it must be judged on other text.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ Named = Iterator[tuple[str, CompressionPlan]]
 
 @dataclass(frozen=True)
 class StudyOptions(Options):
-    """parts: those to measure (default all)."""
+    """parts: those to measure (default all, and none where there are `plans`)."""
 
     parts: tuple[str, ...] = ()
 
@@ -197,7 +197,7 @@ class StudyBench(Bench):
 
     def cells(self) -> Iterator[Cell]:
         """At one context after another."""
-        wanted = self.options.parts or tuple(PARTS)
+        wanted = self.options.parts or (() if self.options.plans else tuple(PARTS))
         if unknown := set(wanted) - PARTS.keys():
             raise SystemExit(f"parts={sorted(unknown)} must be of {sorted(PARTS)}")
         for context in self.options.contexts:
@@ -206,6 +206,7 @@ class StudyBench(Bench):
                 for label, plan in PARTS[part](self.config):
                     for protocol in self.options.protocols:
                         yield Cell(f"{name}: {label}", None, plan, context, protocol)
+            yield from self.of_plans(context, "searched: ")
 
 
 def main(options: StudyOptions) -> None:

@@ -245,15 +245,19 @@ class Bench:
                     if (plan := self.plan(entry, context, budget)) is not None:
                         for protocol in options.protocols:
                             yield Cell(entry.name, budget, plan, context, protocol)
-            for path in options.plans:
-                plan = CompressionPlan.load(path)
-                plan.check_model(self.config, self.checkpoint.fingerprint)
-                if plan.rotated:
-                    plan.check_basis(self.basis.coordinates_hash)
-                if any(ALIGNMENT % spec.alignment for spec in plan.layer_caches(self.dtype.name)):
-                    raise SystemExit(f"{path}: its pieces cannot begin at multiples of {ALIGNMENT}")
-                for protocol in options.protocols:
-                    yield Cell(path.stem, None, plan, context, protocol)
+            yield from self.of_plans(context)
+
+    def of_plans(self, context: int, prefix: str = "") -> Iterator[Cell]:
+        """Cells of the plans of the options, named by their files."""
+        for path in self.options.plans:
+            plan = CompressionPlan.load(path)
+            plan.check_model(self.config, self.checkpoint.fingerprint)
+            if plan.rotated:
+                plan.check_basis(self.basis.coordinates_hash)
+            if any(ALIGNMENT % spec.alignment for spec in plan.layer_caches(self.dtype.name)):
+                raise SystemExit(f"{path}: its pieces cannot begin at multiples of {ALIGNMENT}")
+            for protocol in self.options.protocols:
+                yield Cell(prefix + path.stem, None, plan, context, protocol)
 
     def best_heads(self, count: int) -> tuple[tuple[int, ...], ...]:
         """The KV heads that retrieve best, `count` of all or as many as there are."""
