@@ -46,9 +46,13 @@ SLACK = 0.97
 
 @dataclass(frozen=True)
 class Options:
-    """contexts: in tokens. index, read, bits: of coded plans, all layers. steps: timed, `repeats` times."""
+    """contexts: in tokens. index, read, bits: of coded plans, all layers. steps: timed, `repeats` times.
+
+    caches: those to measure (default all). most: no largest context is above it.
+    """
 
     contexts: tuple[int, ...] = (32768, 131072)
+    caches: tuple[str, ...] = ()
     index: int = 32
     read: int = 1024
     bits: int = 4
@@ -214,8 +218,10 @@ def main(options: Options) -> None:
     """Writes one JSON, again after each plan."""
     config = replace(LLAMA_3_8B, layers=LLAMA_3_8B.layers[: options.layers])
     found: list[dict[str, Any]] = []
-    settings = {key: value for key, value in asdict(options).items() if key != "results"}
+    settings = {key: value for key, value in asdict(options).items() if key not in ("results", "caches")}
     for name, plan in plans(config, options).items():
+        if options.caches and name not in options.caches:
+            continue
         network = build("folded" if name == "dense" else "post_rope", config)
         network.plan = plan
         settings |= {"free_bytes": free_bytes()}
