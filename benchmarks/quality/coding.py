@@ -92,7 +92,7 @@ def codes(config: ModelConfig) -> Named:
     yield "two scales", stored(config, study.parts((H // 2, four), (H // 2, four)))
     for name, group in (("one scale", H), ("groups of 32", 32)):
         yield f"integers, {name}", stored(config, TokenIntegers(4, group))
-    yield "scale of 16 bits", stored(config, four)
+    yield "best levels for a Gaussian", stored(config, four)
     yield "scale a power of two", stored(config, study.PowerOfTwoScale(4))
 
 

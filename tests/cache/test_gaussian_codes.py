@@ -11,12 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zdc_jax.cache.gaussian_codes import (
-    Gaussian,
     TurnedGaussian,
-    from_e5m3,
     gaussian_distortion,
     gaussian_levels,
-    to_e5m3,
     turn,
 )
 
@@ -108,50 +105,3 @@ def test_vectors_of_any_size_can_be_read(seed, exponent):
     tiny = 48 * np.finfo(np.float32).tiny
     norm = np.linalg.norm(x.astype(np.float64), axis=-1)
     assert (np.linalg.norm(decoded - x, axis=-1) <= 0.3 * norm + tiny).all()
-
-
-SIZES = np.array([2.0 ** (e - 16) * (1 + m / 8) for e in range(32) for m in range(8)][1:-1])
-"""Of the codes 1 to 254."""
-
-
-@settings(deadline=None)
-@given(exponent=st.floats(-17, 17))
-def test_short_scales_are_the_nearest(exponent):
-    size = np.float32(2.0**exponent)
-    nearest = SIZES[np.abs(SIZES - size).argmin()]
-    found = float(from_e5m3(to_e5m3(jnp.asarray(size))))
-    assert found == pytest.approx(0 if size < SIZES[0] - 2.0**-20 else nearest, rel=1e-6) or (
-        abs(found - size) == pytest.approx(abs(nearest - size), rel=1e-3)
-    )
-
-
-def test_short_scales_of_no_size():
-    given = [0.0, 1e-30, 2.0**-17, 1e9, np.inf, np.nan]
-    codes = to_e5m3(jnp.asarray(given, jnp.float32))
-    assert codes.tolist() == [0, 0, 0, 254, 254, 255]
-    np.testing.assert_array_equal(from_e5m3(codes), [0, 0, 0, SIZES[-1], SIZES[-1], np.nan])
-    np.testing.assert_allclose(from_e5m3(jnp.arange(1, 255, dtype=jnp.uint8)), SIZES, rtol=1e-7)
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6])
-def test_short_scales_cost_next_to_nothing(bits):
-    """Levels go by the size that is stored."""
-    x = np.random.default_rng(bits).normal(size=(400, 1, 64)).astype(np.float32) * 3.1
-
-    def error(code):
-        found = np.asarray(code.decode(code.encode(jnp.asarray(x)), 64), np.float64)
-        return ((found - x) ** 2).mean()
-
-    assert error(Gaussian(bits, short=True)) <= 1.05 * error(Gaussian(bits))
-
-
-def test_zeros_and_outliers_of_short_scales():
-    x = np.zeros((4, 1, 16), np.float32)
-    x[1, 0, 3], x[2, 0], x[3, 0, 5] = 1e30, 1e-30, np.nan
-    code = Gaussian(4, short=True)
-    coded = code.encode(jnp.asarray(x))
-    assert coded[1].dtype == jnp.uint8
-    back = np.asarray(code.decode(coded, 16))
-    np.testing.assert_array_equal(back[[0, 2]], 0)
-    assert back[1, 0, 3] == pytest.approx(SIZES[-1] * gaussian_levels(4)[-1])
-    assert np.isnan(back[3]).all()

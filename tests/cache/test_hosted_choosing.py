@@ -14,6 +14,7 @@ import zdc_jax
 from zdc_jax import CompressionPlan
 from zdc_jax.cache import hosted_choosing, kv_cache
 from zdc_jax.cache.coded_choosing import CodedChoosing
+from zdc_jax.cache.fitted_integers import FittedIntegers
 from zdc_jax.cache.gaussian_codes import Gaussian
 from zdc_jax.cache.hosted_choosing import HostedChoosing, fetched, put_tokens
 from zdc_jax.cache.spec import Call
@@ -24,9 +25,13 @@ from zdc_jax.evaluation.sheets import Sheet
 from zdc_jax.methods.coded import Settings
 
 B, K, G, H, S = 3, 2, 2, 32, 44
-SHORT = partial(Gaussian, short=True)
 GIVEN = {"num_kv_heads": K, "head_dim": H, "dtype": "float32", "R": 24, "Z": 16, "sinks": 2, "window": 7}
-GIVEN |= {"index_code": SHORT(4), "key_code": SHORT(3), "value_code": SHORT(2), "read": 12}
+GIVEN |= {
+    "index_code": FittedIntegers(4),
+    "key_code": FittedIntegers(3),
+    "value_code": FittedIntegers(2),
+    "read": 12,
+}
 RAGGED = [[24, 3, 17], [1, 0, 1], [0, 20, 24], [1, 1, 1], [0, 1, 0]]
 
 

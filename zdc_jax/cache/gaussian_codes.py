@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -20,12 +19,11 @@ LLOYD_STEPS = 500
 class Gaussian(Code):
     """Coordinates in the best 2^bits levels for a Gaussian, times a token's root mean square.
 
-    Coded: levels uint8 [*batch, 1, C·bits/8], root mean square [*batch, 1, 1], in 16 bits or, `short`, in
-    `to_e5m3`'s 8. Zeros are read as zeros, and a token with a coordinate that is no finite number as NaN.
+    Coded: levels uint8 [*batch, 1, C·bits/8], root mean square in `SCALE_DTYPE` [*batch, 1, 1]. Zeros are
+    read as zeros, and a token with a coordinate that is no finite number as NaN.
     """
 
     bits: int
-    short: bool = False
 
     def refusal(self, C: int) -> str | None:
         """`Code.refusal`."""
@@ -38,21 +36,15 @@ class Gaussian(Code):
         largest = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), tiny)
         x = x / largest
         size = jnp.sqrt((x * x).mean(-1, keepdims=True))
-        if self.short:
-            # Levels are those of the size that is stored: its rounding is no error of theirs.
-            stored = to_e5m3(size * largest)
-            size = from_e5m3(stored) / largest
-        else:
-            stored = (size * largest).astype(SCALE_DTYPE)
         unit = self.turned(x) / jnp.maximum(size, tiny)
-        return pack(nearest_levels(unit, self.bits), self.bits), stored
+        return pack(nearest_levels(unit, self.bits), self.bits), (size * largest).astype(SCALE_DTYPE)
 
     def decode(self, coded: Coded, C: int) -> Array:
         """`Code.decode`."""
-        levels, stored = coded
+        levels, size = coded
         table = jnp.asarray(gaussian_levels(self.bits), jnp.float32)
         unit = jnp.take(table, unpack(levels, self.bits), mode="clip")
-        return self.turned_back(unit) * (from_e5m3(stored) if self.short else stored.astype(jnp.float32))
+        return self.turned_back(unit) * size.astype(jnp.float32)
 
     def turned(self, x: Float[Array, "*batch C"]) -> Float[Array, "*batch C"]:
         """What is rounded: the coordinates themselves."""
@@ -91,30 +83,6 @@ def turn(C: int) -> np.ndarray:
         matrix = np.kron(matrix, np.array([[1, 1], [1, -1]]) / np.sqrt(2))
     signs = np.random.default_rng(C).choice([-1, 1], C)
     return signs[:, None] * matrix
-
-
-_DROPPED = 20
-"""Bits of float32's mantissa that `to_e5m3` has not."""
-_LOWEST = (127 - 16) << 3
-"""Exponent and three bits of mantissa of 2^-16 in float32."""
-
-
-def to_e5m3(x: Float[Array, "*batch"]) -> UInt8[Array, "*batch"]:
-    """Sizes in 8 bits: 5 of exponent and 3 of mantissa, without a sign.
-
-    The nearest of those from 2^-16 · 9/8 to 2^15 · 7/4, which larger ones become; smaller ones become 0. NaN
-    is 255.
-    """
-    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
-    code = jnp.clip(((bits + (1 << _DROPPED - 1)) >> _DROPPED) - _LOWEST, 0, 254)
-    return jnp.where(jnp.isnan(x), 255, code).astype(jnp.uint8)
-
-
-def from_e5m3(code: UInt8[Array, "*batch"]) -> Float[Array, "*batch"]:
-    """What `to_e5m3` stored, float32."""
-    bits = (code.astype(jnp.int32) + _LOWEST) << _DROPPED
-    size = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    return jnp.where(code == 255, jnp.nan, jnp.where(code == 0, 0, size))
 
 
 def nearest_levels(unit: Float[Array, "*batch C"], bits: int) -> UInt8[Array, "*batch C"]:

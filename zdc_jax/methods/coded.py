@@ -1,8 +1,8 @@
 """coded: far tokens in few bits, of which few coordinates choose those that answer (ours).
 
-What answers are all coordinates that a layer keeps, turned so that they look Gaussian, in the best levels
-for a Gaussian (Zandieh et al. 2025). The first coordinates of keys in the calibrated basis, its index, are a
-plane with bits of its own: they bear most of a score. They are also what chooses (as in Loki, Singhania et
+What answers are all coordinates that a layer keeps, turned so that they look Gaussian (Zandieh et al. 2025),
+in integers with a step for each token. The first coordinates of keys in the calibrated basis, its index, are
+a plane with bits of its own: they bear most of a score. They are also what chooses (as in Loki, Singhania et
 al. 2024), a part of the store itself, not a copy. The turns are part of the weights (`zdc_jax.fold`), so that
 nothing turns at run time.
 """
@@ -16,7 +16,7 @@ from zdc_jax.cache.coded_choosing import CodedChoosing
 from zdc_jax.cache.coded_ring import CodedRing
 from zdc_jax.cache.coded_store import CodedStore
 from zdc_jax.cache.codes import Int8, Split
-from zdc_jax.cache.gaussian_codes import Gaussian
+from zdc_jax.cache.fitted_integers import FittedIntegers
 from zdc_jax.cache.hosted_choosing import HostedChoosing
 from zdc_jax.cache.near_far import NearFar
 from zdc_jax.cache.prefix_ring import PrefixRing
@@ -99,7 +99,7 @@ def _near_coded(spec: LayerCacheSpec, settings: MethodSettings) -> LayerCacheSpe
 
 def _far(settings: Settings) -> Callable[..., LayerCacheSpec]:
     bits = settings.bits_index, settings.bits_k, settings.bits_v
-    index, keys, values = (Gaussian(each, short=True) for each in bits)
+    index, keys, values = (FittedIntegers(each) for each in bits)
     if not settings.read:
         whole = Split(settings.index, index, keys) if settings.index else keys
         return partial(CodedStore, key_code=whole, value_code=values)

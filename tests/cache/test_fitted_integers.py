@@ -1,0 +1,74 @@
+"""The code of `coded` against plain loops in float64, and against what even levels of one step err."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zdc_jax.cache.codes import pack
+from zdc_jax.cache.fitted_integers import ABOVE, BELOW, FittedIntegers
+
+BITS = (2, 3, 4, 5, 6, 8)
+REACHES = np.array([0.0, *[2.0 ** (e - 16) * (1 + m / 8) for e in range(32) for m in range(8)][1:-1]])
+"""Of the codes 0 to 254."""
+ONE_STEP = {2: 0.1188, 3: 0.03744, 4: 0.01154, 5: 0.003495}
+"""Mean square error of a unit Gaussian in even levels of the best step (Max 1960, table II)."""
+
+
+def rounded(x: np.ndarray, reach: float, bits: int) -> np.ndarray:
+    """Each coordinate at the nearest of 2^bits levels, evenly from -reach to reach."""
+    levels = reach * (2 * np.arange(2**bits) + 1 - 2**bits) / 2**bits
+    return np.array([levels[np.argmin(np.abs(levels - value))] for value in x])
+
+
+def fitted(x: np.ndarray, bits: int) -> np.ndarray:
+    """The best of the reaches from 6 below that of the largest coordinate to 1 above."""
+    widest = int(np.argmin(np.abs(REACHES - np.abs(x).max())))
+    tried = [rounded(x, REACHES[code], bits) for code in range(widest - BELOW, widest + ABOVE + 1)]
+    return min(tried, key=lambda found: ((found - x) ** 2).sum())
+
+
+def there_and_back(x: np.ndarray, bits: int) -> np.ndarray:
+    code = FittedIntegers(bits)
+    return np.asarray(code.decode(code.encode(jnp.asarray(x)), x.shape[-1]), np.float64)
+
+
+@pytest.mark.parametrize(("bits", "C"), [(2, 48), (3, 64), (4, 80), (5, 24), (6, 16), (8, 16)])
+def test_vectors_err_as_in_loops(bits, C):
+    """Of two reaches that err alike either may be taken, so errors are compared, not levels."""
+    x = np.random.default_rng(bits).standard_t(df=5, size=(60, 1, C)).astype(np.float32) * 3.1
+    levels, reach = FittedIntegers(bits).encode(jnp.asarray(x))
+    assert levels.nbytes * 8 == x.size * bits
+    assert (reach.shape, reach.dtype) == ((60, 1, 1), jnp.uint8)
+    errors = ((there_and_back(x, bits) - x) ** 2).sum((1, 2))
+    loops = [((fitted(row, bits) - row) ** 2).sum() for row in x[:, 0].astype(np.float64)]
+    np.testing.assert_allclose(errors, loops, rtol=1e-3)
+
+
+@pytest.mark.parametrize("bits", ONE_STEP)
+def test_a_step_of_its_own_pays(bits):
+    """Least at many bits and few coordinates, and never more than one step for all errs."""
+    rng, error = np.random.default_rng(7), {}
+    for C in (16, 64, 512):
+        x = rng.normal(size=(2000, 1, C)).astype(np.float32)
+        error[C] = ((there_and_back(x, bits) - x) ** 2).mean() / ONE_STEP[bits]
+    assert error[16] < error[64] < error[512] < 1.02
+    assert error[64] < {2: 0.98, 3: 0.92, 4: 0.81, 5: 0.70}[bits]
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_levels_are_what_integers_score(bits):
+    """q · x is reach/2^bits times an integer product: the sum of (2l + 1 - 2^bits) q."""
+    levels = np.random.default_rng(bits).integers(0, 2**bits, 32)
+    packed = pack(jnp.asarray(levels, jnp.uint8), bits)[None, None]
+    back = FittedIntegers(bits).decode((packed, jnp.full((1, 1, 1), 128, jnp.uint8)), 32)
+    np.testing.assert_array_equal(back[0, 0], (2 * levels + 1 - 2**bits) / 2**bits * REACHES[128])
+
+
+def test_zeros_outliers_and_what_is_no_number():
+    x = np.zeros((5, 1, 16), np.float32)
+    x[1, 0, 3], x[2, 0], x[3, 0, 5], x[4] = 1e30, 1e-30, np.nan, 1e4
+    back = there_and_back(x, 4)
+    np.testing.assert_array_equal(back[[0, 2]], 0)
+    assert back[1, 0, 3] == pytest.approx(REACHES[-1] * 15 / 16)
+    assert np.isnan(back[3]).all()
+    np.testing.assert_allclose(back[4], 1e4, rtol=0.01)

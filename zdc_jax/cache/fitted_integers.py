@@ -1,0 +1,65 @@
+"""Integers whose step is fitted to each token: what `coded` stores (ours)."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from zdc_jax.axes import Array
+from zdc_jax.cache.codes import Code, Coded, pack, packing_refusal, unpack
+from zdc_jax.cache.short_scales import NAN, from_e5m3, to_e5m3
+
+BELOW, ABOVE = 6, 1
+"""Scales that are tried: so many below that of the largest coordinate, and above it; 6 to 12 % apart."""
+
+
+@dataclass(frozen=True)
+class FittedIntegers(Code):
+    """Odd multiples of reach/2^bits, from -reach to reach; of eight reaches a token takes what errs least.
+
+    Coded: levels uint8 [*batch, 1, C·bits/8], level l is (2l + 1 - 2^bits)·reach/2^bits; reach uint8
+    [*batch, 1, 1], in `to_e5m3`'s 8 bits. Zeros are read as zeros, a token with a coordinate that is no
+    finite number as NaN.
+
+    A step of its own makes up for levels that stand evenly: turned vectors of 64 coordinates err as little as
+    in the best levels for a Gaussian (0.98 to 1.00 times the square at 2 to 5 bits), those of 16 less (0.65
+    to 0.91), those of 128 more (1.00 to 1.08). Even levels are what integer arithmetic can score.
+    """
+
+    bits: int
+
+    def refusal(self, C: int) -> str | None:
+        """`Code.refusal`."""
+        return packing_refusal(C)
+
+    def encode(self, x: Array) -> Coded:
+        """`Code.encode`."""
+        x, tiny = x.astype(jnp.float32), jnp.finfo(jnp.float32).tiny
+        # Squares of the coordinates themselves could overflow.
+        largest = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), tiny)
+        unit, widest = x / largest, to_e5m3(largest)
+        tried = jnp.clip(widest.astype(jnp.int32) + jnp.arange(ABOVE, -BELOW - 1, -1), 0, NAN - 1)
+        reaches = jnp.maximum(from_e5m3(tried) / largest, tiny)
+        errors = jnp.square(self._rounded(unit, reaches) - unit[..., None, :]).sum(-1)
+        best = errors.argmin(-1, keepdims=True)
+        stored, reach = (jnp.take_along_axis(of, best, axis=-1) for of in (tried, reaches))
+        level = self._level(unit, reach) + 2 ** (self.bits - 1)
+        return pack(level.astype(jnp.uint8), self.bits), jnp.where(widest == NAN, NAN, stored).astype(
+            jnp.uint8
+        )
+
+    def decode(self, coded: Coded, C: int) -> Array:
+        """`Code.decode`."""
+        levels, reach = coded
+        odd = 2 * unpack(levels, self.bits).astype(jnp.float32) + (1 - 2**self.bits)
+        return odd * (from_e5m3(reach) / 2**self.bits)
+
+    def _level(self, x: Array, reach: Array) -> Int[Array, "*batch C"]:
+        """-2^(bits-1) to 2^(bits-1) - 1 of what these broadcast to; 0 for what is no number."""
+        half = 2 ** (self.bits - 1)
+        return jnp.nan_to_num(jnp.clip(jnp.floor(x * (half / reach)), -half, half - 1)).astype(jnp.int32)
+
+    def _rounded(self, x: Float[Array, "*batch C"], reaches: Float[Array, "*batch E"]) -> Array:
+        """What is read of x under each reach: [*batch, E, C]."""
+        reach = reaches[..., None]
+        return (self._level(x[..., None, :], reach) + 0.5) * (reach / 2 ** (self.bits - 1))
