@@ -215,7 +215,7 @@ def rows(name: str, network: Transformer, options: Options) -> Iterator[dict[str
 
 
 def main(options: Options) -> None:
-    """Writes one JSON, again after each plan."""
+    """Writes one JSON, again after each row."""
     config = replace(LLAMA_3_8B, layers=LLAMA_3_8B.layers[: options.layers])
     found: list[dict[str, Any]] = []
     settings = {key: value for key, value in asdict(options).items() if key not in ("results", "caches")}
@@ -225,8 +225,9 @@ def main(options: Options) -> None:
         network = build("folded" if name == "dense" else "post_rope", config)
         network.plan = plan
         settings |= {"free_bytes": free_bytes()}
-        found += rows(name, network, options)
-        path = write_result(options.name, settings, found, options.results)
+        for row in rows(name, network, options):
+            found.append(row)
+            path = write_result(options.name, settings, found, options.results)
         del network
     print(path)
 

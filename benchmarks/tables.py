@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS
-from benchmarks.quality.coding_tables import coding_table, fetch_table, layers_table
+from benchmarks.quality.coding_tables import coding_table, fetch_table, layers_table, memory_table
 from benchmarks.quality.rows import NAME, Row, family, in_order, least, missing, of, read_run, retentions
 from benchmarks.sequence_rows import LABELS, SEQUENCE_LENGTH, SEQUENCE_RESULTS, median, sent
 
@@ -23,15 +23,14 @@ REAL_MODEL = "smollm2-135m"
 LONG_TASKS = ("copy@2976", "induction", "lookup", "needles", "passkey")
 TASK_HEADS = ("near copy", "far copy", *LONG_TASKS[1:])
 """Tasks where contexts of several lengths stand side by side."""
-SEARCHED = (
-    *("coded, 1 %", "coded, 0.5 %"),
-    *("coded, 8192, 1 %", "coded, 8192, 0.6 %", "coded, 8192, 0.3 %", "coded, 8192, chosen"),
-    *("searched", "rotated"),
-)
+OLD_CODE = "coded (Gaussian levels)"
+"""Rows from before `coded` had integers."""
+CODED = ("1 %", "0.5 %", "8192, 1 %", "8192, 0.6 %", "8192, chosen", "8192, 0.3 %", "8192, 0.3 %, chosen")
+SEARCHED = (*(f"{code}, {plan}" for plan in CODED for code in ("coded", OLD_CODE)), "searched", "rotated")
 AGAIN = f"other-windows/coded-{REAL_MODEL}"
 """Rows of plans on windows and sheets that were drawn after the first ones had been looked at."""
 HEADLINE = (
-    *((name, None) for name in ("coded, 1 %", "coded, 0.5 %", "searched")),
+    *((name, None) for name in (f"{OLD_CODE}, 1 %", f"{OLD_CODE}, 0.5 %", "searched")),
     *(("turboquant", 0.28), ("kivi", 0.36), ("int8", 0.52), ("rotated", 1.0)),
 )
 
@@ -463,6 +462,7 @@ TABLES = {
     },
     "coding layers": layers_table,
     "host fetch": fetch_table,
+    "host memory": memory_table,
 }
 
 

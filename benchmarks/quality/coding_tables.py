@@ -1,6 +1,7 @@
 """Tables of the study of codes, for `benchmarks.tables`."""
 
 import json
+from statistics import median
 from typing import Any
 
 from benchmarks.common import RESULTS
@@ -52,6 +53,21 @@ def fetch_table() -> str:
     rows = _read("host-fetch-h200")["results"]
     ways = [[row["way"].replace("_", " "), f"{row['median_ms']:.2f} ms"] for row in rows]
     return _table(["way", "median"], ways)
+
+
+def memory_table() -> str:
+    """Caches on a capped GPU: bytes on it, and time a token, where a context was given and at the largest."""
+    rows = _read("host-memory-llama-3-8b-shape")["results"]
+    lines = [
+        [
+            row["cache"],
+            f"{row['context']:,}" + ", the largest" * (row["kind"] == "largest"),
+            *(f"{row[name] / 2**30:.2f} GiB" for name in ("device_bytes", "read_bytes")),
+            f"{median(row['ms']):.1f} ms",
+        ]
+        for row in rows
+    ]
+    return _table(["far tokens", "context", "on the GPU", "read a token", "a token takes"], lines)
 
 
 def _read(name: str) -> dict[str, Any]:

@@ -44,8 +44,8 @@ def model_of(name: str) -> str:
 
 
 def family(method: str) -> str:
-    """The kind of a method; of a searched plan by what its name begins with."""
-    name = method.split(",")[0]
+    """The kind of a method; of a searched plan by what its name begins with, up to a comma or bracket."""
+    name = method.split(",")[0].split(" (")[0]
     return next((kind for kind, methods in FAMILIES.items() if name in methods), LOW_RANK)
 
 
