@@ -1,5 +1,8 @@
 """GPU kernels on plain arrays; `reference` holds the plain semantics that every implementation must meet."""
 
+from kernels_pallas.coded_decode import coded_attention as coded_attention
+from kernels_pallas.coded_inputs import CodedConfig as CodedConfig
+from kernels_pallas.coded_inputs import Plane as Plane
 from kernels_pallas.decode import decode_attention as decode_attention
 from kernels_pallas.decode_inputs import DecodeConfig as DecodeConfig
 from kernels_pallas.decode_inputs import Ring as Ring
@@ -11,6 +14,7 @@ from kernels_pallas.prefill import prefill_attention as prefill_attention
 from kernels_pallas.prefill_inputs import TAIL_ALIGNMENT as TAIL_ALIGNMENT
 from kernels_pallas.prefill_inputs import Trailing as Trailing
 from kernels_pallas.reference import attention_reference as attention_reference
+from kernels_pallas.refusals import coded_refusal as coded_refusal
 from kernels_pallas.refusals import decode_refusal as decode_refusal
 from kernels_pallas.refusals import device_refusal as device_refusal
 from kernels_pallas.refusals import post_rope_refusal as post_rope_refusal

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 
 from kernels_pallas import common
+from kernels_pallas.coded_inputs import check_coded
 from kernels_pallas.common import Shaped
 from kernels_pallas.decode_inputs import check_decode
 from kernels_pallas.post_rope import checked_launch
@@ -40,6 +41,7 @@ def _check_here(q: Shaped) -> None:
 
 prefill_refusal = _refusal(check_prefill)
 decode_refusal = _refusal(check_decode)
+coded_refusal = _refusal(check_coded)
 segment_refusal = _refusal(check_segments)
 post_rope_refusal = _refusal(checked_launch)
 device_refusal = _refusal(_check_here)

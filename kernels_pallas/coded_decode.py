@@ -1,0 +1,330 @@
+"""Attention of one new token per row to keys and values in few bits, read as integers (ours).
+
+Levels become bfloat16 in registers (`kernels_pallas.unpack`). Keys are the *rows* of products with the few
+query heads of their KV head, eight or sixteen columns: Sᵀ = K qᵀ with K from registers, Oᵀ = Vᵀ Pᵀ with V
+through shared memory. Steps of keys multiply scores, those of values probabilities.
+
+The running maximum of a softmax would be a sum over all four warps at every step. Here each part takes the
+maximum of its first block for all that follow: float32 holds probabilities up to 2^127 times as large as the
+largest of them, and what is less than 2^-126 of it counts for nothing. Where a later key is 2^60 times as
+likely, the part is done again with a running maximum.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from kernels_pallas import common
+from kernels_pallas.coded_inputs import BLOCK, CodedConfig, Plane, check_coded, default_config
+from kernels_pallas.common import LOG2_E, NEVER, filled, tiled
+from kernels_pallas.unpack import WORD, columns, unpacked, words
+
+LARGEST_SUM = 2.0**60
+"""Of probabilities relative to the first block's; above it the running maximum is needed."""
+NAN_CODE = 255
+"""Of a reach: the token holds what is no number."""
+E5M3_BIAS, E5M3_SHIFT = (127 - 16) << 3, 20
+"""From the 8 bits of a reach to those of float32."""
+
+
+def coded_attention(
+    q: Float[Array, "B N R"],
+    keys: Sequence[Plane],
+    values: Plane,
+    begin: Int[Array, " B"],
+    end: Int[Array, " B"],
+    *,
+    scale: float,
+    config: CodedConfig | None = None,
+) -> tuple[Float[Array, "B N Z"], Float[Array, "B N"]]:
+    """Attention of each row's last token over the slots begin ≤ j < end, which alone are read.
+
+    Args:
+      q: bfloat16, as many coordinates as `keys` have together.
+      keys: one or two planes of consecutive coordinates (an index, and the rest). values: one plane. Levels
+        have 2, 4 or 8 bits and take a multiple of 16 bytes a token and plane; Z and S are multiples of 64.
+      begin, end: of each row; a row of none gives zeros and -inf.
+      scale: factor on the scores, 1/√H of the original head dim.
+      config: how keys are cut; None takes the default.
+
+    Returns:
+      o in bfloat16; the natural log-sum-exp of scaled scores, float32. A token whose reach says that it is no
+      number makes the result so.
+
+    Raises:
+      ValueError: a shape, dtype or number of bits not allowed, named with its value, before launch.
+      NotImplementedError: on a GPU not of compute capability 9.0.
+    """
+    check_coded(q, keys, values, begin, end, config=config)
+    if config is None:
+        config = default_config(q.shape[0] * values.reach.shape[1], values.reach.shape[2])
+    planes = [(plane.levels, plane.reach) for plane in (*keys, values)]
+    bits = tuple(plane.bits for plane in (*keys, values))
+    return _launch(q, planes, begin, end, bits=bits, scale=scale, config=config)
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "scale", "config"))
+def _launch(
+    q: Array,
+    planes: Sequence[tuple[Array, Array]],
+    begin: Array,
+    end: Array,
+    *,
+    bits: tuple[int, ...],
+    scale: float,
+    config: CodedConfig,
+) -> tuple[Array, Array]:
+    """`coded_attention`, checked; levels and reach of the planes of keys, then of values."""
+    widths = tuple(levels.shape[-1] * 8 // b for (levels, _), b in zip(planes, bits, strict=True))
+    (B, N, _), (_, K, _) = q.shape, planes[0][1].shape
+    G, Z = N // K, widths[-1]
+    g = _Geometry(K, -(-G // 8) * 8, widths, bits, scale, config.splits, config.stages)
+    partial, lse = plgpu.kernel(
+        functools.partial(_kernel, g=g),
+        out_type=[
+            jax.ShapeDtypeStruct((B, K, g.parts, Z, g.columns), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, g.parts, g.columns), jnp.float32),
+        ],
+        grid=(B * K, g.parts),
+        grid_names=("head", "part"),
+        kernel_name="zdc_coded_decode",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(
+        jnp.stack([begin, end], 1).astype(jnp.int32),
+        *_queries(q, g),
+        *(words(levels) for levels, _ in planes),
+        *(reach for _, reach in planes),
+    )
+    o, total = _merge(partial[..., :G], lse[..., :G])
+    o = o[:, :, columns(Z, bits[-1]).argsort()].swapaxes(2, 3)
+    return o.reshape(B, N, Z).astype(q.dtype), total.reshape(B, N)
+
+
+class _Geometry(NamedTuple):
+    """Static shape of a launch. columns: query heads, eight or sixteen. widths, bits: of the planes."""
+
+    K: int
+    columns: int
+    widths: tuple[int, ...]
+    bits: tuple[int, ...]
+    scale: float
+    parts: int
+    stages: int
+
+
+def _queries(q: Array, g: _Geometry) -> list[Array]:
+    """[B, K, columns, C] for each plane of keys, coordinates in `unpacked`'s order; zeros beyond G heads."""
+    B, N, _ = q.shape
+    G = N // g.K
+    groups = jnp.pad(q.reshape(B, g.K, G, -1), ((0, 0), (0, 0), (0, g.columns - G), (0, 0)))
+    begins = itertools.accumulate(g.widths[:-1], initial=0)
+    order = (columns(C, bits) for C, bits in zip(g.widths[:-1], g.bits, strict=False))
+    return [groups[..., begin + each] for begin, each in zip(begins, order, strict=False)]
+
+
+def _merge(partial: Array, lse: Array) -> tuple[Array, Array]:
+    """Partial results [B, K, P, Z, G] and their log-sum-exp [B, K, P, G] as one."""
+    highest = jnp.maximum(lse.max(2, keepdims=True), NEVER)
+    weight = jnp.exp(lse - highest)
+    total = weight.sum(2)
+    o = (partial * weight[:, :, :, None]).sum(2) / jnp.where(total > 0, total, 1.0)[:, :, None]
+    return o, jnp.log(total) + highest[:, :, 0]
+
+
+def _kernel(*refs: Any, g: _Geometry) -> None:
+    planes, Z = len(g.widths), g.widths[-1]
+    pl.run_scoped(
+        functools.partial(_part, refs, g),
+        _Buffers(
+            q=[
+                tiled(g.columns, width, dtype=jnp.bfloat16, width=common.tile_width(width))
+                for width in g.widths[:-1]
+            ],
+            levels=[_words(g.stages, C * bits // WORD) for C, bits in zip(g.widths, g.bits, strict=True)],
+            reach=[plgpu.SMEM((g.stages, BLOCK), jnp.uint8) for _ in range(planes)],
+            values=tiled(BLOCK, Z, dtype=jnp.bfloat16, width=64),
+            p=tiled(g.columns, BLOCK, dtype=jnp.bfloat16, width=64),
+            o=plgpu.SMEM((Z, g.columns), jnp.float32),
+            lse=plgpu.SMEM((g.columns,), jnp.float32),
+            largest=plgpu.SMEM((1,), jnp.float32),
+            q_ready=plgpu.Barrier(num_arrivals=planes - 1),
+            ready=plgpu.Barrier(num_barriers=g.stages, num_arrivals=2 * planes),
+        ),
+    )
+
+
+def _words(stages: int, count: int) -> Any:
+    """Blocks of so many words a key. A tile has rows of 32 bytes at least; narrower ones are not tiled."""
+    shape, width = (stages, BLOCK, count), common.tile_width(count)
+    return plgpu.SMEM(shape, jnp.uint16) if width < 16 else tiled(*shape, dtype=jnp.uint16, width=width)
+
+
+class _Buffers(NamedTuple):
+    """Shared memory of a CTA."""
+
+    q: Any
+    levels: Any
+    reach: Any
+    values: Any
+    p: Any
+    o: Any
+    lse: Any
+    largest: Any
+    q_ready: Any
+    ready: Any
+
+
+def _part(refs: Any, g: _Geometry, at: _Buffers) -> None:
+    """One CTA: its share of the blocks of one KV head of one row."""
+    planes = len(g.widths)
+    span_ref, q_refs, sources = refs[0], refs[1:planes], refs[planes : 3 * planes]
+    head, part = lax.axis_index("head"), lax.axis_index("part")
+    b, kv = lax.div(head, jnp.int32(g.K)), lax.rem(head, jnp.int32(g.K))
+    span = _Span.of(span_ref[b, 0], span_ref[b, 1], part, g.parts)
+    for q_ref, buffer in zip(q_refs, at.q, strict=True):
+        plgpu.copy_gmem_to_smem(q_ref.at[b, kv], buffer, at.q_ready)
+
+    def load(step: Array) -> None:
+        slot = lax.rem(step - span.first, jnp.int32(g.stages))
+        rows = pl.ds(pl.multiple_of(step * BLOCK, BLOCK), BLOCK)
+        for source, buffer in zip(sources, (*at.levels, *at.reach), strict=True):
+            plgpu.copy_gmem_to_smem(source.at[b, kv, rows], buffer.at[slot], at.ready.at[slot])
+
+    plgpu.barrier_wait(at.q_ready)
+
+    @pl.loop(0, 2)
+    def _attempt(number: Array) -> None:
+        # Not "above": what is no number is neither.
+        @pl.when((number == 0) | jnp.logical_not(at.largest[0] < LARGEST_SUM))
+        def _() -> None:
+            settled = jnp.where(number == 0, jnp.minimum(span.first + 1, span.last), span.last)
+            _store(g, at, *_accumulate(g, at, span, settled, load))
+
+    o_ref, lse_ref = refs[3 * planes :][:2]
+    plgpu.copy_smem_to_gmem(at.o, o_ref.at[b, kv, part])
+    plgpu.copy_smem_to_gmem(at.lse, lse_ref.at[b, kv, part])
+    plgpu.wait_smem_to_gmem(0)
+
+
+class _Span(NamedTuple):
+    """Blocks first ≤ i < last of a part, and slots begin ≤ j < end that count."""
+
+    first: Array
+    last: Array
+    begin: Array
+    end: Array
+
+    @classmethod
+    def of(cls, begin: Array, end: Array, part: Array, parts: int) -> "_Span":
+        """Equal shares of the blocks that hold any."""
+        low = lax.div(begin, jnp.int32(BLOCK))
+        count = jnp.where(end > begin, lax.div(end + (BLOCK - 1), jnp.int32(BLOCK)) - low, 0)
+        share = lax.div(count + (parts - 1), jnp.int32(parts))
+        first = jnp.minimum(part * share, count)
+        return cls(low + first, low + jnp.minimum(first + share, count), begin, end)
+
+
+def _accumulate(
+    g: _Geometry, at: _Buffers, span: _Span, settled: Array, load: Any
+) -> tuple[Array, Array, Array]:
+    """Weighted values [Z, columns], the maximum and the sum of probabilities [columns].
+
+    The maximum is that of the blocks before `settled`.
+    """
+
+    @pl.loop(span.first, jnp.minimum(span.first + g.stages, span.last))
+    def _fill(step: Array) -> None:
+        load(step)
+
+    def body(step: Array, carry: Any, *, running: bool) -> Any:
+        slot = lax.rem(step - span.first, jnp.int32(g.stages))
+        plgpu.barrier_wait(at.ready.at[slot])
+        carry = _add_block(g, at, span, step, slot, carry, running=running)
+
+        @pl.when(step + g.stages < span.last)
+        def _() -> None:
+            load(step + g.stages)
+
+        return carry
+
+    column = plgpu.Layout.WGMMA.reduce(0)
+    carry = (
+        filled((g.widths[-1], g.columns), 0, plgpu.Layout.WGMMA),
+        filled((g.columns,), NEVER, column),
+        filled((BLOCK, g.columns), 0, plgpu.Layout.WGMMA),
+    )
+    carry = lax.fori_loop(span.first, settled, functools.partial(body, running=True), carry)
+    acc, m, l = lax.fori_loop(settled, span.last, functools.partial(body, running=False), carry)
+    return acc, m, l.sum(axis=0)
+
+
+def _add_block(
+    g: _Geometry, at: _Buffers, span: _Span, step: Array, slot: Array, carry: Any, *, running: bool
+) -> Any:
+    """Softmax over one block of keys more; `l` is summed over keys at the end."""
+    acc, m, l = carry
+    layout, shape = plgpu.Layout.WGMMA, (BLOCK, g.columns)
+    planes = list(zip(at.levels, at.reach, g.bits, strict=True))
+    scores = sum(
+        _product(_unpacked(levels.at[slot], bits), q, shape) * _steps(reach.at[slot], bits, shape)
+        for q, (levels, reach, bits) in zip(at.q, planes, strict=False)
+    ) * (g.scale * LOG2_E)
+    levels, reach, bits = planes[-1]
+    at.values[...] = _unpacked(levels.at[slot], bits)
+    j = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + step * BLOCK
+    visible = (j >= span.begin) & (j < span.end)
+    scores = jnp.where(visible, scores, -jnp.inf)
+    if running:
+        highest = jnp.maximum(m, scores.max(axis=0))
+        alpha, m = jnp.exp2(m - highest), highest
+        acc, l = acc * _down(alpha, acc.shape), l * _down(alpha, shape)
+    p = jnp.exp2(scores - _down(m, shape))
+    # A slot that does not count may hold what is no number.
+    weights = jnp.where(visible, p * _steps(reach.at[slot], bits, shape), 0.0).astype(jnp.bfloat16)
+    at.p.transpose((1, 0))[...] = plgpu.layout_cast(weights, plgpu.Layout.WGMMA_TRANSPOSED)
+    plgpu.commit_smem()
+
+    return acc + _product(at.values.transpose((1, 0)), at.p, acc.shape), m, l + p
+
+
+def _unpacked(levels: Any, bits: int) -> Array:
+    return unpacked(plgpu.load(levels, layout=plgpu.Layout.WGMMA, optimized=False), bits)
+
+
+def _product(a: Any, b: Any, shape: tuple[int, int]) -> Array:
+    """a bᵀ in float32; a from registers or shared memory, b from shared memory."""
+
+    def product(result: Any) -> Array:
+        plgpu.wgmma(result, a, b.transpose((1, 0)))
+        return result[...]
+
+    return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+
+
+def _steps(reach: Any, bits: int, shape: tuple[int, int]) -> Array:
+    """2 · reach/2^bits of each key, along the rows of `shape`; reach is in `short_scales`' 8 bits."""
+    per_key = plgpu.Layout.WGMMA.reduce(1)
+    code = plgpu.load(reach, layout=per_key, optimized=False).astype(jnp.int32)
+    size = lax.bitcast_convert_type((code + E5M3_BIAS) << E5M3_SHIFT, jnp.float32) * 2.0 ** (1 - bits)
+    size = jnp.where(code == 0, 0.0, jnp.where(code == NAN_CODE, jnp.nan, size))
+    return lax.broadcast_in_dim(size, shape, [0])
+
+
+def _down(x: Array, shape: tuple[int, ...]) -> Array:
+    """A number of each column, in all rows."""
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def _store(g: _Geometry, at: _Buffers, acc: Array, m: Array, l: Array) -> None:
+    at.o[...] = acc * _down(jnp.where(l == 0, 0.0, 1.0 / l), acc.shape)
+    at.lse[...] = jnp.where(l == 0, -jnp.inf, m / LOG2_E + jnp.log(l))
+    at.largest[...] = lax.broadcast_in_dim(l.max(axis=0), (1,), [])
+    plgpu.commit_smem()

@@ -1,0 +1,92 @@
+"""What the kernel of coded keys and values takes, and its refusals before launch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from kernels_pallas import common
+from kernels_pallas.common import Shaped
+from kernels_pallas.unpack import BITS
+
+BLOCK = 64
+"""Keys a step: rows of one tensor-core product."""
+MOST_HEADS = 16
+"""Query heads of a KV head."""
+LOAD = 16
+"""Bytes that a token's levels in a plane must be a multiple of, to be copied."""
+
+
+class Plane(NamedTuple):
+    """Integers of consecutive coordinates (`FittedIntegers`): levels uint8 [B, K, S, C·bits/8], reach uint8
+    [B, K, S] in e5m3. Level l of reach r is (2l + 1 - 2^bits)·r/2^bits."""
+
+    levels: Array
+    reach: Array
+    bits: int
+
+    @property
+    def width(self) -> int:
+        """C."""
+        return self.levels.shape[-1] * 8 // self.bits
+
+
+@dataclass(frozen=True)
+class CodedConfig:
+    """stages: blocks of keys in flight. splits: parts of the keys of one KV head of one row."""
+
+    stages: int = 3
+    splits: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "splits"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+
+
+def default_config(rows: int, S: int) -> CodedConfig:
+    """Parts of B·K = `rows` caches for four CTAs on each of 132 multiprocessors, of 512 keys or more."""
+    return CodedConfig(splits=max(1, min(4 * 132 // rows, S // 512)))
+
+
+def check_coded(
+    q: Shaped, keys: Sequence[Plane], values: Plane, begin: Shaped, end: Shaped, *, config: CodedConfig | None
+) -> None:
+    """Raises what `coded_attention` says it raises; arrays and options are those given to it."""
+    common.check_device()
+    if q.dtype != jnp.bfloat16:
+        raise ValueError(f"q has dtype {q.dtype}: must be bfloat16")
+    if not 1 <= len(keys) <= 2:
+        raise ValueError(f"keys has {len(keys)} planes: must be 1 or 2")
+    B, K, S = values.reach.shape
+    common.check_shape("q", q, (B, None, sum(plane.width for plane in keys)), "B, N, R")
+    common.check_groups(q.shape[1], K)
+    if q.shape[1] // K > MOST_HEADS:
+        raise ValueError(f"q has {q.shape[1] // K} heads a KV head: must be at most {MOST_HEADS}")
+    if S % BLOCK:
+        raise ValueError(f"S={S} slots: must be a multiple of {BLOCK}")
+    for name, plane in (*((f"keys[{i}]", plane) for i, plane in enumerate(keys)), ("values", values)):
+        _check_plane(name, plane, (B, K, S))
+    if values.width % BLOCK:
+        raise ValueError(f"values has {values.width} coordinates: must be a multiple of {BLOCK}")
+    for name, x in (("begin", begin), ("end", end)):
+        common.check_shape(name, x, (B,), "B")
+
+
+def _check_plane(name: str, plane: Plane, tokens: tuple[int, int, int]) -> None:
+    if plane.bits not in BITS:
+        raise ValueError(f"{name}.bits={plane.bits}: must be one of {BITS}")
+    common.check_shape(f"{name}.levels", plane.levels, (*tokens, None), "B, K, S, C·bits/8")
+    common.check_shape(f"{name}.reach", plane.reach, tokens, "B, K, S")
+    for part, x in (("levels", plane.levels), ("reach", plane.reach)):
+        if x.dtype != jnp.uint8:
+            raise ValueError(f"{name}.{part} has dtype {x.dtype}: must be uint8")
+    if plane.levels.shape[-1] % LOAD:
+        raise ValueError(
+            f"{name}: {plane.width} coordinates of {plane.bits} bits take {plane.levels.shape[-1]} bytes a "
+            f"token: must be a multiple of {LOAD}"
+        )
+    if plane.width > 256 or plane.width % 16:
+        raise ValueError(f"{name} has {plane.width} coordinates: must be a multiple of 16 up to 256")

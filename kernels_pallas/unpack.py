@@ -1,0 +1,96 @@
+"""Levels of packed integers as bfloat16 in registers, a few instructions for every two (ours).
+
+A level n of b bits stands for the odd number 2n + 1 - 2^b. What is made here is half of that,
+n - (2^b - 1)/2, which bfloat16 holds exactly for up to eight bits: the bits of n are put into the mantissa of
+128, and 128 + (2^b - 1)/2 is taken off.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+BITS = (2, 4, 8)
+WORD = 16
+"""Bits of a word: levels of consecutive coordinates, the first lowest."""
+_OF_128 = 0x43004300
+"""Two bfloat16 128."""
+_AND_OR = 0xEA
+"""lop3: (a & b) | c."""
+
+
+def unpacked(words: Array, bits: int) -> Array:
+    """uint16 [M, W] in the layout of wgmma as bfloat16 [M, W · 16/bits], coordinates ordered as `columns`."""
+    M, W = words.shape
+    layout = plgpu.Layout.WGMMA
+    out = plgpu.ShapeDtypeStruct((M, W * WORD // bits), jnp.bfloat16, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=out)
+    def unpack(_: Any, words: Any) -> Any:
+        planes = []
+        for shift in range(0, WORD, bits):
+            plane = np.empty_like(words.registers)
+            for index, register in np.ndenumerate(words.registers):
+                plane[index] = _halves(register, shift, bits)
+            planes.append(plane)
+        # The second axis of registers counts tiles of eight columns.
+        return mgpu.FragmentedArray(
+            _registers=np.concatenate(planes, axis=1), _layout=words.layout, _is_signed=None
+        )
+
+    return unpack(words)
+
+
+def columns(C: int, bits: int) -> np.ndarray:
+    """Which of C coordinates each column of `unpacked` is: those of a word stand C·bits/16 columns apart."""
+    each = WORD // bits
+    return np.arange(C).reshape(-1, each).T.reshape(-1)
+
+
+def words(packed: Array) -> Array:
+    """Bytes [..., P] as words [..., P/2], little end first: the same memory."""
+    return jax.lax.bitcast_convert_type(packed.reshape(*packed.shape[:-1], -1, 2), jnp.uint16)
+
+
+def _halves(register: Any, shift: int, bits: int) -> Any:
+    """Levels at `shift` of two words, less the middle."""
+    i32 = ir.IntegerType.get_signless(32)
+    two = mgpu.utils.bitcast(register, i32)
+    if bits == 8:
+        # Nibbles high and low, each less its own middle: 16 · 7.5 + 7.5 is the middle of a byte.
+        low, high = (_nibble(two, shift + at, 4) for at in (0, 4))
+        found = _asm("fma.rn.bf16x2 $0, $1, $2, $3;", high, _both(16.0), low)
+    else:
+        found = _nibble(two, shift, bits)
+    return mgpu.utils.bitcast(found, ir.VectorType.get((2,), ir.BF16Type.get()))
+
+
+def _nibble(two: Any, shift: int, bits: int) -> Any:
+    i32 = ir.IntegerType.get_signless(32)
+    mask = (2**bits - 1) * 0x10001
+    if shift:
+        two = arith.shrui(two, _constant(i32, shift))
+    raised = _asm(f"lop3.b32 $0, $1, {mask}, {_OF_128}, {_AND_OR};", two)
+    return _asm("sub.rn.bf16x2 $0, $1, $2;", raised, _both(128 + (2**bits - 1) / 2))
+
+
+def _both(value: float) -> Any:
+    """Two of a number that bfloat16 holds."""
+    bits = int(np.asarray(value, jnp.bfloat16).view(np.uint16))
+    return _constant(ir.IntegerType.get_signless(32), bits * 0x10001)
+
+
+def _constant(dtype: Any, value: int) -> Any:
+    constant: Any = arith.constant  # Its types are those of another function.
+    return constant(dtype, ir.IntegerAttr.get(dtype, value))
+
+
+def _asm(text: str, *operands: Any) -> Any:
+    i32 = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(i32, list(operands), text, "=r" + ",r" * len(operands))

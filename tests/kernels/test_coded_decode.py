@@ -1,0 +1,235 @@
+"""The kernel of coded keys and values: it lowers for CUDA, refuses what it cannot do, and is right.
+
+On a CPU JAX's interpreter of GPU kernels runs it, where what it has no word for, unpacking in registers and
+products of registers, is replaced by plain jax.numpy; it also looks for races. On a GPU all of it runs.
+"""
+
+import re
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as interpreter
+
+from kernels_pallas import CodedConfig, Plane, coded_attention, coded_decode, coded_refusal
+from kernels_pallas.coded_decode import LARGEST_SUM
+from kernels_pallas.unpack import BITS, WORD, columns
+from zdc_jax.cache.codes import pack
+from zdc_jax.cache.fitted_integers import FittedIntegers
+from zdc_jax.cache.short_scales import NAN
+
+SHAPES = [
+    # Coordinates and bits of the planes of keys, of values; query and KV heads.
+    (((128, 4),), (128, 4), (4, 4)),
+    (((32, 4), (96, 4)), (64, 4), (6, 2)),
+    (((64, 2),), (64, 8), (8, 1)),
+    (((16, 8), (64, 2)), (64, 2), (16, 1)),
+    (((256, 4),), (256, 2), (12, 4)),
+]
+SCALE = 0.2
+
+
+def shape(*dims, dtype=jnp.uint8):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def planes_like(kinds, *tokens) -> list[Plane]:
+    return [Plane(shape(*tokens, C * bits // 8), shape(*tokens), bits) for C, bits in kinds]
+
+
+def lower(keys, values, N, K, S, **options):
+    """For CUDA, on any machine."""
+    kinds = (*keys, values)
+
+    def attend(q, arrays, begin, end):
+        planes = [Plane(*pair, bits) for pair, (_, bits) in zip(arrays, kinds, strict=True)]
+        return coded_attention(q, planes[:-1], planes[-1], begin, end, scale=1.0, **options)
+
+    arrays = [(plane.levels, plane.reach) for plane in planes_like(kinds, 2, K, S)]
+    q, row = shape(2, N, sum(C for C, _ in keys), dtype=jnp.bfloat16), shape(2, dtype=jnp.int32)
+    return jax.jit(attend).trace(q, arrays, row, row).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
+def test_lowers(keys, values, heads):
+    o, lse = lower(keys, values, *heads, 640).out_info
+    assert (o.shape, lse.shape) == ((2, heads[0], values[0]), (2, heads[0]))
+
+
+@pytest.mark.parametrize("config", [CodedConfig(stages=1, splits=1), CodedConfig(stages=5, splits=7)])
+def test_lowers_with_a_config(config):
+    lower(((128, 4),), (128, 4), 8, 2, 640, config=config)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_columns_are_the_coordinates_of_packed_words(bits):
+    levels = np.random.default_rng(bits).integers(0, 2**bits, 64).astype(np.uint8)
+    words = np.asarray(pack(jnp.asarray(levels), bits)).view(np.uint16)
+    found = np.concatenate([words >> shift & (2**bits - 1) for shift in range(0, WORD, bits)])
+    np.testing.assert_array_equal(found, levels[columns(64, bits)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": jnp.float16}, "q has dtype float16: must be bfloat16"),
+        ({"keys": ((128, 4),) * 3}, "keys has 3 planes: must be 1 or 2"),
+        ({"keys": ((128, 3),)}, r"keys\[0\].bits=3: must be one of"),
+        ({"keys": ((48, 2),)}, r"keys\[0\]: 48 coordinates of 2 bits take 12 bytes a token"),
+        ({"values": (96, 4)}, "values has 96 coordinates: must be a multiple of 64"),
+        ({"S": 100}, "S=100 slots: must be a multiple of 64"),
+        ({"N": 40, "K": 2}, "q has 20 heads a KV head: must be at most 16"),
+        ({"N": 3, "K": 2}, "q has 3 heads: must be a multiple of the 2"),
+        ({"width": 64}, "q has shape"),
+    ],
+)
+def test_refusals(change, message):
+    it = {"dtype": jnp.bfloat16, "keys": ((128, 4),), "values": (64, 4), "S": 128, "N": 4, "K": 2} | change
+    *keys, values = planes_like((*it["keys"], it["values"]), 2, it["K"], it["S"])
+    width = it.get("width", sum(C for C, _ in it["keys"]))
+    q, row = shape(2, it["N"], width, dtype=it["dtype"]), shape(2, dtype=jnp.int32)
+    reason = coded_refusal(q, keys, values, row, row, config=None)
+    assert reason is not None
+    assert re.search(message, reason), reason
+
+
+def test_configs_that_cannot_be():
+    with pytest.raises(ValueError, match="stages=0: must be at least 1"):
+        CodedConfig(stages=0)
+
+
+def coded(x: np.ndarray, bits: int) -> Plane:
+    levels, reach = FittedIntegers(bits).encode(jnp.asarray(x, jnp.float32)[..., None, :])
+    return Plane(levels[..., 0, :], reach[..., 0, 0], bits)
+
+
+def read(plane: Plane) -> np.ndarray:
+    """What the plane says, float64: exact, for a level is an odd number and a reach has four bits."""
+    arrays = plane.levels[..., None, :], plane.reach[..., None, None]
+    return np.asarray(FittedIntegers(plane.bits).decode(arrays, plane.width), np.float64)[..., 0, :]
+
+
+class Case:
+    """Random queries, keys and values of one shape, and what attention to them is in float64."""
+
+    def __init__(self, keys, values, heads, S: int, seed: int = 0, length: float = 1.0):
+        rng, (N, K), B = np.random.default_rng(seed), heads, 3
+        draw = lambda C: rng.normal(size=(B, K, S, C)) * np.exp(rng.normal(size=(B, K, S, 1)) / 3)
+        self.q = jnp.asarray(length * rng.normal(size=(B, N, sum(C for C, _ in keys))), jnp.bfloat16)
+        self.keys = [coded(draw(C), bits) for C, bits in keys]
+        self.values = coded(draw(values[0]), values[1])
+        self.begin, self.end = np.array([0, 70, 9]), np.array([S, 150, 9])
+
+    def run(self, **options):
+        o, lse = coded_attention(
+            self.q,
+            self.keys,
+            self.values,
+            *map(jnp.asarray, (self.begin, self.end)),
+            scale=SCALE,
+            **options,
+        )
+        return np.asarray(o, np.float64), np.asarray(lse, np.float64)
+
+    def truth(self) -> tuple[np.ndarray, np.ndarray]:
+        q = np.asarray(self.q, np.float64)
+        k, v = np.concatenate([read(plane) for plane in self.keys], -1), read(self.values)
+        (B, N, _), G = q.shape, q.shape[1] // k.shape[1]
+        o, lse = np.zeros((B, N, v.shape[-1])), np.full((B, N), -np.inf)
+        for b, n in np.ndindex(B, N):
+            seen = slice(self.begin[b], self.end[b])
+            if self.end[b] > self.begin[b]:
+                scores = SCALE * k[b, n // G, seen] @ q[b, n]
+                lse[b, n] = np.logaddexp.reduce(scores)
+                o[b, n] = np.exp(scores - lse[b, n]) @ v[b, n // G, seen]
+        return o, lse
+
+    def check(self, **options) -> None:
+        """Each head by itself: weights are rounded to bfloat16, which loses a few thousandths of a head."""
+        (o, lse), (true_o, true_lse) = self.run(**options), self.truth()
+        error = np.linalg.norm(o - true_o, axis=-1)
+        assert (error <= 0.006 * np.linalg.norm(true_o, axis=-1)).all(), error.max()
+        np.testing.assert_allclose(lse, true_lse, atol=2e-5, rtol=2e-6)
+
+
+def _plain_unpacked(words, bits):
+    levels = [(words.astype(jnp.int32) >> shift) & (2**bits - 1) for shift in range(0, WORD, bits)]
+    return (jnp.concatenate(levels, axis=1) - (2**bits - 1) / 2).astype(jnp.bfloat16)
+
+
+def _plain_product(a, b, _):
+    a = a if isinstance(a, jax.Array) else a[...]
+    return jnp.dot(a.astype(jnp.float32), b[...].astype(jnp.float32).T, precision="highest")
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Kernels run in JAX's interpreter, and race nowhere."""
+    monkeypatch.setattr(coded_decode, "unpacked", _plain_unpacked)
+    monkeypatch.setattr(coded_decode, "_product", _plain_product)
+    coded_decode._launch.clear_cache()
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        yield
+    assert not interpreter.get_races().races_found
+    interpreter.reset_gpu_interpret_mode_state()
+    coded_decode._launch.clear_cache()
+
+
+@pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
+def test_is_attention(interpreted, keys, values, heads):
+    Case(keys, values, heads, S=192).check(config=CodedConfig(stages=2, splits=2))
+
+
+def test_more_stages_and_parts_than_blocks(interpreted):
+    Case(*SHAPES[1], S=192).check(config=CodedConfig(stages=4, splits=5))
+
+
+def test_a_later_key_far_more_likely_than_the_first_block(interpreted):
+    """So much that its probability is no float32 beside the first block's: e^1000."""
+    it = Case(((64, 4),), (64, 4), (2, 1), S=192, length=8.0)
+    assert np.log(LARGEST_SUM) < 50
+    q, towards = np.asarray(it.q, np.float32)[0, 0], np.zeros((3, 1, 192, 64), np.float32)
+    towards[0, 0, 170] = 1000 / SCALE * q / (q @ q)
+    far = coded(towards, 4)
+    at = (jnp.arange(192) == 170)[None, None, :]
+    keys = it.keys[0]
+    it.keys = [
+        Plane(jnp.where(at[..., None], far.levels, keys.levels), jnp.where(at, far.reach, keys.reach), 4)
+    ]
+    assert it.truth()[1][0, 0] > 500
+    it.check(config=CodedConfig(stages=2, splits=1))
+
+
+def test_what_is_no_number_counts_where_it_is_seen(interpreted):
+    it = Case(*SHAPES[0], S=192)
+    config = CodedConfig(stages=2, splits=2)
+    broken = lambda plane, slot: plane._replace(reach=plane.reach.at[1, 2, slot].set(NAN))
+    keys, values = it.keys[0], it.values
+    it.keys, it.values = [broken(keys, 69)], broken(values, 150)
+    o, lse = it.run(config=config)
+    assert np.isfinite(o[:2]).all()
+    assert np.isfinite(lse[:2]).all()
+    it.keys = [broken(keys, 149)]
+    o, lse = it.run(config=config)
+    np.testing.assert_array_equal(np.isnan(o).all(-1), np.arange(3)[:, None] * 4 + np.arange(4) == 6)
+    np.testing.assert_array_equal(np.isnan(lse), np.isnan(o).all(-1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
+@pytest.mark.parametrize("config", [None, CodedConfig(stages=1, splits=3), CodedConfig(stages=5, splits=1)])
+def test_is_attention_on_the_device(keys, values, heads, config):
+    Case(keys, values, heads, S=4096).check(config=config)
+
+
+@pytest.mark.gpu
+def test_one_head_that_is_off_by_a_hundredth_is_found():
+    it = Case(*SHAPES[0], S=4096)
+    it.check()
+    true_o, true_lse = it.truth()
+    true_o[:, 2] *= 1.01
+    it.truth = lambda: (true_o, true_lse)
+    with pytest.raises(AssertionError):
+        it.check()
