@@ -21,9 +21,11 @@ from benchmarks.quality.plans import method_plan
 from zdc_jax import methods
 from zdc_jax.cache.coded_store import CodedStore
 from zdc_jax.cache.codes import Code
+from zdc_jax.cache.fitted_integers import FittedIntegers
 from zdc_jax.cache.gaussian_codes import Gaussian
 from zdc_jax.cache.integer_codes import TokenIntegers
 from zdc_jax.config import ModelConfig
+from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 
 ALL: dict[str, Any] = {"read": 0, "index": 0}
@@ -142,12 +144,12 @@ def tokens(config: ModelConfig) -> Named:
         for share, more, less in ((1 / 2, 4, 2), (1 / 6, 8, 2)):
             cache = partial(
                 study.ImportantBits,
-                key_code=Gaussian(8),
-                value_code=Gaussian(8),
+                key_code=FittedIntegers(8),
+                value_code=FittedIntegers(8),
                 share=share,
                 by=by,
-                more=Gaussian(more),
-                less=Gaussian(less),
+                more=FittedIntegers(more),
+                less=FittedIntegers(less),
             )
             label = f"{share:.0%} of tokens at {more} bits, the rest at {less}, by {by}"
             yield label, study.Varied.of(coded(config, **ALL), cache)
@@ -171,7 +173,7 @@ def _chosen(
     config: ModelConfig, cache: Callable[..., Any], page: int = 1, blocks: methods.Turns | None = None
 ) -> CompressionPlan:
     """The default choice by a cache of the study's."""
-    own, four = methods.named("coded").Settings(page=page), Gaussian(4)
+    own, four = methods.named("coded").Settings(page=page), FittedIntegers(4)
     made = partial(
         cache, index=own.index, read=own.read, page=page, index_code=four, key_code=four, value_code=four
     )
@@ -194,6 +196,10 @@ class StudyBench(Bench):
 
     split: ClassVar[str] = "train"
     options: StudyOptions
+
+    def measure(self, cell: Cell, network: Transformer | None = None) -> dict[str, Any]:
+        """One row, which says whether its bytes are those of a cache that a method has."""
+        return super().measure(cell, network) | {"simulated": isinstance(cell.plan, study.Varied)}
 
     def cells(self) -> Iterator[Cell]:
         """At one context after another."""

@@ -21,8 +21,8 @@ def coding_table(part: str) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    # What is rounded as a code would be stands in whole arrays.
-    real = row["bytes_share"] < 1
+    # What is rounded as a code would be stands in whole arrays; old rows say so by their bytes alone.
+    real = not row.get("simulated", row["bytes_share"] >= 1)
     shares = [f"{row[name]:.1%}" if real else "–" for name in ("bytes_share", "read_share")]
     low, high = (f"{100 * bound:+.2f}" for bound in row["interval"])
     what = row["method"].split(": ", 1)

@@ -6,7 +6,7 @@ methods spend the same bytes.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from zdc_jax import methods
@@ -74,22 +74,22 @@ def _largest(
 
 def share_held(plan: CompressionPlan, context: int, dtype: str) -> float:
     """Bytes that stay in memory, of the dense cache's."""
-    dense = replace(plan, layers=_dense(plan), **_PLAIN)
-    return plan.bytes(context, 1, dtype) / dense.bytes(context, 1, dtype)
+    return plan.bytes(context, 1, dtype) / _dense(plan).bytes(context, 1, dtype)
 
 
 def share_read(plan: CompressionPlan, context: int, dtype: str) -> float:
     """Bytes that decoding a token reads, of the dense cache's."""
     read = lambda plan: sum(spec.bytes_read(context) for spec in plan.layer_caches(dtype))
-    return read(plan) / read(replace(plan, layers=_dense(plan), **_PLAIN))
+    return read(plan) / read(_dense(plan))
 
 
-_PLAIN: dict[str, Any] = {"method": "zdc", "settings": None, "sinks": 0, "window": 0, "classes": None}
-
-
-def _dense(plan: CompressionPlan) -> tuple[Any, ...]:
+def _dense(plan: CompressionPlan) -> CompressionPlan:
+    """Everything of all tokens, as the model has it; a study's plan gives a plain one."""
     H = plan.head_dim
-    return tuple(replace(ranks, qk=H, v=H, window=None, settings=None) for ranks in plan.layers)
+    layers = tuple(replace(ranks, qk=H, v=H, window=None, settings=None) for ranks in plan.layers)
+    own = {field.name: getattr(plan, field.name) for field in fields(CompressionPlan)}
+    plain = {"method": "zdc", "settings": None, "sinks": 0, "window": 0, "classes": None, "layers": layers}
+    return CompressionPlan(**own | plain)
 
 
 def method_plan(
