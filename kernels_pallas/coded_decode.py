@@ -310,10 +310,10 @@ def _product(a: Any, b: Any, shape: tuple[int, int]) -> Array:
 
 
 def _steps(reach: Any, bits: int, shape: tuple[int, int]) -> Array:
-    """2 · reach/2^bits of each key, along the rows of `shape`; reach is in `short_scales`' 8 bits."""
+    """reach/2^bits of each key, along the rows of `shape`; reach is in `short_scales`' 8 bits."""
     per_key = plgpu.Layout.WGMMA.reduce(1)
     code = plgpu.load(reach, layout=per_key, optimized=False).astype(jnp.int32)
-    size = lax.bitcast_convert_type((code + E5M3_BIAS) << E5M3_SHIFT, jnp.float32) * 2.0 ** (1 - bits)
+    size = lax.bitcast_convert_type((code + E5M3_BIAS) << E5M3_SHIFT, jnp.float32) * 2.0**-bits
     size = jnp.where(code == 0, 0.0, jnp.where(code == NAN_CODE, jnp.nan, size))
     return lax.broadcast_in_dim(size, shape, [0])
 

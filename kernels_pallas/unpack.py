@@ -1,8 +1,7 @@
 """Levels of packed integers as bfloat16 in registers, a few instructions for every two (ours).
 
-A level n of b bits stands for the odd number 2n + 1 - 2^b. What is made here is half of that,
-n - (2^b - 1)/2, which bfloat16 holds exactly for up to eight bits: the bits of n are put into the mantissa of
-128, and 128 + (2^b - 1)/2 is taken off.
+A level n of b bits stands for the odd number 2n + 1 - 2^b, which bfloat16 holds exactly for up to eight bits.
+The bits of 2n are put into the mantissa of 128, and 127 + 2^b is taken off.
 """
 
 from typing import Any
@@ -59,29 +58,29 @@ def words(packed: Array) -> Array:
 
 
 def _halves(register: Any, shift: int, bits: int) -> Any:
-    """Levels at `shift` of two words, less the middle."""
-    i32 = ir.IntegerType.get_signless(32)
-    two = mgpu.utils.bitcast(register, i32)
+    """Odd numbers of the levels at `shift` of two words."""
+    two = mgpu.utils.bitcast(register, ir.IntegerType.get_signless(32))
     if bits == 8:
-        # Nibbles high and low, each less its own middle: 16 · 7.5 + 7.5 is the middle of a byte.
-        low, high = (_nibble(two, shift + at, 4) for at in (0, 4))
+        # Nibbles high and low: 2n - 255 = 16 (2h - 15) + (2l - 15).
+        low, high = (_odd(two, shift + at, 4) for at in (0, 4))
         found = _asm("fma.rn.bf16x2 $0, $1, $2, $3;", high, _both(16.0), low)
     else:
-        found = _nibble(two, shift, bits)
+        found = _odd(two, shift, bits)
     return mgpu.utils.bitcast(found, ir.VectorType.get((2,), ir.BF16Type.get()))
 
 
-def _nibble(two: Any, shift: int, bits: int) -> Any:
+def _odd(two: Any, shift: int, bits: int) -> Any:
+    """`_halves` of at most four bits, for 2n must fit into the seven bits of a mantissa."""
     i32 = ir.IntegerType.get_signless(32)
-    mask = (2**bits - 1) * 0x10001
-    if shift:
-        two = arith.shrui(two, _constant(i32, shift))
-    raised = _asm(f"lop3.b32 $0, $1, {mask}, {_OF_128}, {_AND_OR};", two)
-    return _asm("sub.rn.bf16x2 $0, $1, $2;", raised, _both(128 + (2**bits - 1) / 2))
+    at_one = arith.shrui(two, _constant(i32, shift - 1)) if shift else arith.shli(two, _constant(i32, 1))
+    mask = (2**bits - 1 << 1) * 0x10001
+    raised = _asm(f"lop3.b32 $0, $1, {mask}, {_OF_128}, {_AND_OR};", at_one)
+    return _asm("sub.rn.bf16x2 $0, $1, $2;", raised, _both(127 + 2**bits))
 
 
 def _both(value: float) -> Any:
     """Two of a number that bfloat16 holds."""
+    assert float(np.asarray(value, jnp.bfloat16)) == value
     bits = int(np.asarray(value, jnp.bfloat16).view(np.uint16))
     return _constant(ir.IntegerType.get_signless(32), bits * 0x10001)
 

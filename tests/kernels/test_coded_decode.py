@@ -9,6 +9,7 @@ import re
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as interpreter
@@ -69,6 +70,19 @@ def test_columns_are_the_coordinates_of_packed_words(bits):
     words = np.asarray(pack(jnp.asarray(levels), bits)).view(np.uint16)
     found = np.concatenate([words >> shift & (2**bits - 1) for shift in range(0, WORD, bits)])
     np.testing.assert_array_equal(found, levels[columns(64, bits)])
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_levels_in_the_mantissa_of_128_are_exact(bits):
+    """The arithmetic of `unpack`, operation by operation in bfloat16; eight bits by way of two nibbles."""
+    bf16, levels = ml_dtypes.bfloat16, np.arange(2**bits, dtype=np.uint16)
+    odd = lambda n, b: (2 * n | np.uint16(0x4300)).view(bf16) - bf16(127 + 2**b)
+    if bits == 8:
+        high, low = (odd(n, 4).astype(np.float32) for n in (levels >> 4, levels & 15))
+        found = (16 * high + low).astype(bf16)
+    else:
+        found = odd(levels, bits)
+    np.testing.assert_array_equal(found.astype(np.float64), 2.0 * levels + 1 - 2**bits)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +170,7 @@ class Case:
 
 def _plain_unpacked(words, bits):
     levels = [(words.astype(jnp.int32) >> shift) & (2**bits - 1) for shift in range(0, WORD, bits)]
-    return (jnp.concatenate(levels, axis=1) - (2**bits - 1) / 2).astype(jnp.bfloat16)
+    return (2 * jnp.concatenate(levels, axis=1) + (1 - 2**bits)).astype(jnp.bfloat16)
 
 
 def _plain_product(a, b, _):
