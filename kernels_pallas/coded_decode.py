@@ -12,25 +12,28 @@ likely, the part is done again with a running maximum.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from kernels_pallas import common
+from kernels_pallas import common, gather
 from kernels_pallas.coded_inputs import BLOCK, CodedConfig, Plane, check_coded, default_config
 from kernels_pallas.common import LOG2_E, NEVER, filled, tiled
+from kernels_pallas.gather import gathered_bytes, gathered_words
 from kernels_pallas.unpack import WORD, columns, unpacked, words
 
 LARGEST_SUM = 2.0**60
 """Of probabilities relative to the first block's; above it the running maximum is needed."""
 NAN_CODE = 255
 """Of a reach: the token holds what is no number."""
+PER_KEY = plgpu.Layout.WGMMA.reduce(1)
 E5M3_BIAS, E5M3_SHIFT = (127 - 16) << 3, 20
 """From the 8 bits of a reach to those of float32."""
 
@@ -43,6 +46,7 @@ def coded_attention(
     end: Int[Array, " B"],
     *,
     scale: float,
+    slots: Int[Array, "B K n"] | None = None,
     config: CodedConfig | None = None,
 ) -> tuple[Float[Array, "B N Z"], Float[Array, "B N"]]:
     """Attention of each row's last token over the slots begin ≤ j < end, which alone are read.
@@ -53,6 +57,7 @@ def coded_attention(
         have 2, 4 or 8 bits and take a multiple of 16 bytes a token and plane; Z and S are multiples of 64.
       begin, end: of each row; a row of none gives zeros and -inf.
       scale: factor on the scores, 1/√H of the original head dim.
+      slots: with it, only those of these slots that count are read, each as often as it is there; int32.
       config: how keys are cut; None takes the default.
 
     Returns:
@@ -63,12 +68,12 @@ def coded_attention(
       ValueError: a shape, dtype or number of bits not allowed, named with its value, before launch.
       NotImplementedError: on a GPU not of compute capability 9.0.
     """
-    check_coded(q, keys, values, begin, end, config=config)
-    if config is None:
-        config = default_config(q.shape[0] * values.reach.shape[1], values.reach.shape[2])
+    check_coded(q, keys, values, begin, end, slots=slots, config=config)
+    B, K, S = values.reach.shape
+    config = config or default_config(B * K, S if slots is None else slots.shape[2])
     planes = [(plane.levels, plane.reach) for plane in (*keys, values)]
     bits = tuple(plane.bits for plane in (*keys, values))
-    return _launch(q, planes, begin, end, bits=bits, scale=scale, config=config)
+    return _launch(q, planes, begin, end, slots, bits=bits, scale=scale, config=config)
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "scale", "config"))
@@ -77,6 +82,7 @@ def _launch(
     planes: Sequence[tuple[Array, Array]],
     begin: Array,
     end: Array,
+    slots: Array | None,
     *,
     bits: tuple[int, ...],
     scale: float,
@@ -84,9 +90,22 @@ def _launch(
 ) -> tuple[Array, Array]:
     """`coded_attention`, checked; levels and reach of the planes of keys, then of values."""
     widths = tuple(levels.shape[-1] * 8 // b for (levels, _), b in zip(planes, bits, strict=True))
-    (B, N, _), (_, K, _) = q.shape, planes[0][1].shape
+    (B, N, _), (_, K, S) = q.shape, planes[0][1].shape
     G, Z = N // K, widths[-1]
-    g = _Geometry(K, -(-G // 8) * 8, widths, bits, scale, config.splits, config.stages)
+    if slots is not None:
+        # A slot that is not there counts for nothing.
+        slots = jnp.pad(slots, ((0, 0), (0, 0), (0, -slots.shape[2] % BLOCK)), constant_values=S)
+    g = _Geometry(
+        K=K,
+        S=S,
+        chosen=0 if slots is None else slots.shape[2],
+        columns=-(-G // 8) * 8,
+        widths=widths,
+        bits=bits,
+        scale=scale,
+        parts=config.splits,
+        stages=config.stages,
+    )
     partial, lse = plgpu.kernel(
         functools.partial(_kernel, g=g),
         out_type=[
@@ -102,16 +121,21 @@ def _launch(
         *_queries(q, g),
         *(words(levels) for levels, _ in planes),
         *(reach for _, reach in planes),
+        *(() if slots is None else (slots.astype(jnp.int32).reshape(B, K, -1, BLOCK),)),
     )
     o, total = _merge(partial[..., :G], lse[..., :G])
-    o = o[:, :, columns(Z, bits[-1]).argsort()].swapaxes(2, 3)
+    o = o[:, :, g.order(-1).argsort()].swapaxes(2, 3)
     return o.reshape(B, N, Z).astype(q.dtype), total.reshape(B, N)
 
 
 class _Geometry(NamedTuple):
-    """Static shape of a launch. columns: query heads, eight or sixteen. widths, bits: of the planes."""
+    """Static shape of a launch. chosen: slots of a list, 0 where there is none. columns: query heads, eight
+    or sixteen. widths, bits: of the planes.
+    """
 
     K: int
+    S: int
+    chosen: int
     columns: int
     widths: tuple[int, ...]
     bits: tuple[int, ...]
@@ -119,15 +143,19 @@ class _Geometry(NamedTuple):
     parts: int
     stages: int
 
+    def order(self, plane: int) -> np.ndarray:
+        """Which coordinate each column of an unpacked plane is."""
+        C, bits = self.widths[plane], self.bits[plane]
+        return columns(C, bits, gather.columns(C * bits // WORD) if self.chosen else None)
+
 
 def _queries(q: Array, g: _Geometry) -> list[Array]:
-    """[B, K, columns, C] for each plane of keys, coordinates in `unpacked`'s order; zeros beyond G heads."""
+    """[B, K, columns, C] for each plane of keys, coordinates as they are unpacked; zeros beyond G heads."""
     B, N, _ = q.shape
     G = N // g.K
     groups = jnp.pad(q.reshape(B, g.K, G, -1), ((0, 0), (0, 0), (0, g.columns - G), (0, 0)))
-    begins = itertools.accumulate(g.widths[:-1], initial=0)
-    order = (columns(C, bits) for C, bits in zip(g.widths[:-1], g.bits, strict=False))
-    return [groups[..., begin + each] for begin, each in zip(begins, order, strict=False)]
+    begins = itertools.accumulate(g.widths[:-2], initial=0)
+    return [groups[..., begin + g.order(plane)] for plane, begin in enumerate(begins)]
 
 
 def _merge(partial: Array, lse: Array) -> tuple[Array, Array]:
@@ -141,6 +169,7 @@ def _merge(partial: Array, lse: Array) -> tuple[Array, Array]:
 
 def _kernel(*refs: Any, g: _Geometry) -> None:
     planes, Z = len(g.widths), g.widths[-1]
+    pairs = list(zip(g.widths, g.bits, strict=True))
     pl.run_scoped(
         functools.partial(_part, refs, g),
         _Buffers(
@@ -148,14 +177,15 @@ def _kernel(*refs: Any, g: _Geometry) -> None:
                 tiled(g.columns, width, dtype=jnp.bfloat16, width=common.tile_width(width))
                 for width in g.widths[:-1]
             ],
-            levels=[_words(g.stages, C * bits // WORD) for C, bits in zip(g.widths, g.bits, strict=True)],
-            reach=[plgpu.SMEM((g.stages, BLOCK), jnp.uint8) for _ in range(planes)],
+            levels=[] if g.chosen else [_words(g.stages, C * b // WORD) for C, b in pairs],
+            reach=[] if g.chosen else [plgpu.SMEM((g.stages, BLOCK), jnp.uint8) for _ in pairs],
+            slots=[plgpu.SMEM((g.chosen // BLOCK, BLOCK), jnp.int32)] if g.chosen else [],
             values=tiled(BLOCK, Z, dtype=jnp.bfloat16, width=64),
             p=tiled(g.columns, BLOCK, dtype=jnp.bfloat16, width=64),
             o=plgpu.SMEM((Z, g.columns), jnp.float32),
             lse=plgpu.SMEM((g.columns,), jnp.float32),
             largest=plgpu.SMEM((1,), jnp.float32),
-            q_ready=plgpu.Barrier(num_arrivals=planes - 1),
+            q_ready=plgpu.Barrier(num_arrivals=planes - 1 + (g.chosen > 0)),
             ready=plgpu.Barrier(num_barriers=g.stages, num_arrivals=2 * planes),
         ),
     )
@@ -173,6 +203,7 @@ class _Buffers(NamedTuple):
     q: Any
     levels: Any
     reach: Any
+    slots: Any
     values: Any
     p: Any
     o: Any
@@ -188,16 +219,11 @@ def _part(refs: Any, g: _Geometry, at: _Buffers) -> None:
     span_ref, q_refs, sources = refs[0], refs[1:planes], refs[planes : 3 * planes]
     head, part = lax.axis_index("head"), lax.axis_index("part")
     b, kv = lax.div(head, jnp.int32(g.K)), lax.rem(head, jnp.int32(g.K))
-    span = _Span.of(span_ref[b, 0], span_ref[b, 1], part, g.parts)
-    for q_ref, buffer in zip(q_refs, at.q, strict=True):
-        plgpu.copy_gmem_to_smem(q_ref.at[b, kv], buffer, at.q_ready)
-
-    def load(step: Array) -> None:
-        slot = lax.rem(step - span.first, jnp.int32(g.stages))
-        rows = pl.ds(pl.multiple_of(step * BLOCK, BLOCK), BLOCK)
-        for source, buffer in zip(sources, (*at.levels, *at.reach), strict=True):
-            plgpu.copy_gmem_to_smem(source.at[b, kv, rows], buffer.at[slot], at.ready.at[slot])
-
+    span = _Span.of(g, span_ref[b, 0], span_ref[b, 1], part)
+    first = zip((*q_refs, *(refs[3 * planes :][: len(at.slots)])), (*at.q, *at.slots), strict=True)
+    for ref, buffer in first:
+        plgpu.copy_gmem_to_smem(ref.at[b, kv], buffer, at.q_ready)
+    source: _Stream | _Chosen = (_Chosen if g.chosen else _Stream)(g, at, span, sources, (b, kv))
     plgpu.barrier_wait(at.q_ready)
 
     @pl.loop(0, 2)
@@ -206,9 +232,9 @@ def _part(refs: Any, g: _Geometry, at: _Buffers) -> None:
         @pl.when((number == 0) | jnp.logical_not(at.largest[0] < LARGEST_SUM))
         def _() -> None:
             settled = jnp.where(number == 0, jnp.minimum(span.first + 1, span.last), span.last)
-            _store(g, at, *_accumulate(g, at, span, settled, load))
+            _store(g, at, *_accumulate(g, at, span, settled, source))
 
-    o_ref, lse_ref = refs[3 * planes :][:2]
+    o_ref, lse_ref = refs[3 * planes + len(at.slots) :][:2]
     plgpu.copy_smem_to_gmem(at.o, o_ref.at[b, kv, part])
     plgpu.copy_smem_to_gmem(at.lse, lse_ref.at[b, kv, part])
     plgpu.wait_smem_to_gmem(0)
@@ -223,36 +249,114 @@ class _Span(NamedTuple):
     end: Array
 
     @classmethod
-    def of(cls, begin: Array, end: Array, part: Array, parts: int) -> "_Span":
-        """Equal shares of the blocks that hold any."""
-        low = lax.div(begin, jnp.int32(BLOCK))
-        count = jnp.where(end > begin, lax.div(end + (BLOCK - 1), jnp.int32(BLOCK)) - low, 0)
-        share = lax.div(count + (parts - 1), jnp.int32(parts))
+    def of(cls, g: _Geometry, begin: Array, end: Array, part: Array) -> "_Span":
+        """Equal shares of the blocks that hold any, of the store or of the list."""
+        low = jnp.int32(0) if g.chosen else lax.div(begin, jnp.int32(BLOCK))
+        high = g.chosen // BLOCK if g.chosen else lax.div(end + (BLOCK - 1), jnp.int32(BLOCK))
+        count = jnp.where(end > begin, high - low, 0)
+        share = lax.div(count + (g.parts - 1), jnp.int32(g.parts))
         first = jnp.minimum(part * share, count)
         return cls(low + first, low + jnp.minimum(first + share, count), begin, end)
 
+    def counts(self, slots: Array) -> Array:
+        """Which slots do."""
+        return (slots >= self.begin) & (slots < self.end)
+
+
+class _Block(NamedTuple):
+    """A block of keys: words [keys, W] and reaches [keys] of plane i in registers, which slots count."""
+
+    words: Callable[[int], Array]
+    reach: Callable[[int], Array]
+    visible: Array
+
+
+class _Stream(NamedTuple):
+    """All blocks of a span, `stages` of them on their way."""
+
+    g: _Geometry
+    at: _Buffers
+    span: "_Span"
+    sources: Any
+    head: tuple[Array, Array]
+
+    def begin(self) -> None:
+        """Asks for the first blocks."""
+
+        @pl.loop(self.span.first, jnp.minimum(self.span.first + self.g.stages, self.span.last))
+        def _fill(step: Array) -> None:
+            self._load(step)
+
+    def block(self, step: Array) -> _Block:
+        """Waits for it."""
+        slot, at = self._slot(step), self.at
+        plgpu.barrier_wait(at.ready.at[slot])
+        return _Block(
+            lambda i: plgpu.load(at.levels[i].at[slot], layout=plgpu.Layout.WGMMA, optimized=False),
+            lambda i: plgpu.load(at.reach[i].at[slot], layout=PER_KEY, optimized=False),
+            self.span.counts(_rows(self.g) + step * BLOCK),
+        )
+
+    def end(self, step: Array) -> None:
+        """Asks for the block that takes its place."""
+
+        @pl.when(step + self.g.stages < self.span.last)
+        def _() -> None:
+            self._load(step + self.g.stages)
+
+    def _slot(self, step: Array) -> Array:
+        return lax.rem(step - self.span.first, jnp.int32(self.g.stages))
+
+    def _load(self, step: Array) -> None:
+        rows = pl.ds(pl.multiple_of(step * BLOCK, BLOCK), BLOCK)
+        for source, buffer in zip(self.sources, (*self.at.levels, *self.at.reach), strict=True):
+            slot = self._slot(step)
+            plgpu.copy_gmem_to_smem(source.at[*self.head, rows], buffer.at[slot], self.at.ready.at[slot])
+
+
+class _Chosen(NamedTuple):
+    """Blocks of the slots of a list, which is in shared memory."""
+
+    g: _Geometry
+    at: _Buffers
+    span: "_Span"
+    sources: Any
+    head: tuple[Array, Array]
+
+    def begin(self) -> None:
+        """Nothing: other CTAs compute while this one waits for memory."""
+
+    def block(self, step: Array) -> _Block:
+        """All loads are asked for before any is used."""
+        slots = plgpu.load(self.at.slots[0].at[step], layout=PER_KEY, optimized=False)
+        visible = self.span.counts(lax.broadcast_in_dim(slots, (BLOCK, self.g.columns), [0]))
+        there = jnp.minimum(slots, self.g.S - 1)
+        planes = len(self.g.widths)
+        found = [source.at[*self.head] for source in self.sources]
+        words = [gathered_words(store, there) for store in found[:planes]]
+        reach = [gathered_bytes(store, there) for store in found[planes:]]
+        return _Block(words.__getitem__, reach.__getitem__, visible)
+
+    def end(self, step: Array) -> None:
+        """Nothing."""
+
+
+def _rows(g: _Geometry) -> Array:
+    return plgpu.broadcasted_iota(jnp.int32, (BLOCK, g.columns), 0, layout=plgpu.Layout.WGMMA)
+
 
 def _accumulate(
-    g: _Geometry, at: _Buffers, span: _Span, settled: Array, load: Any
+    g: _Geometry, at: _Buffers, span: _Span, settled: Array, source: _Stream | _Chosen
 ) -> tuple[Array, Array, Array]:
     """Weighted values [Z, columns], the maximum and the sum of probabilities [columns].
 
     The maximum is that of the blocks before `settled`.
     """
-
-    @pl.loop(span.first, jnp.minimum(span.first + g.stages, span.last))
-    def _fill(step: Array) -> None:
-        load(step)
+    source.begin()
 
     def body(step: Array, carry: Any, *, running: bool) -> Any:
-        slot = lax.rem(step - span.first, jnp.int32(g.stages))
-        plgpu.barrier_wait(at.ready.at[slot])
-        carry = _add_block(g, at, span, step, slot, carry, running=running)
-
-        @pl.when(step + g.stages < span.last)
-        def _() -> None:
-            load(step + g.stages)
-
+        carry = _add_block(g, at, source.block(step), carry, running=running)
+        source.end(step)
         return carry
 
     column = plgpu.Layout.WGMMA.reduce(0)
@@ -266,37 +370,26 @@ def _accumulate(
     return acc, m, l.sum(axis=0)
 
 
-def _add_block(
-    g: _Geometry, at: _Buffers, span: _Span, step: Array, slot: Array, carry: Any, *, running: bool
-) -> Any:
+def _add_block(g: _Geometry, at: _Buffers, block: _Block, carry: Any, *, running: bool) -> Any:
     """Softmax over one block of keys more; `l` is summed over keys at the end."""
     acc, m, l = carry
-    layout, shape = plgpu.Layout.WGMMA, (BLOCK, g.columns)
-    planes = list(zip(at.levels, at.reach, g.bits, strict=True))
-    scores = sum(
-        _product(_unpacked(levels.at[slot], bits), q, shape) * _steps(reach.at[slot], bits, shape)
-        for q, (levels, reach, bits) in zip(at.q, planes, strict=False)
-    ) * (g.scale * LOG2_E)
-    levels, reach, bits = planes[-1]
-    at.values[...] = _unpacked(levels.at[slot], bits)
-    j = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + step * BLOCK
-    visible = (j >= span.begin) & (j < span.end)
-    scores = jnp.where(visible, scores, -jnp.inf)
+    shape, last = (BLOCK, g.columns), len(g.widths) - 1
+    unpack = lambda i: unpacked(block.words(i), g.bits[i])
+    steps = lambda i: _steps(block.reach(i), g.bits[i], shape)
+    scores = sum(_product(unpack(i), at.q[i], shape) * steps(i) for i in range(last)) * (g.scale * LOG2_E)
+    at.values[...] = unpack(last)
+    scores = jnp.where(block.visible, scores, -jnp.inf)
     if running:
         highest = jnp.maximum(m, scores.max(axis=0))
         alpha, m = jnp.exp2(m - highest), highest
         acc, l = acc * _down(alpha, acc.shape), l * _down(alpha, shape)
     p = jnp.exp2(scores - _down(m, shape))
     # A slot that does not count may hold what is no number.
-    weights = jnp.where(visible, p * _steps(reach.at[slot], bits, shape), 0.0).astype(jnp.bfloat16)
+    weights = jnp.where(block.visible, p * steps(last), 0.0).astype(jnp.bfloat16)
     at.p.transpose((1, 0))[...] = plgpu.layout_cast(weights, plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.commit_smem()
 
     return acc + _product(at.values.transpose((1, 0)), at.p, acc.shape), m, l + p
-
-
-def _unpacked(levels: Any, bits: int) -> Array:
-    return unpacked(plgpu.load(levels, layout=plgpu.Layout.WGMMA, optimized=False), bits)
 
 
 def _product(a: Any, b: Any, shape: tuple[int, int]) -> Array:
@@ -309,10 +402,9 @@ def _product(a: Any, b: Any, shape: tuple[int, int]) -> Array:
     return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
 
 
-def _steps(reach: Any, bits: int, shape: tuple[int, int]) -> Array:
+def _steps(reach: Array, bits: int, shape: tuple[int, int]) -> Array:
     """reach/2^bits of each key, along the rows of `shape`; reach is in `short_scales`' 8 bits."""
-    per_key = plgpu.Layout.WGMMA.reduce(1)
-    code = plgpu.load(reach, layout=per_key, optimized=False).astype(jnp.int32)
+    code = reach.astype(jnp.int32)
     size = lax.bitcast_convert_type((code + E5M3_BIAS) << E5M3_SHIFT, jnp.float32) * 2.0**-bits
     size = jnp.where(code == 0, 0.0, jnp.where(code == NAN_CODE, jnp.nan, size))
     return lax.broadcast_in_dim(size, shape, [0])

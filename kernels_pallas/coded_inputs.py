@@ -15,6 +15,8 @@ BLOCK = 64
 """Keys a step: rows of one tensor-core product."""
 MOST_HEADS = 16
 """Query heads of a KV head."""
+MOST_SLOTS = 8192
+"""Of a list, which is in shared memory."""
 LOAD = 16
 """Bytes that a token's levels in a plane must be a multiple of, to be copied."""
 
@@ -52,7 +54,14 @@ def default_config(rows: int, S: int) -> CodedConfig:
 
 
 def check_coded(
-    q: Shaped, keys: Sequence[Plane], values: Plane, begin: Shaped, end: Shaped, *, config: CodedConfig | None
+    q: Shaped,
+    keys: Sequence[Plane],
+    values: Plane,
+    begin: Shaped,
+    end: Shaped,
+    *,
+    slots: Shaped | None = None,
+    config: CodedConfig | None = None,
 ) -> None:
     """Raises what `coded_attention` says it raises; arrays and options are those given to it."""
     common.check_device()
@@ -73,6 +82,11 @@ def check_coded(
         raise ValueError(f"values has {values.width} coordinates: must be a multiple of {BLOCK}")
     for name, x in (("begin", begin), ("end", end)):
         common.check_shape(name, x, (B,), "B")
+    if slots is None:
+        return
+    common.check_shape("slots", slots, (B, K, None), "B, K, n")
+    if not 0 < slots.shape[2] <= MOST_SLOTS:
+        raise ValueError(f"slots has {slots.shape[2]} of a KV head: must be 1 to {MOST_SLOTS}")
 
 
 def _check_plane(name: str, plane: Plane, tokens: tuple[int, int, int]) -> None:

@@ -46,10 +46,14 @@ def unpacked(words: Array, bits: int) -> Array:
     return unpack(words)
 
 
-def columns(C: int, bits: int) -> np.ndarray:
-    """Which of C coordinates each column of `unpacked` is: those of a word stand C·bits/16 columns apart."""
+def columns(C: int, bits: int, word: np.ndarray | None = None) -> np.ndarray:
+    """Which of C coordinates each column of `unpacked` is: those of a word stand C·bits/16 columns apart.
+
+    word: which word each column of words is, where they do not stand in order.
+    """
     each = WORD // bits
-    return np.arange(C).reshape(-1, each).T.reshape(-1)
+    word = np.arange(C // each) if word is None else word
+    return (np.arange(each)[:, None] + word * each).reshape(-1)
 
 
 def words(packed: Array) -> Array:

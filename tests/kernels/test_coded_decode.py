@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as interpreter
 
-from kernels_pallas import CodedConfig, Plane, coded_attention, coded_decode, coded_refusal
+from kernels_pallas import CodedConfig, Plane, coded_attention, coded_decode, coded_refusal, gather
 from kernels_pallas.coded_decode import LARGEST_SUM
 from kernels_pallas.unpack import BITS, WORD, columns
 from zdc_jax.cache.codes import pack
@@ -40,23 +40,41 @@ def planes_like(kinds, *tokens) -> list[Plane]:
     return [Plane(shape(*tokens, C * bits // 8), shape(*tokens), bits) for C, bits in kinds]
 
 
-def lower(keys, values, N, K, S, **options):
-    """For CUDA, on any machine."""
+def lower(keys, values, N, K, S, n=0, **options):
+    """For CUDA, on any machine; n: slots of a list."""
     kinds = (*keys, values)
 
-    def attend(q, arrays, begin, end):
+    def attend(q, arrays, begin, end, *slots):
         planes = [Plane(*pair, bits) for pair, (_, bits) in zip(arrays, kinds, strict=True)]
+        options["slots"] = slots[0] if slots else None
         return coded_attention(q, planes[:-1], planes[-1], begin, end, scale=1.0, **options)
 
     arrays = [(plane.levels, plane.reach) for plane in planes_like(kinds, 2, K, S)]
     q, row = shape(2, N, sum(C for C, _ in keys), dtype=jnp.bfloat16), shape(2, dtype=jnp.int32)
-    return jax.jit(attend).trace(q, arrays, row, row).lower(lowering_platforms=("cuda",))
+    slots = [shape(2, K, n, dtype=jnp.int32)] if n else []
+    return jax.jit(attend).trace(q, arrays, row, row, *slots).lower(lowering_platforms=("cuda",))
 
 
 @pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
 def test_lowers(keys, values, heads):
     o, lse = lower(keys, values, *heads, 640).out_info
     assert (o.shape, lse.shape) == ((2, heads[0], values[0]), (2, heads[0]))
+
+
+@pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
+@pytest.mark.parametrize("n", [64, 1000])
+def test_lowers_with_slots(keys, values, heads, n):
+    lower(keys, values, *heads, 640, n=n)
+
+
+@pytest.mark.parametrize("words", [8, 16, 24, 32, 64])
+def test_a_thread_gathers_consecutive_words(words):
+    """Thread t of four has columns 8j + 2t and 8j + 2t + 1: the t-th quarter of a row."""
+    column = np.arange(words)
+    for thread in range(4):
+        own = column[column % 8 // 2 == thread]
+        quarter = words // 4
+        np.testing.assert_array_equal(gather.columns(words)[own], np.arange(quarter) + thread * quarter)
 
 
 @pytest.mark.parametrize("config", [CodedConfig(stages=1, splits=1), CodedConfig(stages=5, splits=7)])
@@ -97,6 +115,7 @@ def test_levels_in_the_mantissa_of_128_are_exact(bits):
         ({"N": 40, "K": 2}, "q has 20 heads a KV head: must be at most 16"),
         ({"N": 3, "K": 2}, "q has 3 heads: must be a multiple of the 2"),
         ({"width": 64}, "q has shape"),
+        ({"n": 10000}, "slots has 10000 of a KV head: must be 1 to 8192"),
     ],
 )
 def test_refusals(change, message):
@@ -104,7 +123,8 @@ def test_refusals(change, message):
     *keys, values = planes_like((*it["keys"], it["values"]), 2, it["K"], it["S"])
     width = it.get("width", sum(C for C, _ in it["keys"]))
     q, row = shape(2, it["N"], width, dtype=it["dtype"]), shape(2, dtype=jnp.int32)
-    reason = coded_refusal(q, keys, values, row, row, config=None)
+    slots = shape(2, it["K"], it["n"], dtype=jnp.int32) if "n" in it else None
+    reason = coded_refusal(q, keys, values, row, row, slots=slots)
     assert reason is not None
     assert re.search(message, reason), reason
 
@@ -135,6 +155,12 @@ class Case:
         self.keys = [coded(draw(C), bits) for C, bits in keys]
         self.values = coded(draw(values[0]), values[1])
         self.begin, self.end = np.array([0, 70, 9]), np.array([S, 150, 9])
+        self.slots: np.ndarray | None = None
+
+    def choose(self, n: int, seed: int = 0) -> None:
+        """n slots of each KV head, in any order, some of them none or outside of what counts."""
+        rng, (B, K, S) = np.random.default_rng(seed), self.values.reach.shape
+        self.slots = np.stack([rng.permutation(S + 20)[:n] for _ in range(B * K)]).reshape(B, K, n)
 
     def run(self, **options):
         o, lse = coded_attention(
@@ -143,6 +169,7 @@ class Case:
             self.values,
             *map(jnp.asarray, (self.begin, self.end)),
             scale=SCALE,
+            slots=None if self.slots is None else jnp.asarray(self.slots),
             **options,
         )
         return np.asarray(o, np.float64), np.asarray(lse, np.float64)
@@ -153,8 +180,10 @@ class Case:
         (B, N, _), G = q.shape, q.shape[1] // k.shape[1]
         o, lse = np.zeros((B, N, v.shape[-1])), np.full((B, N), -np.inf)
         for b, n in np.ndindex(B, N):
-            seen = slice(self.begin[b], self.end[b])
-            if self.end[b] > self.begin[b]:
+            seen = np.arange(self.begin[b], self.end[b])
+            if self.slots is not None:
+                seen = np.intersect1d(seen, self.slots[b, n // G])
+            if len(seen):
                 scores = SCALE * k[b, n // G, seen] @ q[b, n]
                 lse[b, n] = np.logaddexp.reduce(scores)
                 o[b, n] = np.exp(scores - lse[b, n]) @ v[b, n // G, seen]
@@ -178,11 +207,19 @@ def _plain_product(a, b, _):
     return jnp.dot(a.astype(jnp.float32), b[...].astype(jnp.float32).T, precision="highest")
 
 
+def _plain_words(store, slots):
+    """As `gather.columns` says, in an order that needs no table."""
+    by_thread = store[...][slots].reshape(len(slots), 4, -1, 2)
+    return by_thread.swapaxes(1, 2).reshape(len(slots), -1)
+
+
 @pytest.fixture
 def interpreted(monkeypatch):
     """Kernels run in JAX's interpreter, and race nowhere."""
     monkeypatch.setattr(coded_decode, "unpacked", _plain_unpacked)
     monkeypatch.setattr(coded_decode, "_product", _plain_product)
+    monkeypatch.setattr(coded_decode, "gathered_words", _plain_words)
+    monkeypatch.setattr(coded_decode, "gathered_bytes", lambda store, slots: store[...][slots])
     coded_decode._launch.clear_cache()
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         yield
@@ -198,6 +235,19 @@ def test_is_attention(interpreted, keys, values, heads):
 
 def test_more_stages_and_parts_than_blocks(interpreted):
     Case(*SHAPES[1], S=192).check(config=CodedConfig(stages=4, splits=5))
+
+
+@pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
+def test_is_attention_to_chosen_slots(interpreted, keys, values, heads):
+    it = Case(keys, values, heads, S=192)
+    it.choose(100)
+    it.check(config=CodedConfig(splits=2))
+
+
+def test_a_list_that_begins_with_what_does_not_count(interpreted):
+    it = Case(*SHAPES[1], S=192)
+    it.slots = np.broadcast_to(np.r_[np.full(70, 192), 0:60, 100:190], (3, 2, 220))
+    it.check(config=CodedConfig(splits=1))
 
 
 def test_a_later_key_far_more_likely_than_the_first_block(interpreted):
@@ -233,9 +283,13 @@ def test_what_is_no_number_counts_where_it_is_seen(interpreted):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
+@pytest.mark.parametrize("chosen", [0, 1000])
 @pytest.mark.parametrize("config", [None, CodedConfig(stages=1, splits=3), CodedConfig(stages=5, splits=1)])
-def test_is_attention_on_the_device(keys, values, heads, config):
-    Case(keys, values, heads, S=4096).check(config=config)
+def test_is_attention_on_the_device(keys, values, heads, chosen, config):
+    it = Case(keys, values, heads, S=4096)
+    if chosen:
+        it.choose(chosen)
+    it.check(config=config)
 
 
 @pytest.mark.gpu
