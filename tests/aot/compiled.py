@@ -1,0 +1,113 @@
+"""Compiles kernels for sm_90a without a GPU, and tells what ptxas made of them.
+
+Needs the extra `aot`, and in the environment `JAX_PLATFORMS=cpu`, without which CUDA's plugin wants a GPU.
+"""
+
+import functools
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import pytest
+from jax.experimental import topologies
+from sass import Code
+
+REGISTERS = 65536
+"""Of one multiprocessor, 32 bits each; a thread takes a multiple of 8."""
+SHARED_MEMORY = 228 * 1024
+"""Bytes of one multiprocessor."""
+_BESIDE = 2048
+"""Bytes of shared memory of one CTA beside its buffers: barriers, and 1 KiB of the system."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled kernel: sizes of its launch, in bytes where they are memory, and its code."""
+
+    name: str
+    threads: int
+    registers: int
+    stack: int
+    spills: int
+    shared_memory: int
+    report: str = field(repr=False)
+    code: Code = field(repr=False)
+
+    @property
+    def serialized(self) -> bool:
+        """Whether ptxas has matrix products wait for each other, as where registers do not suffice."""
+        return "wgmma.mma_async instructions are serialized" in self.report
+
+    @property
+    def register_pool(self) -> int:
+        """Registers of one CTA, whichever of its warps has them."""
+        return -(-self.registers // 8) * 8 * self.threads
+
+    @property
+    def ctas(self) -> int:
+        """CTAs that one multiprocessor has registers and shared memory for."""
+        return min(REGISTERS // self.register_pool, SHARED_MEMORY // (self.shared_memory + _BESIDE))
+
+
+def compiled(f: Callable[..., Any], *args: Any) -> list[Kernel]:
+    """The kernels of `f` at arguments of these shapes; skips the test where there is no compiler.
+
+    Kernels of Mosaic only, not those that XLA makes of what is around them. It is their own compilation
+    that is reported, by the ptxas that JAX finds.
+    """
+    sharding = jax.sharding.SingleDeviceSharding(_device())
+    placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    traced = jax.jit(f).trace(*jax.tree.map(placed, args))
+    with tempfile.TemporaryDirectory() as folder:
+        with patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=folder):
+            traced.lower(lowering_platforms=("cuda",)).compile()
+        kernels = [_kernel(path) for path in sorted(Path(folder).glob("*.ptxas"))]
+    assert kernels, "no kernel was compiled"
+    print(*kernels, sep="\n")
+    return kernels
+
+
+def assert_no_spills(kernels: list[Kernel]) -> None:
+    """All values stay in registers, and no matrix product waits for lack of them."""
+    for kernel in kernels:
+        accesses = kernel.code.count("LDL", "STL")
+        assert kernel.spills + kernel.stack + accesses == 0, f"{kernel} spills, {accesses} accesses"
+        assert not kernel.serialized, kernel.report
+
+
+@functools.cache
+def _device() -> Any:
+    """An H200 that is not there."""
+    config = Path(__file__).with_name("h200.txtpb").read_text()
+    try:
+        return topologies.get_topology_desc("h200", "cuda", target_config=config, topology="1x1x1").devices[0]
+    except NotImplementedError:
+        pytest.skip("CUDA's plugin is absent or does not start: install the extra aot, set JAX_PLATFORMS=cpu")
+
+
+def _kernel(path: Path) -> Kernel:
+    """The kernel whose report by ptxas lies at `path`, beside its PTX, its resources and its code."""
+    report = path.read_text()
+    read = lambda suffix: path.with_suffix(suffix).read_text()
+    return Kernel(
+        name=path.stem,
+        threads=_sum(r"\.maxntid (\d+)", read(".ptx")),
+        registers=_sum(r"Used (\d+) registers", report),
+        stack=_sum(r"(\d+) bytes stack frame", report),
+        spills=_sum(r"frame, (\d+) bytes spill", report) + _sum(r"frame, .* (\d+) bytes spill loads", report),
+        shared_memory=_sum(r"smem_scratch_bytes=(\d+)", read(".resources.txt")),
+        report=report,
+        code=Code(read(".sass_ctrl")),
+    )
+
+
+def _sum(pattern: str, text: str) -> int:
+    found = re.findall(pattern, text)
+    assert found, f"{pattern} is not in:\n{text[:1000]}"
+    return sum(map(int, found))

@@ -1,0 +1,135 @@
+"""Machine code as nvdisasm prints it: instructions, which come before which on every path, and loops."""
+
+import re
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+_LABEL = re.compile(r"^(\.L_x_\d+):")
+_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\d+ )?\s*([A-Z].*?)\s*$")
+_TARGET = re.compile(r"`\((\.L_x_\d+)\)")
+
+
+class Instruction(NamedTuple):
+    """One instruction: its place, the predicate that guards it (or none), opcode and operands."""
+
+    index: int
+    guard: str
+    text: str
+
+    def has(self, name: str) -> bool:
+        """Whether `name` is its opcode, or as much of it as is given in whole parts: `SYNCS.PHASECHK`."""
+        return f"{self.text.split()[0]}.".startswith(f"{name}.")
+
+
+class Code:
+    """The instructions of one kernel in the order of their addresses."""
+
+    def __init__(self, listing: str) -> None:
+        self.instructions: list[Instruction] = []
+        self._labels: dict[str, int] = {}
+        for line in listing.splitlines():
+            if label := _LABEL.match(line):
+                self._labels[label[1]] = len(self.instructions)
+            elif found := _LINE.search(line):
+                self.instructions.append(Instruction(len(self.instructions), found[1] or "", found[2]))
+
+    def count(self, *names: str) -> int:
+        """Instructions of these opcodes."""
+        return _count(self.instructions, names)
+
+    def loops_with(self, name: str) -> list["Loop"]:
+        """The innermost loops around instructions of an opcode, first one first."""
+        around = [loop for loop in self.loops if loop.count(name)]
+        inner = lambda loop: any(other.members < loop.members for other in around)
+        return [loop for loop in around if not inner(loop)]
+
+    @cached_property
+    def loops(self) -> list["Loop"]:
+        """Natural loops: branches to an instruction that lies on every path to them, and all in between.
+
+        A retry that lies behind the kernel's end and jumps back into it is thus no loop of the code between.
+        """
+        bodies: dict[int, set[int]] = {}
+        for source, targets in enumerate(self._successors):
+            for head in targets:
+                if self.on_every_path(head, source):
+                    bodies.setdefault(head, {head}).update(self._between(head, source))
+        return [Loop(self, frozenset(bodies[head])) for head in sorted(bodies)]
+
+    def on_every_path(self, first: int, second: int) -> bool:
+        """Whether execution passes through `first` whenever it reaches `second`."""
+        return bool(self._dominators[second] >> first & 1)
+
+    @cached_property
+    def _successors(self) -> list[list[int]]:
+        return [list(self._next(x)) for x in self.instructions]
+
+    def _next(self, x: Instruction) -> Iterator[int]:
+        yield from (self._labels[label] for label in _TARGET.findall(x.text))
+        leaves = not x.guard and x.text.split()[0] in ("BRA", "EXIT")
+        if not leaves and x.index + 1 < len(self.instructions):
+            yield x.index + 1
+
+    @cached_property
+    def _predecessors(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in self.instructions]
+        for source, targets in enumerate(self._successors):
+            for target in targets:
+                found[target].append(source)
+        return found
+
+    @cached_property
+    def _dominators(self) -> list[int]:
+        """For each instruction, as bits of a number, those on every path to it; none where no path leads."""
+        reached = self._reached()
+        found = [-1 if i in reached else 0 for i in range(len(self.instructions))]
+        found[0], changed = 1, True
+        while changed:
+            changed = False
+            for i in sorted(reached - {0}):
+                common = -1
+                for source in reached.intersection(self._predecessors[i]):
+                    common &= found[source]
+                changed |= found[i] != common | 1 << i
+                found[i] = common | 1 << i
+        return found
+
+    def _reached(self) -> set[int]:
+        seen, todo = {0}, [0]
+        while todo:
+            new = set(self._successors[todo.pop()]) - seen
+            seen |= new
+            todo += new
+        return seen
+
+    def _between(self, head: int, source: int) -> set[int]:
+        """Instructions from which `source` is reached without passing `head`."""
+        seen, todo = {head, source}, [source] if source != head else []
+        while todo:
+            new = set(self._predecessors[todo.pop()]) - seen
+            seen |= new
+            todo += new
+        return seen
+
+
+class Loop:
+    """A loop of some code, its inner loops included."""
+
+    def __init__(self, code: Code, members: frozenset[int]) -> None:
+        self.code, self.members = code, members
+        self.instructions = [code.instructions[i] for i in sorted(members)]
+
+    def count(self, *names: str) -> int:
+        """Instructions of these opcodes."""
+        return _count(self.instructions, names)
+
+    def in_order(self, first: str, second: str, *, how_many: Callable[..., bool] = any) -> bool:
+        """Whether the loop has both opcodes, and passes any (or all) `first` before it reaches a `second`."""
+        firsts, seconds = ([x.index for x in self.instructions if x.has(name)] for name in (first, second))
+        after = lambda j: how_many(self.code.on_every_path(i, j) for i in firsts)
+        return bool(firsts and seconds) and all(after(j) for j in seconds)
+
+
+def _count(instructions: list[Instruction], names: tuple[str, ...]) -> int:
+    return sum(any(x.has(name) for name in names) for x in instructions)

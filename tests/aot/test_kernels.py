@@ -1,0 +1,190 @@
+"""What ptxas makes of the kernels for Hopper: what spills is known, and hot loops wait, multiply, then load.
+
+Cases are those of the measured tables, then what else the kernels can do. Needs the extra `aot`, and no GPU.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compiled import Kernel, assert_no_spills, compiled
+
+from kernels_pallas import (
+    DecodeConfig,
+    PrefillConfig,
+    Ring,
+    Trailing,
+    decode_attention,
+    post_rope,
+    prefill_attention,
+)
+from kernels_pallas.tuning import file_of
+
+pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("optimised")]
+N, S, B = 32, 8192, 16
+"""Heads, tokens, and rows of the decode kernel."""
+WARPGROUP = 128
+"""Threads."""
+NEAR = {"sinks": 4, "window": 512}
+TUNED = json.loads(file_of("NVIDIA H200").read_text())
+CTAS = {(64, 96, 64): 4, (32, 64, 32): 4, (32, 64, 128): 3, (64, 96, 128): 2, (16, 32, 64): 4}
+"""Decoding CTAs that a multiprocessor holds at R, Z and H, else one: fewer have fewer bytes in flight."""
+
+
+def shape(*dims: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def integers(*dims: int) -> jax.ShapeDtypeStruct:
+    return shape(*dims, dtype=jnp.int32)
+
+
+def prefill(R: int, Z: int, H: int = 0, positions: Any = None, **options: Any) -> list[Kernel]:
+    """Prompts of S tokens; two ranks where there is an H."""
+    arrays = shape(1, S, N, H or R), shape(1, N, S, R), shape(1, N, S, Z)
+    tails = [shape(1, N, tokens, H - rank) for tokens in (S, 8) for rank in (R, Z)] if H else []
+    trailing = Trailing(*tails[:2], integers(1), *tails[2:]) if H else None
+    options |= NEAR if H else {}
+    f = lambda q, k, v, trailing, positions: prefill_attention(
+        q, k, v, scale=0.1, trailing=trailing, positions=positions, **options
+    )
+    return compiled(f, *arrays, trailing, positions)
+
+
+def decode(
+    R: int,
+    Z: int,
+    H: int = 0,
+    config: DecodeConfig | None = None,
+    cache: tuple[int, ...] = (B, N, S),
+    **options: Any,
+) -> list[Kernel]:
+    """Caches of S tokens; two ranks where there is an H."""
+    arrays = shape(B, N, H or R), shape(*cache, R), shape(*cache, Z), integers(B)
+    near = NEAR if H else {}
+    if H:
+        options["ring"] = Ring(*(shape(B, N, 520, H - rank) for rank in (R, Z)))
+    f = lambda q, k, v, n, options: decode_attention(q, k, v, n, scale=0.1, config=config, **near, **options)
+    return compiled(f, *arrays, options)
+
+
+def rope(H: int, R: int, *, keep_tail: bool, T: int = S, K: int = 8, G: int = 4) -> list[Kernel]:
+    """Prompts of T tokens, keys shifted."""
+    C = H if keep_tail else R
+    float32 = lambda *dims: shape(*dims, dtype=jnp.float32)
+    rotations = [shape(K, H, C, dtype=jnp.float16) for _ in range(2)]
+    angles = [float32(1, T, H // 2) for _ in range(2)]
+    f = lambda *arrays: post_rope(*arrays, qk_rank=R, keep_tail=keep_tail)
+    return compiled(f, shape(1, T, K * G, H), shape(1, T, K, H), *angles, *rotations, float32(K, C))
+
+
+def tuned(kernel: str) -> list[Any]:
+    """Widths and configs of the measured table."""
+    name = lambda widths: "-".join(map(str, widths.values()))
+    return [pytest.param(x["widths"], x["config"], id=name(x["widths"])) for x in TUNED[kernel]]
+
+
+@pytest.mark.parametrize(("widths", "config"), tuned("prefill"))
+def test_prefill(widths: dict[str, int], config: dict[str, Any]) -> None:
+    R, Z, H, HV = (widths[name] for name in ("R", "Z", "H", "HV"))
+    sizes = PrefillConfig(**config)
+    (kernel,) = prefill(R, Z, 0 if (R, Z) == (H, HV) else H, config=sizes)
+    assert_no_spills([kernel])
+    assert kernel.ctas >= 1
+
+    # Warpgroups that ask for more registers than the rest gave back would wait for them forever.
+    fewer, more = (int(x.text.split()[-1], 16) for x in kernel.code.instructions if x.has("USETMAXREG"))
+    assert (fewer + sizes.warpgroups * more) * WARPGROUP <= kernel.register_pool
+
+    plain = kernel.code.loops_with("HGMMA")[0]
+    assert plain.count("HGMMA") == R // 16 + sizes.block_kv // 16
+    assert plain.in_order("SYNCS.PHASECHK", "HGMMA")
+    assert plain.count("SYNCS.ARRIVE") == 2, "keys and values are given back once each"
+    assert plain.count("LDG", "LD", "UTMALDG") == 0, "another warpgroup loads"
+    (producer,) = kernel.code.loops_with("UTMALDG")
+    assert producer.count("SYNCS.PHASECHK") > 0
+
+
+@pytest.mark.parametrize(("widths", "config"), tuned("decode"))
+def test_decode(widths: dict[str, int], config: dict[str, Any]) -> None:
+    R, Z, H = (widths[name] for name in "RZH")
+    sizes = DecodeConfig(**config)
+    (kernel,) = decode(R, Z, 0 if R == H else H, config=sizes)
+    assert_no_spills([kernel])
+    assert kernel.ctas >= CTAS.get((R, Z, H), 1)
+
+    loops = kernel.code.loops_with("HGMMA")
+    assert len(loops) == (1 if R == H else 2), "far keys, then near ones"
+    assert loops[0].count("HGMMA") == R // 16 + sizes.block // 16
+    for loop in loops:
+        assert loop.in_order("SYNCS.PHASECHK", "HGMMA")
+        # The next block goes where this one is: only once no product reads it any more.
+        assert loop.in_order("WARPGROUP.DEPBAR", "UTMALDG", how_many=all)
+        assert loop.count("LDG", "LD") == 0, "keys and values come by the copy engine only"
+
+
+@pytest.mark.parametrize("T", [1, S])
+@pytest.mark.parametrize(
+    ("H", "R", "keep_tail"), [(64, 32, True), (128, 64, True), (128, 64, False), (256, 128, False)]
+)
+def test_post_rope(H: int, R: int, keep_tail: bool, T: int) -> None:
+    (kernel,) = rope(H, R, keep_tail=keep_tail, T=T)
+    assert_no_spills([kernel])
+    assert kernel.ctas >= 1
+    (heads,) = kernel.code.loops_with("HGMMA")
+    assert heads.count("HGMMA") == H // 16
+    assert heads.in_order("SYNCS.PHASECHK", "HGMMA")
+    assert heads.in_order("LDSM", "UTMALDG"), "a tile is read before the next one takes its place"
+
+
+OTHERS: dict[str, Callable[[], list[Kernel]]] = {
+    "prefill wide": lambda: prefill(256, 256),
+    "prefill far": lambda: prefill(64, 96, keys="far", **NEAR),
+    "prefill near": lambda: prefill(0, 0, 64),
+    "prefill by position": lambda: prefill(64, 96, positions=(integers(1, S), integers(1, S))),
+    "decode wide": lambda: decode(256, 256),
+    "decode wide two ranks": lambda: decode(128, 128, 256),
+    "decode near": lambda: decode(0, 0, 256),
+    "decode by position": lambda: decode(64, 96, positions=integers(B, S)),
+    "decode paged": lambda: decode(64, 96, cache=(99, N, 256), block_table=integers(B, 32)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_nothing_spills(name: str) -> None:
+    assert_no_spills(OTHERS[name]())
+
+
+SPILL: dict[str, tuple[str, Callable[[], list[Kernel]]]] = {
+    "prefill 240-16": ("once, outside of its loops", lambda: prefill(240, 16)),
+    "prefill 128-128-256": ("in blocks with near keys", lambda: prefill(128, 128, 256)),
+    "prefill near 128": ("in its only loop", lambda: prefill(0, 0, 128)),
+    "prefill near 256": ("in its only loop", lambda: prefill(0, 0, 256)),
+    "post_rope 256": ("at each head", lambda: rope(256, 128, keep_tail=True)),
+}
+"""Default configs that are known to spill, and where."""
+
+
+@pytest.mark.parametrize(
+    "compile_it",
+    [
+        pytest.param(f, id=name, marks=pytest.mark.xfail(raises=AssertionError, strict=True, reason=reason))
+        for name, (reason, f) in SPILL.items()
+    ],
+)
+def test_spills_known(compile_it: Callable[[], list[Kernel]]) -> None:
+    assert_no_spills(compile_it())
+
+
+def test_spills_are_seen() -> None:
+    """A config that was measured and not chosen: two blocks of scores beside 128 values a query."""
+    (kernel,) = prefill(64, 128, config=PrefillConfig(overlap=True))
+    assert kernel.stack > 0
+    assert kernel.spills > 0
+    assert kernel.serialized
+    assert kernel.code.count("LDL", "STL") > 0
+    with pytest.raises(AssertionError, match="spills"):
+        assert_no_spills([kernel])
