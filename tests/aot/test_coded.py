@@ -1,0 +1,77 @@
+"""What ptxas makes of the kernel of coded keys and values. Needs the extra `aot`, and no GPU."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compiled import Kernel, assert_no_spills, compiled
+
+from kernels_pallas import CodedConfig, Plane, coded_attention
+
+pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("optimised")]
+B, K, S, CHOSEN = 4, 8, 4096, 1024
+WIDE = ((256, 4),), (256, 2)
+PLANES = [
+    # Coordinates and bits of keys, of values; CTAs that a multiprocessor holds.
+    pytest.param(((128, 4),), (128, 4), 4, id="whole"),
+    pytest.param(((32, 4), (96, 4)), (128, 4), 4, id="index and rest"),
+    pytest.param(((64, 4), (64, 2)), (128, 2), 4, id="fewer bits"),
+    pytest.param(((128, 8),), (128, 8), 2, id="8 bits"),
+]
+"""Fewer CTAs have fewer bytes in flight."""
+
+
+def shape(*dims: int, dtype=jnp.uint8) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def coded(keys, values, groups: int = 4, chosen: int = 0) -> Kernel:
+    """Decoding with `groups` query heads a KV head; `chosen` slots, or all."""
+    kinds = (*keys, values)
+
+    def attend(q, arrays, begin, end, slots):
+        planes = [Plane(*pair, bits) for pair, (_, bits) in zip(arrays, kinds, strict=True)]
+        config = CodedConfig(stages=3, splits=4)
+        return coded_attention(q, planes[:-1], planes[-1], begin, end, scale=0.1, slots=slots, config=config)
+
+    arrays = [(shape(B, K, S, C * bits // 8), shape(B, K, S)) for C, bits in kinds]
+    q = shape(B, groups * K, sum(C for C, _ in keys), dtype=jnp.bfloat16)
+    row = shape(B, dtype=jnp.int32)
+    slots = shape(B, K, chosen, dtype=jnp.int32) if chosen else None
+    (kernel,) = compiled(attend, q, arrays, row, row, slots)
+    return kernel
+
+
+@pytest.mark.parametrize(("keys", "values", "ctas"), PLANES)
+def test_whole_store(keys, values, ctas):
+    kernel = coded(keys, values)
+    assert_no_spills([kernel])
+    assert kernel.ctas >= ctas
+    first, others = kernel.code.loops_with("HGMMA")
+    products = sum(C for C, _ in keys) // 16 + values[0] // 64 * 4
+    for loop in (first, others):
+        assert loop.count("HGMMA") == products
+        assert loop.in_order("SYNCS.PHASECHK", "HGMMA")
+        assert loop.count("UTMALDG") > 0, "the next block is asked for"
+        assert loop.count("LDG", "LD") == 0
+    assert others.count("FMNMX") == 0, "once the maximum is settled nobody looks for it"
+    assert first.count("FMNMX") > 0
+
+
+@pytest.mark.parametrize(("keys", "values", "ctas"), PLANES)
+def test_chosen_slots(keys, values, ctas):
+    kernel = coded(keys, values, chosen=CHOSEN)
+    assert_no_spills([kernel])
+    assert kernel.ctas >= ctas
+    for loop in kernel.code.loops_with("HGMMA"):
+        assert loop.in_order("LDG", "HGMMA"), "rows come straight into registers"
+        assert loop.count("UTMALDG") == 0
+
+
+@pytest.mark.parametrize("groups", [1, 16])
+def test_groups(groups):
+    assert_no_spills([coded(((128, 4),), (128, 4), groups=groups)])
+
+
+@pytest.mark.parametrize("chosen", [0, CHOSEN])
+def test_wide_heads(chosen):
+    assert_no_spills([coded(*WIDE, chosen=chosen)])
