@@ -3,6 +3,8 @@
 from kernels_pallas.coded_decode import coded_attention as coded_attention
 from kernels_pallas.coded_inputs import CodedConfig as CodedConfig
 from kernels_pallas.coded_inputs import Plane as Plane
+from kernels_pallas.coded_scan import ScanConfig as ScanConfig
+from kernels_pallas.coded_scan import index_scores as index_scores
 from kernels_pallas.decode import decode_attention as decode_attention
 from kernels_pallas.decode_inputs import DecodeConfig as DecodeConfig
 from kernels_pallas.decode_inputs import Ring as Ring
@@ -19,7 +21,11 @@ from kernels_pallas.refusals import decode_refusal as decode_refusal
 from kernels_pallas.refusals import device_refusal as device_refusal
 from kernels_pallas.refusals import post_rope_refusal as post_rope_refusal
 from kernels_pallas.refusals import prefill_refusal as prefill_refusal
+from kernels_pallas.refusals import scan_refusal as scan_refusal
 from kernels_pallas.refusals import segment_refusal as segment_refusal
+from kernels_pallas.refusals import select_refusal as select_refusal
 from kernels_pallas.segments import Segment as Segment
 from kernels_pallas.segments import merge_partial as merge_partial
 from kernels_pallas.segments import segment_attention as segment_attention
+from kernels_pallas.select import largest as largest
+from kernels_pallas.select import largest_reference as largest_reference

@@ -10,11 +10,13 @@ import jax
 
 from kernels_pallas import common
 from kernels_pallas.coded_inputs import check_coded
+from kernels_pallas.coded_scan import check_scan
 from kernels_pallas.common import Shaped
 from kernels_pallas.decode_inputs import check_decode
 from kernels_pallas.post_rope import checked_launch
 from kernels_pallas.prefill_inputs import check_prefill
 from kernels_pallas.segments import check_segments
+from kernels_pallas.select_inputs import check_largest
 
 
 def _refusal[**P](check: Callable[P, object]) -> Callable[P, str | None]:
@@ -42,7 +44,9 @@ def _check_here(q: Shaped) -> None:
 prefill_refusal = _refusal(check_prefill)
 decode_refusal = _refusal(check_decode)
 coded_refusal = _refusal(check_coded)
+scan_refusal = _refusal(check_scan)
 segment_refusal = _refusal(check_segments)
+select_refusal = _refusal(check_largest)
 post_rope_refusal = _refusal(checked_launch)
 device_refusal = _refusal(_check_here)
 """Why no kernel can run here on arrays of q's dtype.

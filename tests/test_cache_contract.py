@@ -110,4 +110,5 @@ def test_zeros_and_one_huge_outlier(it):
     x[0, :24], x[1, 5], x[2, 30] = 0, 0, 1000 * x[2, 30]
     found = it.run(x, WHOLE)
     assert np.isfinite(found).all()
-    assert_same(found, it.whole(x), it.tolerance)
+    # Scores with the outlier are so large that their rounding alone moves weights by thousandths.
+    assert_same(found, it.whole(x), max(it.tolerance, 1e-4))
