@@ -330,7 +330,7 @@ class _Chosen(NamedTuple):
         """All loads are asked for before any is used."""
         slots = plgpu.load(self.at.slots[0].at[step], layout=PER_KEY, optimized=False)
         visible = self.span.counts(lax.broadcast_in_dim(slots, (BLOCK, self.g.columns), [0]))
-        there = jnp.minimum(slots, self.g.S - 1)
+        there = jnp.clip(slots, 0, self.g.S - 1)  # What does not count is read, too.
         planes = len(self.g.widths)
         found = [source.at[*self.head] for source in self.sources]
         words = [gathered_words(store, there) for store in found[:planes]]

@@ -160,7 +160,7 @@ class Case:
     def choose(self, n: int, seed: int = 0) -> None:
         """n slots of each KV head, in any order, some of them none or outside of what counts."""
         rng, (B, K, S) = np.random.default_rng(seed), self.values.reach.shape
-        self.slots = np.stack([rng.permutation(S + 20)[:n] for _ in range(B * K)]).reshape(B, K, n)
+        self.slots = np.stack([rng.permutation(S + 20)[:n] - 3 for _ in range(B * K)]).reshape(B, K, n)
 
     def run(self, **options):
         o, lse = coded_attention(
