@@ -4,9 +4,11 @@
 
 One new token a row, 32 query heads of 128 coordinates. Keys and values are random integers with random
 reaches. Near tokens, a window of 512 and 4 sinks in 16 bits, are read by the decode kernel and counted in
-every row. `whole`: all far tokens are read. Times are device times (CUPTI), all kernels of a step together;
-the peer and the read bandwidth are measured in the same run. `error` is the larger relative error of the
-first head of the first row and the last of the last, against float64 on the same integers.
+every row. `whole`: all far tokens are read. `chosen`: an index of 32 coordinates scores all, and each KV head
+reads 1024 of them. Times are device times (CUPTI), all kernels of a step together; `delay` is what scanning
+and selecting take of it, timed by themselves. The peer and the read bandwidth are measured in the same run.
+`error` is the larger relative error of the first head of the first row and the last of the last, against
+float64 on the same integers and the same choice.
 """
 
 from collections.abc import Iterator
@@ -23,7 +25,15 @@ import tyro
 from benchmarks.bench_kernels import cudnn
 from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.timing import device_ms, normal
-from kernels_pallas import Plane, Ring, coded_attention, decode_attention, merge_partial
+from kernels_pallas import (
+    Plane,
+    Ring,
+    coded_attention,
+    decode_attention,
+    index_scores,
+    largest,
+    merge_partial,
+)
 from zdc_jax.cache.fitted_integers import FittedIntegers
 
 N, H, SINKS, WINDOW = 32, 128, 4, 512
@@ -42,13 +52,31 @@ class Shape(NamedTuple):
     S: int
 
 
+class Plan(NamedTuple):
+    """Coordinates and bits of the planes of keys, and of values; read: tokens chosen by the first, 0: all."""
+
+    keys: tuple[tuple[int, int], ...]
+    values: tuple[int, int]
+    read: int = 0
+
+    @property
+    def bits(self) -> tuple[int, ...]:
+        """Of all planes."""
+        return tuple(bits for _, bits in (*self.keys, self.values))
+
+
+PLANS = {
+    "whole": Plan(keys=((H, 4),), values=(H, 4)),
+    "chosen": Plan(keys=((32, 4), (H - 32, 4)), values=(H, 4), read=1024),
+}
+
+
 @dataclass(frozen=True)
 class Options:
-    """shapes: rows and tokens. keys, values: coordinates and bits of the planes."""
+    """shapes: rows and tokens. kinds: of `PLANS`."""
 
     shapes: tuple[Shape, ...] = (Shape(16, 32768), Shape(16, 131072), Shape(1, 131072))
-    keys: tuple[tuple[int, int], ...] = ((128, 4),)
-    values: tuple[int, int] = (128, 4)
+    kinds: tuple[str, ...] = tuple(PLANS)
     repeats: int = 7
     name: str = "coded-h200"
     results: Path = RESULTS
@@ -70,108 +98,124 @@ def random_plane(key: jax.Array, tokens: tuple[int, ...], width: int) -> tuple[j
     )
 
 
-def far_part(q: jax.Array, far: Coded, bits: tuple[int, ...], S: int) -> tuple[jax.Array, jax.Array]:
-    """The whole store but sinks and window."""
-    planes = [Plane(*pair, b) for pair, b in zip(far, bits, strict=True)]
-    row = lambda value: jnp.full(q.shape[0], value, jnp.int32)
-    return coded_attention(q, planes[:-1], planes[-1], row(SINKS), row(S - WINDOW), scale=SCALE)
+def planes(far: Coded, plan: Plan) -> list[Plane]:
+    """Of keys, then of values."""
+    return [Plane(*pair, bits) for pair, bits in zip(far, plan.bits, strict=True)]
 
 
-def step(q: jax.Array, far: Coded, ring: Ring, *, bits: tuple[int, ...], S: int) -> jax.Array:
+def span(B: int, S: int) -> tuple[jax.Array, jax.Array]:
+    """Slots of far tokens of each row."""
+    return jnp.full(B, SINKS, jnp.int32), jnp.full(B, S - WINDOW, jnp.int32)
+
+
+def choose(q: jax.Array, far: Coded, *, plan: Plan, S: int) -> jax.Array:
+    """Slots that each KV head reads."""
+    index, far_span = planes(far, plan)[0], span(q.shape[0], S)
+    scores, _ = index_scores(q[..., : index.width], index, *far_span, scale=SCALE)
+    return largest(scores, *far_span, k=plan.read)
+
+
+def step(q: jax.Array, far: Coded, ring: Ring, *, plan: Plan, S: int) -> jax.Array:
     """One token of each row: near and far tokens under one softmax, [B, N, H]."""
     B, K = ring.k.shape[:2]
-    nothing = jnp.zeros((B, K, S, 0), q.dtype)
-    near = decode_attention(
-        q,
-        nothing,
-        nothing,
-        jnp.full(B, S, jnp.int32),
-        scale=SCALE,
-        ring=ring,
-        sinks=SINKS,
-        window=WINDOW,
-    )
-    parts = [(o[:, None], lse[..., None]) for o, lse in (near, far_part(q, far, bits, S))]
-    return merge_partial(parts)[0][:, 0]
+    nothing, lengths = jnp.zeros((B, K, S, 0), q.dtype), jnp.full(B, S, jnp.int32)
+    near = decode_attention(q, nothing, nothing, lengths, scale=SCALE, ring=ring, sinks=SINKS, window=WINDOW)
+    slots = choose(q, far, plan=plan, S=S) if plan.read else None
+    *keys, values = planes(far, plan)
+    found = coded_attention(q, keys, values, *span(B, S), scale=SCALE, slots=slots)
+    return merge_partial([(o[:, None], lse[..., None]) for o, lse in (near, found)])[0][:, 0]
 
 
-def exact_head(
-    b: int, n: int, q: jax.Array, far: Coded, ring: Ring, bits: tuple[int, ...], S: int
-) -> np.ndarray:
-    """One head in float64."""
-    f64 = lambda x: np.asarray(x.astype(jnp.float32), np.float64)
-    kv = n // (N // ring.k.shape[1])
+class Head(NamedTuple):
+    """One query head of one row, for the truth."""
 
-    def read(pair: tuple[jax.Array, jax.Array], b_: int) -> np.ndarray:
-        levels, reach = (x[b, kv] for x in pair)
-        decoded = FittedIntegers(b_).decode(
-            (levels[:, None], reach[:, None, None]), levels.shape[-1] * 8 // b_
+    b: int
+    n: int
+
+    def exact(self, q: jax.Array, far: Coded, ring: Ring, slots: Any, *, plan: Plan, S: int) -> np.ndarray:
+        """Its result in float64."""
+        f64 = lambda x: np.asarray(x.astype(jnp.float32), np.float64)
+        kv = self.n // (N // ring.k.shape[1])
+
+        def read(pair: tuple[jax.Array, jax.Array], bits: int) -> np.ndarray:
+            levels, reach = (x[self.b, kv] for x in pair)
+            code, width = FittedIntegers(bits), levels.shape[-1] * 8 // bits
+            return f64(code.decode((levels[:, None], reach[:, None, None]), width)[:, 0])
+
+        *keys, v = (read(pair, bits) for pair, bits in zip(far, plan.bits, strict=True))
+        k, at = np.concatenate(keys, 1), np.arange(S)
+        near = (at < SINKS) | (at >= S - WINDOW)
+        rows = np.where(at < SINKS, WINDOW + at, at % WINDOW)
+        k, v = (
+            np.where(near[:, None], f64(r[self.b, kv])[rows], x) for r, x in zip(ring, (k, v), strict=True)
         )
-        return f64(decoded[:, 0])
-
-    *keys, v = (read(pair, b_) for pair, b_ in zip(far, bits, strict=True))
-    k, at = np.concatenate(keys, 1), np.arange(S)
-    near, slots = (at < SINKS) | (at >= S - WINDOW), np.where(at < SINKS, WINDOW + at, at % WINDOW)
-    k, v = (np.where(near[:, None], f64(r[b, kv])[slots], x) for r, x in zip(ring, (k, v), strict=True))
-    scores = SCALE * k @ f64(q[b, n])
-    weights = np.exp(scores - scores.max())
-    return weights / weights.sum() @ v
+        seen = np.ones(S, bool) if slots is None else near | np.isin(at, np.asarray(slots[self.b, kv]))
+        scores = np.where(seen, SCALE * k @ f64(q[self.b, self.n]), -np.inf)
+        weights = np.exp(scores - scores.max())
+        return weights / weights.sum() @ v
 
 
-def row(heads: str, shape: Shape, options: Options, bandwidth: float) -> dict[str, Any]:
-    """A shape beside its peer; what the peer needs is gone before the codes are made."""
-    (B, S), K, kinds = shape, HEADS[heads], (*options.keys, options.values)
-    q = normal(0, B, N, H)
-    k, v = normal(1, B, S, K, H), normal(2, B, S, K, H)
-    timed = partial(device_ms, iterations=options.repeats)
-    peer = timed(lambda q, k, v: cudnn(q, k, v, causal=False), q[:, None], k, v)
-    del k, v
-    seeds = jax.random.split(jax.random.key(3, impl="rbg"), len(kinds))
-    far = tuple(random_plane(key, (B, K, S), C * b // 8) for key, (C, b) in zip(seeds, kinds, strict=True))
-    ring = Ring(normal(4, B, K, WINDOW + 8, H), normal(5, B, K, WINDOW + 8, H))
-    bits = tuple(b for _, b in kinds)
-    call = partial(step, bits=bits, S=S)
-    times = timed(call, q, far, ring)
-    found = np.asarray(jax.jit(call)(q, far, ring), np.float64)
-    relative = lambda x, true: np.linalg.norm(x - true) / np.linalg.norm(true)
-    wrong = max(
-        relative(found[b, n], exact_head(b, n, q, far, ring, bits, S)) for b, n in ((0, 0), (B - 1, N - 1))
-    )
-    nbytes = sum(x.nbytes for x in jax.tree.leaves((far, ring)))
-    ms = float(np.median(times))
-    found_row = {
-        "kind": "whole",
+def peer_times(shape: Shape, K: int, repeats: int) -> list[float]:
+    """Of cuDNN on all tokens; its arrays are gone afterwards."""
+    B, S = shape
+    q, k, v = normal(0, B, 1, N, H), normal(1, B, S, K, H), normal(2, B, S, K, H)
+    return device_ms(lambda q, k, v: cudnn(q, k, v, causal=False), q, k, v, iterations=repeats)
+
+
+def row(kind: str, heads: str, shape: Shape, peer: list[float], repeats: int, rate: float) -> dict[str, Any]:
+    """One plan at one shape."""
+    (B, S), K, plan = shape, HEADS[heads], PLANS[kind]
+    seeds = jax.random.split(jax.random.key(3, impl="rbg"), len(plan.bits))
+    widths = [C * bits // 8 for C, bits in (*plan.keys, plan.values)]
+    far = tuple(random_plane(seed, (B, K, S), width) for seed, width in zip(seeds, widths, strict=True))
+    q, ring = normal(0, B, N, H), Ring(normal(4, B, K, WINDOW + 8, H), normal(5, B, K, WINDOW + 8, H))
+    call, chooses = partial(step, plan=plan, S=S), partial(choose, plan=plan, S=S)
+    times = device_ms(call, q, far, ring, iterations=repeats)
+    delay = device_ms(chooses, q, far, iterations=repeats) if plan.read else [0.0]
+    found, slots = jax.jit(call)(q, far, ring), jax.jit(chooses)(q, far) if plan.read else None
+    wrong = []
+    for head in (Head(0, 0), Head(B - 1, N - 1)):
+        true = head.exact(q, far, ring, slots, plan=plan, S=S)
+        wrong.append(np.linalg.norm(np.asarray(found[head.b, head.n], np.float64) - true) / np.linalg.norm(true))
+    read = plan.read / S if plan.read else 1.0
+    stored = [sum(x.nbytes for x in pair) for pair in far]
+    index = stored[0] if plan.read else 0
+    nbytes = index + read * sum(stored) + sum(x.nbytes for x in ring)
+    ms, peer_ms = float(np.median(times)), float(np.median(peer))
+    return {
+        "kind": kind,
         "heads": heads,
         "B": B,
         "S": S,
-        "plan": {"keys": options.keys, "values": options.values, "window": WINDOW, "sinks": SINKS},
+        "plan": plan._asdict() | {"window": WINDOW, "sinks": SINKS},
         "ms": ms,
-        "peer_ms": float(np.median(peer)),
-        "speedup": float(np.median(peer)) / ms,
-        "bandwidth": nbytes / (ms * 1e-3) / bandwidth,
-        "error": wrong,
-        "repeats": {"ms": times, "peer_ms": peer},
+        "delay": float(np.median(delay)),
+        "peer_ms": peer_ms,
+        "speedup": peer_ms / ms,
+        "bandwidth": nbytes / (ms * 1e-3) / rate,
+        "error": max(wrong),
+        "repeats": {"ms": times, "peer_ms": peer, "delay": delay},
         "commit": commit(),
     }
-    print({key: value for key, value in found_row.items() if key not in ("plan", "repeats")}, flush=True)
-    return found_row
 
 
-def rows(options: Options, bandwidth: float) -> Iterator[dict[str, Any]]:
-    """Of all shapes; one that does not run is said and left out."""
+def rows(options: Options, rate: float) -> Iterator[dict[str, Any]]:
+    """Of all shapes, and all kinds beside the same peer."""
     for shape in options.shapes:
-        for heads in HEADS:
-            yield row(heads, shape, options, bandwidth)
+        for heads, K in HEADS.items():
+            peer = peer_times(shape, K, options.repeats)
+            for kind in options.kinds:
+                yield row(kind, heads, shape, peer, options.repeats, rate)
 
 
 def main(options: Options) -> None:
     """Writes one JSON, again after each row."""
-    bandwidth, found = read_bandwidth(), []
-    print(f"reading {bandwidth / 1e12:.2f} TB/s", flush=True)
-    settings = {"read_bandwidth": bandwidth, "clock": "CUPTI"}
-    for each in rows(options, bandwidth):
+    rate, found = read_bandwidth(), []
+    print(f"reading {rate / 1e12:.2f} TB/s", flush=True)
+    for each in rows(options, rate):
+        print({name: value for name, value in each.items() if name not in ("plan", "repeats")}, flush=True)
         found.append(each)
-        path = write_result(options.name, settings, found, options.results)
+        path = write_result(options.name, {"read_bandwidth": rate}, found, options.results)
     print(path)
 
 
