@@ -1,0 +1,183 @@
+"""The k largest scores of a row: the kernel lowers for CUDA, refuses what it cannot do, and is right.
+
+On a CPU JAX's interpreter of GPU kernels runs it, where counting, storing at computed places and running
+sums are replaced by plain jax.numpy; it also looks for races. What these three do, and what the threads of a
+CTA do to each other, only the tests marked `gpu` can tell.
+"""
+
+import re
+from dataclasses import dataclass
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as interpreter
+
+from kernels_pallas import largest, largest_reference, select, select_refusal
+from kernels_pallas.select import BLOCK
+
+B, K = 2, 2
+SPECIAL = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, -1e-40, 1.0, 3e38], np.float32)
+KINDS = {
+    "normal": lambda rng, shape: rng.normal(size=shape),
+    # All agree in the first digit, then in the first two.
+    "one digit": lambda rng, shape: 100 + rng.normal(size=shape),
+    "two digits": lambda rng, shape: 1 + rng.integers(0, 1000, shape) * 2.0**-23,
+    "ties": lambda rng, shape: rng.integers(-2, 3, shape),
+    "equal": lambda rng, shape: np.full(shape, rng.normal()),
+    "special": lambda rng, shape: rng.choice(SPECIAL, shape),
+    "any bits": lambda rng, shape: rng.integers(0, 2**32, shape, np.uint32).view(np.float32),
+}
+SLOTS = [64, BLOCK, BLOCK + 64, 3 * BLOCK, 4 * BLOCK + 7 * 64]
+
+
+def shape(*dims, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Random scores of one kind, of which some count; a span, in shares of S, is that of K rows."""
+
+    seed: int
+    kind: str
+    S: int
+    spans: tuple[tuple[float, float], ...]
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        rng, S = np.random.default_rng(self.seed), self.S
+        begin, end = np.sort(np.round(np.array(self.spans) * S).astype(np.int32), axis=1).T
+        scores = KINDS[self.kind](rng, (B, K, S)).astype(np.float32)
+        j = np.arange(S)
+        counts = (j >= begin[:, None]) & (j < end[:, None])
+        # What does not count must not be seen.
+        return np.where(counts[:, None], scores, rng.choice(SPECIAL, scores.shape)), begin, end
+
+    def truth(self, k: int) -> np.ndarray:
+        """By numpy's stable sort, row by row; in float64, where no score is subnormal."""
+        scores, begin, end = self.arrays()
+        found = np.full((B, K, k), self.S)
+        for b, kv in np.ndindex(B, K):
+            seen = scores[b, kv, begin[b] : end[b]]
+            number = ~np.isnan(seen)
+            best = np.lexsort((-np.where(number, seen, 0).astype(np.float64), number))[:k]
+            found[b, kv, : best.size] = begin[b] + np.sort(best)
+        return found
+
+    def check(self, function, k: int) -> None:
+        found = np.asarray(function(*map(jnp.asarray, self.arrays()), k=k))
+        np.testing.assert_array_equal(found, self.truth(k))
+
+
+def cases(*slots: int):
+    share = st.floats(0, 1)
+    span = st.one_of(st.just((0.0, 1.0)), st.tuples(share, share))
+    return st.builds(
+        Case,
+        st.integers(0, 2**32),
+        st.sampled_from(sorted(KINDS)),
+        st.sampled_from(slots),
+        st.tuples(*[span] * B),
+    )
+
+
+@pytest.mark.parametrize(("S", "k"), [(64, 128), (BLOCK + 64, 1024), (2**20, 4096)])
+def test_lowers(S, k):
+    row = shape(B, dtype=jnp.int32)
+    traced = jax.jit(largest, static_argnames="k").trace(shape(B, K, S), row, row, k=k)
+    assert traced.lower(lowering_platforms=("cuda",)).out_info.shape == (B, K, k)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": shape(B, 128)}, r"scores has shape \(2, 128\): must be \[B, K, S\]"),
+        ({"scores": shape(B, K, 128, dtype=jnp.bfloat16)}, "scores has dtype bfloat16: must be float32"),
+        ({"scores": shape(B, K, 100)}, "S=100 slots: must be a multiple of 64"),
+        ({"scores": shape(B, K, 0)}, "S=0 slots"),
+        ({"k": 64}, "k=64: must be a multiple of 128 from 128 to 4096"),
+        ({"k": 0}, "k=0: must be"),
+        ({"k": 8192}, "k=8192: must be"),
+        ({"begin": shape(B + 1, dtype=jnp.int32)}, r"begin has shape \(3,\): must be \[B\] = \(2\)"),
+        ({"end": shape(B)}, "end has dtype float32: must be an integer type"),
+    ],
+)
+def test_refusals(change, message):
+    row = shape(B, dtype=jnp.int32)
+    it = {"scores": shape(B, K, 128), "begin": row, "end": row, "k": 128}
+    assert select_refusal(**it) is None
+    reason = select_refusal(**it | change)
+    assert reason is not None
+    assert re.search(message, reason), reason
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(1, 64, 250), st.sampled_from([1, 50, 300]))
+def test_plain_version(case, k):
+    case.check(largest_reference, k)
+
+
+def _plain_count(counts, bins):
+    counts[...] = counts[...].at[bins].add(1, mode="drop")
+
+
+def _plain_store_at(ref, places, values):
+    places = jnp.where(places < 0, ref.shape[0], places)
+    ref[...] = ref[...].at[places].set(values, mode="drop")
+
+
+def _plain_sums_before(x, _):
+    upto = jnp.cumsum(x)
+    return upto - x, upto[-1]
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """Kernels run in JAX's interpreter, and race nowhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, plain in (
+            ("count", _plain_count),
+            ("store_at", _plain_store_at),
+            ("sums_before", _plain_sums_before),
+        ):
+            patch.setattr(select, f"_{name}", plain)
+        select._launch.clear_cache()
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+            yield
+    assert not interpreter.get_races().races_found
+    interpreter.reset_gpu_interpret_mode_state()
+    select._launch.clear_cache()
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases(*SLOTS), st.sampled_from([128, 1024]))
+def test_is_right(interpreted, case, k):
+    case.check(largest, k)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_is_right_where_many_scores_agree(interpreted, kind):
+    """As many as are held, more, or all, in the first digit or the first two."""
+    Case(0, kind, 3 * BLOCK + 64, ((0.0, 1.0), (0.3, 0.95))).check(largest, 1024)
+
+
+@pytest.mark.gpu
+@settings(max_examples=300, deadline=None)
+@given(cases(*SLOTS, 2**15, 2**17 + 64), st.sampled_from([128, 384, 1024, 4096]))
+def test_is_right_on_the_device(case, k):
+    case.check(largest, k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_is_right_of_many_rows_at_once(kind):
+    """More CTAs than the device holds."""
+    rng = np.random.default_rng(0)
+    scores = KINDS[kind](rng, (600, 2, 2**14)).astype(np.float32)
+    span = rng.integers(0, 1000, 600), rng.integers(2**14 - 1000, 2**14 + 1, 600)
+    found, expected = (f(scores, *span, k=1024) for f in (largest, largest_reference))
+    np.testing.assert_array_equal(found, expected)
