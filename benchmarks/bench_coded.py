@@ -176,7 +176,9 @@ def row(kind: str, heads: str, shape: Shape, peer: list[float], repeats: int, ra
     wrong = []
     for head in (Head(0, 0), Head(B - 1, N - 1)):
         true = head.exact(q, far, ring, slots, plan=plan, S=S)
-        wrong.append(np.linalg.norm(np.asarray(found[head.b, head.n], np.float64) - true) / np.linalg.norm(true))
+        wrong.append(
+            np.linalg.norm(np.asarray(found[head.b, head.n], np.float64) - true) / np.linalg.norm(true)
+        )
     read = plan.read / S if plan.read else 1.0
     stored = [sum(x.nbytes for x in pair) for pair in far]
     index = stored[0] if plan.read else 0

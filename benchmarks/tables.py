@@ -460,6 +460,7 @@ TABLES = {
         f"coding {part}": partial(coding_table, part)
         for part in ("bases", "codes", "near", "choice", "growth")
     },
+    "coding shared": partial(coding_table, "choice", "coding-2048"),
     "coding layers": layers_table,
     "host fetch": fetch_table,
     "host memory": memory_table,

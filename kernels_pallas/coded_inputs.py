@@ -77,7 +77,7 @@ def check_coded(
     if S % BLOCK:
         raise ValueError(f"S={S} slots: must be a multiple of {BLOCK}")
     for name, plane in (*((f"keys[{i}]", plane) for i, plane in enumerate(keys)), ("values", values)):
-        _check_plane(name, plane, (B, K, S))
+        check_plane(name, plane, (B, K, S))
     if values.width % BLOCK:
         raise ValueError(f"values has {values.width} coordinates: must be a multiple of {BLOCK}")
     for name, x in (("begin", begin), ("end", end)):
@@ -89,7 +89,8 @@ def check_coded(
         raise ValueError(f"slots has {slots.shape[2]} of a KV head: must be 1 to {MOST_SLOTS}")
 
 
-def _check_plane(name: str, plane: Plane, tokens: tuple[int, int, int]) -> None:
+def check_plane(name: str, plane: Plane, tokens: tuple[int, int, int]) -> None:
+    """Raises `ValueError` unless a plane of [B, K, S] `tokens` is one that kernels read."""
     if plane.bits not in BITS:
         raise ValueError(f"{name}.bits={plane.bits}: must be one of {BITS}")
     common.check_shape(f"{name}.levels", plane.levels, (*tokens, None), "B, K, S, C·bits/8")

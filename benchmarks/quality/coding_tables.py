@@ -11,9 +11,9 @@ MODEL = "smollm2-135m"
 ORDER = ("copy", "copy", "induction", "lookup", "needles", "passkey")
 
 
-def coding_table(part: str) -> str:
+def coding_table(part: str, name: str = "coding") -> str:
     """What one part measured: bytes held and read where they are real, perplexity, what is retained."""
-    rows = [row for row in _read(f"coding-{MODEL}")["rows"] if row["method"].startswith(part)]
+    rows = [row for row in _read(f"{name}-{MODEL}")["rows"] if row["method"].startswith(part)]
     several = len({row["context"] for row in rows}) > 1
     about = ["context"] * several + ["what", "held", "read", "increase"]
     heads = [*about, "near copy", "far copy", *ORDER[2:]]

@@ -1,0 +1,283 @@
+"""The kernel that scores tokens by the index of a coded cache: it lowers for CUDA, refuses, and is right.
+
+On a CPU JAX's interpreter of GPU kernels runs it, where products of bytes are replaced by plain jax.numpy; it
+also looks for races. On a GPU all of it runs.
+"""
+
+import re
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as interpreter
+
+from kernels_pallas import Plane, ScanConfig, coded_scan, index_scores, scan_refusal
+from kernels_pallas.coded_scan import BLOCKS, LARGEST, _rounded, default_scan_config
+from zdc_jax.cache.fitted_integers import FittedIntegers
+from zdc_jax.cache.short_scales import NAN
+
+HEADS = [(3, 3), (8, 2), (14, 2), (16, 1)]
+KINDS = [(32, 4), (64, 4), (96, 4), (64, 2), (64, 8), (128, 8)]
+SCALE = 0.2
+
+
+def shape(*dims, dtype=jnp.uint8):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def like(kind, *tokens) -> Plane:
+    C, bits = kind
+    return Plane(shape(*tokens, C * bits // 8), shape(*tokens), bits)
+
+
+def lower(kind, N, K, S, **options):
+    """For CUDA, on any machine."""
+    C, bits = kind
+
+    def score(q, levels, reach, begin, end):
+        return index_scores(q, Plane(levels, reach, bits), begin, end, scale=1.0, **options)
+
+    plane, row = like(kind, 2, K, S), shape(2, dtype=jnp.int32)
+    arrays = shape(2, N, C, dtype=jnp.bfloat16), plane.levels, plane.reach, row, row
+    return jax.jit(score).trace(*arrays).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("kind", [(32, 4), (64, 4)])
+def test_lowers(kind, heads):
+    scores, lse = lower(kind, *heads, 640).out_info
+    assert (scores.shape, lse.shape) == ((2, heads[1], 640), (2, heads[0]))
+    assert scores.dtype == lse.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("kind", KINDS[2:])
+def test_lowers_other_widths(kind):
+    lower(kind, 8, 2, 640)
+
+
+@pytest.mark.parametrize("config", [ScanConfig(128, stages=1, splits=1), ScanConfig(256, stages=5, splits=7)])
+def test_lowers_with_a_config(config):
+    lower((32, 4), 8, 2, 1024, config=config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": jnp.float16}, "q has dtype float16: must be bfloat16"),
+        ({"kind": (32, 3)}, r"index.bits=3: must be one of"),
+        ({"kind": (48, 2)}, r"index: 48 coordinates of 2 bits take 12 bytes a token"),
+        ({"kind": (160, 4)}, "index has 160 coordinates: must be at most 128"),
+        ({"S": 192}, "S=192 slots: must be a multiple of 128"),
+        ({"S": 384, "config": ScanConfig(256)}, "S=384 slots: must be a multiple of 256"),
+        ({"config": ScanConfig(256, stages=60)}, "stages=60 of block=256 tokens take 261120 bytes"),
+        ({"N": 40}, "q has 20 heads a KV head: must be at most 16"),
+        ({"N": 3}, "q has 3 heads: must be a multiple of the 2"),
+        ({"width": 64}, "q has shape"),
+        ({"rows": 3}, "begin has shape"),
+    ],
+)
+def test_refusals(change, message):
+    defaults = {"dtype": jnp.bfloat16, "kind": (32, 4), "S": 256, "N": 4, "rows": 2, "config": None}
+    it = defaults | change
+    q = shape(2, it["N"], it.get("width", it["kind"][0]), dtype=it["dtype"])
+    row = shape(it["rows"], dtype=jnp.int32)
+    reason = scan_refusal(q, like(it["kind"], 2, 2, it["S"]), row, row, config=it["config"])
+    assert reason is not None
+    assert re.search(message, reason), reason
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": 0}, "stages=0: must be at least 1"),
+        ({"splits": 0}, "splits=0: must be at least 1"),
+        ({"block": 64}, "block=64: must be one of"),
+    ],
+)
+def test_configs_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        ScanConfig(**options)
+
+
+@pytest.mark.parametrize("kind", [(16, 8), *KINDS])
+@pytest.mark.parametrize("S", [128, 384, 32768])
+def test_the_default_config_is_not_refused(kind, S):
+    plane, row = like(kind, 1, 2, S), shape(1, dtype=jnp.int32)
+    config = default_scan_config(2, S, plane.levels.shape[-1] + 1)
+    q = shape(1, 2, kind[0], dtype=jnp.bfloat16)
+    assert scan_refusal(q, plane, row, row, config=config) is None
+
+
+class Case:
+    """Random queries and an index of one shape, and what its tokens are worth in float64.
+
+    The first row is full, the second ragged, the third has one slot, the last none.
+    """
+
+    def __init__(self, kind, heads, S: int, seed: int = 0, length: float = 1.0):
+        rng, (N, K), (C, bits), B = np.random.default_rng(seed), heads, kind, 4
+        keys = rng.normal(size=(B, K, S, 1, C)) * np.exp(rng.normal(size=(B, K, S, 1, 1)) / 3)
+        levels, reach = FittedIntegers(bits).encode(jnp.asarray(keys, jnp.float32))
+        self.q = jnp.asarray(length * rng.normal(size=(B, N, C)), jnp.bfloat16)
+        self.index = Plane(levels[..., 0, :], reach[..., 0, 0], bits)
+        self.begin, self.end = np.array([0, S // 3 + 5, 9, 70]), np.array([S, S // 2 + 43, 10, 70])
+
+    def run(self, **options):
+        spans = map(jnp.asarray, (self.begin, self.end))
+        scores, lse = index_scores(self.q, self.index, *spans, scale=SCALE, **options)
+        return np.asarray(scores, np.float64), np.asarray(lse, np.float64)
+
+    def truth(self, *, rounded: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Of the queries that the kernel rounds to integers, or of those that it is given."""
+        q = np.asarray(self.q, np.float64)
+        if rounded:
+            # Halves go either way, so the kernel's own integers are taken.
+            whole, step = (np.asarray(x, np.float64) for x in jax.jit(_rounded)(self.q))
+            q = whole * step[..., None]
+        arrays = self.index.levels[..., None, :], self.index.reach[..., None, None]
+        k = FittedIntegers(self.index.bits).decode(arrays, self.index.width)
+        k = np.asarray(k, np.float64)[..., 0, :]
+        (B, N, C), (_, K, S, _) = q.shape, k.shape
+        dots = SCALE * np.einsum("bkgc,bksc->bkgs", q.reshape(B, K, N // K, C), k)
+        j = np.arange(S)
+        seen = ((j >= self.begin[:, None]) & (j < self.end[:, None]))[:, None, None]
+        dots = np.where(seen, dots, -np.inf)
+        lse = np.logaddexp.reduce(dots, axis=-1)
+        if N == K:
+            return dots[:, :, 0], lse.reshape(B, N)
+        with np.errstate(invalid="ignore"):
+            worth = np.logaddexp.reduce(dots - lse[..., None], axis=2)
+        return np.where(seen[:, :, 0], worth, -np.inf), lse.reshape(B, N)
+
+    def check(self, **options) -> None:
+        for found, true in zip(self.run(**options), self.truth(), strict=True):
+            np.testing.assert_allclose(found, true, atol=3e-5, rtol=3e-6)
+
+
+def _plain_dots(fields, queries, starts, bits):
+    W, G = fields[0].shape[1], starts.shape[0]
+    bytes_of = lambda x: (x[..., None] >> (8 * jnp.arange(4))) & 255
+    # Of a head: vectors of four words, fields, words, bytes.
+    q = bytes_of(queries[...].reshape(-1)[: G * W * len(fields)]).reshape(G, W // 4, len(fields), 4, 4)
+    q = jnp.moveaxis(jnp.where(q > 127, q - 256, q), 2, 1).reshape(G, len(fields), W, 4)
+    dots = sum(
+        jnp.einsum("mwb,gwb->mg", bytes_of(x.astype(jnp.int32)), q[:, i]) for i, x in enumerate(fields)
+    )
+    return (2 * dots if bits == 8 else dots) + starts
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Kernels run in JAX's interpreter, and race nowhere."""
+    monkeypatch.setattr(coded_scan, "_dots", _plain_dots)
+    coded_scan._launch.clear_cache()
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        yield
+    assert not interpreter.get_races().races_found
+    interpreter.reset_gpu_interpret_mode_state()
+    coded_scan._launch.clear_cache()
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_scores_all_tokens(interpreted, heads):
+    Case((32, 4), heads, S=512).check(config=ScanConfig(128, stages=2, splits=2))
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_other_widths(interpreted, kind):
+    Case(kind, (4, 2), S=384).check(config=ScanConfig(128, stages=3, splits=1))
+
+
+@pytest.mark.parametrize("heads", HEADS[:2])
+def test_more_stages_and_parts_than_blocks(interpreted, heads):
+    Case((64, 4), heads, S=512).check(config=ScanConfig(256, stages=4, splits=5))
+
+
+def test_tokens_beyond_what_a_float_holds_beside_the_likeliest(interpreted):
+    """Their probability is less than float32's smallest; its logarithm is not."""
+    it = Case((32, 4), (4, 2), S=256, length=60.0)
+    assert it.truth()[0][0].min() < -150
+    it.check(config=ScanConfig(128, stages=2, splits=2))
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
+def test_what_is_no_number_counts_where_it_is_seen(interpreted, heads):
+    it, config = Case((32, 4), heads, S=256), ScanConfig(128, stages=2, splits=2)
+    sound = it.index
+    broken = lambda *slots: sound._replace(reach=sound.reach.at[1, 1, jnp.array(slots)].set(NAN))
+    begin, end = it.begin[1], it.end[1]
+    it.index = broken(begin - 1, end)
+    assert not any(np.isnan(found).any() for found in it.run(config=config))
+    it.index = broken(end - 1)
+    scores, lse = it.run(config=config)
+    own = np.arange(256) == end - 1 if heads == (2, 2) else (np.arange(256) >= begin) & (np.arange(256) < end)
+    wrong = np.zeros(scores.shape, bool)
+    wrong[1, 1] = own
+    np.testing.assert_array_equal(np.isnan(scores), wrong)
+    wrong = np.zeros((4, 2, heads[0] // 2), bool)
+    wrong[1, 1] = True
+    np.testing.assert_array_equal(np.isnan(lse), wrong.reshape(lse.shape))
+
+
+def test_queries_of_zeros_find_all_tokens_alike(interpreted):
+    it = Case((32, 4), (2, 2), S=256)
+    it.q = jnp.zeros_like(it.q)
+    scores, lse = it.run(config=ScanConfig(128, stages=2, splits=2))
+    assert (scores[0] == 0).all()
+    np.testing.assert_allclose(lse[0], np.log(256), rtol=1e-6)
+
+
+def test_queries_are_rounded_to_the_nearest_integers():
+    q = np.array(jnp.asarray(np.random.default_rng(0).normal(size=(50, 64)), jnp.bfloat16), np.float32)
+    q[1] = 0
+    whole, step = (np.asarray(x, np.float64) for x in _rounded(jnp.asarray(q, jnp.bfloat16)))
+    assert (np.abs(whole).max(-1) == np.where(np.arange(50) == 1, 0, LARGEST)).all()
+    assert (np.abs(whole * step[:, None] - q) <= 0.50001 * step[:, None]).all()
+
+
+@pytest.mark.parametrize("kind", [(32, 4), (64, 4)])
+def test_rounding_queries_costs_a_hundredth_of_the_scores(kind):
+    """A coordinate errs by a step/√12, the step is a 127th of the largest: of a Gaussian head of 32 to 64
+    coordinates 2.1 to 2.4 times its deviation; together 0.005 to 0.006 of the scores' deviation."""
+    it = Case(kind, (16, 16), S=2048)
+    (rounded, _), (exact, _) = it.truth(), it.truth(rounded=False)
+    error = (rounded[0] - exact[0]).std(-1) / exact[0].std(-1)
+    assert 0.003 < error.mean() < 0.007
+    assert error.max() < 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_all_tokens_on_the_device(kind, heads):
+    Case(kind, heads, S=4096).check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("stages", "splits"), [(1, 3), (5, 1), (3, 40)])
+def test_configs_on_the_device(block, stages, splits):
+    for heads in HEADS[:2]:
+        Case((32, 4), heads, S=4096).check(config=ScanConfig(block, stages, splits))
+
+
+@pytest.mark.gpu
+def test_one_coordinate_of_one_word_is_found_on_the_device():
+    """The order of coordinates: each alone, with a number of its own."""
+    for C, bits in KINDS:
+        it = Case((C, bits), (C, C), S=4096)
+        it.q = jnp.broadcast_to(jnp.eye(C) * jnp.arange(1, C + 1), it.q.shape).astype(jnp.bfloat16)
+        it.check()
+
+
+@pytest.mark.gpu
+def test_a_score_that_is_off_by_a_thousandth_is_found():
+    it = Case((32, 4), (8, 2), S=4096)
+    it.check()
+    true_scores, true_lse = it.truth()
+    true_scores[0, 1, 77] *= 1.001
+    it.truth = lambda: (true_scores, true_lse)
+    with pytest.raises(AssertionError):
+        it.check()
