@@ -5,8 +5,8 @@ coordinates of a query head in an instruction (dp4a: four products of bytes, and
 integers of eight bits, with a step for each head.
 
 Where a KV head has several query heads, a token is worth the probability that they give it together. Each
-head's own denominator is needed first, so the index is read twice: that is fewer bytes than to write scores
-of every head and to read them, from two heads on.
+head's own denominator is needed first, so the index is read twice: of 17 bytes a token that is less than to
+write and read scores of every head from three heads on, of 33 bytes from five.
 """
 
 import functools
@@ -97,7 +97,7 @@ def index_scores(
       q: bfloat16, the coordinates that the index has. Each head is rounded to 255 even levels.
       index: levels of 2, 4 or 8 bits that take a multiple of 16 bytes a token; C at most 128, S a multiple
         of 128.
-      begin, end: of each row.
+      begin, end: of each row; slots below 0 and from S on count for nothing.
       scale: factor on the scores, 1/√H of the original head dim.
       config: how tokens are cut; None takes the default.
 
@@ -178,7 +178,8 @@ def _launch(
     (B, N, C), (_, K, S) = q.shape, reach.shape
     cut = config.block, config.stages, config.splits
     g = _Geometry(K, N // K, S, C * bits // 32, bits, *cut, writes=N == K, sums=True)
-    span = jnp.stack([begin, end], 1).astype(jnp.int32)
+    # Blocks outside would be written outside the scores.
+    span = jnp.clip(jnp.stack([begin, end], 1), 0, S).astype(jnp.int32)
     heads, tokens = _integers(q, g, scale), (_words(levels), reach)
     if g.writes:
         scores, sums = _scan(g, span, heads, tokens)

@@ -221,6 +221,13 @@ def test_what_is_no_number_counts_where_it_is_seen(interpreted, heads):
     np.testing.assert_array_equal(np.isnan(lse), wrong.reshape(lse.shape))
 
 
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
+def test_slots_that_are_none_count_for_nothing(interpreted, heads):
+    it = Case((32, 4), heads, S=256)
+    it.begin, it.end = np.array([-300, -5, 200, 256]), np.array([140, -1, 900, 300])
+    it.check(config=ScanConfig(128, stages=2, splits=2))
+
+
 def test_queries_of_zeros_find_all_tokens_alike(interpreted):
     it = Case((32, 4), (2, 2), S=256)
     it.q = jnp.zeros_like(it.q)
