@@ -55,7 +55,7 @@ def coded_attention(
       q: bfloat16, as many coordinates as `keys` have together.
       keys: one or two planes of consecutive coordinates (an index, and the rest). values: one plane. Levels
         have 2, 4 or 8 bits and take a multiple of 16 bytes a token and plane; Z and S are multiples of 64.
-      begin, end: of each row; a row of none gives zeros and -inf.
+      begin, end: of each row; a row of none gives zeros and -inf, slots that are not there count for nothing.
       scale: factor on the scores, 1/√H of the original head dim.
       slots: with it, only those of these slots that count are read, each as often as it is there; int32.
       config: how keys are cut; None takes the default.
@@ -117,7 +117,7 @@ def _launch(
         kernel_name="zdc_coded_decode",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(
-        jnp.stack([begin, end], 1).astype(jnp.int32),
+        jnp.clip(jnp.stack([begin, end], 1), 0, S).astype(jnp.int32),
         *_queries(q, g),
         *(words(levels) for levels, _ in planes),
         *(reach for _, reach in planes),

@@ -244,6 +244,15 @@ def test_is_attention_to_chosen_slots(interpreted, keys, values, heads):
     it.check(config=CodedConfig(splits=2))
 
 
+def test_slots_that_are_not_there_count_for_nothing(interpreted):
+    it, config = Case(*SHAPES[1], S=192), CodedConfig(stages=2, splits=2)
+    it.end[0] = 192
+    expected = it.run(config=config)
+    it.begin[0], it.end[0] = -70, 300
+    for found, same in zip(it.run(config=config), expected, strict=True):
+        np.testing.assert_array_equal(found, same)
+
+
 def test_a_list_that_begins_with_what_does_not_count(interpreted):
     it = Case(*SHAPES[1], S=192)
     it.slots = np.broadcast_to(np.r_[np.full(70, 192), 0:60, 100:190], (3, 2, 220))
