@@ -13,6 +13,7 @@ likely, the part is done again with a running maximum.
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -27,15 +28,11 @@ from kernels_pallas import common, gather
 from kernels_pallas.coded_inputs import BLOCK, CodedConfig, Plane, check_coded, default_config
 from kernels_pallas.common import LOG2_E, NEVER, filled, tiled
 from kernels_pallas.gather import gathered_bytes, gathered_words
-from kernels_pallas.unpack import WORD, columns, unpacked, words
+from kernels_pallas.unpack import WORD, columns, reaches, unpacked, words
 
 LARGEST_SUM = 2.0**60
 """Of probabilities relative to the first block's; above it the running maximum is needed."""
-NAN_CODE = 255
-"""Of a reach: the token holds what is no number."""
 PER_KEY = plgpu.Layout.WGMMA.reduce(1)
-E5M3_BIAS, E5M3_SHIFT = (127 - 16) << 3, 20
-"""From the 8 bits of a reach to those of float32."""
 
 
 def coded_attention(
@@ -123,8 +120,8 @@ def _launch(
         *(reach for _, reach in planes),
         *(() if slots is None else (slots.astype(jnp.int32).reshape(B, K, -1, BLOCK),)),
     )
-    o, total = _merge(partial[..., :G], lse[..., :G])
-    o = o[:, :, g.order(-1).argsort()].swapaxes(2, 3)
+    o, total = common.merge_parts(partial[..., :G].swapaxes(3, 4), lse[..., :G])
+    o = o[..., g.order(-1).argsort()]
     return o.reshape(B, N, Z).astype(q.dtype), total.reshape(B, N)
 
 
@@ -156,15 +153,6 @@ def _queries(q: Array, g: _Geometry) -> list[Array]:
     groups = jnp.pad(q.reshape(B, g.K, G, -1), ((0, 0), (0, 0), (0, g.columns - G), (0, 0)))
     begins = itertools.accumulate(g.widths[:-2], initial=0)
     return [groups[..., begin + g.order(plane)] for plane, begin in enumerate(begins)]
-
-
-def _merge(partial: Array, lse: Array) -> tuple[Array, Array]:
-    """Partial results [B, K, P, Z, G] and their log-sum-exp [B, K, P, G] as one."""
-    highest = jnp.maximum(lse.max(2, keepdims=True), NEVER)
-    weight = jnp.exp(lse - highest)
-    total = weight.sum(2)
-    o = (partial * weight[:, :, :, None]).sum(2) / jnp.where(total > 0, total, 1.0)[:, :, None]
-    return o, jnp.log(total) + highest[:, :, 0]
 
 
 def _kernel(*refs: Any, g: _Geometry) -> None:
@@ -223,7 +211,7 @@ def _part(refs: Any, g: _Geometry, at: _Buffers) -> None:
     first = zip((*q_refs, *(refs[3 * planes :][: len(at.slots)])), (*at.q, *at.slots), strict=True)
     for ref, buffer in first:
         plgpu.copy_gmem_to_smem(ref.at[b, kv], buffer, at.q_ready)
-    source: _Stream | _Chosen = (_Chosen if g.chosen else _Stream)(g, at, span, sources, (b, kv))
+    source: _Source = (_Chosen if g.chosen else _Stream)(g, at, span, sources, (b, kv))
     plgpu.barrier_wait(at.q_ready)
 
     @pl.loop(0, 2)
@@ -271,14 +259,29 @@ class _Block(NamedTuple):
     visible: Array
 
 
-class _Stream(NamedTuple):
-    """All blocks of a span, `stages` of them on their way."""
+@dataclass(frozen=True)
+class _Source:
+    """Where a part's blocks come from: planes in global memory, of one KV head of one row."""
 
     g: _Geometry
     at: _Buffers
     span: "_Span"
     sources: Any
     head: tuple[Array, Array]
+
+    def begin(self) -> None:
+        """Before the first block."""
+
+    def block(self, step: Array) -> _Block:
+        """Of a step."""
+        raise NotImplementedError
+
+    def end(self, step: Array) -> None:
+        """After each block."""
+
+
+class _Stream(_Source):
+    """All blocks of a span, `stages` of them on their way."""
 
     def begin(self) -> None:
         """Asks for the first blocks."""
@@ -314,17 +317,8 @@ class _Stream(NamedTuple):
             plgpu.copy_gmem_to_smem(source.at[*self.head, rows], buffer.at[slot], self.at.ready.at[slot])
 
 
-class _Chosen(NamedTuple):
-    """Blocks of the slots of a list, which is in shared memory."""
-
-    g: _Geometry
-    at: _Buffers
-    span: "_Span"
-    sources: Any
-    head: tuple[Array, Array]
-
-    def begin(self) -> None:
-        """Nothing: other CTAs compute while this one waits for memory."""
+class _Chosen(_Source):
+    """Blocks of the slots of a list in shared memory; while one CTA waits for rows, others compute."""
 
     def block(self, step: Array) -> _Block:
         """All loads are asked for before any is used."""
@@ -337,16 +331,13 @@ class _Chosen(NamedTuple):
         reach = [gathered_bytes(store, there) for store in found[planes:]]
         return _Block(words.__getitem__, reach.__getitem__, visible)
 
-    def end(self, step: Array) -> None:
-        """Nothing."""
-
 
 def _rows(g: _Geometry) -> Array:
     return plgpu.broadcasted_iota(jnp.int32, (BLOCK, g.columns), 0, layout=plgpu.Layout.WGMMA)
 
 
 def _accumulate(
-    g: _Geometry, at: _Buffers, span: _Span, settled: Array, source: _Stream | _Chosen
+    g: _Geometry, at: _Buffers, span: _Span, settled: Array, source: _Source
 ) -> tuple[Array, Array, Array]:
     """Weighted values [Z, columns], the maximum and the sum of probabilities [columns].
 
@@ -404,10 +395,7 @@ def _product(a: Any, b: Any, shape: tuple[int, int]) -> Array:
 
 def _steps(reach: Array, bits: int, shape: tuple[int, int]) -> Array:
     """reach/2^bits of each key, along the rows of `shape`; reach is in `short_scales`' 8 bits."""
-    code = reach.astype(jnp.int32)
-    size = lax.bitcast_convert_type((code + E5M3_BIAS) << E5M3_SHIFT, jnp.float32) * 2.0**-bits
-    size = jnp.where(code == 0, 0.0, jnp.where(code == NAN_CODE, jnp.nan, size))
-    return lax.broadcast_in_dim(size, shape, [0])
+    return lax.broadcast_in_dim(reaches(reach) * 2.0**-bits, shape, [0])
 
 
 def _down(x: Array, shape: tuple[int, ...]) -> Array:

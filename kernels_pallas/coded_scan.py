@@ -27,9 +27,9 @@ from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.coded_decode import E5M3_BIAS, E5M3_SHIFT, NAN_CODE
 from kernels_pallas.coded_inputs import MOST_HEADS, Plane, check_plane
 from kernels_pallas.common import LOG2_E, NEVER, SHARED_MEMORY, Shaped, filled
+from kernels_pallas.unpack import reaches
 
 THREADS = 128
 """Of a CTA."""
@@ -385,7 +385,8 @@ def _scores(levels: Any, reach: Any, heads: _Heads, g: _Geometry) -> Array:
     """Base-2 scores of a block [block, G]."""
     words = plgpu.load(levels, layout=_WORDS, optimized=False)
     dots = _dots(_fields(words, g.bits), heads.queries, heads.starts, g.bits).astype(jnp.float32)
-    return dots * _over_tokens(heads.units, dots.shape) * _over_heads(_sizes(reach), dots.shape)
+    sizes = reaches(plgpu.load(reach, layout=_TOKENS, optimized=False))
+    return dots * _over_tokens(heads.units, dots.shape) * _over_heads(sizes, dots.shape)
 
 
 def _fields(words: Array, bits: int) -> list[Array]:
@@ -393,13 +394,6 @@ def _fields(words: Array, bits: int) -> list[Array]:
     mask = jnp.uint32(((2**bits - 1) << (8 - bits)) * 0x01010101)
     shifts = range(8 - bits, -1, -bits)
     return [(words << jnp.uint32(shift) if shift else words) & mask for shift in shifts]
-
-
-def _sizes(reach: Any) -> Array:
-    """Reach of each token; it is in `short_scales`' 8 bits."""
-    code = plgpu.load(reach, layout=_TOKENS, optimized=False).astype(jnp.int32)
-    size = lax.bitcast_convert_type((code + E5M3_BIAS) << E5M3_SHIFT, jnp.float32)
-    return jnp.where(code == 0, 0.0, jnp.where(code == NAN_CODE, jnp.nan, size))
 
 
 def _dots(fields: Sequence[Array], queries: Any, starts: Array, bits: int) -> Array:
@@ -413,17 +407,17 @@ def _dots(fields: Sequence[Array], queries: Any, starts: Array, bits: int) -> Ar
     def dots(_: Any, fields: Any, queries: Any, starts: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
         four, one = (ir.VectorType.get((n,), i32) for n in (4, 1))
-        pointer, zero = mgpu.utils.memref_ptr(queries), _constant(0)
+        pointer, zero = mgpu.utils.memref_ptr(queries), mgpu.utils.c(0, i32)
         registers = np.empty((M // THREADS, G, 1, 1, 1, 1), dtype=object)
         for g in range(G):
             start = llvm.extractelement(starts.registers.reshape(-1)[g], zero)
             found = [zero if bits == 8 else start] * (M // THREADS)
             for vector, field in np.ndindex(W // 4, F):
-                begin = _constant(g * W * F + (vector * F + field) * 4)
+                begin = mgpu.utils.c(g * W * F + (vector * F + field) * 4, i32)
                 taken = llvm.load(four, mgpu.utils.getelementptr(pointer, [begin], i32))
                 for i, e in np.ndindex(M // THREADS, 4):
                     word = fields[field].registers[i, vector, 0, 0, 0, 0]
-                    own, other = (llvm.extractelement(x, _constant(e)) for x in (word, taken))
+                    own, other = (llvm.extractelement(x, mgpu.utils.c(e, i32)) for x in (word, taken))
                     found[i] = _dp4a(own, other, found[i])
             for i, value in enumerate(found):
                 result = arith.addi(arith.addi(value, value), start) if bits == 8 else value
@@ -437,12 +431,6 @@ def _dp4a(levels: Any, queries: Any, so_far: Any) -> Any:
     """Plus the four products of unsigned bytes with signed ones."""
     i32 = ir.IntegerType.get_signless(32)
     return llvm.inline_asm(i32, [levels, queries, so_far], "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r")
-
-
-def _constant(value: int) -> Any:
-    i32 = ir.IntegerType.get_signless(32)
-    constant: Any = arith.constant  # Its types are those of another function.
-    return constant(i32, ir.IntegerAttr.get(i32, value))
 
 
 def _worth(scores: Array, lse: Array | None) -> Array:

@@ -144,7 +144,7 @@ def decode_attention(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*operands)
     rows = (jnp.arange(K) * pitch % 8)[:, None] + jnp.arange(g.groups)
-    o, total = _merge(partial, jnp.take_along_axis(lse, rows[None, :, None], axis=3))
+    o, total = common.merge_parts(partial, jnp.take_along_axis(lse, rows[None, :, None], axis=3))
     return o.reshape(B, N, HV).astype(q.dtype), total.reshape(B, N)
 
 
@@ -168,15 +168,6 @@ def _tile_heads(q: Array, K: int, *widths: int) -> tuple[Array, int]:
         return common.pad_rows(q, 1), N // K
     groups = common.pad_rows(q.reshape(B, K, N // K, H), 2)
     return groups.reshape(B, -1, H), groups.shape[2]
-
-
-def _merge(partial: Array, lse: Array) -> tuple[Array, Array]:
-    """Partial results [B, K, P, G, Z] and their log-sum-exp [B, K, P, G] as one."""
-    highest = jnp.maximum(lse.max(2, keepdims=True), NEVER)
-    weight = jnp.exp(lse - highest)
-    total = weight.sum(2)
-    o = (partial * weight[..., None]).sum(2) / jnp.where(total > 0, total, 1.0)[..., None]
-    return o, jnp.log(total) + highest[:, :, 0]
 
 
 class _Geometry(NamedTuple):

@@ -56,7 +56,7 @@ def gathered_bytes(store: Any, slots: Array) -> Array:
         registers = np.empty_like(slots.registers)
         for index, slot in np.ndenumerate(slots.registers):
             byte = llvm.load(i8, _at(store, _wide(_scalar(slot))))
-            registers[index] = _vector(i8, 1, [byte])
+            registers[index] = mgpu.utils.bitcast(byte, ir.VectorType.get((1,), i8))
         return mgpu.FragmentedArray(_registers=registers, _layout=slots.layout, _is_signed=False)
 
     return gather(store, slots)
@@ -66,16 +66,16 @@ def _quarter(store: Any, row: Any, W: int) -> list[Any]:
     """This thread's quarter of a row of W words, two words each."""
     i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
     each = 2 * W // QUAD
-    thread = arith.andi(mgpu.utils.thread_idx(), _constant(i32, QUAD - 1))
+    thread = arith.andi(mgpu.utils.thread_idx(), mgpu.utils.c(QUAD - 1, i32))
     start = arith.addi(
-        arith.muli(_wide(row), _constant(i64, 2 * W)), _wide(arith.muli(thread, _constant(i32, each)))
+        arith.muli(_wide(row), mgpu.utils.c(2 * W, i64)), _wide(arith.muli(thread, mgpu.utils.c(each, i32)))
     )
     piece = next(size for size in PIECES if each % size == 0)
     found = []
     for offset in range(0, each, piece):
-        address = _at(store, arith.addi(start, _constant(i64, offset)))
+        address = _at(store, arith.addi(start, mgpu.utils.c(offset, i64)))
         words = llvm.load(ir.VectorType.get((piece // 4,), i32), address)
-        found += [llvm.extractelement(words, _constant(i32, i)) for i in range(piece // 4)]
+        found += [llvm.extractelement(words, mgpu.utils.c(i, i32)) for i in range(piece // 4)]
     pair = ir.VectorType.get((2,), ir.IntegerType.get_signless(16))
     return [mgpu.utils.bitcast(each, pair) for each in found]
 
@@ -94,21 +94,9 @@ def _row(slots: Any, half: int) -> Any:
 def _scalar(register: Any) -> Any:
     i32 = ir.IntegerType.get_signless(32)
     if isinstance(register.type, ir.VectorType):
-        return llvm.extractelement(register, _constant(i32, 0))
+        return llvm.extractelement(register, mgpu.utils.c(0, i32))
     return register
-
-
-def _vector(dtype: Any, size: int, values: list[Any]) -> Any:
-    vector = llvm.mlir_undef(ir.VectorType.get((size,), dtype))
-    for i, value in enumerate(values):
-        vector = llvm.insertelement(vector, value, _constant(ir.IntegerType.get_signless(32), i))
-    return vector
 
 
 def _wide(x: Any) -> Any:
     return arith.extui(ir.IntegerType.get_signless(64), x)
-
-
-def _constant(dtype: Any, value: int) -> Any:
-    constant: Any = arith.constant  # Its types are those of another function.
-    return constant(dtype, ir.IntegerAttr.get(dtype, value))

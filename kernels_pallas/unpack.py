@@ -18,6 +18,10 @@ from jaxlib.mlir.dialects import arith, llvm
 BITS = (2, 4, 8)
 WORD = 16
 """Bits of a word: levels of consecutive coordinates, the first lowest."""
+NAN_CODE = 255
+"""Of a reach: the token holds what is no number."""
+_E5M3_BIAS, _E5M3_SHIFT = (127 - 16) << 3, 20
+"""From the 8 bits of a reach to those of float32."""
 _OF_128 = 0x43004300
 """Two bfloat16 128."""
 _AND_OR = 0xEA
@@ -61,6 +65,13 @@ def words(packed: Array) -> Array:
     return jax.lax.bitcast_convert_type(packed.reshape(*packed.shape[:-1], -1, 2), jnp.uint16)
 
 
+def reaches(codes: Array) -> Array:
+    """float32 of a plane's reaches, uint8 in e5m3 (`zdc_jax.cache.short_scales`)."""
+    codes = codes.astype(jnp.int32)
+    size = jax.lax.bitcast_convert_type((codes + _E5M3_BIAS) << _E5M3_SHIFT, jnp.float32)
+    return jnp.where(codes == 0, 0.0, jnp.where(codes == NAN_CODE, jnp.nan, size))
+
+
 def _halves(register: Any, shift: int, bits: int) -> Any:
     """Odd numbers of the levels at `shift` of two words."""
     two = mgpu.utils.bitcast(register, ir.IntegerType.get_signless(32))
@@ -76,7 +87,9 @@ def _halves(register: Any, shift: int, bits: int) -> Any:
 def _odd(two: Any, shift: int, bits: int) -> Any:
     """`_halves` of at most four bits, for 2n must fit into the seven bits of a mantissa."""
     i32 = ir.IntegerType.get_signless(32)
-    at_one = arith.shrui(two, _constant(i32, shift - 1)) if shift else arith.shli(two, _constant(i32, 1))
+    at_one = (
+        arith.shrui(two, mgpu.utils.c(shift - 1, i32)) if shift else arith.shli(two, mgpu.utils.c(1, i32))
+    )
     mask = (2**bits - 1 << 1) * 0x10001
     raised = _asm(f"lop3.b32 $0, $1, {mask}, {_OF_128}, {_AND_OR};", at_one)
     return _asm("sub.rn.bf16x2 $0, $1, $2;", raised, _both(127 + 2**bits))
@@ -86,12 +99,7 @@ def _both(value: float) -> Any:
     """Two of a number that bfloat16 holds."""
     assert float(np.asarray(value, jnp.bfloat16)) == value
     bits = int(np.asarray(value, jnp.bfloat16).view(np.uint16))
-    return _constant(ir.IntegerType.get_signless(32), bits * 0x10001)
-
-
-def _constant(dtype: Any, value: int) -> Any:
-    constant: Any = arith.constant  # Its types are those of another function.
-    return constant(dtype, ir.IntegerAttr.get(dtype, value))
+    return mgpu.utils.c(bits * 0x10001, ir.IntegerType.get_signless(32))
 
 
 def _asm(text: str, *operands: Any) -> Any:

@@ -6,13 +6,12 @@ products of registers, is replaced by plain jax.numpy; it also looks for races. 
 
 import re
 
+import interpreting
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as interpreter
 
 from kernels_pallas import CodedConfig, Plane, coded_attention, coded_decode, coded_refusal, gather
 from kernels_pallas.coded_decode import LARGEST_SUM
@@ -214,18 +213,15 @@ def _plain_words(store, slots):
 
 
 @pytest.fixture
-def interpreted(monkeypatch):
-    """Kernels run in JAX's interpreter, and race nowhere."""
-    monkeypatch.setattr(coded_decode, "unpacked", _plain_unpacked)
-    monkeypatch.setattr(coded_decode, "_product", _plain_product)
-    monkeypatch.setattr(coded_decode, "gathered_words", _plain_words)
-    monkeypatch.setattr(coded_decode, "gathered_bytes", lambda store, slots: store[...][slots])
-    coded_decode._launch.clear_cache()
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+def interpreted():
+    with interpreting.interpreted(
+        coded_decode,
+        unpacked=_plain_unpacked,
+        _product=_plain_product,
+        gathered_words=_plain_words,
+        gathered_bytes=lambda store, slots: store[...][slots],
+    ):
         yield
-    assert not interpreter.get_races().races_found
-    interpreter.reset_gpu_interpret_mode_state()
-    coded_decode._launch.clear_cache()
 
 
 @pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)

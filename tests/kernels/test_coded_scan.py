@@ -6,12 +6,11 @@ also looks for races. On a GPU all of it runs.
 
 import re
 
+import interpreting
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as interpreter
 
 from kernels_pallas import Plane, ScanConfig, coded_scan, index_scores, scan_refusal
 from kernels_pallas.coded_scan import BLOCKS, LARGEST, _rounded, default_scan_config
@@ -169,15 +168,9 @@ def _plain_dots(fields, queries, starts, bits):
 
 
 @pytest.fixture
-def interpreted(monkeypatch):
-    """Kernels run in JAX's interpreter, and race nowhere."""
-    monkeypatch.setattr(coded_scan, "_dots", _plain_dots)
-    coded_scan._launch.clear_cache()
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+def interpreted():
+    with interpreting.interpreted(coded_scan, _dots=_plain_dots):
         yield
-    assert not interpreter.get_races().races_found
-    interpreter.reset_gpu_interpret_mode_state()
-    coded_scan._launch.clear_cache()
 
 
 @pytest.mark.parametrize("heads", HEADS)

@@ -8,14 +8,13 @@ CTA do to each other, only the tests marked `gpu` can tell.
 import re
 from dataclasses import dataclass
 
+import interpreting
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as interpreter
 
 from kernels_pallas import largest, largest_reference, select, select_refusal
 from kernels_pallas.select import BLOCK
@@ -137,20 +136,10 @@ def _plain_sums_before(x, _):
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """Kernels run in JAX's interpreter, and race nowhere."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, plain in (
-            ("count", _plain_count),
-            ("store_at", _plain_store_at),
-            ("sums_before", _plain_sums_before),
-        ):
-            patch.setattr(select, f"_{name}", plain)
-        select._launch.clear_cache()
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-            yield
-    assert not interpreter.get_races().races_found
-    interpreter.reset_gpu_interpret_mode_state()
-    select._launch.clear_cache()
+    with interpreting.interpreted(
+        select, _count=_plain_count, _store_at=_plain_store_at, _sums_before=_plain_sums_before
+    ):
+        yield
 
 
 @settings(max_examples=25, deadline=None)
