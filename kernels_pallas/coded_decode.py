@@ -33,6 +33,8 @@ from kernels_pallas.unpack import WORD, columns, reaches, unpacked, words
 LARGEST_SUM = 2.0**60
 """Of probabilities relative to the first block's; above it the running maximum is needed."""
 PER_KEY = plgpu.Layout.WGMMA.reduce(1)
+ALIGNED = 128
+"""Bytes that an asynchronous copy's place in shared memory is a multiple of."""
 
 
 def coded_attention(
@@ -166,7 +168,7 @@ def _kernel(*refs: Any, g: _Geometry) -> None:
                 for width in g.widths[:-1]
             ],
             levels=[] if g.chosen else [_words(g.stages, C * b // WORD) for C, b in pairs],
-            reach=[] if g.chosen else [plgpu.SMEM((g.stages, BLOCK), jnp.uint8) for _ in pairs],
+            reach=[] if g.chosen else [plgpu.SMEM((g.stages, ALIGNED), jnp.uint8) for _ in pairs],
             slots=[plgpu.SMEM((g.chosen // BLOCK, BLOCK), jnp.int32)] if g.chosen else [],
             values=tiled(BLOCK, Z, dtype=jnp.bfloat16, width=64),
             p=tiled(g.columns, BLOCK, dtype=jnp.bfloat16, width=64),
@@ -296,7 +298,7 @@ class _Stream(_Source):
         plgpu.barrier_wait(at.ready.at[slot])
         return _Block(
             lambda i: plgpu.load(at.levels[i].at[slot], layout=plgpu.Layout.WGMMA, optimized=False),
-            lambda i: plgpu.load(at.reach[i].at[slot], layout=PER_KEY, optimized=False),
+            lambda i: plgpu.load(at.reach[i].at[slot, pl.ds(0, BLOCK)], layout=PER_KEY, optimized=False),
             self.span.counts(_rows(self.g) + step * BLOCK),
         )
 
@@ -311,10 +313,11 @@ class _Stream(_Source):
         return lax.rem(step - self.span.first, jnp.int32(self.g.stages))
 
     def _load(self, step: Array) -> None:
-        rows = pl.ds(pl.multiple_of(step * BLOCK, BLOCK), BLOCK)
-        for source, buffer in zip(self.sources, (*self.at.levels, *self.at.reach), strict=True):
-            slot = self._slot(step)
-            plgpu.copy_gmem_to_smem(source.at[*self.head, rows], buffer.at[slot], self.at.ready.at[slot])
+        rows, slot = pl.ds(pl.multiple_of(step * BLOCK, BLOCK), BLOCK), self._slot(step)
+        levels = [buffer.at[slot] for buffer in self.at.levels]
+        reach = [buffer.at[slot, pl.ds(0, BLOCK)] for buffer in self.at.reach]
+        for source, buffer in zip(self.sources, (*levels, *reach), strict=True):
+            plgpu.copy_gmem_to_smem(source.at[*self.head, rows], buffer, self.at.ready.at[slot])
 
 
 class _Chosen(_Source):

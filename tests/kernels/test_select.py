@@ -166,7 +166,7 @@ def test_is_right_on_the_device(case, k):
 def test_is_right_of_many_rows_at_once(kind):
     """More CTAs than the device holds."""
     rng = np.random.default_rng(0)
-    scores = KINDS[kind](rng, (600, 2, 2**14)).astype(np.float32)
-    span = rng.integers(0, 1000, 600), rng.integers(2**14 - 1000, 2**14 + 1, 600)
-    found, expected = (f(scores, *span, k=1024) for f in (largest, largest_reference))
+    scores = jnp.asarray(KINDS[kind](rng, (600, 2, 2**14)), jnp.float32)
+    begin, end = (jnp.asarray(rng.integers(*ends, 600), jnp.int32) for ends in ((0, 1000), (2**14 - 1000, 2**14 + 1)))
+    found, expected = (f(scores, begin, end, k=1024) for f in (largest, largest_reference))
     np.testing.assert_array_equal(found, expected)
