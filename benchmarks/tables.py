@@ -25,12 +25,18 @@ TASK_HEADS = ("near copy", "far copy", *LONG_TASKS[1:])
 """Tasks where contexts of several lengths stand side by side."""
 OLD_CODE = "coded (Gaussian levels)"
 """Rows from before `coded` had integers."""
-CODED = ("1 %", "0.5 %", "8192, 1 %", "8192, 0.6 %", "8192, chosen", "8192, 0.3 %", "8192, 0.3 %, chosen")
+CODED = (
+    *("1 %", "0.5 %", "8192, 1 %", "8192, 0.6 %", "8192, 0.6 %, A", "8192, 0.6 %, B"),
+    *("8192, chosen", "8192, 0.3 %", "8192, 0.3 %, chosen"),
+)
 SEARCHED = (*(f"{code}, {plan}" for plan in CODED for code in ("coded", OLD_CODE)), "searched", "rotated")
-AGAIN = f"other-windows/coded-{REAL_MODEL}"
-"""Rows of plans on windows and sheets that were drawn after the first ones had been looked at."""
+AGAIN = {
+    text: f"{folder}/coded-{REAL_MODEL}"
+    for text, folder in (("other again", "other-windows"), ("other, third set", "third-windows"))
+}
+"""Rows of plans on windows and sheets that were drawn after the ones before them had been looked at."""
 HEADLINE = (
-    *((name, None) for name in (f"{OLD_CODE}, 1 %", f"{OLD_CODE}, 0.5 %", "searched")),
+    *((name, None) for name in ("coded, 1 %", "coded, 0.5 %", "searched")),
     *(("turboquant", 0.28), ("kivi", 0.36), ("int8", 0.52), ("rotated", 1.0)),
 )
 
@@ -73,9 +79,12 @@ def quality_table() -> str:
 def equal_bytes_overview(name: str = NAME) -> str:
     """All methods side by side: at each budget the increase of perplexity, and what is retained least.
 
-    Plans of no budget, and what holds everything, have a column of their own and say their share.
+    Plans of no budget, and what holds everything, have a column of their own and say their share. Rows of
+    `OLD_CODE` are left out.
     """
-    rows = of(read_run(name)["rows"], 4096, "cached")
+    rows = [
+        row for row in of(read_run(name)["rows"], 4096, "cached") if not row["method"].startswith(OLD_CODE)
+    ]
     budgets = sorted({row["budget"] for row in rows if row["budget"] not in (None, 1.0)}, reverse=True)
     columns = [None, *budgets]
     index = {(row["method"], row["budget"] if row["budget"] in budgets else None): row for row in rows}
@@ -123,11 +132,12 @@ def searched_table() -> str:
         "read_share": best["bytes_share"],
         "tasks": {name: {"retention": value} for name, value in best["retention"].items()},
     }
+    runs = {"other": read_run(), **{text: read(name) for text, name in AGAIN.items()}}
     rows = [("searched", "the search's, float32", found["context"], "cached", seen)]
     rows += [
         (row["method"], f"{text}, bfloat16", row["context"], row["protocol"], row)
         for method in SEARCHED
-        for text, run in (("other", read_run()), ("other again", read(AGAIN)))
+        for text, run in runs.items()
         for row in run["rows"]
         if row["method"] == method
     ]

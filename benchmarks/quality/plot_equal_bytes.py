@@ -9,6 +9,7 @@ import matplotlib
 
 from benchmarks.common import RESULTS
 from benchmarks.quality.rows import FAMILIES, NAME, Row, family, in_order, least, model_of, of, read_run
+from benchmarks.tables import OLD_CODE
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -18,6 +19,8 @@ COLORS = dict(zip(FAMILIES, ("Oranges", "Greys", "Blues", "Reds", "Greens", "Pur
 MARKERS = "osD^v"
 OWN = {"color": "gold", "marker": "*", "markersize": 15, "markeredgecolor": "k", "linestyle": "", "zorder": 5}
 """Of plans with names of their own, which stand out."""
+OLD = OWN | {"color": "silver", "zorder": 4}
+"""Of such plans in a code that is not in use any more; named in the legend alone."""
 PANELS = tuple(
     (protocol, share) for protocol in ("cached", "exact") for share in ("bytes_share", "read_share")
 )
@@ -26,7 +29,7 @@ SHARES = {"bytes_share": "held", "read_share": "read a token"}
 
 def styles(methods: set[str]) -> dict[str, dict[str, Any]]:
     """Of each method: methods of one kind have shades of one colour, and markers of their own."""
-    found = dict.fromkeys(methods, OWN)
+    found = {method: OLD if method.startswith(OLD_CODE) else OWN for method in methods}
     for kind, color in COLORS.items():
         alike = FAMILIES[kind]
         for place, method in enumerate(alike):
