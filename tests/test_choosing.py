@@ -155,7 +155,7 @@ def test_of_equal_pages_the_lower_are_read(spec):
     k[:] = k[:, :1]
     far = run(spec, q, k, v, [S])[1].far
     positions = jnp.full((B, 1), S - 1)
-    pages = spec.chosen(far, jnp.asarray(q)[:, -1:, :, : spec.R], positions, CALL.scale)
+    pages = spec.chosen(far, jnp.asarray(q)[:, -1:, :, : spec.R], positions, CALL)
     first = spec.sinks // spec.page
     expected = np.arange(first, first + spec.read // spec.page)
     np.testing.assert_array_equal(pages, np.broadcast_to(expected, pages.shape))

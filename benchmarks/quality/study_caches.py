@@ -117,13 +117,13 @@ class HeadChoice(CodedChoosing):
 class WholeMass(CodedChoosing):
     """What is chosen answers for all far tokens: it weighs as much as the index says that all of them do."""
 
-    def attend_far(self, far: FarTokens, q: Array, positions: Array, scale: float) -> tuple[Array, Array]:
+    def attend_far(self, far: FarTokens, q: Array, positions: Array, call: Call) -> tuple[Array, Array]:
         """`NearFar.attend_far`, with the index's log-sum-exp over all where that is larger."""
-        o, lse = super().attend_far(far, q, positions, scale)
+        o, lse = super().attend_far(far, q, positions, call)
 
         def mass(q: Array, positions: Array) -> Array:
             heads = q.reshape(*q.shape[:2], self.num_kv_heads, -1, q.shape[-1])
-            scores = self.page_scores(far, heads, scale)
+            scores = self.page_scores(far, heads, call.scale)
             is_far = self._is_far(jnp.arange(scores.shape[-1]), positions[:, :, None, None, None])
             found = logsumexp(jnp.where(is_far, scores, -jnp.inf), axis=-1)
             return found.reshape(*found.shape[:2], -1)

@@ -133,7 +133,7 @@ def test_decoding_reads_the_planes_of_chosen_tokens_alone(spec):
     expected, _, _ = run(spec, q, k, v, [20, 23, 1])
     _, _, state = run(spec, q[:, :-1], k[:, :-1], v[:, :-1], [20, 23])
     t = S - 1
-    pages = spec.chosen(state.far, jnp.asarray(q)[:, -1:, :, : spec.R], jnp.full((B, 1), t), CALL.scale)
+    pages = spec.chosen(state.far, jnp.asarray(q)[:, -1:, :, : spec.R], jnp.full((B, 1), t), CALL)
     read = np.asarray(pages)[:, 0, :, :, None] * spec.page + np.arange(spec.page)
     unread = np.ones((B, K, S), bool)
     np.put_along_axis(unread, read.reshape(B, K, -1), False, axis=2)

@@ -24,11 +24,15 @@ from jaxtyping import Bool, Float, Int
 from zdc_jax.axes import Array
 from zdc_jax.cache.near_far import NearFar, NearFarState
 from zdc_jax.cache.prefix_ring import recent_rows
-from zdc_jax.cache.spec import put_rows
+from zdc_jax.cache.spec import Call, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.contract import einsum_f32
 from zdc_jax.ops.selection import among_largest
+from zdc_jax.ops.stored import takes_kernels
 from zdc_jax.ops.xla import chosen_attention, in_query_blocks, query_block
+
+GATHERED = "kernels read single tokens in codes"
+MASKED = "pieces of prompts read all, and drop what is not chosen"
 
 
 class FarTokens(NamedTuple):
@@ -92,32 +96,33 @@ class Choosing(NearFar):
         put = lambda buffer, x: put_rows(buffer, x[..., : buffer.shape[-1]], start, kept)
         return state.far._replace(k=put(state.far.k, k), v=put(state.far.v, v))
 
-    def attend_far(self, far: FarTokens, q: Array, positions: Array, scale: float) -> tuple[Array, Array]:
+    def attend_far(self, far: FarTokens, q: Array, positions: Array, call: Call) -> tuple[Array, Array]:
         """`NearFar.attend_far`."""
         if q.shape[1] == 1:
-            return self._attend_gathered(far, q, positions, self.chosen(far, q, positions, scale), scale)
-        are_chosen = lambda q, positions: self.are_chosen(far, q, positions, scale)
-        return self._attend_masked(far, scale, are_chosen, q, positions)
+            return self.attend_pages(far, q, positions, self.chosen(far, q, positions, call), call)
+        are_chosen = lambda q, positions: self.are_chosen(far, q, positions, call.scale)
+        return self._attend_masked(far, call, are_chosen, q, positions)
 
     def attend_pages(
-        self, far: FarTokens, q: Array, positions: Array, pages: Int[Array, "B T K n"], scale: float
+        self, far: FarTokens, q: Array, positions: Array, pages: Int[Array, "B T K n"], call: Call
     ) -> tuple[Array, Array]:
         """`attend_far` to pages that were chosen before."""
         if q.shape[1] == 1:
-            return self._attend_gathered(far, q, positions, pages, scale)
+            takes_kernels("decode of chosen tokens", call.implementation, lambda: GATHERED)
+            return self._attend_gathered(far, q, positions, pages, call.scale)
         count = -(-self.capacity(far) // self.page)
 
         def are_chosen(q: Array, positions: Array, pages: Array) -> Array:
             none = jnp.zeros((*pages.shape[:3], count), bool)
             return jnp.put_along_axis(none, pages, True, axis=-1, inplace=False)
 
-        return self._attend_masked(far, scale, are_chosen, q, positions, pages)
+        return self._attend_masked(far, call, are_chosen, q, positions, pages)
 
     def chosen(
-        self, far: FarTokens, q: Float[Array, "B T N R"], positions: Int[Array, "B T"], scale: float
+        self, far: FarTokens, q: Float[Array, "B T N R"], positions: Int[Array, "B T"], call: Call
     ) -> Int[Array, "B T K n"]:
-        """The pages that each query reads, best first; those without a far token of its own come last."""
-        shared = self.probabilities(far, q, positions, scale)
+        """The pages that each query reads, in any order; those without a far token of its own come last."""
+        shared = self.probabilities(far, q, positions, call.scale)
         return jax.lax.top_k(shared, min(self.read // self.page, shared.shape[-1]))[1]
 
     def are_chosen(
@@ -159,9 +164,10 @@ class Choosing(NearFar):
         return chosen_attention(q, k, v, visible[:, :, None], scale=scale)
 
     def _attend_masked(
-        self, far: FarTokens, scale: float, are_chosen: Callable[..., Array], q: Array, *of_queries: Array
+        self, far: FarTokens, call: Call, are_chosen: Callable[..., Array], q: Array, *of_queries: Array
     ) -> tuple[Array, Array]:
         """Attention that reads all, to the pages that `are_chosen(q, *of_queries)`, positions first."""
+        takes_kernels("prompt of chosen tokens", call.implementation, lambda: MASKED)
         B, T, N, _ = q.shape
         k, v = self.all_rows(far)
         S = k.shape[2]
@@ -169,7 +175,7 @@ class Choosing(NearFar):
         def one_block(q: Array, positions: Array, *others: Array) -> tuple[Array, Array]:
             visible = jnp.repeat(are_chosen(q, positions, *others), self.page, axis=-1)[..., :S]
             visible &= self._is_far(jnp.arange(S), positions[:, :, None, None])
-            return chosen_attention(q, k, v, visible.swapaxes(1, 2), scale=scale)
+            return chosen_attention(q, k, v, visible.swapaxes(1, 2), scale=call.scale)
 
         # The index has scores of its own, at most as many as attention.
         return in_query_blocks(one_block, query_block(2 * B * N * S, T), q, *of_queries)

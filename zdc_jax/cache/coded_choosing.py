@@ -5,7 +5,7 @@ index, and part of the answer. The other coordinates of keys, and values, are pl
 chosen tokens alone. What is chosen answers with all its coordinates.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,13 +14,22 @@ import jax.numpy as jnp
 from jax.nn import logsumexp
 from jaxtyping import Float, Int
 
+from kernels_pallas import Plane
 from zdc_jax.axes import Array
 from zdc_jax.cache.choosing import Choosing, FarTokens
 from zdc_jax.cache.codes import Code, Coded, decode_tokens, encode_tokens
+from zdc_jax.cache.fitted_integers import kernel_planes
 from zdc_jax.cache.near_far import NearFarState
-from zdc_jax.cache.spec import put_rows
+from zdc_jax.cache.spec import Call, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.contract import einsum_f32
+from zdc_jax.ops.stored import (
+    choice_refusal,
+    choose_by_index,
+    coded_decode,
+    coded_decode_refusal,
+    takes_kernels,
+)
 from zdc_jax.ops.xla import by_query_blocks, query_block
 
 
@@ -74,14 +83,55 @@ class CodedChoosing(Choosing):
         )
 
     def far_part(
-        self, far: FarTokens, q: Array, k: Any, positions: Array, scale: float, aux: Any
+        self, far: FarTokens, q: Array, k: Any, positions: Array, call: Call, aux: Any
     ) -> tuple[Array, Array, Any]:
         """`NearFar.far_part`: hands on what was chosen, or takes it."""
         q = q[..., : self.R]
         if self.index and not self.leads:
-            return *self.attend_far(far, q, positions, scale), aux
-        pages = self._all_chosen(far, q, positions, scale) if self.index else aux
-        return *self.attend_pages(far, q, positions, pages, scale), pages
+            return *self.attend_far(far, q, positions, call), aux
+        pages = self._all_chosen(far, q, positions, call) if self.index else aux
+        return *self.attend_pages(far, q, positions, pages, call), pages
+
+    def chosen(self, far: FarTokens, q: Array, positions: Array, call: Call) -> Int[Array, "B T K n"]:
+        """`Choosing.chosen`; kernels choose for a decoded token."""
+        planes = kernel_planes([(self.index_code, far.index)])
+        q_index, count = q[..., : self.index], self.read
+
+        def refusal() -> str | None:
+            if self.page > 1:
+                return f"kernels choose single tokens, not pages of {self.page}"
+            return choice_refusal(q_index, planes, count)
+
+        if q.shape[1] > 1 or not takes_kernels("choice", call.implementation, refusal):
+            return super().chosen(far, q, positions, call)
+        return choose_by_index(
+            q_index,
+            planes,
+            positions,
+            count=count,
+            scale=call.scale,
+            sinks=self.sinks,
+            window=self.window,
+        )[:, None]
+
+    def attend_pages(
+        self, far: FarTokens, q: Array, positions: Array, pages: Int[Array, "B T K n"], call: Call
+    ) -> tuple[Array, Array]:
+        """`Choosing.attend_pages`; kernels read tokens in codes."""
+        planes, slots = self._kernel_planes(far), pages[:, 0]
+
+        def refusal() -> str | None:
+            if self.page > 1:
+                return f"kernels read single tokens, not pages of {self.page}"
+            return coded_decode_refusal(q, planes, slots=slots)
+
+        if q.shape[1] > 1:
+            return super().attend_pages(far, q, positions, pages, call)
+        if not takes_kernels("decode of chosen tokens", call.implementation, refusal):
+            return super().attend_pages(far, q, positions, pages, replace(call, implementation="xla"))
+        return coded_decode(
+            q, planes, positions, slots=slots, scale=call.scale, sinks=self.sinks, window=self.window
+        )
 
     def rows(self, far: FarTokens, slots: Int[Array, "B K n"]) -> tuple[Array, Array]:
         """`Choosing.rows`."""
@@ -121,9 +171,15 @@ class CodedChoosing(Choosing):
         """`Choosing.token_bytes`: of a layer that chooses itself, without the index, which is read anyway."""
         return self._plane_bytes(self._planes()[1:])
 
-    def _all_chosen(self, far: FarTokens, q: Array, positions: Array, scale: float) -> Array:
+    def _kernel_planes(self, far: FarTokens) -> list[Plane]:
+        parts = (far.index, far.k, far.v)
+        return kernel_planes(
+            (code, coded) for (code, width), coded in zip(self._planes(), parts, strict=True) if width
+        )
+
+    def _all_chosen(self, far: FarTokens, q: Array, positions: Array, call: Call) -> Array:
         B, T, N, _ = q.shape
-        chosen = lambda q, positions: self.chosen(far, q, positions, scale)
+        chosen = lambda q, positions: self.chosen(far, q, positions, call)
         block = query_block(2 * B * N * self.capacity(far), T)
         return chosen(q, positions) if block >= T else by_query_blocks(chosen, block, q, positions)
 

@@ -1,6 +1,7 @@
 """A store of far tokens in codes, every token coded when its block of tokens is complete (ours)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,11 +10,12 @@ from jaxtyping import Float
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes import Code, Coded
+from zdc_jax.cache.fitted_integers import kernel_planes
 from zdc_jax.cache.near_far import NearFar, NearFarState
 from zdc_jax.cache.prefix_ring import recent_rows
-from zdc_jax.cache.spec import put_rows
+from zdc_jax.cache.spec import Call, put_rows
 from zdc_jax.errors import PlanError
-from zdc_jax.ops.xla import xla_attention
+from zdc_jax.ops.stored import coded_decode, coded_decode_refusal, takes_kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,7 @@ class CodedStore(NearFar):
     """`NearFar` whose far keys and values are read through `key_code` and `value_code`.
 
     The store is a pair of trees of leaves [B, K, S/block, …], of as many tokens as both codes complete; the
-    longer block is a multiple of the other. Attention reads all of it in the model's dtype.
+    longer block is a multiple of the other. On XLA attention reads all of it in the model's dtype.
 
     Raises:
       PlanError: a code cannot hold vectors of R or Z coordinates; or the window is shorter than a block, or
@@ -69,11 +71,15 @@ class CodedStore(NearFar):
         )
 
     def attend_far(
-        self, far: tuple[Coded, Coded], q: Array, positions: Array, scale: float
+        self, far: tuple[Coded, Coded], q: Array, positions: Array, call: Call
     ) -> tuple[Array, Array]:
-        """`NearFar.attend_far`."""
-        k, v = self.read(far)
-        return xla_attention(q, k, v, positions, scale=scale, near=None, sinks=self.sinks, window=self.window)
+        """`NearFar.attend_far`; kernels decode from the codes, and pieces of prompts from what they say."""
+        if q.shape[1] > 1:
+            return self.attend_rows(q, *self.read(far), positions, call)
+        planes = kernel_planes(zip((self.key_code, self.value_code), far, strict=True))
+        if takes_kernels("coded decode", call.implementation, partial(coded_decode_refusal, q, planes)):
+            return coded_decode(q, planes, positions, scale=call.scale, sinks=self.sinks, window=self.window)
+        return self.attend_rows(q, *self.read(far), positions, replace(call, implementation="xla"))
 
     def read(self, far: tuple[Coded, Coded]) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
         """All keys and values that the codes hold, slot = position."""

@@ -1,12 +1,14 @@
 """Integers whose step is fitted to each token: what `coded` stores (ours)."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from kernels_pallas import Plane
 from zdc_jax.axes import Array
-from zdc_jax.cache.codes import Code, Coded, pack, packing_refusal, unpack
+from zdc_jax.cache.codes import Code, Coded, Split, pack, packing_refusal, unpack
 from zdc_jax.cache.short_scales import NAN, from_e5m3, to_e5m3
 
 BELOW, ABOVE = 6, 1
@@ -63,3 +65,24 @@ class FittedIntegers(Code):
         """What is read of x under each reach: [*batch, E, C]."""
         reach = reaches[..., None]
         return (self._level(x[..., None, :], reach) + 0.5) * (reach / 2 ** (self.bits - 1))
+
+
+def kernel_planes(stored: Iterable[tuple[Code, Coded]]) -> list[Plane]:
+    """What codes and their arrays [B, K, S, …], of single tokens, are to kernels; a `Split` is two planes.
+
+    None if any is another code.
+    """
+    planes: list[Plane] = []
+    for code, coded in stored:
+        if isinstance(code, Split):
+            found = kernel_planes(zip((code.first, code.rest), coded, strict=True))
+        elif isinstance(code, FittedIntegers):
+            levels, reach = coded
+            tokens = reach.shape[:3]
+            found = [Plane(levels.reshape(*tokens, -1), reach.reshape(tokens), code.bits)]
+        else:
+            found = []
+        if not found:
+            return []
+        planes += found
+    return planes

@@ -15,11 +15,13 @@ import jax.numpy as jnp
 from jax.experimental.compute_on import compute_on
 from jaxtyping import Float, Int, UInt8
 
+from kernels_pallas import Plane
 from zdc_jax.axes import Array
 from zdc_jax.cache.choosing import FarTokens
 from zdc_jax.cache.coded_choosing import CodedChoosing, put_coded
 from zdc_jax.cache.codes import Code, Coded, encode_tokens
 from zdc_jax.cache.near_far import NearFarState
+from zdc_jax.cache.spec import Call
 from zdc_jax.errors import CacheMemoryError, PlanError
 
 HOST_MEMORY = "pinned_host"
@@ -73,7 +75,7 @@ class HostedChoosing(CodedChoosing):
         v: Array,
         positions: Array,
         end: Array,
-        scale: float,
+        call: Call,
         aux: Any,
     ) -> tuple[FarTokens, Float[Array, "B T N Z"], Float[Array, "B N T"], Any]:
         """`NearFar.far_step`, which for a decoded token reads the host before it writes there.
@@ -82,9 +84,9 @@ class HostedChoosing(CodedChoosing):
         a choice need not wait for their own keys, and are fetched for ahead.
         """
         if positions.shape[1] > 1 or not self.window:
-            return super().far_step(state, q, k, v, positions, end, scale, aux)
+            return super().far_step(state, q, k, v, positions, end, call, aux)
         far = self._indexed(state.far, k, positions, end)
-        o, lse, aux = self.far_part(far, q, k, positions, scale, aux)
+        o, lse, aux = self.far_part(far, q, k, positions, call, aux)
         # Else XLA keeps a copy of the whole store to read from.
         store, o = jax.lax.optimization_barrier((far.k, o))
         return self._stored(far._replace(k=store), k, v, positions, end), o, lse, aux
@@ -97,6 +99,10 @@ class HostedChoosing(CodedChoosing):
         parts = (self.key_code, k[..., self.index : self.R]), (self.value_code, v[..., : self.Z])
         leaves = [leaf for code, x in parts for leaf in jax.tree.leaves(encode_tokens(code, x))]
         return far._replace(k=put_tokens(far.k, jnp.concatenate(leaves, axis=-1), positions, end))
+
+    def _kernel_planes(self, far: FarTokens) -> list[Plane]:
+        """None: kernels cannot reach what is on the host."""
+        return []
 
     def rows(self, far: FarTokens, slots: Int[Array, "B K n"]) -> tuple[Array, Array]:
         """`Choosing.rows`: the host gathers, the device decodes."""

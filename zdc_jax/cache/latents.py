@@ -7,10 +7,9 @@ import jax.numpy as jnp
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.near_far import NearFar, NearFarState
-from zdc_jax.cache.spec import put_rows
+from zdc_jax.cache.spec import Call, put_rows
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.latent import LatentKeys, reconstructed
-from zdc_jax.ops.xla import xla_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +53,15 @@ class Latents(NearFar):
         return k.keys
 
     def far_part(
-        self, far: tuple[Array, Array], q: Array, k: LatentKeys, positions: Array, scale: float, aux: Any
+        self, far: tuple[Array, Array], q: Array, k: LatentKeys, positions: Array, call: Call, aux: Any
     ) -> tuple[Array, Array, Any]:
         """`NearFar.far_part`: `attend_far` of reconstructed keys."""
         latents, values = far
         keys = reconstructed(latents, k.factor, k.frequencies)
-        return *self.attend_far((keys, values), q, positions, scale), aux
+        return *self.attend_far((keys, values), q, positions, call), aux
 
     def attend_far(
-        self, far: tuple[Array, Array], q: Array, positions: Array, scale: float
+        self, far: tuple[Array, Array], q: Array, positions: Array, call: Call
     ) -> tuple[Array, Array]:
         """`NearFar.attend_far` of keys [B, K, S, H] as attention sees them, and values."""
-        return xla_attention(q, *far, positions, scale=scale, near=None, sinks=self.sinks, window=self.window)
+        return self.attend_rows(q, *far, positions, call)

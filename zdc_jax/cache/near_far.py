@@ -18,6 +18,7 @@ from zdc_jax.cache.coded_ring import CodedRing
 from zdc_jax.cache.codes import Code
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
 from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, State
+from zdc_jax.ops.stored import stored_attention
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["near", "far"], meta_fields=[])
@@ -80,7 +81,7 @@ class NearFar(LayerCacheSpec):
 
     @abstractmethod
     def attend_far(
-        self, far: State, q: Float[Array, "B T N R"], positions: Int[Array, "B T"], scale: float
+        self, far: State, q: Float[Array, "B T N R"], positions: Int[Array, "B T"], call: Call
     ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
         """Attention to the far tokens of each query, and its log-sum-exp (-inf where there are none)."""
 
@@ -89,10 +90,30 @@ class NearFar(LayerCacheSpec):
         return k
 
     def far_part(
-        self, far: State, q: Array, k: Any, positions: Array, scale: float, aux: Any
+        self, far: State, q: Array, k: Any, positions: Array, call: Call, aux: Any
     ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"], Any]:
         """`attend_far` as `attend` calls it, with the new keys k; and what is handed on."""
-        return *self.attend_far(far, q[..., : self.R], positions, scale), aux
+        return *self.attend_far(far, q[..., : self.R], positions, call), aux
+
+    def attend_rows(
+        self,
+        q: Float[Array, "B T _ R"],
+        k: Float[Array, "B _ S R"],
+        v: Float[Array, "B _ S Z"],
+        positions: Int[Array, "B T"],
+        call: Call,
+    ) -> tuple[Float[Array, "B T _ Z"], Float[Array, "B _ T"]]:
+        """Attention to far tokens whose keys and values are there as numbers, slot = position."""
+        return stored_attention(
+            q,
+            k,
+            v,
+            positions,
+            scale=call.scale,
+            sinks=self.sinks,
+            window=self.window,
+            implementation=call.implementation,
+        )
 
     def far_step(
         self,
@@ -102,12 +123,12 @@ class NearFar(LayerCacheSpec):
         v: Array,
         positions: Array,
         end: Array,
-        scale: float,
+        call: Call,
         aux: Any,
     ) -> tuple[State, Float[Array, "B T N Z"], Float[Array, "B N T"], Any]:
         """The store with new tokens, and `far_part` of it."""
         far = self.write_far(state, k, v, positions, end)
-        return far, *self.far_part(far, q, k, positions, scale, aux)
+        return far, *self.far_part(far, q, k, positions, call, aux)
 
     def create(self, batch: int, capacity: int) -> NearFarState:
         """`LayerCacheSpec.create`."""
@@ -129,12 +150,8 @@ class NearFar(LayerCacheSpec):
         aux: Any,
         call: Call,
     ) -> Attended:
-        """`LayerCacheSpec.attend`. The far part runs on XLA."""
-        if call.implementation not in (None, "xla"):
-            raise NotImplementedError(
-                f"implementation={call.implementation!r}: this cache is read on xla alone"
-            )
-        far, far_o, far_lse, aux = self.far_step(state, q, k, v, positions, end, call.scale, aux)
+        """`LayerCacheSpec.attend`."""
+        far, far_o, far_lse, aux = self.far_step(state, q, k, v, positions, end, call, aux)
         if not self.has_near:
             return Attended(NearFarState(state.near, far), far_o, far_lse, aux)
         near = self.near.attend(state.near, q, self.near_keys(k), v, positions, end, None, call)

@@ -6,9 +6,8 @@ import jax.numpy as jnp
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.near_far import NearFar, NearFarState
-from zdc_jax.cache.spec import put_rows
+from zdc_jax.cache.spec import Call, put_rows
 from zdc_jax.errors import PlanError
-from zdc_jax.ops.xla import xla_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,21 +41,13 @@ class RetrievingHeads(NearFar):
         return put(state.far[0], k), put(state.far[1], v)
 
     def attend_far(
-        self, far: tuple[Array, Array], q: Array, positions: Array, scale: float
+        self, far: tuple[Array, Array], q: Array, positions: Array, call: Call
     ) -> tuple[Array, Array]:
         """`NearFar.attend_far`; nothing, in heads that do not retrieve."""
         B, T, N, R = q.shape
         K, heads = self.num_kv_heads, jnp.array(self.heads)
         group = q.reshape(B, T, K, N // K, R)[:, :, heads]
-        o, lse = xla_attention(
-            group.reshape(B, T, -1, R),
-            *far,
-            positions,
-            scale=scale,
-            near=None,
-            sinks=self.sinks,
-            window=self.window,
-        )
+        o, lse = self.attend_rows(group.reshape(B, T, -1, R), *far, positions, call)
         all_o = jnp.zeros((B, T, K, N // K, self.Z), o.dtype)
         all_lse = jnp.full((B, K, N // K, T), -jnp.inf, lse.dtype)
         all_o = all_o.at[:, :, heads].set(o.reshape(B, T, len(self.heads), -1, self.Z))

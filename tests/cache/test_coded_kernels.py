@@ -1,0 +1,169 @@
+"""Coded caches decode on kernels as they do on XLA; here with plain functions in the kernels' place."""
+
+import logging
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas import largest_reference
+from zdc_jax.cache.coded_choosing import CodedChoosing
+from zdc_jax.cache.coded_store import CodedStore
+from zdc_jax.cache.codes import Split
+from zdc_jax.cache.fitted_integers import FittedIntegers, kernel_planes
+from zdc_jax.cache.gaussian_codes import Gaussian
+from zdc_jax.cache.spec import Call
+from zdc_jax.ops import attention, stored
+
+B, K, G, H, S = 3, 2, 4, 64, 512
+PROMPT, STEPS = (300, 290, 40), 6
+NEAR = {"num_kv_heads": K, "head_dim": H, "dtype": "bfloat16", "R": 64, "Z": 64, "sinks": 4, "window": 64}
+SPLIT = Split(32, FittedIntegers(8), FittedIntegers(4))
+CHOOSING = {"index_code": FittedIntegers(8), "key_code": FittedIntegers(4), "value_code": FittedIntegers(4)}
+SPECS = {
+    "whole": CodedStore(**NEAR, key_code=FittedIntegers(4), value_code=FittedIntegers(4)),
+    "split": CodedStore(**NEAR, key_code=SPLIT, value_code=FittedIntegers(2)),
+    "all far": CodedStore(**NEAR | {"sinks": 0, "window": 0}, key_code=SPLIT, value_code=FittedIntegers(8)),
+    "chosen": CodedChoosing(**NEAR, **CHOOSING, index=32, read=128),
+    "all chosen": CodedChoosing(**NEAR, **CHOOSING, index=32, read=512),
+    "handed on": CodedChoosing(**NEAR, **CHOOSING, index=32, read=128, leads=True),
+}
+
+
+def numbers(planes):
+    """What planes say, side by side, float32."""
+    read = lambda p: FittedIntegers(p.bits).decode(
+        (p.levels[..., None, :], p.reach[..., None, None]), p.width
+    )
+    return jnp.concatenate([read(plane)[..., 0, :] for plane in planes], axis=-1)
+
+
+def plain_attention(q, keys, values, begin, end, *, scale, slots=None):
+    """`coded_attention`, from its docstring."""
+    k, v, j = numbers(keys), numbers([values]), jnp.arange(keys[0].reach.shape[2])
+    times = (j >= begin[:, None]) & (j < end[:, None])
+    times = jnp.broadcast_to(times[:, None], k.shape[:3]).astype(jnp.float32)
+    if slots is not None:
+        times *= (slots[..., None] == j).sum(2)
+    group = q.astype(jnp.float32).reshape(*k.shape[:2], -1, q.shape[-1])
+    scores = scale * jnp.einsum("bkgr,bksr->bkgs", group, k) + jnp.log(times)[:, :, None]
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    weights = jnp.where(jnp.isneginf(lse)[..., None], 0, jnp.exp(scores - lse[..., None]))
+    o = jnp.einsum("bkgs,bksz->bkgz", weights, v)
+    return o.reshape(*q.shape[:2], -1).astype(q.dtype), lse.reshape(q.shape[:2])
+
+
+def plain_scores(q, index, begin, end, *, scale):
+    """`index_scores`, from its docstring, but that queries are not rounded."""
+    k, j = numbers([index]), jnp.arange(index.reach.shape[2])
+    counts = ((j >= begin[:, None]) & (j < end[:, None]))[:, None, None]
+    group = q.astype(jnp.float32).reshape(*k.shape[:2], -1, q.shape[-1])
+    scores = jnp.where(counts, scale * jnp.einsum("bkgr,bksr->bkgs", group, k), -jnp.inf)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    worth = jax.nn.logsumexp(scores - lse[..., None], axis=2)
+    return jnp.where(counts[:, :, 0], worth, -jnp.inf), lse.reshape(q.shape[:2])
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Plain functions in the kernels' place; decode alone, for pieces of prompts have none."""
+    monkeypatch.setattr(stored, "device_refusal", lambda q: None if q.ndim == 4 and q.shape[1] == 1 else "no")
+    monkeypatch.setattr(stored, "coded_attention", plain_attention)
+    monkeypatch.setattr(stored, "index_scores", plain_scores)
+    monkeypatch.setattr(stored, "largest", largest_reference)
+    attend.clear_cache()
+    yield
+    attend.clear_cache()
+
+
+@partial(jax.jit, static_argnames=("spec", "implementation"))
+def attend(spec, implementation, state, q, k, v, positions, end, aux):
+    return spec.attend(state, q, k, v, positions, end, aux, Call(scale=0.2, implementation=implementation))
+
+
+def run(spec, implementation, seed=0):
+    """A ragged prompt on XLA, then tokens on `implementation`: results [STEPS, B, N, H], and what goes on."""
+    rng, T = np.random.default_rng(seed), max(PROMPT)
+    draw = lambda T: (jnp.asarray(rng.normal(size=(B, T, heads, H)), jnp.bfloat16) for heads in (K * G, K, K))
+    state, length = spec.create(B, S), np.array(PROMPT)
+    done = attend(spec, "xla", state, *draw(T), jnp.tile(jnp.arange(T), (B, 1)), jnp.asarray(length), None)
+    found, aux = [], []
+    for step in range(STEPS):
+        at = jnp.asarray(length + step)
+        done = attend(spec, implementation, done.state, *draw(1), at[:, None], at + 1, None)
+        found.append(np.asarray(done.o[:, 0], np.float64))
+        aux.append(done.aux)
+    return np.stack(found), aux
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_decoding_on_kernels_is_decoding_on_xla(plain, caplog, name):
+    check(SPECS[name], caplog)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SPECS)
+def test_decoding_on_the_device_s_kernels_is_decoding_on_xla(caplog, name):
+    check(SPECS[name], caplog)
+
+
+def check(spec, caplog):
+    """No head of a row differs by more than bfloat16 does."""
+    attention._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger="zdc_jax.ops"):
+        found, _ = run(spec, None)
+    kinds = {"choice", "decode of chosen tokens"} if isinstance(spec, CodedChoosing) else {"coded decode"}
+    assert {f"{kind} runs on pallas" for kind in kinds} <= {record.getMessage() for record in caplog.records}
+    expected, _ = run(spec, "xla")
+    error = np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
+    # Of every head and row: a choice between tokens as good as equal may fall otherwise at a few steps.
+    few = isinstance(spec, CodedChoosing) and spec.read < S
+    assert (np.median(error, axis=0) if few else error).max() < 0.02
+
+
+def test_what_is_handed_on_serves_xla_and_kernels(plain):
+    leader = SPECS["handed on"]
+    (_, on_kernels), (_, on_xla) = (run(leader, each) for each in (None, "xla"))
+    for one, other in zip(on_kernels, on_xla, strict=True):
+        assert one.shape == other.shape == (B, 1, K, 128)
+        for b, kv in np.ndindex(2, K):  # The third row has no far token.
+            assert len({*np.asarray(one)[b, 0, kv]} & {*np.asarray(other)[b, 0, kv]}) > 0.95 * 128
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key_code": Gaussian(4)}, "kernels read integers with a step a token alone"),
+        ({"value_code": FittedIntegers(3)}, r"values.bits=3: must be one of"),
+        ({"Z": 32}, "values has 32 coordinates: must be a multiple of 64"),
+    ],
+)
+def test_what_kernels_do_not_read_says_why(plain, change, message):
+    spec = CodedStore(**(NEAR | {"key_code": SPLIT, "value_code": FittedIntegers(4)} | change))
+    with pytest.raises(NotImplementedError, match=message):
+        run(spec, "pallas")
+    run(spec, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"page": 4}, "kernels choose single tokens, not pages of 4"),
+        ({"read": 96}, "k=96: must be a multiple of 128"),
+        ({"index_code": FittedIntegers(3)}, "index.bits=3: must be one of"),
+    ],
+)
+def test_what_kernels_do_not_choose_says_why(plain, change, message):
+    spec = CodedChoosing(**(NEAR | CHOOSING | {"index": 32, "read": 128} | change))
+    with pytest.raises(NotImplementedError, match=message):
+        run(spec, "pallas")
+    run(spec, None)
+
+
+def test_planes_of_a_split_are_two():
+    coded = SPLIT.encode(jnp.ones((B, K, S, 1, H)))
+    index, rest = kernel_planes([(SPLIT, coded)])
+    assert (index.bits, index.width, rest.bits, rest.width) == (8, 32, 4, 32)
+    assert kernel_planes([(SPLIT, coded), (Gaussian(4), None)]) == []

@@ -1,0 +1,150 @@
+"""Attention to the far tokens of a cache's store: whole, in integers, or those that an index chooses.
+
+Far of a query at position t are the slots sinks ≤ j ≤ t - window, slot = position; near ones are attended to
+apart. As in `zdc_jax.ops.attention`, an explicit implementation that cannot serve a call raises, and None
+takes the kernels where they can.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from kernels_pallas import (
+    Plane,
+    coded_attention,
+    coded_refusal,
+    device_refusal,
+    index_scores,
+    largest,
+    prefill_attention,
+    prefill_refusal,
+    scan_refusal,
+    select_refusal,
+)
+from zdc_jax.axes import Array
+from zdc_jax.ops.attention import Implementation, choose_implementation
+from zdc_jax.ops.xla import xla_attention
+
+NO_CUDNN = "it does not read this cache"
+
+
+def takes_kernels(
+    kind: str, implementation: Implementation | None, refusal: Callable[[], str | None]
+) -> bool:
+    """Whether a call runs on kernels, and not on XLA; `refusal` says why they cannot, or None.
+
+    Raises:
+      NotImplementedError: the chosen implementation cannot do this call, with the reason.
+    """
+    refusals: dict[Implementation, Callable[[], str | None]] = {"pallas": refusal, "cudnn": lambda: NO_CUDNN}
+    return choose_implementation(kind, implementation, refusals) == "pallas"
+
+
+def far_span(
+    positions: Int[Array, "B T"], sinks: int, window: int
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """The far slots begin ≤ j < end of each row's first query."""
+    start = positions[:, 0]
+    return jnp.full_like(start, sinks), start + 1 - window
+
+
+def stored_attention(
+    q: Float[Array, "B T N R"],
+    k: Float[Array, "B K S R"],
+    v: Float[Array, "B K S Z"],
+    positions: Int[Array, "B T"],
+    *,
+    scale: float,
+    sinks: int,
+    window: int,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
+    """Attention to far keys that are read as numbers, and its log-sum-exp; kernels take pieces of prompts.
+
+    Args:
+      positions: consecutive in each row.
+      scale, sinks, window, implementation: as in `zdc_jax.ops.attention.self_attention`.
+
+    Returns:
+      zeros and -inf for queries without far keys.
+
+    Raises:
+      NotImplementedError: the chosen implementation cannot do this call, with the reason.
+    """
+    options: dict[str, Any] = {"starts": positions[:, 0], "keys": "far", "sinks": sinks, "window": window}
+
+    def refusal() -> str | None:
+        if q.shape[1] == 1:
+            return "single queries of far keys alone run on xla"
+        return device_refusal(q) or prefill_refusal(q, k, v, **options)
+
+    if takes_kernels("far prompt", implementation, refusal):
+        return prefill_attention(q, k, v, scale=scale, **options)
+    return xla_attention(q, k, v, positions, scale=scale, near=None, sinks=sinks, window=window)
+
+
+def coded_decode_refusal(
+    q: Float[Array, "B 1 N R"], planes: Sequence[Plane], *, slots: Int[Array, "B K n"] | None = None
+) -> str | None:
+    """Why `coded_decode` cannot run; `planes` are empty where a code is none that kernels read."""
+    if not planes:
+        return "kernels read integers with a step a token alone"
+    *keys, values = planes
+    row = jnp.zeros(q.shape[0], jnp.int32)
+    return device_refusal(q) or coded_refusal(q[:, 0], keys, values, row, row, slots=slots)
+
+
+def coded_decode(
+    q: Float[Array, "B 1 N R"],
+    planes: Sequence[Plane],
+    positions: Int[Array, "B 1"],
+    *,
+    scale: float,
+    sinks: int,
+    window: int,
+    slots: Int[Array, "B K n"] | None = None,
+) -> tuple[Float[Array, "B 1 N Z"], Float[Array, "B N 1"]]:
+    """Attention of one query a row to far tokens in integers on the kernel, all or those in `slots`.
+
+    planes: of keys, then one of values.
+    """
+    *keys, values = planes
+    o, lse = coded_attention(
+        q[:, 0], keys, values, *far_span(positions, sinks, window), scale=scale, slots=slots
+    )
+    return o[:, None], lse[..., None]
+
+
+def choice_refusal(q: Float[Array, "B 1 N C"], planes: Sequence[Plane], count: int) -> str | None:
+    """Why `choose_by_index` cannot run; `planes` has the index alone, or nothing."""
+    if not planes:
+        return "kernels read integers with a step a token alone"
+    (index,) = planes
+    row, (B, K, S) = jnp.zeros(q.shape[0], jnp.int32), index.reach.shape
+    scores = jnp.zeros((B, K, S), jnp.float32)
+    return (
+        device_refusal(q)
+        or scan_refusal(q[:, 0], index, row, row, config=None)
+        or select_refusal(scores, row, row, k=count)
+    )
+
+
+def choose_by_index(
+    q: Float[Array, "B 1 N C"],
+    planes: Sequence[Plane],
+    positions: Int[Array, "B 1"],
+    *,
+    count: int,
+    scale: float,
+    sinks: int,
+    window: int,
+) -> Int[Array, "B K {count}"]:
+    """The far slots of the largest probability by the index, summed over a KV head's queries, on the kernels.
+
+    They ascend, and are followed by S where fewer are far. Queries are rounded to 255 levels.
+    """
+    (index,), span = planes, far_span(positions, sinks, window)
+    scores, _ = index_scores(q[:, 0], index, *span, scale=scale)
+    return largest(scores, *span, k=count)
