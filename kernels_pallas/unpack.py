@@ -20,7 +20,7 @@ WORD = 16
 """Bits of a word: levels of consecutive coordinates, the first lowest."""
 NAN_CODE = 255
 """Of a reach: the token holds what is no number."""
-_E5M3_BIAS, _E5M3_SHIFT = (127 - 16) << 3, 20
+E5M3_BIAS, E5M3_SHIFT = (127 - 16) << 3, 20
 """From the 8 bits of a reach to those of float32."""
 _OF_128 = 0x43004300
 """Two bfloat16 128."""
@@ -68,7 +68,7 @@ def words(packed: Array) -> Array:
 def reaches(codes: Array) -> Array:
     """float32 of a plane's reaches, uint8 in e5m3 (`zdc_jax.cache.short_scales`)."""
     codes = codes.astype(jnp.int32)
-    size = jax.lax.bitcast_convert_type((codes + _E5M3_BIAS) << _E5M3_SHIFT, jnp.float32)
+    size = jax.lax.bitcast_convert_type((codes + E5M3_BIAS) << E5M3_SHIFT, jnp.float32)
     return jnp.where(codes == 0, 0.0, jnp.where(codes == NAN_CODE, jnp.nan, size))
 
 

@@ -61,7 +61,7 @@ def compiled(f: Callable[..., Any], *args: Any) -> list[Kernel]:
     Kernels of Mosaic only, not those that XLA makes of what is around them. It is their own compilation
     that is reported, by the ptxas that JAX finds.
     """
-    sharding = jax.sharding.SingleDeviceSharding(_device())
+    sharding = jax.sharding.SingleDeviceSharding(device())
     placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     traced = jax.jit(f).trace(*jax.tree.map(placed, args))
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +82,7 @@ def assert_no_spills(kernels: list[Kernel]) -> None:
 
 
 @functools.cache
-def _device() -> Any:
+def device() -> Any:
     """An H200 that is not there."""
     config = Path(__file__).with_name("h200.txtpb").read_text()
     try:

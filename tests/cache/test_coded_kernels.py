@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas import largest_reference
+from kernels_pallas import encode, largest_reference
 from zdc_jax.cache.coded_choosing import CodedChoosing
 from zdc_jax.cache.coded_store import CodedStore
 from zdc_jax.cache.codes import Split
@@ -73,6 +73,7 @@ def plain(monkeypatch):
     monkeypatch.setattr(stored, "coded_attention", plain_attention)
     monkeypatch.setattr(stored, "index_scores", plain_scores)
     monkeypatch.setattr(stored, "largest", largest_reference)
+    monkeypatch.setattr(stored, "encode", partial(encode, interpret=True))
     attend.clear_cache()
     yield
     attend.clear_cache()

@@ -18,7 +18,7 @@ from kernels_pallas import Plane
 from zdc_jax.axes import Array
 from zdc_jax.cache.choosing import Choosing, FarTokens
 from zdc_jax.cache.codes import Code, Coded, decode_tokens, encode_tokens
-from zdc_jax.cache.fitted_integers import kernel_planes
+from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel
 from zdc_jax.cache.near_far import NearFarState
 from zdc_jax.cache.spec import Call, put_rows
 from zdc_jax.errors import PlanError
@@ -75,7 +75,13 @@ class CodedChoosing(Choosing):
 
     def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
         """`NearFar.write_far`."""
-        put, far = partial(put_coded, positions=positions, end=end), state.far
+        far, codes = state.far, [code for code, _ in self._planes()]
+        index = [(codes[0], far.index)] if self.index else []
+        groups = (k[..., : self.R], [*index, (codes[1], far.k)]), (v[..., : self.Z], [(codes[2], far.v)])
+        if done := put_by_kernel(groups, positions, end):
+            (*coded_index, coded_k), (coded_v,) = done
+            return FarTokens(coded_k, coded_v, *coded_index)
+        put = partial(put_coded, positions=positions, end=end)
         return FarTokens(
             put(far.k, self.key_code, k[..., self.index : self.R]),
             put(far.v, self.value_code, v[..., : self.Z]),

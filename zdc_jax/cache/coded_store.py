@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes import Code, Coded
-from zdc_jax.cache.fitted_integers import kernel_planes
+from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel
 from zdc_jax.cache.near_far import NearFar, NearFarState
 from zdc_jax.cache.prefix_ring import recent_rows
 from zdc_jax.cache.spec import Call, put_rows
@@ -63,6 +63,10 @@ class CodedStore(NearFar):
         self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array
     ) -> tuple[Coded, Coded]:
         """`NearFar.write_far`."""
+        stored = zip((k[..., : self.R], v[..., : self.Z]), self._stored(state.far), strict=True)
+        if done := put_by_kernel([(x, [each]) for x, each in stored], positions, end):
+            (coded_k,), (coded_v,) = done
+            return coded_k, coded_v
         rings = state.near.ring_k, state.near.ring_v
         codes, widths = (self.key_code, self.value_code), (self.R, self.Z)
         return tuple(
@@ -76,7 +80,7 @@ class CodedStore(NearFar):
         """`NearFar.attend_far`; kernels decode from the codes, and pieces of prompts from what they say."""
         if q.shape[1] > 1:
             return self.attend_rows(q, *self.read(far), positions, call)
-        planes = kernel_planes(zip((self.key_code, self.value_code), far, strict=True))
+        planes = kernel_planes(self._stored(far))
         if takes_kernels("coded decode", call.implementation, partial(coded_decode_refusal, q, planes)):
             return coded_decode(q, planes, positions, scale=call.scale, sinks=self.sinks, window=self.window)
         return self.attend_rows(q, *self.read(far), positions, replace(call, implementation="xla"))
@@ -89,6 +93,9 @@ class CodedStore(NearFar):
             return x.reshape(*x.shape[:2], -1, width).astype(self.dtype)
 
         return decoded(self.key_code, far[0], self.R), decoded(self.value_code, far[1], self.Z)
+
+    def _stored(self, far: tuple[Coded, Coded]) -> tuple[tuple[Code, Coded], ...]:
+        return (self.key_code, far[0]), (self.value_code, far[1])
 
     def _coded(
         self,

@@ -1,8 +1,9 @@
 """Integers whose step is fitted to each token: what `coded` stores (ours)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
@@ -10,6 +11,7 @@ from kernels_pallas import Plane
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes import Code, Coded, Split, pack, packing_refusal, unpack
 from zdc_jax.cache.short_scales import NAN, from_e5m3, to_e5m3
+from zdc_jax.ops.stored import encoded
 
 BELOW, ABOVE = 6, 1
 """Scales that are tried: so many below that of the largest coordinate, and above it; 6 to 12 % apart."""
@@ -86,3 +88,19 @@ def kernel_planes(stored: Iterable[tuple[Code, Coded]]) -> list[Plane]:
             return []
         planes += found
     return planes
+
+
+def put_by_kernel(
+    groups: Sequence[tuple[Array, Sequence[tuple[Code, Coded]]]], positions: Array, end: Array
+) -> list[list[Coded]] | None:
+    """Coded arrays [B, K, S, …] with new tokens by one kernel; None where there is none for their codes.
+
+    groups: tokens [B, T, K, C] at `positions`, and the codes that take their coordinates one after another.
+    """
+    planes = [kernel_planes(stored) for _, stored in groups]
+    found = encoded([x for x, _ in groups], planes, positions, end)
+    if found is None:
+        return None
+    leaves = iter(leaf for each in found for plane in each for leaf in (plane.levels, plane.reach))
+    put = lambda held: jax.tree.map(lambda leaf: next(leaves).reshape(leaf.shape), held)
+    return [[put(coded) for _, coded in stored] for _, stored in groups]

@@ -16,6 +16,8 @@ from kernels_pallas import (
     coded_attention,
     coded_refusal,
     device_refusal,
+    encode,
+    encode_refusal,
     index_scores,
     largest,
     prefill_attention,
@@ -148,3 +150,19 @@ def choose_by_index(
     (index,), span = planes, far_span(positions, sinks, window)
     scores, _ = index_scores(q[:, 0], index, *span, scale=scale)
     return largest(scores, *span, k=count)
+
+
+def encoded(
+    x: Sequence[Float[Array, "B T K _"]],
+    planes: Sequence[Sequence[Plane]],
+    positions: Int[Array, "B T"],
+    end: Int[Array, " B"],
+) -> list[list[Plane]] | None:
+    """Planes with the tokens x at `positions` below `end`, written by one kernel; None where it cannot.
+
+    planes: for each array of x those that take its coordinates; no planes where a code is none of kernels'.
+    """
+    starts = positions[:, 0]
+    if not all(planes) or device_refusal(x[0]) or encode_refusal(x, planes, starts, end):
+        return None
+    return encode(x, planes, starts, end)

@@ -1,0 +1,187 @@
+"""Keys and values of new tokens into planes of integers, in one launch (ours).
+
+A program has some tokens of one KV head. It finds the reach of each token in each plane, packs its levels
+and writes both to the token's slot: nothing is read or written but the new tokens. The code is that of
+`zdc_jax.cache.fitted_integers.FittedIntegers`, which says what it is and why. Pallas' Triton back end runs
+it, for it needs no tensor core and no asynchronous copy.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.triton as plt
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from kernels_pallas import common
+from kernels_pallas.coded_inputs import Plane, check_plane
+from kernels_pallas.common import Shaped
+from kernels_pallas.unpack import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, reaches
+
+BELOW, ABOVE = 6, 1
+"""Scales that are tried: so many below that of the largest coordinate, and above it; 6 to 12 % apart."""
+TOKENS = 32
+"""Of a program, at most."""
+
+
+def encode(
+    x: Sequence[Float[Array, "B T K _"]],
+    planes: Sequence[Sequence[Plane]],
+    starts: Int[Array, " B"],
+    ends: Int[Array, " B"],
+    *,
+    interpret: bool = False,
+) -> list[list[Plane]]:
+    """Planes with the tokens x at slots starts … starts + T - 1 below `ends`; others keep what they hold.
+
+    Args:
+      x: arrays of new tokens, float32 or 16 bits: keys and values, say.
+      planes: for each array those that take its coordinates one after another; together they have as many.
+      starts, ends: of each row, int32; ends are at most S.
+      interpret: on any device, slowly.
+
+    Returns:
+      the same planes in the same memory, where their arrays are given away.
+
+    Raises:
+      ValueError: a shape or dtype not allowed, named with its value, before launch.
+    """
+    check_encode(x, planes, starts, ends)
+    flat = [plane for each in planes for plane in each]
+    arrays = [(plane.levels, plane.reach) for plane in flat]
+    bits = tuple(tuple(plane.bits for plane in each) for each in planes)
+    found = iter(_launch(tuple(x), arrays, starts, ends, bits=bits, interpret=interpret))
+
+    def written(plane: Plane) -> Plane:
+        levels, reach = next(found)
+        return Plane(levels, reach, plane.bits)
+
+    return [[written(plane) for plane in each] for each in planes]
+
+
+def check_encode(
+    x: Sequence[Shaped], planes: Sequence[Sequence[Plane]], starts: Shaped, ends: Shaped
+) -> None:
+    """Raises what `encode` says it raises; arrays are those given to it."""
+    B, T, K, _ = x[0].shape
+    S = planes[0][0].reach.shape[2]
+    for i, (array, each) in enumerate(zip(x, planes, strict=True)):
+        common.check_shape(f"x[{i}]", array, (B, T, K, sum(plane.width for plane in each)), "B, T, K, C")
+        for j, plane in enumerate(each):
+            check_plane(f"planes[{i}][{j}]", plane, (B, K, S))
+    for name, row in (("starts", starts), ("ends", ends)):
+        common.check_shape(name, row, (B,), "B")
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "interpret"))
+def _launch(
+    x: tuple[Array, ...],
+    arrays: Sequence[tuple[Array, Array]],
+    starts: Array,
+    ends: Array,
+    *,
+    bits: tuple[tuple[int, ...], ...],
+    interpret: bool,
+) -> list[tuple[Array, Array]]:
+    """`encode`, checked; levels and reach of all planes."""
+    B, T, K, _ = x[0].shape
+    rows = min(TOKENS, pl.next_power_of_2(T))
+    leaves, tree = jax.tree.flatten(list(arrays))
+    before = 1 + len(x)
+    span = jnp.stack([starts, ends], 1).astype(jnp.int32)
+    found = pl.pallas_call(
+        functools.partial(_kernel, bits=bits, rows=rows),
+        out_shape=[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves],
+        grid=(B, K, pl.cdiv(T, rows)),
+        input_output_aliases={before + i: i for i in range(len(leaves))},
+        compiler_params=plt.CompilerParams(num_warps=4 if rows > 1 else 1),
+        interpret=interpret,
+        name="zdc_encode",
+    )(span, *x, *leaves)
+    return jax.tree.unflatten(tree, found)
+
+
+def _kernel(span_ref: Any, *refs: Any, bits: tuple[tuple[int, ...], ...], rows: int) -> None:
+    x_refs, count = refs[: len(bits)], 2 * sum(map(len, bits))
+    out = iter(refs[-count:])
+    b, kv, first = pl.program_id(0), pl.program_id(1), pl.program_id(2) * rows
+    start, end = span_ref[b, 0], span_ref[b, 1]
+    for x_ref, each in zip(x_refs, bits, strict=True):
+        begin = 0
+        for plane_bits in each:
+            levels_ref, reach_ref = next(out), next(out)
+            P = levels_ref.shape[-1]
+            C = P * 8 // plane_bits
+            token = first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+            kept = (token < x_ref.shape[1]) & (start + token < end)
+            x = _read(x_ref, b, kv, first, begin, kept, C)
+            levels, reach = _coded(x, plane_bits, C)
+            slots = pl.ds(start + first, rows)
+            width = levels.shape[1]
+            columns = lax.broadcasted_iota(jnp.int32, (1, width), 1)
+            plt.store(
+                levels_ref.at[b, kv, slots, pl.ds(jnp.int32(0), width)], levels, mask=kept & (columns < P)
+            )
+            plt.store(reach_ref.at[b, kv, slots], reach, mask=kept[:, 0])
+            begin += C
+
+
+def _read(x_ref: Any, b: Array, kv: Array, first: Array, begin: int, kept: Array, C: int) -> Array:
+    """C coordinates of some tokens, float32, with zeros up to the next power of two."""
+    rows, width = kept.shape[0], pl.next_power_of_2(C)
+    inside = kept & (lax.broadcasted_iota(jnp.int32, (1, width), 1) < C)
+    # A number that is known would be found to reach past the end, which the mask sees to.
+    place = x_ref.at[b, pl.ds(first, rows), kv, pl.ds(jnp.int32(begin), width)]
+    return plt.load(place, mask=inside, other=0.0).astype(jnp.float32)
+
+
+def _coded(x: Array, bits: int, C: int) -> tuple[Array, Array]:
+    """Packed levels uint8 [rows, ·], and reaches uint8 [rows]; coordinates from C on count for nothing."""
+    tiny = float(jnp.finfo(jnp.float32).tiny)
+    largest = jnp.maximum(jnp.abs(x).max(1, keepdims=True), tiny)
+    unit, widest = x / largest, _to_e5m3(largest)
+    counts = lax.broadcasted_iota(jnp.int32, x.shape, 1) < C
+    half = 2 ** (bits - 1)
+
+    def tried(offset: int) -> tuple[Array, Array, Array]:
+        code = jnp.clip(widest + offset, 0, NAN_CODE - 1)
+        reach = jnp.maximum(reaches(code) / largest, tiny)
+        wrong = (_level(unit, reach, half) + 0.5) * (reach / half) - unit
+        return jnp.where(counts, wrong * wrong, 0.0).sum(1, keepdims=True), code, reach
+
+    error, code, reach = tried(ABOVE)
+    for offset in range(ABOVE - 1, -BELOW - 1, -1):
+        other = tried(offset)
+        better = other[0] < error
+        error, code, reach = (
+            jnp.where(better, a, b) for a, b in zip(other, (error, code, reach), strict=True)
+        )
+    level = _level(unit, reach, half).astype(jnp.int32) + half
+    code = jnp.where(widest == NAN_CODE, NAN_CODE, code)
+    return _packed(level, bits), code.astype(jnp.uint8)[:, 0]
+
+
+def _level(unit: Array, reach: Array, half: int) -> Array:
+    """-half to half - 1, as float32; 0 of what is no number."""
+    level = jnp.clip(jnp.floor(unit * (half / reach)), -half, half - 1)
+    return jnp.where(level == level, level, 0.0)
+
+
+def _packed(level: Array, bits: int) -> Array:
+    """Levels of a byte, the first lowest."""
+    each = 8 // bits
+    if each > 1:
+        parts = level.reshape(level.shape[0], level.shape[1] // each, each)
+        level = (parts << (bits * lax.broadcasted_iota(jnp.int32, parts.shape, 2))).sum(2)
+    return level.astype(jnp.uint8)
+
+
+def _to_e5m3(x: Array) -> Array:
+    """`zdc_jax.cache.short_scales.to_e5m3`, int32."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    code = jnp.clip(((bits + (1 << E5M3_SHIFT - 1)) >> E5M3_SHIFT) - E5M3_BIAS, 0, NAN_CODE - 1)
+    return jnp.where(x == x, code, NAN_CODE)

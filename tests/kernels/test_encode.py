@@ -1,0 +1,138 @@
+"""The kernel that codes new tokens, against the code itself; on a CPU Pallas' interpreter runs it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas import Plane, encode, encode_refusal
+from kernels_pallas.encode import TOKENS
+from zdc_jax.cache.fitted_integers import FittedIntegers
+
+B, K, S = 3, 2, 160
+KINDS = {
+    # Coordinates and bits of planes, array by array.
+    "chosen": [[(32, 4), (96, 4)], [(128, 4)]],
+    "whole": [[(128, 4)], [(64, 2)]],
+    "index of eight bits": [[(16, 8), (64, 2)]],
+    "widest": [[(256, 4)], [(256, 8)]],
+}
+
+
+def planes_like(kinds, *tokens):
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.uint8)
+    return [
+        [Plane(shape(*tokens, C * bits // 8), shape(*tokens), bits) for C, bits in each] for each in kinds
+    ]
+
+
+class Case:
+    """Tokens of all sizes at ragged places, and planes that hold anything before."""
+
+    def __init__(self, kinds, T, dtype=jnp.bfloat16):
+        rng = np.random.default_rng(T)
+        widths = [sum(C for C, _ in each) for each in kinds]
+        size = lambda: np.exp(3 * rng.normal(size=(B, T, K, 1)))
+        self.x = [jnp.asarray(rng.normal(size=(B, T, K, C)) * size(), dtype) for C in widths]
+        random = lambda x: jnp.asarray(rng.integers(0, 256, x.shape), jnp.uint8)
+        self.planes = [
+            [Plane(random(plane.levels), random(plane.reach), plane.bits) for plane in each]
+            for each in planes_like(kinds, B, K, S)
+        ]
+        # The last row begins in its padding: nothing of it is kept.
+        self.starts, self.ends = np.array([5, S - T, 40]), np.array([5 + T // 2 + 1, S, 40])
+
+    def check(self, **options):
+        starts, ends = (jnp.asarray(x, jnp.int32) for x in (self.starts, self.ends))
+        found = encode(self.x, self.planes, starts, ends, **options)
+        for x, before, after in zip(self.x, self.planes, found, strict=True):
+            begin = 0
+            for old, new in zip(before, after, strict=True):
+                self.check_plane(np.asarray(x[..., begin : begin + old.width], np.float64), old, new)
+                begin += old.width
+
+    def check_plane(self, x, old, new):
+        """As near as the code comes; it may take another reach where two err as much."""
+        code = FittedIntegers(old.bits)
+        best = read(code, code.encode(jnp.asarray(x, jnp.float32)[..., None, :]), old.width)
+        now = read(code, (new.levels[..., None, :], new.reach[..., None, None]), old.width).swapaxes(1, 2)
+        for b in range(B):
+            count = max(0, min(self.ends[b] - self.starts[b], x.shape[1]))
+            slots = slice(self.starts[b], self.starts[b] + count)
+            errors = [((y - x[b, :count]) ** 2).sum(-1) for y in (now[b, slots], best[b, :count, :])]
+            np.testing.assert_allclose(*errors, rtol=1e-4)
+            others = np.delete(np.arange(S), slots)
+            for one, other in ((new.levels, old.levels), (new.reach, old.reach)):
+                np.testing.assert_array_equal(np.asarray(one)[b][:, others], np.asarray(other)[b][:, others])
+
+
+def read(code, coded, C):
+    return np.asarray(code.decode(coded, C), np.float64)[..., 0, :]
+
+
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("T", [1, 21])
+def test_codes_as_the_code_does(kinds, T):
+    Case(kinds, T).check(interpret=True)
+
+
+def test_more_tokens_than_a_program_has():
+    Case(KINDS["chosen"], TOKENS + 9, jnp.float32).check(interpret=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("T", [1, 8, TOKENS, 121])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_codes_as_the_code_does_on_the_device(kinds, T, dtype):
+    Case(kinds, T, dtype).check()
+
+
+SPECIAL = [0.0, -0.0, np.nan, np.inf, 1e-40, 3e38]
+
+
+def check_special(**options):
+    """Zeros are zeros, what is no number is none, and no neighbour sees either."""
+    it = Case([[(16, 8)]], 8, jnp.float32)
+    x = np.array(it.x[0])
+    for t, value in enumerate(SPECIAL):
+        x[:, t, 1, 3] = value
+    x[:, 0:2, 1] = [[0.0], [-0.0]]
+    row = jnp.zeros(B, jnp.int32)
+    ((plane,),) = encode([jnp.asarray(x)], it.planes, row, row + 8, **options)
+    arrays = plane.levels[..., None, :], plane.reach[..., None, None]
+    now = read(FittedIntegers(8), arrays, 16)[:, :, :8].swapaxes(1, 2)
+    true = read(FittedIntegers(8), FittedIntegers(8).encode(jnp.asarray(x)[..., None, :]), 16)
+    np.testing.assert_array_equal(np.isnan(now), np.isnan(true))
+    assert (now[:, :2, 1] == 0).all()
+    finite = np.isfinite(x).all(-1) & ~np.isnan(true).any(-1)
+    wrong = lambda y: ((y - x)[finite] ** 2).sum(-1)
+    np.testing.assert_allclose(wrong(now), wrong(true), rtol=1e-4)
+
+
+def test_special_numbers():
+    check_special(interpret=True)
+
+
+@pytest.mark.gpu
+def test_special_numbers_on_the_device():
+    check_special()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kinds": [[(32, 3)]]}, r"planes\[0\]\[0\].bits=3: must be one of"),
+        ({"width": 64}, r"x\[0\] has shape"),
+        ({"rows": 2}, "starts has shape"),
+    ],
+)
+def test_refusals(change, message):
+    it = {"kinds": [[(32, 4)]], "width": 32, "rows": B} | change
+    row = jax.ShapeDtypeStruct((it["rows"],), jnp.int32)
+    x = jax.ShapeDtypeStruct((B, 4, K, it["width"]), jnp.bfloat16)
+    reason = encode_refusal([x], planes_like(it["kinds"], B, K, S), row, row)
+    assert reason is not None
+    assert re.search(message, reason), reason
