@@ -2,8 +2,9 @@
 
 A program has some tokens of one KV head. It finds the reach of each token in each plane, packs its levels
 and writes both to the token's slot: nothing is read or written but the new tokens. The code is that of
-`zdc_jax.cache.fitted_integers.FittedIntegers`, which says what it is and why. Pallas' Triton back end runs
-it, for it needs no tensor core and no asynchronous copy.
+`zdc_jax.cache.fitted_integers.FittedIntegers`, which says what it is and why.
+
+Pallas' Triton back end runs it, which JAX is to give up: then `check_encode` refuses, and XLA codes.
 """
 
 import functools
@@ -12,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
@@ -21,6 +21,11 @@ from kernels_pallas import common
 from kernels_pallas.coded_inputs import Plane, check_plane
 from kernels_pallas.common import Shaped
 from kernels_pallas.unpack import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, reaches
+
+try:
+    import jax.experimental.pallas.triton as plt
+except ImportError:
+    plt = None
 
 BELOW, ABOVE = 6, 1
 """Scales that are tried: so many below that of the largest coordinate, and above it; 6 to 12 % apart."""
@@ -49,6 +54,7 @@ def encode(
 
     Raises:
       ValueError: a shape or dtype not allowed, named with its value, before launch.
+      NotImplementedError: JAX has no Triton back end.
     """
     check_encode(x, planes, starts, ends)
     flat = [plane for each in planes for plane in each]
@@ -67,6 +73,8 @@ def check_encode(
     x: Sequence[Shaped], planes: Sequence[Sequence[Plane]], starts: Shaped, ends: Shaped
 ) -> None:
     """Raises what `encode` says it raises; arrays are those given to it."""
+    if plt is None:
+        raise NotImplementedError("this JAX has no Triton back end of Pallas")
     B, T, K, _ = x[0].shape
     S = planes[0][0].reach.shape[2]
     for i, (array, each) in enumerate(zip(x, planes, strict=True)):
