@@ -1,8 +1,9 @@
 """Scores of all tokens by the index of a coded cache, in integers (ours).
 
-A thread scores whole tokens: it takes the words of one from shared memory, 16 bytes at a time, and four
+A thread scores whole tokens: it reads their words straight into registers, 16 bytes at a time, neighbours
+those of neighbouring tokens, and asks for its next tokens before it scores the ones it has. It takes four
 coordinates of a query head in an instruction (dp4a: four products of bytes, and their sum). Queries are made
-integers of eight bits, with a step for each head.
+integers of eight bits, with a unit for each head.
 
 Where a KV head has several query heads, a token is worth the probability that they give it together. Each
 head's own denominator is needed first, so the index is read twice: of 17 bytes a token that is less than to
@@ -28,21 +29,27 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.coded_inputs import MOST_HEADS, Plane, check_plane
-from kernels_pallas.common import LOG2_E, NEVER, SHARED_MEMORY, Shaped, filled
+from kernels_pallas.common import LOG2_E, NEVER, Shaped, filled
 from kernels_pallas.unpack import reaches
 
 THREADS = 128
 """Of a CTA."""
-BLOCKS = (128, 256)
-"""Tokens a step: a copy takes at most 256, a thread has one or two."""
+BLOCKS = (128, 256, 512)
+"""Tokens a step: a thread has one, two or four."""
 MOST_COORDINATES = 128
-"""Of the index: a thread holds all words of its tokens in registers."""
-MOST_IN_FLIGHT = SHARED_MEMORY - 8 * 1024
-"""Bytes; queries, barriers and sums over threads need the rest."""
+"""Of the index."""
+MOST_HELD = 128
+"""Bytes of levels that a thread has of a step; as many of the next are on their way."""
+MOST_KEPT = 16
+"""Words of queries that a thread may keep in registers; of more it reads all in each step."""
 COPIED = 32
 """Words that a copy to shared memory must be a multiple of."""
 LARGEST = 127
 """Magnitude of a coordinate of a query made integer."""
+SMALLEST = 1e-30
+"""A query head whose coordinates are all smaller is rounded as if one were this: no unit is 0."""
+UNSEEN = -(2.0**64)
+"""Highest product before any was seen: below all; that of a power of two with a unit is not rounded."""
 
 _WORDS = plgpu.Layout.TILED(
     plgpu.Tiling(((THREADS, 4), (32, 4))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1
@@ -57,28 +64,24 @@ _TOKENS, _EACH_HEAD = _HEADS.reduce(1), _HEADS.reduce(0)
 
 @dataclass(frozen=True)
 class ScanConfig:
-    """block: tokens a step, 128 or 256. stages: blocks in flight. splits: parts of a row's tokens."""
+    """block: tokens a step, 128, 256 or 512. splits: parts of a row's tokens."""
 
-    block: int = 256
-    stages: int = 4
+    block: int = 512
     splits: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("stages", "splits"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.splits < 1:
+            raise ValueError(f"splits={self.splits}: must be at least 1")
         if self.block not in BLOCKS:
             raise ValueError(f"block={self.block}: must be one of {BLOCKS}")
 
 
 def default_scan_config(rows: int, S: int, token_bytes: int) -> ScanConfig:
-    """Parts of B·K = `rows` caches for eight CTAs on each of 132 multiprocessors, of 1024 tokens or more; a
-    fourth of a multiprocessor's shared memory."""
-    block = math.gcd(S, max(BLOCKS))
+    """Of B·K = `rows` caches of S tokens: 64 bytes of levels a thread and step, if a token takes no more, and
+    parts for four CTAs on each of 132 multiprocessors, of 1024 tokens or more."""
+    block = min(max(BLOCKS), max(THREADS, THREADS * 64 // token_bytes))
     return ScanConfig(
-        block=block,
-        stages=max(2, min(4, SHARED_MEMORY // 4 // (block * token_bytes))),
-        splits=max(1, min(8 * 132 // rows, S // 1024)),
+        block=math.gcd(S, 1 << block.bit_length() - 1), splits=max(1, min(4 * 132 // rows, S // 1024))
     )
 
 
@@ -115,7 +118,7 @@ def index_scores(
     check_scan(q, index, begin, end, config=config)
     if config is None:
         B, K, S = index.reach.shape
-        config = default_scan_config(B * K, S, index.levels.shape[-1] + 1)
+        config = default_scan_config(B * K, S, index.levels.shape[-1])
     return _launch(
         q, index.levels, index.reach, begin, end, bits=index.bits, scale=float(scale), config=config
     )
@@ -136,12 +139,12 @@ def check_scan(q: Shaped, index: Plane, begin: Shaped, end: Shaped, *, config: S
     common.check_groups(q.shape[1], K)
     if q.shape[1] // K > MOST_HEADS:
         raise ValueError(f"q has {q.shape[1] // K} heads a KV head: must be at most {MOST_HEADS}")
-    if S % (step := config.block if config else THREADS):
-        raise ValueError(f"S={S} slots: must be a multiple of {step}")
-    if config and (used := config.stages * config.block * (index.levels.shape[-1] + 1)) > MOST_IN_FLIGHT:
+    block, size = config.block if config else THREADS, index.levels.shape[-1]
+    if S % block:
+        raise ValueError(f"S={S} slots: must be a multiple of {block}")
+    if (held := block // THREADS * size) > MOST_HELD:
         raise ValueError(
-            f"stages={config.stages} of block={config.block} tokens take {used} bytes of shared memory: "
-            f"must be at most {MOST_IN_FLIGHT}"
+            f"block={block} tokens of {size} bytes: {held} a thread, must be at most {MOST_HELD}"
         )
     for name, x in (("begin", begin), ("end", end)):
         common.check_shape(name, x, (B,), "B")
@@ -156,7 +159,6 @@ class _Geometry(NamedTuple):
     words: int
     bits: int
     block: int
-    stages: int
     parts: int
     writes: bool
     sums: bool
@@ -176,11 +178,10 @@ def _launch(
 ) -> tuple[Array, Array]:
     """`index_scores`, checked."""
     (B, N, C), (_, K, S) = q.shape, reach.shape
-    cut = config.block, config.stages, config.splits
-    g = _Geometry(K, N // K, S, C * bits // 32, bits, *cut, writes=N == K, sums=True)
+    g = _Geometry(K, N // K, S, C * bits // 32, bits, config.block, config.splits, writes=N == K, sums=True)
     # Blocks outside would be written outside the scores.
     span = jnp.clip(jnp.stack([begin, end], 1), 0, S).astype(jnp.int32)
-    heads, tokens = _integers(q, g, scale), (_words(levels), reach)
+    heads, tokens = [_integers(q, g, scale)], (_words(levels), reach)
     if g.writes:
         scores, sums = _scan(g, span, heads, tokens)
         lse = _merged(sums)
@@ -203,7 +204,10 @@ def _scan(g: _Geometry, span: Array, heads: Sequence[Array], tokens: Sequence[Ar
         grid_names=("head", "part"),
         kernel_name="zdc_coded_scan",
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            # No thread reads what one has written.
+            unsafe_no_auto_barriers=True,
         ),
     )(span, *heads, *tokens)
 
@@ -213,34 +217,29 @@ def _words(levels: Array) -> Array:
     return lax.bitcast_convert_type(levels.reshape(*levels.shape[:-1], -1, 4), jnp.uint32)
 
 
-def _integers(q: Array, g: _Geometry, scale: float) -> list[Array]:
-    """What the kernel takes of the query heads.
+def _integers(q: Array, g: _Geometry, scale: float) -> Array:
+    """What the kernel takes of the query heads, int32 [B, K, rows, 32].
 
-    Integers [B, K, rows, 32], C/4 of each head, four coordinates a word in `_dots`' order; what their
-    products begin with, int32 [B, K, G]; the unit of products, which makes base-2 scores of them, float32
-    [B, K, G].
+    C/4 words of each head, four coordinates a word in `_dots`' order; in the last row as bits of float32 the
+    units of products, which make base-2 scores of them.
     """
-    whole, step = _rounded(q.reshape(q.shape[0], g.K, g.G, -1))
-    each = 8 // g.bits
+    whole, unit = _rounded(q, scale * LOG2_E)
     # Coordinate of a token: vector of four words, word, byte, place in the byte.
-    bytes_ = whole.reshape(*whole.shape[:-1], -1, 4, 4, each)
-    words = lax.bitcast_convert_type(jnp.moveaxis(bytes_, -1, -3), jnp.int32).reshape(*whole.shape[:-1], -1)
-    words = words.reshape(*words.shape[:2], -1)
-    words = jnp.pad(words, ((0, 0), (0, 0), (0, -words.shape[-1] % COPIED)))
-    words = words.reshape(*words.shape[:2], -1, COPIED)
-    total = whole.astype(jnp.int32).sum(-1)
-    # A level n stands for 2n + 1 - 2^bits; `_fields` has n · 2^(8 - bits). Products are 2^(7 - bits) times
-    # those of what levels stand for; those of eight bits are doubled.
-    starts = -((2**g.bits - 1) << max(7 - g.bits, 0)) * total
-    return [words, starts, step * (scale * LOG2_E / 2 ** max(7, g.bits))]
+    bytes_ = (whole & 255).reshape(q.shape[0], g.K, g.G, -1, 4, 4, 8 // g.bits)
+    words = functools.reduce(jnp.bitwise_or, (bytes_[..., i, :] << (8 * i) for i in range(4)))
+    words = jnp.moveaxis(words, -1, -2).reshape(q.shape[0], g.K, -1)
+    units = lax.bitcast_convert_type(unit / 2 ** max(7, g.bits), jnp.int32).reshape(q.shape[0], g.K, g.G)
+    rows = [jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[-1] % COPIED))) for x in (words, units)]
+    return jnp.concatenate(rows, axis=-1).reshape(q.shape[0], g.K, -1, COPIED)
 
 
-def _rounded(q: Array) -> tuple[Array, Array]:
-    """int8 [..., C], and their step in float32 [...]: what is no number is left to the step."""
-    x = q.astype(jnp.float32)
-    largest = jnp.abs(x).max(-1)
-    whole = jnp.round(x * LARGEST / jnp.where(largest > 0, largest, 1.0)[..., None])
-    return jnp.nan_to_num(whole).astype(jnp.int8), largest / LARGEST
+def _rounded(q: Array, factor: float) -> tuple[Array, Array]:
+    """q · factor as int32 [..., C] of -127 to 127 and their unit, float32 [...]: that is no number where a
+    coordinate is none."""
+    x = q.astype(jnp.float32) * factor
+    largest = jnp.maximum(jnp.abs(x).max(-1), SMALLEST)
+    whole = jnp.round(x * LARGEST / largest[..., None])
+    return jnp.nan_to_num(whole).astype(jnp.int32), largest / LARGEST
 
 
 def _merged(sums: Array) -> Array:
@@ -250,34 +249,17 @@ def _merged(sums: Array) -> Array:
 
 
 def _kernel(*refs: Any, g: _Geometry) -> None:
-    tile = math.gcd(32, g.words)
-    # Rows of 16 bytes, or of an odd number of them, meet no bank twice; others are swizzled.
-    shape = (g.stages, g.block, g.words)
-    levels = plgpu.SMEM(shape, jnp.uint32) if tile < 8 else common.tiled(*shape, dtype=jnp.uint32, width=tile)
     pl.run_scoped(
-        functools.partial(_part, refs, g),
-        _Buffers(
-            queries=plgpu.SMEM(refs[1].shape[-2:], jnp.int32),
-            levels=levels,
-            reach=plgpu.SMEM((g.stages, g.block), jnp.uint8),
-            queries_ready=plgpu.Barrier(),
-            ready=plgpu.Barrier(num_barriers=g.stages, num_arrivals=2),
-        ),
+        functools.partial(_part, refs, g), plgpu.SMEM(refs[1].shape[-2:], jnp.int32), plgpu.Barrier()
     )
 
 
-class _Buffers(NamedTuple):
-    """Shared memory of a CTA."""
-
-    queries: Any
-    levels: Any
-    reach: Any
-    queries_ready: Any
-    ready: Any
-
-
 class _Heads(NamedTuple):
-    """Of the query heads of a KV head: queries in shared memory, the others [G] in registers."""
+    """Of the query heads of a KV head.
+
+    queries: integers, in shared memory. starts: what products begin with, int32 [128, G]. units: [G].
+    lse: [G] in base 2, where scores of several heads are written.
+    """
 
     queries: Any
     starts: Array
@@ -285,56 +267,55 @@ class _Heads(NamedTuple):
     lse: Array | None
 
 
-def _part(refs: Any, g: _Geometry, at: _Buffers) -> None:
+def _part(refs: Any, g: _Geometry, queries: Any, ready: Any) -> None:
     """One CTA: its share of the blocks of one KV head of one row."""
-    count = 4 if g.sums else 5
-    (span_ref, queries_ref, *per_head), (words_ref, reach_ref, *out) = refs[:count], refs[count:]
+    count = 2 if g.sums else 3
+    (span_ref, queries_ref, *lse_ref), (words_ref, reach_ref, *out) = refs[:count], refs[count:]
     head, part = lax.axis_index("head"), lax.axis_index("part")
     b, kv = lax.div(head, jnp.int32(g.K)), lax.rem(head, jnp.int32(g.K))
+    plgpu.copy_gmem_to_smem(queries_ref.at[b, kv], queries, ready)
     span = _Span.of(span_ref[b, 0], span_ref[b, 1], part, g)
-    plgpu.copy_gmem_to_smem(queries_ref.at[b, kv], at.queries, at.queries_ready)
 
-    def load(step: Array) -> None:
-        slot = lax.rem(step - span.first, jnp.int32(g.stages))
-        plgpu.copy_gmem_to_smem(words_ref.at[b, kv, _rows(step, g)], at.levels.at[slot], at.ready.at[slot])
-        plgpu.copy_gmem_to_smem(reach_ref.at[b, kv, _rows(step, g)], at.reach.at[slot], at.ready.at[slot])
+    def read(step: Array) -> tuple[Array, Array]:
+        rows = _rows(jnp.clip(step, 0, g.S // g.block - 1), g)
+        return _read_levels(words_ref.at[b, kv, rows]), _read_codes(reach_ref.at[b, kv, rows])
 
-    @pl.loop(span.first, jnp.minimum(span.first + g.stages, span.last))
-    def _fill(step: Array) -> None:
-        load(step)
-
+    first = read(span.first)
     if g.writes:
         _write_outside(out[0].at[b, kv], span, part, g)
-    starts, units, *given = (plgpu.load(x.at[b, kv], layout=_EACH_HEAD, optimized=False) for x in per_head)
-    plgpu.barrier_wait(at.queries_ready)
-    heads = _Heads(at.queries, starts, units, given[0] if given else None)
+    plgpu.barrier_wait(ready)
+    heads = _heads(queries, lse_ref[0].at[b, kv] if lse_ref else None, g)
 
     def body(step: Array, carry: Any) -> Any:
-        slot = lax.rem(step - span.first, jnp.int32(g.stages))
-        plgpu.barrier_wait(at.ready.at[slot])
-        scores = _scores(at.levels.at[slot], at.reach.at[slot], heads, g)
+        (words, codes), sums = carry
+        following = read(jnp.minimum(step + 1, span.last - 1))
+        products = _products(words, codes, heads, g)
+        if g.sums:
+            products = span.only(products, step, _HEADS)
+            sums = _add(sums, products, heads.units)
         if g.writes:
-            worth = span.only(_worth(scores, heads.lse), step, _TOKENS)
-            out[0].at[b, kv, _rows(step, g)][...] = worth
+            worth = _worth(products, heads)
+            out[0].at[b, kv, _rows(step, g)][...] = worth if g.sums else span.only(worth, step, _TOKENS)
+        return following, sums
 
-        @pl.when(step + g.stages < span.last)
-        def _() -> None:
-            load(step + g.stages)
-
-        if not g.sums:
-            return carry
-        m, l = carry
-        return _add(m, l, span.only(scores, step, _HEADS))
-
-    start = [filled((THREADS, g.G), value, _HEADS) for value in (NEVER, 0)] if g.sums else []
-    carry = lax.fori_loop(span.first, span.last, body, tuple(start))
+    start = [filled((THREADS, g.G), value, _HEADS) for value in (UNSEEN, 0)] if g.sums else []
+    _, sums = lax.fori_loop(span.first, span.last, body, (first, tuple(start)))
     if g.sums:
-        m, l = carry
-        highest = m.max(axis=0)
-        l = (l * jnp.exp2(m - _over_tokens(highest, m.shape))).sum(axis=0)
-        lse = jnp.where(l == 0, -jnp.inf, highest + jnp.log2(l))
+        lse = _over_threads(sums, heads.units)
         # One number of one head alone cannot be stored.
         out[-1].at[b, kv, part][...] = jnp.concatenate([lse, lse]) if g.G == 1 else lse
+
+
+def _heads(queries: Any, lse: Any, g: _Geometry) -> _Heads:
+    units = plgpu.load(queries.at[queries.shape[0] - 1, pl.ds(0, g.G)], layout=_EACH_HEAD, optimized=False)
+    ones = plgpu.layout_cast(jnp.full((THREADS, g.words), 0x01010101, jnp.uint32), _WORDS)
+    totals = _dots([ones] * (8 // g.bits), queries, _nothing(g))
+    # A level n stands for 2n + 1 - 2^bits; `_fields` has n · 2^(8 - bits). Products are 2^(7 - bits) times
+    # those of what levels stand for; those of eight bits are doubled.
+    starts = -((2**g.bits - 1) << max(7 - g.bits, 0)) * totals
+    if lse is not None:
+        lse = plgpu.load(lse, layout=_EACH_HEAD, optimized=False)
+    return _Heads(queries, starts, lax.bitcast_convert_type(units, jnp.float32), lse)
 
 
 class _Span(NamedTuple):
@@ -357,8 +338,16 @@ class _Span(NamedTuple):
 
     def only(self, x: Array, step: Array, layout: Any) -> Array:
         """Numbers of a block's tokens, and -inf at those that do not count."""
-        j = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout) + step * x.shape[0]
-        return jnp.where((j >= self.begin) & (j < self.end), x, -jnp.inf)
+        block = x.shape[0]
+        first = step * block
+        count = (self.end - self.begin).astype(jnp.uint32)
+
+        def cut(x: Array) -> Array:
+            j = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout) + (first - self.begin)
+            return jnp.where(j.astype(jnp.uint32) < count, x, -jnp.inf)
+
+        inside = (first >= self.begin) & (first + block <= self.end)
+        return lax.cond(inside, lambda x: x, cut, x)
 
 
 def _share(count: Array, part: Array, g: _Geometry) -> tuple[Array, Array]:
@@ -381,12 +370,60 @@ def _write_outside(scores: Any, span: _Span, part: Array, g: _Geometry) -> None:
         scores.at[_rows(step, g)][...] = filled((g.block,), -jnp.inf, _TOKENS)
 
 
-def _scores(levels: Any, reach: Any, heads: _Heads, g: _Geometry) -> Array:
-    """Base-2 scores of a block [block, G]."""
-    words = plgpu.load(levels, layout=_WORDS, optimized=False)
-    dots = _dots(_fields(words, g.bits), heads.queries, heads.starts, g.bits).astype(jnp.float32)
-    sizes = reaches(plgpu.load(reach, layout=_TOKENS, optimized=False))
-    return dots * _over_tokens(heads.units, dots.shape) * _over_heads(sizes, dots.shape)
+def _read_levels(rows: Any) -> Array:
+    """Words uint32 [block, W] of global memory."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct(rows.shape, jnp.uint32, layout=_WORDS),
+    )
+    def read(_: Any, rows: Any) -> Any:
+        tokens, words = ir.MemRefType(rows.type).shape
+        vector = ir.VectorType.get((4,), ir.IntegerType.get_signless(32))
+        registers = np.empty((tokens // THREADS, words // 4, 1, 1, 1, 1), dtype=object)
+        for i, j in np.ndindex(registers.shape[:2]):
+            registers[i, j] = llvm.load(vector, _at(rows, 4 * words, i, 16 * j))
+        return mgpu.FragmentedArray(_registers=registers, _layout=_WORDS.to_mgpu(), _is_signed=False)
+
+    return read(rows)
+
+
+def _read_codes(codes: Any) -> Array:
+    """Bytes [block] of global memory, int32."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.int32, layout=_TOKENS),
+    )
+    def read(_: Any, codes: Any) -> Any:
+        i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
+        layout = _TOKENS.to_mgpu()
+        registers = np.empty(layout.registers_shape(codes.type.shape), dtype=object)
+        for i in range(registers.size):
+            code = arith.extui(i32, llvm.load(i8, _at(codes, 1, i)))
+            registers.flat[i] = mgpu.utils.bitcast(code, ir.VectorType.get((1,), i32))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+
+    return read(codes)
+
+
+def _at(rows: Any, size: int, i: int, offset: int = 0) -> Any:
+    """Pointer into global memory, to byte `offset` of this thread's i-th row of `size` bytes."""
+    i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
+    pointer = llvm.addrspacecast(llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(rows))
+    own = arith.muli(mgpu.utils.thread_idx(), mgpu.utils.c(size, i32))
+    begin = mgpu.utils.getelementptr(pointer, [own], i8)
+    return mgpu.utils.getelementptr(begin, [mgpu.utils.c(i * THREADS * size + offset, i32)], i8)
+
+
+def _products(words: Array, codes: Array, heads: _Heads, g: _Geometry) -> Array:
+    """Scores of a block [block, G] in their heads' units."""
+    fields = _fields(words, g.bits)
+    if g.bits == 8:
+        dots = 2 * _dots(fields, heads.queries, _nothing(g)) + _repeated(heads.starts, g)
+    else:
+        dots = _dots(fields, heads.queries, heads.starts)
+    return dots.astype(jnp.float32) * _over_heads(reaches(codes), dots.shape)
 
 
 def _fields(words: Array, bits: int) -> list[Array]:
@@ -396,12 +433,15 @@ def _fields(words: Array, bits: int) -> list[Array]:
     return [(words << jnp.uint32(shift) if shift else words) & mask for shift in shifts]
 
 
-def _dots(fields: Sequence[Array], queries: Any, starts: Array, bits: int) -> Array:
-    """Products int32 [M, G] of bytes uint32 [M, W], F times, with W·F integers a head in shared memory."""
-    (M, W), F, (G,) = fields[0].shape, len(fields), starts.shape
+def _dots(fields: Sequence[Array], queries: Any, starts: Array) -> Array:
+    """Products int32 [M, G] of bytes uint32 [M, W], F times, with W·F integers a head in shared memory.
+
+    starts: [128, G], what those of the rows of each thread begin with.
+    """
+    (M, W), F, G = fields[0].shape, len(fields), starts.shape[1]
 
     @plgpu.inline_mgpu(
-        arg_types=([_WORDS] * F, plgpu.RefType(), _EACH_HEAD),
+        arg_types=([_WORDS] * F, plgpu.RefType(), _HEADS),
         return_type=plgpu.ShapeDtypeStruct((M, G), jnp.int32, layout=_HEADS),
     )
     def dots(_: Any, fields: Any, queries: Any, starts: Any) -> Any:
@@ -410,18 +450,17 @@ def _dots(fields: Sequence[Array], queries: Any, starts: Array, bits: int) -> Ar
         pointer, zero = mgpu.utils.memref_ptr(queries), mgpu.utils.c(0, i32)
         registers = np.empty((M // THREADS, G, 1, 1, 1, 1), dtype=object)
         for g in range(G):
-            start = llvm.extractelement(starts.registers.reshape(-1)[g], zero)
-            found = [zero if bits == 8 else start] * (M // THREADS)
+            found = [llvm.extractelement(starts.registers[0, g, 0, 0, 0, 0], zero)] * (M // THREADS)
             for vector, field in np.ndindex(W // 4, F):
                 begin = mgpu.utils.c(g * W * F + (vector * F + field) * 4, i32)
-                taken = llvm.load(four, mgpu.utils.getelementptr(pointer, [begin], i32))
+                place = mgpu.utils.getelementptr(pointer, [begin], i32)
+                taken = llvm.load(four, place, volatile_=G * W * F > MOST_KEPT)
                 for i, e in np.ndindex(M // THREADS, 4):
                     word = fields[field].registers[i, vector, 0, 0, 0, 0]
                     own, other = (llvm.extractelement(x, mgpu.utils.c(e, i32)) for x in (word, taken))
                     found[i] = _dp4a(own, other, found[i])
             for i, value in enumerate(found):
-                result = arith.addi(arith.addi(value, value), start) if bits == 8 else value
-                registers[i, g, 0, 0, 0, 0] = mgpu.utils.bitcast(result, one)
+                registers[i, g, 0, 0, 0, 0] = mgpu.utils.bitcast(value, one)
         return mgpu.FragmentedArray(_registers=registers, _layout=_HEADS.to_mgpu(), _is_signed=True)
 
     return dots(list(fields), queries, starts)
@@ -433,22 +472,43 @@ def _dp4a(levels: Any, queries: Any, so_far: Any) -> Any:
     return llvm.inline_asm(i32, [levels, queries, so_far], "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r")
 
 
-def _worth(scores: Array, lse: Array | None) -> Array:
-    """What is returned of a block's base-2 scores [block, G]: [block]."""
-    if lse is None:
-        return scores.sum(axis=1) / LOG2_E
-    logs = scores - _over_tokens(lse, scores.shape)
+def _worth(products: Array, heads: _Heads) -> Array:
+    """What is returned of a block's products [block, G]: [block]."""
+    if heads.lse is None:
+        return (products * _over_tokens(heads.units / LOG2_E, products.shape)).sum(axis=1)
+    logs = products * _over_tokens(heads.units, products.shape) - _over_tokens(heads.lse, products.shape)
     highest = logs.max(axis=1)
     return (highest + jnp.log2(jnp.exp2(logs - _over_heads(highest, logs.shape)).sum(axis=1))) / LOG2_E
 
 
-def _add(m: Array, l: Array, scores: Array) -> tuple[Array, Array]:
-    """Maxima and sums of each thread [128, G], with base-2 scores [block, G] more."""
-    pieces = [scores[i : i + THREADS] for i in range(0, scores.shape[0], THREADS)]
+def _add(sums: tuple[Array, ...], products: Array, units: Array) -> tuple[Array, ...]:
+    """Highest products of each thread and sums of 2^(score - highest) [128, G], with a block's [block, G]."""
+    m, l = sums
+    pieces = [products[i : i + THREADS] for i in range(0, products.shape[0], THREADS)]
     highest = functools.reduce(jnp.maximum, pieces, m)
-    return highest, functools.reduce(
-        lambda total, piece: total + jnp.exp2(piece - highest), pieces, l * jnp.exp2(m - highest)
-    )
+    unit = _over_tokens(units, m.shape)
+    base = highest * unit
+    # `base` is rounded, products fused with the difference are not: `l` must not be off by that each step.
+    before = jnp.where(m == highest, l, l * jnp.exp2(m * unit - base))
+    return highest, functools.reduce(lambda sum_, piece: sum_ + jnp.exp2(piece * unit - base), pieces, before)
+
+
+def _over_threads(sums: tuple[Array, ...], units: Array) -> Array:
+    """Base-2 log-sum-exp [G] of what `_add` gave."""
+    m, l = sums
+    scores = m * _over_tokens(units, m.shape)
+    highest = scores.max(axis=0)
+    l = (l * jnp.exp2(scores - _over_tokens(highest, m.shape))).sum(axis=0)
+    return jnp.where(l == 0, -jnp.inf, highest + jnp.log2(l))
+
+
+def _nothing(g: _Geometry) -> Array:
+    return plgpu.layout_cast(jnp.zeros((THREADS, g.G), jnp.int32), _HEADS)
+
+
+def _repeated(x: Array, g: _Geometry) -> Array:
+    """Of each thread [128, G], for all its tokens of a block."""
+    return jnp.concatenate([x] * (g.block // THREADS))
 
 
 def _over_tokens(x: Array, shape: tuple[int, ...]) -> Array:

@@ -25,7 +25,7 @@ from kernels_pallas.unpack import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, reaches
 try:
     import jax.experimental.pallas.triton as plt
 except ImportError:
-    plt = None
+    plt = None  # type: ignore[assignment]
 
 BELOW, ABOVE = 6, 1
 """Scales that are tried: so many below that of the largest coordinate, and above it; 6 to 12 % apart."""
