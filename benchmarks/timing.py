@@ -21,6 +21,17 @@ def device_ms(f: Callable[..., Any], *args: Any, iterations: int = 7) -> list[fl
     return [float(t) for t in times]
 
 
+def kernel_times(run: Callable[[], Any]) -> list[tuple[str, float]]:
+    """Name and milliseconds of each kernel that a call launches, by CUPTI; it should have run before."""
+    cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext
+    cupti._cupti_init()
+    try:
+        jax.block_until_ready(run())
+    finally:
+        found = cupti._cupti_get_timings(True)
+    return [(name, float(ms)) for name, ms in found]
+
+
 def costs_in_turns(
     calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]], *, rounds: int = 4, iterations: int = 5
 ) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,190 @@
+"""What does a coded cache gain in a whole model? A decoded token of large shapes, beside cuDNN in bfloat16.
+
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m benchmarks.bench_coded_models
+
+Random weights; codes are random, so that what is chosen lies anywhere. Wall clock: tokens are dispatched one
+after another without waiting. `whole` reads all far tokens in 4 bits; `chosen` reads 1024 of them a KV head,
+chosen by the first quarter of the coordinates of keys. Near are 512 tokens and 4 sinks in 16 bits.
+
+`delay` is what of a token's time the GPU spends on kernels that choose and on the one that codes; `kernels`
+says which takes how long, by CUPTI. `quality` is that of the same plan on a real model, by shares of the
+head dim and of the context: from the JSON of judged plans, none where it was not judged. `tokens` says how
+many the memory of this GPU holds beside the weights, by bytes. Models of coded rows turn keys and queries
+after the rotary embedding, as plans with a basis do.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from benchmarks.bench_coded import REACHES
+from benchmarks.bench_generate import LLAMA_2_7B, OnCudnn, build, decode_times
+from benchmarks.bench_host_memory import LLAMA_3_8B
+from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.timing import kernel_times
+from zdc_jax.cache.kv_cache import KVCache, held_bytes
+from zdc_jax.config import ModelConfig
+from zdc_jax.methods.coded import Settings
+from zdc_jax.model.transformer import Transformer
+from zdc_jax.plan import CompressionPlan
+
+SHAPES = {"Llama-2-7B": LLAMA_2_7B, "Llama-3-8B": LLAMA_3_8B}
+SINKS, WINDOW, READ = 4, 512, 1024
+PARTS = {
+    "choosing": "zdc_coded_scan|zdc_largest",
+    "far tokens": "zdc_coded_decode",
+    "near tokens": "zdc_decode",
+    "coding": "zdc_encode",
+    "matrix products": "gemm|cutlass|nvjet|xmma|splitK|sm90_",
+}
+"""Kernels by what they do, as patterns of their names; all others are small operations."""
+ANALOGUES = {"whole": "coded, all in 4 bits", "chosen": "coded, all in 4 bits, chosen"}
+"""Names of judged plans."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """rows and context: of a batch, in tokens. layers shortens the models for a trial."""
+
+    shapes: tuple[str, ...] = tuple(SHAPES)
+    kinds: tuple[str, ...] = ("whole", "chosen")
+    rows: int = 8
+    context: int = 16384
+    layers: int = 32
+    steps: int = 24
+    name: str = "coded-models-h200"
+    results: Path = RESULTS
+
+
+def coded_plan(config: ModelConfig, kind: str) -> CompressionPlan:
+    """All layers in 4 bits; `chosen`: by a quarter of the coordinates."""
+    H = config.head_dim
+    settings = Settings(index=H // 4, read=READ) if kind == "chosen" else Settings(index=0, read=0)
+    near = CompressionPlan.uniform(config, qk=H, v=H, sinks=SINKS, window=WINDOW)
+    layers = tuple(replace(ranks, settings=settings) for ranks in near.layers)
+    return replace(near, method="coded", settings=settings, layers=layers)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _any_codes(codes: jax.Array, key: jax.Array) -> jax.Array:
+    """Random levels, or reaches if there is one of each token, in the place of zeros."""
+    if codes.shape[-1] == 1:
+        return codes * 0 + jax.random.randint(key, codes.shape, *REACHES).astype(jnp.uint8)
+    return codes ^ jax.random.bits(key, codes.shape, jnp.uint8)
+
+
+class OnKernels:
+    """The product's own path: `Transformer.extend` on a coded cache."""
+
+    def __init__(self, network: Transformer):
+        self.network = network
+        leaves, tree = jax.tree.flatten(network)
+        step = jax.jit(lambda leaves, *args: _step(jax.tree.unflatten(tree, leaves), *args), donate_argnums=1)
+        self.decode = partial(step, leaves)
+
+    def cache(self, batch: int, capacity: int) -> KVCache:
+        """Empty."""
+        return self.network.new_cache(batch=batch, capacity=-(-capacity // 128) * 128)
+
+    def filled(self, cache: KVCache, length: int) -> KVCache:
+        """As if `length` random tokens were held."""
+        keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(cache))))
+        codes = lambda leaf: _any_codes(leaf, next(keys)) if leaf.dtype == jnp.uint8 else leaf
+        layers = jax.tree.map(codes, cache.layers)
+        return replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, length))
+
+
+def _step(network: Transformer, cache: KVCache, token: jax.Array) -> tuple[jax.Array, KVCache]:
+    hidden, cache = network.extend(cache, token, cache.lengths + 1, "pallas")
+    return network.embeddings.unembed(hidden[:, -1]).argmax(-1).astype(jnp.int32)[:, None], cache
+
+
+def kernel_ms(side: Any, options: Options, *, tokens: int = 4) -> dict[str, float]:
+    """Milliseconds of a decoded token on the device, by `PARTS`: the mean over some tokens."""
+    cache = side.filled(side.cache(options.rows, options.context + 128), options.context)
+    token, cache = side.decode(cache, jnp.zeros((options.rows, 1), jnp.int32))
+
+    def run() -> jax.Array:
+        nonlocal token, cache
+        for _ in range(tokens):
+            token, cache = side.decode(cache, token)
+        return token
+
+    found = dict.fromkeys([*PARTS, "small operations"], 0.0)
+    for name, ms in kernel_times(run):
+        part = next((part for part, pattern in PARTS.items() if re.search(pattern, name)), "small operations")
+        found[part] += ms / tokens
+    return found
+
+
+def quality(kind: str, options: Options) -> dict[str, Any] | None:
+    """Of the same plan on the real model: bytes held and read, increase of perplexity, lowest retention."""
+    path = options.results / "coded-analogues-smollm2-135m.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    row = next(
+        (row for row in rows if row["method"] == ANALOGUES[kind] and row["protocol"] == "cached"), None
+    )
+    if row is None:
+        return None
+    shown = ("method", "context", "bytes_share", "read_share", "increase", "interval", "tasks")
+    return {name: row[name] for name in shown}
+
+
+def tokens_held(config: ModelConfig, plan: CompressionPlan, free: int) -> int:
+    """Tokens of one row in so many bytes."""
+    step = 2**20
+    return int(free * step / held_bytes(plan.layer_caches("bfloat16"), step))
+
+
+def rows(shape: str, options: Options) -> Iterator[dict[str, Any]]:
+    """The peer, then each kind of plan beside it."""
+    config = replace(SHAPES[shape], layers=SHAPES[shape].layers[: options.layers])
+    network = build("folded", config)
+    stats = jax.local_devices()[0].memory_stats()
+    free = stats["bytes_limit"] - stats["bytes_in_use"]
+    time = lambda side: decode_times(side, options.rows, options.context, options.steps)
+    base = {"shape": shape, "rows": options.rows, "context": options.context, "commit": commit()}
+    peer, dense = time(OnCudnn(network)), tokens_held(config, network.plan, free)
+    yield base | {"kind": "cudnn", "ms": [1e3 * t for t in peer], "tokens": dense}
+    del network
+    network = build("post_rope", config)
+    for kind in options.kinds:
+        network.plan = plan = coded_plan(config, kind)
+        side = OnKernels(network)
+        times, held = time(side), tokens_held(config, plan, free)
+        parts = kernel_ms(side, options)
+        yield base | {
+            "kind": kind,
+            "plan": {"bits": 4, "index": plan.settings_of(0).index, "read": plan.settings_of(0).read},
+            "ms": [1e3 * t for t in times],
+            "speedup": float(np.median(peer) / np.median(times)),
+            "delay": parts["choosing"] + parts["coding"],
+            "kernels": parts,
+            "tokens": held,
+            "tokens_beside_dense": held / dense,
+            "quality": quality(kind, options),
+        }
+
+
+def main(options: Options) -> None:
+    """Writes one JSON, again after each row."""
+    found: list[dict[str, Any]] = []
+    for shape in options.shapes:
+        for row in rows(shape, options):
+            print({name: value for name, value in row.items() if name not in ("quality", "plan")}, flush=True)
+            found.append(row)
+            path = write_result(options.name, {"steps": options.steps}, found, options.results)
+    print(path)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
