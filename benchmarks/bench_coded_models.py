@@ -3,8 +3,9 @@
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m benchmarks.bench_coded_models
 
 Random weights; codes are random, so that what is chosen lies anywhere. Wall clock: tokens are dispatched one
-after another without waiting. `whole` reads all far tokens in 4 bits; `chosen` reads 1024 of them a KV head,
-chosen by the first quarter of the coordinates of keys. Near are 512 tokens and 4 sinks in 16 bits.
+after another without waiting. Near are 512 tokens and 4 sinks in 16 bits, far ones lie in 4 bits. `whole`
+reads all of them, `chosen` a sixteenth, chosen by the first quarter of the coordinates of keys; `chosen by 8
+bits` an eighth, by an index of 8 bits a coordinate.
 
 `delay` is what of a token's time the GPU spends on kernels that choose and on the one that codes; `kernels`
 says which takes how long, by CUPTI. `quality` is that of the same plan on a real model, by shares of the
@@ -16,7 +17,7 @@ after the rotary embedding, as plans with a basis do.
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 
 SHAPES = {"Llama-2-7B": LLAMA_2_7B, "Llama-3-8B": LLAMA_3_8B}
-SINKS, WINDOW, READ = 4, 512, 1024
+SINKS, WINDOW = 4, 512
+SHARES = {"whole": 0.0, "chosen": 1 / 16, "chosen by 8 bits": 1 / 8}
+"""Of the context that is read."""
 PARTS = {
     "choosing": "zdc_coded_scan|zdc_largest",
     "far tokens": "zdc_coded_decode",
@@ -47,8 +50,6 @@ PARTS = {
     "matrix products": "gemm|cutlass|nvjet|xmma|splitK|sm90_",
 }
 """Kernels by what they do, as patterns of their names; all others are small operations."""
-ANALOGUES = {"whole": "coded, all in 4 bits", "chosen": "coded, all in 4 bits, chosen"}
-"""Names of judged plans."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Options:
     """rows and context: of a batch, in tokens. layers shortens the models for a trial."""
 
     shapes: tuple[str, ...] = tuple(SHAPES)
-    kinds: tuple[str, ...] = ("whole", "chosen")
+    kinds: tuple[str, ...] = tuple(SHARES)
     rows: int = 8
     context: int = 16384
     layers: int = 32
@@ -65,10 +66,18 @@ class Options:
     results: Path = RESULTS
 
 
-def coded_plan(config: ModelConfig, kind: str) -> CompressionPlan:
-    """All layers in 4 bits; `chosen`: by a quarter of the coordinates."""
+def settings_of(kind: str, head_dim: int, context: int) -> Settings:
+    """Of all layers of a model whose heads have so many coordinates."""
+    if not (share := SHARES[kind]):
+        return Settings(index=0, read=0)
+    bits = 8 if kind.endswith("8 bits") else 4
+    return Settings(index=head_dim // 4, read=int(share * context), bits_index=bits)
+
+
+def coded_plan(config: ModelConfig, kind: str, context: int) -> CompressionPlan:
+    """The same for all layers."""
     H = config.head_dim
-    settings = Settings(index=H // 4, read=READ) if kind == "chosen" else Settings(index=0, read=0)
+    settings = settings_of(kind, H, context)
     near = CompressionPlan.uniform(config, qk=H, v=H, sinks=SINKS, window=WINDOW)
     layers = tuple(replace(ranks, settings=settings) for ranks in near.layers)
     return replace(near, method="coded", settings=settings, layers=layers)
@@ -128,11 +137,10 @@ def kernel_ms(side: Any, options: Options, *, tokens: int = 4) -> dict[str, floa
 
 def quality(kind: str, options: Options) -> dict[str, Any] | None:
     """Of the same plan on the real model: bytes held and read, increase of perplexity, lowest retention."""
-    path = options.results / "coded-analogues-smollm2-135m.json"
+    path = options.results / "coded-uniform-smollm2-135m.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    row = next(
-        (row for row in rows if row["method"] == ANALOGUES[kind] and row["protocol"] == "cached"), None
-    )
+    judged = (row for row in rows if (row["method"], row["protocol"]) == (f"coded, {kind}", "cached"))
+    row = next(judged, None)
     if row is None:
         return None
     shown = ("method", "context", "bytes_share", "read_share", "increase", "interval", "tasks")
@@ -158,13 +166,13 @@ def rows(shape: str, options: Options) -> Iterator[dict[str, Any]]:
     del network
     network = build("post_rope", config)
     for kind in options.kinds:
-        network.plan = plan = coded_plan(config, kind)
+        network.plan = plan = coded_plan(config, kind, options.context)
         side = OnKernels(network)
         times, held = time(side), tokens_held(config, plan, free)
         parts = kernel_ms(side, options)
         yield base | {
             "kind": kind,
-            "plan": {"bits": 4, "index": plan.settings_of(0).index, "read": plan.settings_of(0).read},
+            "plan": asdict(settings_of(kind, config.head_dim, options.context)),
             "ms": [1e3 * t for t in times],
             "speedup": float(np.median(peer) / np.median(times)),
             "delay": parts["choosing"] + parts["coding"],
