@@ -1,53 +1,69 @@
 """The k largest scores of each row, exact and the same in every run (ours).
 
-A radix selection. Scores become keys, unsigned integers that are the smaller the larger the score. Their
-digits of 11, 11 and 10 bits are settled from the top: a histogram of the next digit, among keys that agree
-with what is settled, says in which bin the k-th smallest key is. As soon as no more keys than shared memory
-holds reach up to that bin, they are picked out of the row, in the order of their slots, and the row is not
-read again. At last all keys below the k-th are picked, and as many equal to it as are wanted, from the
-lowest slots on. Most rows are read twice, and four times those where thousands of scores agree in 22 bits.
+Scores become keys, unsigned integers that are the smaller the larger the score. One in sixteen tells which
+key some 2·k of them reach up to; these are picked out of the row, in the order of their slots, into shared
+memory, and the k smallest of them found there. A row is thus read once. Where the sample was wrong, and the
+picked are too few or more than shared memory holds, as where very many scores are equal, the keys are sought
+in the row itself, which then is read up to four times.
+
+They are sought by their digits of 11 bits from the top: a histogram of one, among keys that agree with what
+is settled, says in which bin the k-th smallest key is. Of keys equal to it the lowest slots are taken.
 Threads that run at the same time only count, so that their order changes nothing.
 
-One CTA has one row. What Pallas has no word for, counting, running sums and storing at computed places, is
-inline; each is a function of its own.
+One CTA has one row. Where rows are so few and long that most of the device would rest, each of several has a
+part of a row and leaves at most its k best, and a second launch finds the best of these.
 """
 
 import functools
-import itertools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.experimental.mosaic.gpu import utils
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Float, Int
 
+from kernels_pallas.computed_places import (
+    RUN,
+    WARPS,
+    add_ones,
+    append,
+    gather,
+    iota,
+    load,
+    sums_before,
+    the_one,
+)
 from kernels_pallas.select_inputs import LINE, THREADS, check_largest
 
 BLOCK = 2048
-"""Scores a step; fewer than 2^15, as two counts of them share an integer."""
+"""Scores a step."""
 STAGES = 2
 """Blocks in flight. Four CTAs have 64 KiB of them on a multiprocessor, enough for all that memory gives."""
-PART = 512
+STAGES_ALONE = 8
+"""Where no multiprocessor has more than one CTA. A power of two, by which it is quick to divide."""
+PART = 1024
 """Held keys a step."""
-HELD = 7 * PART
+HELD = 3 * PART
 """Keys held in shared memory, more where k is. As many as leave room for four CTAs on a multiprocessor."""
-DIGITS = ((21, 11), (10, 11), (0, 10))
-"""Shift and bits, from the top."""
-BINS = 2048
-"""Of a histogram. The last digit needs half; in the rest it counts keys that come after, to no effect."""
+DIGIT = 11
+"""Bits that a histogram tells apart."""
+BINS = 1 << DIGIT
+"""Of a histogram. Where fewer bits are left, the rest counts keys that come after, to no effect."""
+RUN_OF_BINS = BINS // THREADS
+"""Bins of a thread, all beside each other."""
 LAST = np.uint32(2**32 - 1)
 """Key of what does not count, behind that of -inf."""
 SIGN = np.uint32(1 << 31)
-WARPS = THREADS // 32
+SMS = 132
+"""Multiprocessors."""
+LONG = 65536
+"""Scores of a row from which on a second launch is worth its time."""
+PARTS = 16
+"""Of a row at most; each counts in the time of the second launch."""
 
 
 def largest(
@@ -79,33 +95,41 @@ def _launch(scores: Array, begin: Array, end: Array, *, k: int) -> Array:
     B, K, S = scores.shape
     if S < BLOCK:
         scores = jnp.pad(scores, ((0, 0), (0, 0), (0, BLOCK - S)))
-    span = jnp.stack([jnp.maximum(begin, 0), jnp.minimum(end, S)], 1).astype(jnp.int32)
-    return plgpu.kernel(
-        functools.partial(_kernel, S=S, k=k),
-        out_type=jax.ShapeDtypeStruct((B, K, k), jnp.int32),
+    parts = _parts(B * K, S, k)
+    row = scores.reshape(B, K, -1, LINE), begin.astype(jnp.int32), end.astype(jnp.int32)
+    launch = functools.partial(
+        plgpu.kernel, grid=(B, K, parts), grid_names=("b", "kv", "part"), kernel_name="zdc_largest"
+    )
+    chosen = jax.ShapeDtypeStruct((B, K, k), jnp.int32)
+    stages = STAGES if B * K * parts > SMS else STAGES_ALONE
+    buffers = _Buffers.of(-(-max(HELD, 5 * k // 2) // PART) * PART, stages)
+    if parts == 1:
+        return launch(functools.partial(_whole_row, S), out_type=chosen, scratch_types=(buffers,))(*row)
+    of_parts = lambda n, dtype: jax.ShapeDtypeStruct((B, K, parts, n), dtype)
+    best = launch(
+        functools.partial(_part_of_row, S),
+        out_type=(of_parts(k, jnp.uint32), of_parts(k, jnp.int32), of_parts(THREADS, jnp.int32)),
+        scratch_types=(buffers,),
+    )(*row)
+    return launch(
+        functools.partial(_best_of_parts, S),
+        out_type=chosen,
         grid=(B, K),
         grid_names=("b", "kv"),
-        kernel_name="zdc_largest",
-    )(span, scores.reshape(B, K, -1, LINE))
+        scratch_types=(_Buffers.of(-(-parts * k // BLOCK) * BLOCK, STAGES),),
+    )(*row, *best)
 
 
-def _kernel(span_ref: Any, scores_ref: Any, o_ref: Any, *, S: int, k: int) -> None:
-    held = max(HELD, -(-k // PART) * PART)
-    pl.run_scoped(
-        functools.partial(_row, span_ref, scores_ref, o_ref, S),
-        _Buffers(
-            counts=plgpu.SMEM((BINS,), jnp.int32),
-            scores=plgpu.SMEM((STAGES, BLOCK // LINE, LINE), jnp.float32),
-            keys=plgpu.SMEM((held,), jnp.uint32),
-            slots=plgpu.SMEM((held,), jnp.int32),
-            sums=plgpu.SMEM((WARPS,), jnp.int32),
-            ready=plgpu.Barrier(num_barriers=STAGES),
-        ),
-    )
+def _parts(rows: int, S: int, k: int) -> int:
+    """CTAs that share a row: as many as there are multiprocessors for, if that is worth a second launch.
+
+    Candidates of all parts must find room in the shared memory of one CTA.
+    """
+    return 1 if S < LONG else max(1, min(PARTS, SMS // rows, PARTS * 1024 // k))
 
 
 class _Buffers(NamedTuple):
-    """Shared memory of a CTA. keys, slots: those picked. sums: of warps."""
+    """Shared memory of a CTA. keys, slots: those picked, which are held. sums: of warps."""
 
     counts: Any
     scores: Any
@@ -114,30 +138,136 @@ class _Buffers(NamedTuple):
     sums: Any
     ready: Any
 
+    @staticmethod
+    def of(held: int, stages: int) -> "_Buffers":
+        return _Buffers(
+            counts=plgpu.SMEM((BINS,), jnp.int32),
+            scores=plgpu.SMEM((stages, BLOCK // LINE, LINE), jnp.float32),
+            keys=plgpu.SMEM((held,), jnp.uint32),
+            slots=plgpu.SMEM((held,), jnp.int32),
+            sums=plgpu.SMEM((WARPS,), jnp.int32),
+            ready=plgpu.Barrier(num_barriers=stages),
+        )
 
-def _row(span_ref: Any, scores_ref: Any, o_ref: Any, S: int, at: _Buffers) -> None:
-    """One CTA: its row."""
+    @property
+    def room(self) -> int:
+        """Keys that can be held."""
+        return self.keys.shape[0]
+
+
+class _Row(NamedTuple):
+    """Scores [S/64, 64] in global memory, and slots begin ≤ j < end that count, which may be none."""
+
+    scores: Any
+    begin: Array
+    end: Array
+
+    @staticmethod
+    def of(S: int, scores_ref: Any, begin_ref: Any, end_ref: Any) -> "_Row":
+        """The row of this CTA."""
+        b, kv = lax.axis_index("b"), lax.axis_index("kv")
+        begin, end = jnp.maximum(begin_ref[b], 0), jnp.minimum(end_ref[b], S)
+        return _Row(scores_ref.at[b, kv], begin, jnp.maximum(begin, end))
+
+    def part(self, index: Array, parts: int) -> "_Row":
+        """One of equally many blocks."""
+        first = lax.div(self.begin, jnp.int32(BLOCK))
+        size = _blocks(_blocks(self.end, BLOCK) - first, parts) * BLOCK
+        begin = first * BLOCK + index * size
+        within = lambda slot: jnp.clip(slot, self.begin, self.end)
+        return self._replace(begin=within(begin), end=within(begin + size))
+
+    @property
+    def size(self) -> Array:
+        """Slots that count."""
+        return self.end - self.begin
+
+
+def _whole_row(S: int, scores_ref: Any, begin_ref: Any, end_ref: Any, o_ref: Any, at: _Buffers) -> None:
+    """One CTA: the best of its row."""
+    row = _Row.of(S, scores_ref, begin_ref, end_ref)
+    wanted = jnp.minimum(row.size, o_ref.shape[-1])
+    # One score in 16: some 128 of the sample are those sought, few enough and accurate enough.
+    limit = _likely(row, at, at.room * 2 // 3, 16, at.room)
+    picked = _pick(_of_row(row, at), at, limit, None)
+    _select(row, at, jnp.where((picked >= wanted) & (picked <= at.room), picked, 0), wanted)
+    _put_out(o_ref, at, wanted, S)
+
+
+def _part_of_row(
+    S: int,
+    scores_ref: Any,
+    begin_ref: Any,
+    end_ref: Any,
+    keys_ref: Any,
+    slots_ref: Any,
+    sizes_ref: Any,
+    at: _Buffers,
+) -> None:
+    """One CTA: of its part what is likely among the best of the row, and only the best of that if more."""
+    _, _, parts, k = keys_ref.shape
+    row = _Row.of(S, scores_ref, begin_ref, end_ref)
+    part = row.part(lax.axis_index("part"), parts)
+    # All parts find the same limit. Little is lost if too many are picked, much if too few.
+    aim = max(3 * k, 4096)
+    picked = _pick(_of_row(part, at), at, _likely(row, at, aim, 64, 2 * aim), None)
+
+    @pl.when(picked > k)
+    def _keep_best() -> None:
+        _select(part, at, jnp.where(picked <= at.room, picked, 0), jnp.int32(k))
+
+    here = tuple(lax.axis_index(name) for name in ("b", "kv", "part"))
+    keys_ref[here] = load(at.keys.at[pl.ds(0, k)])
+    slots_ref[here] = load(at.slots.at[pl.ds(0, k)])
+    sizes_ref[here] = lax.broadcast(jnp.minimum(picked, k), (THREADS,))
+
+
+def _best_of_parts(
+    S: int,
+    scores_ref: Any,
+    begin_ref: Any,
+    end_ref: Any,
+    keys_ref: Any,
+    slots_ref: Any,
+    sizes_ref: Any,
+    o_ref: Any,
+    at: _Buffers,
+) -> None:
+    """One CTA: of a row, the best of what its parts left; or of the row itself, if that is too little."""
     b, kv = lax.axis_index("b"), lax.axis_index("kv")
-    row = _Row(scores_ref.at[b, kv], span_ref[b, 0], span_ref[b, 1])
+    row = _Row.of(S, scores_ref, begin_ref, end_ref)
+    wanted = jnp.minimum(row.size, o_ref.shape[-1])
+    sizes = [sizes_ref[b, kv, part, 0] for part in range(sizes_ref.shape[2])]
+    held = functools.reduce(lax.add, sizes)
+    held = jnp.where(held >= wanted, held, 0)
+    _hold(at, held, keys_ref.at[b, kv], slots_ref.at[b, kv], sizes)
+    _select(row, at, held, wanted)
+    _put_out(o_ref, at, wanted, S)
+
+
+def _hold(at: _Buffers, held: Array, keys_ref: Any, slots_ref: Any, sizes: list[Array]) -> None:
+    """Candidates of the parts of a row, as many as `sizes` of [parts, k], one behind the other."""
+    parts, k = keys_ref.shape
+
+    @pl.loop(0, _blocks(held, BLOCK))
+    def _(step: Array) -> None:
+        block = pl.ds(pl.multiple_of(step * BLOCK, BLOCK), BLOCK)
+        index = iota(BLOCK) + step * BLOCK
+        source, before = index, jnp.int32(0)
+        for size in sizes[:-1]:
+            before += size
+            source += jnp.where(index >= before, k - size, 0)
+        source = jnp.minimum(source, parts * k - 1)
+        at.keys[block] = gather(keys_ref, source)
+        at.slots[block] = gather(slots_ref, source)
+
+    plgpu.commit_smem()
+
+
+def _put_out(o_ref: Any, at: _Buffers, wanted: Array, S: int) -> None:
     k = o_ref.shape[-1]
-    all_wanted = jnp.clip(row.end - row.begin, 0, k)
-    wanted, prefix, held = all_wanted, jnp.uint32(0), jnp.int32(0)
-    for shift, bits in DIGITS:
-        prefix = prefix << bits
-        _histogram(row, at, held, prefix, shift)
-        digit, before, size = _bin_of(at, wanted)
-        prefix, wanted = prefix + digit.astype(jnp.uint32), wanted - before
-        if shift:
-            reached = all_wanted - wanted + size
-            fits = (held == 0) & (reached <= at.keys.shape[0])
-
-            @pl.when(fits)
-            def _(behind: Array = prefix + 1 << shift) -> None:
-                _pick(row, at, jnp.int32(0), behind, None)
-
-            held = jnp.where(fits, reached, held)
-    _pick(row, at, held, prefix, wanted)
-    o_ref[b, kv] = jnp.where(_iota(k) < all_wanted, _load(at.slots.at[pl.ds(0, k)]), S)
+    slots = jnp.where(iota(k) < wanted, load(at.slots.at[pl.ds(0, k)]), S)
+    o_ref[lax.axis_index("b"), lax.axis_index("kv")] = slots
 
 
 def largest_reference(
@@ -153,116 +283,205 @@ def largest_reference(
     return jnp.sort(jnp.where(jnp.arange(k) < wanted[:, None, None], order, S), axis=-1)
 
 
-class _Row(NamedTuple):
-    """Scores [S/64, 64] in global memory, and slots begin ≤ j < end that count."""
+class _Search(NamedTuple):
+    """The wanted-th of those keys that agree with `low` above its lowest `width` bits; `size`: how many."""
 
-    scores: Any
-    begin: Array
-    end: Array
+    low: Array
+    width: Array
+    wanted: Array
+    size: Array
+
+    @property
+    def behind(self) -> Array:
+        """The key that follows them."""
+        return self.low + (jnp.uint32(1) << self.width.astype(jnp.uint32))
 
 
-def _histogram(row: _Row, at: _Buffers, held: Array, first: Array, shift: int) -> None:
-    """Into `at.counts`: how many keys, cut to what is above `shift`, are `first`, the number after it, ..."""
+type _Body[T] = Callable[[Array, Array, T], T]
+"""What is done to keys and slots of a block, and what it hands on to the next block."""
+type _Blocks = Callable[[_Body[Any], Any], Any]
+"""A body's results, block after block."""
+
+
+def _likely(row: _Row, at: _Buffers, aim: int, thin: int, few: int) -> Array:
+    """A key before which about `aim` of the row are, by a look at one score in `thin`; or all, if `few`."""
+    all_of_them = row.size <= few
+    low, width = jnp.where(all_of_them, LAST - np.uint32(1), np.uint32(0)), jnp.where(all_of_them, 0, 32)
+    sought = _Search(low, width, jnp.int32(aim // thin), jnp.int32(-1))
+    narrower = functools.partial(_narrowed, _of_sample(row, thin), at)
+    return lax.while_loop(lambda it: it.width > 32 - 2 * DIGIT, narrower, sought).behind
+
+
+def _select(row: _Row, at: _Buffers, held: Array, wanted: Array) -> None:
+    """Leaves in `at` the first `wanted` keys of those held, or of the row if none are, and their slots."""
+    blocks = functools.partial(_of_held_or_row, row, at)
+
+    def narrower(state: tuple[_Search, Array]) -> tuple[_Search, Array]:
+        sought, held = state
+        sought = _narrowed(blocks(held), at, sought)
+        reached = wanted - sought.wanted + sought.size
+        fits = (held == 0) & (reached <= at.room)
+
+        @pl.when(fits)
+        def _() -> None:
+            _pick(_of_row(row, at), at, sought.behind, None)
+
+        return sought, jnp.where(fits, reached, held)
+
+    is_open = lambda state: (state[0].width > 0) & (state[0].wanted != state[0].size)
+    sought, held = lax.while_loop(
+        is_open, narrower, (_Search(*_agreed(at, held), wanted, jnp.int32(-1)), held)
+    )
+    all_wanted = sought.wanted == sought.size
+    limit = jnp.where(all_wanted, sought.behind, sought.low)
+    _pick(blocks(held), at, limit, jnp.where(all_wanted, 0, sought.wanted))
+
+
+def _agreed(at: _Buffers, held: Array) -> tuple[Array, Array]:
+    """In how many of the lowest bits the keys held differ, and the key that has zeros there."""
+    first = at.keys[0]
+
+    def differ(keys: Array, _: Array, found: Array) -> Array:
+        return found | jnp.where(keys == LAST, np.uint32(0), keys ^ first)
+
+    # The largest of them differs where any does, as far as its highest bit says.
+    bits = _of_held(at, held)(differ, jnp.where(iota(PART) < 0, jnp.uint32(1), jnp.uint32(0))).max()
+    for distance in (1, 2, 4, 8, 16):
+        bits |= bits >> distance
+    width = functools.reduce(lax.add, [(bits >> bit & 1).astype(jnp.int32) for bit in range(32)])
+    return jnp.where(held > 0, first & ~bits, np.uint32(0)), jnp.where(held > 0, width, 32)
+
+
+def _narrowed(blocks: _Blocks, at: _Buffers, sought: _Search) -> _Search:
+    """One digit more is settled."""
+    shift = jnp.maximum(sought.width - DIGIT, 0)
     at.counts[...] = jnp.zeros(BINS, jnp.int32)
 
     def body(keys: Array, _: Array, carry: tuple[()]) -> tuple[()]:
-        _count(at.counts, (keys >> shift) - first)
+        add_ones(at.counts, (keys - sought.low) >> shift.astype(jnp.uint32))
         return carry
 
-    _each_block(row, at, held, body, ())
+    blocks(body, ())
     plgpu.commit_smem()
+    digit, before, size = _bin_of(at, sought.wanted)
+    low = sought.low + (digit.astype(jnp.uint32) << shift.astype(jnp.uint32))
+    return _Search(low, shift, sought.wanted - before, size)
 
 
-def _bin_of(at: _Buffers, wanted: Array) -> tuple[Array, Array, Array]:
+def _bin_of(at: _Buffers, wanted: Array) -> tuple[Array, ...]:
     """The bin that the wanted-th key is in, how many keys are in bins before it, and how many in it."""
-    counts = _load(at.counts)
-    before, _ = _sums_before(counts, at.sums)
+    counts = load(at.counts, RUN_OF_BINS)
+    before, _ = sums_before(counts, at.sums, RUN_OF_BINS)
     here = (before < wanted) & (before + counts >= wanted)
-    found = lambda x: jnp.where(here, x, 0).sum()
-    return found(_iota(BINS)), found(before), found(counts)
+    return the_one(here, (iota(BINS, RUN_OF_BINS), before, counts), at.sums, RUN_OF_BINS)
 
 
-def _pick(row: _Row, at: _Buffers, held: Array, limit: Array, ties: Array | None) -> None:
+def _pick(blocks: _Blocks, at: _Buffers, limit: Array, ties: Array | None) -> Array:
     """Keys below `limit` and their slots, in the order of slots, and the first `ties` equal to it, if any.
 
-    They may go from those held to themselves: none goes up.
+    They may go from those held to themselves: none goes up. Returns how many there are; those for which
+    there is no room are counted only.
     """
 
     def body(keys: Array, slots: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        less, equal = carry
-        picked = keys < limit
-        marks = jnp.where(picked, 1, 0)
-        if ties is None:
-            before, total = _sums_before(marks, at.sums)
-            place = less + before
-        else:
-            before, total = _sums_before(jnp.where(keys == limit, 1 << 16, marks), at.sums)
-            equal_before = equal + (before >> 16)
-            picked |= (keys == limit) & (equal_before < ties)
-            place = less + (before & 0xFFFF) + jnp.minimum(equal_before, ties)
-        place = jnp.where(picked, place, -1)
-        _store_at(at.keys, place, keys)
-        _store_at(at.slots, place, slots)
-        return less + (total & 0xFFFF), equal + (total >> 16)
+        picked, equal = carry
+        wanted = keys < limit
+        if ties is not None:
+            before, total = sums_before(jnp.where(keys == limit, 1, 0), at.sums)
+            wanted |= (keys == limit) & (equal + before < ties)
+            equal += total
+        return append((at.keys, at.slots), wanted, (keys, slots), picked, at.sums), equal
 
-    _each_block(row, at, held, body, (jnp.int32(0), jnp.int32(0)))
+    picked, _ = blocks(body, (jnp.int32(0), jnp.int32(0)))
     plgpu.commit_smem()
+    return picked
 
 
-def _each_block[T](
-    row: _Row, at: _Buffers, held: Array, body: Callable[[Array, Array, T], T], carry: T
-) -> None:
-    """`body` on keys and slots of one block after another, of those held if any are, else of the row."""
+def _of_held_or_row(row: _Row, at: _Buffers, held: Array) -> _Blocks:
+    """Those held if any are."""
 
-    def of_held(step: Array, carry: T) -> T:
-        part = pl.ds(pl.multiple_of(step * PART, PART), PART)
-        keys = jnp.where(_iota(PART) < held - step * PART, _load(at.keys.at[part]), LAST)
-        return body(keys, _load(at.slots.at[part]), carry)
+    def run[T](body: _Body[T], carry: T) -> T:
+        of_held, of_row = (functools.partial(of, body) for of in (_of_held(at, held), _of_row(row, at)))
+        return lax.cond(held > 0, of_held, of_row, carry)
 
-    @pl.when(held > 0)
-    def _() -> None:
-        lax.fori_loop(0, _blocks(held, PART), of_held, carry)
-
-    @pl.when(held == 0)
-    def _() -> None:
-        _each_block_of_row(row, at, body, carry)
+    return run
 
 
-def _each_block_of_row[T](row: _Row, at: _Buffers, body: Callable[[Array, Array, T], T], carry: T) -> None:
+def _of_held(at: _Buffers, held: Array) -> _Blocks:
+    def run[T](body: _Body[T], carry: T) -> T:
+        def step(index: Array, carry: T) -> T:
+            part = pl.ds(pl.multiple_of(index * PART, PART), PART)
+            keys = jnp.where(iota(PART) < held - index * PART, load(at.keys.at[part]), LAST)
+            return body(keys, load(at.slots.at[part]), carry)
+
+        return lax.fori_loop(0, _blocks(held, PART), step, carry)
+
+    return run
+
+
+def _of_sample(row: _Row, thin: int) -> _Blocks:
+    """One score in `thin`, read from global memory: runs of four, everywhere in the row."""
+    stride = RUN * thin
+    first = lax.div(row.begin, jnp.int32(stride)) * stride
+
+    def run[T](body: _Body[T], carry: T) -> T:
+        # Four threads side by side have a run, so that they read at once what lies together.
+        e = iota(BLOCK)
+        index, place = (e >> 4 & 31) + ((e >> 9) * RUN + (e & 3)) * 32, e >> 2 & 3
+        # Places within a stride differ, lest what repeats in the row is seen always or never.
+        offset = index * stride + (index * 5 & thin - 1) * RUN + place
+
+        def step(block: Array, carry: T) -> T:
+            slots = first + block * (BLOCK * thin) + offset
+            counts = _are_among(slots, row.begin, row.end)
+            scores = gather(row.scores, jnp.where(counts, slots, row.begin))
+            return body(jnp.where(counts, _keys(scores), LAST), slots, carry)
+
+        return lax.fori_loop(0, _blocks(row.end - first, BLOCK * thin), step, carry)
+
+    return run
+
+
+def _of_row(row: _Row, at: _Buffers) -> _Blocks:
     """Only blocks that hold slots that count are read."""
+    stages = at.scores.shape[0]
     first = lax.div(row.begin, jnp.int32(BLOCK))
-    last = jnp.where(row.end > row.begin, _blocks(row.end, BLOCK), first)
+    last = jnp.where(row.size > 0, _blocks(row.end, BLOCK), first)
     S = row.scores.shape[0] * LINE
 
     def start(step: Array) -> Array:
         # The last block is a whole one too: it begins in the one before.
         return jnp.minimum(step * BLOCK, S - BLOCK)
 
-    def load(step: Array) -> None:
-        slot = lax.rem(step - first, jnp.int32(STAGES))
+    def fetch(step: Array) -> None:
+        slot = lax.rem(step - first, jnp.int32(stages))
         lines = pl.ds(lax.div(start(step), jnp.int32(LINE)), BLOCK // LINE)
         plgpu.copy_gmem_to_smem(row.scores.at[lines], at.scores.at[slot], at.ready.at[slot])
 
-    def next_block(step: Array, carry: T) -> T:
-        slot = lax.rem(step - first, jnp.int32(STAGES))
-        plgpu.barrier_wait(at.ready.at[slot])
-        scores = _load(at.scores.at[slot])
+    def run[T](body: _Body[T], carry: T) -> T:
+        def next_block(step: Array, carry: T) -> T:
+            slot = lax.rem(step - first, jnp.int32(stages))
+            plgpu.barrier_wait(at.ready.at[slot])
+            scores = load(at.scores.at[slot])
 
-        @pl.when(step + STAGES < last)
-        def _() -> None:
-            plgpu.commit_smem()  # All threads have read.
-            load(step + STAGES)
+            @pl.when(step + stages < last)
+            def _() -> None:
+                plgpu.commit_smem()  # All threads have read.
+                fetch(step + stages)
 
-        slots, low = _iota(BLOCK) + start(step), jnp.maximum(row.begin, step * BLOCK)
-        # Unsigned, so that slots below `low` are far beyond.
-        counts = (slots - low).astype(jnp.uint32) < (row.end - low).astype(jnp.uint32)
-        return body(jnp.where(counts, _keys(scores), LAST), slots, carry)
+            low, here, keys = jnp.maximum(row.begin, step * BLOCK), start(step), _keys(scores)
+            slots = iota(BLOCK) + here
+            among = lambda: jnp.where(_are_among(slots, low, row.end), keys, LAST)
+            all_count = (low <= here) & (here + BLOCK <= row.end)
+            return body(lax.cond(all_count, lambda: keys, among), slots, carry)
 
-    @pl.loop(first, jnp.minimum(first + STAGES, last))
-    def _fill(step: Array) -> None:
-        load(step)
+        @pl.loop(first, jnp.minimum(first + stages, last))
+        def _fill(step: Array) -> None:
+            fetch(step)
 
-    lax.fori_loop(first, last, next_block, carry)
+        return lax.fori_loop(first, last, next_block, carry)
+
+    return run
 
 
 def _keys(scores: Array) -> Array:
@@ -273,111 +492,10 @@ def _keys(scores: Array) -> Array:
     return jnp.where(scores != scores, np.uint32(0), keys)
 
 
+def _are_among(slots: Array, begin: Array, end: Array) -> Array:
+    # Unsigned, so that slots below `begin` are far beyond.
+    return (slots - begin).astype(jnp.uint32) < (end - begin).astype(jnp.uint32)
+
+
 def _blocks(count: Array, size: int) -> Array:
     return lax.div(count + (size - 1), jnp.int32(size))
-
-
-def _layout(*shape: int) -> Any:
-    """Each thread has an equal share of consecutive numbers."""
-    return plgpu.Layout.WG_STRIDED(shape, vec_size=math.prod(shape) // THREADS)
-
-
-def _iota(count: int) -> Array:
-    return plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=_layout(count))
-
-
-def _load(ref: Any) -> Array:
-    """A buffer in shared memory, as one axis."""
-    return plgpu.load(ref, layout=_layout(*ref.shape), optimized=False).reshape(math.prod(ref.shape))
-
-
-def _count(counts: Any, bins: Array) -> None:
-    """Adds one to counts[bin] for each of `bins`, unsigned; bins that counts has not are left out."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _layout(bins.size)))
-    def count(_: Any, counts: Any, bins: Any) -> None:
-        for index in _numbers(bins):
-            here, address = _element(counts, index)
-            utils.inline_ptx("red.shared.add.u32 [$0], 1;", address, predicate=here)
-
-    count(counts, bins)
-
-
-def _store_at(ref: Any, places: Array, values: Array) -> None:
-    """ref[place] = value for each; places that ref has not are left out."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _layout(places.size), _layout(places.size)))
-    def store(_: Any, ref: Any, places: Any, values: Any) -> None:
-        for index, value in zip(_numbers(places), _numbers(values), strict=True):
-            here, address = _element(ref, index)
-            utils.inline_ptx("st.shared.u32 [$0], $1;", address, value, predicate=here)
-
-    store(ref, places, values)
-
-
-def _sums_before(x: Array, sums: Any) -> tuple[Array, Array]:
-    """Of integers, the sum of all before each, and the sum of all; `sums` takes those of warps."""
-    layout = _layout(x.size)
-    out = (
-        plgpu.ShapeDtypeStruct(x.shape, jnp.int32, layout=layout),
-        plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
-    )
-
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=out)
-    def add(_: Any, x: Any, sums: Any) -> Any:
-        upto = list(itertools.accumulate(_numbers(x), arith.addi))
-        of_lanes = _warp_sums(upto[-1])
-        of_warps, total = _warps_before(of_lanes, sums)
-        base = arith.addi(of_warps, arith.subi(of_lanes, upto[-1]))
-        registers = np.empty_like(x.registers)
-        before = [base, *(arith.addi(base, each) for each in upto[:-1])]
-        registers[0] = vector.from_elements(x.registers[0].type, before)
-        found = mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=True)
-        return found, mgpu.FragmentedArray.splat(total, (), is_signed=True)
-
-    return add(x, sums)
-
-
-def _warp_sums(x: Any) -> Any:
-    """Of one number of each lane, the sum of those of lanes up to it."""
-    steps = "".join(
-        f"shfl.sync.up.b32 t|p, $0, {distance}, 0, -1; @p add.u32 $0, $0, t; "
-        for distance in (1, 2, 4, 8, 16)
-    )
-    text = "{ .reg .pred p; .reg .b32 t; mov.b32 $0, $1; " + steps + "}"
-    return utils.inline_ptx(text, x, result_types=x.type, has_side_effects=True, convergent=True)
-
-
-def _warps_before(upto: Any, sums: Any) -> tuple[Any, Any]:
-    """From the sums up to each lane, that of all warps before, and of all."""
-    thread = utils.thread_idx()
-    warp = arith.shrui(thread, _i32(5))
-    is_last = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(thread, _i32(31)), _i32(31))
-    utils.warpgroup_barrier()  # Sums of the last call have been read.
-    utils.inline_ptx("st.shared.u32 [$0], $1;", _element(sums, warp)[1], upto, predicate=is_last)
-    utils.warpgroup_barrier()
-    before, total = _i32(0), _i32(0)
-    for w in range(WARPS):
-        total = arith.addi(total, llvm.load(total.type, _element(sums, _i32(w))[1]))
-        before = arith.select(arith.cmpi(arith.CmpIPredicate.ugt, warp, _i32(w)), total, before)
-    return before, total
-
-
-def _numbers(x: Any) -> list[Any]:
-    """A thread's elements of an array in `_layout`, one by one."""
-    (register,) = x.registers
-    at = lambda i: ir.DenseI64ArrayAttr.get([i])
-    return [
-        vector.extract(register, dynamic_position=[], static_position=at(i)) for i in range(x.layout.vec_size)
-    ]
-
-
-def _element(ref: Any, index: Any) -> tuple[Any, Any]:
-    """Whether a buffer of 32-bit numbers has this element, and its address."""
-    (size,) = ref.type.shape
-    here = arith.cmpi(arith.CmpIPredicate.ult, index, _i32(size))
-    return here, utils.getelementptr(utils.memref_ptr(ref), [index], ir.IntegerType.get_signless(32))
-
-
-def _i32(value: int) -> Any:
-    return utils.c(value, ir.IntegerType.get_signless(32))

@@ -1,8 +1,8 @@
 """The k largest scores of a row: the kernel lowers for CUDA, refuses what it cannot do, and is right.
 
-On a CPU JAX's interpreter of GPU kernels runs it, where counting, storing at computed places and running
-sums are replaced by plain jax.numpy; it also looks for races. What these three do, and what the threads of a
-CTA do to each other, only the tests marked `gpu` can tell.
+On a CPU JAX's interpreter of GPU kernels runs it, where counting, running sums and access to computed places
+are replaced by plain jax.numpy; it also looks for races. What these do, and what the threads of a CTA do to
+each other, only the tests marked `gpu` can tell.
 """
 
 import re
@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_pallas import largest, largest_reference, select, select_refusal
-from kernels_pallas.select import BLOCK
+from kernels_pallas.computed_places import RUN
+from kernels_pallas.select import BLOCK, _parts
 
 B, K = 2, 2
 SPECIAL = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, -1e-40, 1.0, 3e38], np.float32)
@@ -120,24 +121,40 @@ def test_plain_version(case, k):
     case.check(largest_reference, k)
 
 
-def _plain_count(counts, bins):
+def _plain_add_ones(counts, bins):
     counts[...] = counts[...].at[bins].add(1, mode="drop")
 
 
-def _plain_store_at(ref, places, values):
-    places = jnp.where(places < 0, ref.shape[0], places)
-    ref[...] = ref[...].at[places].set(values, mode="drop")
+def _plain_gather(ref, index):
+    return ref[...].reshape(-1)[index]
 
 
-def _plain_sums_before(x, _):
+def _plain_append(refs, wanted, values, count, _):
+    places = jnp.where(wanted, count + jnp.cumsum(wanted) - 1, refs[0].shape[0])
+    for ref, x in zip(refs, values, strict=True):
+        ref[...] = ref[...].at[places].set(x, mode="drop")
+    return count + wanted.sum()
+
+
+def _plain_sums_before(x, *_):
     upto = jnp.cumsum(x)
     return upto - x, upto[-1]
 
 
-@pytest.fixture(scope="module")
-def interpreted():
+def _plain_the_one(here, values, *_):
+    return tuple(jnp.where(here, x, 0).sum() for x in values)
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=["whole rows", "parts"])
+def interpreted(request):
     with interpreting.interpreted(
-        select, _count=_plain_count, _store_at=_plain_store_at, _sums_before=_plain_sums_before
+        select,
+        add_ones=_plain_add_ones,
+        gather=_plain_gather,
+        append=_plain_append,
+        sums_before=_plain_sums_before,
+        the_one=_plain_the_one,
+        _parts=lambda *_: request.param,
     ):
         yield
 
@@ -154,9 +171,43 @@ def test_is_right_where_many_scores_agree(interpreted, kind):
     Case(0, kind, 3 * BLOCK + 64, ((0.0, 1.0), (0.3, 0.95))).check(largest, 1024)
 
 
+@pytest.mark.parametrize("better", [True, False])
+@pytest.mark.parametrize("thin", [16, 64])
+def test_is_right_where_the_sample_is_wrong(interpreted, thin, better):
+    """All that is looked at is among the best, or nothing: too few are likely, or too many."""
+    S = 5 * BLOCK
+    group, place = np.divmod(np.arange(S) // RUN, thin)
+    scores = np.random.default_rng(0).normal(size=(B, K, S))
+    scores += np.where((place == group * 5 % thin) == better, 100, 0)
+    args = jnp.asarray(scores, jnp.float32), jnp.zeros(B, jnp.int32), jnp.full(B, S)
+    np.testing.assert_array_equal(*(f(*args, k=1024) for f in (largest, largest_reference)))
+
+
+@pytest.mark.parametrize("spans", [((0.5, 0.5), (0.4, 0.45)), ((0.99, 1.0), (0.01, 0.97))])
+@pytest.mark.parametrize("kind", ["ties", "equal"])
+def test_is_right_of_parts_of_nothing(interpreted, kind, spans):
+    """Rows of no slots, of slots of one part only, and of more than all parts hold."""
+    Case(0, kind, 9 * BLOCK, spans).check(largest, 128)
+
+
+@pytest.mark.parametrize(
+    ("rows", "S", "k", "parts"),
+    [
+        (8, 131072, 1024, 16),
+        (32, 131072, 1024, 4),
+        (8, 131072, 4096, 4),
+        (1, 2**20, 128, 16),
+        (8, 32768, 1024, 1),
+        (512, 2**20, 128, 1),
+    ],
+)
+def test_few_long_rows_have_parts(rows, S, k, parts):
+    assert _parts(rows, S, k) == parts
+
+
 @pytest.mark.gpu
 @settings(max_examples=300, deadline=None)
-@given(cases(*SLOTS, 2**15, 2**17 + 64), st.sampled_from([128, 384, 1024, 4096]))
+@given(cases(*SLOTS, 2**15, 2**17 + 64, 2**20), st.sampled_from([128, 384, 1024, 4096]))
 def test_is_right_on_the_device(case, k):
     case.check(largest, k)
 
@@ -167,6 +218,8 @@ def test_is_right_of_many_rows_at_once(kind):
     """More CTAs than the device holds."""
     rng = np.random.default_rng(0)
     scores = jnp.asarray(KINDS[kind](rng, (600, 2, 2**14)), jnp.float32)
-    begin, end = (jnp.asarray(rng.integers(*ends, 600), jnp.int32) for ends in ((0, 1000), (2**14 - 1000, 2**14 + 1)))
+    begin, end = (
+        jnp.asarray(rng.integers(*ends, 600), jnp.int32) for ends in ((0, 1000), (2**14 - 1000, 2**14 + 1))
+    )
     found, expected = (f(scores, begin, end, k=1024) for f in (largest, largest_reference))
     np.testing.assert_array_equal(found, expected)
