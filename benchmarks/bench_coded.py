@@ -8,7 +8,8 @@ every row. `whole`: all far tokens are read. `chosen`: an index of 32 coordinate
 reads 1024 of them. Times are device times (CUPTI), all kernels of a step together; `delay` is what scanning
 and selecting take of it, timed by themselves. The peer and the read bandwidth are measured in the same run.
 `error` is the larger relative error of the first head of the first row and the last of the last, against
-float64 on the same integers and the same choice.
+float64 on the same integers and the same choice. `encode`: keys and values of a prompt of 8192 tokens, the
+kernel alone, its bytes beside those that a copy moves in that time.
 """
 
 from collections.abc import Iterator
@@ -24,19 +25,20 @@ import tyro
 
 from benchmarks.bench_kernels import cudnn
 from benchmarks.common import RESULTS, commit, write_result
-from benchmarks.timing import device_ms, normal
+from benchmarks.timing import copy_bandwidth, device_ms, kernel_times, normal
 from kernels_pallas import (
     Plane,
     Ring,
     coded_attention,
     decode_attention,
+    encode,
     index_scores,
     largest,
     merge_partial,
 )
 from zdc_jax.cache.fitted_integers import FittedIntegers
 
-N, H, SINKS, WINDOW = 32, 128, 4, 512
+N, H, SINKS, WINDOW, PROMPT = 32, 128, 4, 512, 8192
 SCALE = H**-0.5
 HEADS = {"MHA": 32, "GQA-4": 8}
 REACHES = (112, 128)
@@ -108,21 +110,21 @@ def span(B: int, S: int) -> tuple[jax.Array, jax.Array]:
     return jnp.full(B, SINKS, jnp.int32), jnp.full(B, S - WINDOW, jnp.int32)
 
 
-def choose(q: jax.Array, far: Coded, *, plan: Plan, S: int) -> jax.Array:
+def choose(q: jax.Array, far: Coded, begin: jax.Array, end: jax.Array, *, plan: Plan) -> jax.Array:
     """Slots that each KV head reads."""
-    index, far_span = planes(far, plan)[0], span(q.shape[0], S)
-    scores, _ = index_scores(q[..., : index.width], index, *far_span, scale=SCALE)
-    return largest(scores, *far_span, k=plan.read)
+    index = planes(far, plan)[0]
+    scores, _ = index_scores(q[..., : index.width], index, begin, end, scale=SCALE)
+    return largest(scores, begin, end, k=plan.read)
 
 
-def step(q: jax.Array, far: Coded, ring: Ring, *, plan: Plan, S: int) -> jax.Array:
-    """One token of each row: near and far tokens under one softmax, [B, N, H]."""
-    B, K = ring.k.shape[:2]
-    nothing, lengths = jnp.zeros((B, K, S, 0), q.dtype), jnp.full(B, S, jnp.int32)
+def step(q: jax.Array, far: Coded, ring: Ring, begin: jax.Array, end: jax.Array, *, plan: Plan) -> jax.Array:
+    """One token of each row: near and far tokens under one softmax, [B, N, H]; begin and end: see `span`."""
+    B, K, S = far[0][1].shape
+    nothing, lengths = jnp.zeros((B, K, S, 0), q.dtype), end + WINDOW
     near = decode_attention(q, nothing, nothing, lengths, scale=SCALE, ring=ring, sinks=SINKS, window=WINDOW)
-    slots = choose(q, far, plan=plan, S=S) if plan.read else None
+    slots = choose(q, far, begin, end, plan=plan) if plan.read else None
     *keys, values = planes(far, plan)
-    found = coded_attention(q, keys, values, *span(B, S), scale=SCALE, slots=slots)
+    found = coded_attention(q, keys, values, begin, end, scale=SCALE, slots=slots)
     return merge_partial([(o[:, None], lse[..., None]) for o, lse in (near, found)])[0][:, 0]
 
 
@@ -169,10 +171,11 @@ def row(kind: str, heads: str, shape: Shape, peer: list[float], repeats: int, ra
     widths = [C * bits // 8 for C, bits in (*plan.keys, plan.values)]
     far = tuple(random_plane(seed, (B, K, S), width) for seed, width in zip(seeds, widths, strict=True))
     q, ring = normal(0, B, N, H), Ring(normal(4, B, K, WINDOW + 8, H), normal(5, B, K, WINDOW + 8, H))
-    call, chooses = partial(step, plan=plan, S=S), partial(choose, plan=plan, S=S)
-    times = device_ms(call, q, far, ring, iterations=repeats)
-    delay = device_ms(chooses, q, far, iterations=repeats) if plan.read else [0.0]
-    found, slots = jax.jit(call)(q, far, ring), jax.jit(chooses)(q, far) if plan.read else None
+    call, chooses, ends = partial(step, plan=plan), partial(choose, plan=plan), span(B, S)
+    times = device_ms(call, q, far, ring, *ends, iterations=repeats)
+    delay = device_ms(chooses, q, far, *ends, iterations=repeats) if plan.read else [0.0]
+    found = jax.jit(call)(q, far, ring, *ends)
+    slots = jax.jit(chooses)(q, far, *ends) if plan.read else None
     wrong = []
     for head in (Head(0, 0), Head(B - 1, N - 1)):
         true = head.exact(q, far, ring, slots, plan=plan, S=S)
@@ -201,8 +204,40 @@ def row(kind: str, heads: str, shape: Shape, peer: list[float], repeats: int, ra
     }
 
 
+def encode_row(heads: str, repeats: int) -> dict[str, Any]:
+    """Keys and values of a prompt, with an index, into an empty store; the kernel alone."""
+    K, plan, T = HEADS[heads], PLANS["chosen"], PROMPT
+    widths = [C * bits // 8 for C, bits in (*plan.keys, plan.values)]
+    zeros = lambda *shape: jnp.zeros((1, K, T, *shape), jnp.uint8)
+    empty = tuple((zeros(width), zeros()) for width in widths)
+    k, v, start = normal(0, 1, T, K, H), normal(1, 1, T, K, H), jnp.zeros(1, jnp.int32)
+
+    @jax.jit
+    def put(k: jax.Array, v: jax.Array, empty: Coded) -> Any:
+        index, rest, values = planes(empty, plan)
+        return encode([k, v], [[index, rest], [values]], start, start + T)
+
+    jax.block_until_ready(put(k, v, empty))
+    run = lambda: [put(k, v, empty) for _ in range(repeats)]
+    times = [ms for name, ms in kernel_times(run) if "zdc_encode" in name]
+    ms, nbytes = float(np.median(times)), k.nbytes + v.nbytes + sum(x.nbytes for pair in empty for x in pair)
+    return {
+        "kind": "encode",
+        "heads": heads,
+        "B": 1,
+        "S": T,
+        "plan": plan._asdict(),
+        "ms": ms,
+        "bandwidth": nbytes / (ms * 1e-3) / copy_bandwidth(),
+        "repeats": {"ms": times},
+        "commit": commit(),
+    }
+
+
 def rows(options: Options, rate: float) -> Iterator[dict[str, Any]]:
-    """Of all shapes, and all kinds beside the same peer."""
+    """Of coding, and of all shapes, all kinds beside the same peer."""
+    for heads in HEADS:
+        yield encode_row(heads, options.repeats)
     for shape in options.shapes:
         for heads, K in HEADS.items():
             peer = peer_times(shape, K, options.repeats)

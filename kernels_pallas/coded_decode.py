@@ -69,7 +69,7 @@ def coded_attention(
     """
     check_coded(q, keys, values, begin, end, slots=slots, config=config)
     B, K, S = values.reach.shape
-    config = config or default_config(B * K, S if slots is None else slots.shape[2])
+    config = config or default_config(B * K, S, 0 if slots is None else slots.shape[2])
     planes = [(plane.levels, plane.reach) for plane in (*keys, values)]
     bits = tuple(plane.bits for plane in (*keys, values))
     return _launch(q, planes, begin, end, slots, bits=bits, scale=scale, config=config)

@@ -39,7 +39,7 @@ class Plane(NamedTuple):
 class CodedConfig:
     """stages: blocks of keys in flight. splits: parts of the keys of one KV head of one row."""
 
-    stages: int = 3
+    stages: int = 2
     splits: int = 4
 
     def __post_init__(self) -> None:
@@ -48,9 +48,14 @@ class CodedConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
 
 
-def default_config(rows: int, S: int) -> CodedConfig:
-    """Parts of B·K = `rows` caches for four CTAs on each of 132 multiprocessors, of 512 keys or more."""
-    return CodedConfig(splits=max(1, min(4 * 132 // rows, S // 512)))
+def default_config(rows: int, S: int, chosen: int = 0) -> CodedConfig:
+    """Parts of B·K = `rows` caches for four CTAs on each of 132 multiprocessors.
+
+    Of a whole store four or more, each of 512 keys or more; of a list of `chosen` slots of 128 or more.
+    """
+    all_at_once = 4 * 132 // rows
+    parts = min(all_at_once, chosen // 128) if chosen else min(max(all_at_once, 4), S // 512)
+    return CodedConfig(splits=max(1, parts))
 
 
 def check_coded(

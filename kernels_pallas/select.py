@@ -60,6 +60,8 @@ LAST = np.uint32(2**32 - 1)
 SIGN = np.uint32(1 << 31)
 SMS = 132
 """Multiprocessors."""
+AT_ONCE = 4
+"""CTAs of one."""
 LONG = 65536
 """Scores of a row from which on a second launch is worth its time."""
 PARTS = 16
@@ -121,11 +123,11 @@ def _launch(scores: Array, begin: Array, end: Array, *, k: int) -> Array:
 
 
 def _parts(rows: int, S: int, k: int) -> int:
-    """CTAs that share a row: as many as there are multiprocessors for, if that is worth a second launch.
+    """CTAs that share a row: as many as there is room for, if that is worth a second launch.
 
     Candidates of all parts must find room in the shared memory of one CTA.
     """
-    return 1 if S < LONG else max(1, min(PARTS, SMS // rows, PARTS * 1024 // k))
+    return 1 if S < LONG else max(1, min(PARTS, AT_ONCE * SMS // rows, PARTS * 1024 // k))
 
 
 class _Buffers(NamedTuple):

@@ -34,7 +34,7 @@ class Case:
     def __init__(self, kinds, T, dtype=jnp.bfloat16):
         rng = np.random.default_rng(T)
         widths = [sum(C for C, _ in each) for each in kinds]
-        size = lambda: np.exp(3 * rng.normal(size=(B, T, K, 1)))
+        size = lambda: np.exp(2 * rng.normal(size=(B, T, K, 1)))
         self.x = [jnp.asarray(rng.normal(size=(B, T, K, C)) * size(), dtype) for C in widths]
         random = lambda x: jnp.asarray(rng.integers(0, 256, x.shape), jnp.uint8)
         self.planes = [
