@@ -53,7 +53,8 @@ def coded_attention(
     Args:
       q: bfloat16, as many coordinates as `keys` have together.
       keys: one or two planes of consecutive coordinates (an index, and the rest). values: one plane. Levels
-        have 2, 4 or 8 bits and take a multiple of 16 bytes a token and plane; Z and S are multiples of 64.
+        have 2, 4 or 8 bits and take a multiple of 16 bytes a token and plane. Z is a multiple of 64, and S,
+        too, where there are no `slots`.
       begin, end: of each row; a row of none gives zeros and -inf, slots that are not there count for nothing.
       scale: factor on the scores, 1/√H of the original head dim.
       slots: with it, only those of these slots that count are read, each as often as it is there; int32.

@@ -79,7 +79,7 @@ def check_coded(
     common.check_groups(q.shape[1], K)
     if q.shape[1] // K > MOST_HEADS:
         raise ValueError(f"q has {q.shape[1] // K} heads a KV head: must be at most {MOST_HEADS}")
-    if S % BLOCK:
+    if slots is None and S % BLOCK:
         raise ValueError(f"S={S} slots: must be a multiple of {BLOCK}")
     for name, plane in (*((f"keys[{i}]", plane) for i, plane in enumerate(keys)), ("values", values)):
         check_plane(name, plane, (B, K, S))

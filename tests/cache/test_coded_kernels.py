@@ -26,6 +26,9 @@ SPECS = {
     "whole": CodedStore(**NEAR, key_code=FittedIntegers(4), value_code=FittedIntegers(4)),
     "split": CodedStore(**NEAR, key_code=SPLIT, value_code=FittedIntegers(2)),
     "all far": CodedStore(**NEAR | {"sinks": 0, "window": 0}, key_code=SPLIT, value_code=FittedIntegers(8)),
+    "near tokens, too": CodedStore(
+        **NEAR, near_code=FittedIntegers(8), key_code=FittedIntegers(4), value_code=FittedIntegers(4)
+    ),
     "chosen": CodedChoosing(**NEAR, **CHOOSING, index=32, read=128),
     "all chosen": CodedChoosing(**NEAR, **CHOOSING, index=32, read=512),
     "handed on": CodedChoosing(**NEAR, **CHOOSING, index=32, read=128, leads=True),

@@ -7,11 +7,14 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas import Plane
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes import Code, Coded, decode_tokens, encode_tokens
+from zdc_jax.cache.fitted_integers import kernel_planes
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState, put_ring
 from zdc_jax.cache.spec import Attended, Call
 from zdc_jax.errors import PlanError
+from zdc_jax.ops.stored import coded_decode_refusal, coded_ring_decode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,14 @@ class CodedRing(PrefixRing):
         aux: object,
         call: Call,
     ) -> Attended:
-        """`LayerCacheSpec.attend`."""
+        """`LayerCacheSpec.attend`; kernels decode from the codes."""
+        planes = kernel_planes([(self.code, state.ring_k), (self.code, state.ring_v)])
+        on_kernel = q.shape[1] == 1 and call.implementation in (None, "pallas")
+        if on_kernel and coded_decode_refusal(q, planes, slots=_slots_of(planes)) is None:
+            written, (sinks, window) = self.write(state, k, v, positions, end), state.near
+            planes = kernel_planes([(self.code, written.ring_k), (self.code, written.ring_v)])
+            o, lse = coded_ring_decode(q, planes, positions, scale=call.scale, sinks=sinks, window=window)
+            return Attended(written, o, lse, aux)
         whole = replace(state, ring_k=self._decode(state.ring_k), ring_v=self._decode(state.ring_v))
         seen = self._seen(k), self._seen(v)
         done = self.plain.attend(whole, q, *seen, positions, end, aux, call)
@@ -92,6 +102,11 @@ class CodedRing(PrefixRing):
 
     def _seen(self, x: Array) -> Array:
         return self._decode(self._encode(x))
+
+
+def _slots_of(planes: list[Plane]) -> Array | None:
+    """A list of all slots, which is to be as long as the ring."""
+    return jnp.zeros(planes[0].reach.shape, jnp.int32) if planes else None
 
 
 def _shape(ring: PrefixRing) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from zdc_jax.cache.coded_choosing import CodedChoosing
 from zdc_jax.cache.coded_ring import CodedRing
 from zdc_jax.cache.coded_store import CodedStore
-from zdc_jax.cache.codes import Int8, Split
+from zdc_jax.cache.codes import Split
 from zdc_jax.cache.fitted_integers import FittedIntegers
 from zdc_jax.cache.hosted_choosing import HostedChoosing
 from zdc_jax.cache.near_far import NearFar
@@ -28,6 +28,7 @@ from zdc_jax.plan import MOST_TOKENS, CompressionPlan
 BITS = (2, 3, 4, 5, 6, 8)
 WHOLE = 16
 BITS_NEAR = (8, WHOLE)
+NEAR_CODE = FittedIntegers(8)
 Memory = Literal["device", "host"]
 INDEX_STEP = 8
 """Levels are packed into bytes."""
@@ -42,7 +43,7 @@ class Settings(MethodSettings):
     head's queries read, a multiple of `page`, those of largest probability by the index; 0: all of them. With
     `read` and no index the layer reads what the layer before it that chose has chosen. page: tokens chosen
     together. memory: where keys and values of a layer that chooses lie, but for the index. bits_near: of a
-    coordinate of sinks and window, 8 (integers and a scale a token and head) or 16 (as the model has them).
+    coordinate of sinks and window, 8 (integers with a step a token and head) or 16 (as the model has them).
 
     Raises:
       PlanError: on any other value.
@@ -93,8 +94,8 @@ def _near_coded(spec: LayerCacheSpec, settings: MethodSettings) -> LayerCacheSpe
     if settings.bits_near == WHOLE or not (spec.sinks or spec.window):
         return spec
     if isinstance(spec, NearFar):
-        return replace(spec, near_code=Int8())
-    return CodedRing.of(spec, Int8())
+        return replace(spec, near_code=NEAR_CODE)
+    return CodedRing.of(spec, NEAR_CODE)
 
 
 def _far(settings: Settings) -> Callable[..., LayerCacheSpec]:

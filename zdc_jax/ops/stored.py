@@ -119,6 +119,31 @@ def coded_decode(
     return o[:, None], lse[..., None]
 
 
+def coded_ring_decode(
+    q: Float[Array, "B 1 N H"],
+    planes: Sequence[Plane],
+    positions: Int[Array, "B 1"],
+    *,
+    scale: float,
+    sinks: int,
+    window: int,
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B N 1"]]:
+    """Attention of one query a row to near tokens in integers on the kernel, the query's own among them.
+
+    planes: of keys and of values, as a ring stands: position p of the window in slot p mod window, sink p in
+    slot window + p.
+    """
+    keys, values = planes
+    B, K, M = values.reach.shape
+    slot, row = jnp.arange(M), jnp.zeros(B, jnp.int32)
+    recent = positions - (positions - slot) % max(window, 1)
+    sink = slot - window
+    held = jnp.where(slot < window, recent >= sinks, (sink < sinks) & (sink <= positions))
+    slots = jnp.broadcast_to(jnp.where(held, slot, M)[:, None], (B, K, M))
+    o, lse = coded_attention(q[:, 0], [keys], values, row, row + M, scale=scale, slots=slots)
+    return o[:, None], lse[..., None]
+
+
 def choice_refusal(q: Float[Array, "B 1 N C"], planes: Sequence[Plane], count: int) -> str | None:
     """Why `choose_by_index` cannot run; `planes` has the index alone, or nothing."""
     if not planes:
