@@ -143,8 +143,9 @@ def quality(kind: str, options: Options) -> dict[str, Any] | None:
     row = next(judged, None)
     if row is None:
         return None
-    shown = ("method", "context", "bytes_share", "read_share", "increase", "interval", "tasks")
-    return {name: row[name] for name in shown}
+    shown = ("method", "context", "bytes_share", "read_share", "increase", "interval")
+    retention = {task: found["retention"] for task, found in row["tasks"].items()}
+    return {name: row[name] for name in shown} | {"retention": retention}
 
 
 def tokens_held(config: ModelConfig, plan: CompressionPlan, free: int) -> int:

@@ -240,6 +240,12 @@ def test_is_attention_to_chosen_slots(interpreted, keys, values, heads):
     it.check(config=CodedConfig(splits=2))
 
 
+def test_a_list_reads_a_store_of_any_size(interpreted):
+    it = Case(((64, 8),), (64, 8), (4, 2), S=203)
+    it.choose(120)
+    it.check()
+
+
 def test_slots_that_are_not_there_count_for_nothing(interpreted):
     it, config = Case(*SHAPES[1], S=192), CodedConfig(stages=2, splits=2)
     it.end[0] = 192
@@ -295,6 +301,14 @@ def test_is_attention_on_the_device(keys, values, heads, chosen, config):
     if chosen:
         it.choose(chosen)
     it.check(config=config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("S", [203, 520])
+def test_a_list_reads_a_store_of_any_size_on_the_device(S):
+    it = Case(((64, 8),), (64, 8), (4, 2), S=S)
+    it.choose(S)
+    it.check()
 
 
 @pytest.mark.gpu

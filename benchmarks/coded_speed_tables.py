@@ -1,0 +1,60 @@
+"""Tables of how fast coded caches are, from the JSON of `bench_coded` and `bench_coded_models`."""
+
+import json
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.common import RESULTS
+
+KINDS = {"whole": "all far tokens", "chosen": "1024 chosen ones"}
+READS = {"whole": "all", "chosen": "a sixteenth", "chosen by 8 bits": "an eighth, index of 8 bits"}
+
+
+def _rows(name: str) -> list[dict[str, Any]]:
+    return json.loads((RESULTS / f"{name}.json").read_text())["results"]
+
+
+def kernels_table() -> str:
+    """A step of attention beside cuDNN."""
+    lines = [
+        "| far tokens read | heads | rows | tokens | ms | choosing | cuDNN, ms | | of read bandwidth |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in _rows("coded-h200"):
+        if row["kind"] in KINDS:
+            choosing = f"{row['delay']:.3f}" if row["delay"] else "–"
+            cells = [
+                KINDS[row["kind"]],
+                row["heads"],
+                row["B"],
+                f"{row['S']:,}",
+                f"{row['ms']:.3f}",
+                choosing,
+            ]
+            cells += [f"{row['peer_ms']:.3f}", f"{row['speedup']:.2f}x", f"{row['bandwidth']:.0%}"]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def models_table() -> str:
+    """A decoded token of whole models beside cuDNN, and what the same plan costs a real model."""
+    heads = ("shape", "far tokens read", "ms a token", "", "choosing, coding, ms", "tokens held")
+    heads += ("perplexity", "least retention")
+    return "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *_model_lines()])
+
+
+def _model_lines() -> Iterator[str]:
+    rows = _rows("coded-models-h200")
+    for row in rows:
+        ms, tokens = statistics.median(row["ms"]), f"{row['tokens'] / 1e6:.2f} M"
+        cells = [row["shape"], f"{ms:.2f}"]
+        if row["kind"] == "cudnn":
+            yield f"| {cells[0]} | all, 16 bits, cuDNN | {cells[1]} | | | {tokens} | | |"
+            continue
+        parts, judged = row["kernels"], row["quality"]
+        yield (
+            f"| {cells[0]} | {READS[row['kind']]} | {cells[1]} | {row['speedup']:.2f}x "
+            f"| {parts['choosing']:.2f}, {parts['coding']:.2f} | {tokens}, {row['tokens_beside_dense']:.2f}x "
+            f"| {judged['increase']:+.2%} | {min(judged['retention'].values()):.2f} |"
+        )
