@@ -94,6 +94,11 @@ def check_coded(
         raise ValueError(f"slots has {slots.shape[2]} of a KV head: must be 1 to {MOST_SLOTS}")
 
 
+def plane_fits(width: int, bits: int) -> bool:
+    """Whether kernels read planes of so many coordinates."""
+    return bits in BITS and width % 16 == 0 and 0 < width <= 256 and width * bits // 8 % LOAD == 0
+
+
 def check_plane(name: str, plane: Plane, tokens: tuple[int, int, int]) -> None:
     """Raises `ValueError` unless a plane of [B, K, S] `tokens` is one that kernels read."""
     if plane.bits not in BITS:

@@ -185,6 +185,8 @@ class SearchFlags:
     constrained: bool = True
     """Whether token classes keep to the paper's Eq. 6: more important tokens in deeper layers, fewer
     coordinates for the rest, and no more of Q/K than of V."""
+    on_kernels: bool = False
+    """With --method coded: only bits and indexes that GPU kernels read, so that all layers decode fast."""
     trials: int = 400
     """Most plans to measure."""
     minutes: float = math.inf
@@ -230,7 +232,14 @@ class SearchFlags:
         """
         limit = MAX_DEGRADATION if self.max_degradation is None else self.max_degradation
         options = SearchOptions(
-            limit, self.mode, self.trials, self.objective, self.constrained, self.min_retention, self.minutes
+            limit,
+            self.mode,
+            self.trials,
+            self.objective,
+            self.constrained,
+            self.min_retention,
+            self.minutes,
+            self.on_kernels,
         )
         kind = CodedSearch if method == "coded" else Search
         kind.check(options)

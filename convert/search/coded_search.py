@@ -10,21 +10,30 @@ tokens: first one choice for all, the furthest within the limits, then single la
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 from jaxtyping import Float
 
 from convert.search.search import REFINE_FAILURES, Exhausted, Measured, Search, SearchOptions
+from kernels_pallas import plane_fits
 from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import INDEX_STEP, Settings
 from zdc_jax.plan import CompressionPlan, LayerRanks
-from zdc_jax.planning.coded_costs import coded_forecast, coded_levels, coded_plan, key_shares
+from zdc_jax.planning.coded_costs import (
+    INDEX_BITS,
+    coded_forecast,
+    coded_levels,
+    coded_plan,
+    index_sizes,
+    key_shares,
+)
 from zdc_jax.planning.forecast import Forecast
 from zdc_jax.planning.layer_costs import Grade, LayerCosts
 
 SHORTEST_WINDOW = 16
 """Tokens; windows are halved down to here. Beside codes a window is a large share of the bytes."""
-INDEX_BITS = 4
+LEAST_INDEX_BITS = 4
 """Fewest of an index."""
 CHOICE_SHARE = {"bytes": 1 / 5, "read": 2 / 5}
 """Of trials and minutes, left to the last stage, by objective. Its first plans have settings that no layer
@@ -63,8 +72,25 @@ def choosing(ranks: LayerRanks, choice: Choice) -> LayerRanks:
     codes = ranks.settings
     assert isinstance(codes, Settings)
     index = max(codes.index, min(choice.index, ranks.qk - INDEX_STEP))
-    bits = max(codes.bits_index if codes.index else codes.bits_k, INDEX_BITS)
+    bits = max(codes.bits_index if codes.index else codes.bits_k, LEAST_INDEX_BITS)
     return replace(ranks, settings=replace(codes, bits_index=bits, index=index, read=choice.read))
+
+
+def choosing_on_kernels(ranks: LayerRanks, choice: Choice) -> LayerRanks:
+    """`choosing` with an index that kernels read, of as many coordinates or more; else the same layer."""
+    codes, rank = ranks.settings, ranks.qk
+    assert isinstance(codes, Settings)
+    sizes = ((codes.index, codes.bits_index),) if codes.index else product(index_sizes(rank), INDEX_BITS)
+    fitting = [
+        (index, bits)
+        for index, bits in sizes
+        if index >= choice.index and bits >= codes.bits_k
+        if plane_fits(index, bits) and plane_fits(rank - index, codes.bits_k)
+    ]
+    if not fitting:
+        return ranks
+    index, bits = min(fitting, key=lambda size: (size[0] * size[1], size))
+    return replace(ranks, settings=replace(codes, index=index, bits_index=bits, read=choice.read))
 
 
 class CodedSearch(Search):
@@ -95,10 +121,10 @@ class CodedSearch(Search):
             self._read_less(self.best.plan, self.costs)
 
     def _forecast(self) -> Forecast:
-        return coded_forecast(self.config, self.book.profile, self.book.basis)
+        return coded_forecast(self.config, self.book.profile, self.book.basis, self.options.on_kernels)
 
     def _levels(self) -> tuple[tuple[Grade, ...], tuple[Grade, ...]]:
-        return coded_levels(self.config.head_dim)
+        return coded_levels(self.config.head_dim, self.options.on_kernels)
 
     def _costs(
         self, layer: int, levels: Sequence[Grade], measured: Measured
@@ -117,9 +143,10 @@ class CodedSearch(Search):
     def _read_less(self, plan: CompressionPlan, costs: LayerCosts) -> None:
         """From a plan that reads everything: each layer goes so many steps along the choices."""
         choices = choices_for(self.length)
+        chosen = choosing_on_kernels if self.options.on_kernels else choosing
 
         def after(steps: Sequence[int]) -> CompressionPlan:
-            far = lambda ranks, step: choosing(ranks, choices[step - 1]) if step and ranks.qk else ranks
+            far = lambda ranks, step: chosen(ranks, choices[step - 1]) if step and ranks.qk else ranks
             return replace(plan, layers=tuple(map(far, plan.layers, steps)))
 
         L = len(plan.layers)

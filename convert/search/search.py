@@ -63,7 +63,8 @@ class SearchOptions:
     most plans measured. minutes: no plan is begun after so many, > 0. objective: what is to be least at the
     length of the windows, bytes of the KV cache, seconds of attention as
     `zdc_jax.planning.costs.request_seconds` predicts them, or bytes that a decoded token reads. constrained:
-    whether token classes keep to the paper's Eq. 6 (`ClassNumbers.meets_constraints`).
+    whether token classes keep to the paper's Eq. 6 (`ClassNumbers.meets_constraints`). on_kernels: whether
+    codes are only such as GPU kernels read.
 
     Raises:
       PlanError: on any other value, naming it and what is allowed.
@@ -76,6 +77,7 @@ class SearchOptions:
     constrained: bool = True
     min_retention: float = 0.0
     minutes: float = math.inf
+    on_kernels: bool = False
 
     def __post_init__(self) -> None:
         if not self.max_degradation > 0:
@@ -130,6 +132,8 @@ class Search:
         """Raises `PlanError` for options that this search has not."""
         if options.objective == "read":
             raise PlanError("objective='read': plans of method 'zdc' read all they hold; search for 'bytes'")
+        if options.on_kernels:
+            raise PlanError("on_kernels=True: of use to plans of method 'coded' alone")
 
     def run(self) -> Trial:
         """The best plan found.

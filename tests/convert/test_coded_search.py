@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import CONFIGS, calibrated_folder
@@ -14,9 +16,18 @@ from hf_variants import write_variant
 
 from convert.cli.main import main
 from convert.conversion import convert
-from convert.search.coded_search import CHOICES, SHORTEST_WINDOW, Choice, CodedSearch, choices_for, choosing
-from convert.search.search import SearchOptions, describe
+from convert.search.coded_search import (
+    CHOICES,
+    SHORTEST_WINDOW,
+    Choice,
+    CodedSearch,
+    choices_for,
+    choosing,
+    choosing_on_kernels,
+)
+from convert.search.search import Search, SearchOptions, describe
 from convert.search.trials import Trial, TrialBook
+from kernels_pallas import Plane, coded_refusal, scan_refusal
 from zdc_jax import CompressionPlan, load
 from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.perplexity import window_nll
@@ -369,6 +380,65 @@ def test_a_profile_of_short_windows_foretells_nothing():
     book = FakeBook(1)
     book.profile = replace(book.profile, windows=np.array([64]), far_write=book.profile.far_write[:, :1])
     assert CodedSearch(book, SearchOptions(0.8)).run().increase <= 0.8
+
+
+def readable(ranks):
+    """Whether kernels read all planes of a layer, by what each kernel would refuse."""
+    codes = ranks.settings
+    index = [(codes.index, codes.bits_index)] if codes.index else []
+    keys = [*index, (ranks.qk - codes.index, codes.bits_k)]
+    like = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.uint8)
+    *planes, values = (
+        Plane(like(1, 1, 128, C * bits // 8), like(1, 1, 128), bits)
+        for C, bits in (*keys, (ranks.v, codes.bits_v))
+    )
+    q = lambda C: jax.ShapeDtypeStruct((1, 1, C), jnp.bfloat16)
+    row = jax.ShapeDtypeStruct((1,), jnp.int32)
+    reasons = [coded_refusal(q(ranks.qk), planes, values, row, row)]
+    if codes.read:
+        reasons.append(scan_refusal(q(codes.index), planes[0], row, row, config=None))
+    return reasons == [None] * len(reasons)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_levels_on_kernels_are_those_that_kernels_read(head_dim):
+    keys, values = coded_levels(head_dim, on_kernels=True)
+    sizes = [grade.size for grade in keys]
+    assert sizes == sorted(sizes)
+    assert keys[0] == Grade(head_dim, 2)
+    assert keys[-1] == Grade(head_dim, 8)
+    assert any(grade.index for grade in keys)
+    for key, value in itertools.product(keys, values):
+        layer = kept(key, value)
+        assert readable(layer)
+        for choice in CHOICES:
+            wider = choosing_on_kernels(layer, choice)
+            assert readable(wider)
+            assert wider == layer or wider.settings.read == choice.read
+            assert wider == layer or wider.settings.index >= choice.index
+
+
+def test_four_bits_may_choose_on_kernels():
+    half, quarter = Choice(24, 512), Choice(32, 512)
+    of_64 = choosing_on_kernels(kept(Grade(64, 4), Grade(64, 4)), half).settings
+    of_128 = choosing_on_kernels(kept(Grade(128, 4), Grade(128, 4)), quarter).settings
+    assert [(x.index, x.bits_index, x.read) for x in (of_64, of_128)] == [(32, 4, 512), (32, 4, 512)]
+
+
+@pytest.mark.parametrize("objective", ["bytes", "read"])
+def test_a_search_on_kernels_finds_what_they_read(objective):
+    found = CodedSearch(FakeBook(0), SearchOptions(0.8, objective=objective, on_kernels=True)).run()
+    assert found.increase <= 0.8
+    far = [ranks for ranks in found.plan.layers if ranks.qk]
+    assert far
+    assert all(map(readable, far))
+
+
+def test_kernels_are_for_codes_of_wide_heads():
+    with pytest.raises(PlanError, match="on_kernels=True: of use to plans of method 'coded' alone"):
+        Search.check(SearchOptions(0.1, on_kernels=True))
+    with pytest.raises(PlanError, match="on_kernels: kernels read values of a multiple of 64, not 80"):
+        coded_levels(80, on_kernels=True)
 
 
 def test_foretold_costs_fall_with_the_error_of_scores():
