@@ -126,10 +126,11 @@ class Stack(NamedTuple):
         """Of outputs, relative to the largest.
 
         GEAR keeps thousands of numbers in 16 bits: where float32 ones differ by a rounding, a few of them do.
-        So does one of thousands of coordinates in 8 bits, by one level of 127.
+        So does one of thousands of coordinates in 8 bits, by one level, and that grows in the layers behind.
         """
-        near = any(isinstance(s, CodedRing) or getattr(s, "near_code", None) for s in self.specs)
-        return 1e-4 if self.plan.method == "gear" or near else 1e-5
+        if any(isinstance(spec, CodedRing) or getattr(spec, "near_code", None) for spec in self.specs):
+            return 5e-4
+        return 1e-4 if self.plan.method == "gear" else 1e-5
 
     def declares(self, clause: Clause) -> None:
         """Skips a test of a clause that a layer's method does not declare."""
