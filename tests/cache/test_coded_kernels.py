@@ -29,6 +29,12 @@ SPECS = {
     "near tokens, too": CodedStore(
         **NEAR, near_code=FittedIntegers(8), key_code=FittedIntegers(4), value_code=FittedIntegers(4)
     ),
+    "near sinks alone": CodedStore(
+        **NEAR | {"window": 0},
+        near_code=FittedIntegers(8),
+        key_code=FittedIntegers(4),
+        value_code=FittedIntegers(4),
+    ),
     "chosen": CodedChoosing(**NEAR, **CHOOSING, index=32, read=128),
     "all chosen": CodedChoosing(**NEAR, **CHOOSING, index=32, read=512),
     "handed on": CodedChoosing(**NEAR, **CHOOSING, index=32, read=128, leads=True),

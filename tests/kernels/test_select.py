@@ -159,7 +159,7 @@ def interpreted(request):
         yield
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(cases(*SLOTS), st.sampled_from([128, 1024]))
 def test_is_right(interpreted, case, k):
     case.check(largest, k)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from kernels_pallas import Plane
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes import Code, Coded, decode_tokens, encode_tokens
-from zdc_jax.cache.fitted_integers import kernel_planes
+from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState, put_ring
 from zdc_jax.cache.spec import Attended, Call
 from zdc_jax.errors import PlanError
@@ -60,6 +60,12 @@ class CodedRing(PrefixRing):
     ) -> PrefixRingState:
         """`LayerCacheSpec.write`."""
         sinks, window = state.near
+        if k.shape[1] == 1:
+            slot, past = _slot(positions, end, sinks, window)
+            stored = (k, [(self.code, state.ring_k)]), (v, [(self.code, state.ring_v)])
+            if done := put_by_kernel(stored, slot, past):
+                ((ring_k,), (ring_v,)) = done
+                return replace(state, ring_k=ring_k, ring_v=ring_v)
         put = partial(put_ring, positions=positions, end=end, sinks=sinks, window=window)
         coded = lambda ring, x: jax.tree.map(lambda held, new: put(held, x=new), ring, self._encode(x))
         return replace(state, ring_k=coded(state.ring_k, k), ring_v=coded(state.ring_v, v))
@@ -102,6 +108,14 @@ class CodedRing(PrefixRing):
 
     def _seen(self, x: Array) -> Array:
         return self._decode(self._encode(x))
+
+
+def _slot(positions: Array, end: Array, sinks: int, window: int) -> tuple[Array, Array]:
+    """Of one token a row: its slot [B, 1], and the one behind it [B], or that slot where none is written."""
+    recent = positions % window if window else positions
+    slot = jnp.where(positions < sinks, window + positions, recent)
+    kept = (positions < end[:, None]) & (positions < sinks if not window else True)
+    return slot, (slot + kept)[:, 0]
 
 
 def _slots_of(planes: list[Plane]) -> Array | None:
