@@ -49,11 +49,11 @@ class CodedConfig:
 
 
 def default_config(rows: int, S: int, chosen: int = 0) -> CodedConfig:
-    """Parts of B·K = `rows` caches for four CTAs on each of 132 multiprocessors.
+    """Parts of B·K = `rows` caches for four CTAs on each multiprocessor.
 
     Of a whole store four or more, each of 512 keys or more; of a list of `chosen` slots of 128 or more.
     """
-    all_at_once = 4 * 132 // rows
+    all_at_once = 4 * common.SMS // rows
     parts = min(all_at_once, chosen // 128) if chosen else min(max(all_at_once, 4), S // 512)
     return CodedConfig(splits=max(1, parts))
 

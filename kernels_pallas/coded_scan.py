@@ -78,10 +78,10 @@ class ScanConfig:
 
 def default_scan_config(rows: int, S: int, token_bytes: int) -> ScanConfig:
     """Of B·K = `rows` caches of S tokens: 64 bytes of levels a thread and step, if a token takes no more, and
-    parts for four CTAs on each of 132 multiprocessors, of 1024 tokens or more."""
+    parts for four CTAs on each multiprocessor, of 1024 tokens or more."""
     block = min(max(BLOCKS), max(THREADS, THREADS * 64 // token_bytes))
     return ScanConfig(
-        block=math.gcd(S, 1 << block.bit_length() - 1), splits=max(1, min(4 * 132 // rows, S // 1024))
+        block=math.gcd(S, 1 << block.bit_length() - 1), splits=max(1, min(4 * common.SMS // rows, S // 1024))
     )
 
 

@@ -58,6 +58,10 @@ def pad_rows(x: Array, axis: int) -> Array:
     return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)]) if missing else x
 
 
+SMS = 132
+"""Multiprocessors of an H100 or H200."""
+
+
 def check_device() -> None:
     """Raises `NotImplementedError` on a GPU that is not of compute capability 9.0; others are left to JAX."""
     if jax.default_backend() == "gpu" and (capability := jax.local_devices()[0].compute_capability) != "9.0":

@@ -150,6 +150,7 @@ def _before(runs: list[Any], sums: Any) -> tuple[list[Any], Any]:
     Runs of all threads come one after the other, then the next ones of all threads. Sums of a warp's share
     an integer; four of them, at most 128 each, are told apart before those of all warps are added.
     """
+    assert len(runs) in (1, 2, 4)
     bits, are_four = 32 // len(runs), len(runs) == 4
     own = functools.reduce(arith.addi, [arith.shli(x, _i32(bits * i)) for i, x in enumerate(runs)])
     upto = _warp_sums(own)

@@ -37,12 +37,12 @@ def config_for(rows: int, S: int, R: int, Z: int, H: int, *, window: int, page: 
 
 
 def default_config(rows: int, S: int, R: int, window: int) -> DecodeConfig:
-    """Enough parts of `rows` = B·K heads' caches to fill 132 multiprocessors, of at least four blocks each.
+    """Enough parts of `rows` = B·K heads' caches to fill all multiprocessors, of at least four blocks each.
 
     Blocks of far keys are small with two ranks, so that more CTAs are needed to keep the memory busy. Where
     there are only near keys (R = 0) a part may be a single block of them.
     """
-    wanted = (12 if window else 2) * 132 // rows
+    wanted = (12 if window else 2) * common.SMS // rows
     if not R:
         return DecodeConfig(near_splits=max(1, min(wanted, window // 64)))
     return DecodeConfig(splits=max(1, min(wanted, S // 256)))

@@ -31,6 +31,7 @@ BELOW, ABOVE = 6, 1
 """Scales that are tried: so many below that of the largest coordinate, and above it; 6 to 12 % apart."""
 TOKENS = 32
 """Of a program, at most."""
+OFFSETS = "must be at most 2^31, or above 2^32, where Triton takes offsets of 64 bits"
 
 
 def encode(
@@ -44,9 +45,9 @@ def encode(
     """Planes with the tokens x at slots starts … starts + T - 1 below `ends`; others keep what they hold.
 
     Args:
-      x: arrays of new tokens, float32 or 16 bits: keys and values, say.
+      x: arrays of new tokens, floats: keys and values, say.
       planes: for each array those that take its coordinates one after another; together they have as many.
-      starts, ends: of each row, int32; ends are at most S.
+      starts, ends: of each row, int32; nothing is written from S on.
       interpret: on any device, slowly.
 
     Returns:
@@ -73,14 +74,19 @@ def check_encode(
     x: Sequence[Shaped], planes: Sequence[Sequence[Plane]], starts: Shaped, ends: Shaped
 ) -> None:
     """Raises what `encode` says it raises; arrays are those given to it."""
+    common.check_device()
     if plt is None:
         raise NotImplementedError("this JAX has no Triton back end of Pallas")
     B, T, K, _ = x[0].shape
     S = planes[0][0].reach.shape[2]
     for i, (array, each) in enumerate(zip(x, planes, strict=True)):
         common.check_shape(f"x[{i}]", array, (B, T, K, sum(plane.width for plane in each)), "B, T, K, C")
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"x[{i}] has dtype {array.dtype}: must be a float")
         for j, plane in enumerate(each):
             check_plane(f"planes[{i}][{j}]", plane, (B, K, S))
+            if 2**31 < (size := B * K * S * plane.levels.shape[-1]) <= 2**32:
+                raise ValueError(f"planes[{i}][{j}] has {size} bytes: {OFFSETS}")
     for name, row in (("starts", starts), ("ends", ends)):
         common.check_shape(name, row, (B,), "B")
 
@@ -100,7 +106,8 @@ def _launch(
     rows = min(TOKENS, pl.next_power_of_2(T))
     leaves, tree = jax.tree.flatten(list(arrays))
     before = 1 + len(x)
-    span = jnp.stack([starts, ends], 1).astype(jnp.int32)
+    S = arrays[0][1].shape[2]
+    span = jnp.stack([starts, jnp.minimum(ends, S)], 1).astype(jnp.int32)
     found = pl.pallas_call(
         functools.partial(_kernel, bits=bits, rows=rows),
         out_shape=[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves],
@@ -152,7 +159,7 @@ def _coded(x: Array, bits: int, C: int) -> tuple[Array, Array]:
     tiny = float(jnp.finfo(jnp.float32).tiny)
     largest = jnp.maximum(jnp.abs(x).max(1, keepdims=True), tiny)
     # The largest on a GPU is that of numbers.
-    is_none = jnp.where(x == x, 0, 1).max(1, keepdims=True) > 0
+    is_none = jnp.where(jnp.abs(x) < jnp.inf, 0, 1).max(1, keepdims=True) > 0
     unit, widest = x / largest, _to_e5m3(largest)
     counts = lax.broadcasted_iota(jnp.int32, x.shape, 1) < C
     half = 2 ** (bits - 1)

@@ -26,6 +26,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from kernels_pallas.common import SMS
 from kernels_pallas.computed_places import (
     RUN,
     WARPS,
@@ -58,10 +59,8 @@ RUN_OF_BINS = BINS // THREADS
 LAST = np.uint32(2**32 - 1)
 """Key of what does not count, behind that of -inf."""
 SIGN = np.uint32(1 << 31)
-SMS = 132
-"""Multiprocessors."""
 AT_ONCE = 4
-"""CTAs of one."""
+"""CTAs of a multiprocessor."""
 LONG = 65536
 """Scores of a row from which on a second launch is worth its time."""
 PARTS = 16

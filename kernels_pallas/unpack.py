@@ -21,7 +21,7 @@ WORD = 16
 NAN_CODE = 255
 """Of a reach: the token holds what is no number."""
 E5M3_BIAS, E5M3_SHIFT = (127 - 16) << 3, 20
-"""From the 8 bits of a reach to those of float32."""
+"""From the 8 bits of a reach to those of float32: exponent and three bits of 2^-16, bits that are dropped."""
 _OF_128 = 0x43004300
 """Two bfloat16 128."""
 _AND_OR = 0xEA

@@ -145,7 +145,7 @@ def test_what_is_handed_on_serves_xla_and_kernels(plain):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"key_code": Gaussian(4)}, "kernels read integers with a step a token alone"),
+        ({"key_code": Gaussian(4)}, "kernels know only integers with one step a token"),
         ({"value_code": FittedIntegers(3)}, r"values.bits=3: must be one of"),
         ({"Z": 32}, "values has 32 coordinates: must be a multiple of 64"),
     ],

@@ -71,4 +71,6 @@ def test_zeros_outliers_and_what_is_no_number():
     np.testing.assert_array_equal(back[[0, 2]], 0)
     assert back[1, 0, 3] == pytest.approx(REACHES[-1] * 15 / 16)
     assert np.isnan(back[3]).all()
+    x[3, 0, 5] = np.inf
+    assert np.isnan(there_and_back(x, 4)[3]).all()
     np.testing.assert_allclose(back[4], 1e4, rtol=0.06)

@@ -437,8 +437,9 @@ def test_a_search_on_kernels_finds_what_they_read(objective):
 def test_kernels_are_for_codes_of_wide_heads():
     with pytest.raises(PlanError, match="on_kernels=True: of use to plans of method 'coded' alone"):
         Search.check(SearchOptions(0.1, on_kernels=True))
-    with pytest.raises(PlanError, match="on_kernels: kernels read values of a multiple of 64, not 80"):
-        coded_levels(80, on_kernels=True)
+    for head_dim in (80, 512):
+        with pytest.raises(PlanError, match=f"a multiple of 64 coordinates up to 256, not {head_dim}"):
+            coded_levels(head_dim, on_kernels=True)
 
 
 def test_foretold_costs_fall_with_the_error_of_scores():

@@ -106,6 +106,7 @@ def check_special(**options):
     now = read(FittedIntegers(8), arrays, 16)[:, :, :8].swapaxes(1, 2)
     true = read(FittedIntegers(8), FittedIntegers(8).encode(jnp.asarray(x)[..., None, :]), 16)
     np.testing.assert_array_equal(np.isnan(now), np.isnan(true))
+    np.testing.assert_array_equal(np.isnan(now).all(-1), ~np.isfinite(x).all(-1))
     assert (now[:, :2, 1] == 0).all()
     finite = np.isfinite(x).all(-1) & ~np.isnan(true).any(-1)
     wrong = lambda y: ((y - x)[finite] ** 2).sum(-1)
@@ -119,6 +120,23 @@ def test_special_numbers():
 @pytest.mark.gpu
 def test_special_numbers_on_the_device():
     check_special()
+
+
+def test_what_is_past_the_end_of_the_store_is_not_written():
+    it = Case([[(32, 4)]], 8)
+    it.starts, it.ends = np.full(B, S - 3), np.full(B, S + 5)
+    starts, ends = (jnp.asarray(each, jnp.int32) for each in (it.starts, it.ends))
+    ((found,),), ((before,),) = encode(it.x, it.planes, starts, ends, interpret=True), it.planes
+    for one, other in ((found.levels, before.levels), (found.reach, before.reach)):
+        np.testing.assert_array_equal(np.asarray(one)[:, :, : S - 3], np.asarray(other)[:, :, : S - 3])
+
+
+def test_planes_whose_offsets_triton_gets_wrong_are_refused():
+    like = lambda S: Plane(*(jax.ShapeDtypeStruct((16, 32, S, *w), jnp.uint8) for w in ((64,), ())), 4)
+    row, x = jax.ShapeDtypeStruct((16,), jnp.int32), jax.ShapeDtypeStruct((16, 1, 32, 128), jnp.bfloat16)
+    reasons = [encode_refusal([x], [[like(S)]], row, row) for S in (65536, 131072, 131136)]
+    assert reasons[::2] == [None, None]
+    assert "has 4294967296 bytes: must be at most 2^31, or above 2^32" in reasons[1]
 
 
 @pytest.mark.parametrize(

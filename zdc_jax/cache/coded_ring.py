@@ -14,7 +14,7 @@ from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState, put_ring
 from zdc_jax.cache.spec import Attended, Call
 from zdc_jax.errors import PlanError
-from zdc_jax.ops.stored import coded_decode_refusal, coded_ring_decode
+from zdc_jax.ops.stored import coded_decode_refusal, coded_ring_decode, takes_kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +83,9 @@ class CodedRing(PrefixRing):
     ) -> Attended:
         """`LayerCacheSpec.attend`; kernels decode from the codes."""
         planes = kernel_planes([(self.code, state.ring_k), (self.code, state.ring_v)])
-        on_kernel = q.shape[1] == 1 and call.implementation in (None, "pallas")
-        if on_kernel and coded_decode_refusal(q, planes, slots=_slots_of(planes)) is None:
+        refusal = partial(coded_decode_refusal, q, planes, slots=_slots_of(planes))
+        # What is refused here may run on kernels yet, once it is decoded.
+        if q.shape[1] == 1 and call.implementation != "xla" and takes_kernels("near decode", None, refusal):
             written, (sinks, window) = self.write(state, k, v, positions, end), state.near
             planes = kernel_planes([(self.code, written.ring_k), (self.code, written.ring_v)])
             o, lse = coded_ring_decode(q, planes, positions, scale=call.scale, sinks=sinks, window=window)
@@ -118,9 +119,9 @@ def _slot(positions: Array, end: Array, sinks: int, window: int) -> tuple[Array,
     return slot, (slot + kept)[:, 0]
 
 
-def _slots_of(planes: list[Plane]) -> Array | None:
-    """A list of all slots, which is to be as long as the ring."""
-    return jnp.zeros(planes[0].reach.shape, jnp.int32) if planes else None
+def _slots_of(planes: list[Plane]) -> jax.ShapeDtypeStruct | None:
+    """The shape of a list of all slots."""
+    return jax.ShapeDtypeStruct(planes[0].reach.shape, jnp.int32) if planes else None
 
 
 def _shape(ring: PrefixRing) -> dict[str, Any]:

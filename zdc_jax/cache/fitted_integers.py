@@ -8,13 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from kernels_pallas import Plane
+from kernels_pallas.encode import ABOVE, BELOW
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes import Code, Coded, Split, pack, packing_refusal, unpack
 from zdc_jax.cache.short_scales import NAN, from_e5m3, to_e5m3
 from zdc_jax.ops.stored import encoded
-
-BELOW, ABOVE = 6, 1
-"""Scales that are tried: so many below that of the largest coordinate, and above it; 6 to 12 % apart."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,8 @@ class FittedIntegers(Code):
         x, tiny = x.astype(jnp.float32), jnp.finfo(jnp.float32).tiny
         # Squares of the coordinates themselves could overflow.
         largest = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), tiny)
-        unit, widest = x / largest, to_e5m3(largest)
+        unit = x / largest
+        widest = jnp.where(jnp.isfinite(largest), to_e5m3(largest), NAN)
         tried = jnp.clip(widest.astype(jnp.int32) + jnp.arange(ABOVE, -BELOW - 1, -1), 0, NAN - 1)
         reaches = jnp.maximum(from_e5m3(tried) / largest, tiny)
         errors = jnp.square(self._rounded(unit, reaches) - unit[..., None, :]).sum(-1)
@@ -72,7 +71,7 @@ class FittedIntegers(Code):
 def kernel_planes(stored: Iterable[tuple[Code, Coded]]) -> list[Plane]:
     """What codes and their arrays [B, K, S, …], of single tokens, are to kernels; a `Split` is two planes.
 
-    None if any is another code.
+    Empty if any is another code.
     """
     planes: list[Plane] = []
     for code, coded in stored:

@@ -6,7 +6,7 @@ by the host's processor and sent; nothing is dropped. (Hao et al. 2025, OmniKV: 
 Efficient Long-Context LLMs, keep their cache so; the format is ours.)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -23,8 +23,10 @@ from zdc_jax.cache.codes import Code, Coded, encode_tokens
 from zdc_jax.cache.near_far import NearFarState
 from zdc_jax.cache.spec import Call
 from zdc_jax.errors import CacheMemoryError, PlanError
+from zdc_jax.ops.stored import takes_kernels
 
 HOST_MEMORY = "pinned_host"
+ON_HOST = "keys and values lie on the host"
 Space = jax.memory.Space
 UNROLLED = 8
 """Rows whose tokens are written by copies of their own; more take a loop."""
@@ -103,6 +105,15 @@ class HostedChoosing(CodedChoosing):
     def _kernel_planes(self, far: FarTokens) -> list[Plane]:
         """None: kernels cannot reach what is on the host."""
         return []
+
+    def attend_pages(
+        self, far: FarTokens, q: Array, positions: Array, pages: Array, call: Call
+    ) -> tuple[Array, Array]:
+        """`Choosing.attend_pages`, on XLA."""
+        if q.shape[1] == 1:
+            takes_kernels("decode of tokens on the host", call.implementation, lambda: ON_HOST)
+            call = replace(call, implementation="xla")
+        return super().attend_pages(far, q, positions, pages, call)
 
     def rows(self, far: FarTokens, slots: Int[Array, "B K n"]) -> tuple[Array, Array]:
         """`Choosing.rows`: the host gathers, the device decodes."""

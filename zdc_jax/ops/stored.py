@@ -8,6 +8,7 @@ takes the kernels where they can.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
@@ -30,6 +31,7 @@ from zdc_jax.ops.attention import Implementation, choose_implementation
 from zdc_jax.ops.xla import xla_attention
 
 NO_CUDNN = "it does not read this cache"
+NOT_INTEGERS = "kernels know only integers with one step a token"
 
 
 def takes_kernels(
@@ -88,14 +90,16 @@ def stored_attention(
 
 
 def coded_decode_refusal(
-    q: Float[Array, "B 1 N R"], planes: Sequence[Plane], *, slots: Int[Array, "B K n"] | None = None
+    q: Float[Array, "B 1 N R"],
+    planes: Sequence[Plane],
+    *,
+    slots: Int[Array, "B K n"] | jax.ShapeDtypeStruct | None = None,
 ) -> str | None:
-    """Why `coded_decode` cannot run; `planes` are empty where a code is none that kernels read."""
+    """Why `coded_decode` cannot run; `planes` are empty if kernels do not read one of the codes."""
     if not planes:
-        return "kernels read integers with a step a token alone"
+        return NOT_INTEGERS
     *keys, values = planes
-    row = jnp.zeros(q.shape[0], jnp.int32)
-    return device_refusal(q) or coded_refusal(q[:, 0], keys, values, row, row, slots=slots)
+    return device_refusal(q) or coded_refusal(q[:, 0], keys, values, *_rows(q), slots=slots)
 
 
 def coded_decode(
@@ -147,14 +151,13 @@ def coded_ring_decode(
 def choice_refusal(q: Float[Array, "B 1 N C"], planes: Sequence[Plane], count: int) -> str | None:
     """Why `choose_by_index` cannot run; `planes` has the index alone, or nothing."""
     if not planes:
-        return "kernels read integers with a step a token alone"
+        return NOT_INTEGERS
     (index,) = planes
-    row, (B, K, S) = jnp.zeros(q.shape[0], jnp.int32), index.reach.shape
-    scores = jnp.zeros((B, K, S), jnp.float32)
+    scores = jax.ShapeDtypeStruct(index.reach.shape, jnp.float32)
     return (
         device_refusal(q)
-        or scan_refusal(q[:, 0], index, row, row, config=None)
-        or select_refusal(scores, row, row, k=count)
+        or scan_refusal(q[:, 0], index, *_rows(q), config=None)
+        or select_refusal(scores, *_rows(q), k=count)
     )
 
 
@@ -177,6 +180,12 @@ def choose_by_index(
     return largest(scores, *span, k=count)
 
 
+def _rows(q: Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Shapes of begin and end."""
+    row = jax.ShapeDtypeStruct((q.shape[0],), jnp.int32)
+    return row, row
+
+
 def encoded(
     x: Sequence[Float[Array, "B T K _"]],
     planes: Sequence[Sequence[Plane]],
@@ -185,9 +194,15 @@ def encoded(
 ) -> list[list[Plane]] | None:
     """Planes with the tokens x at `positions` below `end`, written by one kernel; None where it cannot.
 
-    planes: for each array of x those that take its coordinates; no planes where a code is none of kernels'.
+    How attention is implemented says nothing of it: the codes are the same.
+
+    planes: for each array of x those that take its coordinates; empty if kernels do not know a code.
     """
     starts = positions[:, 0]
-    if not all(planes) or device_refusal(x[0]) or encode_refusal(x, planes, starts, end):
-        return None
-    return encode(x, planes, starts, end)
+
+    def refusal() -> str | None:
+        if not all(planes):
+            return NOT_INTEGERS
+        return device_refusal(x[0]) or encode_refusal(x, planes, starts, end)
+
+    return encode(x, planes, starts, end) if takes_kernels("coding", None, refusal) else None

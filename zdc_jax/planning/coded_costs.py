@@ -39,7 +39,7 @@ KEY_GRADES = (
 sizes these err least on a real model (`expected_error`); fewer coordinates retrieve next to nothing."""
 VALUE_BITS = (2, 3, 4, 8)
 INDEX_BITS = (4, 8)
-"""Of an index on kernels."""
+"""Bits of an index that kernels read."""
 FORETOLD_KEYS, FORETOLD_VALUES = 0.15, 0.03
 """Of what a layer costs without far tokens: what its keys, or values, cost in two bits. From single layers of
 a real model (docs/coding.md), where keys stand from 0.12 to 0.21 and most values at nothing."""
@@ -68,9 +68,9 @@ def coded_levels(head_dim: int, on_kernels: bool = False) -> tuple[tuple[Grade, 
 
 def _kernel_levels(head_dim: int) -> tuple[tuple[Grade, ...], tuple[Grade, ...]]:
     """`coded_levels` that kernels read: all coordinates, an index of a quarter or half of them, or none."""
-    if head_dim % BLOCK:
+    if head_dim % BLOCK or not plane_fits(head_dim, min(KERNEL_BITS)):
         raise PlanError(
-            f"on_kernels: kernels read values of a multiple of {BLOCK}, not {head_dim}, coordinates"
+            f"on_kernels: kernels read values of a multiple of {BLOCK} coordinates up to 256, not {head_dim}"
         )
     indexed = itertools.product(index_sizes(head_dim), INDEX_BITS, KERNEL_BITS)
     keys = {Grade(head_dim, bits) for bits in KERNEL_BITS} | {
