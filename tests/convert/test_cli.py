@@ -317,8 +317,8 @@ PLAN_FLAGS = "plan qk v budget max-score-error window sinks method set"
 FLAGS = {
     "convert": "dtype overwrite verify calibrate",
     "calibrate": "qk vo center tokens context batch seed reduction prune clusters profile from-moments dtype",
-    "plan": f"{PLAN_FLAGS} max-degradation texts min-retention sheets mode objective constrained trials "
-    "minutes text-windows context seed batch dtype",
+    "plan": f"{PLAN_FLAGS} max-degradation texts min-retention sheets mode objective constrained "
+    "on-kernels trials minutes text-windows context seed batch dtype",
     "generate": f"{PLAN_FLAGS} {SAMPLING_FLAGS} max-new-tokens stop chat system stream mesh payload dtype "
     "max-positions distributed coordinator num-processes process-id join-timeout",
     "chat": f"{PLAN_FLAGS} {SAMPLING_FLAGS} system max-new-tokens stop dtype max-positions",
