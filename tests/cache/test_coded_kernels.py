@@ -125,6 +125,7 @@ def check(spec, caplog):
     with caplog.at_level(logging.INFO, logger="zdc_jax.ops"):
         found, _ = run(spec, None)
     kinds = {"choice", "decode of chosen tokens"} if isinstance(spec, CodedChoosing) else {"coded decode"}
+    kinds |= {"coding"} | ({"near decode"} if spec.near_code else set())
     assert {f"{kind} runs on pallas" for kind in kinds} <= {record.getMessage() for record in caplog.records}
     expected, _ = run(spec, "xla")
     error = np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
