@@ -1,11 +1,12 @@
 """What does a coded cache gain in a whole model? A decoded token of large shapes, beside cuDNN in bfloat16.
 
-    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m benchmarks.bench_coded_models
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m benchmarks.bench_coded_models --plan plan.json
 
 Random weights; codes are random, so that what is chosen lies anywhere. Wall clock: tokens are dispatched one
 after another without waiting. Near are 512 tokens and 4 sinks in 16 bits, far ones lie in 4 bits. `whole`
 reads all of them, `chosen` a sixteenth, chosen by the first quarter of the coordinates of keys; `chosen by 8
-bits` an eighth, by an index of 8 bits a coordinate.
+bits` an eighth, by an index of 8 bits a coordinate. `searched` is the plan of a file, found for a small model
+(`benchmarks.transferred_plans`).
 
 `delay` is what of a token's time the GPU spends on kernels that choose and on the one that codes; `kernels`
 says which takes how long, by CUPTI. `quality` is that of the same plan on a real model, by shares of the
@@ -14,6 +15,7 @@ many the memory of this GPU holds beside the weights, by bytes. Models of coded 
 after the rotary embedding, as plans with a basis do.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -32,6 +34,7 @@ from benchmarks.bench_generate import LLAMA_2_7B, OnCudnn, build, decode_times
 from benchmarks.bench_host_memory import LLAMA_3_8B
 from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.timing import kernel_times
+from benchmarks.transferred_plans import check_on_kernels, transferred
 from zdc_jax.cache.kv_cache import KVCache, held_bytes
 from zdc_jax.config import ModelConfig
 from zdc_jax.methods.coded import Settings
@@ -42,6 +45,7 @@ SHAPES = {"Llama-2-7B": LLAMA_2_7B, "Llama-3-8B": LLAMA_3_8B}
 SINKS, WINDOW = 4, 512
 SHARES = {"whole": 0.0, "chosen": 1 / 16, "chosen by 8 bits": 1 / 8}
 """Of the context that is read."""
+SEARCHED = "searched"
 PARTS = {
     "choosing": "zdc_coded_scan|zdc_largest",
     "far tokens": "zdc_coded_decode",
@@ -49,21 +53,46 @@ PARTS = {
     "coding": "zdc_encode",
     "matrix products": "gemm|cutlass|nvjet|xmma|splitK|sm90_",
 }
-"""Kernels by what they do, as patterns of their names; all others are small operations."""
+"""Kernels by what they do, as patterns of their names; all others are small operations. Near tokens of 8 bits
+are read by the kernel of far ones, and counted there."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """rows and context: of a batch, in tokens. layers shortens the models for a trial."""
+    """rows and context: of a batch, in tokens. layers shortens the models for a trial.
+
+    kinds: of `SHARES`, and `searched` with a plan (default all). plan: a searched one. judged: JSON with its
+    quality at judged_context, the tokens by which what it reads grows with the context.
+    """
 
     shapes: tuple[str, ...] = tuple(SHAPES)
-    kinds: tuple[str, ...] = tuple(SHARES)
+    kinds: tuple[str, ...] = ()
+    plan: Path | None = None
+    judged: Path = RESULTS / "coded-smollm2-135m.json"
+    judged_context: int = 8192
     rows: int = 8
     context: int = 16384
     layers: int = 32
     steps: int = 24
     name: str = "coded-models-h200"
     results: Path = RESULTS
+
+    @property
+    def chosen_kinds(self) -> tuple[str, ...]:
+        """The uniform ones, then the searched one.
+
+        Raises:
+          SystemExit: there is no such kind, or no plan for it.
+        """
+        known = (*SHARES, SEARCHED) if self.plan else tuple(SHARES)
+        if unknown := set(self.kinds) - {*known}:
+            raise SystemExit(f"kinds={sorted(unknown)} must be of {known}; {SEARCHED!r} needs a plan")
+        return self.kinds or known
+
+    @property
+    def capacity(self) -> int:
+        """Of caches, in tokens."""
+        return -(-self.context // 128) * 128 + 128
 
 
 def settings_of(kind: str, head_dim: int, context: int) -> Settings:
@@ -81,6 +110,20 @@ def coded_plan(config: ModelConfig, kind: str, context: int) -> CompressionPlan:
     near = CompressionPlan.uniform(config, qk=H, v=H, sinks=SINKS, window=WINDOW)
     layers = tuple(replace(ranks, settings=settings) for ranks in near.layers)
     return replace(near, method="coded", settings=settings, layers=layers)
+
+
+def shape_of(name: str, options: Options) -> ModelConfig:
+    """With as many layers as are wanted."""
+    return replace(SHAPES[name], layers=SHAPES[name].layers[: options.layers])
+
+
+def plan_of(kind: str, config: ModelConfig, options: Options) -> CompressionPlan:
+    """Of a model of this shape."""
+    if kind != SEARCHED:
+        return coded_plan(config, kind, options.context)
+    assert options.plan is not None
+    found = CompressionPlan.load(options.plan)
+    return transferred(found, config, options.context / options.judged_context)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -119,7 +162,7 @@ def _step(network: Transformer, cache: KVCache, token: jax.Array) -> tuple[jax.A
 
 def kernel_ms(side: Any, options: Options, *, tokens: int = 4) -> dict[str, float]:
     """Milliseconds of a decoded token on the device, by `PARTS`: the mean over some tokens."""
-    cache = side.filled(side.cache(options.rows, options.context + 128), options.context)
+    cache = side.filled(side.cache(options.rows, options.capacity), options.context)
     token, cache = side.decode(cache, jnp.zeros((options.rows, 1), jnp.int32))
 
     def run() -> jax.Array:
@@ -137,15 +180,23 @@ def kernel_ms(side: Any, options: Options, *, tokens: int = 4) -> dict[str, floa
 
 def quality(kind: str, options: Options) -> dict[str, Any] | None:
     """Of the same plan on the real model: bytes held and read, increase of perplexity, lowest retention."""
-    path = options.results / "coded-uniform-smollm2-135m.json"
+    searched = kind == SEARCHED
+    path = options.judged if searched else options.results / "coded-uniform-smollm2-135m.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    judged = (row for row in rows if (row["method"], row["protocol"]) == (f"coded, {kind}", "cached"))
-    row = next(judged, None)
+    fits = partial(is_judged, options) if searched else lambda row: row["method"] == f"coded, {kind}"
+    row = next((row for row in rows if row["protocol"] == "cached" and fits(row)), None)
     if row is None:
         return None
     shown = ("method", "context", "bytes_share", "read_share", "increase", "interval")
     retention = {task: found["retention"] for task, found in row["tasks"].items()}
     return {name: row[name] for name in shown} | {"retention": retention}
+
+
+def is_judged(options: Options, row: dict[str, Any]) -> bool:
+    """Whether a row is of the searched plan itself, at the context at which it was judged."""
+    assert options.plan is not None
+    same = CompressionPlan.from_json(row["plan"], options.judged) == CompressionPlan.load(options.plan)
+    return same and row["context"] == options.judged_context
 
 
 def tokens_held(config: ModelConfig, plan: CompressionPlan, free: int) -> int:
@@ -156,7 +207,7 @@ def tokens_held(config: ModelConfig, plan: CompressionPlan, free: int) -> int:
 
 def rows(shape: str, options: Options) -> Iterator[dict[str, Any]]:
     """The peer, then each kind of plan beside it."""
-    config = replace(SHAPES[shape], layers=SHAPES[shape].layers[: options.layers])
+    config = shape_of(shape, options)
     network = build("folded", config)
     stats = jax.local_devices()[0].memory_stats()
     free = stats["bytes_limit"] - stats["bytes_in_use"]
@@ -166,14 +217,14 @@ def rows(shape: str, options: Options) -> Iterator[dict[str, Any]]:
     yield base | {"kind": "cudnn", "ms": [1e3 * t for t in peer], "tokens": dense}
     del network
     network = build("post_rope", config)
-    for kind in options.kinds:
-        network.plan = plan = coded_plan(config, kind, options.context)
+    for kind in options.chosen_kinds:
+        network.plan = plan = plan_of(kind, config, options)
         side = OnKernels(network)
         times, held = time(side), tokens_held(config, plan, free)
         parts = kernel_ms(side, options)
         yield base | {
             "kind": kind,
-            "plan": asdict(settings_of(kind, config.head_dim, options.context)),
+            "plan": plan.to_json() if kind == SEARCHED else asdict(plan.settings),
             "ms": [1e3 * t for t in times],
             "speedup": float(np.median(peer) / np.median(times)),
             "delay": parts["choosing"] + parts["coding"],
@@ -185,8 +236,11 @@ def rows(shape: str, options: Options) -> Iterator[dict[str, Any]]:
 
 
 def main(options: Options) -> None:
-    """Writes one JSON, again after each row."""
+    """Writes one JSON, again after each row; nothing is timed before kernels are known to read all plans."""
     found: list[dict[str, Any]] = []
+    for shape, kind in itertools.product(options.shapes, options.chosen_kinds):
+        config = shape_of(shape, options)
+        check_on_kernels(plan_of(kind, config, options), config, options.rows, options.capacity)
     for shape in options.shapes:
         for row in rows(shape, options):
             print({name: value for name, value in row.items() if name not in ("quality", "plan")}, flush=True)

@@ -1,0 +1,79 @@
+"""A searched plan of a small model for the shape of a large one, by shares of layers and of the head dim."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas import plane_fits
+from kernels_pallas.coded_scan import MOST_COORDINATES
+from kernels_pallas.select_inputs import MOST, THREADS
+from zdc_jax.cache.spec import Call, LayerCacheSpec
+from zdc_jax.config import ModelConfig
+from zdc_jax.errors import PlanError
+from zdc_jax.methods.coded import Settings
+from zdc_jax.plan import RANK_STEP, CompressionPlan, LayerRanks
+
+
+def transferred(plan: CompressionPlan, config: ModelConfig, growth: float) -> CompressionPlan:
+    """What a layer at the same depth keeps in `plan`, with ranks and index by the head dim.
+
+    Tokens that are read grow by `growth`; near tokens, and all bits, are the plan's.
+
+    Raises:
+      PlanError: a layer of the plan has an index that kernels read at no such size.
+    """
+    count, L = len(plan.layers), config.num_layers
+    layers = tuple(_layer(plan, layer * count // L, config.head_dim, growth) for layer in range(L))
+    plan = plan.for_model("", "")
+    return replace(plan, layers=layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+
+
+def _layer(plan: CompressionPlan, layer: int, H: int, growth: float) -> LayerRanks:
+    """Of a head dim of H, by one layer of the plan."""
+    ranks, settings, wider = plan.layers[layer], plan.settings_of(layer), H / plan.head_dim
+    assert isinstance(settings, Settings)
+    qk, v = (min(H, _multiple(rank * wider, RANK_STEP)) for rank in (ranks.qk, ranks.v))
+    index = _index(settings, settings.index * wider, qk) if settings.index and qk else settings.index
+    if index is None:
+        raise PlanError(
+            f"layer {layer} of the plan: kernels read no index of {settings.bits_index} bits beside other "
+            f"coordinates, of {qk} in all, of {settings.bits_k} bits"
+        )
+    read = settings.read and min(MOST, max(THREADS, _multiple(settings.read * growth, THREADS)))
+    return replace(ranks, qk=qk, v=v, settings=replace(settings, index=index, read=read))
+
+
+def _index(settings: Settings, wanted: float, rank: int) -> int | None:
+    """The size nearest to `wanted` that kernels read, and the other coordinates of keys beside it."""
+    sizes = [
+        size
+        for size in range(RANK_STEP, min(MOST_COORDINATES, rank - 1) + 1, RANK_STEP)
+        if plane_fits(size, settings.bits_index) and plane_fits(rank - size, settings.bits_k)
+    ]
+    return min(sizes, key=lambda size: abs(size - wanted), default=None)
+
+
+def _multiple(value: float, step: int) -> int:
+    """The nearest."""
+    return round(value / step) * step
+
+
+def check_on_kernels(plan: CompressionPlan, config: ModelConfig, rows: int, capacity: int) -> None:
+    """Raises `PlanError` naming the first layer of which kernels do not decode a token; computes nothing."""
+    aux = None
+    for layer, spec in enumerate(plan.layer_caches("bfloat16")):
+        try:
+            aux = jax.eval_shape(partial(_handed_on, spec, config, rows, capacity), aux)
+        except NotImplementedError as error:
+            raise PlanError(f"layer {layer} of {config.num_layers}: {error}") from error
+
+
+def _handed_on(spec: LayerCacheSpec, config: ModelConfig, rows: int, capacity: int, aux: object) -> object:
+    """What a layer that decodes a token hands on to the next."""
+    q = jnp.zeros((rows, 1, config.num_heads, config.head_dim), jnp.bfloat16)
+    kv = jnp.zeros((rows, 1, config.num_kv_heads, config.head_dim), jnp.bfloat16)
+    positions = jnp.zeros((rows, 1), jnp.int32)
+    state, call = spec.create(rows, capacity), Call(config.head_dim**-0.5, "pallas")
+    return spec.attend(state, q, kv, kv, positions, positions[:, 0] + 1, aux, call).aux
