@@ -8,12 +8,14 @@ Pallas' Triton back end runs it, which JAX is to give up: then `check_encode` re
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
@@ -27,8 +29,12 @@ try:
 except ImportError:
     plt = None  # type: ignore[assignment]
 
-BELOW, ABOVE = 6, 1
-"""Scales that are tried: so many below that of the largest coordinate, and above it; 6 to 12 % apart."""
+SMALLEST = 2.0**-40
+"""What a reach of 0 is taken for where it divides: far below the next, and its square is a number."""
+INTEGERS = 1.5 * 2**23
+"""Added to a float32 of less than 2^22, it leaves the nearest integer in the lowest bits."""
+INFINITE = 0x7F800000
+"""Bits of infinity as float32; those of what is no number are above."""
 TOKENS = 32
 """Of a program, at most."""
 OFFSETS = "must be at most 2^31, or above 2^32, where Triton takes offsets of 64 bits"
@@ -154,38 +160,57 @@ def _read(x_ref: Any, b: Array, kv: Array, first: Array, begin: int, kept: Array
     return plt.load(place, mask=inside, other=0.0).astype(jnp.float32)
 
 
+def reaches_tried(largest: Array, bits: int, C: int) -> list[Array]:
+    """Codes of the reaches that are tried for a token of C coordinates, int32, the widest first.
+
+    Two, one above and one below where the best most often lies; below 4 bits much is gained by cutting the
+    largest coordinates off, and it may be any of eight. More would lower the error of 4 bits and more by 4 %
+    of itself at most, on Gaussian vectors and those of Student's t with 4 degrees of freedom.
+
+    largest: of the token's coordinates, the bits of its magnitude as float32, int32.
+    """
+    above, count = 0.5, 8
+    if bits >= 4:
+        above, count = min(0.9, 1.83 - math.log2(C) / 3 + 0.45 * (bits - 4)), 2
+    # Reaches are 1/8 of a power of two apart, as codes are in the bits of a float.
+    widest = (largest + int((1 + above) * (1 << E5M3_SHIFT)) >> E5M3_SHIFT) - E5M3_BIAS
+    return [jnp.clip(widest - i, 0, NAN_CODE - 1) for i in range(count)]
+
+
 def _coded(x: Array, bits: int, C: int) -> tuple[Array, Array]:
-    """Packed levels uint8 [rows, ·], and reaches uint8 [rows]; coordinates from C on count for nothing."""
-    tiny = float(jnp.finfo(jnp.float32).tiny)
-    largest = jnp.maximum(jnp.abs(x).max(1, keepdims=True), tiny)
-    # The largest on a GPU is that of numbers.
-    is_none = jnp.where(jnp.abs(x) < jnp.inf, 0, 1).max(1, keepdims=True) > 0
-    unit, widest = x / largest, _to_e5m3(largest)
-    counts = lax.broadcasted_iota(jnp.int32, x.shape, 1) < C
-    half = 2 ** (bits - 1)
+    """Packed levels uint8 [rows, ·], and reaches uint8 [rows]; coordinates from C on are zeros, and count for
+    nothing."""
+    raw = lax.bitcast_convert_type(x, jnp.int32)
+    positive = raw & 0x7FFFFFFF
+    # As integers, for the largest float on a GPU is that of numbers.
+    largest = positive.max(1, keepdims=True)
+    size = lax.bitcast_convert_type(positive, jnp.float32)
+    half, zeros = 2 ** (bits - 1), x.shape[1] - C
 
-    def tried(offset: int) -> tuple[Array, Array, Array]:
-        code = jnp.clip(widest + offset, 0, NAN_CODE - 1)
-        reach = jnp.maximum(reaches(code) / largest, tiny)
-        wrong = (_level(unit, reach, half) + 0.5) * (reach / half) - unit
-        return jnp.where(counts, wrong * wrong, 0.0).sum(1, keepdims=True), code, reach
+    def tried(code: Array) -> tuple[Array, Array, Array]:
+        step = jnp.maximum(reaches(code), SMALLEST) / half
+        # Levels are half-way between integers.
+        wrong = jnp.abs(_beyond(size * (1 / step), half)[1]) - 0.5
+        return ((wrong * wrong).sum(1, keepdims=True) - 0.25 * zeros) * (step * step), code, step
 
-    error, code, reach = tried(ABOVE)
-    for offset in range(ABOVE - 1, -BELOW - 1, -1):
-        other = tried(offset)
+    first, *others = map(tried, reaches_tried(largest, bits, C))
+    error, code, step = first
+    for other in others:
         better = other[0] < error
-        error, code, reach = (
-            jnp.where(better, a, b) for a, b in zip(other, (error, code, reach), strict=True)
-        )
-    level = _level(unit, reach, half).astype(jnp.int32) + half
-    code = jnp.where(is_none, NAN_CODE, code)
-    return _packed(level, bits), code.astype(jnp.uint8)[:, 0]
+        error, code, step = (jnp.where(better, a, b) for a, b in zip(other, (error, code, step), strict=True))
+    integer, beyond = _beyond(size * (1 / step), half)
+    level = lax.bitcast_convert_type(integer, jnp.int32) - np.float32(INTEGERS).view(np.int32)
+    level -= (beyond < 0).astype(jnp.int32)
+    # Below zero level n is -1 - n.
+    level ^= raw >> 31
+    code = jnp.where(largest >= INFINITE, NAN_CODE, code)
+    return _packed(level + half, bits), code.astype(jnp.uint8)[:, 0]
 
 
-def _level(unit: Array, reach: Array, half: int) -> Array:
-    """-half to half - 1, as float32; 0 of what is no number."""
-    level = jnp.clip(jnp.floor(unit * (half / reach)), -half, half - 1)
-    return jnp.where(level == level, level, 0.0)
+def _beyond(at: Array, half: int) -> tuple[Array, Array]:
+    """The nearest integer up to half - 1, plus `INTEGERS`, and how far `at` is above it; it is 0 or more."""
+    integer = jnp.minimum(at + INTEGERS, INTEGERS + (half - 1))
+    return integer, at - (integer - INTEGERS)
 
 
 def _packed(level: Array, bits: int) -> Array:
@@ -195,9 +220,3 @@ def _packed(level: Array, bits: int) -> Array:
         parts = level.reshape(level.shape[0], level.shape[1] // each, each)
         level = (parts << (bits * lax.broadcasted_iota(jnp.int32, parts.shape, 2))).sum(2)
     return level.astype(jnp.uint8)
-
-
-def _to_e5m3(x: Array) -> Array:
-    """`zdc_jax.cache.short_scales.to_e5m3` of numbers, int32."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.clip(((bits + (1 << E5M3_SHIFT - 1)) >> E5M3_SHIFT) - E5M3_BIAS, 0, NAN_CODE - 1)

@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.encode import reaches_tried
 from zdc_jax.cache.codes import pack
-from zdc_jax.cache.fitted_integers import ABOVE, BELOW, FittedIntegers
+from zdc_jax.cache.fitted_integers import FittedIntegers
 
 BITS = (2, 3, 4, 5, 6, 8)
 REACHES = np.array([0.0, *[2.0 ** (e - 16) * (1 + m / 8) for e in range(32) for m in range(8)][1:-1]])
@@ -21,9 +22,9 @@ def rounded(x: np.ndarray, reach: float, bits: int) -> np.ndarray:
 
 
 def fitted(x: np.ndarray, bits: int) -> np.ndarray:
-    """The best of the reaches from 6 below that of the largest coordinate to 1 above."""
-    widest = int(np.argmin(np.abs(REACHES - np.abs(x).max())))
-    tried = [rounded(x, REACHES[code], bits) for code in range(widest - BELOW, widest + ABOVE + 1)]
+    """The best of the reaches that are tried."""
+    largest = np.abs(x).max().astype(np.float32).view(np.int32)
+    tried = [rounded(x, REACHES[code], bits) for code in reaches_tried(largest, bits, len(x))]
     return min(tried, key=lambda found: ((found - x) ** 2).sum())
 
 
@@ -53,6 +54,24 @@ def test_a_step_of_its_own_pays(bits):
         error[C] = ((there_and_back(x, bits) - x) ** 2).mean() / ONE_STEP[bits]
     assert error[16] < error[64] < error[512] < 1.02
     assert error[64] < {2: 0.98, 3: 0.92, 4: 0.81, 5: 0.70}[bits]
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("C", [32, 128])
+def test_more_reaches_would_not_pay(bits, C):
+    """Gaussian vectors and such of a heavy tail, beside all reaches from 9 below the widest to 3 above."""
+    rng = np.random.default_rng(C)
+    x = np.concatenate([rng.normal(size=(200, C)), rng.standard_t(df=4, size=(200, C))]).astype(np.float32)
+    error = ((there_and_back(x[:, None], bits)[:, 0] - x) ** 2).sum(-1)
+    widest = np.abs(REACHES - np.abs(x).max(1, keepdims=True)).argmin(1)
+    half, all_errors = 2 ** (bits - 1), []
+    for offset in range(-9, 4):
+        step = REACHES[widest + offset][:, None] / half
+        near = (np.minimum(np.floor(np.abs(x) / step), half - 1) + 0.5) * step
+        all_errors.append(((near - np.abs(x)) ** 2).sum(-1))
+    best = np.min(all_errors, axis=0)
+    for part in (slice(200), slice(200, None)):
+        assert error[part].sum() < {2: 1.3}.get(bits, 1.04) * best[part].sum()
 
 
 @pytest.mark.parametrize("bits", BITS)

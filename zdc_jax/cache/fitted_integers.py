@@ -5,19 +5,19 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from kernels_pallas import Plane
-from kernels_pallas.encode import ABOVE, BELOW
+from kernels_pallas.encode import SMALLEST, reaches_tried
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes import Code, Coded, Split, pack, packing_refusal, unpack
-from zdc_jax.cache.short_scales import NAN, from_e5m3, to_e5m3
+from zdc_jax.cache.short_scales import NAN, from_e5m3
 from zdc_jax.ops.stored import encoded
 
 
 @dataclass(frozen=True)
 class FittedIntegers(Code):
-    """Odd multiples of reach/2^bits, from -reach to reach; of eight reaches a token takes what errs least.
+    """Odd multiples of reach/2^bits, from -reach to reach; of `reaches_tried` a token takes what errs least.
 
     Coded: levels uint8 [*batch, 1, C·bits/8], level l is (2l + 1 - 2^bits)·reach/2^bits; reach uint8
     [*batch, 1, 1], in `to_e5m3`'s 8 bits. Zeros are read as zeros, a token with a coordinate that is no
@@ -36,20 +36,20 @@ class FittedIntegers(Code):
 
     def encode(self, x: Array) -> Coded:
         """`Code.encode`."""
-        x, tiny = x.astype(jnp.float32), jnp.finfo(jnp.float32).tiny
-        # Squares of the coordinates themselves could overflow.
-        largest = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), tiny)
-        unit = x / largest
-        widest = jnp.where(jnp.isfinite(largest), to_e5m3(largest), NAN)
-        tried = jnp.clip(widest.astype(jnp.int32) + jnp.arange(ABOVE, -BELOW - 1, -1), 0, NAN - 1)
-        reaches = jnp.maximum(from_e5m3(tried) / largest, tiny)
-        errors = jnp.square(self._rounded(unit, reaches) - unit[..., None, :]).sum(-1)
+        x = x.astype(jnp.float32)
+        largest = jnp.abs(x).max(-1, keepdims=True)
+        bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
+        tried = jnp.concatenate(reaches_tried(bits, self.bits, x.shape[-1]), axis=-1)
+        steps = jnp.maximum(from_e5m3(tried), SMALLEST) / 2 ** (self.bits - 1)
+        # In steps, for squares of the coordinates themselves could overflow.
+        at, level = self._nearest(x[..., None, :], steps[..., None])
+        errors = jnp.square(level - at).sum(-1) * jnp.square(steps)
         best = errors.argmin(-1, keepdims=True)
-        stored, reach = (jnp.take_along_axis(of, best, axis=-1) for of in (tried, reaches))
-        level = self._level(unit, reach) + 2 ** (self.bits - 1)
-        return pack(level.astype(jnp.uint8), self.bits), jnp.where(widest == NAN, NAN, stored).astype(
-            jnp.uint8
-        )
+        stored, step = (jnp.take_along_axis(of, best, axis=-1) for of in (tried, steps))
+        level = self._nearest(x, step)[1].astype(jnp.int32)
+        level = 2 ** (self.bits - 1) + jnp.where(x < 0, -1 - level, level)
+        stored = jnp.where(jnp.isfinite(largest), stored, NAN)
+        return pack(level.astype(jnp.uint8), self.bits), stored.astype(jnp.uint8)
 
     def decode(self, coded: Coded, C: int) -> Array:
         """`Code.decode`."""
@@ -57,15 +57,11 @@ class FittedIntegers(Code):
         odd = 2 * unpack(levels, self.bits).astype(jnp.float32) + (1 - 2**self.bits)
         return odd * (from_e5m3(reach) / 2**self.bits)
 
-    def _level(self, x: Array, reach: Array) -> Int[Array, "*batch C"]:
-        """-2^(bits-1) to 2^(bits-1) - 1 of what these broadcast to; 0 for what is no number."""
-        half = 2 ** (self.bits - 1)
-        return jnp.nan_to_num(jnp.clip(jnp.floor(x * (half / reach)), -half, half - 1)).astype(jnp.int32)
-
-    def _rounded(self, x: Float[Array, "*batch C"], reaches: Float[Array, "*batch E"]) -> Array:
-        """What is read of x under each reach: [*batch, E, C]."""
-        reach = reaches[..., None]
-        return (self._level(x[..., None, :], reach) + 0.5) * (reach / 2 ** (self.bits - 1))
+    def _nearest(self, x: Array, step: Array) -> tuple[Float[Array, "*batch C"], Float[Array, "*batch C"]]:
+        """Where |x| lies among the levels above zero, and which of 0 to 2^(bits-1) - 1 is the nearest; 0 of
+        what is no number."""
+        at = jnp.abs(x) * (1 / step) - 0.5
+        return at, jnp.nan_to_num(jnp.minimum(jnp.round(at), 2 ** (self.bits - 1) - 1))
 
 
 def kernel_planes(stored: Iterable[tuple[Code, Coded]]) -> list[Plane]:
