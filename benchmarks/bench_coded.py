@@ -9,10 +9,15 @@ reads 1024 of them. Times are device times (CUPTI), all kernels of a step togeth
 and selecting take of it, timed by themselves. The peer and the read bandwidth are measured in the same run;
 of ours the median counts, of the peer the fastest.
 `error` is the larger relative error of the first head of the first row and the last of the last, against
-float64 on the same integers and the same choice. `encode`: keys and values of a prompt of 8192 tokens, the
-kernel alone, its bytes beside those that a copy moves in that time.
+float64 on the same integers and the same choice.
+
+`encode`: keys and values of a prompt of 8192 tokens, the kernel alone, its bytes beside those that a copy
+moves in that time. `prompt chunk`: 1024 new tokens and their far ones behind 31,744, all in 4 bits, as the
+product reads them; the peer is the same attention to bfloat16. `selection`: 1024 scores of each row; the peer
+is XLA's.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -25,27 +30,25 @@ import numpy as np
 import tyro
 
 from benchmarks.bench_kernels import cudnn
-from benchmarks.common import RESULTS, commit, write_result
-from benchmarks.timing import copy_bandwidth, device_ms, kernel_times, normal
-from kernels_pallas import (
-    Plane,
-    Ring,
-    coded_attention,
-    decode_attention,
-    encode,
-    index_scores,
-    largest,
-    merge_partial,
+from benchmarks.coded_rows import SELECTIONS, chunk_row, encode_row, selection_row
+from benchmarks.coded_shapes import (
+    HEADS,
+    PLANS,
+    SCALE,
+    SINKS,
+    WINDOW,
+    Coded,
+    H,
+    N,
+    Plan,
+    planes,
+    random_tokens,
+    span,
 )
+from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.timing import copy_bandwidth, device_ms, normal
+from kernels_pallas import Ring, coded_attention, decode_attention, index_scores, largest, merge_partial
 from zdc_jax.cache.fitted_integers import FittedIntegers
-
-N, H, SINKS, WINDOW, PROMPT = 32, 128, 4, 512, 8192
-SCALE = H**-0.5
-HEADS = {"MHA": 32, "GQA-4": 8}
-REACHES = (112, 128)
-"""Codes of random reaches: 1/4 to 1."""
-Coded = tuple[tuple[jax.Array, jax.Array], ...]
-"""Levels and reach of planes."""
 
 
 class Shape(NamedTuple):
@@ -55,31 +58,16 @@ class Shape(NamedTuple):
     S: int
 
 
-class Plan(NamedTuple):
-    """Coordinates and bits of the planes of keys, and of values; read: tokens chosen by the first, 0: all."""
-
-    keys: tuple[tuple[int, int], ...]
-    values: tuple[int, int]
-    read: int = 0
-
-    @property
-    def bits(self) -> tuple[int, ...]:
-        """Of all planes."""
-        return tuple(bits for _, bits in (*self.keys, self.values))
-
-
-PLANS = {
-    "whole": Plan(keys=((H, 4),), values=(H, 4)),
-    "chosen": Plan(keys=((32, 4), (H - 32, 4)), values=(H, 4), read=1024),
-}
+OF_HEADS = ("encode", "prompt chunk")
+KINDS = (*OF_HEADS, "selection", *PLANS)
 
 
 @dataclass(frozen=True)
 class Options:
-    """shapes: rows and tokens. kinds: of `PLANS`."""
+    """shapes: of decoding, rows and tokens. kinds: of `KINDS`."""
 
     shapes: tuple[Shape, ...] = (Shape(16, 32768), Shape(16, 131072), Shape(1, 131072))
-    kinds: tuple[str, ...] = tuple(PLANS)
+    kinds: tuple[str, ...] = KINDS
     repeats: int = 7
     name: str = "coded-h200"
     results: Path = RESULTS
@@ -89,26 +77,6 @@ def read_bandwidth() -> float:
     """Bytes read per second by a sum of 4 GiB."""
     x = jax.random.bits(jax.random.key(0, impl="rbg"), (2**30,), jnp.uint32)
     return x.nbytes / (np.median(device_ms(lambda x: x.sum(dtype=jnp.uint32), x)) * 1e-3)
-
-
-@partial(jax.jit, static_argnums=(1, 2))
-def random_plane(key: jax.Array, tokens: tuple[int, ...], width: int) -> tuple[jax.Array, jax.Array]:
-    """Levels of `width` bytes and reaches of random tokens."""
-    levels, reach = jax.random.split(key)
-    return (
-        jax.random.bits(levels, (*tokens, width), jnp.uint8),
-        jax.random.randint(reach, tokens, *REACHES).astype(jnp.uint8),
-    )
-
-
-def planes(far: Coded, plan: Plan) -> list[Plane]:
-    """Of keys, then of values."""
-    return [Plane(*pair, bits) for pair, bits in zip(far, plan.bits, strict=True)]
-
-
-def span(B: int, S: int) -> tuple[jax.Array, jax.Array]:
-    """Slots of far tokens of each row."""
-    return jnp.full(B, SINKS, jnp.int32), jnp.full(B, S - WINDOW, jnp.int32)
 
 
 def choose(q: jax.Array, far: Coded, begin: jax.Array, end: jax.Array, *, plan: Plan) -> jax.Array:
@@ -168,9 +136,7 @@ def peer_times(shape: Shape, K: int, repeats: int) -> list[float]:
 def row(kind: str, heads: str, shape: Shape, peer: list[float], repeats: int, rate: float) -> dict[str, Any]:
     """One plan at one shape."""
     (B, S), K, plan = shape, HEADS[heads], PLANS[kind]
-    seeds = jax.random.split(jax.random.key(3, impl="rbg"), len(plan.bits))
-    widths = [C * bits // 8 for C, bits in (*plan.keys, plan.values)]
-    far = tuple(random_plane(seed, (B, K, S), width) for seed, width in zip(seeds, widths, strict=True))
+    far = random_tokens(plan, B, K, S)
     q, ring = normal(0, B, N, H), Ring(normal(4, B, K, WINDOW + 8, H), normal(5, B, K, WINDOW + 8, H))
     call, chooses, ends = partial(step, plan=plan), partial(choose, plan=plan), span(B, S)
     times = device_ms(call, q, far, ring, *ends, iterations=repeats)
@@ -205,55 +171,32 @@ def row(kind: str, heads: str, shape: Shape, peer: list[float], repeats: int, ra
     }
 
 
-def encode_row(heads: str, repeats: int) -> dict[str, Any]:
-    """Keys and values of a prompt, with an index, into an empty store; the kernel alone."""
-    K, plan, T = HEADS[heads], PLANS["chosen"], PROMPT
-    widths = [C * bits // 8 for C, bits in (*plan.keys, plan.values)]
-    zeros = lambda *shape: jnp.zeros((1, K, T, *shape), jnp.uint8)
-    empty = tuple((zeros(width), zeros()) for width in widths)
-    k, v, start = normal(0, 1, T, K, H), normal(1, 1, T, K, H), jnp.zeros(1, jnp.int32)
-
-    @jax.jit
-    def put(k: jax.Array, v: jax.Array, empty: Coded) -> Any:
-        index, rest, values = planes(empty, plan)
-        return encode([k, v], [[index, rest], [values]], start, start + T)
-
-    jax.block_until_ready(put(k, v, empty))
-    run = lambda: [put(k, v, empty) for _ in range(repeats)]
-    times = [ms for name, ms in kernel_times(run) if "zdc_encode" in name]
-    ms, nbytes = float(np.median(times)), k.nbytes + v.nbytes + sum(x.nbytes for pair in empty for x in pair)
-    return {
-        "kind": "encode",
-        "heads": heads,
-        "B": 1,
-        "S": T,
-        "plan": plan._asdict(),
-        "ms": ms,
-        "bandwidth": nbytes / (ms * 1e-3) / copy_bandwidth(),
-        "repeats": {"ms": times},
-        "commit": commit(),
-    }
-
-
-def rows(options: Options, rate: float) -> Iterator[dict[str, Any]]:
-    """Of coding, and of all shapes, all kinds beside the same peer."""
-    for heads in HEADS:
-        yield encode_row(heads, options.repeats)
-    for shape in options.shapes:
-        for heads, K in HEADS.items():
-            peer = peer_times(shape, K, options.repeats)
-            for kind in options.kinds:
-                yield row(kind, heads, shape, peer, options.repeats, rate)
+def rows(options: Options, reading: float, copying: float) -> Iterator[dict[str, Any]]:
+    """Of all kinds but decoding, and of decoding at all shapes, its kinds beside the same peer."""
+    for kind, heads in itertools.product(OF_HEADS, HEADS):
+        if kind in options.kinds:
+            make = partial(encode_row, rate=copying) if kind == "encode" else chunk_row
+            yield make(heads, options.repeats)
+    for scores in SELECTIONS if "selection" in options.kinds else ():
+        yield selection_row(scores, options.repeats)
+    decoding = [kind for kind in options.kinds if kind in PLANS]
+    for shape, (heads, K) in itertools.product(options.shapes if decoding else (), HEADS.items()):
+        peer = peer_times(shape, K, options.repeats)
+        for kind in decoding:
+            yield row(kind, heads, shape, peer, options.repeats, reading)
 
 
 def main(options: Options) -> None:
     """Writes one JSON, again after each row."""
-    rate, found = read_bandwidth(), []
-    print(f"reading {rate / 1e12:.2f} TB/s", flush=True)
-    for each in rows(options, rate):
+    if unknown := set(options.kinds) - {*KINDS}:
+        raise SystemExit(f"kinds={sorted(unknown)} must be of {KINDS}")
+    reading, copying, found = read_bandwidth(), copy_bandwidth(), []
+    print(f"reading {reading / 1e12:.2f} TB/s, copying {copying / 1e12:.2f}", flush=True)
+    for each in rows(options, reading, copying):
         print({name: value for name, value in each.items() if name not in ("plan", "repeats")}, flush=True)
         found.append(each)
-        path = write_result(options.name, {"read_bandwidth": rate}, found, options.results)
+        config = {"read_bandwidth": reading, "copy_bandwidth": copying}
+        path = write_result(options.name, config, found, options.results)
     print(path)
 
 

@@ -29,9 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from benchmarks.bench_coded import REACHES
 from benchmarks.bench_generate import LLAMA_2_7B, OnCudnn, build, decode_times
 from benchmarks.bench_host_memory import LLAMA_3_8B
+from benchmarks.coded_shapes import REACHES
 from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.timing import kernel_times
 from benchmarks.transferred_plans import check_on_kernels, transferred

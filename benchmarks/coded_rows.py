@@ -1,0 +1,144 @@
+"""Rows of `bench_coded` beside those of decoding: coding a prompt, a piece of a prompt, and selecting."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.coded_shapes import (
+    HEADS,
+    PLANS,
+    SCALE,
+    SINKS,
+    WINDOW,
+    Coded,
+    H,
+    N,
+    planes,
+    random_tokens,
+    span,
+)
+from benchmarks.common import commit
+from benchmarks.timing import device_ms, kernel_times, normal
+from kernels_pallas import encode, largest
+from zdc_jax.cache.coded_store import CodedStore
+from zdc_jax.cache.fitted_integers import FittedIntegers
+from zdc_jax.cache.spec import Call
+
+PROMPT = 8192
+BEHIND, CHUNK = 31744, 1024
+"""Tokens that are there, and new ones."""
+COUNT = 1024
+"""Scores that are selected of a row."""
+
+
+class Scores(NamedTuple):
+    """Rows B·K of S scores."""
+
+    B: int
+    K: int
+    S: int
+
+
+SELECTIONS = Scores(16, 8, 32768), Scores(16, 32, 32768), Scores(1, 8, 131072)
+
+
+def put(k: jax.Array, v: jax.Array, empty: Coded, start: jax.Array) -> Any:
+    """A store of plan `chosen` with the keys and values of a prompt."""
+    index, rest, values = planes(empty, PLANS["chosen"])
+    return encode([k, v], [[index, rest], [values]], start, start + k.shape[1])
+
+
+def encode_row(heads: str, repeats: int, rate: float) -> dict[str, Any]:
+    """Keys and values of a prompt, with an index, into an empty store; the kernel alone. rate: of a copy."""
+    K, plan, T = HEADS[heads], PLANS["chosen"], PROMPT
+    zeros = lambda *shape: jnp.zeros((1, K, T, *shape), jnp.uint8)
+    empty = tuple((zeros(width), zeros()) for width in plan.nbytes)
+    k, v, start = normal(0, 1, T, K, H), normal(1, 1, T, K, H), jnp.zeros(1, jnp.int32)
+    call = jax.jit(put)
+    jax.block_until_ready(call(k, v, empty, start))
+    run = lambda: [call(k, v, empty, start) for _ in range(repeats)]
+    times = [ms for name, ms in kernel_times(run) if "zdc_encode" in name]
+    ms, nbytes = float(np.median(times)), k.nbytes + v.nbytes + sum(x.nbytes for pair in empty for x in pair)
+    return {
+        "kind": "encode",
+        "heads": heads,
+        "B": 1,
+        "S": T,
+        "plan": plan._asdict(),
+        "ms": ms,
+        "bandwidth": nbytes / (ms * 1e-3) / rate,
+        "repeats": {"ms": times},
+        "commit": commit(),
+    }
+
+
+def whole_store(heads: str) -> CodedStore:
+    """The product's store of plan `whole`."""
+    (_, bits_k), (_, bits_v) = *PLANS["whole"].keys, PLANS["whole"].values
+    return CodedStore(
+        num_kv_heads=HEADS[heads],
+        head_dim=H,
+        dtype="bfloat16",
+        R=H,
+        Z=H,
+        sinks=SINKS,
+        window=WINDOW,
+        key_code=FittedIntegers(bits_k),
+        value_code=FittedIntegers(bits_v),
+    )
+
+
+def chunk_row(heads: str, repeats: int) -> dict[str, Any]:
+    """A piece of a prompt and its far tokens, decoded for it, beside the same numbers held in bfloat16."""
+    K, S, plan = HEADS[heads], BEHIND + CHUNK, PLANS["whole"]
+    store, call = whole_store(heads), Call(SCALE, "pallas")
+    far = tuple(
+        (levels[..., None, :], reach[..., None, None]) for levels, reach in random_tokens(plan, 1, K, S)
+    )
+    q, positions = normal(0, 1, CHUNK, N, H), BEHIND + jnp.arange(CHUNK, dtype=jnp.int32)[None]
+    coded = lambda far, q, positions: store.attend_far(far, q, positions, call)
+    exact = lambda k, v, q, positions: store.attend_rows(q, k, v, positions, call)
+    times = device_ms(coded, far, q, positions, iterations=repeats)
+    peer = device_ms(exact, *jax.jit(store.read)(far), q, positions, iterations=repeats)
+    ms, peer_ms = float(np.median(times)), min(peer)
+    return {
+        "kind": "prompt chunk",
+        "heads": heads,
+        "B": 1,
+        "T": CHUNK,
+        "S": S,
+        "plan": plan._asdict() | {"window": WINDOW, "sinks": SINKS},
+        "ms": ms,
+        "peer_ms": peer_ms,
+        "cost": ms / peer_ms,
+        "repeats": {"ms": times, "peer_ms": peer},
+        "commit": commit(),
+    }
+
+
+def by_xla(scores: jax.Array, begin: jax.Array, end: jax.Array) -> jax.Array:
+    """XLA's selection of slots begin ≤ j < end, of equal scores any."""
+    at = jnp.arange(scores.shape[-1])
+    counts = (at >= begin[:, None, None]) & (at < end[:, None, None])
+    return jax.lax.top_k(jnp.where(counts, scores, -jnp.inf), COUNT, is_stable=False)[1]
+
+
+def selection_row(shape: Scores, repeats: int) -> dict[str, Any]:
+    """The largest scores of all rows, by the kernel and by XLA; those of few rows stay in the GPU's cache."""
+    scores, ends = normal(0, *shape, dtype=jnp.float32), span(shape.B, shape.S)
+    ours = lambda scores, begin, end: largest(scores, begin, end, k=COUNT)
+    times = device_ms(ours, scores, *ends, iterations=repeats)
+    peer = device_ms(by_xla, scores, *ends, iterations=repeats)
+    ms, peer_ms = float(np.median(times)), min(peer)
+    return {
+        "kind": "selection",
+        **shape._asdict(),
+        "k": COUNT,
+        "ms": ms,
+        "peer_ms": peer_ms,
+        "speedup": peer_ms / ms,
+        "repeats": {"ms": times, "peer_ms": peer},
+        "commit": commit(),
+    }
