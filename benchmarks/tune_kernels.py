@@ -1,26 +1,39 @@
 """Which tile sizes are fastest on this card? Writes `kernels_pallas/tuned/<device>.json`.
 
     python -m benchmarks.tune_kernels
+    python -m benchmarks.tune_kernels --only coded_decode
 
 Times every candidate at widths that plans use, and keeps the fastest beside all raw times. Kernels take the
 table's config where widths and device match, else their default rule.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from benchmarks.common import environment
+from benchmarks import coded_shapes as coded
+from benchmarks.common import commit, environment
 from benchmarks.timing import device_ms, normal
-from kernels_pallas import DecodeConfig, PrefillConfig, Ring, Trailing, decode_attention, prefill_attention
+from kernels_pallas import (
+    CodedConfig,
+    DecodeConfig,
+    PrefillConfig,
+    Ring,
+    Trailing,
+    coded_attention,
+    decode_attention,
+    prefill_attention,
+)
 from kernels_pallas import decode as decode_kernel
+from kernels_pallas.coded_inputs import default_config as coded_rule
 from kernels_pallas.tuning import FOLDER, file_of
 
 N, S = 32, 8192
@@ -34,28 +47,43 @@ PREFILL = [
     PrefillConfig(64, 3, 3, overlap=True),
 ]
 DECODE = [(64, 2), (64, 3), (64, 4), (128, 2)]
+CODED = [
+    *(coded.Plan(((coded.H, bits),), (coded.H, bits)) for bits in (2, 4, 8)),
+    coded.PLANS["chosen"],
+]
+STAGES = (2, 3, 4)
+"""Of coded keys and values; a list of slots has none."""
+Kernel = Literal["prefill", "decode", "coded_decode"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """`folder` of the table."""
+    """folder: of the table. only: kernels to tune (default all); entries of others stay as they are."""
 
     folder: Path = FOLDER
+    only: tuple[Kernel, ...] = ()
 
 
 def fastest(
-    widths: dict[str, int], candidates: list[Any], time: Callable[[Any], list[float]]
+    widths: dict[str, int],
+    candidates: list[Any],
+    time: Callable[[Any], list[float]],
+    beside: Sequence[Any] = (),
 ) -> dict[str, Any]:
-    """The entry of these widths: config of the lowest median, and every candidate's times in ms."""
+    """The entry of these widths: config of the lowest median, and every candidate's times in ms.
+
+    beside: configs that are timed, too, and not taken.
+    """
     seen = []
-    for config in candidates:
+    for config in (*candidates, *beside):
         try:
-            seen.append((float(np.median(times := time(config))), asdict(config), times))
+            seen.append((float(np.median(times := time(config))), config, times))
         except ValueError as refusal:  # Too much shared memory.
             print(widths, config, str(refusal)[:80], flush=True)
-    best = min(seen, key=lambda entry: entry[0])
-    print(widths, best[1], f"{best[0]:.3f} ms", flush=True)
-    return {"widths": widths, "config": best[1], "ms": [{"config": c, "times": t} for _, c, t in seen]}
+    ms, best, _ = min((entry for entry in seen if entry[1] in candidates), key=lambda entry: entry[0])
+    print(widths, best, f"{ms:.3f} ms", flush=True)
+    listed = [{"config": asdict(config), "times": each} for _, config, each in seen]
+    return {"widths": widths, "config": asdict(best), "ms": listed, "commit": commit()}
 
 
 def prefill() -> Iterator[dict[str, Any]]:
@@ -101,15 +129,52 @@ def decode() -> Iterator[dict[str, Any]]:
         yield fastest({"R": R, "Z": Z, "H": H or R}, candidates, time)
 
 
-def main() -> None:
-    """Measures both kernels and writes the table."""
-    folder = tyro.cli(Options, description=__doc__).folder
-    table = {**environment(), "prefill": list(prefill()), "decode": list(decode())}
-    path = folder / file_of(jax.devices()[0].device_kind).name
-    folder.mkdir(parents=True, exist_ok=True)
+def coded_decode() -> Iterator[dict[str, Any]]:
+    """16 rows of 32,768 tokens in codes, 8 KV heads of four queries; the number of parts stays the rule's.
+
+    Others are timed beside it.
+    """
+    B, K, tokens = 16, 8, 32768
+    for plan in CODED:
+        rule = coded_rule(B * K, tokens, plan.read)
+        stages = STAGES[:1] if plan.read else STAGES
+        of_parts = lambda splits, stages=stages: [CodedConfig(each, splits) for each in stages]
+        beside = [*of_parts(max(1, rule.splits // 2)), *of_parts(2 * rule.splits)]
+        widths = {"C": coded.H, "Z": coded.H, "bytes": sum(plan.nbytes), "chosen": plan.read}
+        time = coded_times(plan, B, K, tokens)
+        yield fastest(widths, of_parts(rule.splits), time, beside)
+
+
+def coded_times(plan: coded.Plan, B: int, K: int, tokens: int) -> Callable[[CodedConfig], list[float]]:
+    """What times a config: of far tokens alone, all of them or any that a list has."""
+    q, far = normal(0, B, coded.N, coded.H), coded.random_tokens(plan, B, K, tokens)
+    ends, slots = coded.span(B, tokens), None
+    if plan.read:
+        slots = jax.random.randint(jax.random.key(1), (B, K, plan.read), 0, tokens).sort()
+
+    def attend(q: jax.Array, far: coded.Coded, slots: jax.Array | None, *, config: CodedConfig) -> jax.Array:
+        *keys, values = coded.planes(far, plan)
+        return coded_attention(q, keys, values, *ends, scale=0.1, slots=slots, config=config)[0]
+
+    return lambda config: device_ms(partial(attend, config=config), q, far, slots, iterations=5)
+
+
+KERNELS: dict[Kernel, Callable[[], Iterator[dict[str, Any]]]] = {
+    "prefill": prefill,
+    "decode": decode,
+    "coded_decode": coded_decode,
+}
+
+
+def main(options: Options) -> None:
+    """Measures the kernels and writes the table. What stays keeps the record of its own run."""
+    path = options.folder / file_of(jax.devices()[0].device_kind).name
+    table = json.loads(path.read_text()) if options.only and path.exists() else environment()
+    table |= {kernel: list(KERNELS[kernel]()) for kernel in options.only or KERNELS}
+    options.folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(table, indent=1) + "\n")
     print(path)
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Options, description=__doc__))

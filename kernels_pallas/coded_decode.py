@@ -25,7 +25,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas import common, gather
-from kernels_pallas.coded_inputs import BLOCK, CodedConfig, Plane, check_coded, default_config
+from kernels_pallas.coded_inputs import BLOCK, CodedConfig, Plane, check_coded, config_for
 from kernels_pallas.common import LOG2_E, NEVER, filled, tiled
 from kernels_pallas.gather import gathered_bytes, gathered_words
 from kernels_pallas.unpack import WORD, columns, reaches, unpacked, words
@@ -58,7 +58,7 @@ def coded_attention(
       begin, end: of each row; a row of none gives zeros and -inf, slots that are not there count for nothing.
       scale: factor on the scores, 1/√H of the original head dim.
       slots: with it, only those of these slots that count are read, each as often as it is there; int32.
-      config: how keys are cut; None takes the default.
+      config: how keys are cut; None takes the measured or default one.
 
     Returns:
       o in bfloat16; the natural log-sum-exp of scaled scores, float32. A token whose reach says that it is no
@@ -69,8 +69,7 @@ def coded_attention(
       NotImplementedError: on a GPU not of compute capability 9.0.
     """
     check_coded(q, keys, values, begin, end, slots=slots, config=config)
-    B, K, S = values.reach.shape
-    config = config or default_config(B * K, S, 0 if slots is None else slots.shape[2])
+    config = config or config_for(keys, values, 0 if slots is None else slots.shape[2])
     planes = [(plane.levels, plane.reach) for plane in (*keys, values)]
     bits = tuple(plane.bits for plane in (*keys, values))
     return _launch(q, planes, begin, end, slots, bits=bits, scale=scale, config=config)

@@ -1,7 +1,7 @@
 """What the kernel of coded keys and values takes, and its refusals before launch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jax import Array
 
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
+from kernels_pallas.tuning import measured
 from kernels_pallas.unpack import BITS
 
 BLOCK = 64
@@ -46,6 +47,16 @@ class CodedConfig:
         for name in ("stages", "splits"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+
+
+def config_for(keys: Sequence[Plane], values: Plane, chosen: int = 0) -> CodedConfig:
+    """The default parts, with as many blocks in flight as measured for these widths on this device (else as
+    by default). Entries tell the coordinates and the bytes of a token's levels, in all planes."""
+    B, K, S = values.reach.shape
+    default, nbytes = default_config(B * K, S, chosen), sum(x.levels.shape[-1] for x in (*keys, values))
+    C = sum(plane.width for plane in keys)
+    found = measured("coded_decode", C=C, Z=values.width, bytes=nbytes, chosen=chosen)
+    return replace(default, stages=found["stages"]) if found else default
 
 
 def default_config(rows: int, S: int, chosen: int = 0) -> CodedConfig:

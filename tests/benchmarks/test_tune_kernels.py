@@ -1,0 +1,65 @@
+"""The table of measured configs: what is taken of it, and what a run that measures one kernel leaves."""
+
+import json
+from itertools import count
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import tune_kernels as tune
+from kernels_pallas import CodedConfig, Plane, coded_inputs, tuning
+from kernels_pallas.coded_inputs import config_for, default_config
+
+
+def plane(C: int, bits: int) -> Plane:
+    shape = lambda *last: jax.ShapeDtypeStruct((16, 8, 32768, *last), jnp.uint8)
+    return Plane(shape(C * bits // 8), shape(), bits)
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """What was measured on this device, a GPU."""
+    found = {}
+    monkeypatch.setattr(tuning.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(tuning, "_table", lambda device: found)
+    return found
+
+
+def test_stages_are_those_that_were_measured_and_parts_the_rules(table):
+    keys, values = [plane(32, 4), plane(96, 4)], plane(128, 4)
+    rule = default_config(16 * 8, 32768)
+    assert config_for(keys, values) == rule, "a table without coded keys and values"
+    widths = {"C": 128, "Z": 128, "bytes": 128, "chosen": 0}
+    table["coded_decode"] = [{"widths": widths, "config": {"stages": 4, "splits": 99}}]
+    assert config_for(keys, values) == CodedConfig(4, rule.splits)
+    assert config_for([plane(128, 4)], values) == CodedConfig(4, rule.splits)
+    assert config_for([plane(128, 8)], values) == rule
+    assert config_for(keys, values, 1024) == default_config(16 * 8, 32768, 1024)
+    assert coded_inputs.measured("decode", R=64) is None
+
+
+def test_the_fastest_is_one_that_may_be_taken():
+    times = {CodedConfig(2, 4): 3.0, CodedConfig(3, 4): 2.0, CodedConfig(4, 4): None, CodedConfig(2, 8): 1.0}
+
+    def time(config: CodedConfig) -> list[float]:
+        if times[config] is None:
+            raise ValueError("too much shared memory")
+        return [times[config]] * 3
+
+    *candidates, beside = times
+    entry = tune.fastest({"C": 128}, candidates, time, [beside])
+    assert entry["config"] == {"stages": 3, "splits": 4}
+    assert [seen["times"][0] for seen in entry["ms"]] == [3.0, 2.0, 1.0]
+
+
+def test_only_what_is_asked_for_is_measured_anew(tmp_path, monkeypatch):
+    number = count()
+    kernels = dict.fromkeys(("prefill", "decode", "coded_decode"), lambda: iter([{"run": next(number)}]))
+    monkeypatch.setattr(tune, "KERNELS", kernels)
+    tune.main(tune.Options(tmp_path))
+    (path,) = tmp_path.iterdir()
+    before = json.loads(path.read_text())
+    assert [before[kernel][0]["run"] for kernel in kernels] == [0, 1, 2]
+    tune.main(tune.Options(tmp_path, only=("coded_decode",)))
+    assert json.loads(path.read_text()) == before | {"coded_decode": [{"run": 3}]}
