@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.coded_speed_tables import kernels_table, models_table
+from benchmarks import coded_speed_tables
 from benchmarks.common import RESULTS
 from benchmarks.quality.coding_tables import coding_table, fetch_table, layers_table, memory_table
 from benchmarks.quality.rows import NAME, Row, family, in_order, least, missing, of, read_run, retentions
@@ -475,8 +475,7 @@ TABLES = {
     "coding layers": layers_table,
     "host fetch": fetch_table,
     "host memory": memory_table,
-    "coded kernels": kernels_table,
-    "coded models": models_table,
+    **coded_speed_tables.TABLES,
 }
 
 
