@@ -61,8 +61,8 @@ are read by the kernel of far ones, and counted there."""
 class Options:
     """rows and context: of a batch, in tokens. layers shortens the models for a trial.
 
-    kinds: of `SHARES`, and `searched` with a plan (default all). plan: a searched one. judged: JSON with its
-    quality at judged_context, the tokens by which what it reads grows with the context.
+    kinds: of `SHARES`, and `searched` with a plan (default all). plan: a searched one. judged: JSON of judged
+    plans, this one among them at judged_context tokens; from there what it reads grows with the context.
     """
 
     shapes: tuple[str, ...] = tuple(SHAPES)
