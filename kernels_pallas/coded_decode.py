@@ -12,6 +12,7 @@ likely, the part is done again with a running maximum.
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common, gather
 from kernels_pallas.coded_inputs import BLOCK, CodedConfig, Plane, check_coded, config_for
-from kernels_pallas.common import LOG2_E, NEVER, filled, tiled
+from kernels_pallas.common import LOG2_E, NEVER, filled, tile_width, tiled
 from kernels_pallas.gather import gathered_bytes, gathered_words
 from kernels_pallas.unpack import WORD, columns, reaches, unpacked, words
 
@@ -116,8 +117,9 @@ def _launch(
         kernel_name="zdc_coded_decode",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(
-        jnp.clip(jnp.stack([begin, end], 1), 0, S).astype(jnp.int32),
-        *_queries(q, g),
+        begin.astype(jnp.int32),
+        end.astype(jnp.int32),
+        _queries(q, g),
         *(words(levels) for levels, _ in planes),
         *(reach for _, reach in planes),
         *(() if slots is None else (slots.astype(jnp.int32).reshape(B, K, -1, BLOCK),)),
@@ -147,14 +149,20 @@ class _Geometry(NamedTuple):
         C, bits = self.widths[plane], self.bits[plane]
         return columns(C, bits, gather.columns(C * bits // WORD) if self.chosen else None)
 
+    @property
+    def key_columns(self) -> list[Any]:
+        """Coordinates of each plane of keys, among all."""
+        begins = itertools.accumulate(self.widths[:-2], initial=0)
+        return [pl.ds(begin, width) for begin, width in zip(begins, self.widths[:-1], strict=True)]
 
-def _queries(q: Array, g: _Geometry) -> list[Array]:
-    """[B, K, columns, C] for each plane of keys, coordinates as they are unpacked; zeros beyond G heads."""
+
+def _queries(q: Array, g: _Geometry) -> Array:
+    """[B, K, columns, C], coordinates of each plane as they are unpacked; zeros beyond G heads."""
     B, N, _ = q.shape
     G = N // g.K
-    groups = jnp.pad(q.reshape(B, g.K, G, -1), ((0, 0), (0, 0), (0, g.columns - G), (0, 0)))
-    begins = itertools.accumulate(g.widths[:-2], initial=0)
-    return [groups[..., begin + g.order(plane)] for plane, begin in enumerate(begins)]
+    order = np.concatenate([at.start + g.order(plane) for plane, at in enumerate(g.key_columns)])
+    groups = q[..., order].reshape(B, g.K, G, -1)
+    return jnp.pad(groups, ((0, 0), (0, 0), (0, g.columns - G), (0, 0)))
 
 
 def _kernel(*refs: Any, g: _Geometry) -> None:
@@ -164,8 +172,9 @@ def _kernel(*refs: Any, g: _Geometry) -> None:
         functools.partial(_part, refs, g),
         _Buffers(
             q=[
-                tiled(g.columns, width, dtype=jnp.bfloat16, width=common.tile_width(width))
-                for width in g.widths[:-1]
+                # Copies begin at whole tiles.
+                tiled(g.columns, at.size, dtype=jnp.bfloat16, width=math.gcd(tile_width(at.size), at.start))
+                for at in g.key_columns
             ],
             levels=[] if g.chosen else [_words(g.stages, C * b // WORD) for C, b in pairs],
             reach=[] if g.chosen else [plgpu.SMEM((g.stages, ALIGNED), jnp.uint8) for _ in pairs],
@@ -183,7 +192,7 @@ def _kernel(*refs: Any, g: _Geometry) -> None:
 
 def _words(stages: int, count: int) -> Any:
     """Blocks of so many words a key. A tile has rows of 32 bytes at least; narrower ones are not tiled."""
-    shape, width = (stages, BLOCK, count), common.tile_width(count)
+    shape, width = (stages, BLOCK, count), tile_width(count)
     return plgpu.SMEM(shape, jnp.uint16) if width < 16 else tiled(*shape, dtype=jnp.uint16, width=width)
 
 
@@ -205,13 +214,15 @@ class _Buffers(NamedTuple):
 
 def _part(refs: Any, g: _Geometry, at: _Buffers) -> None:
     """One CTA: its share of the blocks of one KV head of one row."""
-    planes = len(g.widths)
-    span_ref, q_refs, sources = refs[0], refs[1:planes], refs[planes : 3 * planes]
+    begin_ref, end_ref, q_ref, *others = refs
+    sources, (*slots_ref, o_ref, lse_ref) = others[: 2 * len(g.widths)], others[2 * len(g.widths) :]
     head, part = lax.axis_index("head"), lax.axis_index("part")
     b, kv = lax.div(head, jnp.int32(g.K)), lax.rem(head, jnp.int32(g.K))
-    span = _Span.of(g, span_ref[b, 0], span_ref[b, 1], part)
-    first = zip((*q_refs, *(refs[3 * planes :][: len(at.slots)])), (*at.q, *at.slots), strict=True)
-    for ref, buffer in first:
+    inside = lambda slot: jnp.clip(slot, 0, g.S)
+    span = _Span.of(g, inside(begin_ref[b]), inside(end_ref[b]), part)
+    for coordinates, buffer in zip(g.key_columns, at.q, strict=True):
+        plgpu.copy_gmem_to_smem(q_ref.at[b, kv, pl.ds(0, g.columns), coordinates], buffer, at.q_ready)
+    for ref, buffer in zip(slots_ref, at.slots, strict=True):
         plgpu.copy_gmem_to_smem(ref.at[b, kv], buffer, at.q_ready)
     source: _Source = (_Chosen if g.chosen else _Stream)(g, at, span, sources, (b, kv))
     plgpu.barrier_wait(at.q_ready)
@@ -224,7 +235,6 @@ def _part(refs: Any, g: _Geometry, at: _Buffers) -> None:
             settled = jnp.where(number == 0, jnp.minimum(span.first + 1, span.last), span.last)
             _store(g, at, *_accumulate(g, at, span, settled, source))
 
-    o_ref, lse_ref = refs[3 * planes + len(at.slots) :][:2]
     plgpu.copy_smem_to_gmem(at.o, o_ref.at[b, kv, part])
     plgpu.copy_smem_to_gmem(at.lse, lse_ref.at[b, kv, part])
     plgpu.wait_smem_to_gmem(0)

@@ -6,8 +6,8 @@ coordinates of a query head in an instruction (dp4a: four products of bytes, and
 integers of eight bits, with a unit for each head.
 
 Where a KV head has several query heads, a token is worth the probability that they give it together. Each
-head's own denominator is needed first, so the index is read twice: of 17 bytes a token that is less than to
-write and read scores of every head from three heads on, of 33 bytes from five.
+head's own denominator is needed first. It says how much a head counts beside the others, no more, so one
+block of tokens in eight gives it: to read all twice would take half as long again, and change little.
 """
 
 import functools
@@ -36,6 +36,10 @@ THREADS = 128
 """Of a CTA."""
 BLOCKS = (128, 256, 512)
 """Tokens a step: a thread has one, two or four."""
+SAMPLE_BLOCK, SAMPLE_EVERY = 128, 8
+"""Tokens of a block whose scores make denominators; one block of so many, from the first on."""
+SAMPLE_PARTS = 16
+"""Of a row's sample at most: all are read where scores are written."""
 MOST_COORDINATES = 128
 """Of the index."""
 MOST_HELD = 128
@@ -107,8 +111,9 @@ def index_scores(
     Returns:
       scores in float32, -inf at slots that do not count. With one query head a KV head: scale · q · k. With
       G: log Σ exp(scale · q · k - lse) over them, the logarithm of the sum of their probabilities.
-      lse: the natural log-sum-exp of a head's scaled scores, float32; -inf of a row of no slots.
-      A token whose reach says that it is no number makes the lse of its KV head's queries so, and its own
+      lse: the natural log-sum-exp of a head's scaled scores, float32; -inf of a row of no slots. Where G > 1
+      it is over `in_sample` alone.
+      A token whose reach says that it is no number makes lse over it so, and its own
       score; where G > 1, all of the KV head's scores.
 
     Raises:
@@ -122,6 +127,13 @@ def index_scores(
     return _launch(
         q, index.levels, index.reach, begin, end, bits=index.bits, scale=float(scale), config=config
     )
+
+
+def in_sample(slots: Array, begin: Array) -> Array:
+    """Which slots from `begin` on make denominators where query heads share a KV head: with 8192 far tokens
+    some 1024."""
+    blocks = slots // SAMPLE_BLOCK - begin // SAMPLE_BLOCK
+    return blocks % SAMPLE_EVERY == 0
 
 
 def check_scan(q: Shaped, index: Plane, begin: Shaped, end: Shaped, *, config: ScanConfig | None) -> None:
@@ -151,7 +163,9 @@ def check_scan(q: Shaped, index: Plane, begin: Shaped, end: Shaped, *, config: S
 
 
 class _Geometry(NamedTuple):
-    """Static shape of a launch. words: 32 bits each, of a token. writes: scores; sums: log-sum-exp."""
+    """Static shape of a launch. words: 32 bits each, of a token. every: one of so many blocks is read.
+    writes: scores; sums: log-sum-exp.
+    """
 
     K: int
     G: int
@@ -160,6 +174,7 @@ class _Geometry(NamedTuple):
     bits: int
     block: int
     parts: int
+    every: int
     writes: bool
     sums: bool
 
@@ -178,23 +193,28 @@ def _launch(
 ) -> tuple[Array, Array]:
     """`index_scores`, checked."""
     (B, N, C), (_, K, S) = q.shape, reach.shape
-    g = _Geometry(K, N // K, S, C * bits // 32, bits, config.block, config.splits, writes=N == K, sums=True)
-    # Blocks outside would be written outside the scores.
-    span = jnp.clip(jnp.stack([begin, end], 1), 0, S).astype(jnp.int32)
+    one = N == K
+    g = _Geometry(
+        K, N // K, S, C * bits // 32, bits, config.block, config.splits, every=1, writes=one, sums=one
+    )
+    span = begin.astype(jnp.int32), end.astype(jnp.int32)
     heads, tokens = [_integers(q, g, scale)], (_words(levels), reach)
     if g.writes:
         scores, sums = _scan(g, span, heads, tokens)
         lse = _merged(sums)
     else:
-        lse = _merged(*_scan(g, span, heads, tokens))
-        g = g._replace(writes=True, sums=False)
-        (scores,) = _scan(g, span, [*heads, lse * LOG2_E], tokens)
+        parts = min(config.splits, SAMPLE_PARTS)
+        sample = g._replace(block=SAMPLE_BLOCK, every=SAMPLE_EVERY, parts=parts, sums=True)
+        (sums,) = _scan(sample, span, heads, tokens)
+        lse, (scores,) = _merged(sums), _scan(g._replace(writes=True), span, [*heads, sums], tokens)
     return scores, lse[..., : g.G].reshape(B, N)
 
 
-def _scan(g: _Geometry, span: Array, heads: Sequence[Array], tokens: Sequence[Array]) -> list[Array]:
+def _scan(
+    g: _Geometry, span: tuple[Array, Array], heads: Sequence[Array], tokens: Sequence[Array]
+) -> list[Array]:
     """One reading of the index: scores [B, K, S], or base-2 log-sum-exp [B, K, parts, max(G, 2)], or both."""
-    B = span.shape[0]
+    B = span[0].shape[0]
     scores = jax.ShapeDtypeStruct((B, g.K, g.S), jnp.float32)
     sums = jax.ShapeDtypeStruct((B, g.K, g.parts, max(g.G, 2)), jnp.float32)
     return plgpu.kernel(
@@ -209,7 +229,7 @@ def _scan(g: _Geometry, span: Array, heads: Sequence[Array], tokens: Sequence[Ar
             # No thread reads what one has written.
             unsafe_no_auto_barriers=True,
         ),
-    )(span, *heads, *tokens)
+    )(*span, *heads, *tokens)
 
 
 def _words(levels: Array) -> Array:
@@ -250,7 +270,7 @@ def _merged(sums: Array) -> Array:
 
 def _kernel(*refs: Any, g: _Geometry) -> None:
     pl.run_scoped(
-        functools.partial(_part, refs, g), plgpu.SMEM(refs[1].shape[-2:], jnp.int32), plgpu.Barrier()
+        functools.partial(_part, refs, g), plgpu.SMEM(refs[2].shape[-2:], jnp.int32), plgpu.Barrier()
     )
 
 
@@ -269,33 +289,35 @@ class _Heads(NamedTuple):
 
 def _part(refs: Any, g: _Geometry, queries: Any, ready: Any) -> None:
     """One CTA: its share of the blocks of one KV head of one row."""
-    count = 2 if g.sums else 3
-    (span_ref, queries_ref, *lse_ref), (words_ref, reach_ref, *out) = refs[:count], refs[count:]
+    count = 3 if g.sums else 4
+    (begin_ref, end_ref, queries_ref, *sums_ref), (words_ref, reach_ref, *out) = refs[:count], refs[count:]
     head, part = lax.axis_index("head"), lax.axis_index("part")
     b, kv = lax.div(head, jnp.int32(g.K)), lax.rem(head, jnp.int32(g.K))
     plgpu.copy_gmem_to_smem(queries_ref.at[b, kv], queries, ready)
-    span = _Span.of(span_ref[b, 0], span_ref[b, 1], part, g)
+    # Blocks outside would be written outside the scores.
+    inside = lambda slot: jnp.clip(slot, 0, g.S)
+    span = _Span.of(inside(begin_ref[b]), inside(end_ref[b]), part, g)
 
     def read(step: Array) -> tuple[Array, Array]:
-        rows = _rows(jnp.clip(step, 0, g.S // g.block - 1), g)
+        rows = _rows(jnp.clip(span.block(step, g), 0, g.S // g.block - 1), g)
         return _read_levels(words_ref.at[b, kv, rows]), _read_codes(reach_ref.at[b, kv, rows])
 
     first = read(span.first)
     if g.writes:
         _write_outside(out[0].at[b, kv], span, part, g)
     plgpu.barrier_wait(ready)
-    heads = _heads(queries, lse_ref[0].at[b, kv] if lse_ref else None, g)
+    heads = _heads(queries, sums_ref[0].at[b, kv] if sums_ref else None, g)
 
     def body(step: Array, carry: Any) -> Any:
         (words, codes), sums = carry
         following = read(jnp.minimum(step + 1, span.last - 1))
         products = _products(words, codes, heads, g)
         if g.sums:
-            products = span.only(products, step, _HEADS)
+            products = span.only(products, span.block(step, g), _HEADS)
             sums = _add(sums, products, heads.units)
         if g.writes:
-            worth = _worth(products, heads)
-            out[0].at[b, kv, _rows(step, g)][...] = worth if g.sums else span.only(worth, step, _TOKENS)
+            worth, block = _worth(products, heads), span.block(step, g)
+            out[0].at[b, kv, _rows(block, g)][...] = worth if g.sums else span.only(worth, block, _TOKENS)
         return following, sums
 
     start = [filled((THREADS, g.G), value, _HEADS) for value in (UNSEEN, 0)] if g.sums else []
@@ -306,20 +328,26 @@ def _part(refs: Any, g: _Geometry, queries: Any, ready: Any) -> None:
         out[-1].at[b, kv, part][...] = jnp.concatenate([lse, lse]) if g.G == 1 else lse
 
 
-def _heads(queries: Any, lse: Any, g: _Geometry) -> _Heads:
+def _heads(queries: Any, sums: Any, g: _Geometry) -> _Heads:
     units = plgpu.load(queries.at[queries.shape[0] - 1, pl.ds(0, g.G)], layout=_EACH_HEAD, optimized=False)
     ones = plgpu.layout_cast(jnp.full((THREADS, g.words), 0x01010101, jnp.uint32), _WORDS)
     totals = _dots([ones] * (8 // g.bits), queries, _nothing(g))
     # A level n stands for 2n + 1 - 2^bits; `_fields` has n · 2^(8 - bits). Products are 2^(7 - bits) times
     # those of what levels stand for; those of eight bits are doubled.
     starts = -((2**g.bits - 1) << max(7 - g.bits, 0)) * totals
-    if lse is not None:
-        lse = plgpu.load(lse, layout=_EACH_HEAD, optimized=False)
+    lse = None if sums is None else _of_parts(sums)
     return _Heads(queries, starts, lax.bitcast_convert_type(units, jnp.float32), lse)
 
 
+def _of_parts(sums: Any) -> Array:
+    """Base-2 log-sum-exp [G] of those of all parts [parts, G]."""
+    parts = [plgpu.load(sums.at[i], layout=_EACH_HEAD, optimized=False) for i in range(sums.shape[0])]
+    highest = jnp.maximum(functools.reduce(jnp.maximum, parts), NEVER)
+    return highest + jnp.log2(sum(jnp.exp2(part - highest) for part in parts))
+
+
 class _Span(NamedTuple):
-    """Blocks first ≤ i < last of a part, of the `blocks` from `low` on that hold slots begin ≤ j < end."""
+    """Steps first ≤ i < last of a part, through `blocks` from `low` on, which hold slots begin ≤ j < end."""
 
     first: Array
     last: Array
@@ -333,20 +361,24 @@ class _Span(NamedTuple):
         """Equal shares of the blocks that hold any."""
         low = lax.div(begin, jnp.int32(g.block))
         count = jnp.where(end > begin, lax.div(end + (g.block - 1), jnp.int32(g.block)) - low, 0)
-        first, last = _share(count, part, g)
-        return cls(low + first, low + last, low, count, begin, end)
+        first, last = _share(lax.div(count + (g.every - 1), jnp.int32(g.every)), part, g)
+        return cls(first, last, low, count, begin, end)
 
-    def only(self, x: Array, step: Array, layout: Any) -> Array:
+    def block(self, step: Array, g: _Geometry) -> Array:
+        """The one that a step reads."""
+        return self.low + step * g.every
+
+    def only(self, x: Array, block: Array, layout: Any) -> Array:
         """Numbers of a block's tokens, and -inf at those that do not count."""
-        block = x.shape[0]
-        first = step * block
+        size = x.shape[0]
+        first = block * size
         count = (self.end - self.begin).astype(jnp.uint32)
 
         def cut(x: Array) -> Array:
             j = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout) + (first - self.begin)
             return jnp.where(j.astype(jnp.uint32) < count, x, -jnp.inf)
 
-        inside = (first >= self.begin) & (first + block <= self.end)
+        inside = (first >= self.begin) & (first + size <= self.end)
         return lax.cond(inside, lambda x: x, cut, x)
 
 

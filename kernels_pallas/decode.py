@@ -126,7 +126,7 @@ def decode_attention(
         positions=positions is not None,
         B=B,
     )
-    operands = [_scalars(lengths, positions), heads]
+    operands = [*_scalars(lengths, positions), heads]
     operands += [common.pad_rows(x, 2) for x in (k, v, *(ring or ())) if x.shape[-1]]
     operands += [] if block_table is None else [block_table]
     if positions is not None:
@@ -144,17 +144,18 @@ def decode_attention(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*operands)
     rows = (jnp.arange(K) * pitch % 8)[:, None] + jnp.arange(g.groups)
-    o, total = common.merge_parts(partial, jnp.take_along_axis(lse, rows[None, :, None], axis=3))
+    of_heads = jnp.take_along_axis(lse, rows[None, :, None], axis=3, mode="promise_in_bounds")
+    o, total = common.merge_parts(partial, of_heads)
     return o.reshape(B, N, HV).astype(q.dtype), total.reshape(B, N)
 
 
-def _scalars(lengths: Array, positions: Array | None) -> Array:
-    """[B, 2] int32: positions that a row's keys are below, and slots that hold them."""
+def _scalars(lengths: Array, positions: Array | None) -> tuple[Array, Array]:
+    """[B] int32: positions that a row's keys are below, and slots that hold them."""
     lengths = lengths.astype(jnp.int32)
     if positions is None:
-        return jnp.stack([lengths, lengths], 1)
+        return lengths, lengths
     held = (positions >= 0) & (positions < lengths[:, None])
-    return jnp.stack([lengths, jnp.where(held, jnp.arange(1, held.shape[1] + 1), 0).max(1)], 1)
+    return lengths, jnp.where(held, jnp.arange(1, held.shape[1] + 1), 0).max(1).astype(jnp.int32)
 
 
 def _tile_heads(q: Array, K: int, *widths: int) -> tuple[Array, int]:
@@ -289,8 +290,8 @@ class _Part(NamedTuple):
         self, qs: Any, ks: Any, vs: Any, positions: Any, q_ready: Any, ready: Any
     ) -> tuple[Any, Array, Array]:
         g, config, (b, kv) = self.g, self.config, self._head()
-        scalars, q_ref, *sources = self.refs
-        total, step_at = _steps(g, config.block, scalars[b, 0], scalars[b, 1], self.near)
+        lengths, slots, q_ref, *sources = self.refs
+        total, step_at = _steps(g, config.block, lengths[b], slots[b], self.near)
         parts = g.near_parts if self.near else g.far_parts
         share = lax.div(total + (parts - 1), jnp.int32(parts))
         begin = jnp.minimum((self.part - g.far_parts if self.near else self.part) * share, total)

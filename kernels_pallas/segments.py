@@ -4,6 +4,7 @@ One pass of the prefill or the decode kernel a class, causal by position with wh
 partial results merged by their log-sum-exp: one softmax over all classes.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -90,11 +91,11 @@ def merge_partial(
     A part that saw no key (zeros, log-sum-exp -inf) counts for nothing, also when all parts are such.
     """
     width = max(o.shape[-1] for o, _ in parts)
-    stacked = jnp.stack([lse for _, lse in parts])
-    highest = jnp.max(stacked, 0)
-    weights = jnp.exp(stacked - jnp.where(jnp.isfinite(highest), highest, 0.0))
-    total = weights.sum(0)
-    share = jnp.moveaxis(weights / jnp.where(total > 0, total, 1.0), 2, 3)[..., None]  # [P, B, T, N, 1]
+    # Not stacked: that would be a launch of its own.
+    highest = functools.reduce(jnp.maximum, (lse for _, lse in parts))
+    weights = [jnp.exp(lse - jnp.where(jnp.isfinite(highest), highest, 0.0)) for _, lse in parts]
+    total = functools.reduce(jnp.add, weights)
+    share = lambda weight: (weight / jnp.where(total > 0, total, 1.0)).swapaxes(1, 2)[..., None]
     pad = lambda o: jnp.pad(o.astype(jnp.float32), [(0, 0)] * 3 + [(0, width - o.shape[-1])])
-    merged = sum(pad(o) * s for (o, _), s in zip(parts, share, strict=True))
+    merged = sum(pad(o) * share(weight) for (o, _), weight in zip(parts, weights, strict=True))
     return jnp.asarray(merged, parts[0][0].dtype), jnp.log(total) + jnp.where(total > 0, highest, 0.0)

@@ -24,14 +24,14 @@ def test_scores_by_an_index(C, bits, groups):
     index = (shape(B, K, S, C * bits // 8, dtype=jnp.uint8), shape(B, K, S, dtype=jnp.uint8))
     scan = lambda q, index, begin, end: index_scores(q, Plane(*index, bits), begin, end, scale=0.1)
     kernels = compiled(scan, shape(B, groups * K, C, dtype=jnp.bfloat16), index, ROW, ROW)
-    # Heads that share a choice need their denominators first: the index is read twice.
+    # Heads that share a choice need their denominators first, of a sample: one token a thread.
     assert len(kernels) == (1 if groups == 1 else 2)
     assert_no_spills(kernels)
     for kernel in kernels:
         (loop,) = kernel.code.loops_with("IDP")
         # Products of four coordinates each tell how many tokens a thread has.
         tokens = loop.count("IDP") / (groups * C / 4)
-        if (C, bits) == (32, 4):
+        if (C, bits) == (32, 4) and tokens > 1:
             assert len(loop.instructions) <= tokens * (36 + 17 * groups)
         assert loop.count("BAR", "SYNCS") == 0
 

@@ -132,8 +132,10 @@ class Case:
         scores, lse = index_scores(self.q, self.index, *spans, scale=SCALE, **options)
         return np.asarray(scores, np.float64), np.asarray(lse, np.float64)
 
-    def truth(self, *, as_integers: bool = True) -> tuple[np.ndarray, np.ndarray]:
-        """Of the queries that the kernel rounds to integers, or of those that it is given."""
+    def truth(self, *, as_integers: bool = True, every: int = 8) -> tuple[np.ndarray, np.ndarray]:
+        """Of the queries that the kernel rounds to integers, or of those that it is given; `every` block of
+        128 slots is in the sample.
+        """
         q = np.asarray(self.q, np.float64)
         if as_integers:
             # Halves go either way, so the kernel's own integers are taken.
@@ -148,9 +150,11 @@ class Case:
         j = np.arange(S)
         seen = ((j >= self.begin[:, None]) & (j < self.end[:, None]))[:, None, None]
         dots = np.where(seen, dots, -np.inf)
-        lse = np.logaddexp.reduce(dots, axis=-1)
         if N == K:
-            return dots[:, :, 0], lse.reshape(B, N)
+            return dots[:, :, 0], np.logaddexp.reduce(dots, axis=-1).reshape(B, N)
+        first_block = np.maximum(self.begin[:, None], 0) // 128
+        sampled = (j // 128 - first_block) % every == 0
+        lse = np.logaddexp.reduce(np.where(sampled[:, None, None], dots, -np.inf), axis=-1)
         with np.errstate(invalid="ignore"):
             worth = np.logaddexp.reduce(dots - lse[..., None], axis=2)
         return np.where(seen[:, :, 0], worth, -np.inf), lse.reshape(B, N)
@@ -213,15 +217,17 @@ def test_what_is_no_number_counts_where_it_is_seen(interpreted, heads):
     begin, end = it.begin[1], it.end[1]
     it.index = broken(begin - 1, end)
     assert not any(np.isnan(found).any() for found in it.run(config=config))
-    it.index = broken(end - 1)
-    scores, lse = it.run(config=config)
-    own = np.arange(256) == end - 1 if heads == (2, 2) else (np.arange(256) >= begin) & (np.arange(256) < end)
-    wrong = np.zeros(scores.shape, bool)
-    wrong[1, 1] = own
-    np.testing.assert_array_equal(np.isnan(scores), wrong)
-    wrong = np.zeros((4, 2, heads[0] // 2), bool)
-    wrong[1, 1] = True
-    np.testing.assert_array_equal(np.isnan(lse), wrong.reshape(lse.shape))
+    slots, is_alone = np.arange(256), heads == (2, 2)
+    # Of several heads the last slot is not in the sample, which ends with slot 127 here; the first is.
+    for slot, in_sample in ((end - 1, is_alone), (begin, True)):
+        it.index = broken(slot)
+        scores, lse = it.run(config=config)
+        wrong = np.zeros(scores.shape, bool)
+        wrong[1, 1] = slots == slot if is_alone or not in_sample else (slots >= begin) & (slots < end)
+        np.testing.assert_array_equal(np.isnan(scores), wrong)
+        wrong = np.zeros((4, 2, heads[0] // 2), bool)
+        wrong[1, 1] = in_sample
+        np.testing.assert_array_equal(np.isnan(lse), wrong.reshape(lse.shape))
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
@@ -284,6 +290,15 @@ def test_scores_all_tokens_on_the_device(kind, heads):
 def test_configs_on_the_device(block, splits):
     for heads in HEADS[:2]:
         Case((32, 4), heads, S=4096).check(config=ScanConfig(block, splits))
+
+
+def test_a_sample_chooses_what_all_slots_do():
+    """Of 128 tokens 120 at least, where none has more than a tenth of the probability."""
+    it = Case((32, 4), (8, 2), S=8192)
+    (sampled, _), (exact, _) = it.truth(), it.truth(every=1)
+    assert 0.01 < np.exp(exact[0, 0].max()) < 0.1
+    best = lambda x: set(np.argsort(x[0, 0])[-128:])
+    assert len(best(sampled) & best(exact)) >= 120
 
 
 @pytest.mark.gpu

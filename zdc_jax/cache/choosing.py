@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.nn import log_softmax, logsumexp
+from jax.nn import logsumexp
 from jaxtyping import Bool, Float, Int
 
 from zdc_jax.axes import Array
@@ -141,7 +141,11 @@ class Choosing(NearFar):
         has_far = (first + self.page > self.sinks) & (first <= t - self.window)
         scores = jnp.where(has_far, scores, jnp.finfo(jnp.float32).min)
         # Logarithms of probabilities, for these vanish where pages are far apart.
-        return logsumexp(log_softmax(scores, axis=-1), axis=3)
+        return logsumexp(scores - self.denominators(scores), axis=3)
+
+    def denominators(self, scores: Float[Array, "B T K G pages"]) -> Float[Array, "B T K G 1"]:
+        """Logarithms of the sums of exponentials of each query head's scores."""
+        return logsumexp(scores, axis=-1, keepdims=True)
 
     def capacity(self, far: FarTokens) -> int:
         """Slots of the store."""

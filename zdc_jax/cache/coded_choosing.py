@@ -15,6 +15,7 @@ from jax.nn import logsumexp
 from jaxtyping import Float, Int
 
 from kernels_pallas import Plane
+from kernels_pallas.coded_scan import in_sample
 from zdc_jax.axes import Array
 from zdc_jax.cache.choosing import Choosing, FarTokens
 from zdc_jax.cache.codes import Code, Coded, decode_tokens, encode_tokens
@@ -163,6 +164,13 @@ class CodedChoosing(Choosing):
             scores, ((0, 0),) * 4 + ((0, -scores.shape[-1] % self.page),), constant_values=lowest
         )
         return self.of_pages(padded.reshape(*scores.shape[:-1], -1, self.page))
+
+    def denominators(self, scores: Array) -> Array:
+        """`Choosing.denominators`, of single tokens those of a sample: so the kernel reads the index once."""
+        if self.page == 1:
+            sampled = in_sample(jnp.arange(scores.shape[-1]), jnp.int32(self.sinks))
+            scores = jnp.where(sampled, scores, jnp.finfo(jnp.float32).min)
+        return super().denominators(scores)
 
     def of_pages(self, scores: Float[Array, "B T K G pages page"]) -> Float[Array, "B T K G pages"]:
         """Scores of pages by those of their tokens: by the sum of what they weigh."""
