@@ -1,11 +1,11 @@
 """Integers whose step is fitted to each token: what `coded` stores (ours)."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float
 
 from kernels_pallas import Plane
 from kernels_pallas.encode import SMALLEST, reaches_tried
@@ -36,20 +36,22 @@ class FittedIntegers(Code):
 
     def encode(self, x: Array) -> Coded:
         """`Code.encode`."""
-        x = x.astype(jnp.float32)
+        x, half = x.astype(jnp.float32), 2 ** (self.bits - 1)
         largest = jnp.abs(x).max(-1, keepdims=True)
+
+        def tried(code: Array) -> tuple[Array, ...]:
+            step = jnp.maximum(from_e5m3(code), SMALLEST) / half
+            # In steps, for squares of the coordinates themselves could overflow.
+            at = jnp.abs(x) / step - 0.5
+            level = jnp.minimum(jnp.round(at), half - 1)
+            return jnp.square(level - at).sum(-1, keepdims=True) * jnp.square(step), code, level
+
         bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
-        tried = jnp.concatenate(reaches_tried(bits, self.bits, x.shape[-1]), axis=-1)
-        steps = jnp.maximum(from_e5m3(tried), SMALLEST) / 2 ** (self.bits - 1)
-        # In steps, for squares of the coordinates themselves could overflow.
-        at, level = self._nearest(x[..., None, :], steps[..., None])
-        errors = jnp.square(level - at).sum(-1) * jnp.square(steps)
-        best = errors.argmin(-1, keepdims=True)
-        stored, step = (jnp.take_along_axis(of, best, axis=-1) for of in (tried, steps))
-        level = self._nearest(x, step)[1].astype(jnp.int32)
-        level = 2 ** (self.bits - 1) + jnp.where(x < 0, -1 - level, level)
-        stored = jnp.where(jnp.isfinite(largest), stored, NAN)
-        return pack(level.astype(jnp.uint8), self.bits), stored.astype(jnp.uint8)
+        _, code, level = functools.reduce(_better, map(tried, reaches_tried(bits, self.bits, x.shape[-1])))
+        level = jnp.nan_to_num(level).astype(jnp.int32)
+        level = half + jnp.where(x < 0, -1 - level, level)
+        code = jnp.where(jnp.isfinite(largest), code, NAN)
+        return pack(level.astype(jnp.uint8), self.bits), code.astype(jnp.uint8)
 
     def decode(self, coded: Coded, C: int) -> Array:
         """`Code.decode`."""
@@ -57,11 +59,10 @@ class FittedIntegers(Code):
         odd = 2 * unpack(levels, self.bits).astype(jnp.float32) + (1 - 2**self.bits)
         return odd * (from_e5m3(reach) / 2**self.bits)
 
-    def _nearest(self, x: Array, step: Array) -> tuple[Float[Array, "*batch C"], Float[Array, "*batch C"]]:
-        """Where |x| lies among the levels above zero, and which of 0 to 2^(bits-1) - 1 is the nearest; 0 of
-        what is no number."""
-        at = jnp.abs(x) * (1 / step) - 0.5
-        return at, jnp.nan_to_num(jnp.minimum(jnp.round(at), 2 ** (self.bits - 1) - 1))
+
+def _better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
+    """What errs less, the first of each, of each token; one of two that err alike."""
+    return tuple(jnp.where(other[0] < one[0], y, x) for x, y in zip(one, other, strict=True))
 
 
 def kernel_planes(stored: Iterable[tuple[Code, Coded]]) -> list[Plane]:
