@@ -40,6 +40,8 @@ SAMPLE_BLOCK, SAMPLE_EVERY = 128, 8
 """Tokens of a block whose scores make denominators; one block of so many, from the first on."""
 SAMPLE_PARTS = 16
 """Of a row's sample at most: all are read where scores are written."""
+SAMPLE_AT_ONCE = 6
+"""CTAs of a multiprocessor that read the sample."""
 MOST_COORDINATES = 128
 """Of the index."""
 MOST_HELD = 128
@@ -203,7 +205,7 @@ def _launch(
         scores, sums = _scan(g, span, heads, tokens)
         lse = _merged(sums)
     else:
-        parts = min(config.splits, SAMPLE_PARTS)
+        parts = max(1, min(SAMPLE_PARTS, SAMPLE_AT_ONCE * common.SMS // (B * K)))
         sample = g._replace(block=SAMPLE_BLOCK, every=SAMPLE_EVERY, parts=parts, sums=True)
         (sums,) = _scan(sample, span, heads, tokens)
         lse, (scores,) = _merged(sums), _scan(g._replace(writes=True), span, [*heads, sums], tokens)

@@ -8,6 +8,7 @@ Pallas' Triton back end runs it, which JAX is to give up: then `check_encode` re
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -135,29 +136,24 @@ def _kernel(span_ref: Any, *refs: Any, bits: tuple[tuple[int, ...], ...], rows: 
         begin = 0
         for plane_bits in each:
             levels_ref, reach_ref = next(out), next(out)
-            P = levels_ref.shape[-1]
-            C = P * 8 // plane_bits
+            C = levels_ref.shape[-1] * 8 // plane_bits
             token = first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
             kept = (token < x_ref.shape[1]) & (start + token < end)
-            x = _read(x_ref, b, kv, first, begin, kept, C)
-            levels, reach = _coded(x, plane_bits, C)
+            at = [(b, pl.ds(first, rows), kv, pl.ds(jnp.int32(begin + i), width)) for i, width in _pieces(C)]
+            x = [plt.load(x_ref.at[place], mask=kept, other=0.0).astype(jnp.float32) for place in at]
+            levels, reach = _coded(x, plane_bits)
             slots = pl.ds(start + first, rows)
-            width = levels.shape[1]
-            columns = lax.broadcasted_iota(jnp.int32, (1, width), 1)
-            plt.store(
-                levels_ref.at[b, kv, slots, pl.ds(jnp.int32(0), width)], levels, mask=kept & (columns < P)
-            )
+            for (i, width), level in zip(_pieces(C), levels, strict=True):
+                taken = pl.ds(jnp.int32(i * plane_bits // 8), width * plane_bits // 8)
+                plt.store(levels_ref.at[b, kv, slots, taken], level, mask=kept)
             plt.store(reach_ref.at[b, kv, slots], reach, mask=kept[:, 0])
             begin += C
 
 
-def _read(x_ref: Any, b: Array, kv: Array, first: Array, begin: int, kept: Array, C: int) -> Array:
-    """C coordinates of some tokens, float32, with zeros up to the next power of two."""
-    rows, width = kept.shape[0], pl.next_power_of_2(C)
-    inside = kept & (lax.broadcasted_iota(jnp.int32, (1, width), 1) < C)
-    # A number that is known would be found to reach past the end, which the mask sees to.
-    place = x_ref.at[b, pl.ds(first, rows), kv, pl.ds(jnp.int32(begin), width)]
-    return plt.load(place, mask=inside, other=0.0).astype(jnp.float32)
+def _pieces(C: int) -> list[tuple[int, int]]:
+    """Begins and widths of parts of C coordinates: powers of two, as Triton wants, the largest first."""
+    widths = [1 << i for i in reversed(range(C.bit_length())) if C >> i & 1]
+    return list(zip(itertools.accumulate(widths, initial=0), widths, strict=False))
 
 
 def reaches_tried(largest: Array, bits: int, C: int) -> list[Array]:
@@ -177,34 +173,38 @@ def reaches_tried(largest: Array, bits: int, C: int) -> list[Array]:
     return [jnp.clip(widest - i, 0, NAN_CODE - 1) for i in range(count)]
 
 
-def _coded(x: Array, bits: int, C: int) -> tuple[Array, Array]:
-    """Packed levels uint8 [rows, ·], and reaches uint8 [rows]; coordinates from C on are zeros, and count for
-    nothing."""
-    raw = lax.bitcast_convert_type(x, jnp.int32)
-    positive = raw & 0x7FFFFFFF
+def _coded(x: Sequence[Array], bits: int) -> tuple[list[Array], Array]:
+    """Packed levels uint8 [rows, ·] of pieces [rows, ·] of the same tokens, and reaches uint8 [rows]."""
+    raw = [lax.bitcast_convert_type(piece, jnp.int32) for piece in x]
+    positive = [piece & 0x7FFFFFFF for piece in raw]
     # As integers, for the largest float on a GPU is that of numbers.
-    largest = positive.max(1, keepdims=True)
-    size = lax.bitcast_convert_type(positive, jnp.float32)
-    half, zeros = 2 ** (bits - 1), x.shape[1] - C
+    largest = functools.reduce(jnp.maximum, (piece.max(1, keepdims=True) for piece in positive))
+    sizes = [lax.bitcast_convert_type(piece, jnp.float32) for piece in positive]
+    half, C = 2 ** (bits - 1), sum(piece.shape[1] for piece in x)
 
     def tried(code: Array) -> tuple[Array, Array, Array]:
         step = jnp.maximum(reaches(code), SMALLEST) / half
         # Levels are half-way between integers.
-        wrong = jnp.abs(_beyond(size * (1 / step), half)[1]) - 0.5
-        return ((wrong * wrong).sum(1, keepdims=True) - 0.25 * zeros) * (step * step), code, step
+        wrong = [jnp.abs(_beyond(size * (1 / step), half)[1]) - 0.5 for size in sizes]
+        return sum((each * each).sum(1, keepdims=True) for each in wrong) * (step * step), code, step
 
     first, *others = map(tried, reaches_tried(largest, bits, C))
     error, code, step = first
     for other in others:
         better = other[0] < error
         error, code, step = (jnp.where(better, a, b) for a, b in zip(other, (error, code, step), strict=True))
+    code = jnp.where(largest >= INFINITE, NAN_CODE, code)
+    levels = (_levels(*pair, step, half) for pair in zip(raw, sizes, strict=True))
+    return [_packed(level, bits) for level in levels], code.astype(jnp.uint8)[:, 0]
+
+
+def _levels(raw: Array, size: Array, step: Array, half: int) -> Array:
+    """0 to 2·half - 1, int32, of numbers whose bits and magnitudes these are."""
     integer, beyond = _beyond(size * (1 / step), half)
     level = lax.bitcast_convert_type(integer, jnp.int32) - np.float32(INTEGERS).view(np.int32)
     level -= (beyond < 0).astype(jnp.int32)
     # Below zero level n is -1 - n.
-    level ^= raw >> 31
-    code = jnp.where(largest >= INFINITE, NAN_CODE, code)
-    return _packed(level + half, bits), code.astype(jnp.uint8)[:, 0]
+    return (level ^ (raw >> 31)) + half
 
 
 def _beyond(at: Array, half: int) -> tuple[Array, Array]:
