@@ -145,7 +145,7 @@ class OnKernels:
 
     def cache(self, batch: int, capacity: int) -> KVCache:
         """Empty."""
-        return self.network.new_cache(batch=batch, capacity=-(-capacity // 128) * 128)
+        return self.network.new_cache(batch=batch, capacity=capacity)
 
     def filled(self, cache: KVCache, length: int) -> KVCache:
         """As if `length` random tokens were held."""

@@ -122,8 +122,8 @@ def _decoded(network: Transformer, cache: KVCache, token: jax.Array) -> tuple[ja
 
 
 def capacity_for(context: int, options: Options) -> int:
-    """Of a cache of so many tokens, with room for what is decoded; kernels choose among a multiple of 128."""
-    return -(-(context + options.steps * (options.repeats + 2)) // 128) * 128
+    """Of a cache of so many tokens, with room for what is decoded."""
+    return context + options.steps * (options.repeats + 2)
 
 
 def compiled(network: Transformer, context: int, options: Options) -> Compiled:

@@ -114,6 +114,13 @@ def test_decoding_on_kernels_is_decoding_on_xla(plain, caplog, name):
     check(SPECS[name], caplog)
 
 
+@pytest.mark.parametrize("name", ["whole", "chosen"])
+@pytest.mark.parametrize("capacity", [1, 300, 384])
+def test_stores_have_room_for_what_kernels_take(name, capacity):
+    state = jax.eval_shape(lambda: SPECS[name].create(B, capacity))
+    assert {leaf.shape[2] for leaf in jax.tree.leaves(state.far)} == {128 if capacity == 1 else 384}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SPECS)
 def test_decoding_on_the_device_s_kernels_is_decoding_on_xla(caplog, name):

@@ -116,24 +116,24 @@ def test_bytes_on_the_host():
     spec, on_device = (kind(**GIVEN, index=8) for kind in (HostedChoosing, CodedChoosing))
     store = spec.create(B, S).far.k
     # 16 coordinates of 3 bits, 16 of 2, and two scales; one slot for what is dropped.
-    assert store.nbytes == spec.host_bytes(S, B) == B * (S + 1) * K * (6 + 1 + 4 + 1)
+    assert store.nbytes == spec.host_bytes(S, B) == B * (128 + 1) * K * (6 + 1 + 4 + 1)
     assert spec.bytes(S, B) == on_device.bytes(S, B) + B * K * 12
     assert spec.bytes_read(S) == on_device.bytes_read(S)
     assert on_device.host_bytes(S, B) == 0
 
 
 def test_what_must_fit(monkeypatch):
-    spec = HostedChoosing(**GIVEN, index=8)
-    host = spec.host_bytes(S, B)
-    device = kv_cache.device_bytes([spec], S, B)
-    assert device + host == kv_cache.held_bytes([spec], S, B)
+    spec, tokens = HostedChoosing(**GIVEN, index=8), 129
+    host = spec.host_bytes(tokens, B)
+    device = kv_cache.device_bytes([spec], tokens, B)
+    assert device + host == kv_cache.held_bytes([spec], tokens, B)
     monkeypatch.setattr(kv_cache, "free_host_bytes", lambda: host)
-    kv_cache.check_fits([spec], batch=B, capacity=S, free=device)
+    kv_cache.check_fits([spec], batch=B, capacity=tokens, free=device)
     with pytest.raises(CacheMemoryError, match=f"needs {device:,} bytes, {device - 1:,} are free"):
-        kv_cache.check_fits([spec], batch=B, capacity=S, free=device - 1)
+        kv_cache.check_fits([spec], batch=B, capacity=tokens, free=device - 1)
     monkeypatch.setattr(kv_cache, "free_host_bytes", lambda: host - 1)
-    with pytest.raises(CacheMemoryError, match=f"needs {host:,} bytes on the host, .* or length {S - 1} at"):
-        kv_cache.check_fits([spec], batch=B, capacity=S, free=device)
+    with pytest.raises(CacheMemoryError, match=f"needs {host:,} bytes on the host, .* or length 128 at"):
+        kv_cache.check_fits([spec], batch=B, capacity=tokens, free=device)
 
 
 def test_only_what_is_asked_for_is_fetched():

@@ -29,6 +29,7 @@ from zdc_jax.ops.stored import (
     choose_by_index,
     coded_decode,
     coded_decode_refusal,
+    slots_for,
     takes_kernels,
 )
 from zdc_jax.ops.xla import by_query_blocks, query_block
@@ -67,7 +68,7 @@ class CodedChoosing(Choosing):
         """`NearFar.create_far`."""
 
         def empty(code: Code, width: int) -> Coded:
-            shape = (batch, self.num_kv_heads, capacity, width)
+            shape = (batch, self.num_kv_heads, slots_for(capacity), width)
             coded = jax.eval_shape(partial(encode_tokens, code), jax.ShapeDtypeStruct(shape, self.dtype))
             return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), coded)
 

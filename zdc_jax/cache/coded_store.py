@@ -15,7 +15,7 @@ from zdc_jax.cache.near_far import NearFar, NearFarState
 from zdc_jax.cache.prefix_ring import recent_rows
 from zdc_jax.cache.spec import Call, put_rows
 from zdc_jax.errors import PlanError
-from zdc_jax.ops.stored import coded_decode, coded_decode_refusal, takes_kernels
+from zdc_jax.ops.stored import coded_decode, coded_decode_refusal, slots_for, takes_kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class CodedStore(NearFar):
     def create_far(self, batch: int, capacity: int) -> tuple[Coded, Coded]:
         """`NearFar.create_far`."""
         # A last block that never completes is always near; one there must be, for attention wants keys.
-        tokens = max(1, capacity // self.block) * self.block
+        tokens = max(1, capacity // self.block) * self.block if self.block > 1 else slots_for(capacity)
 
         def empty(code: Code, width: int) -> Coded:
             shape = (batch, self.num_kv_heads, tokens // code.block, code.block, width)

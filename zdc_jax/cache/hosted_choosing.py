@@ -23,7 +23,7 @@ from zdc_jax.cache.codes import Code, Coded, encode_tokens
 from zdc_jax.cache.near_far import NearFarState
 from zdc_jax.cache.spec import Call
 from zdc_jax.errors import CacheMemoryError, PlanError
-from zdc_jax.ops.stored import takes_kernels
+from zdc_jax.ops.stored import slots_for, takes_kernels
 
 HOST_MEMORY = "pinned_host"
 ON_HOST = "keys and values lie on the host"
@@ -59,6 +59,7 @@ class HostedChoosing(CodedChoosing):
           CacheMemoryError: the device has no pinned host memory.
         """
         check_host_memory()
+        capacity = slots_for(capacity)
         index = super().create_far(batch, 1).index  # Of one token: only its form is wanted.
         index = jax.tree.map(
             lambda leaf: jnp.zeros((*leaf.shape[:2], capacity, leaf.shape[3]), leaf.dtype), index
@@ -132,7 +133,7 @@ class HostedChoosing(CodedChoosing):
 
     def host_bytes(self, capacity: int, batch: int = 1) -> int:
         """`LayerCacheSpec.host_bytes`."""
-        return batch * (capacity + 1) * self.num_kv_heads * self._width
+        return batch * (slots_for(capacity) + 1) * self.num_kv_heads * self._width
 
     @property
     def _forms(self) -> tuple[Coded, Coded]:

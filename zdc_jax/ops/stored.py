@@ -30,6 +30,8 @@ from zdc_jax.axes import Array
 from zdc_jax.ops.attention import Implementation, choose_implementation
 from zdc_jax.ops.xla import xla_attention
 
+SLOTS = 128
+"""Kernels that choose take a multiple of so many, those that read a whole store of half as many."""
 NO_CUDNN = "it does not read this cache"
 NOT_INTEGERS = "kernels know only integers with one step a token"
 
@@ -44,6 +46,11 @@ def takes_kernels(
     """
     refusals: dict[Implementation, Callable[[], str | None]] = {"pallas": refusal, "cudnn": lambda: NO_CUDNN}
     return choose_implementation(kind, implementation, refusals) == "pallas"
+
+
+def slots_for(tokens: int) -> int:
+    """Slots of a store with room for so many tokens: as many as kernels take, a multiple of 128."""
+    return -(-max(tokens, 1) // SLOTS) * SLOTS
 
 
 def far_span(
