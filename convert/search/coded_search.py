@@ -116,9 +116,9 @@ class CodedSearch(Search):
         with contextlib.suppress(Exhausted):
             super()._window_search()
         self.budget, self.allowed = 1, 1
-        if self.best is not None and self.costs is not None:
+        if self.best is not None:
             self.reading = True
-            self._read_less(self.best.plan, self.costs)
+            self._read_less(self.best.plan)
 
     def _forecast(self) -> Forecast:
         return coded_forecast(self.config, self.book.profile, self.book.basis, self.options.on_kernels)
@@ -140,8 +140,12 @@ class CodedSearch(Search):
         steps, half = super()._steps(costs, plan), plan.window // 2
         return [*steps, replace(plan, window=half)] if half >= SHORTEST_WINDOW else steps
 
-    def _read_less(self, plan: CompressionPlan, costs: LayerCosts) -> None:
-        """From a plan that reads everything: each layer goes so many steps along the choices."""
+    def _read_less(self, plan: CompressionPlan) -> None:
+        """From a plan that reads everything: each layer goes so many steps along the choices.
+
+        Layers go first whose far tokens matter least, as was measured, or foretold if time was out before.
+        """
+        costs = self.costs or next(iter(self._forecast().costs.values()))
         choices = choices_for(self.length)
         chosen = choosing_on_kernels if self.options.on_kernels else choosing
 

@@ -272,6 +272,15 @@ def test_time_ends_a_search_and_is_left_for_choices(objective, left, monkeypatch
     assert best.increase <= 0.8
 
 
+def test_less_is_read_though_single_layers_were_not_all_measured():
+    """There is time for the path that was foretold, for a few layers, and for choices."""
+    search = CodedSearch(FakeBook(0), SearchOptions(0.8, trials=12, objective="read"))
+    best = search.run()
+    assert search.costs is None
+    assert any(ranks.settings.read for ranks in best.plan.layers if ranks.qk)
+    assert best.increase <= 0.8
+
+
 def test_a_third_of_the_limits_may_be_left_to_what_is_read():
     """Then less is read in the mean, though more be held, and the limit holds as well."""
     shares = []
