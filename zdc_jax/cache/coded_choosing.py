@@ -167,7 +167,7 @@ class CodedChoosing(Choosing):
         return self.of_pages(padded.reshape(*scores.shape[:-1], -1, self.page))
 
     def denominators(self, scores: Array) -> Array:
-        """`Choosing.denominators`, of single tokens those of a sample: so the kernel reads the index once."""
+        """`Choosing.denominators`, of single tokens those of a sample: the kernel need not read all twice."""
         if self.page == 1:
             sampled = in_sample(jnp.arange(scores.shape[-1]), jnp.int32(self.sinks))
             scores = jnp.where(sampled, scores, jnp.finfo(jnp.float32).min)
