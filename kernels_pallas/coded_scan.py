@@ -115,8 +115,8 @@ def index_scores(
       G: log Σ exp(scale · q · k - lse) over them, the logarithm of the sum of their probabilities.
       lse: the natural log-sum-exp of a head's scaled scores, float32; -inf of a row of no slots. Where G > 1
       it is over `in_sample` alone.
-      A token whose reach says that it is no number makes its own score so, and the lse that are over it; where
-      G > 1 and it is in the sample, all of the KV head's scores.
+      A token whose reach says that it is no number makes its own score so, and the lse that are over it;
+      where G > 1 and it is in the sample, all of the KV head's scores.
 
     Raises:
       ValueError: a shape, dtype or number of bits not allowed, named with its value, before launch.
