@@ -117,4 +117,4 @@ def test_important_tokens_keep_more():
         spec = made(share=share, more=Gaussian(4), less=Gaussian(2))
         kept, _ = spec.read(spec.keep_prompt(q, k, v, lse, positions, end, S, CALL).far)
         plain = study._through(Gaussian(bits), k).swapaxes(1, 2)
-        np.testing.assert_allclose(kept, plain, atol=0.05)
+        np.testing.assert_allclose(kept[:, :, :S], plain, atol=0.05)  # The rest is room for more.
