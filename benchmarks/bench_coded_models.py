@@ -92,7 +92,7 @@ class Options:
     @property
     def capacity(self) -> int:
         """Of caches, in tokens."""
-        return -(-self.context // 128) * 128 + 128
+        return self.context + 128
 
 
 def settings_of(kind: str, head_dim: int, context: int) -> Settings:

@@ -160,8 +160,9 @@ def reaches_tried(largest: Array, bits: int, C: int) -> list[Array]:
     """Codes of the reaches that are tried for a token of C coordinates, int32, the widest first.
 
     Two, one above and one below where the best most often lies; below 4 bits much is gained by cutting the
-    largest coordinates off, and it may be any of eight. More would lower the error of 4 bits and more by 4 %
-    of itself at most, on Gaussian vectors and those of Student's t with 4 degrees of freedom.
+    largest coordinates off, and it may be any of eight. More would lower the error of 4 bits and more by 3 %
+    of itself at most in 16 to 128 coordinates, by 5 % in 256, on Gaussian vectors and those of Student's t
+    with 4 degrees of freedom.
 
     largest: of the token's coordinates, the bits of its magnitude as float32, int32.
     """

@@ -24,8 +24,8 @@ class FittedIntegers(Code):
     finite number as NaN.
 
     A step of its own makes up for levels that stand evenly: turned vectors of 64 coordinates err as little as
-    in the best levels for a Gaussian (0.96 to 0.99 times the square at 2 to 5 bits), those of 16 less (0.67
-    to 0.91), those of 128 more (1.01 to 1.08). Even levels are what integer arithmetic can score.
+    in the best levels for a Gaussian (0.97 to 1.00 times the square at 2 to 5 bits), those of 16 less (0.66
+    to 0.92), those of 128 more (1.01 to 1.10). Even levels are what integer arithmetic can score.
     """
 
     bits: int

@@ -180,7 +180,8 @@ def choose_by_index(
 ) -> Int[Array, "B K {count}"]:
     """The far slots of the largest probability by the index, summed over a KV head's queries, on the kernels.
 
-    They ascend, and are followed by S where fewer are far. Queries are rounded to 255 levels.
+    They ascend, and are followed by S where fewer are far. Queries are rounded to 255 levels. Where queries
+    share a KV head, a sample of the slots gives their denominators (`kernels_pallas.coded_scan.in_sample`).
     """
     (index,), span = planes, far_span(positions, sinks, window)
     scores, _ = index_scores(q[:, 0], index, *span, scale=scale)
