@@ -37,6 +37,7 @@ class Plan(NamedTuple):
 
 PLANS = {
     "whole": Plan(keys=((H, 4),), values=(H, 4)),
+    "bit planes": Plan(keys=((32, 6), (H - 32, 3)), values=(H, 3)),
     "chosen": Plan(keys=((32, 4), (H - 32, 4)), values=(H, 4), read=1024),
 }
 

@@ -6,8 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import plane_fits
-from kernels_pallas.coded_scan import MOST_COORDINATES
+from kernels_pallas import index_fits, plane_fits
 from kernels_pallas.select_inputs import MOST, THREADS
 from zdc_jax.cache.spec import Call, LayerCacheSpec
 from zdc_jax.config import ModelConfig
@@ -47,10 +46,11 @@ def _layer(plan: CompressionPlan, layer: int, H: int, growth: float) -> LayerRan
 
 def _index(settings: Settings, wanted: float, rank: int) -> int | None:
     """The size nearest to `wanted` that kernels read, and the other coordinates of keys beside it."""
+    fits = index_fits if settings.read else plane_fits
     sizes = [
         size
-        for size in range(RANK_STEP, min(MOST_COORDINATES, rank - 1) + 1, RANK_STEP)
-        if plane_fits(size, settings.bits_index) and plane_fits(rank - size, settings.bits_k)
+        for size in range(RANK_STEP, rank, RANK_STEP)
+        if fits(size, settings.bits_index) and plane_fits(rank - size, settings.bits_k)
     ]
     return min(sizes, key=lambda size: abs(size - wanted), default=None)
 

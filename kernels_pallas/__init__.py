@@ -5,6 +5,7 @@ from kernels_pallas.coded_inputs import CodedConfig as CodedConfig
 from kernels_pallas.coded_inputs import Plane as Plane
 from kernels_pallas.coded_inputs import plane_fits as plane_fits
 from kernels_pallas.coded_scan import ScanConfig as ScanConfig
+from kernels_pallas.coded_scan import index_fits as index_fits
 from kernels_pallas.coded_scan import index_scores as index_scores
 from kernels_pallas.decode import decode_attention as decode_attention
 from kernels_pallas.decode_inputs import DecodeConfig as DecodeConfig

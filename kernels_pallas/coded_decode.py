@@ -25,15 +25,14 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from kernels_pallas import common, gather
+from kernels_pallas import common
 from kernels_pallas.coded_inputs import BLOCK, CodedConfig, Plane, check_coded, config_for
 from kernels_pallas.common import LOG2_E, NEVER, filled, tile_width, tiled
-from kernels_pallas.gather import gathered_bytes, gathered_words
-from kernels_pallas.unpack import WORD, columns, reaches, unpacked, words
+from kernels_pallas.rows import PER_ROW, block_rows, gathered_bytes, gathered_rows
+from kernels_pallas.unpack import columns, reaches, unpacked
 
 LARGEST_SUM = 2.0**60
 """Of probabilities relative to the first block's; above it the running maximum is needed."""
-PER_KEY = plgpu.Layout.WGMMA.reduce(1)
 ALIGNED = 128
 """Bytes that an asynchronous copy's place in shared memory is a multiple of."""
 
@@ -54,7 +53,7 @@ def coded_attention(
     Args:
       q: bfloat16, as many coordinates as `keys` have together.
       keys: one or two planes of consecutive coordinates (an index, and the rest). values: one plane. Levels
-        have 2, 4 or 8 bits and take a multiple of 16 bytes a token and plane. Z is a multiple of 64, and S,
+        have 2 to 6 bits, or 8; planes a multiple of 16 coordinates, up to 256. Z is a multiple of 64, and S,
         too, where there are no `slots`.
       begin, end: of each row; a row of none gives zeros and -inf, slots that are not there count for nothing.
       scale: factor on the scores, 1/√H of the original head dim.
@@ -120,7 +119,7 @@ def _launch(
         begin.astype(jnp.int32),
         end.astype(jnp.int32),
         _queries(q, g),
-        *(words(levels) for levels, _ in planes),
+        *(levels if g.chosen else _blocks(levels) for levels, _ in planes),
         *(reach for _, reach in planes),
         *(() if slots is None else (slots.astype(jnp.int32).reshape(B, K, -1, BLOCK),)),
     )
@@ -146,8 +145,7 @@ class _Geometry(NamedTuple):
 
     def order(self, plane: int) -> np.ndarray:
         """Which coordinate each column of an unpacked plane is."""
-        C, bits = self.widths[plane], self.bits[plane]
-        return columns(C, bits, gather.columns(C * bits // WORD) if self.chosen else None)
+        return columns(self.widths[plane], self.bits[plane])
 
     @property
     def key_columns(self) -> list[Any]:
@@ -165,9 +163,21 @@ def _queries(q: Array, g: _Geometry) -> Array:
     return jnp.pad(groups, ((0, 0), (0, 0), (0, g.columns - G), (0, 0)))
 
 
+def _blocks(levels: Array) -> Array:
+    """[B, K, S, P] as blocks of keys [B, K, S/64, 64·P/L, L], L ≤ 256: a copy's rows of whole bytes are
+    multiples of 16. The same memory."""
+    B, K, S, P = levels.shape
+    return levels.reshape(B, K, S // BLOCK, *_block_shape(P))
+
+
+def _block_shape(P: int) -> tuple[int, int]:
+    several = math.gcd(P, 4)
+    return P // several, BLOCK * several
+
+
 def _kernel(*refs: Any, g: _Geometry) -> None:
     planes, Z = len(g.widths), g.widths[-1]
-    pairs = list(zip(g.widths, g.bits, strict=True))
+    sizes = [C * b // 8 for C, b in zip(g.widths, g.bits, strict=True)]
     pl.run_scoped(
         functools.partial(_part, refs, g),
         _Buffers(
@@ -176,8 +186,8 @@ def _kernel(*refs: Any, g: _Geometry) -> None:
                 tiled(g.columns, at.size, dtype=jnp.bfloat16, width=math.gcd(tile_width(at.size), at.start))
                 for at in g.key_columns
             ],
-            levels=[] if g.chosen else [_words(g.stages, C * b // WORD) for C, b in pairs],
-            reach=[] if g.chosen else [plgpu.SMEM((g.stages, ALIGNED), jnp.uint8) for _ in pairs],
+            levels=[] if g.chosen else [plgpu.SMEM((g.stages, *_block_shape(P)), jnp.uint8) for P in sizes],
+            reach=[] if g.chosen else [plgpu.SMEM((g.stages, ALIGNED), jnp.uint8) for _ in sizes],
             slots=[plgpu.SMEM((g.chosen // BLOCK, BLOCK), jnp.int32)] if g.chosen else [],
             values=tiled(BLOCK, Z, dtype=jnp.bfloat16, width=64),
             p=tiled(g.columns, BLOCK, dtype=jnp.bfloat16, width=64),
@@ -188,12 +198,6 @@ def _kernel(*refs: Any, g: _Geometry) -> None:
             ready=plgpu.Barrier(num_barriers=g.stages, num_arrivals=2 * planes),
         ),
     )
-
-
-def _words(stages: int, count: int) -> Any:
-    """Blocks of so many words a key. A tile has rows of 32 bytes at least; narrower ones are not tiled."""
-    shape, width = (stages, BLOCK, count), tile_width(count)
-    return plgpu.SMEM(shape, jnp.uint16) if width < 16 else tiled(*shape, dtype=jnp.uint16, width=width)
 
 
 class _Buffers(NamedTuple):
@@ -264,9 +268,9 @@ class _Span(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A block of keys: words [keys, W] and reaches [keys] of plane i in registers, which slots count."""
+    """A block of keys: levels [keys, ·] as read and reaches [keys] of plane i, which slots count."""
 
-    words: Callable[[int], Array]
+    levels: Callable[[int], Array]
     reach: Callable[[int], Array]
     visible: Array
 
@@ -307,8 +311,8 @@ class _Stream(_Source):
         slot, at = self._slot(step), self.at
         plgpu.barrier_wait(at.ready.at[slot])
         return _Block(
-            lambda i: plgpu.load(at.levels[i].at[slot], layout=plgpu.Layout.WGMMA, optimized=False),
-            lambda i: plgpu.load(at.reach[i].at[slot, pl.ds(0, BLOCK)], layout=PER_KEY, optimized=False),
+            lambda i: block_rows(at.levels[i].at[slot], BLOCK, self.g.widths[i], self.g.bits[i]),
+            lambda i: plgpu.load(at.reach[i].at[slot, pl.ds(0, BLOCK)], layout=PER_ROW, optimized=False),
             self.span.counts(_rows(self.g) + step * BLOCK),
         )
 
@@ -324,10 +328,10 @@ class _Stream(_Source):
 
     def _load(self, step: Array) -> None:
         rows, slot = pl.ds(pl.multiple_of(step * BLOCK, BLOCK), BLOCK), self._slot(step)
-        levels = [buffer.at[slot] for buffer in self.at.levels]
-        reach = [buffer.at[slot, pl.ds(0, BLOCK)] for buffer in self.at.reach]
-        for source, buffer in zip(self.sources, (*levels, *reach), strict=True):
-            plgpu.copy_gmem_to_smem(source.at[*self.head, rows], buffer, self.at.ready.at[slot])
+        levels = [(step, buffer.at[slot]) for buffer in self.at.levels]
+        reach = [(rows, buffer.at[slot, pl.ds(0, BLOCK)]) for buffer in self.at.reach]
+        for source, (place, buffer) in zip(self.sources, (*levels, *reach), strict=True):
+            plgpu.copy_gmem_to_smem(source.at[*self.head, place], buffer, self.at.ready.at[slot])
 
 
 class _Chosen(_Source):
@@ -335,14 +339,14 @@ class _Chosen(_Source):
 
     def block(self, step: Array) -> _Block:
         """All loads are asked for before any is used."""
-        slots = plgpu.load(self.at.slots[0].at[step], layout=PER_KEY, optimized=False)
+        slots = plgpu.load(self.at.slots[0].at[step], layout=PER_ROW, optimized=False)
         visible = self.span.counts(lax.broadcast_in_dim(slots, (BLOCK, self.g.columns), [0]))
         there = jnp.clip(slots, 0, self.g.S - 1)  # What does not count is read, too.
-        planes = len(self.g.widths)
-        found = [source.at[*self.head] for source in self.sources]
-        words = [gathered_words(store, there) for store in found[:planes]]
-        reach = [gathered_bytes(store, there) for store in found[planes:]]
-        return _Block(words.__getitem__, reach.__getitem__, visible)
+        stores, found = [source.at[*self.head] for source in self.sources], []
+        for store, C, bits in zip(stores, self.g.widths, self.g.bits, strict=False):
+            found.append(gathered_rows(store, there, C, bits))
+        reach = [gathered_bytes(store, there) for store in stores[len(found) :]]
+        return _Block(found.__getitem__, reach.__getitem__, visible)
 
 
 def _rows(g: _Geometry) -> Array:
@@ -378,7 +382,7 @@ def _add_block(g: _Geometry, at: _Buffers, block: _Block, carry: Any, *, running
     """Softmax over one block of keys more; `l` is summed over keys at the end."""
     acc, m, l = carry
     shape, last = (BLOCK, g.columns), len(g.widths) - 1
-    unpack = lambda i: unpacked(block.words(i), g.bits[i])
+    unpack = lambda i: unpacked(block.levels(i), g.widths[i], g.bits[i])
     steps = lambda i: _steps(block.reach(i), g.bits[i], shape)
     scores = sum(_product(unpack(i), at.q[i], shape) * steps(i) for i in range(last)) * (g.scale * LOG2_E)
     at.values[...] = unpack(last)

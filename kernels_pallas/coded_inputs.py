@@ -18,13 +18,11 @@ MOST_HEADS = 16
 """Query heads of a KV head."""
 MOST_SLOTS = 8192
 """Of a list, which is in shared memory."""
-LOAD = 16
-"""Bytes that a token's levels in a plane must be a multiple of, to be copied."""
 
 
 class Plane(NamedTuple):
-    """Integers of consecutive coordinates (`FittedIntegers`): levels uint8 [B, K, S, C·bits/8], reach uint8
-    [B, K, S] in e5m3. Level l of reach r is (2l + 1 - 2^bits)·r/2^bits."""
+    """Integers of consecutive coordinates (`FittedIntegers`): levels uint8 [B, K, S, C·bits/8] in
+    `bit_planes`, reach uint8 [B, K, S] in e5m3. Level l of reach r is (2l + 1 - 2^bits)·r/2^bits."""
 
     levels: Array
     reach: Array
@@ -107,7 +105,7 @@ def check_coded(
 
 def plane_fits(width: int, bits: int) -> bool:
     """Whether kernels read planes of so many coordinates."""
-    return bits in BITS and width % 16 == 0 and 0 < width <= 256 and width * bits // 8 % LOAD == 0
+    return bits in BITS and width % 16 == 0 and 0 < width <= 256
 
 
 def check_plane(name: str, plane: Plane, tokens: tuple[int, int, int]) -> None:
@@ -119,10 +117,5 @@ def check_plane(name: str, plane: Plane, tokens: tuple[int, int, int]) -> None:
     for part, x in (("levels", plane.levels), ("reach", plane.reach)):
         if x.dtype != jnp.uint8:
             raise ValueError(f"{name}.{part} has dtype {x.dtype}: must be uint8")
-    if plane.levels.shape[-1] % LOAD:
-        raise ValueError(
-            f"{name}: {plane.width} coordinates of {plane.bits} bits take {plane.levels.shape[-1]} bytes a "
-            f"token: must be a multiple of {LOAD}"
-        )
     if plane.width > 256 or plane.width % 16:
         raise ValueError(f"{name} has {plane.width} coordinates: must be a multiple of 16 up to 256")

@@ -28,7 +28,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.coded_inputs import MOST_HEADS, Plane, check_plane
+from kernels_pallas.coded_inputs import MOST_HEADS, Plane, check_plane, plane_fits
 from kernels_pallas.common import LOG2_E, NEVER, Shaped, filled
 from kernels_pallas.unpack import reaches
 
@@ -44,6 +44,9 @@ SAMPLE_AT_ONCE = 6
 """CTAs of a multiprocessor that read the sample."""
 MOST_COORDINATES = 128
 """Of the index."""
+INDEX_BITS = (2, 4, 8)
+VECTOR = 16
+"""Bytes that a thread loads at once."""
 MOST_HELD = 128
 """Bytes of levels that a thread has of a step; as many of the next are on their way."""
 MOST_KEPT = 16
@@ -138,6 +141,16 @@ def in_sample(slots: Array, begin: Array) -> Array:
     return blocks % SAMPLE_EVERY == 0
 
 
+def index_fits(width: int, bits: int) -> bool:
+    """Whether `index_scores` reads an index of so many coordinates."""
+    return (
+        bits in INDEX_BITS
+        and plane_fits(width, bits)
+        and width <= MOST_COORDINATES
+        and width * bits // 8 % VECTOR == 0
+    )
+
+
 def check_scan(q: Shaped, index: Plane, begin: Shaped, end: Shaped, *, config: ScanConfig | None) -> None:
     """Raises what `index_scores` says it raises; arrays and options are those given to it."""
     common.check_device()
@@ -147,8 +160,11 @@ def check_scan(q: Shaped, index: Plane, begin: Shaped, end: Shaped, *, config: S
         raise ValueError(f"index.reach has shape {index.reach.shape}: must be [B, K, S]")
     B, K, S = index.reach.shape
     check_plane("index", index, (B, K, S))
-    if index.width > MOST_COORDINATES:
-        raise ValueError(f"index has {index.width} coordinates: must be at most {MOST_COORDINATES}")
+    if not index_fits(index.width, index.bits):
+        raise ValueError(
+            f"index has {index.width} coordinates of {index.bits} bits: must be at most {MOST_COORDINATES}, "
+            f"of one of {INDEX_BITS} bits, and take a multiple of {VECTOR} bytes a token"
+        )
     common.check_shape("q", q, (B, None, index.width), "B, N, C")
     common.check_groups(q.shape[1], K)
     if q.shape[1] // K > MOST_HEADS:

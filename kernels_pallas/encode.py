@@ -10,7 +10,7 @@ Pallas' Triton back end runs it, which JAX is to give up: then `check_encode` re
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from kernels_pallas import common
 from kernels_pallas.coded_inputs import Plane, check_plane
 from kernels_pallas.common import Shaped
-from kernels_pallas.unpack import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, reaches
+from kernels_pallas.unpack import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, bit_planes, reaches
 
 try:
     import jax.experimental.pallas.triton as plt
@@ -143,9 +143,10 @@ def _kernel(span_ref: Any, *refs: Any, bits: tuple[tuple[int, ...], ...], rows: 
             x = [plt.load(x_ref.at[place], mask=kept, other=0.0).astype(jnp.float32) for place in at]
             levels, reach = _coded(x, plane_bits)
             slots = pl.ds(start + first, rows)
-            for (i, width), level in zip(_pieces(C), levels, strict=True):
-                taken = pl.ds(jnp.int32(i * plane_bits // 8), width * plane_bits // 8)
-                plt.store(levels_ref.at[b, kv, slots, taken], level, mask=kept)
+            for (i, _), level in zip(_pieces(C), levels, strict=True):
+                for place, size, part in _packed(level, C, i, plane_bits):
+                    taken = pl.ds(jnp.int32(place), size)
+                    plt.store(levels_ref.at[b, kv, slots, taken], part, mask=kept)
             plt.store(reach_ref.at[b, kv, slots], reach, mask=kept[:, 0])
             begin += C
 
@@ -175,7 +176,7 @@ def reaches_tried(largest: Array, bits: int, C: int) -> list[Array]:
 
 
 def _coded(x: Sequence[Array], bits: int) -> tuple[list[Array], Array]:
-    """Packed levels uint8 [rows, ·] of pieces [rows, ·] of the same tokens, and reaches uint8 [rows]."""
+    """Levels int32 [rows, ·] of pieces [rows, ·] of the same tokens, and reaches uint8 [rows]."""
     raw = [lax.bitcast_convert_type(piece, jnp.int32) for piece in x]
     positive = [piece & 0x7FFFFFFF for piece in raw]
     # As integers, for the largest float on a GPU is that of numbers.
@@ -195,8 +196,8 @@ def _coded(x: Sequence[Array], bits: int) -> tuple[list[Array], Array]:
         better = other[0] < error
         error, code, step = (jnp.where(better, a, b) for a, b in zip(other, (error, code, step), strict=True))
     code = jnp.where(largest >= INFINITE, NAN_CODE, code)
-    levels = (_levels(*pair, step, half) for pair in zip(raw, sizes, strict=True))
-    return [_packed(level, bits) for level in levels], code.astype(jnp.uint8)[:, 0]
+    levels = [_levels(*pair, step, half) for pair in zip(raw, sizes, strict=True)]
+    return levels, code.astype(jnp.uint8)[:, 0]
 
 
 def _levels(raw: Array, size: Array, step: Array, half: int) -> Array:
@@ -214,10 +215,16 @@ def _beyond(at: Array, half: int) -> tuple[Array, Array]:
     return integer, at - (integer - INTEGERS)
 
 
-def _packed(level: Array, bits: int) -> Array:
-    """Levels of a byte, the first lowest."""
-    each = 8 // bits
-    if each > 1:
-        parts = level.reshape(level.shape[0], level.shape[1] // each, each)
-        level = (parts << (bits * lax.broadcasted_iota(jnp.int32, parts.shape, 2))).sum(2)
-    return level.astype(jnp.uint8)
+def _packed(level: Array, C: int, begin: int, bits: int) -> Iterator[tuple[int, int, Array]]:
+    """Bytes of levels [rows, width] of the coordinates from `begin` on, of C: in each bit plane their place,
+    their number and they themselves, the first level of a byte lowest."""
+    width, place = level.shape[1], 0
+    for plane in bit_planes(bits):
+        bits -= plane
+        part, each = level >> bits, 8 // plane
+        level &= 2**bits - 1
+        if each > 1:
+            parts = part.reshape(level.shape[0], width // each, each)
+            part = (parts << (plane * lax.broadcasted_iota(jnp.int32, parts.shape, 2))).sum(2)
+        yield place + begin // each, width // each, part.astype(jnp.uint8)
+        place += C // each

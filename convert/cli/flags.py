@@ -186,7 +186,7 @@ class SearchFlags:
     """Whether token classes keep to the paper's Eq. 6: more important tokens in deeper layers, fewer
     coordinates for the rest, and no more of Q/K than of V."""
     on_kernels: bool = False
-    """With --method coded: only bits and indexes that GPU kernels read, so that all layers decode fast."""
+    """With --method coded: layers choose tokens by such indexes alone as GPU kernels read."""
     trials: int = 400
     """Most plans to measure."""
     minutes: float = math.inf

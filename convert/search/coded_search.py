@@ -16,23 +16,19 @@ import numpy as np
 from jaxtyping import Float
 
 from convert.search.search import REFINE_FAILURES, Exhausted, Measured, Search, SearchOptions
-from kernels_pallas import plane_fits
+from kernels_pallas import index_fits, plane_fits
+from kernels_pallas.coded_scan import INDEX_BITS
 from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import INDEX_STEP, Settings
-from zdc_jax.plan import CompressionPlan, LayerRanks
-from zdc_jax.planning.coded_costs import (
-    INDEX_BITS,
-    coded_forecast,
-    coded_levels,
-    coded_plan,
-    index_sizes,
-    key_shares,
-)
+from zdc_jax.plan import RANK_STEP, CompressionPlan, LayerRanks
+from zdc_jax.planning.coded_costs import coded_forecast, coded_levels, coded_plan, key_shares
 from zdc_jax.planning.forecast import Forecast
 from zdc_jax.planning.layer_costs import Grade, LayerCosts
 
 SHORTEST_WINDOW = 16
 """Tokens; windows are halved down to here. Beside codes a window is a large share of the bytes."""
+KERNEL_HEADS = (64, 128, 256)
+"""Head dims of which kernels decode every grade."""
 LEAST_INDEX_BITS = 4
 """Fewest of an index."""
 CHOICE_SHARE = {"bytes": 1 / 5, "read": 2 / 5}
@@ -77,15 +73,17 @@ def choosing(ranks: LayerRanks, choice: Choice) -> LayerRanks:
 
 
 def choosing_on_kernels(ranks: LayerRanks, choice: Choice) -> LayerRanks:
-    """`choosing` with an index that kernels read, of as many coordinates or more; else the same layer."""
+    """`choosing` with an index that kernels read, of as many coordinates or more; else the same layer.
+
+    It may have fewer bits than the one before.
+    """
     codes, rank = ranks.settings, ranks.qk
     assert isinstance(codes, Settings)
-    sizes = ((codes.index, codes.bits_index),) if codes.index else product(index_sizes(rank), INDEX_BITS)
     fitting = [
         (index, bits)
-        for index, bits in sizes
-        if index >= choice.index and bits >= codes.bits_k
-        if plane_fits(index, bits) and plane_fits(rank - index, codes.bits_k)
+        for index, bits in product(range(RANK_STEP, rank, RANK_STEP), INDEX_BITS)
+        if index >= choice.index and bits >= max(LEAST_INDEX_BITS, codes.bits_k)
+        if index_fits(index, bits) and plane_fits(rank - index, codes.bits_k)
     ]
     if not fitting:
         return ranks
@@ -111,6 +109,9 @@ class CodedSearch(Search):
         return self.book.read_share(plan) if self.reading else self.book.share(plan)
 
     def _window_search(self) -> None:
+        H = self.config.head_dim
+        if self.options.on_kernels and H not in KERNEL_HEADS:
+            raise PlanError(f"on_kernels=True: kernels decode heads of {KERNEL_HEADS} coordinates, not {H}")
         self.budget = 1 - CHOICE_SHARE[self.options.objective]
         self.allowed = 1 if self.options.objective == "bytes" else HELD_LIMIT
         with contextlib.suppress(Exhausted):
@@ -121,10 +122,10 @@ class CodedSearch(Search):
             self._read_less(self.best.plan)
 
     def _forecast(self) -> Forecast:
-        return coded_forecast(self.config, self.book.profile, self.book.basis, self.options.on_kernels)
+        return coded_forecast(self.config, self.book.profile, self.book.basis)
 
     def _levels(self) -> tuple[tuple[Grade, ...], tuple[Grade, ...]]:
-        return coded_levels(self.config.head_dim, self.options.on_kernels)
+        return coded_levels(self.config.head_dim)
 
     def _costs(
         self, layer: int, levels: Sequence[Grade], measured: Measured

@@ -64,7 +64,7 @@ class SearchOptions:
     length of the windows, bytes of the KV cache, seconds of attention as
     `zdc_jax.planning.costs.request_seconds` predicts them, or bytes that a decoded token reads. constrained:
     whether token classes keep to the paper's Eq. 6 (`ClassNumbers.meets_constraints`). on_kernels: whether
-    codes are only such as GPU kernels read.
+    far tokens are chosen by such indexes alone as GPU kernels read.
 
     Raises:
       PlanError: on any other value, naming it and what is allowed.

@@ -16,6 +16,8 @@ PLANES = [
     pytest.param(((32, 4), (96, 4)), (128, 4), 4, id="index and rest"),
     pytest.param(((64, 4), (64, 2)), (128, 2), 4, id="fewer bits"),
     pytest.param(((128, 8),), (128, 8), 2, id="8 bits"),
+    pytest.param(((32, 6), (96, 3)), (128, 3), 4, id="bit planes"),
+    pytest.param(((16, 6), (48, 3)), (64, 5), 4, id="shares of half a byte"),
 ]
 """Fewer CTAs have fewer bytes in flight."""
 

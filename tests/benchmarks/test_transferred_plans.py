@@ -44,17 +44,19 @@ def test_layers_take_what_is_kept_at_their_depth():
 
 
 @pytest.mark.parametrize(
-    ("index", "read", "growth", "expected"),
+    ("index", "bits", "read", "growth", "expected"),
     [
-        (32, 1024, 16, (64, 4096)),
-        (32, 128, 0.1, (64, 128)),
-        (32, 200, 1, (64, 256)),
-        # The other coordinates of keys, 2 bits each, take a multiple of 16 bytes.
-        (24, 256, 1, (64, 256)),
+        (32, 8, 1024, 16, (64, 4096)),
+        (32, 8, 128, 0.1, (64, 128)),
+        (32, 8, 200, 1, (64, 256)),
+        (24, 8, 256, 1, (48, 256)),
+        # An index that chooses takes a multiple of 16 bytes, any other one may be of any size.
+        (24, 4, 256, 1, (32, 256)),
+        (24, 4, 0, 1, (48, 0)),
     ],
 )
-def test_sizes_are_those_that_kernels_read(index, read, growth, expected):
-    settings = replace(CHOOSES, index=index, read=read)
+def test_sizes_are_those_that_kernels_read(index, bits, read, growth, expected):
+    settings = replace(CHOOSES, index=index, bits_index=bits, read=read)
     plan = transferred(searched(LayerRanks(64, 64, settings=settings)), LARGE, growth)
     found = plan.layers[0].settings
     assert (found.index, found.read) == expected
@@ -88,18 +90,10 @@ def test_kernels_decode_what_was_transferred(on_kernels):
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="what can be checked without a GPU")
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"bits_k": 3}, r"keys\[0\].bits=3: must be one of"),
-        ({"bits_v": 6}, "values.bits=6: must be one of"),
-        ({"index": 32, "read": 256, "page": 16}, "kernels choose single tokens, not pages of 16"),
-    ],
-)
-def test_the_layer_that_kernels_do_not_decode_is_named(on_kernels, settings, message):
-    layers = LayerRanks(64, 64), LayerRanks(64, 64, settings=replace(WHOLE, **settings))
+def test_the_layer_that_kernels_do_not_decode_is_named(on_kernels):
+    layers = LayerRanks(64, 64), LayerRanks(64, 64, settings=replace(CHOOSES, page=16))
     plan = transferred(searched(*layers), LARGE, growth=1)
-    with pytest.raises(PlanError, match=f"layer 3 of 5: .*{message}"):
+    with pytest.raises(PlanError, match="layer 3 of 5: .*kernels choose single tokens, not pages of 16"):
         check_on_kernels(plan, LARGE, 2, 1024)
 
 

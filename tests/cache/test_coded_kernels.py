@@ -35,6 +35,11 @@ SPECS = {
         key_code=FittedIntegers(4),
         value_code=FittedIntegers(4),
     ),
+    "bit planes": CodedStore(
+        **NEAR,
+        key_code=Split(16, FittedIntegers(6), FittedIntegers(3)),
+        value_code=FittedIntegers(5),
+    ),
     "chosen": CodedChoosing(**NEAR, **CHOOSING, index=32, read=128),
     "all chosen": CodedChoosing(**NEAR, **CHOOSING, index=32, read=512),
     "handed on": CodedChoosing(**NEAR, **CHOOSING, index=32, read=128, leads=True),
@@ -155,7 +160,7 @@ def test_what_is_handed_on_serves_xla_and_kernels(plain):
     ("change", "message"),
     [
         ({"key_code": Gaussian(4)}, "kernels know only integers with one step a token"),
-        ({"value_code": FittedIntegers(3)}, r"values.bits=3: must be one of"),
+        ({"value_code": FittedIntegers(7)}, r"values.bits=7: must be one of"),
         ({"Z": 32}, "values has 32 coordinates: must be a multiple of 64"),
     ],
 )
@@ -171,7 +176,10 @@ def test_what_kernels_do_not_read_says_why(plain, change, message):
     [
         ({"page": 4}, "kernels choose single tokens, not pages of 4"),
         ({"read": 96}, "k=96: must be a multiple of 128"),
-        ({"index_code": FittedIntegers(3)}, "index.bits=3: must be one of"),
+        (
+            {"index_code": FittedIntegers(3)},
+            r"index has 32 coordinates of 3 bits: .* one of \(2, 4, 8\) bits",
+        ),
     ],
 )
 def test_what_kernels_do_not_choose_says_why(plain, change, message):

@@ -9,14 +9,15 @@ import re
 import interpreting
 import jax
 import jax.numpy as jnp
-import ml_dtypes
+import numbers_as_registers
 import numpy as np
 import pytest
 
-from kernels_pallas import CodedConfig, Plane, coded_attention, coded_decode, coded_refusal, gather
+from kernels_pallas import CodedConfig, Plane, coded_attention, coded_decode, coded_refusal, unpack
 from kernels_pallas.coded_decode import LARGEST_SUM
-from kernels_pallas.unpack import BITS, WORD, columns
+from kernels_pallas.unpack import BITS, columns
 from zdc_jax.cache.codes import pack
+from zdc_jax.cache.codes import unpack as levels_of
 from zdc_jax.cache.fitted_integers import FittedIntegers
 from zdc_jax.cache.short_scales import NAN
 
@@ -27,6 +28,9 @@ SHAPES = [
     (((64, 2),), (64, 8), (8, 1)),
     (((16, 8), (64, 2)), (64, 2), (16, 1)),
     (((256, 4),), (256, 2), (12, 4)),
+    (((32, 6), (96, 3)), (128, 3), (8, 2)),
+    (((16, 6), (48, 3)), (64, 5), (6, 2)),
+    (((16, 2),), (64, 6), (4, 4)),
 ]
 SCALE = 0.2
 
@@ -66,40 +70,31 @@ def test_lowers_with_slots(keys, values, heads, n):
     lower(keys, values, *heads, 640, n=n)
 
 
-@pytest.mark.parametrize("words", [8, 16, 24, 32, 64])
-def test_a_thread_gathers_consecutive_words(words):
-    """Thread t of four has columns 8j + 2t and 8j + 2t + 1: the t-th quarter of a row."""
-    column = np.arange(words)
-    for thread in range(4):
-        own = column[column % 8 // 2 == thread]
-        quarter = words // 4
-        np.testing.assert_array_equal(gather.columns(words)[own], np.arange(quarter) + thread * quarter)
-
-
 @pytest.mark.parametrize("config", [CodedConfig(stages=1, splits=1), CodedConfig(stages=5, splits=7)])
 def test_lowers_with_a_config(config):
     lower(((128, 4),), (128, 4), 8, 2, 640, config=config)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_columns_are_the_coordinates_of_packed_words(bits):
-    levels = np.random.default_rng(bits).integers(0, 2**bits, 64).astype(np.uint8)
-    words = np.asarray(pack(jnp.asarray(levels), bits)).view(np.uint16)
-    found = np.concatenate([words >> shift & (2**bits - 1) for shift in range(0, WORD, bits)])
-    np.testing.assert_array_equal(found, levels[columns(64, bits)])
+WIDTHS = (16, 32, 48, 64, 96, 112, 128, 256)
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_levels_in_the_mantissa_of_128_are_exact(bits):
-    """The arithmetic of `unpack`, operation by operation in bfloat16; eight bits by way of two nibbles."""
-    bf16, levels = ml_dtypes.bfloat16, np.arange(2**bits, dtype=np.uint16)
-    odd = lambda n, b: (2 * n | np.uint16(0x4300)).view(bf16) - bf16(127 + 2**b)
-    if bits == 8:
-        high, low = (odd(n, 4).astype(np.float32) for n in (levels >> 4, levels & 15))
-        found = (16 * high + low).astype(bf16)
-    else:
-        found = odd(levels, bits)
-    np.testing.assert_array_equal(found.astype(np.float64), 2.0 * levels + 1 - 2**bits)
+@pytest.mark.parametrize("C", WIDTHS)
+def test_a_thread_has_its_quarter_of_the_coordinates(C, bits):
+    """Thread t of four has columns 8j + 2t and 8j + 2t + 1 in the layout of wgmma."""
+    coordinate, thread = columns(C, bits), np.arange(C) % 8 // 2
+    np.testing.assert_array_equal(np.sort(coordinate), np.arange(C))
+    np.testing.assert_array_equal(coordinate // (C // 4), thread)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("C", WIDTHS)
+def test_columns_are_those_that_instructions_give(monkeypatch, C, bits):
+    """All of `rows` and `unpack` by numbers in place of registers, thread by thread."""
+    levels = np.random.default_rng(bits).integers(0, 2**bits, C).astype(np.uint8)
+    row = np.asarray(pack(jnp.asarray(levels), bits))
+    found = numbers_as_registers.unpacked(monkeypatch, row, C, bits)
+    np.testing.assert_array_equal(found, 2 * levels[columns(C, bits)].astype(int) + 1 - 2**bits)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +102,9 @@ def test_levels_in_the_mantissa_of_128_are_exact(bits):
     [
         ({"dtype": jnp.float16}, "q has dtype float16: must be bfloat16"),
         ({"keys": ((128, 4),) * 3}, "keys has 3 planes: must be 1 or 2"),
-        ({"keys": ((128, 3),)}, r"keys\[0\].bits=3: must be one of"),
-        ({"keys": ((48, 2),)}, r"keys\[0\]: 48 coordinates of 2 bits take 12 bytes a token"),
+        ({"keys": ((128, 7),)}, r"keys\[0\].bits=7: must be one of"),
+        ({"keys": ((40, 2),)}, r"keys\[0\] has 40 coordinates: must be a multiple of 16 up to 256"),
+        ({"keys": ((272, 2),)}, r"keys\[0\] has 272 coordinates: must be a multiple of 16 up to 256"),
         ({"values": (96, 4)}, "values has 96 coordinates: must be a multiple of 64"),
         ({"S": 100}, "S=100 slots: must be a multiple of 64"),
         ({"N": 40, "K": 2}, "q has 20 heads a KV head: must be at most 16"),
@@ -196,20 +192,17 @@ class Case:
         np.testing.assert_allclose(lse, true_lse, atol=2e-5, rtol=2e-6)
 
 
-def _plain_unpacked(words, bits):
-    levels = [(words.astype(jnp.int32) >> shift) & (2**bits - 1) for shift in range(0, WORD, bits)]
-    return (2 * jnp.concatenate(levels, axis=1) + (1 - 2**bits)).astype(jnp.bfloat16)
+def _plain_unpacked(rows, C, bits):
+    """`columns` in an order that needs no table: by thread, unit, half of it and place."""
+    each = unpack._unit(C // 4, bits)
+    odd = 2 * levels_of(rows, bits).astype(jnp.int32) + (1 - 2**bits)
+    found = odd.reshape(len(rows), 4, -1, 2, each // 2)
+    return found.transpose(0, 2, 4, 1, 3).reshape(len(rows), C).astype(jnp.bfloat16)
 
 
 def _plain_product(a, b, _):
     a = a if isinstance(a, jax.Array) else a[...]
     return jnp.dot(a.astype(jnp.float32), b[...].astype(jnp.float32).T, precision="highest")
-
-
-def _plain_words(store, slots):
-    """As `gather.columns` says, in an order that needs no table."""
-    by_thread = store[...][slots].reshape(len(slots), 4, -1, 2)
-    return by_thread.swapaxes(1, 2).reshape(len(slots), -1)
 
 
 @pytest.fixture
@@ -218,7 +211,8 @@ def interpreted():
         coded_decode,
         unpacked=_plain_unpacked,
         _product=_plain_product,
-        gathered_words=_plain_words,
+        block_rows=lambda block, M, C, bits: block[...].reshape(M, C * bits // 8),
+        gathered_rows=lambda store, slots, C, bits: store[...][slots],
         gathered_bytes=lambda store, slots: store[...][slots],
     ):
         yield

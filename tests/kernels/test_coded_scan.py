@@ -67,9 +67,10 @@ def test_lowers_with_a_config(config):
     ("change", "message"),
     [
         ({"dtype": jnp.float16}, "q has dtype float16: must be bfloat16"),
-        ({"kind": (32, 3)}, r"index.bits=3: must be one of"),
-        ({"kind": (48, 2)}, r"index: 48 coordinates of 2 bits take 12 bytes a token"),
-        ({"kind": (160, 4)}, "index has 160 coordinates: must be at most 128"),
+        ({"kind": (32, 7)}, r"index.bits=7: must be one of"),
+        ({"kind": (64, 6)}, r"index has 64 coordinates of 6 bits: .* of one of \(2, 4, 8\) bits"),
+        ({"kind": (48, 2)}, r"index has 48 coordinates of 2 bits: .* take a multiple of 16 bytes a token"),
+        ({"kind": (160, 4)}, "index has 160 coordinates of 4 bits: must be at most 128"),
         ({"S": 192}, "S=192 slots: must be a multiple of 128"),
         ({"S": 384, "config": ScanConfig(256)}, "S=384 slots: must be a multiple of 256"),
         (

@@ -17,6 +17,8 @@ KINDS = {
     "chosen": [[(32, 4), (96, 4)], [(128, 4)]],
     "whole": [[(128, 4)], [(64, 2)]],
     "index of eight bits": [[(16, 8), (64, 2)]],
+    "bit planes": [[(32, 6), (96, 3)], [(64, 3)]],
+    "shares of half a byte": [[(16, 5), (48, 3)], [(64, 5)]],
     "widest": [[(256, 4)], [(256, 8)]],
 }
 
@@ -142,7 +144,7 @@ def test_planes_whose_offsets_triton_gets_wrong_are_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kinds": [[(32, 3)]]}, r"planes\[0\]\[0\].bits=3: must be one of"),
+        ({"kinds": [[(32, 7)]]}, r"planes\[0\]\[0\].bits=7: must be one of"),
         ({"width": 64}, r"x\[0\] has shape"),
         ({"rows": 2}, "starts has shape"),
     ],

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, UInt8
 
+from kernels_pallas.unpack import bit_planes
 from zdc_jax.axes import Array
 
 Coded = Any
@@ -54,13 +55,15 @@ SCALE_DTYPE = jnp.bfloat16
 
 
 def pack(levels: UInt8[Array, "*batch C"], bits: int) -> UInt8[Array, "*batch C*{bits}//8"]:
-    """Levels below 2^bits, 8/bits a byte where bits is 1, 2, 4 or 8; else bit planes, C/8 bytes each.
+    """Levels below 2^bits, 8/bits a byte where bits is 1, 2, 4 or 8; else their high bits so and then their
+    low bits, as `bit_planes` parts them.
 
     C is a multiple of 8. Within a byte the first level is lowest.
     """
-    if 8 % bits:
-        planes = [pack((levels >> bit) & 1, bits=1) for bit in range(bits)]
-        return jnp.concatenate(planes, axis=-1)
+    high, *others = bit_planes(bits)
+    if others:
+        low = sum(others)
+        return jnp.concatenate([pack(levels >> low, high), pack(levels & (2**low - 1), low)], axis=-1)
     each = 8 // bits
     parts = levels.reshape(*levels.shape[:-1], levels.shape[-1] // each, each)
     shifts = jnp.arange(each, dtype=jnp.uint8) * bits
@@ -69,10 +72,11 @@ def pack(levels: UInt8[Array, "*batch C"], bits: int) -> UInt8[Array, "*batch C*
 
 def unpack(packed: UInt8[Array, "*batch P"], bits: int) -> UInt8[Array, "*batch P*8//{bits}"]:
     """What `pack` was given."""
-    if 8 % bits:
-        planes = jnp.split(packed, bits, axis=-1)
-        levels = [unpack(plane, 1) << bit for bit, plane in enumerate(planes)]
-        return sum(levels[1:], start=levels[0])
+    high, *others = bit_planes(bits)
+    if others:
+        low = sum(others)
+        begin = packed.shape[-1] // bits * high
+        return (unpack(packed[..., :begin], high) << low) | unpack(packed[..., begin:], low)
     each = 8 // bits
     shifts = jnp.arange(each, dtype=jnp.uint8) * bits
     levels = (packed[..., None] >> shifts) & jnp.uint8(2**bits - 1)

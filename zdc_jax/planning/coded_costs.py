@@ -10,13 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
-from kernels_pallas import plane_fits
-from kernels_pallas.coded_inputs import BLOCK
-from kernels_pallas.unpack import BITS as KERNEL_BITS
 from zdc_jax.basis import Basis
 from zdc_jax.cache.gaussian_codes import gaussian_distortion
 from zdc_jax.config import ModelConfig
-from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import INDEX_STEP, Settings
 from zdc_jax.plan import CompressionPlan, LayerRanks, allowed_ranks
 from zdc_jax.planning.forecast import Forecast
@@ -38,8 +34,6 @@ KEY_GRADES = (
 """Share of the head dim that is kept of keys, its bits, and those of its index; 0: there is none. Of their
 sizes these err least on a real model (`expected_error`); fewer coordinates retrieve next to nothing."""
 VALUE_BITS = (2, 3, 4, 8)
-INDEX_BITS = (4, 8)
-"""Bits of an index that kernels read."""
 FORETOLD_KEYS, FORETOLD_VALUES = 0.15, 0.03
 """Of what a layer costs without far tokens: what its keys, or values, cost in two bits. From single layers of
 a real model (docs/coding.md), where keys stand from 0.12 to 0.21 and most values at nothing."""
@@ -47,14 +41,8 @@ INDEX_SHARE = 1 / 4
 """Of the head dim."""
 
 
-def coded_levels(head_dim: int, on_kernels: bool = False) -> tuple[tuple[Grade, ...], tuple[Grade, ...]]:
-    """Grades of keys and of values by rising size; on_kernels: those that GPU kernels read.
-
-    Raises:
-      PlanError: kernels read no values of so many coordinates.
-    """
-    if on_kernels:
-        return _kernel_levels(head_dim)
+def coded_levels(head_dim: int) -> tuple[tuple[Grade, ...], tuple[Grade, ...]]:
+    """Grades of keys and of values by rising size."""
     index = max(1, round(INDEX_SHARE * head_dim / INDEX_STEP)) * INDEX_STEP
     allowed = np.array(allowed_ranks(head_dim)[1:])
     nearest = lambda share: int(allowed[np.abs(allowed - share * head_dim).argmin()])
@@ -64,28 +52,6 @@ def coded_levels(head_dim: int, on_kernels: bool = False) -> tuple[tuple[Grade, 
     return tuple(sorted(keys, key=lambda grade: (grade.size, grade.bits))), tuple(
         Grade(head_dim, b) for b in VALUE_BITS
     )
-
-
-def _kernel_levels(head_dim: int) -> tuple[tuple[Grade, ...], tuple[Grade, ...]]:
-    """`coded_levels` that kernels read: all coordinates, an index of a quarter or half of them, or none."""
-    if head_dim % BLOCK or not plane_fits(head_dim, min(KERNEL_BITS)):
-        raise PlanError(
-            f"on_kernels: kernels read values of a multiple of {BLOCK} coordinates up to 256, not {head_dim}"
-        )
-    indexed = itertools.product(index_sizes(head_dim), INDEX_BITS, KERNEL_BITS)
-    keys = {Grade(head_dim, bits) for bits in KERNEL_BITS} | {
-        Grade(head_dim, bits, index, first)
-        for index, first, bits in indexed
-        if bits < first and plane_fits(index, first) and plane_fits(head_dim - index, bits)
-    }
-    return tuple(sorted(keys, key=lambda grade: (grade.size, grade.bits))), tuple(
-        Grade(head_dim, bits) for bits in KERNEL_BITS
-    )
-
-
-def index_sizes(rank: int) -> tuple[int, int]:
-    """Coordinates of an index that kernels may read."""
-    return rank // 4, rank // 2
 
 
 def expected_error(grade: Grade, coded: Float[np.ndarray, "K H"], by: Float[np.ndarray, "K H"]) -> float:
@@ -113,11 +79,9 @@ def key_shares(basis: Basis, layer: int, levels: Sequence[Grade]) -> Float[np.nd
     return _of_the_first([expected_error(grade, k, q) for grade in levels])
 
 
-def foretold_costs(
-    basis: Basis, far_nats: Float[np.ndarray, " L"], head_dim: int, on_kernels: bool = False
-) -> LayerCosts:
+def foretold_costs(basis: Basis, far_nats: Float[np.ndarray, " L"], head_dim: int) -> LayerCosts:
     """Of single layers that cost `far_nats` without far tokens, in the same unit."""
-    keys, values = coded_levels(head_dim, on_kernels)
+    keys, values = coded_levels(head_dim)
     far = np.maximum(far_nats, 0)
     of_keys = np.array([nats * key_shares(basis, layer, keys) for layer, nats in enumerate(far)])
     of_values = np.outer(far, _of_the_first([gaussian_distortion(grade.bits) for grade in values]))
@@ -132,7 +96,7 @@ def coded_plan(config: ModelConfig, ranks: Sequence[LayerRanks], window: int) ->
     return CompressionPlan.of_layers(config, ranks, **near, method="coded", settings=settings)
 
 
-def coded_forecast(config: ModelConfig, profile: Profile, basis: Basis, on_kernels: bool = False) -> Forecast:
+def coded_forecast(config: ModelConfig, profile: Profile, basis: Basis) -> Forecast:
     """Of plans of method `coded`, for each of the profile's windows.
 
     A layer that sees no far tokens costs with another window than the measured one as much more as it then
@@ -140,7 +104,7 @@ def coded_forecast(config: ModelConfig, profile: Profile, basis: Basis, on_kerne
     """
     written = profile.relative_write()
     costs = {
-        window: foretold_costs(basis, profile.far_nats * written[:, index], config.head_dim, on_kernels)
+        window: foretold_costs(basis, profile.far_nats * written[:, index], config.head_dim)
         for index, window in enumerate(profile.windows.tolist())
     }
     named = lambda plan: plan.for_model(profile.fingerprint)
