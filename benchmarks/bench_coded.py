@@ -4,10 +4,10 @@
 
 One new token a row, 32 query heads of 128 coordinates. Keys and values are random integers with random
 reaches. Near tokens, a window of 512 and 4 sinks in 16 bits, are read by the decode kernel and counted in
-every row. `whole`: all far tokens are read, in 4 bits. `bit planes`: so are those of 6 and 3 bits. `chosen`: an index of 32 coordinates scores all, and each KV head
-reads 1024 of them. Times are device times (CUPTI), all kernels of a step together; `delay` is what scanning
-and selecting take of it, timed by themselves. The peer and the read bandwidth are measured in the same run;
-of ours the median counts, of the peer the fastest.
+every row. `whole`: all far tokens are read, in 4 bits. `bit planes`: so are those of 6 and 3 bits. `chosen`:
+an index of 32 coordinates scores all, and each KV head reads 1024 of them. Times are device times (CUPTI),
+all kernels of a step together; `delay` is what scanning and selecting take of it, timed by themselves. The
+peer and the read bandwidth are measured in the same run; of ours the median counts, of the peer the fastest.
 `error` is the larger relative error of the first head of the first row and the last of the last, against
 float64 on the same integers and the same choice.
 

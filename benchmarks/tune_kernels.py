@@ -48,7 +48,8 @@ PREFILL = [
 ]
 DECODE = [(64, 2), (64, 3), (64, 4), (128, 2)]
 CODED = [
-    *(coded.Plan(((coded.H, bits),), (coded.H, bits)) for bits in (2, 4, 8)),
+    *(coded.Plan(((coded.H, bits),), (coded.H, bits)) for bits in (2, 3, 4, 8)),
+    coded.PLANS["bit planes"],
     coded.PLANS["chosen"],
 ]
 STAGES = (2, 3, 4)
