@@ -1,0 +1,1 @@
+"""Continuous batching: requests come at any time, and share the steps of one model."""
