@@ -472,6 +472,8 @@ TABLES = {
         for part in ("bases", "codes", "near", "choice", "growth")
     },
     "coding shared": partial(coding_table, "choice", "coding-2048"),
+    "coding whose": partial(coding_table, "choice", "coding-whose-choice"),
+    "coding tokens": partial(coding_table, "tokens", "coding-tokens"),
     "coding layers": layers_table,
     "host fetch": fetch_table,
     "host memory": memory_table,
