@@ -21,7 +21,7 @@ class EngineRequest:
     unless `ignore_eos`; stop: strings that end it and are no part of its text. min_tokens: before so many no
     token ends it. logprobs: so many alternatives of each token, up to `MOST_LOGPROBS`; None for no
     log-probabilities at all. priority: requests of smaller numbers are begun first, then those that came
-    first.
+    first. salt: the cache of an earlier request serves this one only if both have the same.
     """
 
     prompt: tuple[int, ...]
@@ -33,6 +33,7 @@ class EngineRequest:
     min_tokens: int = 0
     logprobs: int | None = None
     priority: int = 0
+    salt: str = ""
 
 
 class TokenLogprobs(NamedTuple):
@@ -68,8 +69,9 @@ class Ticket(Protocol):
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Of now: requests in steps, requests that wait, share of the cache's slots in use. Since the start: tokens
-    of prompts and generated ones, prompt tokens asked for and found in earlier requests' caches, preemptions.
+    """Of now: requests in steps, requests that wait, share of the cache's rows in use. Since the start:
+    tokens of prompts and generated ones, prompt tokens asked for and found in earlier requests' rows,
+    preemptions.
     """
 
     running: int = 0
@@ -107,5 +109,6 @@ class Serving(Protocol):
         """Numbers of now."""
 
     def close(self, *, drain: bool, timeout: float) -> None:
-        """Takes no more requests; with `drain` waits for those under way, at most so many seconds, then cancels
-        what is left."""
+        """Takes no more requests. With `drain` waits for those under way, at most so many seconds. Then
+        cancels what is left.
+        """

@@ -36,11 +36,18 @@ class Row:
     """What one prompt has given so far, and why it ended (else None).
 
     A row ends with its first token after which the text of all holds a stop string; the text ends before it.
-    Without a tokenizer there is no text.
+    Without a tokenizer there is no text. least: tokens that must be there before a stop token ends the row.
     """
 
-    def __init__(self, index: int, tokenizer: Tokenizer | None, stop_ids: Sequence[int], stop: StopStrings):
-        self.index = index
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer | None,
+        stop_ids: Sequence[int],
+        stop: StopStrings,
+        least: int = 0,
+    ):
+        self.index, self.least = index, least
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._detokeniser = None if tokenizer is None else Detokeniser(tokenizer)
@@ -49,12 +56,12 @@ class Row:
         self._shown = 0
 
     def take(self, tokens: Sequence[int], *, full: bool) -> Delta | None:
-        """Adds new tokens, of which only the last may be a stop token; gives what can be shown, if anything.
+        """Adds new tokens, of which only the last may end the row; gives what can be shown, if anything.
 
         full: the row has as many as it may have. A row that has ended takes no more.
         """
         before = len(self.tokens)
-        stopped = bool(tokens) and tokens[-1] in self._stop_ids
+        stopped = bool(tokens) and tokens[-1] in self._stop_ids and before + len(tokens) >= self.least
         if (end := self._read(tokens[:-1] if stopped else tokens)) is not None:
             self._end("stop", end)
         elif stopped:

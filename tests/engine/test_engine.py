@@ -1,0 +1,269 @@
+"""Answers of an engine are those of `generate` for each request alone, whatever else is under way."""
+
+import threading
+import time
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import LLAMA, TinyModel
+
+from zdc_jax import methods
+from zdc_jax.engine.engine import Engine, EngineConfig
+from zdc_jax.engine.request import Busy, EngineRequest, Event
+from zdc_jax.errors import PlanError, PromptError
+from zdc_jax.generation.api import generate
+from zdc_jax.generation.sampling import Sampling
+from zdc_jax.loading import LanguageModel
+from zdc_jax.plan import CompressionPlan
+
+CONFIG = EngineConfig(rows=3, max_model_len=160, chunk=32, steps=4)
+
+
+class Listener:
+    """All events of one request, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.ended = threading.Event()
+
+    def __call__(self, event: Event) -> None:
+        assert not self.ended.is_set(), "nothing follows the last event"
+        self.events.append(event)
+        if event.finish_reason:
+            self.ended.set()
+
+    def tokens(self) -> tuple[int, ...]:
+        """Of the whole answer, once it has ended."""
+        assert self.ended.wait(120)
+        return tuple(token for event in self.events for token in event.tokens)
+
+    @property
+    def reason(self) -> str | None:
+        return self.events[-1].finish_reason
+
+
+def ask(engine: Engine, request: EngineRequest) -> Listener:
+    listener = Listener()
+    engine.submit(request, listener)
+    return listener
+
+
+@pytest.fixture(scope="module")
+def tiny() -> TinyModel:
+    return TinyModel(LLAMA)
+
+
+@pytest.fixture(scope="module")
+def model(tiny) -> LanguageModel:
+    """Window and ranks."""
+    plan = CompressionPlan.uniform(LLAMA, qk=16, v=16, sinks=2, window=16)
+    return replace(tiny.model(plan, tiny.basis()), basis=None)  # Whose context is short.
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    with Engine(model, CONFIG) as engine:
+        yield engine
+
+
+def requests_of(tiny, count: int, seed: int = 0) -> list[EngineRequest]:
+    rng, found = np.random.default_rng(seed), []
+    for i in range(count):
+        prompt = tuple(rng.integers(3, LLAMA.vocab_size, rng.integers(1, 100)).tolist())
+        sampling = Sampling() if i % 3 else Sampling(0.8, top_k=20, top_p=0.9, seed=i)
+        found.append(EngineRequest(prompt, int(rng.integers(1, 40)), sampling, priority=int(rng.integers(2))))
+    return found
+
+
+def alone(model, request: EngineRequest, chunk: int = 32) -> tuple[int, ...]:
+    found = generate(
+        model,
+        request.prompt,
+        request.max_tokens,
+        sampling=request.sampling,
+        stop_tokens=request.stop_tokens if request.ignore_eos else (*LLAMA.eos_ids, *request.stop_tokens),
+        prefill_chunk=chunk,
+    )
+    return found.completions[0].tokens
+
+
+def test_answers_are_those_of_generate(engine, model, tiny):
+    requests = requests_of(tiny, 10)
+    listeners = [ask(engine, request) for request in requests]
+    for request, listener in zip(requests, listeners, strict=True):
+        assert listener.tokens() == alone(model, request)
+    assert engine.stats().running == engine.stats().waiting == 0
+
+
+def test_an_urgent_request_takes_a_row_and_nobody_notices(engine, model, tiny):
+    before = engine.stats().preemptions
+    long = [EngineRequest(tuple(range(3 + i, 40)), 100, priority=1, ignore_eos=True) for i in range(4)]
+    drawn = [replace(request, sampling=Sampling(0.7, seed=i)) for i, request in enumerate(long)]
+    listeners = [ask(engine, request) for request in drawn]
+    until = time.monotonic() + 60
+    while not all(listener.events for listener in listeners[:3]) and time.monotonic() < until:
+        time.sleep(0.001)
+    urgent = EngineRequest((7, 8, 9), 5, ignore_eos=True)
+    assert ask(engine, urgent).tokens() == alone(model, urgent)
+    assert not listeners[0].ended.is_set(), "the urgent one did not wait for others to end"
+    for request, listener in zip(drawn, listeners, strict=True):
+        assert listener.tokens() == alone(model, request)
+    assert engine.stats().preemptions > before
+
+
+def test_nothing_compiles_once_it_runs(engine, tiny):
+    ask(engine, requests_of(tiny, 1)[0]).tokens()
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, seconds, **_: (
+            compiled.append(name) if name.endswith("backend_compile_duration") else None
+        )
+    )
+    for listener in [ask(engine, request) for request in requests_of(tiny, 5, seed=3)]:
+        listener.tokens()
+    assert not compiled
+
+
+def test_a_conversation_goes_on_in_its_row(engine, model):
+    first = EngineRequest(tuple(range(3, 60)), 8, ignore_eos=True)
+    listener = ask(engine, first)
+    text = first.prompt + listener.tokens()
+    following = EngineRequest((*text, 5, 6, 7), 9, ignore_eos=True)
+    again = ask(engine, following)
+    assert again.tokens() == alone(model, following)
+    assert again.events[0].cached_tokens == len(text) - 1
+    other = ask(engine, EngineRequest((*text, 5, 6, 7), 2, ignore_eos=True, salt="another"))
+    other.tokens()
+    assert other.events[0].cached_tokens == 0
+
+
+def test_stop_tokens_end_an_answer_but_not_too_early(engine, model):
+    request = EngineRequest(tuple(range(20, 50)), 20, ignore_eos=True)
+    tokens = alone(model, request)
+    stop = tokens[5]
+    ended = ask(engine, EngineRequest(request.prompt, 20, stop_tokens=(stop,), ignore_eos=True))
+    first = tokens.index(stop)
+    assert ended.tokens() == tokens[: first + 1]
+    assert ended.reason == "stop"
+    late = EngineRequest(request.prompt, 20, stop_tokens=(stop,), ignore_eos=True, min_tokens=first + 2)
+    assert len(ask(engine, late).tokens()) > first + 1
+
+
+def test_logprobs_are_those_of_the_model(engine, model):
+    request = EngineRequest(tuple(range(3, 40)), 6, logprobs=3, ignore_eos=True)
+    listener = ask(engine, request)
+    tokens = listener.tokens()
+    found = [logprobs for event in listener.events for logprobs in event.logprobs]
+    assert [each.token for each in found] == list(tokens)
+    logits = model.network(jnp.array([[*request.prompt, *tokens]]))[0, len(request.prompt) - 1 : -1]
+    true = np.asarray(jax.nn.log_softmax(logits))
+    for step, each in enumerate(found):
+        best = np.argsort(-true[step])[:3]
+        assert each.logprob == pytest.approx(true[step, each.token], abs=1e-3)
+        assert [token for token, _ in each.top] == best.tolist()
+        np.testing.assert_allclose([value for _, value in each.top], true[step, best], atol=1e-3)
+
+
+def test_cancelled_requests_free_their_rows(engine, model):
+    long = EngineRequest(tuple(range(3, 30)), 120, ignore_eos=True)
+    listeners = [Listener() for _ in range(5)]
+    jobs = [engine.submit(long, listener) for listener in listeners]
+    for job in jobs:
+        job.cancel()
+    for listener in listeners:
+        listener.tokens()
+        assert listener.reason == "cancelled"
+    short = EngineRequest((5, 6, 7), 4, ignore_eos=True)
+    assert ask(engine, short).tokens() == alone(model, short)
+    assert engine.stats().running == 0
+
+
+def test_a_step_that_fails_ends_its_requests_alone(engine, model, monkeypatch):
+    request = EngineRequest(tuple(range(3, 30)), 6, ignore_eos=True)
+    read, failed = engine._runner.read, []
+
+    def fails(*args):
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("out of luck")
+        return read(*args)
+
+    monkeypatch.setattr(engine._runner, "read", fails)
+    first = ask(engine, request)
+    first.tokens()
+    assert (first.reason, first.events[-1].error) == ("error", "RuntimeError: out of luck")
+    assert ask(engine, request).tokens() == alone(model, request)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": ()}, "is empty"),
+        ({"prompt": (500,)}, "token id 500 lies outside the vocabulary"),
+        ({"max_tokens": 0}, "must be a whole number >= 1"),
+        ({"max_tokens": 200}, "at most 160 are served"),
+        ({"min_tokens": 9}, "min_tokens=9 must be 0 to max_tokens=8"),
+        ({"logprobs": 6}, "logprobs=6 must be 0 to 5"),
+        ({"stop_tokens": tuple(range(20))}, "at most 16 are allowed"),
+        ({"stop": ("x",)}, "stop strings need a model with a tokenizer"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(engine, change, message):
+    given = {"prompt": (3, 4), "max_tokens": 8} | change
+    with pytest.raises(PromptError, match=message):
+        engine.submit(EngineRequest(**given), lambda event: None)
+
+
+def test_caches_that_are_not_on_the_device_are_refused_by_name(tiny):
+    model = tiny.model(CompressionPlan.full(LLAMA))
+    hosted = methods.named("coded").Settings(memory="host", index=16, read=16)
+    near = CompressionPlan.uniform(LLAMA, qk=32, v=32, sinks=2, window=16)
+    layers = tuple(replace(ranks, settings=hosted) for ranks in near.layers)
+    model.network.plan = replace(near, method="coded", settings=hosted, layers=layers)
+    with pytest.raises(PlanError, match="layer 0: memory='host' is not served"):
+        Engine(model, CONFIG)
+
+
+PLANS = {
+    "full": ("zdc", {}),
+    "all codes read": ("coded", {"index": 0, "read": 0}),
+    "codes chosen": ("coded", {"index": 16, "read": 16}),
+    "evicting": ("h2o", {}),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_answers_of_other_caches_are_those_of_generate(tiny, name):
+    method, settings = PLANS[name]
+    plan = CompressionPlan.uniform(LLAMA, qk=32, v=32, sinks=2, window=16)
+    model = tiny.model(CompressionPlan.full(LLAMA))
+    if method != "zdc":
+        made = methods.named(method).Settings(**settings)
+        layers = tuple(replace(ranks, settings=made) for ranks in plan.layers)
+        model.network.plan = replace(plan, method=method, settings=made, layers=layers)
+    requests = [replace(request, priority=0) for request in requests_of(tiny, 5, seed=7)]
+    with Engine(model, replace(CONFIG, rows=2, chunk=64)) as engine:
+        listeners = [ask(engine, request) for request in requests]
+        for request, listener in zip(requests, listeners, strict=True):
+            assert listener.tokens() == alone(model, request, chunk=64)
+
+
+def test_a_full_queue_and_a_closing_engine_refuse(model):
+    engine = Engine(model, EngineConfig(rows=1, max_model_len=160, chunk=32, most_waiting=1))
+    long = EngineRequest(tuple(range(3, 30)), 100, ignore_eos=True)
+    first, second = ask(engine, long), Listener()
+    until = time.monotonic() + 60
+    while engine.stats().running == 0 and time.monotonic() < until:
+        time.sleep(0.001)
+    engine.submit(long, second)
+    with pytest.raises(Busy, match="1 requests wait"):
+        ask(engine, long)
+    engine.close(drain=False, timeout=0)
+    assert first.ended.wait(10)
+    assert second.ended.wait(10)
+    assert {first.reason, second.reason} == {"cancelled"}
+    with pytest.raises(Busy, match="closing"):
+        ask(engine, long)

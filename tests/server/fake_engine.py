@@ -1,0 +1,119 @@
+"""An engine without a network: it spells the same answer for all."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import cycle
+from types import SimpleNamespace
+
+from chat_templates import CHATML
+from conftest import LLAMA
+from tiny_tokenizers import chat_tokenizer
+
+from zdc_jax.conversation.template import ChatTemplate
+from zdc_jax.engine.request import Busy, EngineRequest, EngineStats, Event, TokenLogprobs
+from zdc_jax.errors import PromptError
+from zdc_jax.generation.stopping import Row, StopStrings
+
+ANSWER = "in the end it is"
+END = 1
+"""The token that ends a turn; it follows each answer, and is no end for the model itself."""
+FAILS, HANGS = "!", "?"
+"""What prompts of completions end with that fail after a token, or go no further until they are cancelled."""
+CACHED = 3
+
+
+def chat_model(**changes: object) -> SimpleNamespace:
+    """What a server needs of a model."""
+    special = {"eos_token": "<|im_end|>"}
+    model = {"tokenizer": chat_tokenizer(), "chat_template": ChatTemplate(CHATML, special), "config": LLAMA}
+    return SimpleNamespace(**model | changes)
+
+
+@dataclass
+class FakeTicket:
+    """Waits for nothing but to be cancelled."""
+
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+class FakeEngine:
+    """Implements `Serving`; each request has a thread. `submitted` and `tickets` are those it took."""
+
+    def __init__(self, model: SimpleNamespace | None = None, room: int = 100):
+        """room: requests at a time."""
+        self.model, self.max_model_len = model or chat_model(), 200
+        self.submitted: list[EngineRequest] = []
+        self.tickets: list[FakeTicket] = []
+        self._room, self._running, self._closed = room, 0, False
+        self._lock, self._pool = threading.Lock(), ThreadPoolExecutor(32)
+
+    def submit(self, request: EngineRequest, notify: Callable[[Event], None]) -> FakeTicket:
+        if len(request.prompt) + request.max_tokens > self.max_model_len:
+            raise PromptError(f"more than {self.max_model_len} tokens")
+        with self._lock:
+            if self._closed or self._running >= self._room:
+                raise Busy("the queue is full")
+            self._running += 1
+        ticket = FakeTicket()
+        self.submitted.append(request)
+        self.tickets.append(ticket)
+        self._pool.submit(self._answer, request, ticket, notify)
+        return ticket
+
+    def stats(self) -> EngineStats:
+        return EngineStats(self._running, 4, 0.5, 60, 70, 80, 90, 100)
+
+    def close(self, *, drain: bool, timeout: float) -> None:
+        """Drains, however long it takes to begin with; then cancels."""
+        self._closed = True
+        until = time.monotonic() + timeout * drain
+        while self._running and time.monotonic() < until:
+            time.sleep(0.01)
+        for ticket in self.tickets:
+            ticket.cancel()
+        self._pool.shutdown()
+
+    def _answer(self, request: EngineRequest, ticket: FakeTicket, notify: Callable[[Event], None]) -> None:
+        try:
+            last = self._spell(request, ticket, notify)
+        finally:
+            with self._lock:
+                self._running -= 1
+        notify(last)
+
+    def _spell(self, request: EngineRequest, ticket: FakeTicket, notify: Callable[[Event], None]) -> Event:
+        """Gives all events but the last, which it returns."""
+        tokenizer = self.model.tokenizer
+        asked = "" if tokenizer is None else tokenizer.decode(request.prompt)
+        stop_ids = (*request.stop_tokens, *(() if request.ignore_eos else self.model.config.eos_ids))
+        row = Row(0, tokenizer, stop_ids, StopStrings(request.stop))
+        answer = [5, 6] if tokenizer is None else tokenizer.encode(ANSWER).ids
+        for count, token in enumerate(cycle([*answer, END]), 1):
+            delta = row.take([token], full=count == request.max_tokens)
+            event = Event((token,), cached_tokens=CACHED, logprobs=logprobs(request, token))
+            if delta is not None:
+                event = replace(event, text=delta.text, finish_reason=delta.finish_reason)
+            if event.finish_reason is not None:
+                return event
+            notify(event)
+            if asked.endswith(FAILS):
+                return Event(finish_reason="error", error="the device is lost")
+            if asked.endswith(HANGS) and not ticket.cancelled.wait(10):
+                return Event(finish_reason="error", error="nobody cancelled it")
+            if ticket.cancelled.is_set():
+                return Event(finish_reason="cancelled")
+        raise AssertionError("a cycle has no end")
+
+
+def logprobs(request: EngineRequest, token: int) -> tuple[TokenLogprobs, ...]:
+    """The chosen token has -0.5; others follow by the half, and the last has none to speak of."""
+    if request.logprobs is None:
+        return ()
+    others = [(token, -0.5), (9, -1.0), (10, -1.5), (11, -2.0), (12, float("-inf"))]
+    return (TokenLogprobs(token, -0.5, tuple(others[: request.logprobs])),)

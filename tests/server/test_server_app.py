@@ -1,0 +1,394 @@
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_engine import ANSWER, CACHED, FAILS, FakeEngine, chat_model
+from starlette.testclient import TestClient
+from tiny_tokenizers import chat_tokenizer
+
+from zdc_jax.conversation.prompt import chat_prompt
+from zdc_jax.engine.request import EngineRequest, EngineStats, Event
+from zdc_jax.server.answers import Answers
+from zdc_jax.server.app import make_app
+from zdc_jax.server.metrics import Metrics
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+LENGTH = len(chat_tokenizer().encode(ANSWER).ids)
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    engine = FakeEngine()
+    yield engine
+    engine.close(drain=False, timeout=0)
+
+
+@pytest.fixture
+def client(engine) -> TestClient:
+    return TestClient(make_app(engine, name="tiny"))
+
+
+def events(response: Any) -> list[Any]:
+    """Data of server-sent events; the last says that it is the last."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *blocks, last, nothing = response.text.split("\n\n")
+    assert (last, nothing) == ("data: [DONE]", "")
+    return [json.loads(block.removeprefix("data: ")) for block in blocks]
+
+
+def error(response: Any, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    return body["error"]
+
+
+def test_a_completion(client, engine):
+    body = client.post(COMPLETIONS, json={"model": "tiny", "prompt": "on the", "max_tokens": LENGTH}).json()
+    assert body["object"] == "text_completion"
+    assert body["id"].startswith("cmpl-")
+    assert body["model"] == "tiny"
+    assert body["choices"] == [{"index": 0, "text": ANSWER, "logprobs": None, "finish_reason": "length"}]
+    prompt = chat_tokenizer().encode("on the").ids
+    assert body["usage"] == {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": LENGTH,
+        "total_tokens": len(prompt) + LENGTH,
+        "prompt_tokens_details": {"cached_tokens": CACHED},
+    }
+    (asked,) = engine.submitted
+    assert asked.prompt == tuple(prompt)
+    assert asked.sampling.temperature == 1
+
+
+def test_a_streamed_completion(client):
+    asked = {"prompt": "on", "max_tokens": LENGTH, "stream": True}
+    whole = events(client.post(COMPLETIONS, json=asked))
+    assert "".join(chunk["choices"][0]["text"] for chunk in whole) == ANSWER
+    assert len(whole) > 2
+    assert {chunk["object"] for chunk in whole} == {"text_completion"}
+    assert len({chunk["id"] for chunk in whole}) == 1
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in whole]
+    assert reasons == [None] * (len(whole) - 1) + ["length"]
+    *_, usage = events(client.post(COMPLETIONS, json=asked | {"stream_options": {"include_usage": True}}))
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == LENGTH
+
+
+def test_a_chat(client, engine):
+    body = client.post(CHATS, json={"model": "tiny", "messages": HELLO}).json()
+    assert body["object"] == "chat.completion"
+    assert body["id"].startswith("chatcmpl-")
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": ANSWER}
+    assert choice["finish_reason"] == "stop"
+    assert body["usage"]["completion_tokens"] == LENGTH + 1  # With the one that ends it.
+    (asked,) = engine.submitted
+    assert list(asked.prompt) == chat_prompt(engine.model, HELLO)
+    assert len(asked.prompt) + asked.max_tokens == engine.max_model_len
+    assert set(asked.stop_tokens) == {1, 2}
+
+
+def test_a_streamed_chat(client):
+    asked = {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, usage = events(client.post(CHATS, json=asked))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta["content"] for delta in deltas) == ANSWER
+    assert ["role" in delta for delta in deltas] == [True] + [False] * (len(deltas) - 1)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert {chunk["object"] for chunk in [*chunks, usage]} == {"chat.completion.chunk"}
+    assert usage["usage"]["prompt_tokens_details"] == {"cached_tokens": CACHED}
+
+
+def test_messages_in_parts_and_from_developers(client, engine):
+    parts = [{"type": "text", "text": "is it"}, {"type": "text", "text": "there"}]
+    messages = [{"role": "developer", "content": "be"}, {"role": "user", "content": parts, "name": "me"}]
+    assert client.post(CHATS, json={"messages": messages}).status_code == 200
+    plain = [{"role": "system", "content": "be"}, {"role": "user", "content": "is it\nthere"}]
+    assert list(engine.submitted[0].prompt) == chat_prompt(engine.model, plain)
+
+
+@pytest.mark.parametrize("prompt", ["on", [5, 6], ["on", "the"], [[5, 6], [7]]])
+def test_prompts_of_all_kinds(client, engine, prompt):
+    body = client.post(
+        COMPLETIONS, json={"prompt": prompt, "n": 2, "seed": 2**32 - 1, "max_tokens": 2}
+    ).json()
+    several = prompt if isinstance(prompt[0], list) or prompt == ["on", "the"] else [prompt]
+    ids = [chat_tokenizer().encode(one).ids if isinstance(one, str) else one for one in several]
+    assert [list(asked.prompt) for asked in engine.submitted] == [one for one in ids for _ in range(2)]
+    assert [asked.sampling.seed for asked in engine.submitted] == [2**32 - 1, 0] * len(ids)
+    assert [choice["index"] for choice in body["choices"]] == list(range(2 * len(ids)))
+    assert body["usage"]["prompt_tokens"] == sum(map(len, ids))
+    assert body["usage"]["completion_tokens"] == 4 * len(ids)
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": CACHED * len(ids)}
+
+
+def test_seeds_differ_where_none_is_given(client, engine):
+    for _ in range(4):
+        client.post(COMPLETIONS, json={"prompt": "on", "seed": None, "n": None})
+    assert len({asked.sampling.seed for asked in engine.submitted}) == 4
+
+
+def test_streamed_answers_to_several_prompts(client):
+    asked = {"prompt": ["on", "the"], "max_tokens": LENGTH, "n": 2, "stream": True, "echo": True}
+    texts = dict.fromkeys(range(4), "")
+    for chunk in events(client.post(COMPLETIONS, json=asked)):
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert list(texts.values()) == ["on" + ANSWER] * 2 + ["the" + ANSWER] * 2
+
+
+@pytest.mark.parametrize("prompt", ["on the", chat_tokenizer().encode("on the").ids])
+def test_echo(client, prompt):
+    body = client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 1, "echo": True}).json()
+    assert body["choices"][0]["text"] == "on the" + "in"
+
+
+@pytest.mark.parametrize("stop", [" it", ["never", " it"]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings(client, stop, stream):
+    response = client.post(COMPLETIONS, json={"prompt": "on", "stop": stop, "stream": stream})
+    chunks = events(response) if stream else [response.json()]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "in the end"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_what_else_can_be_asked_for(client, engine):
+    asked = {"top_k": -1, "top_p": 0.5, "temperature": 0, "min_tokens": 1, "priority": -3, "user": "me"}
+    asked |= {"ignore_eos": True, "stop_token_ids": [7, 7], "stop": [], "max_completion_tokens": 9}
+    assert client.post(CHATS, json=asked | {"messages": HELLO, "max_tokens": 5}).status_code == 200
+    (request,) = engine.submitted
+    assert (request.sampling.top_k, request.sampling.top_p, request.sampling.temperature) == (None, 0.5, 0)
+    assert (request.min_tokens, request.priority, request.max_tokens) == (1, -3, 9)
+    assert request.ignore_eos
+    assert request.stop_tokens == (7,)
+    assert request.stop == ()
+
+
+def test_logprobs_of_completions(client):
+    asked = {"prompt": "on", "max_tokens": 2, "logprobs": 5, "top_k": 7}
+    found = client.post(COMPLETIONS, json=asked).json()["choices"][0]["logprobs"]
+    assert found["tokens"] == ["in", " "]
+    assert found["token_logprobs"] == [-0.5, -0.5]
+    assert found["text_offset"] == [0, 2]
+    decoded = [chat_tokenizer().decode([token]) for token in (9, 10, 11, 12)]
+    likeliest = dict(zip(decoded, [-1.0, -1.5, -2.0, -9999.0], strict=True))
+    assert found["top_logprobs"] == [{"in": -0.5} | likeliest, {" ": -0.5} | likeliest]
+    first, second, *_ = events(client.post(COMPLETIONS, json=asked | {"stream": True, "logprobs": 0}))
+    assert first["choices"][0]["logprobs"]["top_logprobs"] == [{"in": -0.5}]
+    assert second["choices"][0]["logprobs"]["text_offset"] == [2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_chats(client, stream):
+    asked = {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "stream": stream}
+    response = client.post(CHATS, json=asked)
+    chunks = events(response) if stream else [response.json()]
+    found = [one for chunk in chunks for one in chunk["choices"][0]["logprobs"]["content"]]
+    chosen, other = [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        for text, logprob in [("in", -0.5), (chat_tokenizer().decode([9]), -1.0)]
+    ]
+    assert found[0] == chosen | {"top_logprobs": [chosen, other]}
+    assert found[-1]["token"] == "<|im_end|>"
+    assert len(found) == LENGTH + 1
+
+
+REFUSED = [
+    {"best_of": 2},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": -1},
+    {"logit_bias": {"5": 1}},
+    {"tools": [{"type": "function"}]},
+    {"response_format": {"type": "json_object"}},
+    {"suffix": "end"},
+    {"n": 17},
+    {"n": 0},
+    {"max_tokens": 0},
+    {"max_tokens": "5"},
+    {"logprobs": 6},
+    {"stop": [""]},
+    {"stop": ["a"] * 17},
+    {"stop_token_ids": [-1]},
+    {"stop_token_ids": [5] * 17},
+    {"top_k": -2},
+    {"min_tokens": 17, "max_tokens": 16},
+    {"stream_options": {"include_usage": 1}},
+    {"model": "other"},
+]
+OF_COMPLETIONS = [{"prompt": []}, {"prompt": [5.5]}, {"prompt": {}}, {"echo": True, "logprobs": 1}]
+OF_CHATS = [
+    {"top_logprobs": 6, "logprobs": True},
+    {"top_logprobs": 2},
+    {"messages": None},
+    {"messages": [{"role": "tool", "content": "a"}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [(COMPLETIONS, field) for field in REFUSED + OF_COMPLETIONS]
+    + [(CHATS, field) for field in REFUSED + OF_CHATS],
+    ids=str,
+)
+def test_fields_are_refused_by_name(client, engine, path, field):
+    usual = {"prompt": "on"} if path == COMPLETIONS else {"messages": HELLO}
+    described = error(client.post(path, json=usual | field), 404 if "model" in field else 400)
+    assert described["type"] == "invalid_request_error"
+    assert described["param"] in field
+    assert described["param"] in described["message"]
+    assert not engine.submitted
+
+
+def test_neutral_values_are_taken(client):
+    neutral = {"best_of": 1, "presence_penalty": 0.0, "logit_bias": {}, "tools": None, "suffix": ""}
+    neutral |= {"response_format": {"type": "text"}, "prompt": "on", "something": [1]}
+    assert client.post(COMPLETIONS, json=neutral).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [
+        ({"prompt": ""}, "empty"),
+        ({"prompt": [97]}, "vocabulary"),
+        ({"prompt": [2**70]}, "integers"),
+        ({"max_tokens": 190, "prompt": [5] * 50}, "more than 200"),
+        ({"max_tokens": 10**30}, "positions"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+    ],
+    ids=str,
+)
+def test_what_an_engine_cannot_do(client, field, says):
+    assert says in error(client.post(COMPLETIONS, json={"prompt": "on"} | field), 400)["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"prompt": "\\ud800"}', b'{"prompt": "\xff"}'])
+def test_bodies_that_are_none(client, body):
+    error(client.post(COMPLETIONS, content=body), 400)
+
+
+def test_messages_without_room_for_a_reply(client):
+    messages = [{"role": "user", "content": "a" * 200}]
+    assert "of 200 with the reply" in error(client.post(CHATS, json={"messages": messages}), 400)["message"]
+
+
+def test_options_of_templates(client):
+    asked = {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": False}}
+    assert "enable_thinking" in error(client.post(CHATS, json=asked), 400)["message"]
+
+
+def test_a_model_without_a_template():
+    client = TestClient(make_app(FakeEngine(chat_model(chat_template=None)), name="base"))
+    assert "chat template" in error(client.post(CHATS, json={"messages": HELLO}), 400)["message"]
+    assert client.post(COMPLETIONS, json={"prompt": "on"}).status_code == 200
+
+
+def test_a_model_without_a_tokenizer():
+    client = TestClient(make_app(FakeEngine(chat_model(tokenizer=None)), name="bare"))
+    asked = {"prompt": [5], "max_tokens": 3, "logprobs": 0}
+    (choice,) = client.post(COMPLETIONS, json=asked).json()["choices"]
+    assert choice["text"] == ""
+    assert choice["logprobs"]["tokens"] == ["token_id:5", "token_id:6", "token_id:1"]
+    assert "tokenizer" in error(client.post(COMPLETIONS, json={"prompt": "on"}), 400)["message"]
+    assert "tokenizer" in error(client.post("/tokenize", json={"prompt": "on"}), 400)["message"]
+
+
+@pytest.mark.parametrize("key", [None, "Bearer", "Bearer wrong", "Basic sécret", "sécret"])
+def test_keys(engine, key):
+    client = TestClient(make_app(engine, name="tiny", api_key="sécret"))
+    headers = {} if key is None else {"Authorization": key.encode()}
+    described = error(client.post(COMPLETIONS, json={"prompt": "on"}, headers=headers), 401)
+    assert described["code"] == "invalid_api_key"
+    error(client.get("/v1/models", headers=headers), 401)
+    assert client.get("/health").status_code == 200
+    assert client.get("/metrics").status_code == 200
+    headers = {"Authorization": "Bearer sécret".encode()}
+    assert client.post(COMPLETIONS, json={"prompt": "on"}, headers=headers).status_code == 200
+
+
+def test_long_bodies(engine):
+    client = TestClient(make_app(engine, name="tiny", most_body_bytes=100))
+    body = json.dumps({"prompt": "on" * 100}).encode()
+    assert client.post(COMPLETIONS, content=body).status_code == 413
+    assert client.post(COMPLETIONS, content=iter([body])).status_code == 413
+    assert client.post(COMPLETIONS, json={"prompt": "on"}).status_code == 200
+
+
+def test_a_full_queue_gives_back_what_it_took():
+    engine = FakeEngine(room=0)
+    client = TestClient(make_app(engine, name="tiny"))
+    response = client.post(COMPLETIONS, json={"prompt": "on"})
+    assert error(response, 429)["type"] == "rate_limit_error"
+    assert int(response.headers["retry-after"]) > 0
+    engine = FakeEngine(room=2)
+    client = TestClient(make_app(engine, name="tiny"))
+    error(client.post(COMPLETIONS, json={"prompt": "on?", "n": 3}), 429)
+    assert [ticket.cancelled.is_set() for ticket in engine.tickets] == [True, True]
+
+
+def test_a_server_that_closes(client, engine):
+    engine.close(drain=False, timeout=0)
+    client.app.state.closing = True
+    response = client.post(COMPLETIONS, json={"prompt": "on"})
+    assert error(response, 503)["code"] == "closing"
+    assert "retry-after" in response.headers
+    assert client.get("/health").status_code == 503
+
+
+def test_one_failure_harms_nobody_else(client, engine):
+    described = error(client.post(COMPLETIONS, json={"prompt": "on" + FAILS}), 500)
+    assert described["message"] == "the device is lost"
+    first, last = events(client.post(COMPLETIONS, json={"prompt": "on" + FAILS, "stream": True}))
+    assert first["choices"][0]["text"] == "in"
+    assert last["error"]["type"] == "server_error"
+    assert client.post(COMPLETIONS, json={"prompt": "on"}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_ends_the_other_answers_of_its_request(client, engine, stream):
+    client.post(COMPLETIONS, json={"prompt": ["on?", "on!"], "stream": stream})
+    assert all(ticket.cancelled.is_set() for ticket in engine.tickets)
+
+
+def test_an_engine_does_not_suffer_from_a_server_that_has_gone():
+    class Late:
+        def submit(self, request, notify):
+            self.notify = notify
+
+    async def ask() -> None:
+        Answers.begun(late, [EngineRequest((1,), 1)], Metrics(late, "tiny"))
+
+    late = Late()
+    late.stats = EngineStats
+    asyncio.run(ask())
+    late.notify(Event(finish_reason="cancelled"))
+
+
+def test_a_bug_tells_clients_nothing(engine):
+    engine.submit = lambda request, notify: 1 / 0
+    client = TestClient(make_app(engine, name="tiny"), raise_server_exceptions=False)
+    assert error(client.post(COMPLETIONS, json={"prompt": "on"}), 500)["message"] == "internal error"
+
+
+def test_models(client):
+    (model,) = client.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 200)
+
+
+def test_tokens_and_text(client):
+    ids = chat_tokenizer().encode("on the<|im_end|>").ids
+    found = client.post("/tokenize", json={"prompt": "on the<|im_end|>"}).json()
+    assert found == {"count": len(ids), "max_model_len": 200, "tokens": ids}
+    assert client.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "on the<|im_end|>"}
+    assert error(client.post("/detokenize", json={"tokens": [-1]}), 400)["param"] == "tokens"
+
+
+def test_paths_and_methods_that_are_none(client):
+    error(client.get("/v1/nothing"), 404)
+    error(client.get(COMPLETIONS), 405)

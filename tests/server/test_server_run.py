@@ -1,0 +1,153 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from fake_engine import ANSWER, FakeEngine
+
+from zdc_jax.server.app import make_app
+from zdc_jax.server.run import Server
+
+HELLO = [{"role": "user", "content": "hello"}]
+HANGING = {"prompt": "on?"}
+TESTS = Path(__file__).parents[1]
+
+
+class Running:
+    """A server on a port of its own, in a thread."""
+
+    def __init__(self):
+        self.engine = FakeEngine()
+        app = make_app(self.engine, name="tiny", api_key="key")
+        self.server = Server(app, self.engine, "tiny", "127.0.0.1", 0, drain_seconds=20)
+        self.thread = threading.Thread(target=self.server.run)
+        self.thread.start()
+        until(lambda: self.server.started)
+        self.http = httpx.Client(
+            base_url=self.server.address, headers={"Authorization": "Bearer key"}, timeout=20
+        )
+
+    def end(self) -> None:
+        """Waits until all is closed."""
+        self.server.should_exit = True
+        self.thread.join(20)
+        self.http.close()
+        assert not self.thread.is_alive()
+
+
+def until(happened: Callable[[], bool]) -> None:
+    """Waits, but not for ever."""
+    for _ in range(1000):
+        if happened():
+            return
+        time.sleep(0.01)
+    pytest.fail("nothing happened")
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    running = Running()
+    yield running
+    running.end()
+
+
+def test_the_client_of_openai(running):
+    with openai.OpenAI(base_url=f"{running.server.address}/v1", api_key="key", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        completion = client.completions.create(model="tiny", prompt="on", max_tokens=1, logprobs=1)
+        assert completion.choices[0].text == "in"
+        assert completion.choices[0].logprobs.token_logprobs == [-0.5]
+        chat = client.chat.completions.create(model="tiny", messages=HELLO, logprobs=True, top_logprobs=1)
+        assert chat.choices[0].message.content == ANSWER
+        assert chat.choices[0].logprobs.content[0].top_logprobs[0].token == "in"
+        stream = client.chat.completions.create(
+            model="tiny", messages=HELLO, stream=True, stream_options={"include_usage": True}
+        )
+        *chunks, last = stream
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
+        assert last.usage.prompt_tokens_details.cached_tokens > 0
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(model="tiny", prompt="on", presence_penalty=1)
+        assert refused.value.param == "presence_penalty"
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="other", prompt="on")
+        with pytest.raises(openai.APIError, match="the device is lost"):
+            list(client.completions.create(model="tiny", prompt="on!", stream=True))
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="wrong").models.list()
+
+
+def test_a_client_that_goes_amid_a_stream(running):
+    asked = HANGING | {"stream": True, "n": 2}
+    with running.http.stream("POST", "/v1/completions", json=asked) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        assert not any(ticket.cancelled.is_set() for ticket in running.engine.tickets)
+    until(lambda: [ticket.cancelled.is_set() for ticket in running.engine.tickets] == [True, True])
+
+
+def test_a_client_that_does_not_wait_for_its_answer(running):
+    connection = HTTPConnection(*running.server.servers[0].sockets[0].getsockname())
+    headers = {"Authorization": "Bearer key"}
+    connection.request("POST", "/v1/completions", json.dumps(HANGING), headers)
+    until(lambda: [ticket.cancelled.is_set() for ticket in running.engine.tickets] == [False])
+    connection.close()
+    until(lambda: [ticket.cancelled.is_set() for ticket in running.engine.tickets] == [True])
+    until(lambda: running.engine.stats().running == 0)
+    assert running.http.post("/v1/completions", json={"prompt": "on"}).status_code == 200
+
+
+def test_the_end_waits_for_requests_and_takes_no_more(running):
+    with ThreadPoolExecutor() as pool:
+        ended = pool.submit(running.http.post, "/v1/chat/completions", json={"messages": HELLO})
+        whole = pool.submit(running.http.post, "/v1/completions", json=HANGING)
+        streamed = pool.submit(running.http.post, "/v1/completions", json=HANGING | {"stream": True})
+        until(lambda: len(running.engine.tickets) == 3)
+        assert ended.result().status_code == 200
+        running.server.should_exit = True
+        until(lambda: running.http.get("/health").status_code == 503)
+        assert running.http.post("/v1/completions", json={"prompt": "on"}).status_code == 503
+        assert not any(future.done() for future in (whole, streamed))
+        for ticket in running.engine.tickets:
+            ticket.cancel()
+        assert whole.result().status_code == 503
+        error, done = streamed.result().text.split("\n\n")[-3:-1]
+    assert json.loads(error.removeprefix("data: "))["error"]["type"] == "server_error"
+    assert done == "data: [DONE]"
+
+
+SERVE = """
+from fake_engine import FakeEngine
+from zdc_jax.server.run import serve
+serve(FakeEngine(), name="tiny", port=0)
+print("ended")
+"""
+
+
+def test_signals_end_it():
+    paths = os.pathsep.join(map(str, (TESTS, TESTS / "server", TESTS.parent)))
+    start = lambda: subprocess.Popen(
+        [sys.executable, "-c", SERVE],
+        env=os.environ | {"PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with start() as first, start() as second:
+        for process, number in ((first, signal.SIGTERM), (second, signal.SIGINT)):
+            line = process.stdout.readline()
+            assert line.startswith("serving tiny at http://127.0.0.1:")
+            assert httpx.get(line.split()[-1] + "/health").status_code == 200
+            process.send_signal(number)
+        for process in (first, second):
+            rest, _ = process.communicate(timeout=20)
+            assert (rest, process.returncode) == ("ended\n", 0)

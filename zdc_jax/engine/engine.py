@@ -1,0 +1,355 @@
+"""Requests in, tokens out: one thread that plans steps, starts them, and hands out what the last one gave."""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import jax
+
+from zdc_jax.engine.request import (
+    MOST_LOGPROBS,
+    Busy,
+    EngineRequest,
+    EngineStats,
+    Event,
+    TokenLogprobs,
+)
+from zdc_jax.engine.runner import Chosen, Runner, row_numbers, servable
+from zdc_jax.engine.scheduler import Plan, Scheduler, Work
+from zdc_jax.errors import PromptError
+from zdc_jax.generation.request import capacity_for, check_chunk, check_limit, encode, warn_beyond_calibration
+from zdc_jax.generation.sampling import is_whole
+from zdc_jax.generation.steps import MAX_STOP_TOKENS, PREFILL_CHUNK
+from zdc_jax.generation.stopping import Row, StopStrings
+from zdc_jax.loading import LanguageModel
+from zdc_jax.ops.attention import Implementation
+
+logger = logging.getLogger("zdc_jax")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine serves.
+
+    rows: requests that are under way at once. max_model_len: tokens of a prompt and its answer together,
+    default the model's positions. chunk: tokens of prompts that a step reads, a power of two. steps: tokens
+    that rows decode in one call where nobody reads or waits. most_waiting: requests. reuse: whether a request
+    may go on in the row of an earlier one whose text its prompt begins with.
+
+    Raises:
+      ValueError: a number below 1.
+    """
+
+    rows: int = 8
+    max_model_len: int | None = None
+    chunk: int = PREFILL_CHUNK
+    steps: int = 4
+    most_waiting: int = 256
+    reuse: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "steps", "most_waiting"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+class Job:
+    """A request under way (`Ticket`): its work, its answer so far, and who is told."""
+
+    def __init__(self, engine: "Engine", request: EngineRequest, notify: Callable[[Event], None]):
+        self.request, self.notify = request, notify
+        self.work = Work(request.prompt, request.max_tokens, request.priority, request.salt)
+        self.stop_ids = engine.stop_ids(request)
+        given = engine.model.tokenizer, self.stop_ids, StopStrings(request.stop), request.min_tokens
+        self.answer = Row(0, *given)
+        self.numbers = row_numbers(request, self.stop_ids, engine.model.config.vocab_size)
+        self.ended = False
+        self._cancel = engine.cancel
+
+    def cancel(self) -> None:
+        """`Ticket.cancel`."""
+        self._cancel(self)
+
+    def tell(self, event: Event) -> None:
+        """Hands an event on, and none after the last."""
+        if self.ended:
+            return
+        self.ended = event.finish_reason is not None
+        try:
+            self.notify(replace(event, cached_tokens=self.work.cached))
+        except Exception:
+            logger.exception("who listens to a request failed")
+
+    def take(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> bool:
+        """Adds tokens and tells of them; whether the device knows, too, that they end the answer."""
+        work = self.work
+        work.output += tokens
+        full = len(work.output) >= work.max_tokens
+        delta = self.answer.take(tokens, full=full)
+        if delta is not None:
+            shown = tuple(logprobs[: len(delta.tokens)])
+            self.tell(Event(delta.tokens, delta.text, delta.finish_reason, shown))
+        return full or tokens[-1] in self.stop_ids
+
+
+@dataclass(frozen=True)
+class _Result:
+    """Tokens on their way to the host, and whose they are: places in the arrays, and jobs."""
+
+    chosen: Chosen
+    jobs: tuple[tuple[int, Job], ...]
+
+    def __post_init__(self) -> None:
+        for array in self.chosen:
+            array.copy_to_host_async()
+
+
+class Engine:
+    """Serves one model to many requests at once (`Serving`).
+
+    An answer is that of `generate` for its request alone, greedy or drawn, whatever else is under way. (In 16
+    bits sums of other shapes may round otherwise, and a tie may fall to another token.)
+
+    Raises:
+      PlanError: the model cannot be served so, with the reason.
+      PromptError: a chunk that the plan does not take.
+      CacheMemoryError: the cache of all rows does not fit.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        config: EngineConfig | None = None,
+        implementation: Implementation | None = None,
+    ):
+        network = servable(model.network)
+        self.model, self.config = model, config or EngineConfig()
+        check_chunk(model, self.config.chunk)
+        positions = model.config.max_positions
+        self.max_model_len = min(self.config.max_model_len or positions, positions)
+        warn_beyond_calibration(model, self.max_model_len, stacklevel=3)
+        self._alignment = math.lcm(*(spec.alignment for spec in model.plan.layer_caches("bfloat16")))
+        self._runner = Runner(
+            network,
+            rows=self.config.rows,
+            capacity=capacity_for(self.max_model_len, positions),
+            chunk=self.config.chunk,
+            steps=self.config.steps,
+            implementation=implementation,
+        )
+        self._scheduler = self._new_scheduler()
+        self._jobs: dict[Work, Job] = {}
+        self._inbox: list[Job] = []
+        self._cancelled: list[Job] = []
+        self._changed = threading.Condition()
+        self._closing = self._stopped = False
+        self._counts = EngineStats()
+        self._thread = threading.Thread(target=self._run, name="zdc-engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(drain=error is None, timeout=60)
+
+    def submit(self, request: EngineRequest, notify: Callable[[Event], None]) -> Job:
+        """`Serving.submit`."""
+        self._check(request)
+        job = Job(self, request, notify)
+        with self._changed:
+            if self._closing:
+                raise Busy("the engine is closing")
+            if len(self._inbox) + len(self._scheduler.waiting) >= self.config.most_waiting:
+                raise Busy(f"{self.config.most_waiting} requests wait")
+            self._inbox.append(job)
+            self._changed.notify()
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Ends a job soon, unless it has ended."""
+        with self._changed:
+            self._cancelled.append(job)
+            self._changed.notify()
+
+    def stats(self) -> EngineStats:
+        """`Serving.stats`."""
+        with self._changed:
+            scheduler = self._scheduler
+            running = len(scheduler.running)
+            return replace(
+                self._counts,
+                running=running,
+                waiting=len(scheduler.waiting) + len(self._inbox),
+                cache_usage=running / self.config.rows,
+            )
+
+    def close(self, *, drain: bool, timeout: float) -> None:
+        """`Serving.close`."""
+        until = time.monotonic() + timeout
+        with self._changed:
+            self._closing = True
+            while drain and (self._inbox or self._jobs) and time.monotonic() < until:
+                self._changed.wait(0.05)
+            self._stopped = True
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def stop_ids(self, request: EngineRequest) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        own = () if request.ignore_eos else self.model.config.eos_ids
+        return tuple(dict.fromkeys((*own, *request.stop_tokens)))
+
+    def _check(self, request: EngineRequest) -> None:
+        """Raises `PromptError` for what cannot be served."""
+        check_limit(request.max_tokens)
+        encode(self.model, request.prompt, request.max_tokens)
+        if (asked := len(request.prompt) + request.max_tokens) > self.max_model_len:
+            raise PromptError(
+                f"{len(request.prompt)} prompt tokens and max_tokens={request.max_tokens} are {asked}: "
+                f"at most {self.max_model_len} are served"
+            )
+        if not (is_whole(request.min_tokens) and 0 <= request.min_tokens <= request.max_tokens):
+            raise PromptError(f"min_tokens={request.min_tokens} must be 0 to max_tokens={request.max_tokens}")
+        if request.logprobs is not None and not 0 <= request.logprobs <= MOST_LOGPROBS:
+            raise PromptError(f"logprobs={request.logprobs} must be 0 to {MOST_LOGPROBS}")
+        if len(self.stop_ids(request)) > MAX_STOP_TOKENS:
+            raise PromptError(
+                f"stop_tokens: at most {MAX_STOP_TOKENS} are allowed, the model's own among them"
+            )
+        if request.stop and self.model.tokenizer is None:
+            raise PromptError("stop strings need a model with a tokenizer")
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(
+            self.config.rows,
+            self.config.chunk,
+            alignment=self._alignment,
+            steps=self.config.steps,
+            reuse=self.config.reuse and self._alignment == 1,
+        )
+
+    def _run(self) -> None:
+        """The engine's thread: while one step runs, what the step before gave is handed out."""
+        pending: list[_Result] = []
+        while True:
+            with self._changed:
+                while not (pending or self._inbox or self._cancelled or self._jobs or self._stopped):
+                    self._changed.wait()
+                self._take_orders()
+                if self._stopped:
+                    break
+            try:
+                if self._scheduler.victim() is not None:
+                    # What it generated so far must be known.
+                    self._hand_out(pending)
+                    pending = []
+                started = self._start(self._next_plan())
+                self._hand_out(pending)
+                pending = started
+            except Exception as error:
+                logger.exception("a step failed; requests in it end, the others go on")
+                self._fail(error)
+                pending = []
+        for job in list(self._jobs.values()):
+            job.tell(Event(finish_reason="cancelled"))
+
+    def _take_orders(self) -> None:
+        """New requests and cancellations, with the lock held."""
+        for job in self._inbox:
+            self._jobs[job.work] = job
+            self._scheduler.add(job.work)
+        for job in self._cancelled:
+            if job.work in self._jobs:
+                job.tell(Event(finish_reason="cancelled"))
+                self._forget(job)
+        self._inbox, self._cancelled = [], []
+
+    def _next_plan(self) -> Plan | None:
+        with self._changed:
+            victim = self._scheduler.victim()
+            if victim is not None:
+                self._scheduler.preempt(victim)
+                self._count(preemptions=1)
+            return self._scheduler.plan()
+
+    def _start(self, plan: Plan | None) -> list[_Result]:
+        """Starts a step; results follow."""
+        if plan is None:
+            return []
+        results = []
+        for piece in plan.pieces:
+            work, job = piece.work, self._jobs[piece.work]
+            assert work.row is not None
+            if piece.begin == work.cached:
+                self._count(
+                    prompt_tokens=len(work.text), prefix_queries=len(work.text), prefix_hits=work.cached
+                )
+            tokens = work.text[piece.begin : piece.end]
+            chosen = self._runner.read(work.row, tokens, piece.begin, piece.last, job.numbers)
+            if piece.last:
+                results.append(_Result(chosen, ((0, job),)))
+        if plan.decode:
+            numbers, active = self._runner.no_numbers()
+            for work in plan.decode:
+                numbers[work.row], active[work.row] = self._jobs[work].numbers, True
+            rows = tuple((work.row, self._jobs[work]) for work in plan.decode if work.row is not None)
+            results.append(_Result(self._runner.decode(numbers, active, plan.steps), rows))
+        return results
+
+    def _hand_out(self, results: list[_Result]) -> None:
+        """Waits for tokens and gives them to those who asked."""
+        for result in results:
+            chosen = jax.device_get(result.chosen)
+            for place, job in result.jobs:
+                count = int(chosen.made[place])
+                if job.ended or not count:
+                    continue
+                self._count(generation_tokens=count)
+                tokens = chosen.tokens[place, :count].tolist()
+                known = job.take(tokens, _logprobs(chosen, place, job.request))
+                if job.ended:
+                    self._forget(job, keep=int(chosen.lengths[place]) if known else 0)
+
+    def _forget(self, job: Job, keep: int = 0) -> None:
+        """keep: tokens that its row holds, and may be gone on from."""
+        with self._changed:
+            self._scheduler.end(job.work, keep)
+            del self._jobs[job.work]
+
+    def _fail(self, error: Exception) -> None:
+        """Ends all that had a row, and begins with an empty cache."""
+        with self._changed:
+            waiting, running = self._scheduler.waiting, list(self._scheduler.running.values())
+            self._scheduler = self._new_scheduler()
+            for work in waiting:
+                self._scheduler.add(work)
+        for work in running:
+            self._jobs.pop(work).tell(Event(finish_reason="error", error=f"{type(error).__name__}: {error}"))
+        self._runner.reset()
+
+    def _count(self, **more: int) -> None:
+        with self._changed:
+            counts = self._counts
+            sums = {name: getattr(counts, name) + number for name, number in more.items()}
+            self._counts = replace(counts, **sums)
+
+
+def _logprobs(chosen: Chosen, place: int, request: EngineRequest) -> list[TokenLogprobs]:
+    """Of a row's new tokens, if its request asked."""
+    if request.logprobs is None:
+        return []
+    likeliest = zip(chosen.likeliest[place].tolist(), chosen.logprobs[place].tolist(), strict=True)
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(ids, values, strict=True))[: request.logprobs])
+        for token, logprob, (ids, values) in zip(
+            chosen.tokens[place].tolist(), chosen.logprob[place].tolist(), likeliest, strict=True
+        )
+    ]

@@ -1,0 +1,252 @@
+"""The steps of an engine on a device: pieces of prompts, one row after another, and decoding of all rows.
+
+All programs are compiled before the first request. Numbers of requests are one small array each: what a row
+asks for stands in it, so that no value compiles anew. Results come back as arrays that are on their way;
+they are looked at while the next step runs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zdc_jax.axes import Array
+from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.engine.request import MOST_LOGPROBS, EngineRequest
+from zdc_jax.errors import PlanError
+from zdc_jax.generation.sampling import SamplingArrays, choose, request_keys
+from zdc_jax.generation.steps import MAX_STOP_TOKENS, SMALLEST_BUCKET, bucket
+from zdc_jax.model.transformer import Transformer
+from zdc_jax.ops.attention import Implementation
+
+FIELDS = ("limit", "least", "logprobs", "top_k", "key_0", "key_1", "temperature", "top_p")
+"""Of a row: tokens it may hold, tokens it must hold before a stop token ends it, whether likeliest tokens are
+asked for, and its sampling; the last two are bits of float32. Ids of stop tokens follow, -1 for none."""
+WIDTH = len(FIELDS) + MAX_STOP_TOKENS
+AT = {name: column for column, name in enumerate(FIELDS)}
+
+
+class Chosen(NamedTuple):
+    """Tokens that a step generated.
+
+    tokens [B, steps] int32, made [B] int32 of them, lengths [B] int32: tokens that the rows hold then;
+    logprob [B, steps], likeliest [B, steps, 5] int32 and their logprobs: of tokens, natural logarithms.
+    Likeliest ones are zeros where no row asked.
+    """
+
+    tokens: Array
+    made: Array
+    lengths: Array
+    logprob: Array
+    likeliest: Array
+    logprobs: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class EngineState:
+    """cache; last [B] int32, each row's newest token, not yet in the cache; done [B]: it ended the row."""
+
+    cache: KVCache
+    last: Array
+    done: Array
+
+
+def row_numbers(request: EngineRequest, stop_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """What the steps must know of a request, int32 [WIDTH]."""
+    held, sampling = len(request.prompt) - 1, request.sampling
+    ids = np.asarray(request.prompt, np.int32)
+    key = request_keys([sampling], [ids])[0].view(np.int32)
+    numbers = np.full(WIDTH, -1, np.int32)
+    numbers[: len(FIELDS) - 2] = [
+        held + request.max_tokens,
+        held + request.min_tokens,
+        bool(request.logprobs),
+        min(sampling.top_k or vocab_size, vocab_size),
+        *key,
+    ]
+    smallest = np.finfo(np.float32).tiny
+    temperature = sampling.temperature if sampling.temperature >= smallest else 0.0
+    floats = np.array([temperature, sampling.top_p or 1.0], np.float32)
+    numbers[len(FIELDS) - 2 : len(FIELDS)] = floats.view(np.int32)
+    numbers[len(FIELDS) : len(FIELDS) + len(stop_ids)] = stop_ids
+    return numbers
+
+
+class Runner:
+    """Arrays and compiled programs of one `servable` network.
+
+    rows, capacity: of its cache. chunk: longest piece, in tokens. steps: of decoding, beside one.
+
+    Raises:
+      CacheMemoryError: the cache does not fit.
+    """
+
+    def __init__(
+        self,
+        network: Transformer,
+        *,
+        rows: int,
+        capacity: int,
+        chunk: int,
+        steps: int,
+        implementation: Implementation | None = None,
+    ):
+        self.network, self.rows, self.capacity, self.chunk = network, rows, capacity, chunk
+        self._leaves, self._tree = jax.tree.flatten(network)
+        self.reset()
+        self._read = {
+            width: self._compiled(partial(_read_piece, implementation), self._piece_like(width))
+            for width in self.widths
+        }
+        self._decode = {
+            count: self._compiled(partial(_decode, implementation, count), self._decode_like())
+            for count in {1, steps}
+        }
+
+    @property
+    def widths(self) -> list[int]:
+        """Of pieces: powers of two up to the longest."""
+        largest = bucket(self.chunk)
+        return [1 << i for i in range(SMALLEST_BUCKET.bit_length() - 1, largest.bit_length())]
+
+    def reset(self) -> None:
+        """All rows empty, in new arrays."""
+        self._state = None  # Two caches may not fit.
+        self._state = EngineState(
+            self.network.new_cache(batch=self.rows, capacity=self.capacity),
+            jnp.zeros(self.rows, jnp.int32),
+            jnp.ones(self.rows, bool),
+        )
+
+    def read(self, row: int, tokens: Sequence[int], begin: int, last: bool, numbers: np.ndarray) -> Chosen:
+        """A row's tokens from position `begin` on; behind the `last` of its text one is generated."""
+        width = bucket(len(tokens))
+        piece = np.zeros(4 + WIDTH + width, np.int32)
+        piece[:4] = row, begin, len(tokens), last
+        piece[4 : 4 + WIDTH] = numbers
+        piece[4 + WIDTH :][: len(tokens)] = tokens
+        self._state, chosen = self._read[width](self._leaves, self._state, piece)
+        return chosen
+
+    def decode(self, numbers: np.ndarray, active: np.ndarray, steps: int) -> Chosen:
+        """`steps` more tokens of the rows that are `active`, fewer where they end.
+
+        numbers [B, WIDTH] int32, active [B] bool.
+        """
+        packed = np.concatenate([active[:, None].astype(np.int32), numbers], axis=1)
+        self._state, chosen = self._decode[steps](self._leaves, self._state, packed)
+        return chosen
+
+    def no_numbers(self) -> tuple[np.ndarray, np.ndarray]:
+        """What `decode` takes where no row is active."""
+        return np.full((self.rows, WIDTH), -1, np.int32), np.zeros(self.rows, bool)
+
+    def _compiled(self, step: Callable[..., Any], like: jax.ShapeDtypeStruct) -> Callable[..., Any]:
+        def run(leaves: list[Array], state: EngineState, packed: Array) -> Any:
+            return step(jax.tree.unflatten(self._tree, leaves), state, packed)
+
+        return jax.jit(run, donate_argnums=1).lower(self._leaves, self._state, like).compile()
+
+    def _piece_like(self, width: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((4 + WIDTH + width,), jnp.int32)
+
+    def _decode_like(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.rows, 1 + WIDTH), jnp.int32)
+
+
+def servable(network: Any) -> Transformer:
+    """The network itself; raises `PlanError` where its cache is on several devices, or beside the device."""
+    if not isinstance(network, Transformer):
+        raise PlanError("the engine runs on one device: load the model without a mesh")
+    for layer, spec in enumerate(network.layer_caches):
+        if spec.host_bytes(1024):
+            raise PlanError(f"layer {layer}: memory='host' is not served by the engine")
+    return network
+
+
+def _read_piece(
+    implementation: Implementation | None, network: Transformer, state: EngineState, packed: Array
+) -> tuple[EngineState, Chosen]:
+    """One piece of one row, whose part of the cache is taken out and put back."""
+    row, begin, count, last = packed[:4]
+    numbers, tokens = packed[4 : 4 + WIDTH], packed[4 + WIDTH :]
+    cache = state.cache
+    take = lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, row, 1)
+    one = KVCache(jax.tree.map(take, cache.layers), begin[None], cache.specs, cache.capacity)
+    one = one.release(begin[None] == 0)
+    hidden, one = network.extend(one, tokens[None], (begin + count)[None], implementation)
+    put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, row, 0)
+    layers = jax.tree.map(put, cache.layers, one.layers)
+    lengths = cache.lengths.at[row].set(begin + count)
+    end = jax.lax.dynamic_slice_in_dim(hidden[0], count - 1, 1)
+    token, *logprobs = _chosen(network.embeddings.unembed(end), numbers[None], one.lengths)
+    last = last.astype(bool)
+    new = EngineState(
+        KVCache(layers, lengths, cache.specs, cache.capacity),
+        state.last.at[row].set(jnp.where(last, token[0], state.last[row])),
+        state.done.at[row].set(jnp.where(last, _ends(token, numbers[None], one.lengths)[0], True)),
+    )
+    one_step = lambda x: x[:, None]
+    return new, Chosen(one_step(token), last[None].astype(jnp.int32), one.lengths, *map(one_step, logprobs))
+
+
+def _decode(
+    implementation: Implementation | None, steps: int, network: Transformer, state: EngineState, packed: Array
+) -> tuple[EngineState, Chosen]:
+    """So many steps of all rows that are active, not done and below their limit."""
+    wanted, numbers = packed[:, 0].astype(bool), packed[:, 1:]
+
+    def step(state: EngineState, _: None) -> tuple[EngineState, tuple[Array, ...]]:
+        held = state.cache.lengths
+        active = wanted & ~state.done & (held < numbers[:, AT["limit"]])
+        end = held + active
+        hidden, cache = network.extend(state.cache, state.last[:, None], end, implementation)
+        token, *logprobs = _chosen(network.embeddings.unembed(hidden[:, 0]), numbers, end)
+        done = state.done | (active & _ends(token, numbers, end))
+        new = EngineState(cache, jnp.where(active, token, state.last), done)
+        return new, (token, active, *logprobs)
+
+    state, (tokens, active, *logprobs) = jax.lax.scan(step, state, None, length=steps)
+    by_row = lambda x: jnp.moveaxis(x, 0, 1)
+    return state, Chosen(
+        by_row(tokens), active.sum(0, dtype=jnp.int32), state.cache.lengths, *map(by_row, logprobs)
+    )
+
+
+def _chosen(logits: Array, numbers: Array, positions: Array) -> tuple[Array, Array, Array, Array]:
+    """Next tokens [B], their log-probabilities [B], and the likeliest [B, 5] with theirs, where asked for."""
+    floats = jax.lax.bitcast_convert_type(numbers, jnp.float32)
+    keys = jax.lax.bitcast_convert_type(numbers[:, AT["key_0"] : AT["key_1"] + 1], jnp.uint32)
+    sampling = SamplingArrays(
+        floats[:, AT["temperature"]],
+        numbers[:, AT["top_k"]],
+        floats[:, AT["top_p"]],
+        jax.random.wrap_key_data(keys, impl="threefry2x32"),
+    )
+    token = jax.lax.cond(
+        (sampling.temperature > 0).any(),
+        lambda: choose(logits, sampling, positions),
+        lambda: choose(logits, None, positions),
+    )
+    total = jax.nn.logsumexp(logits, axis=-1)
+    logprob = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - total
+
+    def likeliest() -> tuple[Array, Array]:
+        values, ids = jax.lax.top_k(logits, MOST_LOGPROBS)
+        return ids.astype(jnp.int32), values - total[:, None]
+
+    shape = (len(token), MOST_LOGPROBS)
+    nothing = lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, logits.dtype))
+    ids, values = jax.lax.cond((numbers[:, AT["logprobs"]] > 0).any(), likeliest, nothing)
+    return token, logprob, ids, values
+
+
+def _ends(token: Array, numbers: Array, held: Array) -> Array:
+    """Which rows [B] a token ends, where so many tokens are held before it."""
+    stop = (token[:, None] == numbers[:, len(FIELDS) :]).any(-1)
+    return stop & (held >= numbers[:, AT["least"]])
