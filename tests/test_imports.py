@@ -22,7 +22,8 @@ LOADING = (
     f"{MODEL} zdc_jax.basis zdc_jax.checkpoint zdc_jax.conversation.template zdc_jax.parallel zdc_jax.fold "
     "zdc_jax.loading"
 )
-WHOLE = f"{LOADING} zdc_jax zdc_jax.generation zdc_jax.conversation zdc_jax.evaluation zdc_jax.planning"
+SERVING_ROOMS = f"{LOADING} zdc_jax.generation zdc_jax.conversation zdc_jax.engine zdc_jax.server"
+WHOLE = f"{SERVING_ROOMS} zdc_jax zdc_jax.evaluation zdc_jax.planning"
 ALLOWED = {
     "kernels_pallas": "",
     "zdc_jax.axes": "",
@@ -43,6 +44,9 @@ ALLOWED = {
     "zdc_jax.generation": LOADING,
     "zdc_jax.conversation.template": f"{BASE} zdc_jax.checkpoint",
     "zdc_jax.conversation": f"{LOADING} zdc_jax.generation",
+    "zdc_jax.engine.scheduler": "",
+    "zdc_jax.engine": f"{LOADING} zdc_jax.generation zdc_jax.engine.scheduler",
+    "zdc_jax.server": f"{LOADING} zdc_jax.generation zdc_jax.conversation zdc_jax.engine",
     "zdc_jax.evaluation": f"{LOADING} zdc_jax.generation zdc_jax.conversation",
     "zdc_jax.planning": f"{LOADING} zdc_jax.evaluation",
     "zdc_jax": WHOLE,

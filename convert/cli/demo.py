@@ -78,7 +78,24 @@ def demo(output: Path, console: Console, source: Path | None = None) -> None:
     command = ["generate", str(model_path), rows[0]["prompt"].strip().splitlines()[-1]]
     if ChatTemplate.of(checkpoint) is not None:
         command = ["chat", str(model_path)]
-    console.out(f"next: {shlex.join([*_program(), *command, *plan_flags])}", highlight=False)
+    prompt = command[2] if command[0] == "generate" else None
+    serving = ["serve", str(model_path), *plan_flags, "--max-model-len", str(CONTEXT)]
+    for what, line in (
+        ("next", shlex.join([*_program(), *command, *plan_flags])),
+        ("or serve it", shlex.join([*_program(), *serving])),
+        ("and ask it", shlex.join(["curl", *_question(prompt)])),
+    ):
+        console.out(f"{what}: {line}", highlight=False)
+
+
+def _question(prompt: str | None) -> list[str]:
+    """Arguments of curl: the prompt to be continued, or a message to a model that was made for chat."""
+    kind, asked = "completions", dict[str, Any](prompt=prompt)
+    if prompt is None:
+        kind, asked = "chat/completions", {"messages": [{"role": "user", "content": "What is a cache?"}]}
+    body = {"model": "model", **asked, "max_tokens": 40, "temperature": 0}
+    url = f"http://127.0.0.1:8000/v1/{kind}"
+    return [url, "-H", "Content-Type: application/json", "-d", json.dumps(body)]
 
 
 def _measured(checkpoint: Checkpoint, basis: Basis, heldout_text: Path) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from convert.cli.demo import demo
 from convert.cli.evaluate import Evaluate
 from convert.cli.flags import Dtype, PlanFlags, SamplingFlags, SearchFlags, at_least_one
 from convert.cli.output import check_output
+from convert.cli.serve import Serve
 from convert.conversion import VERIFIED_SHAPE, check_torch, convert, verify_against_transformers
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
@@ -272,6 +273,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "plan": Plan,
     "generate": Generate,
     "chat": Chat,
+    "serve": Serve,
     "evaluate": Evaluate,
     "inspect": Inspect,
     "demo": Demo,

@@ -229,7 +229,6 @@ def test_caches_that_are_not_on_the_device_are_refused_by_name(tiny):
 
 PLANS = {
     "full": ("zdc", {}),
-    "all codes read": ("coded", {"index": 0, "read": 0}),
     "codes chosen": ("coded", {"index": 16, "read": 16}),
     "evicting": ("h2o", {}),
 }
@@ -244,7 +243,9 @@ def test_answers_of_other_caches_are_those_of_generate(tiny, name):
         made = methods.named(method).Settings(**settings)
         layers = tuple(replace(ranks, settings=made) for ranks in plan.layers)
         model.network.plan = replace(plan, method=method, settings=made, layers=layers)
-    requests = [replace(request, priority=0) for request in requests_of(tiny, 5, seed=7)]
+    prompts = tiny.tokens(3, 100).tolist()
+    cut = zip(prompts, (70, 100, 90), strict=True)
+    requests = [EngineRequest(tuple(prompt[:length]), 12, ignore_eos=True) for prompt, length in cut]
     with Engine(model, replace(CONFIG, rows=2, chunk=64)) as engine:
         listeners = [ask(engine, request) for request in requests]
         for request, listener in zip(requests, listeners, strict=True):

@@ -159,14 +159,19 @@ def test_stop_strings(client, stop, stream):
 
 def test_what_else_can_be_asked_for(client, engine):
     asked = {"top_k": -1, "top_p": 0.5, "temperature": 0, "min_tokens": 1, "priority": -3, "user": "me"}
-    asked |= {"ignore_eos": True, "stop_token_ids": [7, 7], "stop": [], "max_completion_tokens": 9}
-    assert client.post(CHATS, json=asked | {"messages": HELLO, "max_tokens": 5}).status_code == 200
+    asked |= {"ignore_eos": True, "stop_token_ids": [7, 7], "stop": [], "cache_salt": "me"}
+    assert (
+        client.post(
+            CHATS, json=asked | {"messages": HELLO, "max_tokens": 5, "max_completion_tokens": 9}
+        ).status_code
+        == 200
+    )
     (request,) = engine.submitted
     assert (request.sampling.top_k, request.sampling.top_p, request.sampling.temperature) == (None, 0.5, 0)
     assert (request.min_tokens, request.priority, request.max_tokens) == (1, -3, 9)
     assert request.ignore_eos
     assert request.stop_tokens == (7,)
-    assert request.stop == ()
+    assert (request.stop, request.salt) == ((), "me")
 
 
 def test_logprobs_of_completions(client):

@@ -19,7 +19,7 @@ from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.engine.request import MOST_LOGPROBS, EngineRequest
 from zdc_jax.errors import PlanError
 from zdc_jax.generation.sampling import SamplingArrays, choose, request_keys
-from zdc_jax.generation.steps import MAX_STOP_TOKENS, SMALLEST_BUCKET, bucket
+from zdc_jax.generation.steps import MAX_STOP_TOKENS, bucket
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 
@@ -101,18 +101,12 @@ class Runner:
         self.reset()
         self._read = {
             width: self._compiled(partial(_read_piece, implementation), self._piece_like(width))
-            for width in self.widths
+            for width in sorted({self._width(1 << i) for i in range(chunk.bit_length())})
         }
         self._decode = {
             count: self._compiled(partial(_decode, implementation, count), self._decode_like())
             for count in {1, steps}
         }
-
-    @property
-    def widths(self) -> list[int]:
-        """Of pieces: powers of two up to the longest."""
-        largest = bucket(self.chunk)
-        return [1 << i for i in range(SMALLEST_BUCKET.bit_length() - 1, largest.bit_length())]
 
     def reset(self) -> None:
         """All rows empty, in new arrays."""
@@ -125,7 +119,7 @@ class Runner:
 
     def read(self, row: int, tokens: Sequence[int], begin: int, last: bool, numbers: np.ndarray) -> Chosen:
         """A row's tokens from position `begin` on; behind the `last` of its text one is generated."""
-        width = bucket(len(tokens))
+        width = self._width(len(tokens))
         piece = np.zeros(4 + WIDTH + width, np.int32)
         piece[:4] = row, begin, len(tokens), last
         piece[4 : 4 + WIDTH] = numbers
@@ -151,6 +145,10 @@ class Runner:
             return step(jax.tree.unflatten(self._tree, leaves), state, packed)
 
         return jax.jit(run, donate_argnums=1).lower(self._leaves, self._state, like).compile()
+
+    def _width(self, tokens: int) -> int:
+        """Of the program that reads so many: a power of two, or the whole row."""
+        return min(bucket(tokens), self.capacity)
 
     def _piece_like(self, width: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((4 + WIDTH + width,), jnp.int32)

@@ -30,6 +30,7 @@ class Answers:
                 notify = answers._notify(index, Stopwatch(metrics))
                 answers.tickets.append(engine.submit(request, notify))
         except BaseException:
+            answers.cancel()
             raise
         return answers
 

@@ -31,11 +31,11 @@ from zdc_jax.server.errors import HANDLERS, RequestError, response
 from zdc_jax.server.metrics import Metrics
 from zdc_jax.server.protocol import (
     Asked,
-    Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
+    ToModel,
 )
 from zdc_jax.server.replies import Reply, reply_to
 
@@ -144,13 +144,13 @@ class Api:
             {"prompt": await run_in_threadpool(decode, asked.tokens, skip_special_tokens=False)}
         )
 
-    def _tokenizer(self, asked: Body) -> Tokenizer:
+    def _tokenizer(self, asked: ToModel) -> Tokenizer:
         self._check_model(asked)
         if self.engine.model.tokenizer is None:
             raise RequestError("this model has no tokenizer")
         return self.engine.model.tokenizer
 
-    def _check_model(self, asked: Body) -> None:
+    def _check_model(self, asked: ToModel) -> None:
         if asked.model not in (None, self.name):
             message = f"model {asked.model!r:.80} is not served here, {self.name!r} is"
             raise RequestError(message, status=404, param="model", code="model_not_found")

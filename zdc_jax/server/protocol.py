@@ -1,8 +1,8 @@
 """What clients ask: the bodies of requests, checked, and what they are for the engine.
 
-Names and defaults are OpenAI's. `top_k`, `ignore_eos`, `min_tokens`, `stop_token_ids`, `priority` and
-`chat_template_kwargs` are vLLM's. Fields that are not known here are ignored, for clients send many. Those
-that would change the answer and are not supported are refused by name.
+Names and defaults are OpenAI's. `top_k`, `ignore_eos`, `min_tokens`, `stop_token_ids`, `priority`,
+`cache_salt` and `chat_template_kwargs` are vLLM's. Fields that are not known here are ignored, for clients
+send many. Those that would change the answer and are not supported are refused by name.
 """
 
 import secrets
@@ -70,7 +70,6 @@ class Body(BaseModel):
     """A body of JSON; null stands for a field that is not there, and a number in quotes is none."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
-    model: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -80,13 +79,19 @@ class Body(BaseModel):
         return {name: value for name, value in given.items() if value is not None}
 
 
+class ToModel(Body):
+    """model: the one that is served, or none."""
+
+    model: str | None = None
+
+
 class StreamOptions(Body):
     """include_usage: a last piece of the stream counts tokens."""
 
     include_usage: bool = False
 
 
-class Asked(Body, ABC):
+class Asked(ToModel, ABC):
     """What completions and chats have in common."""
 
     max_tokens: int | None = Field(None, ge=1)
@@ -100,6 +105,7 @@ class Asked(Body, ABC):
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
     priority: int = 0
+    cache_salt: str = ""
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
@@ -145,6 +151,7 @@ class Asked(Body, ABC):
                 min_tokens=self.min_tokens,
                 logprobs=logprobs,
                 priority=self.priority,
+                salt=self.cache_salt,
             )
             for prompt, max_tokens in prompts
             for sampling in samplings
@@ -221,14 +228,14 @@ class ChatRequest(Asked):
         return self._requests([(prompt, limit)], chat_stop_tokens(model), logprobs)
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(ToModel):
     """Body of /tokenize."""
 
     prompt: str
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(ToModel):
     """Body of /detokenize."""
 
     tokens: list[Token]

@@ -1,0 +1,70 @@
+"""`zdc serve`: a model behind OpenAI's API."""
+
+import os
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from tyro.conf import Positional
+
+from convert.cli.flags import Dtype, PlanFlags
+from zdc_jax.engine.engine import Engine, EngineConfig
+from zdc_jax.errors import PromptError
+from zdc_jax.loading import load
+
+PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
+"""Of the extra `serve`."""
+KEY = "ZDC_API_KEY"
+
+
+@dataclass
+class Serve:
+    """Serve a model to many clients at once, by OpenAI's API: completions, chat, metrics.
+
+    Clients must show the key in the environment variable ZDC_API_KEY, if it is set.
+    """
+
+    path: Positional[Path]
+    """Converted folder."""
+    flags: Annotated[PlanFlags, tyro.conf.arg(name="")] = field(default_factory=PlanFlags)
+    host: str = "127.0.0.1"
+    """Address to listen at; only this machine reaches the default. 0.0.0.0 is for everyone."""
+    port: int = 8000
+    """Port to listen at; 0 for any that is free."""
+    name: str | None = None
+    """What clients call the model; default the folder's name."""
+    rows: int = 8
+    """Requests that are answered at once; the cache has room for so many of the longest."""
+    max_model_len: int | None = None
+    """Tokens of a prompt and its answer together; default the model's positions."""
+    chunk: int = 2048
+    """Prompt tokens read between two tokens of other answers, a power of two."""
+    max_waiting: int = 256
+    """Requests that may wait; more are told to come again."""
+    drain_seconds: float = 30.0
+    """What requests under way have to end in, once the server is told to."""
+    dtype: Dtype | None = None
+    """Dtype to run in; default that of the stored weights."""
+    max_positions: int | None = None
+    """Tokens of the longest context; default the config's, more with rotary scaling yarn or dynamic alone."""
+
+    def run(self, console: Console) -> None:
+        if missing := [name for name in PACKAGES if find_spec(name) is None]:
+            raise PromptError(f"serving needs {', '.join(missing)}; run: pip install 'zdc-jax[serve]'")
+        from zdc_jax.server.run import serve
+
+        config = EngineConfig(self.rows, self.max_model_len, self.chunk, most_waiting=self.max_waiting)
+        plan = self.flags.build(self.path)
+        model = load(self.path, plan, dtype=self.dtype, max_positions=self.max_positions)
+        with Engine(model, config) as engine:
+            serve(
+                engine,
+                name=self.name or self.path.resolve().name,
+                api_key=os.environ.get(KEY) or None,
+                host=self.host,
+                port=self.port,
+                drain_seconds=self.drain_seconds,
+            )
