@@ -1,0 +1,167 @@
+"""Does a server answer all, rightly, and keep nothing, whatever its clients do?
+
+    zdc convert convert/demo_checkpoint /tmp/demo && python -m benchmarks.serving.soak --model /tmp/demo
+
+One process serves; clients ask over HTTP, more at once than may wait. Requests are drawn from a pool, greedy
+ones and such with a seed, of three priorities; what `generate` gives to each alone is the truth. Some clients
+read a stream, some leave in the middle of one, some before anything came. Refused ones come again. In the
+end nothing may be under way, every client who stayed must have the right text, and all rows must be free.
+"""
+
+import asyncio
+import random
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import tyro
+
+from benchmarks.common import RESULTS, write_result
+from zdc_jax import generate, load
+from zdc_jax.engine.engine import Engine, EngineConfig
+from zdc_jax.generation.sampling import Sampling
+from zdc_jax.loading import LanguageModel
+from zdc_jax.server.app import make_app
+from zdc_jax.server.run import Server
+
+WAYS = {"whole": 6, "stream": 2, "leaves": 1, "leaves at once": 1}
+"""What a client does, and how often."""
+SETTLING = 30.0
+"""Seconds in which all that clients left behind must be gone."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """requests: in all. clients: at once. pool: different requests. rows, waiting: of the engine."""
+
+    model: Path
+    requests: int = 10_000
+    clients: int = 48
+    pool: int = 48
+    rows: int = 4
+    waiting: int = 24
+    seed: int = 0
+    name: str = "serving-soak"
+    results: Path = RESULTS
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A body of /v1/completions, and the text that is the right answer."""
+
+    body: dict[str, Any]
+    text: str
+
+
+def pool_of(model: LanguageModel, options: Options) -> list[Asked]:
+    """Prompts of 1 to 150 random tokens, 1 to 40 new ones; a third is drawn."""
+    rng, found = np.random.default_rng(options.seed), []
+    for index in range(options.pool):
+        prompt = rng.integers(3, model.config.vocab_size, rng.integers(1, 150)).tolist()
+        limit, drawn = int(rng.integers(1, 40)), index % 3 == 0
+        sampling = Sampling(0.8, top_p=0.9, seed=index) if drawn else Sampling()
+        text = generate(model, prompt, limit, sampling=sampling).completions[0].text
+        asked = {"prompt": prompt, "max_tokens": limit, "temperature": sampling.temperature}
+        asked |= {"seed": index, "top_p": 0.9} if drawn else {}
+        found.append(Asked(asked, text or ""))
+    return found
+
+
+class Client:
+    """Asks until all requests are done; counts what came of them."""
+
+    def __init__(self, http: httpx.AsyncClient, pool: list[Asked], seed: int):
+        self.http, self.pool, self.random = http, pool, random.Random(seed)
+        self.seen: Counter[str] = Counter()
+
+    async def run(self, left: list[int]) -> None:
+        """Takes requests off `left` until there are none."""
+        while left:
+            left.pop()
+            asked = self.random.choice(self.pool)
+            (way,) = self.random.choices(list(WAYS), list(WAYS.values()))
+            body = asked.body | {"priority": self.random.randrange(3), "stream": way != "whole"}
+            while (outcome := await self._ask(body, way, asked.text)) == "refused":
+                self.seen["refused"] += 1
+                await asyncio.sleep(0.02)
+            self.seen[outcome] += 1
+
+    async def _ask(self, body: dict[str, Any], way: str, text: str) -> str:
+        if way == "whole":
+            reply = await self.http.post("/v1/completions", json=body)
+            return self._outcome(reply.status_code, reply, text)
+        async with self.http.stream("POST", "/v1/completions", json=body) as reply:
+            if reply.status_code != 200 or way == "leaves at once":
+                return self._outcome(reply.status_code, None, None)
+            lines = [line async for line in self._lines(reply, until=1 if way == "leaves" else None)]
+        if way == "leaves":
+            return "left"
+        pieces = [httpx.Response(200, text=line).json() for line in lines if line != "[DONE]"]
+        given = "".join(piece["choices"][0]["text"] for piece in pieces)
+        return "right" if lines[-1] == "[DONE]" and given == text else "wrong"
+
+    async def _lines(self, reply: httpx.Response, until: int | None) -> Any:
+        count = 0
+        async for line in reply.aiter_lines():
+            if line:
+                yield line.removeprefix("data: ")
+                count += 1
+            if count == until:
+                return
+
+    def _outcome(self, status: int, reply: httpx.Response | None, text: str | None) -> str:
+        if status == 429:
+            return "refused"
+        if status != 200:
+            return "unanswered"
+        if reply is None:
+            return "left"
+        return "right" if reply.json()["choices"][0]["text"] == text else "wrong"
+
+
+async def soak(address: str, pool: list[Asked], options: Options) -> Counter[str]:
+    """What all clients saw."""
+    left = list(range(options.requests))
+    limits = httpx.Limits(max_connections=options.clients)
+    async with httpx.AsyncClient(base_url=address, timeout=300, limits=limits) as http:
+        clients = [Client(http, pool, options.seed + i) for i in range(options.clients)]
+        await asyncio.gather(*(client.run(left) for client in clients))
+    return sum((client.seen for client in clients), Counter())
+
+
+def main(options: Options) -> None:
+    """Writes one JSON; ends with status 1 if anything was wrong, unanswered or kept."""
+    model = load(options.model)
+    pool = pool_of(model, options)
+    config = EngineConfig(options.rows, 256, chunk=64, most_waiting=options.waiting)
+    engine = Engine(model, config)
+    server = Server(make_app(engine, name="soak"), engine, "soak", "127.0.0.1", 0, drain_seconds=5)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.05)
+    began = time.monotonic()
+    seen = asyncio.run(soak(server.address, pool, options))
+    seconds, until = time.monotonic() - began, time.monotonic() + SETTLING
+    while (stats := engine.stats()).running + stats.waiting and time.monotonic() < until:
+        time.sleep(0.05)
+    server.should_exit = True
+    thread.join()
+    leaked = stats.running + stats.waiting
+    row = dict(seen) | {"leaked": leaked, "seconds": seconds, "preemptions": stats.preemptions}
+    row |= {"generated": stats.generation_tokens, "prefix_hits": stats.prefix_hits}
+    print(row)
+    print(
+        write_result(options.name, {"requests": options.requests, "rows": options.rows}, row, options.results)
+    )
+    if seen["wrong"] or seen["unanswered"] or leaked:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
