@@ -198,6 +198,24 @@ def test_a_step_that_fails_ends_its_requests_alone(engine, model, monkeypatch):
     assert ask(engine, request).tokens() == alone(model, request)
 
 
+def test_an_engine_that_cannot_go_on_tells_everybody(model, monkeypatch):
+    engine = Engine(model, EngineConfig(rows=1, max_model_len=160, chunk=32))
+
+    def fails(*_):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(engine._runner, "read", fails)
+    monkeypatch.setattr(engine._runner, "reset", fails)
+    request = EngineRequest(tuple(range(3, 30)), 6)
+    first, second = (ask(engine, request) for _ in range(2))
+    for listener in (first, second):
+        assert listener.ended.wait(60)
+        assert listener.reason == "error"
+    engine.close(drain=True, timeout=10)
+    with pytest.raises(Busy, match="closing"):
+        ask(engine, request)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -224,6 +242,13 @@ def test_caches_that_are_not_on_the_device_are_refused_by_name(tiny):
     layers = tuple(replace(ranks, settings=hosted) for ranks in near.layers)
     model.network.plan = replace(near, method="coded", settings=hosted, layers=layers)
     with pytest.raises(PlanError, match="layer 0: memory='host' is not served"):
+        Engine(model, CONFIG)
+
+
+def test_a_cache_that_does_not_keep_the_contract_is_refused_by_name(model, monkeypatch):
+    (kind,) = {type(spec) for spec in model.network.layer_caches}
+    monkeypatch.setattr(kind, "clauses", kind.clauses - {"reuse"})
+    with pytest.raises(PlanError, match=r"layer 0: \w+ does not keep \['reuse'\]"):
         Engine(model, CONFIG)
 
 

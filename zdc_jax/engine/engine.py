@@ -237,7 +237,22 @@ class Engine:
         )
 
     def _run(self) -> None:
-        """The engine's thread: while one step runs, what the step before gave is handed out."""
+        """The engine's thread; however it ends, nobody waits for it."""
+        last = Event(finish_reason="cancelled")
+        try:
+            self._work()
+        except Exception as error:
+            logger.exception("the engine cannot go on")
+            last = Event(finish_reason="error", error=f"the engine cannot go on: {error}")
+        with self._changed:
+            self._closing = True
+            self._take_orders()
+        for job in list(self._jobs.values()):
+            job.tell(last)
+        self._jobs.clear()
+
+    def _work(self) -> None:
+        """Until it is told to stop: while one step runs, what the step before gave is handed out."""
         pending: list[_Result] = []
         while True:
             with self._changed:
@@ -245,7 +260,7 @@ class Engine:
                     self._changed.wait()
                 self._take_orders()
                 if self._stopped:
-                    break
+                    return
             try:
                 if self._scheduler.victim() is not None:
                     # What it generated so far must be known.
@@ -258,8 +273,6 @@ class Engine:
                 logger.exception("a step failed; requests in it end, the others go on")
                 self._fail(error)
                 pending = []
-        for job in list(self._jobs.values()):
-            job.tell(Event(finish_reason="cancelled"))
 
     def _take_orders(self) -> None:
         """New requests and cancellations, with the lock held."""

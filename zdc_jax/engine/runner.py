@@ -23,6 +23,8 @@ from zdc_jax.generation.steps import MAX_STOP_TOKENS, bucket
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 
+CLAUSES = frozenset({"chunked", "ragged", "order", "reuse"})
+"""Of the contract of caches: texts are read in pieces, beside others, in rows that served others before."""
 FIELDS = ("limit", "least", "logprobs", "top_k", "key_0", "key_1", "temperature", "top_p")
 """Of a row: tokens it may hold, tokens it must hold before a stop token ends it, whether likeliest tokens are
 asked for, and its sampling; the last two are bits of float32. Ids of stop tokens follow, -1 for none."""
@@ -158,10 +160,14 @@ class Runner:
 
 
 def servable(network: Any) -> Transformer:
-    """The network itself; raises `PlanError` where its cache is on several devices, or beside the device."""
+    """The network itself; raises `PlanError` where its cache lacks a clause of the contract, or is on several
+    devices or beside the device."""
     if not isinstance(network, Transformer):
         raise PlanError("the engine runs on one device: load the model without a mesh")
     for layer, spec in enumerate(network.layer_caches):
+        if missing := CLAUSES - spec.clauses:
+            kind = type(spec).__name__
+            raise PlanError(f"layer {layer}: {kind} does not keep {sorted(missing)}; the engine needs it")
         if spec.host_bytes(1024):
             raise PlanError(f"layer {layer}: memory='host' is not served by the engine")
     return network

@@ -1,0 +1,110 @@
+"""What does the engine cost? Its decoded tokens per second beside those of `generate` at the same batch.
+
+    python -m benchmarks.serving.bench_engine --model model/ --rows 8
+
+All rows hold a prompt of `--prompt` tokens and decode `--tokens`. `generate` decodes them in one call without
+the host, so it is what the device can do; the engine comes back to the host after each `--steps`. Its clock
+runs from when the last row has its first token until all have ended. `gap` is what a token of all rows takes
+longer in the engine. The two take turns; of each the median counts.
+"""
+
+import threading
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import tyro
+
+from benchmarks.common import RESULTS, commit, write_result
+from zdc_jax import generate, load
+from zdc_jax.engine.engine import Engine, EngineConfig
+from zdc_jax.engine.request import EngineRequest, Event
+from zdc_jax.loading import LanguageModel
+
+
+@dataclass(frozen=True)
+class Options:
+    """rows, prompt, tokens: requests at once, and their lengths. steps: tokens of a call of the engine."""
+
+    model: Path
+    plan: Path | None = None
+    rows: int = 8
+    prompt: int = 128
+    tokens: int = 256
+    steps: tuple[int, ...] = (1, 4, 8)
+    repeats: int = 5
+    name: str = "engine"
+    results: Path = RESULTS
+
+
+class Clock:
+    """Counts tokens of all rows from when each of them has one until all have ended."""
+
+    def __init__(self, rows: int):
+        self.waiting, self.running = set(range(rows)), set(range(rows))
+        self.began = self.seconds = 0.0
+        self.tokens = 0
+        self.ended = threading.Event()
+
+    def take(self, row: int, event: Event) -> None:
+        """On the engine's thread."""
+        if not self.waiting:
+            self.tokens += len(event.tokens)
+        self.waiting.discard(row)
+        if not self.waiting and not self.began:
+            self.began = time.perf_counter()
+        if event.finish_reason:
+            self.running.discard(row)
+        if not self.running:
+            self.seconds = time.perf_counter() - self.began
+            self.ended.set()
+
+
+def engine_seconds(engine: Engine, prompts: list[list[int]], tokens: int) -> float:
+    """Of a decoded token of all rows."""
+    clock = Clock(len(prompts))
+    for index, prompt in enumerate(prompts):
+        engine.submit(EngineRequest(tuple(prompt), tokens, ignore_eos=True), partial(clock.take, index))
+    clock.ended.wait()
+    return clock.seconds * len(prompts) / clock.tokens
+
+
+def bare_seconds(model: LanguageModel, prompts: list[list[int]], tokens: int) -> float:
+    """The same, by `generate`."""
+    return generate(model, prompts, tokens, stop_tokens=()).timings.decode / (tokens - 1)
+
+
+def main(options: Options) -> None:
+    """Writes one JSON: a row for each number of steps."""
+    model = load(options.model, options.plan)
+    rng, rows = np.random.default_rng(0), []
+    prompts = rng.integers(3, model.config.vocab_size, (options.rows, options.prompt)).tolist()
+    bare_seconds(model, prompts, options.tokens)  # Compiles.
+    for steps in options.steps:
+        config = EngineConfig(options.rows, options.prompt + options.tokens, steps=steps, reuse=False)
+        with Engine(model, config) as engine:
+            engine_seconds(engine, prompts, options.tokens)
+            times = [
+                (
+                    engine_seconds(engine, prompts, options.tokens),
+                    bare_seconds(model, prompts, options.tokens),
+                )
+                for _ in range(options.repeats)
+            ]
+        ours, bare = (median(each) for each in zip(*times, strict=True))
+        row = {"steps": steps, "rows": options.rows, "ms": 1e3 * ours, "bare_ms": 1e3 * bare}
+        row |= {"throughput": bare / ours, "gap_ms": 1e3 * (ours - bare)}
+        print({name: round(value, 4) for name, value in row.items()}, flush=True)
+        rows.append(row | {"repeats": times, "commit": commit()})
+    print(
+        write_result(
+            options.name, {"prompt": options.prompt, "tokens": options.tokens}, rows, options.results
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

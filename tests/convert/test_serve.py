@@ -1,0 +1,59 @@
+"""`zdc serve` as a client sees it: a process of its own, on a model of a converted folder."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import openai
+import pytest
+from conftest import LLAMA, TinyModel
+
+from zdc_jax import generate, load
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("served") / "tiny"
+    TinyModel(LLAMA).write(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    """The process and its address."""
+    command = [sys.executable, "-m", "convert.cli.main", "serve", str(folder), "--port", "0"]
+    command += ["--rows", "2", "--chunk", "32", "--max-model-len", "128"]
+    environment = os.environ | {"ZDC_API_KEY": "sesame", "JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.fullmatch(r"serving tiny at (http://127\.0\.0\.1:\d+)\n", line)
+        assert found, line
+        try:
+            yield process, found[1]
+        finally:
+            process.kill()
+
+
+def test_a_client_gets_what_generate_gives_until_the_server_is_told_to_end(folder, served):
+    process, address = served
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="sesame") as client:
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        asked = {"model": "tiny", "prompt": "w5 w6 w7", "max_tokens": 12, "temperature": 0}
+        whole = client.completions.create(**asked)
+        (true,) = generate(load(folder), "w5 w6 w7", 12).completions
+        assert whole.choices[0].text == true.text
+        assert whole.usage.completion_tokens == len(true.tokens)
+        pieces = [piece.choices[0].text for piece in client.completions.create(**asked, stream=True)]
+        assert "".join(pieces) == true.text
+        with pytest.raises(openai.BadRequestError, match="at most 128 are served"):
+            client.completions.create(**asked | {"max_tokens": 200})
+    with (
+        openai.OpenAI(base_url=f"{address}/v1", api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.models.list()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
