@@ -68,6 +68,7 @@ class Job:
         self.answer = Row(0, *given)
         self.numbers = row_numbers(request, self.stop_ids, engine.model.config.vocab_size)
         self.ended = False
+        self.came, self.queued = time.monotonic(), 0.0
         self._cancel = engine.cancel
 
     def cancel(self) -> None:
@@ -80,7 +81,7 @@ class Job:
             return
         self.ended = event.finish_reason is not None
         try:
-            self.notify(replace(event, cached_tokens=self.work.cached))
+            self.notify(replace(event, cached_tokens=self.work.cached, queued=self.queued))
         except Exception:
             logger.exception("who listens to a request failed")
 
@@ -301,6 +302,7 @@ class Engine:
         for piece in plan.pieces:
             work, job = piece.work, self._jobs[piece.work]
             assert work.row is not None
+            job.queued = job.queued or time.monotonic() - job.came
             if piece.begin == work.cached:
                 self._count(
                     prompt_tokens=len(work.text), prefix_queries=len(work.text), prefix_hits=work.cached

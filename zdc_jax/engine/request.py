@@ -49,7 +49,8 @@ class Event:
     """One piece of an answer: new tokens and text (None without a tokenizer), and why it ended (else None).
 
     tokens: with the stop token, if one ended it; text: without. logprobs: of the tokens, if asked for.
-    cached_tokens: of the prompt, that were read for an earlier request.
+    cached_tokens: of the prompt, that were read for an earlier request. queued: seconds that it waited before
+    any of its tokens were read.
     """
 
     tokens: tuple[int, ...] = ()
@@ -58,6 +59,7 @@ class Event:
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
     cached_tokens: int = 0
+    queued: float = 0.0
 
 
 class Ticket(Protocol):

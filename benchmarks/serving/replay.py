@@ -1,0 +1,204 @@
+"""How many requests a second can be served? A trace of production, replayed on the engine.
+
+    python -m benchmarks.serving.replay --model model/ --trace conv.csv.gz --seconds 120 --speeds 1 2 4
+
+A slice of the trace arrives as it did, `speed` times as fast; prompts are random tokens, those of Mooncake's
+with the prefixes that they share. Answers have the trace's lengths. Requests that are longer than
+`--max-model-len` are left out and counted. A request meets its objectives with a first token within 5 s and
+1 ms more for each token of its prompt, and 100 ms for each token after it. `attained` is the share that does;
+the rate that can be served is the highest at which it is 0.9 or more. Times are seconds; `queue`, `prefill`
+and `decode` add up to what a request took from its arrival to its end.
+"""
+
+import threading
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import tyro
+
+from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.serving.traces import Arrival, arrivals
+from zdc_jax import load
+from zdc_jax.engine.engine import Engine, EngineConfig
+from zdc_jax.engine.request import EngineRequest, Event
+
+FIRST_TOKEN, FOR_EACH_TOKEN, BETWEEN_TOKENS = 5.0, 1e-3, 0.1
+"""Objectives in seconds: a first token, more for each token of the prompt, and each token of the answer."""
+ENOUGH = 0.9
+PERCENTILES = (50, 90, 99)
+LOOK = 0.1
+"""Seconds between two looks at how many run and wait."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """trace: see `arrivals`; from `start` on, `seconds` of it. speeds: how much faster requests arrive."""
+
+    model: Path
+    trace: Path
+    plan: Path | None = None
+    start: float = 0.0
+    seconds: float = 120.0
+    speeds: tuple[float, ...] = (1.0,)
+    rows: int = 16
+    max_model_len: int | None = None
+    chunk: int = 2048
+    name: str = "serving"
+    results: Path = RESULTS
+
+
+@dataclass
+class Served:
+    """One request on its way: times since the replay began."""
+
+    arrival: Arrival
+    came: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    queued: float = 0.0
+    tokens: int = 0
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def take(self, began: float, event: Event) -> None:
+        """On the engine's thread."""
+        now = time.perf_counter() - began
+        if event.tokens and not self.tokens:
+            self.first, self.queued = now, event.queued
+        self.tokens += len(event.tokens)
+        if event.finish_reason:
+            self.last = now
+            self.ended.set()
+
+    @property
+    def between(self) -> float:
+        """Seconds of a token after the first."""
+        return (self.last - self.first) / max(self.tokens - 1, 1)
+
+    @property
+    def attained(self) -> bool:
+        """Whether it met its objectives."""
+        limit = FIRST_TOKEN + FOR_EACH_TOKEN * self.arrival.prompt
+        return self.first - self.came <= limit and self.between <= BETWEEN_TOKENS
+
+    def parts(self) -> dict[str, float]:
+        """What is told of it, in seconds."""
+        prefill = self.first - self.came - self.queued
+        return {
+            "job": self.last - self.came,
+            "first_token": self.first - self.came,
+            "between_tokens": self.between,
+            "queue": self.queued,
+            "prefill": prefill,
+            "decode": self.last - self.first,
+        }
+
+
+class Watch(threading.Thread):
+    """Looks at how many requests run and wait, until it is told to stop."""
+
+    def __init__(self, engine: Engine, began: float):
+        super().__init__(daemon=True)
+        self.engine, self.began = engine, began
+        self.seen: list[tuple[float, int, int]] = []
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        """The thread."""
+        ended = False
+        while not ended:
+            stats = self.engine.stats()
+            self.seen.append((time.perf_counter() - self.began, stats.running, stats.waiting))
+            ended = self.done.wait(LOOK)
+
+
+def replay(
+    engine: Engine, slice_: list[Arrival], speed: float
+) -> tuple[list[Served], list[tuple[float, int, int]]]:
+    """Sends requests when they come, and waits for the last; also how many ran and waited over time."""
+    vocab = engine.model.config.vocab_size
+    prompts = [arrival.tokens(index, vocab) for index, arrival in enumerate(slice_)]
+    served = [Served(arrival) for arrival in slice_]
+    began = time.perf_counter()
+    watch = Watch(engine, began)
+    watch.start()
+    for one, prompt in zip(served, prompts, strict=True):
+        if (left := one.arrival.time / speed - (time.perf_counter() - began)) > 0:
+            time.sleep(left)
+        one.came = time.perf_counter() - began
+        request = EngineRequest(prompt, one.arrival.answer, ignore_eos=True)
+        engine.submit(request, partial(one.take, began))
+    for one in served:
+        one.ended.wait()
+    watch.done.set()
+    watch.join()
+    return served, watch.seen
+
+
+def row(served: list[Served], seen: list[tuple[float, int, int]], speed: float) -> dict[str, Any]:
+    """What is told of one replay."""
+    end = max(one.last for one in served)
+    parts = [one.parts() for one in served]
+    found: dict[str, Any] = {
+        "speed": speed,
+        "requests": len(served),
+        "rate": len(served) / max(one.came for one in served),
+        "tokens_per_second": sum(one.tokens for one in served) / end,
+        "attained": float(np.mean([one.attained for one in served])),
+        "goodput": sum(one.attained for one in served) / end,
+        "running": float(np.mean([running for _, running, _ in seen])),
+    }
+    for name in parts[0]:
+        values = [part[name] for part in parts]
+        found[name] = {"mean": float(np.mean(values))}
+        found[name] |= {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
+    return found | {"seen": seen[:: max(1, len(seen) // 500)], "commit": commit()}
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """How many requests run and wait over time, a panel a speed."""
+    figure, panels = plt.subplots(len(rows), sharex=False, figsize=(8, 2.2 * len(rows)), squeeze=False)
+    for panel, found in zip(panels[:, 0], rows, strict=True):
+        seconds, running, waiting = np.array(found["seen"]).T
+        panel.plot(seconds, running, label="running")
+        panel.plot(seconds, waiting, label="waiting")
+        panel.set_title(f"{found['rate']:.2f} requests a second, {found['attained']:.0%} in time", fontsize=9)
+    panels[0, 0].legend()
+    panels[-1, 0].set_xlabel("seconds")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main(options: Options) -> None:
+    """Writes one JSON and a plot beside it."""
+    end = options.start + options.seconds
+    inside = [each for each in arrivals(options.trace) if options.start <= each.time < end]
+    model = load(options.model, options.plan)
+    config = EngineConfig(options.rows, options.max_model_len, options.chunk, most_waiting=len(inside) + 1)
+    rows = []
+    with Engine(model, config) as engine:
+        fitting = [each for each in inside if each.prompt + each.answer <= engine.max_model_len]
+        slice_ = [
+            Arrival(each.time - options.start, each.prompt, each.answer, each.blocks) for each in fitting
+        ]
+        for speed in options.speeds:
+            rows.append(row(*replay(engine, slice_, speed), speed))
+            print({name: value for name, value in rows[-1].items() if name != "seen"}, flush=True)
+    enough = [found["rate"] for found in rows if found["attained"] >= ENOUGH]
+    settings = {"trace": options.trace.name, "start": options.start, "seconds": options.seconds}
+    settings |= {
+        "rows": options.rows,
+        "left_out": len(inside) - len(slice_),
+        "sustained": max(enough, default=0),
+    }
+    path = write_result(options.name, settings, rows, options.results)
+    plot(rows, path.with_suffix(".png"))
+    print(path)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

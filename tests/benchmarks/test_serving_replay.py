@@ -1,0 +1,72 @@
+"""Traces are read as they are written, and a replay counts what was served."""
+
+import gzip
+import json
+
+import pytest
+from conftest import LLAMA, TinyModel
+
+from benchmarks.serving.replay import Options as ReplayOptions
+from benchmarks.serving.replay import Served, main
+from benchmarks.serving.traces import Arrival, arrivals
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:17:04.1000000,20,3
+2023-11-16 18:17:03.9799600,48,5
+2023-11-16 18:17:04.2000000,4000,5
+"""
+
+
+@pytest.fixture
+def azure(tmp_path):
+    path = tmp_path / "azure.csv.gz"
+    path.write_bytes(gzip.compress(AZURE.encode()))
+    return path
+
+
+def test_traces_begin_at_zero_and_ascend(azure, tmp_path):
+    found = arrivals(azure)
+    assert [(each.prompt, each.answer) for each in found] == [(48, 5), (20, 3), (4000, 5)]
+    assert [each.time for each in found] == pytest.approx([0, 0.12004, 0.22004])
+    lines = [{"timestamp": 1500, "input_length": 700, "output_length": 9, "hash_ids": [0, 7]}]
+    lines.append({"timestamp": 3000, "input_length": 600, "output_length": 2, "hash_ids": [0, 8]})
+    path = tmp_path / "mooncake.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+    one, other = arrivals(path)
+    assert (one, other) == (Arrival(0, 700, 9, (0, 7)), Arrival(1.5, 600, 2, (0, 8)))
+    with pytest.raises(ValueError, match="must end in one of"):
+        arrivals(tmp_path / "trace.txt")
+
+
+def test_prompts_share_what_their_hashes_share():
+    one, other = (Arrival(0, 700, 1, blocks).tokens(0, 90) for blocks in ((0, 7), (0, 8)))
+    assert len(one) == len(other) == 700
+    assert one[:512] == other[:512]
+    assert one[512:] != other[512:]
+    plain = Arrival(0, 40, 1)
+    assert plain.tokens(1, 90) == plain.tokens(1, 90) != plain.tokens(2, 90)
+
+
+def test_objectives():
+    served = Served(Arrival(0, 1000, 3), came=1.0, first=6.9, last=7.1, queued=2.0, tokens=3)
+    assert served.attained
+    assert served.parts()["prefill"] == pytest.approx(3.9)
+    served.first = 7.05
+    assert not served.attained, "more than 6 s for the first token"
+    served.first, served.last = 6.9, 7.2
+    assert not served.attained, "0.15 s a token"
+
+
+def test_a_replay_counts_what_was_served(azure, tmp_path):
+    TinyModel(LLAMA).write(tmp_path / "tiny")
+    options = ReplayOptions(
+        tmp_path / "tiny", azure, speeds=(1.0, 10.0), rows=2, max_model_len=128, chunk=64, results=tmp_path
+    )
+    main(options)
+    written = json.loads((tmp_path / "serving.json").read_text())
+    assert written["config"]["left_out"] == 1
+    assert (tmp_path / "serving.png").exists()
+    for row in written["results"]:
+        assert row["requests"] == 2
+        assert row["attained"] == 1
+        assert row["queue"]["mean"] + row["prefill"]["mean"] == pytest.approx(row["first_token"]["mean"])
