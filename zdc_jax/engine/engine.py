@@ -94,7 +94,7 @@ class Job:
         if delta is not None:
             shown = tuple(logprobs[: len(delta.tokens)])
             self.tell(Event(delta.tokens, delta.text, delta.finish_reason, shown))
-        return full or tokens[-1] in self.stop_ids
+        return full or (len(work.output) >= self.answer.least and tokens[-1] in self.stop_ids)
 
 
 @dataclass(frozen=True)
