@@ -1,5 +1,6 @@
 """Shared fixtures: exact matrix products, tiny models, and the reference data where it is present."""
 
+import gc
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -69,6 +70,21 @@ CONFIGS = {"llama": LLAMA, "opt": OPT}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests with processes of their own take longest: they come first, so that no worker waits at the end."""
     items.sort(key=lambda item: "parallel" not in item.path.parts)
+
+
+MOST_MAPS = 20_000
+"""Memory maps of a process that tests may leave. Each compiled program takes three or more, and Linux allows
+65,530: past that a process ends without a word."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bounded_memory_maps() -> Iterator[None]:
+    """Forgets compiled programs, once they are many."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 def reference_data() -> Path | None:
