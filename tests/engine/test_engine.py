@@ -148,8 +148,11 @@ def test_stop_tokens_end_an_answer_but_not_too_early(engine, model):
     first = tokens.index(stop)
     assert ended.tokens() == tokens[: first + 1]
     assert ended.reason == "stop"
-    late = EngineRequest(request.prompt, 20, stop_tokens=(stop,), ignore_eos=True, min_tokens=first + 2)
-    assert len(ask(engine, late).tokens()) > first + 1
+    late = EngineRequest(request.prompt, 20, stop_tokens=(stop,), ignore_eos=True, min_tokens=first + 4)
+    given = ask(engine, late).tokens()
+    assert len(given) >= first + 4
+    assert given[:first] == tokens[:first]
+    assert stop not in given[: first + 3]
 
 
 def test_logprobs_are_those_of_the_model(engine, model):
@@ -275,6 +278,31 @@ def test_answers_of_other_caches_are_those_of_generate(tiny, name):
         listeners = [ask(engine, request) for request in requests]
         for request, listener in zip(requests, listeners, strict=True):
             assert listener.tokens() == alone(model, request, chunk=64)
+
+
+def test_every_piece_is_waited_for(engine, monkeypatch):
+    """Else pieces are started far ahead, and a short request waits for all of a long prompt."""
+    waited, hand_out = [], engine._hand_out
+    monkeypatch.setattr(engine, "_hand_out", lambda results: (waited.append(len(results)), hand_out(results)))
+    ask(engine, EngineRequest(tuple(range(3, 97)), 1, ignore_eos=True)).tokens()
+    assert [count for count in waited if count] == [1, 1, 1]
+
+
+def test_a_tokenizer_that_fails_ends_its_request_alone(tiny, model, monkeypatch):
+    with Engine(model, CONFIG) as engine:
+        listener, other = Listener(), Listener()
+        job = engine.submit(EngineRequest((5, 6, 7), 40, ignore_eos=True), listener)
+
+        def fails(*_, **__):
+            raise RuntimeError("half a character")
+
+        monkeypatch.setattr(job.answer, "take", fails)
+        request = EngineRequest((8, 9), 12, ignore_eos=True)
+        engine.submit(request, other)
+        listener.tokens()
+        assert listener.reason == "error"
+        assert "cannot decode the answer" in listener.events[-1].error
+        assert other.tokens() == alone(model, request)
 
 
 def test_a_full_queue_and_a_closing_engine_refuse(model):

@@ -112,6 +112,37 @@ def test_a_short_prompt_does_not_wait_for_a_long_one():
     assert [(piece.work is short, piece.end - piece.begin) for piece in pieces] == [(True, 3), (False, 5)]
 
 
+def test_a_long_prompt_gets_on_however_many_short_ones_come():
+    scheduler = Scheduler(3, 8)
+    long = Work(tuple(range(40)), 1)
+    scheduler.add(long)
+    short: list[Work] = []
+    for _ in range(40):
+        for work in short:
+            if work.row is not None and not work.reads:
+                scheduler.end(work)
+        short += [Work(tuple(range(8)), 1) for _ in range(2)]
+        for work in short[-2:]:
+            scheduler.add(work)
+        scheduler.plan()
+    assert not long.reads
+
+
+def test_an_empty_row_is_taken_before_one_that_holds_a_conversation():
+    scheduler = Scheduler(2, 8)
+    first, second = Work((1, 2, 3), 2), Work((4, 5), 2)
+    for work in (first, second):
+        scheduler.add(work)
+    scheduler.plan()
+    kept = first.row
+    first.output += [4, 5]
+    scheduler.end(first, keep=4)
+    scheduler.end(second)
+    scheduler.add(Work((7, 8), 1))
+    scheduler.plan()
+    assert scheduler.free[kept].tokens == (1, 2, 3, 4)
+
+
 def test_rows_decode_while_a_prompt_is_read():
     scheduler = Scheduler(2, 8, steps=4)
     first = Work((1, 2), 100)

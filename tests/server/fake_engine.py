@@ -66,6 +66,10 @@ class FakeEngine:
         self._pool.submit(self._answer, request, ticket, notify)
         return ticket
 
+    @property
+    def closing(self) -> bool:
+        return self._closed
+
     def stats(self) -> EngineStats:
         return EngineStats(self._running, 4, 0.5, 60, 70, 80, 90, 100)
 

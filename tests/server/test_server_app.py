@@ -397,3 +397,15 @@ def test_tokens_and_text(client):
 def test_paths_and_methods_that_are_none(client):
     error(client.get("/v1/nothing"), 404)
     error(client.get(COMPLETIONS), 405)
+
+
+def test_too_many_answers_of_one_body_are_refused_by_name(client):
+    response = client.post(COMPLETIONS, json={"prompt": ["on"] * 20, "n": 8})
+    assert error(response, 400) == error(response, 400) | {"param": "prompt"}
+    assert "160 answers asked for, at most 128" in error(response, 400)["message"]
+
+
+def test_an_engine_that_cannot_go_on_is_not_healthy(engine, client):
+    assert client.get("/health").status_code == 200
+    engine.close(drain=False, timeout=0)
+    assert client.get("/health").status_code == 503

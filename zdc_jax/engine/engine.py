@@ -13,6 +13,7 @@ import jax
 from zdc_jax.engine.request import (
     MOST_LOGPROBS,
     Busy,
+    Closing,
     EngineRequest,
     EngineStats,
     Event,
@@ -20,7 +21,7 @@ from zdc_jax.engine.request import (
 )
 from zdc_jax.engine.runner import Chosen, Runner, row_numbers, servable
 from zdc_jax.engine.scheduler import Plan, Scheduler, Work
-from zdc_jax.errors import PromptError
+from zdc_jax.errors import PromptError, foreign_errors_as
 from zdc_jax.generation.request import capacity_for, check_chunk, check_limit, encode, warn_beyond_calibration
 from zdc_jax.generation.sampling import is_whole
 from zdc_jax.generation.steps import MAX_STOP_TOKENS, PREFILL_CHUNK
@@ -41,7 +42,7 @@ class EngineConfig:
     may go on in the row of an earlier one whose text its prompt begins with.
 
     Raises:
-      ValueError: a number below 1.
+      ValueError: a number below 1; a max_model_len below 2.
     """
 
     rows: int = 8
@@ -55,6 +56,8 @@ class EngineConfig:
         for name in ("rows", "steps", "most_waiting"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"max_model_len={self.max_model_len} must be at least 2, a prompt and an answer")
 
 
 class Job:
@@ -90,7 +93,8 @@ class Job:
         work = self.work
         work.output += tokens
         full = len(work.output) >= work.max_tokens
-        delta = self.answer.take(tokens, full=full)
+        with foreign_errors_as(PromptError, "the tokenizer cannot decode the answer"):
+            delta = self.answer.take(tokens, full=full)
         if delta is not None:
             shown = tuple(logprobs[: len(delta.tokens)])
             self.tell(Event(delta.tokens, delta.text, delta.finish_reason, shown))
@@ -166,8 +170,9 @@ class Engine:
         job = Job(self, request, notify)
         with self._changed:
             if self._closing:
-                raise Busy("the engine is closing")
-            if len(self._inbox) + len(self._scheduler.waiting) >= self.config.most_waiting:
+                raise Closing("the engine is closing")
+            ahead = len(self._inbox) + len(self._scheduler.waiting) - len(self._scheduler.free)
+            if ahead >= self.config.most_waiting:
                 raise Busy(f"{self.config.most_waiting} requests wait")
             self._inbox.append(job)
             self._changed.notify()
@@ -178,6 +183,11 @@ class Engine:
         with self._changed:
             self._cancelled.append(job)
             self._changed.notify()
+
+    @property
+    def closing(self) -> bool:
+        """`Serving.closing`."""
+        return self._closing
 
     def stats(self) -> EngineStats:
         """`Serving.stats`."""
@@ -242,7 +252,7 @@ class Engine:
         last = Event(finish_reason="cancelled")
         try:
             self._work()
-        except Exception as error:
+        except BaseException as error:  # A tokenizer's panic is no `Exception`.
             logger.exception("the engine cannot go on")
             last = Event(finish_reason="error", error=f"the engine cannot go on: {error}")
         with self._changed:
@@ -277,14 +287,15 @@ class Engine:
 
     def _take_orders(self) -> None:
         """New requests and cancellations, with the lock held."""
-        for job in self._inbox:
+        came, cancelled = self._inbox, self._cancelled
+        self._inbox, self._cancelled = [], []  # Who is told may ask again.
+        for job in came:
             self._jobs[job.work] = job
             self._scheduler.add(job.work)
-        for job in self._cancelled:
+        for job in cancelled:
             if job.work in self._jobs:
                 job.tell(Event(finish_reason="cancelled"))
                 self._forget(job)
-        self._inbox, self._cancelled = [], []
 
     def _next_plan(self) -> Plan | None:
         with self._changed:
@@ -304,13 +315,12 @@ class Engine:
             assert work.row is not None
             job.queued = job.queued or time.monotonic() - job.came
             if piece.begin == work.cached:
-                self._count(
-                    prompt_tokens=len(work.text), prefix_queries=len(work.text), prefix_hits=work.cached
-                )
+                asked = len(work.text)
+                self._count(prompt_tokens=asked, prefix_queries=asked, prefix_hits=work.cached)
             tokens = work.text[piece.begin : piece.end]
             chosen = self._runner.read(work.row, tokens, piece.begin, piece.last, job.numbers)
-            if piece.last:
-                results.append(_Result(chosen, ((0, job),)))
+            # Waited for, even where nothing is generated: else pieces would be started far ahead.
+            results.append(_Result(chosen, ((0, job),) if piece.last else ()))
         if plan.decode:
             numbers, active = self._runner.no_numbers()
             for work in plan.decode:
@@ -329,7 +339,11 @@ class Engine:
                     continue
                 self._count(generation_tokens=count)
                 tokens = chosen.tokens[place, :count].tolist()
-                known = job.take(tokens, _logprobs(chosen, place, job.request))
+                try:
+                    known = job.take(tokens, _logprobs(chosen, place, job.request))
+                except PromptError as error:
+                    job.tell(Event(finish_reason="error", error=str(error)))
+                    known = False
                 if job.ended:
                     self._forget(job, keep=int(chosen.lengths[place]) if known else 0)
 

@@ -18,10 +18,11 @@ class EngineRequest:
     """One prompt to be continued.
 
     prompt: token ids. max_tokens: to generate, at least 1. stop_tokens: that end it, beside the model's own
-    unless `ignore_eos`; stop: strings that end it and are no part of its text. min_tokens: before so many no
-    token ends it. logprobs: so many alternatives of each token, up to `MOST_LOGPROBS`; None for no
-    log-probabilities at all. priority: requests of smaller numbers are begun first, then those that came
-    first. salt: the cache of an earlier request serves this one only if both have the same.
+    unless `ignore_eos`; stop: strings that end it and are no part of its text. min_tokens: before so many
+    neither ends it, and tokens that would are not generated. logprobs: so many alternatives of each token, up
+    to `MOST_LOGPROBS`; None for no log-probabilities at all. priority: requests of smaller numbers are begun
+    first, then those that came first. salt: the cache of an earlier request serves this one only if both have
+    the same.
     """
 
     prompt: tuple[int, ...]
@@ -72,8 +73,8 @@ class Ticket(Protocol):
 @dataclass(frozen=True)
 class EngineStats:
     """Of now: requests in steps, requests that wait, share of the cache's rows in use. Since the start:
-    tokens of prompts and generated ones, prompt tokens asked for and found in earlier requests' rows,
-    preemptions.
+    tokens of texts that requests came with, or came back with after a preemption, and generated ones; of the
+    former those looked for and found in earlier requests' rows; preemptions.
     """
 
     running: int = 0
@@ -90,6 +91,10 @@ class Busy(Exception):
     """As many requests wait as may; come again later."""
 
 
+class Closing(Busy):
+    """The engine takes no more requests, and will not again."""
+
+
 class Serving(Protocol):
     """What a server needs of an engine."""
 
@@ -104,8 +109,12 @@ class Serving(Protocol):
 
         Raises:
           PromptError: the request cannot be served at all, and why.
-          Busy: the queue is full, or the engine is closing.
+          Busy: the queue is full; as `Closing`, the engine is.
         """
+
+    @property
+    def closing(self) -> bool:
+        """Whether it takes no more requests: it was closed, or cannot go on."""
 
     def stats(self) -> EngineStats:
         """Numbers of now."""

@@ -232,10 +232,11 @@ def _chosen(logits: Array, numbers: Array, positions: Array) -> tuple[Array, Arr
         floats[:, AT["top_p"]],
         jax.random.wrap_key_data(keys, impl="threefry2x32"),
     )
+    allowed = _without_stops(logits, numbers, positions)
     token = jax.lax.cond(
         (sampling.temperature > 0).any(),
-        lambda: choose(logits, sampling, positions),
-        lambda: choose(logits, None, positions),
+        lambda: choose(allowed, sampling, positions),
+        lambda: choose(allowed, None, positions),
     )
     total = jax.nn.logsumexp(logits, axis=-1)
     logprob = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - total
@@ -248,6 +249,14 @@ def _chosen(logits: Array, numbers: Array, positions: Array) -> tuple[Array, Arr
     nothing = lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, logits.dtype))
     ids, values = jax.lax.cond((numbers[:, AT["logprobs"]] > 0).any(), likeliest, nothing)
     return token, logprob, ids, values
+
+
+def _without_stops(logits: Array, numbers: Array, held: Array) -> Array:
+    """Logits [B, V] with -inf at the tokens that would end a row too early, where so many are held before."""
+    stops, early = numbers[:, len(FIELDS) :], held < numbers[:, AT["least"]]
+    nowhere = logits.shape[1]
+    columns = jnp.where(early[:, None] & (stops >= 0), stops, nowhere)
+    return logits.at[jnp.arange(len(logits))[:, None], columns].set(-jnp.inf, mode="drop")
 
 
 def _ends(token: Array, numbers: Array, held: Array) -> Array:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class Work:
-    """One request on its way. The scheduler alone changes what is below `salt`.
+    """One request on its way. The scheduler alone changes what is below `output`.
 
     prompt: token ids. max_tokens: to be generated. salt: rows are taken over only from requests of the same.
     output: tokens generated so far. row: of the cache, None while it waits. text: what is to be read in its
@@ -96,6 +96,7 @@ class Scheduler:
         self.running: dict[int, Work] = {}
         self.free = {row: _Held() for row in range(rows)}
         self._clock = itertools.count()
+        self._planned = self._planned_before = -1
 
     def add(self, work: Work) -> None:
         """Lets a new request wait."""
@@ -123,6 +124,7 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, which counts as done from now on; None where there is nothing to do."""
+        self._planned_before, self._planned = self._planned, next(self._clock)
         self._admit()
         pieces = tuple(self._pieces())
         decode = tuple(work for work in self.running.values() if work.decodes)
@@ -147,14 +149,16 @@ class Scheduler:
             held = self.free.pop(row)
             work.cached = work.read = len(held.tokens) if self._goes_on(work, held) else 0
             work.row, work.promised = row, len(work.output)
+            # Before those that read in the last step, behind those that were passed over in it.
+            work.served = self._planned_before
             self.running[row] = work
 
     def _row_for(self, work: Work) -> int:
-        """The row that holds most of the text; else the one that was free longest."""
+        """The row that holds most of the text; else an empty one, or the one that was free longest."""
         fits = [row for row, held in self.free.items() if self._goes_on(work, held)]
         if fits:
             return max(fits, key=lambda row: len(self.free[row].tokens))
-        return min(self.free, key=lambda row: (self.free[row].since, row))
+        return min(self.free, key=lambda row: (bool(self.free[row].tokens), self.free[row].since, row))
 
     def _goes_on(self, work: Work, held: _Held) -> bool:
         """Whether the text begins with all that a free row holds, and has more. Only then is the row what

@@ -36,7 +36,8 @@ class Row:
     """What one prompt has given so far, and why it ended (else None).
 
     A row ends with its first token after which the text of all holds a stop string; the text ends before it.
-    Without a tokenizer there is no text. least: tokens that must be there before a stop token ends the row.
+    Without a tokenizer there is no text. least: tokens that must be there before a stop token or string ends
+    the row.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class Row:
         for token in tokens:
             searched = len(self._text)
             self._add([token])
-            if (end := self._stop.find(self._text + self._detokeniser.tail(), searched)) is not None:
+            end = self._stop.find(self._text + self._detokeniser.tail(), searched)
+            if end is not None and len(self.tokens) >= self.least:
                 return end
         return None
 

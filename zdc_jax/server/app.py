@@ -120,7 +120,7 @@ class Api:
 
     async def health(self, http: Request) -> Response:
         """Whether requests are taken."""
-        return Response(status_code=503 if http.app.state.closing else 200)
+        return Response(status_code=503 if http.app.state.closing or self.engine.closing else 200)
 
     def measured(self, http: Request) -> Response:
         """Metrics, for Prometheus."""

@@ -8,7 +8,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import HTTPExceptionHandler
 
-from zdc_jax.engine.request import Busy
+from zdc_jax.engine.request import Busy, Closing
 from zdc_jax.errors import ChatError, PromptError, ZDCError
 
 RETRY_AFTER = 1
@@ -67,7 +67,8 @@ async def _on_refused(request: Request, error: Any) -> JSONResponse:
 
 async def _on_busy(request: Request, error: Any) -> JSONResponse:
     """The engine is busy for a while, or for good."""
-    status, code = (503, "closing") if request.app.state.closing else (429, "queue_full")
+    closing = request.app.state.closing or isinstance(error, Closing)
+    status, code = (503, "closing") if closing else (429, "queue_full")
     refused = RequestError(str(error) or "too many requests wait", status=status, code=code)
     return response(refused, {"Retry-After": str(RETRY_AFTER)})
 

@@ -24,6 +24,8 @@ from zdc_jax.server.errors import RequestError
 MOST_ANSWERS = 16
 """Answers to one prompt."""
 MOST_STOP_STRINGS = 16
+MOST_REQUESTS = 128
+"""Prompts of one body, times their answers."""
 COMPLETION_TOKENS = 16
 """Tokens of a completion where the client gives no limit."""
 
@@ -167,6 +169,12 @@ class CompletionRequest(Asked):
     prompt: Prompts
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _not_too_many(self) -> Self:
+        if (asked := len(self.prompt) * self.n) > MOST_REQUESTS:
+            raise RequestError(f"{asked} answers asked for, at most {MOST_REQUESTS}", param="prompt")
+        return self
 
     @model_validator(mode="after")
     def _echo_alone(self) -> Self:
