@@ -1,6 +1,6 @@
 """Does a server answer all, rightly, and keep nothing, whatever its clients do?
 
-    zdc convert convert/demo_checkpoint /tmp/demo && python -m benchmarks.serving.soak --model /tmp/demo
+    zdc convert convert/demo_checkpoint model && python -m benchmarks.serving.soak --model model
 
 One process serves; clients ask over HTTP, more at once than may wait. Requests are drawn from a pool, greedy
 ones and such with a seed, of three priorities; what `generate` gives to each alone is the truth. Some clients

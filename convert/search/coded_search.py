@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 from convert.search.search import REFINE_FAILURES, Exhausted, Measured, Search, SearchOptions
+from convert.search.trials import Trial
 from kernels_pallas import index_fits, plane_fits
 from kernels_pallas.coded_scan import INDEX_BITS
 from zdc_jax.errors import PlanError
@@ -108,10 +109,14 @@ class CodedSearch(Search):
         """`Search.size`."""
         return self.book.read_share(plan) if self.reading else self.book.share(plan)
 
-    def _window_search(self) -> None:
+    def run(self) -> Trial:
+        """`Search.run`; raises `PlanError` first where kernels do not decode the model's heads."""
         H = self.config.head_dim
         if self.options.on_kernels and H not in KERNEL_HEADS:
             raise PlanError(f"on_kernels=True: kernels decode heads of {KERNEL_HEADS} coordinates, not {H}")
+        return super().run()
+
+    def _window_search(self) -> None:
         self.budget = 1 - CHOICE_SHARE[self.options.objective]
         self.allowed = 1 if self.options.objective == "bytes" else HELD_LIMIT
         with contextlib.suppress(Exhausted):

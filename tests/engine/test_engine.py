@@ -248,6 +248,13 @@ def test_caches_that_are_not_on_the_device_are_refused_by_name(tiny):
         Engine(model, CONFIG)
 
 
+@pytest.mark.parametrize("change", [{"rows": 0}, {"steps": 0}, {"most_waiting": 0}, {"max_model_len": 1}])
+def test_numbers_that_cannot_be(change):
+    ((name, value),) = change.items()
+    with pytest.raises(PromptError, match=f"{name}={value} must be at least"):
+        EngineConfig(**change)
+
+
 def test_a_cache_that_does_not_keep_the_contract_is_refused_by_name(model, monkeypatch):
     (kind,) = {type(spec) for spec in model.network.layer_caches}
     monkeypatch.setattr(kind, "clauses", kind.clauses - {"reuse"})

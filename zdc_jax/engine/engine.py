@@ -42,7 +42,7 @@ class EngineConfig:
     may go on in the row of an earlier one whose text its prompt begins with.
 
     Raises:
-      ValueError: a number below 1; a max_model_len below 2.
+      PromptError: a number below 1; a max_model_len below 2.
     """
 
     rows: int = 8
@@ -55,9 +55,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("rows", "steps", "most_waiting"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+                raise PromptError(f"{name}={getattr(self, name)} must be at least 1")
         if self.max_model_len is not None and self.max_model_len < 2:
-            raise ValueError(f"max_model_len={self.max_model_len} must be at least 2, a prompt and an answer")
+            raise PromptError(
+                f"max_model_len={self.max_model_len} must be at least 2, a prompt and an answer"
+            )
 
 
 class Job:

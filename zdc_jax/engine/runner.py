@@ -98,15 +98,15 @@ class Runner:
         steps: int,
         implementation: Implementation | None = None,
     ):
-        self.network, self.rows, self.capacity, self.chunk = network, rows, capacity, chunk
+        self.network, self.rows, self.capacity = network, rows, capacity
         self._leaves, self._tree = jax.tree.flatten(network)
         self.reset()
         self._read = {
-            width: self._compiled(partial(_read_piece, implementation), self._piece_like(width))
+            width: self._compiled(partial(_read_piece, implementation), 4 + WIDTH + width)
             for width in sorted({self._width(1 << i) for i in range(chunk.bit_length())})
         }
         self._decode = {
-            count: self._compiled(partial(_decode, implementation, count), self._decode_like())
+            count: self._compiled(partial(_decode, implementation, count), rows, 1 + WIDTH)
             for count in {1, steps}
         }
 
@@ -142,21 +142,16 @@ class Runner:
         """What `decode` takes where no row is active."""
         return np.full((self.rows, WIDTH), -1, np.int32), np.zeros(self.rows, bool)
 
-    def _compiled(self, step: Callable[..., Any], like: jax.ShapeDtypeStruct) -> Callable[..., Any]:
+    def _compiled(self, step: Callable[..., Any], *packed: int) -> Callable[..., Any]:
         def run(leaves: list[Array], state: EngineState, packed: Array) -> Any:
             return step(jax.tree.unflatten(self._tree, leaves), state, packed)
 
+        like = jax.ShapeDtypeStruct(packed, jnp.int32)
         return jax.jit(run, donate_argnums=1).lower(self._leaves, self._state, like).compile()
 
     def _width(self, tokens: int) -> int:
         """Of the program that reads so many: a power of two, or the whole row."""
         return min(bucket(tokens), self.capacity)
-
-    def _piece_like(self, width: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((4 + WIDTH + width,), jnp.int32)
-
-    def _decode_like(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.rows, 1 + WIDTH), jnp.int32)
 
 
 def servable(network: Any) -> Transformer:
