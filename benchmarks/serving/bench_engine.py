@@ -1,25 +1,29 @@
 """What does the engine cost? Its decoded tokens per second beside those of `generate` at the same batch.
 
     python -m benchmarks.serving.bench_engine --model model/ --rows 8
+    python -m benchmarks.serving.bench_engine --shape Llama-3-8B --rows 8 32
 
-All rows hold a prompt of `--prompt` tokens and decode `--tokens`. `generate` decodes them in one call without
-the host, so it is what the device can do; the engine comes back to the host after each `--steps`. Its clock
-runs from when the last row has its first token until all have ended. `gap` is what a token of all rows takes
-longer in the engine. The two take turns; of each the median counts.
+All rows hold a prompt of `--prompt` tokens and decode `--tokens`, for each number of rows. `generate` decodes
+them in one call without the host, so it is what the device can do; the engine comes back to the host after
+each `--steps`. Its clock runs from when the last row has its first token until all have ended. `gap` is what
+a token of all rows takes longer in the engine. The two take turns; of each the median counts.
 """
 
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import tyro
 
 from benchmarks.common import RESULTS, commit, write_result
-from zdc_jax import generate, load
+from benchmarks.serving.models import ServedFlags
+from zdc_jax import generate
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.engine.request import EngineRequest, Event
 from zdc_jax.loading import LanguageModel
@@ -29,9 +33,8 @@ from zdc_jax.loading import LanguageModel
 class Options:
     """rows, prompt, tokens: requests at once, and their lengths. steps: tokens of a call of the engine."""
 
-    model: Path
-    plan: Path | None = None
-    rows: int = 8
+    served: ServedFlags
+    rows: tuple[int, ...] = (8,)
     prompt: int = 128
     tokens: int = 256
     steps: tuple[int, ...] = (1, 4, 8)
@@ -77,14 +80,13 @@ def bare_seconds(model: LanguageModel, prompts: list[list[int]], tokens: int) ->
     return generate(model, prompts, tokens, stop_tokens=()).timings.decode / (tokens - 1)
 
 
-def main(options: Options) -> None:
-    """Writes one JSON: a row for each number of steps."""
-    model = load(options.model, options.plan)
-    rng, rows = np.random.default_rng(0), []
-    prompts = rng.integers(3, model.config.vocab_size, (options.rows, options.prompt)).tolist()
+def measured(model: LanguageModel, count: int, options: Options) -> Iterator[dict[str, Any]]:
+    """A row for each number of steps, of so many requests at once."""
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(3, model.config.vocab_size, (count, options.prompt)).tolist()
     bare_seconds(model, prompts, options.tokens)  # Compiles.
     for steps in options.steps:
-        config = EngineConfig(options.rows, options.prompt + options.tokens, steps=steps, reuse=False)
+        config = EngineConfig(count, options.prompt + options.tokens, steps=steps, reuse=False)
         with Engine(model, config) as engine:
             engine_seconds(engine, prompts, options.tokens)
             times = [
@@ -95,15 +97,22 @@ def main(options: Options) -> None:
                 for _ in range(options.repeats)
             ]
         ours, bare = (median(each) for each in zip(*times, strict=True))
-        row = {"steps": steps, "rows": options.rows, "ms": 1e3 * ours, "bare_ms": 1e3 * bare}
+        row = {"served": options.served.name, "steps": steps, "rows": count}
+        row |= {"ms": 1e3 * ours, "bare_ms": 1e3 * bare}
         row |= {"throughput": bare / ours, "gap_ms": 1e3 * (ours - bare)}
-        print({name: round(value, 4) for name, value in row.items()}, flush=True)
-        rows.append(row | {"repeats": times, "commit": commit()})
-    print(
-        write_result(
-            options.name, {"prompt": options.prompt, "tokens": options.tokens}, rows, options.results
-        )
-    )
+        yield row | {"repeats": times, "commit": commit()}
+
+
+def main(options: Options) -> None:
+    """Writes one JSON, again after each row."""
+    model, rows = options.served.load(), []
+    settings = {"prompt": options.prompt, "tokens": options.tokens}
+    for count in options.rows:
+        for row in measured(model, count, options):
+            print({name: value for name, value in row.items() if name != "repeats"}, flush=True)
+            rows.append(row)
+            path = write_result(options.name, settings, rows, options.results)
+    print(path)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ import numpy as np
 import tyro
 
 from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.serving.models import ServedFlags
 from benchmarks.serving.traces import Arrival, arrivals
-from zdc_jax import load
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.engine.request import EngineRequest, Event
 
@@ -39,9 +39,8 @@ LOOK = 0.1
 class Options:
     """trace: see `arrivals`; from `start` on, `seconds` of it. speeds: how much faster requests arrive."""
 
-    model: Path
+    served: ServedFlags
     trace: Path
-    plan: Path | None = None
     start: float = 0.0
     seconds: float = 120.0
     speeds: tuple[float, ...] = (1.0,)
@@ -177,7 +176,7 @@ def main(options: Options) -> None:
     """Writes one JSON and a plot beside it."""
     end = options.start + options.seconds
     inside = [each for each in arrivals(options.trace) if options.start <= each.time < end]
-    model = load(options.model, options.plan)
+    model = options.served.load()
     config = EngineConfig(options.rows, options.max_model_len, options.chunk, most_waiting=len(inside) + 1)
     rows = []
     with Engine(model, config) as engine:
@@ -189,7 +188,12 @@ def main(options: Options) -> None:
             rows.append(row(*replay(engine, slice_, speed), speed))
             print({name: value for name, value in rows[-1].items() if name != "seen"}, flush=True)
     enough = [found["rate"] for found in rows if found["attained"] >= ENOUGH]
-    settings = {"trace": options.trace.name, "start": options.start, "seconds": options.seconds}
+    settings = {
+        "served": options.served.name,
+        "trace": options.trace.name,
+        "start": options.start,
+        "seconds": options.seconds,
+    }
     settings |= {
         "rows": options.rows,
         "left_out": len(inside) - len(slice_),

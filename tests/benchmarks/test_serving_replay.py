@@ -6,6 +6,7 @@ import json
 import pytest
 from conftest import LLAMA, TinyModel
 
+from benchmarks.serving.models import ServedModel
 from benchmarks.serving.replay import Options as ReplayOptions
 from benchmarks.serving.replay import Served, main
 from benchmarks.serving.traces import Arrival, arrivals
@@ -60,7 +61,13 @@ def test_objectives():
 def test_a_replay_counts_what_was_served(azure, tmp_path):
     TinyModel(LLAMA).write(tmp_path / "tiny")
     options = ReplayOptions(
-        tmp_path / "tiny", azure, speeds=(1.0, 10.0), rows=2, max_model_len=128, chunk=64, results=tmp_path
+        ServedModel(tmp_path / "tiny"),
+        azure,
+        speeds=(1.0, 10.0),
+        rows=2,
+        max_model_len=128,
+        chunk=64,
+        results=tmp_path,
     )
     main(options)
     written = json.loads((tmp_path / "serving.json").read_text())

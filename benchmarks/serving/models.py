@@ -1,0 +1,86 @@
+"""The model that is served: a converted folder, or the shape of a large one with random weights.
+
+Times do not depend on the values of weights. Of a shape a searched plan of a small model keeps the same
+shares of layers and of the head dim (`benchmarks.transferred_plans`); tokens that it reads grow with `growth`.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from benchmarks.bench_calibration import LLAMA_2_13B
+from benchmarks.bench_generate import LLAMA_2_7B, build
+from benchmarks.bench_host_memory import LLAMA_3_8B
+from benchmarks.transferred_plans import transferred
+from zdc_jax import load, methods
+from zdc_jax.config import ModelConfig
+from zdc_jax.loading import LanguageModel
+from zdc_jax.plan import CompressionPlan
+
+POSITIONS = 2**17
+SHAPES = {
+    name: replace(config, max_positions=POSITIONS)
+    for name, config in {
+        "Llama-2-7B": LLAMA_2_7B,
+        "Llama-2-13B": LLAMA_2_13B,
+        "Llama-3-8B": LLAMA_3_8B,
+    }.items()
+}
+SINKS, WINDOW = 4, 512
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """model: a converted folder; or shape: of `SHAPES`, random. plan: JSON. kind: of a shape without a plan.
+
+    growth: of the tokens that a plan reads. layers: shortens a shape for a trial.
+    """
+
+    model: Path | None = None
+    shape: str | None = None
+    plan: Path | None = None
+    kind: Literal["dense", "window", "fp8"] = "dense"
+    growth: float = 1.0
+    layers: int | None = None
+
+    def load(self) -> LanguageModel:
+        """The model.
+
+        Raises:
+          SystemExit: both or neither of model and shape, or a shape that there is not.
+        """
+        if (self.model is None) == (self.shape is None):
+            raise SystemExit(f"model={self.model} and shape={self.shape}: one of them must be given")
+        if self.model is not None:
+            return load(self.model, self.plan)
+        if self.shape not in SHAPES:
+            raise SystemExit(f"shape={self.shape} must be one of {tuple(SHAPES)}")
+        config = SHAPES[self.shape]
+        config = replace(config, layers=config.layers[: self.layers])
+        plan = self._plan_of(config)
+        network = build("folded" if plan == CompressionPlan.full(config) else "post_rope", config)
+        network.plan = plan
+        return LanguageModel(network)
+
+    @property
+    def name(self) -> str:
+        """What is served, in words."""
+        plan = self.plan.stem if self.plan else self.kind
+        return f"{self.shape or self.model}, {plan}"
+
+    def _plan_of(self, config: ModelConfig) -> CompressionPlan:
+        if self.plan is not None:
+            return transferred(CompressionPlan.load(self.plan), config, self.growth)
+        H = config.head_dim
+        if self.kind == "window":
+            return CompressionPlan.uniform(config, qk=H, v=H // 2, window=WINDOW, sinks=SINKS)
+        if self.kind == "fp8":
+            settings = methods.settings_from_json("fp8", {})
+            return replace(CompressionPlan.uniform(config, qk=H, v=H), method="fp8", settings=settings)
+        return CompressionPlan.full(config)
+
+
+ServedFlags = Annotated[ServedModel, tyro.conf.arg(name="")]
+"""`ServedModel` as flags of a benchmark's own."""
