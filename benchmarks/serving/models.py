@@ -1,7 +1,7 @@
 """The model that is served: a converted folder, or the shape of a large one with random weights.
 
-Times do not depend on the values of weights. Of a shape a searched plan of a small model keeps the same
-shares of layers and of the head dim (`benchmarks.transferred_plans`); tokens that it reads grow with `growth`.
+Times do not depend on the values of weights. A searched plan of a small model keeps in a shape the same
+shares of layers and of the head dim (`benchmarks.transferred_plans`); what it reads grows with `growth`.
 """
 
 from dataclasses import dataclass, replace
