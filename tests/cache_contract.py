@@ -17,6 +17,7 @@ from conftest import LLAMA, OPT, TinyModel
 
 from zdc_jax import methods
 from zdc_jax.cache.coded_ring import CodedRing
+from zdc_jax.cache.paged import Paged
 from zdc_jax.cache.spec import Call, Clause, LayerCacheSpec
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.attention import Attention
@@ -120,6 +121,12 @@ class Stack(NamedTuple):
     specs: tuple[LayerCacheSpec, ...]
     plan: CompressionPlan
     width: int
+    table: np.ndarray | None = None
+
+    def in_pages(self, page: int, table: np.ndarray) -> "Stack":
+        """The same layers with their tokens in such pages; table [ROWS, CAPACITY / page]."""
+        paged = partial(Paged.of, page=page, pages=2 * table.size)
+        return self._replace(specs=tuple(map(paged, self.specs)), table=table)
 
     @property
     def tolerance(self) -> float:
@@ -162,7 +169,7 @@ class Stack(NamedTuple):
         positions, end = jnp.asarray(held[:, None] + np.arange(T)), jnp.asarray(held + new)
         y, aux, longer = jnp.asarray(piece), None, []
         for layer, spec, state in zip(self.layers, self.specs, states, strict=True):
-            y, aux, state = _extend(layer, spec, state, y, aux, positions, end)
+            y, aux, state = _extend(layer, spec, state, y, aux, positions, end, self.table)
             longer.append(state)
         return np.asarray(y), longer
 
@@ -179,9 +186,9 @@ class Stack(NamedTuple):
 
 
 @partial(jax.jit, static_argnames="spec")
-def _extend(layer, spec, state, x, aux, positions, end):
+def _extend(layer, spec, state, x, aux, positions, end, table):
     q, k, v = spec.project(layer, x, positions, None, aux)
-    done = spec.attend(state, q, k, v, positions, end, aux, Call(layer.scale))
+    done = spec.attend(state, q, k, v, positions, end, aux, Call(layer.scale, table=table))
     return x + layer.output(done.o), done.aux, done.state
 
 

@@ -12,6 +12,8 @@ RAGGED = [[24, 8, 16], [8, 24, 16], [1, 1, 1], [0, 1, 1], [1, 0, 1]]
 """Rows that begin and end where blocks do; then single tokens, of some rows at a time."""
 ANYWHERE = [[24, 3, 17], [0, 23, 1], [5, 20, 24], [1, 0, 1]]
 """Rows that begin and end anywhere, for methods that let them."""
+PAGE = 16
+"""Tokens of a page: a multiple of what any method codes together."""
 ALIGNED = [name for name in METHODS if is_aligned(specs_of(name))]
 
 
@@ -91,6 +93,17 @@ def test_a_released_row_serves_the_next_request_as_a_new_one(it):
     expected = it.run(y, [[0, 16, 0], [0, 1, 0]])[1]
     assert_same(first[1, :16], expected[:16], it.tolerance)
     assert_same(second[1, :1], expected[16:17], it.tolerance)
+
+
+def test_rows_in_pages_are_rows(it):
+    """Pages of all rows are mixed in one pool; those that a row has not reached are named by any number."""
+    it.declares("pages")
+    x, pages = it.inputs(seed=5), CAPACITY // PAGE
+    table = np.random.default_rng(0).permutation(2 * ROWS * pages)[: ROWS * pages].reshape(ROWS, pages)
+    paged = it.in_pages(PAGE, table)
+    for schedule in (RAGGED, ANYWHERE):
+        # Stores that are rounded up to kernels' sizes have other sums of zeros.
+        assert_same(paged.run(x, schedule), it.run(x, schedule), it.tolerance)
 
 
 def test_a_cache_can_be_filled_to_the_last_slot(it):

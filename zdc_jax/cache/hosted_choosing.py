@@ -47,6 +47,8 @@ class HostedChoosing(CodedChoosing):
       PlanError: codes whose arrays are not bytes, or what `CodedChoosing` refuses.
     """
 
+    clauses = CodedChoosing.clauses - {"pages"}
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if any(leaf.dtype != jnp.uint8 for leaf in jax.tree.leaves(self._forms)):

@@ -19,20 +19,24 @@ LENGTH_BYTES = 4
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["layers", "lengths"], meta_fields=["specs", "capacity"]
+    jax.tree_util.register_dataclass,
+    data_fields=["layers", "lengths", "table"],
+    meta_fields=["specs", "capacity"],
 )
 @dataclass(frozen=True)
 class KVCache:
     """Cache of a whole model, layer by layer; `lengths` [B] int32 tokens held per row.
 
     Row b holds positions 0 … lengths[b]-1, of at most `capacity`; slots past that are unspecified and never
-    attended to. `specs` tell what `layers` hold.
+    attended to. `specs` tell what `layers` hold. table: [B, n] int32, pages of each row, where tokens lie in
+    pages (`zdc_jax.cache.paged`).
     """
 
     layers: tuple[State, ...]
     lengths: Int[Array, " B"]
     specs: tuple[LayerCacheSpec, ...]
     capacity: int
+    table: Int[Array, "B n"] | None = None
 
     @classmethod
     def create(cls, specs: Sequence[LayerCacheSpec], *, batch: int, capacity: int) -> "KVCache":
@@ -49,6 +53,34 @@ class KVCache:
         """The cache with `rows` empty, each to be filled by another request."""
         layers = tuple(spec.release(state, rows) for spec, state in zip(self.specs, self.layers, strict=True))
         return replace(self, layers=layers, lengths=jnp.where(rows, 0, self.lengths))
+
+    @property
+    def own(self) -> list[Array]:
+        """Leaves of all layers that begin with the axis B: all but pools of pages."""
+        return [leaf for leaf, pooled in self._leaves() if not pooled]
+
+    def with_own(self, own: Sequence[Array]) -> "KVCache":
+        """With other leaves in the place of `own`."""
+        new, tree = iter(own), jax.tree.structure(self.layers)
+        leaves = [leaf if pooled else next(new) for leaf, pooled in self._leaves()]
+        return replace(self, layers=jax.tree.unflatten(tree, leaves))
+
+    def row(self, index: Array) -> "KVCache":
+        """The cache of one row, beside the pools of all."""
+        take = lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, index, 1)
+        table = None if self.table is None else take(self.table)
+        return replace(self.with_own(list(map(take, self.own))), lengths=take(self.lengths), table=table)
+
+    def with_row(self, index: Array, one: "KVCache") -> "KVCache":
+        """With one row, and all pools, as they are in `one`, a cache of `row`."""
+        put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, index, 0)
+        layers = one.with_own(list(map(put, self.own, one.own))).layers
+        return replace(self, layers=layers, lengths=put(self.lengths, one.lengths))
+
+    def _leaves(self) -> list[tuple[Array, bool]]:
+        layers = zip(self.specs, self.layers, strict=True)
+        pooled = [is_pool for spec, state in layers for is_pool in spec.pooled(state)]
+        return list(zip(jax.tree.leaves(self.layers), pooled, strict=True))
 
     def bytes(self) -> int:
         """Bytes of all arrays, and `fixed_bytes` of its specs, whose `held_bytes` it equals."""

@@ -44,6 +44,7 @@ class NearFar(LayerCacheSpec):
     sinks: int = 0
     window: int = 0
     near_code: Code | None = None
+    clauses = LayerCacheSpec.clauses | {"pages"}
 
     @property
     def near(self) -> PrefixRing:

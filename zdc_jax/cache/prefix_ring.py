@@ -8,7 +8,7 @@ Without sinks and window there is no ring: the plain cache, of keys and values a
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxtyping import Float, Int, Shaped
 
 from kernels_pallas import TAIL_ALIGNMENT, Ring, Trailing, decode_attention, prefill_attention
 from zdc_jax.axes import Array
+from zdc_jax.cache.pages import Pages
 from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, put_rows
 from zdc_jax.ops.attention import Implementation, cache_refusal, choose_implementation, self_attention
 from zdc_jax.ops.xla import NearKeys, xla_attention
@@ -24,15 +25,15 @@ from zdc_jax.ops.xla import NearKeys, xla_attention
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "ring_k", "ring_v"], meta_fields=["near"])
 @dataclass(frozen=True)
 class PrefixRingState:
-    """Arrays of one layer.
+    """Arrays of one layer; k and v may be `Pages` where kernels decode.
 
     k [B, K, S, R], v [B, K, S, Z]: first coordinates of all tokens, slot = position; ring_k [B, K, M, H-R],
     ring_v [B, K, M, H-Z]: trailing coordinates of the last tokens, position p ≥ sinks in slot p mod window,
     and of the sinks, position p in slot window + p. near: sinks and window, at most the capacity each.
     """
 
-    k: Array
-    v: Array
+    k: Any
+    v: Any
     ring_k: Array
     ring_v: Array
     near: tuple[int, int]
@@ -51,6 +52,7 @@ class PrefixRing(LayerCacheSpec):
     Z: int
     sinks: int = 0
     window: int = 0
+    clauses = LayerCacheSpec.clauses | {"pages"}
 
     def create(self, batch: int, capacity: int) -> PrefixRingState:
         """`LayerCacheSpec.create`."""
@@ -73,8 +75,8 @@ class PrefixRing(LayerCacheSpec):
     ) -> PrefixRingState:
         """`LayerCacheSpec.write`."""
         start, kept = positions[:, 0], positions < end[:, None]
-        new_k = put_rows(state.k, k[..., : self.R], start, kept)
-        new_v = put_rows(state.v, v[..., : self.Z], start, kept)
+        new_k = _put(state.k, k[..., : self.R], start, kept)
+        new_v = _put(state.v, v[..., : self.Z], start, kept)
         if not (self.sinks or self.window):
             return replace(state, k=new_k, v=new_v)
         sinks, window = state.near
@@ -94,19 +96,32 @@ class PrefixRing(LayerCacheSpec):
         call: Call,
     ) -> Attended:
         """`LayerCacheSpec.attend`; hands `aux` on."""
-        near = q.shape[-1] > self.R or v.shape[-1] > self.Z
-        sinks, window = state.near if near else (0, 0)
-        rings = (state.ring_k, state.ring_v) if near else None
-        refusals: dict[Implementation, Callable[[], str | None]] = {
-            "pallas": lambda: cache_refusal(q, state.k, state.v, rings, sinks=sinks, window=window),
-            "cudnn": lambda: "it does not read this cache",
-        }
-        kind = "decode" if q.shape[1] == 1 else "prefill"
-        chosen = choose_implementation(kind, call.implementation, refusals)
+        sinks, window = state.near if self._sees_near(q, v) else (0, 0)
+        chosen = self._implementation(state, q, v, call)
         attend = _on_xla if chosen == "xla" else _decode if q.shape[1] == 1 else _prefill
         written = self.write(state, k, v, positions, end)
         o, lse = attend(_Step(state, written, q, k, v, positions, end, call.scale, sinks, window))
         return Attended(written, o, lse, aux)
+
+    def reads_pages(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
+        """`LayerCacheSpec.reads_pages`: single tokens, on the kernel."""
+        return q.shape[1] == 1 and self._implementation(state, q, v, call) == "pallas"
+
+    def _sees_near(self, q: Array, v: Array) -> bool:
+        return q.shape[-1] > self.R or v.shape[-1] > self.Z
+
+    def _implementation(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> Implementation:
+        """What attends to the cache; raises as `attend` does."""
+        near, (k, v_held, table) = self._sees_near(q, v), _pools(state)
+        sinks, window = state.near if near else (0, 0)
+        rings = (state.ring_k, state.ring_v) if near else None
+        refusal = partial(cache_refusal, sinks=sinks, window=window, table=table)
+        refusals: dict[Implementation, Callable[[], str | None]] = {
+            "pallas": lambda: refusal(q, k, v_held, rings),
+            "cudnn": lambda: "it does not read this cache",
+        }
+        kind = "decode" if q.shape[1] == 1 else "prefill"
+        return choose_implementation(kind, call.implementation, refusals)
 
     def attend_whole(
         self, q: Array, k: Array, v: Array, positions: Array, aux: object, call: Call
@@ -124,6 +139,19 @@ class PrefixRing(LayerCacheSpec):
             implementation=call.implementation,
         )
         return Attended(None, o, lse, aux)
+
+
+def _put(held: Array | Pages, x: Array, start: Array, kept: Array) -> Array | Pages:
+    if not isinstance(held, Pages):
+        return put_rows(held, x, start, kept)
+    return held.put_token(x[:, 0], jnp.where(kept[:, 0], start, held.slots))
+
+
+def _pools(state: PrefixRingState) -> tuple[Array, Array, Array | None]:
+    """k and v as the kernel takes them, and the table of their pages, if they lie in such."""
+    if isinstance(state.k, Pages):
+        return state.k.pool, state.v.pool, state.k.table
+    return state.k, state.v, None
 
 
 def ring_slots(sinks: int, window: int, capacity: int) -> int:
@@ -256,15 +284,17 @@ def _decode(step: _Step) -> tuple[Array, Array]:
     """One token a row, on the kernel: it is in the cache already."""
     _, written, q, _, _, positions, _, scale, sinks, window = step
     ring = Ring(written.ring_k, written.ring_v) if sinks or window else None
+    k, v, table = _pools(written)
     o, lse = decode_attention(
         q[:, 0],
-        written.k,
-        written.v,
+        k,
+        v,
         positions[:, 0] + 1,
         scale=scale,
         ring=ring,
         sinks=sinks,
         window=window,
+        block_table=table,
     )
     return o[:, None], lse[..., None]
 

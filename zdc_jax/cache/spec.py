@@ -17,11 +17,12 @@ from jaxtyping import Bool, Float, Int
 from zdc_jax.axes import Array
 from zdc_jax.ops.attention import Implementation
 
-Clause = Literal["chunked", "ragged", "order", "reuse"]
+Clause = Literal["chunked", "ragged", "order", "reuse", "pages"]
 """`chunked`: a prompt read in pieces gives what it gives whole. `ragged`: rows of unequal starts and lengths
 give what each gives alone. `order`: a row does not depend on which row it is. `reuse`: a released row serves
-its next request as a new one would. Every method holds two more: what it gives on a cache is what it gives on
-whole sequences, and `bytes` is what its arrays take."""
+its next request as a new one would. `pages`: leaves [B, K, S/n, …] that grow with the capacity hold tokens by
+position, n in a slot, and nothing else says what is held (`zdc_jax.cache.paged`). Every method holds two
+more: what it gives on a cache is what it gives on whole sequences, and `bytes` is what its arrays take."""
 
 State = Any
 """The arrays of one layer's cache: a tree whose leaves begin with the axis B."""
@@ -37,12 +38,13 @@ class Call:
     """How a layer attends: factor on the scores, choice of implementation, and heads on other devices.
 
     all_heads: from lse [B, N', T] of this device's heads, that of the heads of all devices; for methods that
-    choose by all of them.
+    choose by all of them. table: [B, n] int32, pages of rows whose tokens lie in pages.
     """
 
     scale: float
     implementation: Implementation | None = None
     all_heads: Callable[[Array], Array] = own_heads
+    table: Array | None = None
 
 
 class Attended(NamedTuple):
@@ -155,6 +157,14 @@ class LayerCacheSpec(ABC):
     ) -> tuple[Array, Any, Any]:
         """q, k, v of a layer (`zdc_jax.model.attention.Attention`) in the form that `attend` takes."""
         return attention.project(x, positions, implementation)
+
+    def reads_pages(self, state: State, q: Array, v: Any, call: Call) -> bool:
+        """Whether `attend` takes a state whose leaves by position are `Pages`: where kernels read them."""
+        return False
+
+    def pooled(self, state: State) -> list[bool]:
+        """Of each leaf, whether all rows share it: then it does not begin with the axis B."""
+        return [False] * len(jax.tree.leaves(state))
 
     def release(self, state: State, rows: Bool[Array, " B"]) -> State:
         """Makes `rows` hold nothing. Where positions alone say what is held there is nothing to do."""

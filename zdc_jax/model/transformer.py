@@ -131,9 +131,8 @@ class Transformer(nnx.Module):
         x, aux = self.embeddings.embed(tokens, positions), None
         states = list(cache.layers)
         for index, (block, spec) in enumerate(zip(self.layers, cache.specs, strict=True)):
-            x, states[index], aux = _extended_layer(
-                block, spec, x, states[index], aux, positions, end, implementation
-            )
+            given = x, states[index], aux, positions, end, implementation
+            x, states[index], aux = _extended_layer(block, spec, *given, table=cache.table)
         return x, replace(cache, layers=tuple(states), lengths=end)
 
     def read_prompt(
@@ -213,12 +212,13 @@ def extend_layer(
     implementation: Implementation | None,
     all_heads: Callable[[Array], Array] = own_heads,
     reduce: Reduce = unreduced,
+    table: Array | None = None,
 ) -> tuple[Array, State, Any]:
     """One layer on new tokens x [B, T, D], its cache with them, and what it hands on.
 
-    See `LayerCacheSpec.attend`; all_heads: as in `Call`; reduce: as `Block` takes it.
+    See `LayerCacheSpec.attend`; all_heads and table: as in `Call`; reduce: as `Block` takes it.
     """
-    call = Call(block.attention.scale, implementation, all_heads)
+    call = Call(block.attention.scale, implementation, all_heads, table)
 
     def attend(q: Array, k: Any, v: Any) -> tuple[Array, tuple[State, Any]]:
         done = spec.attend(state, q, k, v, positions, end, aux, call)

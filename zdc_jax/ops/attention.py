@@ -277,18 +277,23 @@ def kernel_refusal(
 
 def cache_refusal(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S R"],
-    v: Float[Array, "B K S Z"],
+    k: Float[Array, "_ K S R"],
+    v: Float[Array, "_ K S Z"],
     ring: tuple[Float[Array, "B K M H-R"], Float[Array, "B K M H-Z"]] | None,
     *,
     sinks: int,
     window: int,
+    table: Int[Array, "B n"] | None = None,
 ) -> str | None:
-    """Why the kernels cannot run on new tokens and what a cache holds, its ring if it has near keys."""
+    """Why the kernels cannot run on new tokens and what a cache holds, its ring if it has near keys.
+
+    table: of pages; then k and v are pools of them, for single tokens.
+    """
 
     def decode(q: Array, k: Array, v: Array, ring: Any) -> dict[str, Any]:
         lengths = jnp.zeros(q.shape[0], jnp.int32)
-        return {"q": q[:, 0], "k": k, "v": v, "lengths": lengths, "ring": ring and Ring(*ring)}
+        held = {"k": k, "v": v, "lengths": lengths, "ring": ring and Ring(*ring)}
+        return {"q": q[:, 0], "block_table": table} | held
 
     def prefill(q: Array, k: Array, v: Array, ring: Any) -> dict[str, Any]:
         operands = {"q": q, "k": k, "v": v}

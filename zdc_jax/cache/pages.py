@@ -1,0 +1,63 @@
+"""Rows of a cache in pages: one pool, and a table that says which page has which tokens of which row (ours).
+
+One table serves all layers: a page's number is the same in each layer's pool, whatever the layer keeps. After
+Kwon et al. 2023 (PagedAttention).
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Int, Shaped
+
+from zdc_jax.axes import Array
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["pool", "table"], meta_fields=[])
+@dataclass(frozen=True)
+class Pages:
+    """What stands for rows [B, K, S, …] where they lie in pages.
+
+    pool: [P, K, slots, …], `slots` of a page. table: [B, n] int32, S = n · slots; entries of pages that a row
+    has not reached are any page's number.
+    """
+
+    pool: Array
+    table: Int[Array, "B n"]
+
+    @property
+    def slots(self) -> int:
+        """S."""
+        return self.pool.shape[2] * self.table.shape[1]
+
+    def rows(self) -> Array:
+        """The rows themselves: a copy."""
+        (B, n), (K, slots, *rest) = self.table.shape, self.pool.shape[1:]
+        pages = jnp.take(self.pool, self.table.ravel(), axis=0, mode="clip").reshape(B, n, K, slots, *rest)
+        return pages.swapaxes(1, 2).reshape(B, K, n * slots, *rest)
+
+    def put_token(self, x: Shaped[Array, "B K C"], slot: Int[Array, " B"]) -> "Pages":
+        """With x in one slot of each row; those past the end take nothing."""
+        P, _, slots, _ = self.pool.shape
+        n = self.table.shape[1]
+        page = jnp.take_along_axis(self.table, jnp.minimum(slot // slots, n - 1)[:, None], axis=1)[:, 0]
+        page = jnp.where(slot < self.slots, page, P)
+        return Pages(self.pool.at[page, :, slot % slots].set(x, mode="drop"), self.table)
+
+    def put_rows(
+        self, rows: Array, start: Int[Array, " B"], end: Int[Array, " B"], *, tokens: int, page: int
+    ) -> Array:
+        """The pool with those pages of `rows` that hold tokens from `start` to `end`.
+
+        tokens: of the longest span. page: tokens of a page. No two rows may have such a page together.
+        """
+        B, n = self.table.shape
+        P, K, slots, *rest = self.pool.shape
+        which = start[:, None] // page + jnp.arange(min(n, (tokens + page - 2) // page + 1))
+        written = (which * page < end[:, None]) & (start < end)[:, None]
+        which = jnp.minimum(which, n - 1)
+        index = which.reshape(B, 1, -1, *[1] * (1 + len(rest)))
+        found = jnp.take_along_axis(rows.reshape(B, K, n, slots, *rest), index, axis=2).swapaxes(1, 2)
+        at = jnp.where(written, jnp.take_along_axis(self.table, which, axis=1), P)
+        return self.pool.at[at.ravel()].set(found.reshape(-1, K, slots, *rest), mode="drop")
