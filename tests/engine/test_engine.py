@@ -13,13 +13,13 @@ from conftest import LLAMA, TinyModel
 from zdc_jax import methods
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.engine.request import Busy, EngineRequest, Event
-from zdc_jax.errors import PlanError, PromptError
+from zdc_jax.errors import CacheMemoryError, PlanError, PromptError
 from zdc_jax.generation.api import generate
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import LanguageModel
 from zdc_jax.plan import CompressionPlan
 
-CONFIG = EngineConfig(rows=3, max_model_len=160, chunk=32, steps=4)
+CONFIG = EngineConfig(rows=3, max_model_len=160, page=16, chunk=32, steps=4)
 
 
 class Listener:
@@ -127,14 +127,14 @@ def test_nothing_compiles_once_it_runs(engine, tiny):
     assert not compiled
 
 
-def test_a_conversation_goes_on_in_its_row(engine, model):
+def test_a_conversation_goes_on_where_its_prompt_ended(engine, model):
     first = EngineRequest(tuple(range(3, 60)), 8, ignore_eos=True)
     listener = ask(engine, first)
     text = first.prompt + listener.tokens()
     following = EngineRequest((*text, 5, 6, 7), 9, ignore_eos=True)
     again = ask(engine, following)
     assert again.tokens() == alone(model, following)
-    assert again.events[0].cached_tokens == len(text) - 1
+    assert again.events[0].cached_tokens == 48, "the last whole page of the prompt: its window was kept there"
     other = ask(engine, EngineRequest((*text, 5, 6, 7), 2, ignore_eos=True, salt="another"))
     other.tokens()
     assert other.events[0].cached_tokens == 0
@@ -262,6 +262,32 @@ def test_a_cache_that_does_not_keep_the_contract_is_refused_by_name(model, monke
         Engine(model, CONFIG)
 
 
+def test_a_prefix_is_shared_by_requests_at_once(engine, model):
+    prefix = tuple(range(30, 80))
+    requests = [EngineRequest((*prefix, i, *range(3, 30)), 20, ignore_eos=True) for i in range(4, 12)]
+    listeners = [ask(engine, request) for request in requests]
+    for request, listener in zip(requests, listeners, strict=True):
+        assert listener.tokens() == alone(model, request)
+    assert listeners[-1].events[0].cached_tokens == 48, "once two were the same, the window there was kept"
+
+
+def test_requests_make_room_for_one_another_where_pages_run_out(model):
+    """Room for one and a half requests; all of them grow."""
+    config = replace(CONFIG, cache_tokens=240, reuse=False)
+    requests = [EngineRequest(tuple(range(3 + i, 60)), 90, ignore_eos=True, priority=i % 2) for i in range(5)]
+    with Engine(model, config) as engine:
+        listeners = [ask(engine, request) for request in requests]
+        for request, listener in zip(requests, listeners, strict=True):
+            assert listener.tokens() == alone(model, request)
+        assert engine.stats().preemptions
+        assert engine.stats().cache_usage == 0
+
+
+def test_a_cache_that_has_no_room_for_one_request_is_refused(model):
+    with pytest.raises(CacheMemoryError, match="has room for 144 tokens, one request may have 160"):
+        Engine(model, replace(CONFIG, cache_tokens=150))
+
+
 PLANS = {
     "full": ("zdc", {}),
     "codes chosen": ("coded", {"index": 16, "read": 16}),
@@ -291,8 +317,8 @@ def test_every_piece_is_waited_for(engine, monkeypatch):
     """Else pieces are started far ahead, and a short request waits for all of a long prompt."""
     waited, hand_out = [], engine._hand_out
     monkeypatch.setattr(engine, "_hand_out", lambda results: (waited.append(len(results)), hand_out(results)))
-    ask(engine, EngineRequest(tuple(range(3, 97)), 1, ignore_eos=True)).tokens()
-    assert [count for count in waited if count] == [1, 1, 1]
+    ask(engine, EngineRequest(tuple(range(96, 2, -1)), 1, ignore_eos=True)).tokens()
+    assert [count for count in waited if count] == [1, 1, 2], "the last in two, for the window is kept there"
 
 
 def test_a_tokenizer_that_fails_ends_its_request_alone(tiny, model, monkeypatch):

@@ -4,39 +4,66 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zdc_jax.engine.page_pool import PagePool, Tails, page_keys
 from zdc_jax.engine.scheduler import Piece, Plan, Scheduler, Work
+
+PAGE = 4
 
 
 class Device:
-    """Rows as a cache would hold them: appends, and forgets nothing that it was not told to."""
+    """Pages as a cache would hold them, and of each row how far its ring is: it goes on only from there."""
 
-    def __init__(self, rows: int):
-        self.rows: list[list[int]] = [[] for _ in range(rows)]
+    def __init__(self, pages: int, page: int, rows: int, rings: bool):
+        self.page, self.rings = page, rings
+        self.pages = [[None] * page for _ in range(pages)]
+        self.ring: list[tuple | None] = [None] * rows
+        self.tails: dict[int, tuple | None] = {}
+
+    def write(self, work: Work, begin: int, tokens) -> None:
+        for position, token in enumerate(tokens, begin):
+            self.pages[work.pages[position // self.page]][position % self.page] = token
+
+    def held(self, work: Work, count: int) -> tuple:
+        return tuple(self.pages[work.pages[i // self.page]][i % self.page] for i in range(count))
 
     def run(self, plan: Plan, budget: int, alignment: int) -> list[tuple[Work, int]]:
         """Does a step; gives the works that got tokens, and how many."""
         assert sum(piece.end - piece.begin for piece in plan.pieces) <= budget
-        seen = [piece.work for piece in plan.pieces]
-        assert len(set(map(id, seen))) == len(seen)
+        for work, slot in plan.restored:
+            self.ring[work.row] = self.tails[slot]
+            assert self.tails[slot] == work.text[: work.cached]
         made = []
         for piece in plan.pieces:
             made += self._read(piece, alignment)
         for work in plan.decode:
-            known = work.prompt + tuple(work.output)
-            assert self.rows[work.row] == list(known if work in seen else known[:-1])
-            self.rows[work.row] += [-1] * plan.steps
+            text = work.prompt + tuple(work.output)
+            there = len(work.text) if any(work is one for one, _ in made) else len(text) - 1
+            assert self.held(work, there) == text[:there]
+            assert not self.rings or self.ring[work.row] == text[:there]
+            steps = min(plan.steps, work.max_tokens - len(work.output) - (there == len(work.text)))
+            self.write(work, there, [-1] * min(plan.steps, max(steps, 0)))
             made.append((work, plan.steps))
         return made
 
     def _read(self, piece: Piece, alignment: int) -> list[tuple[Work, int]]:
-        work, row = piece.work, self.rows[piece.work.row]
+        work = piece.work
         assert piece.begin < piece.end <= len(work.text)
         assert piece.begin % alignment == 0
-        if piece.begin == 0:
-            row.clear()
-        assert row == list(work.text[: piece.begin]), "a row holds what was read, and nothing else"
-        row += work.text[piece.begin : piece.end]
+        assert self.held(work, piece.begin) == work.text[: piece.begin], "what was read before is there"
+        assert not (self.rings and piece.begin) or self.ring[work.row] == work.text[: piece.begin]
+        self.write(work, piece.begin, work.text[piece.begin : piece.end])
+        self.ring[work.row] = work.text[: piece.end]
+        if piece.tail is not None:
+            assert piece.end % self.page == 0
+            self.tails[piece.tail] = work.text[: piece.end]
         return [(work, 1)] if piece.last else []
+
+    def learn(self, work: Work) -> None:
+        """What was decoded is known now; the newest token is not in the cache yet."""
+        text = (work.prompt + tuple(work.output))[:-1]
+        begin = len(work.text)
+        self.write(work, begin, text[begin:])
+        self.ring[work.row] = text
 
 
 REQUESTS = st.lists(
@@ -52,23 +79,30 @@ REQUESTS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=300)
 @given(
     requests=REQUESTS,
     rows=st.integers(1, 4),
     budget=st.integers(4, 24),
     alignment=st.sampled_from([1, 4]),
     steps=st.integers(1, 4),
+    pages=st.integers(13, 40),
+    tails=st.sampled_from([None, 0, 1, 3]),
 )
-def test_all_requests_end_and_every_token_is_read_once_in_order(requests, rows, budget, alignment, steps):
-    scheduler = Scheduler(rows, budget, alignment=alignment, steps=steps, reuse=alignment == 1)
-    device, works = Device(rows), []
+def test_all_requests_end_and_every_token_is_read_once_in_order(
+    requests, rows, budget, alignment, steps, pages, tails
+):
+    reuse = alignment == 1
+    scheduler = Scheduler(
+        rows, budget, pages=pages, page=PAGE, alignment=alignment, steps=steps, reuse=reuse, tails=tails
+    )
+    device, works = Device(pages, PAGE, rows, rings=tails is not None), []
     for index, (length, tokens, priority, _, _) in enumerate(requests):
         # Few different prompts, so that some go on from others.
         works.append(Work(tuple(range(length)), tokens, priority, salt=str(index % 2)))
     ended, step = set(), 0
     while len(ended) < len(works):
-        assert step < 500, "a request starves"
+        assert step < 900, "a request starves"
         for index, (work, (*_, begins, cancelled)) in enumerate(zip(works, requests, strict=True)):
             if begins == step:
                 scheduler.add(work)
@@ -76,26 +110,32 @@ def test_all_requests_end_and_every_token_is_read_once_in_order(requests, rows, 
                 scheduler.end(work)
                 ended.add(index)
         while (victim := scheduler.victim()) is not None:
-            assert victim.priority > min(work.priority for work in scheduler.waiting)
+            assert len(scheduler.running) > 1 or victim.priority > scheduler.waiting[0].priority
             scheduler.preempt(victim)
         plan = scheduler.plan()
         held = [work.row for work in works if work.row is not None]
-        assert len(set(held)) == len(held)
         assert sorted([*held, *scheduler.free]) == list(range(rows)), "no row is lost"
+        using = {page for work in works for page in work.pages}
+        assert scheduler.pool.available == pages - len(using), "no page is lost"
         for work, count in device.run(plan, budget, alignment) if plan else []:
             new = min(count, work.max_tokens - len(work.output))
             work.output += [100 + len(work.output) + i for i in range(new)]
-            row = device.rows[work.row]
-            # What was decoded is known now; the newest token is not in the row yet.
-            row[:] = list(work.prompt + tuple(work.output))[:-1]
+        for work in list(scheduler.running.values()):
+            if not work.reads and work.output:
+                device.learn(work)
             if len(work.output) == work.max_tokens:
-                scheduler.end(work, keep=len(row))
+                scheduler.end(work, keep=len(work.prompt) + len(work.output) - 1)
                 ended.add(works.index(work))
         step += 1
     assert not scheduler.running
     assert not scheduler.waiting
+    assert scheduler.pool.available == pages
     for work, (*_, begins, cancelled) in zip(works, requests, strict=True):
         assert cancelled >= begins or len(work.output) == work.max_tokens
+
+
+def scheduler_of(rows: int, budget: int, pages: int = 64, **options) -> Scheduler:
+    return Scheduler(rows, budget, pages=pages, page=PAGE, **options)
 
 
 def lengths(plan: Plan) -> list[tuple[int, int]]:
@@ -103,7 +143,7 @@ def lengths(plan: Plan) -> list[tuple[int, int]]:
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one():
-    scheduler = Scheduler(2, 8)
+    scheduler = scheduler_of(2, 8)
     long, short = Work(tuple(range(100)), 1), Work((1, 2, 3), 1)
     scheduler.add(long)
     assert lengths(scheduler.plan()) == [(0, 8)]
@@ -113,7 +153,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one():
 
 
 def test_a_long_prompt_gets_on_however_many_short_ones_come():
-    scheduler = Scheduler(3, 8)
+    scheduler = scheduler_of(3, 8)
     long = Work(tuple(range(40)), 1)
     scheduler.add(long)
     short: list[Work] = []
@@ -128,23 +168,8 @@ def test_a_long_prompt_gets_on_however_many_short_ones_come():
     assert not long.reads
 
 
-def test_an_empty_row_is_taken_before_one_that_holds_a_conversation():
-    scheduler = Scheduler(2, 8)
-    first, second = Work((1, 2, 3), 2), Work((4, 5), 2)
-    for work in (first, second):
-        scheduler.add(work)
-    scheduler.plan()
-    kept = first.row
-    first.output += [4, 5]
-    scheduler.end(first, keep=4)
-    scheduler.end(second)
-    scheduler.add(Work((7, 8), 1))
-    scheduler.plan()
-    assert scheduler.free[kept].tokens == (1, 2, 3, 4)
-
-
 def test_rows_decode_while_a_prompt_is_read():
-    scheduler = Scheduler(2, 8, steps=4)
+    scheduler = scheduler_of(2, 8, steps=4)
     first = Work((1, 2), 100)
     scheduler.add(first)
     plan = scheduler.plan()
@@ -157,34 +182,133 @@ def test_rows_decode_while_a_prompt_is_read():
         assert (plan.decode, plan.steps) == ((first,), 1)
 
 
-def test_a_row_is_taken_over_where_a_prompt_goes_on():
-    scheduler = Scheduler(2, 8)
-    first = Work((1, 2, 3), 2)
+def after(scheduler: Scheduler, prompt: tuple[int, ...], output: list[int], salt: str = "") -> Work:
+    """A request that was served."""
+    work = Work(prompt, len(output), salt=salt)
+    scheduler.add(work)
+    while work.row is None or work.reads:
+        scheduler.plan()
+    work.output += output
+    scheduler.end(work, keep=len(prompt) + len(output) - 1)
+    return work
+
+
+def test_a_prompt_that_begins_alike_reads_the_rest_alone():
+    scheduler = scheduler_of(2, 16)
+    after(scheduler, tuple(range(10)), [20, 21, 22])
+    for prompt, cached in [
+        (tuple(range(10)), 8),  # Two whole pages;
+        ((*range(10), 20, 21, 30), 12),  # a third with what was generated;
+        (tuple(range(8)), 4),  # of all that is there one page is read again, for a token must be;
+        ((*range(6), 30, 31, 32), 4),
+    ]:
+        work = Work(prompt, 1)
+        scheduler.add(work)
+        assert lengths(scheduler.plan()) == [(cached, len(prompt))]
+        assert work.cached == cached
+        scheduler.end(work)
+    other = Work(tuple(range(10)), 1, salt="another")
+    scheduler.add(other)
+    assert lengths(scheduler.plan()) == [(0, 10)]
+
+
+def test_two_that_run_share_pages():
+    scheduler = scheduler_of(2, 16)
+    first, second = Work(tuple(range(10)), 1), Work((*range(9), 30), 1)
     scheduler.add(first)
     scheduler.plan()
-    row = first.row
-    first.output += [4, 5]
-    scheduler.end(first, keep=4)
-    following = Work((1, 2, 3, 4, 5, 6), 1)
-    scheduler.add(following)
-    assert lengths(scheduler.plan()) == [(4, 6)]
-    assert (following.row, following.cached) == (row, 4)
-
-
-@pytest.mark.parametrize("prompt", [(1, 2, 3, 4), (1, 2, 9, 4, 5)])
-def test_a_row_that_holds_more_or_other_tokens_is_not(prompt):
-    scheduler = Scheduler(1, 8)
-    first = Work((1, 2, 3), 2)
-    scheduler.add(first)
+    scheduler.add(second)
     scheduler.plan()
-    first.output += [4, 5]
-    scheduler.end(first, keep=4)
-    scheduler.add(Work(prompt, 1))
-    assert lengths(scheduler.plan()) == [(0, len(prompt))]
+    assert first.pages[:2] == second.pages[:2]
+    assert first.pages[2] != second.pages[2]
+    scheduler.end(first)
+    assert scheduler.pool.available == 64 - 3
 
 
-def test_numbers_that_cannot_be():
-    with pytest.raises(ValueError, match="rows=0"):
-        Scheduler(0, 8)
-    with pytest.raises(ValueError, match="at least alignment=16"):
-        Scheduler(1, 8, alignment=16)
+def test_with_rings_a_text_goes_on_where_one_was_kept():
+    scheduler = scheduler_of(2, 64, tails=4)
+    after(scheduler, (*range(10), 30), [1])
+    second, third, fourth = (Work((*range(5), i, *range(5, 12)), 1) for i in (40, 41, 42))
+    scheduler.add(second)
+    plan = scheduler.plan()
+    assert not plan.restored
+    # Its first page was the same as before; it and the last are copied.
+    assert lengths(plan) == [(0, 4), (4, 12), (12, 13)]
+    assert [piece.tail is not None for piece in plan.pieces] == [True, True, False]
+    scheduler.end(second)
+    scheduler.add(third)
+    plan = scheduler.plan()
+    assert plan.restored == ((third, 2),)
+    assert lengths(plan) == [(4, 12), (12, 13)]
+    assert fourth.row is None
+
+
+def test_the_last_gives_its_pages_away_where_they_run_out():
+    scheduler = scheduler_of(2, 16, pages=5)
+    first, second = Work(tuple(range(7)), 12), Work(tuple(range(20, 27)), 12)
+    for work in (first, second):
+        scheduler.add(work)
+        scheduler.plan()
+    for _ in range(30):
+        if scheduler.victim():
+            break
+        for work in scheduler.plan().decode:
+            work.output = [1] * work.promised
+    assert scheduler.victim() is second
+    scheduler.preempt(second)
+    assert scheduler.victim() is None
+    assert first in scheduler.plan().decode
+
+
+def test_a_request_is_begun_when_its_whole_text_has_room():
+    scheduler = scheduler_of(2, 16, pages=8)
+    first, second = Work(tuple(range(16)), 8), Work(tuple(range(50, 63)), 1)
+    for work in (first, second):
+        scheduler.add(work)
+    scheduler.plan()
+    assert (first.row is None, second.row is None) == (False, True), "the first one may grow"
+    scheduler.end(first)
+    scheduler.plan()
+    assert second.row is not None
+
+
+def test_keys_are_of_all_that_is_before():
+    one, other = page_keys(range(12), 4, ""), page_keys([0, 1, 2, 9, *range(4, 12)], 4, "")
+    assert len(one) == 3
+    assert not {*one} & {*other}
+    assert not {*one} & {*page_keys(range(12), 4, "salt")}
+    assert page_keys(range(15), 4, "", one[:2]) == one
+
+
+def test_pages_that_were_longest_unused_go_first():
+    pool = PagePool(4)
+    one, other = pool.take(2), pool.take(1)
+    pool.name([b"a", b"b"], one)
+    pool.name([b"c"], other)
+    pool.let_go(other)
+    pool.let_go(one)
+    assert pool.take(1) == [3], "one that holds nothing"
+    assert pool.take(1) == other
+    assert pool.find([b"a", b"b"]) == one
+    pool.take(1)
+    assert pool.find([b"a", b"b"]) == one[:1], "ends of texts go before their beginnings"
+
+
+def test_tails_that_were_longest_unused_go_first():
+    tails = Tails(2)
+    slots = tails.put(b"a"), tails.put(b"b")
+    assert tails.find(b"a") == slots[0]
+    assert tails.put(b"c") == slots[1]
+    assert tails.put(b"a") is None
+    assert b"b" not in tails
+    assert Tails(0).put(b"a") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"rows": 0}, "rows=0"), ({"pages": 0}, "pages=0"), ({"alignment": 16}, "at least alignment=16")],
+)
+def test_numbers_that_cannot_be(change, message):
+    given = {"rows": 1, "budget": 8, "pages": 4, "page": 4} | change
+    with pytest.raises(ValueError, match=message):
+        Scheduler(given.pop("rows"), given.pop("budget"), **given)

@@ -12,6 +12,7 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.pages import Pages
 from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, State
 from zdc_jax.errors import PlanError
+from zdc_jax.ops.attention import Implementation
 
 LONG = 2**24
 """A capacity above all windows: what grows from here on holds tokens by position."""
@@ -97,9 +98,11 @@ class Paged(LayerCacheSpec):
         ]
         return done._replace(state=jax.tree.unflatten(tree, found))
 
-    def project(self, *args: Any) -> tuple[Array, Any, Any]:
+    def project(
+        self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
+    ) -> tuple[Array, Any, Any]:
         """`LayerCacheSpec.project`."""
-        return self.spec.project(*args)
+        return self.spec.project(attention, x, positions, implementation, aux)
 
     def host_bytes(self, capacity: int, batch: int = 1) -> int:
         """`LayerCacheSpec.host_bytes`."""

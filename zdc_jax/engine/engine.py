@@ -10,6 +10,7 @@ from types import TracebackType
 
 import jax
 
+from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.request import (
     MOST_LOGPROBS,
     Busy,
@@ -22,7 +23,7 @@ from zdc_jax.engine.request import (
 from zdc_jax.engine.runner import Chosen, Runner, row_numbers, servable
 from zdc_jax.engine.scheduler import Plan, Scheduler, Work
 from zdc_jax.errors import PromptError, foreign_errors_as
-from zdc_jax.generation.request import capacity_for, check_chunk, check_limit, encode, warn_beyond_calibration
+from zdc_jax.generation.request import check_chunk, check_limit, encode, warn_beyond_calibration
 from zdc_jax.generation.sampling import is_whole
 from zdc_jax.generation.steps import MAX_STOP_TOKENS, PREFILL_CHUNK
 from zdc_jax.generation.stopping import Row, StopStrings
@@ -37,9 +38,10 @@ class EngineConfig:
     """How an engine serves.
 
     rows: requests that are under way at once. max_model_len: tokens of a prompt and its answer together,
-    default the model's positions. chunk: tokens of prompts that a step reads, a power of two. steps: tokens
-    that rows decode in one call where nobody reads or waits. most_waiting: requests. reuse: whether a request
-    may go on in the row of an earlier one whose text its prompt begins with.
+    default the model's positions. cache_tokens: of all rows together; default room for `rows` of the longest,
+    or what fits. page: tokens of a page of the cache. chunk: tokens of prompts that a step reads, a power of
+    two. steps: tokens that rows decode in one call where nobody reads or waits. most_waiting: requests.
+    reuse: whether requests share what the cache holds of texts that begin alike.
 
     Raises:
       PromptError: a number below 1; a max_model_len below 2.
@@ -47,13 +49,15 @@ class EngineConfig:
 
     rows: int = 8
     max_model_len: int | None = None
+    cache_tokens: int | None = None
+    page: int = 128
     chunk: int = PREFILL_CHUNK
     steps: int = 4
     most_waiting: int = 256
     reuse: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("rows", "steps", "most_waiting"):
+        for name in ("rows", "page", "steps", "most_waiting"):
             if getattr(self, name) < 1:
                 raise PromptError(f"{name}={getattr(self, name)} must be at least 1")
         if self.max_model_len is not None and self.max_model_len < 2:
@@ -140,10 +144,17 @@ class Engine:
         self.max_model_len = min(self.config.max_model_len or positions, positions)
         warn_beyond_calibration(model, self.max_model_len, stacklevel=3)
         self._alignment = math.lcm(*(spec.alignment for spec in model.plan.layer_caches("bfloat16")))
+        layout = Layout.of(
+            network.layer_caches,
+            rows=self.config.rows,
+            longest=self.max_model_len,
+            page=self.config.page,
+            cache_tokens=self.config.cache_tokens,
+            reuse=self.config.reuse,
+        )
         self._runner = Runner(
             network,
-            rows=self.config.rows,
-            capacity=capacity_for(self.max_model_len, positions),
+            layout,
             chunk=self.config.chunk,
             steps=self.config.steps,
             implementation=implementation,
@@ -200,7 +211,7 @@ class Engine:
                 self._counts,
                 running=running,
                 waiting=len(scheduler.waiting) + len(self._inbox),
-                cache_usage=running / self.config.rows,
+                cache_usage=1 - scheduler.pool.available / scheduler.pool.pages,
             )
 
     def close(self, *, drain: bool, timeout: float) -> None:
@@ -241,12 +252,16 @@ class Engine:
             raise PromptError("stop strings need a model with a tokenizer")
 
     def _new_scheduler(self) -> Scheduler:
+        layout = self._runner.layout
         return Scheduler(
             self.config.rows,
             self.config.chunk,
+            pages=layout.pages,
+            page=layout.page,
             alignment=self._alignment,
             steps=self.config.steps,
-            reuse=self.config.reuse and self._alignment == 1,
+            reuse=self.config.reuse and layout.has_pages,
+            tails=layout.tails,
         )
 
     def _run(self) -> None:
@@ -301,8 +316,7 @@ class Engine:
 
     def _next_plan(self) -> Plan | None:
         with self._changed:
-            victim = self._scheduler.victim()
-            if victim is not None:
+            while (victim := self._scheduler.victim()) is not None:
                 self._scheduler.preempt(victim)
                 self._count(preemptions=1)
             return self._scheduler.plan()
@@ -312,6 +326,12 @@ class Engine:
         if plan is None:
             return []
         results = []
+        for work in plan.changed:
+            assert work.row is not None
+            self._runner.set_pages(work.row, work.pages)
+        for work, tail in plan.restored:
+            assert work.row is not None
+            self._runner.restore(work.row, tail)
         for piece in plan.pieces:
             work, job = piece.work, self._jobs[piece.work]
             assert work.row is not None
@@ -321,6 +341,8 @@ class Engine:
                 self._count(prompt_tokens=asked, prefix_queries=asked, prefix_hits=work.cached)
             tokens = work.text[piece.begin : piece.end]
             chosen = self._runner.read(work.row, tokens, piece.begin, piece.last, job.numbers)
+            if piece.tail is not None:
+                self._runner.keep(work.row, piece.tail)
             # Waited for, even where nothing is generated: else pieces would be started far ahead.
             results.append(_Result(chosen, ((0, job),) if piece.last else ()))
         if plan.decode:
@@ -350,7 +372,7 @@ class Engine:
                     self._forget(job, keep=int(chosen.lengths[place]) if known else 0)
 
     def _forget(self, job: Job, keep: int = 0) -> None:
-        """keep: tokens that its row holds, and may be gone on from."""
+        """keep: tokens that its pages hold for others."""
         with self._changed:
             self._scheduler.end(job.work, keep)
             del self._jobs[job.work]

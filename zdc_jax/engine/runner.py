@@ -6,7 +6,7 @@ they are looked at while the next step runs.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.request import MOST_LOGPROBS, EngineRequest
 from zdc_jax.errors import PlanError
 from zdc_jax.generation.sampling import SamplingArrays, choose, request_keys
@@ -51,11 +52,13 @@ class Chosen(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EngineState:
-    """cache; last [B] int32, each row's newest token, not yet in the cache; done [B]: it ended the row."""
+    """cache, without its table; last [B] int32, each row's newest token, not yet in the cache; done [B]: it
+    ended the row. tails: leaves [tails, …], copies of rows of the cache's `own` leaves."""
 
     cache: KVCache
     last: Array
     done: Array
+    tails: list[Array]
 
 
 def row_numbers(request: EngineRequest, stop_ids: Sequence[int], vocab_size: int) -> np.ndarray:
@@ -82,7 +85,7 @@ def row_numbers(request: EngineRequest, stop_ids: Sequence[int], vocab_size: int
 class Runner:
     """Arrays and compiled programs of one `servable` network.
 
-    rows, capacity: of its cache. chunk: longest piece, in tokens. steps: of decoding, beside one.
+    layout: of its cache. chunk: longest piece, in tokens. steps: of decoding, beside one.
 
     Raises:
       CacheMemoryError: the cache does not fit.
@@ -91,14 +94,13 @@ class Runner:
     def __init__(
         self,
         network: Transformer,
+        layout: Layout,
         *,
-        rows: int,
-        capacity: int,
         chunk: int,
         steps: int,
         implementation: Implementation | None = None,
     ):
-        self.network, self.rows, self.capacity = network, rows, capacity
+        self.layout = layout
         self._leaves, self._tree = jax.tree.flatten(network)
         self.reset()
         self._read = {
@@ -106,18 +108,39 @@ class Runner:
             for width in sorted({self._width(1 << i) for i in range(chunk.bit_length())})
         }
         self._decode = {
-            count: self._compiled(partial(_decode, implementation, count), rows, 1 + WIDTH)
+            count: self._compiled(partial(_decode, implementation, count), layout.rows, 1 + WIDTH)
             for count in {1, steps}
         }
+        if layout.tails:
+            self._keep, self._restore = map(self._compiled_copy, (_keep, _restore))
 
     def reset(self) -> None:
         """All rows empty, in new arrays."""
         self._state = None  # Two caches may not fit.
+        layout = self.layout
+        cache = KVCache.create(layout.specs, batch=layout.rows, capacity=layout.capacity)
+        copies = lambda leaf: jnp.zeros((layout.tails or 0, *leaf.shape[1:]), leaf.dtype)
         self._state = EngineState(
-            self.network.new_cache(batch=self.rows, capacity=self.capacity),
-            jnp.zeros(self.rows, jnp.int32),
-            jnp.ones(self.rows, bool),
+            cache,
+            jnp.zeros(layout.rows, jnp.int32),
+            jnp.ones(layout.rows, bool),
+            list(map(copies, cache.own)) if layout.tails else [],
         )
+        self._pages = np.zeros((layout.rows, layout.capacity // layout.page), np.int32)
+        self._table: Array | None = None
+
+    def set_pages(self, row: int, pages: Sequence[int]) -> None:
+        """Where the tokens of a row lie, in the steps from now on."""
+        self._pages[row, : len(pages)] = pages
+        self._table = None
+
+    def keep(self, row: int, tail: int) -> None:
+        """Copies what a row holds beside its pages."""
+        self._state = self._keep(self._state, np.array([row, tail], np.int32))
+
+    def restore(self, row: int, tail: int) -> None:
+        """Makes a row hold such a copy."""
+        self._state = self._restore(self._state, np.array([row, tail], np.int32))
 
     def read(self, row: int, tokens: Sequence[int], begin: int, last: bool, numbers: np.ndarray) -> Chosen:
         """A row's tokens from position `begin` on; behind the `last` of its text one is generated."""
@@ -126,7 +149,7 @@ class Runner:
         piece[:4] = row, begin, len(tokens), last
         piece[4 : 4 + WIDTH] = numbers
         piece[4 + WIDTH :][: len(tokens)] = tokens
-        self._state, chosen = self._read[width](self._leaves, self._state, piece)
+        self._state, chosen = self._read[width](self._leaves, self._state, self._on_device(), piece)
         return chosen
 
     def decode(self, numbers: np.ndarray, active: np.ndarray, steps: int) -> Chosen:
@@ -135,23 +158,34 @@ class Runner:
         numbers [B, WIDTH] int32, active [B] bool.
         """
         packed = np.concatenate([active[:, None].astype(np.int32), numbers], axis=1)
-        self._state, chosen = self._decode[steps](self._leaves, self._state, packed)
+        self._state, chosen = self._decode[steps](self._leaves, self._state, self._on_device(), packed)
         return chosen
 
     def no_numbers(self) -> tuple[np.ndarray, np.ndarray]:
         """What `decode` takes where no row is active."""
-        return np.full((self.rows, WIDTH), -1, np.int32), np.zeros(self.rows, bool)
+        rows = self.layout.rows
+        return np.full((rows, WIDTH), -1, np.int32), np.zeros(rows, bool)
+
+    def _on_device(self) -> Array:
+        """The table: sent anew only where it changed."""
+        if self._table is None:
+            self._table = jnp.array(self._pages)
+        return self._table
 
     def _compiled(self, step: Callable[..., Any], *packed: int) -> Callable[..., Any]:
-        def run(leaves: list[Array], state: EngineState, packed: Array) -> Any:
-            return step(jax.tree.unflatten(self._tree, leaves), state, packed)
+        def run(leaves: list[Array], state: EngineState, table: Array, packed: Array) -> Any:
+            return step(jax.tree.unflatten(self._tree, leaves), state, table, packed)
 
-        like = jax.ShapeDtypeStruct(packed, jnp.int32)
-        return jax.jit(run, donate_argnums=1).lower(self._leaves, self._state, like).compile()
+        table, like = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (self._pages.shape, packed))
+        return jax.jit(run, donate_argnums=1).lower(self._leaves, self._state, table, like).compile()
+
+    def _compiled_copy(self, copy: Callable[..., EngineState]) -> Callable[..., EngineState]:
+        pair = jax.ShapeDtypeStruct((2,), jnp.int32)
+        return jax.jit(copy, donate_argnums=0).lower(self._state, pair).compile()
 
     def _width(self, tokens: int) -> int:
         """Of the program that reads so many: a power of two, or the whole row."""
-        return min(bucket(tokens), self.capacity)
+        return min(bucket(tokens), self.layout.capacity)
 
 
 def servable(network: Any) -> Transformer:
@@ -169,45 +203,53 @@ def servable(network: Any) -> Transformer:
 
 
 def _read_piece(
-    implementation: Implementation | None, network: Transformer, state: EngineState, packed: Array
+    implementation: Implementation | None,
+    network: Transformer,
+    state: EngineState,
+    table: Array,
+    packed: Array,
 ) -> tuple[EngineState, Chosen]:
-    """One piece of one row, whose part of the cache is taken out and put back."""
+    """One piece of one row, whose own part of the cache is taken out and put back."""
     row, begin, count, last = packed[:4]
     numbers, tokens = packed[4 : 4 + WIDTH], packed[4 + WIDTH :]
-    cache = state.cache
-    take = lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, row, 1)
-    one = KVCache(jax.tree.map(take, cache.layers), begin[None], cache.specs, cache.capacity)
+    one = replace(replace(state.cache, table=table).row(row), lengths=begin[None])
     one = one.release(begin[None] == 0)
     hidden, one = network.extend(one, tokens[None], (begin + count)[None], implementation)
-    put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, row, 0)
-    layers = jax.tree.map(put, cache.layers, one.layers)
-    lengths = cache.lengths.at[row].set(begin + count)
     end = jax.lax.dynamic_slice_in_dim(hidden[0], count - 1, 1)
     token, *logprobs = _chosen(network.embeddings.unembed(end), numbers[None], one.lengths)
     last = last.astype(bool)
     new = EngineState(
-        KVCache(layers, lengths, cache.specs, cache.capacity),
+        state.cache.with_row(row, one),
         state.last.at[row].set(jnp.where(last, token[0], state.last[row])),
         state.done.at[row].set(jnp.where(last, _ends(token, numbers[None], one.lengths)[0], True)),
+        state.tails,
     )
     one_step = lambda x: x[:, None]
     return new, Chosen(one_step(token), last[None].astype(jnp.int32), one.lengths, *map(one_step, logprobs))
 
 
 def _decode(
-    implementation: Implementation | None, steps: int, network: Transformer, state: EngineState, packed: Array
+    implementation: Implementation | None,
+    steps: int,
+    network: Transformer,
+    state: EngineState,
+    table: Array,
+    packed: Array,
 ) -> tuple[EngineState, Chosen]:
     """So many steps of all rows that are active, not done and below their limit."""
     wanted, numbers = packed[:, 0].astype(bool), packed[:, 1:]
 
     def step(state: EngineState, _: None) -> tuple[EngineState, tuple[Array, ...]]:
-        held = state.cache.lengths
+        # Nothing is read of other rows: their pages may be others' by now.
+        held = jnp.where(wanted, state.cache.lengths, 0)
         active = wanted & ~state.done & (held < numbers[:, AT["limit"]])
         end = held + active
-        hidden, cache = network.extend(state.cache, state.last[:, None], end, implementation)
+        cache = replace(state.cache, lengths=held, table=table)
+        hidden, cache = network.extend(cache, state.last[:, None], end, implementation)
+        cache = replace(cache, lengths=jnp.where(wanted, end, state.cache.lengths), table=None)
         token, *logprobs = _chosen(network.embeddings.unembed(hidden[:, 0]), numbers, end)
         done = state.done | (active & _ends(token, numbers, end))
-        new = EngineState(cache, jnp.where(active, token, state.last), done)
+        new = EngineState(cache, jnp.where(active, token, state.last), done, state.tails)
         return new, (token, active, *logprobs)
 
     state, (tokens, active, *logprobs) = jax.lax.scan(step, state, None, length=steps)
@@ -215,6 +257,20 @@ def _decode(
     return state, Chosen(
         by_row(tokens), active.sum(0, dtype=jnp.int32), state.cache.lengths, *map(by_row, logprobs)
     )
+
+
+def _keep(state: EngineState, pair: Array) -> EngineState:
+    """What a row holds beside its pages, copied to a tail."""
+    row, tail = pair
+    copies = [held.at[tail].set(leaf[row]) for held, leaf in zip(state.tails, state.cache.own, strict=True)]
+    return replace(state, tails=copies)
+
+
+def _restore(state: EngineState, pair: Array) -> EngineState:
+    """The reverse."""
+    row, tail = pair
+    own = [leaf.at[row].set(held[tail]) for held, leaf in zip(state.tails, state.cache.own, strict=True)]
+    return replace(state, cache=state.cache.with_own(own))
 
 
 def _chosen(logits: Array, numbers: Array, positions: Array) -> tuple[Array, Array, Array, Array]:

@@ -1,28 +1,34 @@
 """Which request reads or writes tokens in the next step. Pure Python: nothing here knows of arrays.
 
-A model's cache has a fixed number of rows. A request that is under way has one of them; its text is read in
-pieces, and then it decodes. Each step reads some tokens of prompts *and* decodes all rows that are ready, so
-that neither waits for the other. Requests wait by priority, then in the order in which they came. One that is
-more urgent than a request under way takes that one's row; the other reads its text anew later, with what it
-had generated.
+A request that is under way has one of a fixed number of rows, and pages of the cache for its tokens. Its text
+is read in pieces, and then it decodes. Each step reads some tokens of prompts *and* decodes all rows that are
+ready, so that neither waits for the other. Requests wait by priority, then in the order in which they came.
+One is begun when there are pages for its whole text, and some for those under way to grow.
 
-A row that is free keeps what it holds until another request needs it. A request whose prompt goes on from
-there takes it over and reads the rest alone.
+Where pages run out, or a more urgent request waits, the least urgent one gives its row and pages away; it
+reads its text anew later, with what it had generated. So the most urgent always gets on.
+
+Pages keep what they hold until another request needs them. A text that begins alike shares them, and reads
+the rest alone. What a method keeps of a row beside pages (its ring of near tokens) is copied at the end of
+some pages, for a text can go on only from where there is such a copy.
 """
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from zdc_jax.engine.page_pool import PagePool, Tails, page_keys
+
 
 @dataclass(eq=False)
 class Work:
     """One request on its way. The scheduler alone changes what is below `output`.
 
-    prompt: token ids. max_tokens: to be generated. salt: rows are taken over only from requests of the same.
+    prompt: token ids. max_tokens: to be generated. salt: pages are shared only with requests of the same.
     output: tokens generated so far. row: of the cache, None while it waits. text: what is to be read in its
-    row. read: tokens of the text that are in the row, or will be once all steps so far are done. promised:
-    tokens that these steps generate at most. cached: tokens of the text that its row held before.
+    row; keys: of its whole pages. pages: that it holds, in order. read: tokens of the text that are in the
+    row, or will be once all steps so far are done. promised: tokens that these steps generate at most.
+    cached: tokens of the text that others had read. marks: positions at which its row is to be copied.
     """
 
     prompt: tuple[int, ...]
@@ -32,9 +38,12 @@ class Work:
     output: list[int] = field(default_factory=list)
     row: int | None = None
     text: tuple[int, ...] = ()
+    keys: list[bytes] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
     read: int = 0
     promised: int = 0
     cached: int = 0
+    marks: list[int] = field(default_factory=list)
     arrival: int = -1
     served: int = -1
 
@@ -51,11 +60,15 @@ class Work:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens `begin` to `end` of a work's text, to be read; `last`: a token is generated behind them."""
+    """Tokens `begin` to `end` of a work's text, to be read; `last`: a token is generated behind them.
+
+    tail: slot that takes a copy of the row then, or None.
+    """
 
     work: Work
     begin: int
     end: int
+    tail: int | None = None
 
     @property
     def last(self) -> bool:
@@ -65,36 +78,51 @@ class Piece:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step: pieces to read one after another, then so many decode steps of `decode`."""
+    """One step: rows to be made as a tail's slot says, pieces to read one after another, then so many decode
+    steps of `decode`. changed: works that have other pages than before."""
 
+    restored: tuple[tuple[Work, int], ...]
     pieces: tuple[Piece, ...]
     decode: tuple[Work, ...]
     steps: int
-
-
-@dataclass
-class _Held:
-    """What a free row holds: tokens, for requests of one salt; since: when it became free."""
-
-    tokens: tuple[int, ...] = ()
-    salt: str = ""
-    since: int = -1
+    changed: tuple[Work, ...]
 
 
 class Scheduler:
     """Requests that wait and those that have one of `rows` rows.
 
-    budget: tokens of prompts that a step reads at most. alignment: pieces begin at multiples of it. steps:
-    decode steps of a plan where nobody reads or waits; else one. reuse: whether free rows are taken over.
+    budget: tokens of prompts that a step reads at most. pages: of `page` tokens each, enough for any one
+    request. alignment: pieces begin at multiples of it. steps: decode steps of a plan where nobody reads or
+    waits; else one. reuse: whether texts share pages. tails: copies of rows that there may be; None where
+    pages say all.
+
+    Raises:
+      ValueError: numbers that cannot be.
     """
 
-    def __init__(self, rows: int, budget: int, *, alignment: int = 1, steps: int = 1, reuse: bool = True):
-        if rows < 1 or budget < alignment or steps < 1:
-            raise ValueError(f"{rows=} and {steps=} must be at least 1, {budget=} at least {alignment=}")
+    def __init__(
+        self,
+        rows: int,
+        budget: int,
+        *,
+        pages: int,
+        page: int,
+        alignment: int = 1,
+        steps: int = 1,
+        reuse: bool = True,
+        tails: int | None = None,
+    ):
+        if rows < 1 or budget < alignment or steps < 1 or pages < 1:
+            raise ValueError(
+                f"{rows=}, {steps=} and {pages=} must be at least 1, {budget=} at least {alignment=}"
+            )
         self.budget, self.alignment, self.steps, self.reuse = budget, alignment, steps, reuse
+        self.page, self.pool = page, PagePool(pages)
+        self.tails = None if tails is None else Tails(tails)
         self.waiting: list[Work] = []
         self.running: dict[int, Work] = {}
-        self.free = {row: _Held() for row in range(rows)}
+        self.free = list(range(rows))
+        self._changed: dict[Work, None] = {}
         self._clock = itertools.count()
         self._planned = self._planned_before = -1
 
@@ -104,19 +132,25 @@ class Scheduler:
         self._wait(work)
 
     def victim(self) -> Work | None:
-        """Who must give its row to a more urgent request that waits: the least urgent, of these the last."""
-        if self.free or not self.waiting:
+        """Who must give row and pages away: the least urgent, of these the last; None where nobody must."""
+        if not self.running:
             return None
         last = max(self.running.values(), key=_order)
-        return last if last.priority > self.waiting[0].priority else None
+        if len(self.running) > 1 and self._wanted() > self.pool.available:
+            return last
+        urgent = self.waiting and self.waiting[0].priority < last.priority
+        return last if urgent and not self._has_room(self.waiting[0]) else None
 
     def preempt(self, work: Work) -> None:
-        """Takes the row of a request, which waits again; what it generated is read with its prompt later."""
-        self._release(work, keep=0)
+        """Takes the row of a request, which waits again; what it generated is read with its prompt later.
+
+        All steps so far must be done, and `output` must have what they gave.
+        """
+        self._release(work, keep=work.read if work.reads else len(work.prompt) + len(work.output) - 1)
         self._wait(work)
 
     def end(self, work: Work, keep: int = 0) -> None:
-        """Forgets a request, wherever it is; its row holds `keep` tokens of its prompt and output."""
+        """Forgets a request, wherever it is; its pages hold `keep` tokens of its prompt and output."""
         if work.row is not None:
             self._release(work, keep)
         elif work in self.waiting:
@@ -125,51 +159,58 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """The next step, which counts as done from now on; None where there is nothing to do."""
         self._planned_before, self._planned = self._planned, next(self._clock)
-        self._admit()
+        self._changed = {}
+        restored = tuple(self._admit())
         pieces = tuple(self._pieces())
-        decode = tuple(work for work in self.running.values() if work.decodes)
+        steps = 1 if pieces or self.waiting else self.steps
+        ready = sorted((work for work in self.running.values() if work.decodes), key=_order)
+        decode = tuple(work for work in ready if self._grow(work, steps))
         if not pieces and not decode:
             return None
-        busy = bool(pieces or self.waiting)
-        steps = 1 if busy else self.steps
-        for work in decode:
-            work.promised += steps
-        return Plan(pieces, decode, steps)
+        return Plan(restored, pieces, decode, steps, tuple(self._changed))
 
     def _wait(self, work: Work) -> None:
+        work.text = work.prompt + tuple(work.output)
+        work.keys = page_keys(work.text, self.page, work.salt, work.keys) if self.reuse else []
         self.waiting.append(work)
         self.waiting.sort(key=_order)
 
-    def _admit(self) -> None:
-        """Gives free rows to those that wait, in their order."""
-        while self.waiting and self.free:
+    def _shared(self, work: Work) -> tuple[list[int], list[int]]:
+        """Pages that are there of a text, of which one token is left to read; those it can go on from."""
+        found = self.pool.find(work.keys[: (len(work.text) - 1) // self.page])
+        if self.tails is None:
+            return found, found
+        whole = (count for count in range(len(found), 0, -1) if work.keys[count - 1] in self.tails)
+        return found, found[: next(whole, 0)]
+
+    def _has_room(self, work: Work) -> bool:
+        """Whether a request can be begun: it has a row, and pages, and those under way have one to grow."""
+        shared = self._shared(work)[1]
+        taken = self._pages_for(len(work.text)) - len(shared) + self.pool.idle(shared)
+        spare = sum(self._growth(other, other.max_tokens) > 0 for other in self.running.values())
+        return bool(self.free) and taken + spare <= self.pool.available
+
+    def _admit(self) -> Iterator[tuple[Work, int]]:
+        """Begins requests in their order, as long as there is room; gives those that go on from a tail."""
+        while self.waiting and self._has_room(self.waiting[0]):
             work = self.waiting.pop(0)
-            work.text = work.prompt + tuple(work.output)
-            row = self._row_for(work)
-            held = self.free.pop(row)
-            work.cached = work.read = len(held.tokens) if self._goes_on(work, held) else 0
-            work.row, work.promised = row, len(work.output)
+            found, shared = self._shared(work)
+            self.pool.hold(shared)
+            work.pages = shared + self.pool.take(self._pages_for(len(work.text)) - len(shared))
+            work.cached = work.read = len(shared) * self.page
+            if self.tails is not None and self.reuse:
+                # Where this text ends, and up to where another was the same: that may come again.
+                ends = {len(found) * self.page, (len(work.text) - 1) // self.page * self.page}
+                work.marks = sorted(end for end in ends if end > work.read)
+            work.row, work.promised = self.free.pop(), len(work.output)
             # Before those that read in the last step, behind those that were passed over in it.
             work.served = self._planned_before
-            self.running[row] = work
-
-    def _row_for(self, work: Work) -> int:
-        """The row that holds most of the text; else an empty one, or the one that was free longest."""
-        fits = [row for row, held in self.free.items() if self._goes_on(work, held)]
-        if fits:
-            return max(fits, key=lambda row: len(self.free[row].tokens))
-        return min(self.free, key=lambda row: (bool(self.free[row].tokens), self.free[row].since, row))
-
-    def _goes_on(self, work: Work, held: _Held) -> bool:
-        """Whether the text begins with all that a free row holds, and has more. Only then is the row what
-        reading its tokens alone gives: of earlier ones it may have forgotten some."""
-        count = len(held.tokens)
-        return (
-            self.reuse
-            and 0 < count < len(work.text)
-            and held.salt == work.salt
-            and work.text[:count] == held.tokens
-        )
+            self.running[work.row] = work
+            self._changed[work] = None
+            if shared and self.tails is not None:
+                slot = self.tails.find(work.keys[len(shared) - 1])
+                assert slot is not None
+                yield work, slot
 
     def _pieces(self) -> Iterator[Piece]:
         """Of those that read, the most urgent first, then whoever was served longest ago."""
@@ -179,23 +220,66 @@ class Scheduler:
             key=lambda work: (work.priority, work.served, work.arrival),
         )
         for work in order:
-            count = min(left, len(work.text) - work.read)
-            if work.read + count < len(work.text):
-                count -= (work.read + count) % self.alignment
-            if count <= 0:
-                return
-            piece = Piece(work, work.read, work.read + count)
-            work.read, work.served = piece.end, next(self._clock)
-            work.promised += piece.last
-            left -= count
-            yield piece
+            while work.reads:
+                count = min(left, len(work.text) - work.read)
+                if work.marks:
+                    count = min(count, work.marks[0] - work.read)
+                if work.read + count < len(work.text):
+                    count -= (work.read + count) % self.alignment
+                if count <= 0:
+                    return
+                left -= count
+                yield self._piece(work, count)
+
+    def _piece(self, work: Work, count: int) -> Piece:
+        begin, end = work.read, work.read + count
+        work.read, work.served = end, next(self._clock)
+        work.promised += end == len(work.text)
+        whole = slice(begin // self.page, end // self.page)
+        self.pool.name(work.keys[whole], work.pages[whole])
+        tail = None
+        if work.marks and end == work.marks[0]:
+            work.marks.pop(0)
+            assert self.tails is not None
+            tail = self.tails.put(work.keys[end // self.page - 1])
+        return Piece(work, begin, end, tail)
+
+    def _wanted(self) -> int:
+        """Pages that the next step needs beside those of its rows, at most."""
+        running = self.running.values()
+        steps = 1 if self.waiting or any(work.reads for work in running) else self.steps
+        decoding = sum(self._growth(work, steps) for work in running if work.decodes)
+        ending = (work for work in running if work.reads and len(work.text) - work.read <= self.budget)
+        return decoding + sum(self._growth(work, 1 + steps) for work in ending)
+
+    def _growth(self, work: Work, tokens: int) -> int:
+        """Pages that a request needs beside its own for so many more tokens."""
+        promised = min(work.promised + tokens, work.max_tokens)
+        return max(0, self._pages_for(len(work.prompt) + promised - 1) - len(work.pages))
+
+    def _grow(self, work: Work, steps: int) -> bool:
+        """Promises tokens, if there are pages for them."""
+        if (count := self._growth(work, steps)) > self.pool.available:
+            return False
+        if count:
+            work.pages += self.pool.take(count)
+            self._changed[work] = None
+        work.promised += steps
+        return True
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page)
 
     def _release(self, work: Work, keep: int) -> None:
         assert work.row is not None
-        held = (work.prompt + tuple(work.output))[:keep]
-        self.free[work.row] = _Held(held, work.salt, next(self._clock))
+        if self.reuse:
+            text = work.prompt + tuple(work.output)
+            keys = page_keys(text, self.page, work.salt, work.keys)[: keep // self.page]
+            self.pool.name(keys, work.pages)
+        self.pool.let_go(work.pages)
+        self.free.append(work.row)
         del self.running[work.row]
-        work.row, work.read, work.promised = None, 0, 0
+        work.row, work.pages, work.read, work.promised, work.marks = None, [], 0, 0, []
 
 
 def _order(work: Work) -> tuple[int, int]:
