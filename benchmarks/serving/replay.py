@@ -46,6 +46,7 @@ class Options:
     speeds: tuple[float, ...] = (1.0,)
     rows: int = 16
     max_model_len: int | None = None
+    cache_tokens: int | None = None
     chunk: int = 2048
     name: str = "serving"
     results: Path = RESULTS
@@ -177,7 +178,13 @@ def main(options: Options) -> None:
     end = options.start + options.seconds
     inside = [each for each in arrivals(options.trace) if options.start <= each.time < end]
     model = options.served.load()
-    config = EngineConfig(options.rows, options.max_model_len, options.chunk, most_waiting=len(inside) + 1)
+    config = EngineConfig(
+        options.rows,
+        options.max_model_len,
+        options.cache_tokens,
+        chunk=options.chunk,
+        most_waiting=len(inside) + 1,
+    )
     rows = []
     with Engine(model, config) as engine:
         fitting = [each for each in inside if each.prompt + each.answer <= engine.max_model_len]

@@ -37,13 +37,17 @@ SETTLING = 30.0
 
 @dataclass(frozen=True)
 class Options:
-    """requests: in all. clients: at once. pool: different requests. rows, waiting: of the engine."""
+    """requests: in all. clients: at once. pool: different requests.
+
+    rows, cache_tokens, waiting: of the engine.
+    """
 
     model: Path
     requests: int = 10_000
     clients: int = 48
     pool: int = 48
     rows: int = 4
+    cache_tokens: int = 512
     waiting: int = 24
     seed: int = 0
     name: str = "serving-soak"
@@ -138,7 +142,9 @@ def main(options: Options) -> None:
     """Writes one JSON; ends with status 1 if anything was wrong, unanswered or kept."""
     model = load(options.model)
     pool = pool_of(model, options)
-    config = EngineConfig(options.rows, 256, chunk=64, most_waiting=options.waiting)
+    config = EngineConfig(
+        options.rows, 256, options.cache_tokens, page=16, chunk=64, most_waiting=options.waiting
+    )
     engine = Engine(model, config)
     server = Server(make_app(engine, name="soak"), engine, "soak", "127.0.0.1", 0, drain_seconds=5)
     thread = threading.Thread(target=server.run)

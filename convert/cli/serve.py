@@ -37,9 +37,11 @@ class Serve:
     name: str | None = None
     """What clients call the model; default the folder's name."""
     rows: int = 8
-    """Requests that are answered at once; the cache has room for so many of the longest."""
+    """Requests that are answered at once."""
     max_model_len: int | None = None
     """Tokens of a prompt and its answer together; default the model's positions."""
+    cache_tokens: int | None = None
+    """Tokens that the cache has room for; default as many as all rows of the longest take, or as fit."""
     chunk: int = 2048
     """Prompt tokens read between two tokens of other answers, a power of two."""
     max_waiting: int = 256
@@ -56,7 +58,13 @@ class Serve:
             raise PromptError(f"serving needs {', '.join(missing)}; run: pip install 'zdc-jax[serve]'")
         from zdc_jax.server.run import serve
 
-        config = EngineConfig(self.rows, self.max_model_len, self.chunk, most_waiting=self.max_waiting)
+        config = EngineConfig(
+            self.rows,
+            self.max_model_len,
+            self.cache_tokens,
+            chunk=self.chunk,
+            most_waiting=self.max_waiting,
+        )
         plan = self.flags.build(self.path)
         model = load(self.path, plan, dtype=self.dtype, max_positions=self.max_positions)
         with Engine(model, config) as engine:

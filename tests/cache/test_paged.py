@@ -1,0 +1,99 @@
+"""Tokens in pages, read by kernels where these can: the same numbers as rows give."""
+
+import logging
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zdc_jax import methods
+from zdc_jax.cache.paged import Paged
+from zdc_jax.cache.pages import Pages
+from zdc_jax.cache.prefix_ring import PrefixRing
+from zdc_jax.cache.spec import Call, LayerCacheSpec
+from zdc_jax.errors import PlanError
+from zdc_jax.ops import attention
+from zdc_jax.plan import CompressionPlan
+
+B, K, G, H, PAGE, CAPACITY, PIECE = 3, 2, 4, 128, 128, 512, 64
+HEADS = {"num_kv_heads": K, "head_dim": H, "dtype": "bfloat16"}
+SPECS = {
+    "dense": PrefixRing(R=H, Z=H, **HEADS),
+    "ranks": PrefixRing(R=64, Z=96, **HEADS),
+    "ring": PrefixRing(R=64, Z=96, sinks=4, window=128, **HEADS),
+}
+
+
+def run(spec: LayerCacheSpec, widths: tuple[int, int], table: np.ndarray | None) -> np.ndarray:
+    """Outputs of tokens that are decoded behind prompts of 3 pieces, 2 and 1, [steps, B, N, ·]."""
+    rng, (qk, vo) = np.random.default_rng(0), widths
+    wide = {"q": (K * G, qk), "k": (K, qk), "v": (K, vo)}
+    steps = [PIECE] * 4 + [1] * 12
+    step = jax.jit(partial(_step, spec))
+    state, held, found = spec.create(B, CAPACITY), np.zeros(B, np.int32), []
+    for index, count in enumerate(steps):
+        x = {name: rng.normal(size=(B, count, *shape)) for name, shape in wide.items()}
+        new = count * (np.arange(B) < 3 - index if count > 1 else np.ones(B, bool))
+        given = (jnp.asarray(x[name], jnp.bfloat16) for name in "qkv")
+        state, o = step(state, *given, held[:, None] + np.arange(count), held + new, table)
+        held = held + new
+        if count == 1:
+            found.append(np.asarray(o[:, 0], np.float32))
+    return np.stack(found)
+
+
+def _step(spec, state, q, k, v, positions, end, table):
+    done = spec.attend(state, q, k, v, positions, end, None, Call(H**-0.5, table=table))
+    return done.state, done.o
+
+
+def check(spec: LayerCacheSpec) -> None:
+    pages = CAPACITY // PAGE
+    table = np.random.default_rng(1).permutation(2 * B * pages)[: B * pages].reshape(B, pages)
+    paged, widths = Paged.of(spec, page=PAGE, pages=2 * B * pages), (spec.R, spec.Z)
+    widths = (H, H) if spec.sinks else widths
+    found = run(paged, widths, table.astype(np.int32))
+    np.testing.assert_array_equal(found, run(spec, widths, None))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_pages_give_what_rows_give(name):
+    check(SPECS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SPECS)
+def test_kernels_read_pages(name, caplog):
+    attention._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger="zdc_jax.ops"):
+        check(SPECS[name])
+    kinds = {record.getMessage().split(" (")[0] for record in caplog.records}
+    assert "decode runs on pallas" in kinds
+    assert "decode runs on xla" not in kinds
+
+
+def test_a_page_that_is_shared_is_not_written_by_rows_that_hold_still():
+    pool = jnp.zeros((3, 1, 4, 2))
+    pages = Pages(pool, jnp.array([[0, 1], [0, 2]]))
+    rows = jnp.ones((2, 1, 8, 2))
+    found = pages.put_rows(rows, jnp.array([2, 5]), jnp.array([2, 6]), tokens=1, page=4)
+    np.testing.assert_array_equal(found[:, 0, 0, 0], [0, 0, 1])
+
+
+def test_methods_that_cannot_are_refused_by_name(tiny_llama):
+    config = tiny_llama.config
+    evicting, blocks = (
+        methods.named(name).Settings(**settings)
+        for name, settings in (("h2o", {}), ("kivi", {"bits": 4, "group": 16}))
+    )
+    plan = CompressionPlan.uniform(config, qk=32, v=32, sinks=2, window=16)
+    for name, settings, message in [
+        ("h2o", evicting, "Evicting does not keep tokens by position"),
+        ("kivi", blocks, "page=8 tokens must be a multiple of the blocks of CodedStore"),
+    ]:
+        spec = replace(plan, method=name, settings=settings).layer_caches("float32")[0]
+        with pytest.raises(PlanError, match=message):
+            Paged.of(spec, page=8, pages=4)
