@@ -26,7 +26,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.coded_inputs import BLOCK, CodedConfig, Plane, check_coded, config_for
+from kernels_pallas.coded_inputs import BLOCK, CodedConfig, Plane, check_coded, config_for, rows_of
 from kernels_pallas.common import LOG2_E, NEVER, filled, tile_width, tiled
 from kernels_pallas.rows import PER_ROW, block_rows, gathered_bytes, gathered_rows
 from kernels_pallas.unpack import columns, reaches, unpacked
@@ -46,6 +46,7 @@ def coded_attention(
     *,
     scale: float,
     slots: Int[Array, "B K n"] | None = None,
+    block_table: Int[Array, "B pages"] | None = None,
     config: CodedConfig | None = None,
 ) -> tuple[Float[Array, "B N Z"], Float[Array, "B N"]]:
     """Attention of each row's last token over the slots begin ≤ j < end, which alone are read.
@@ -58,6 +59,8 @@ def coded_attention(
       begin, end: of each row; a row of none gives zeros and -inf, slots that are not there count for nothing.
       scale: factor on the scores, 1/√H of the original head dim.
       slots: with it, only those of these slots that count are read, each as often as it is there; int32.
+      block_table: with it planes are a pool of pages (`Plane`), of a multiple of 64 slots each where there
+        are no `slots`.
       config: how keys are cut; None takes the measured or default one.
 
     Returns:
@@ -68,11 +71,11 @@ def coded_attention(
       ValueError: a shape, dtype or number of bits not allowed, named with its value, before launch.
       NotImplementedError: on a GPU not of compute capability 9.0.
     """
-    check_coded(q, keys, values, begin, end, slots=slots, config=config)
-    config = config or config_for(keys, values, 0 if slots is None else slots.shape[2])
+    check_coded(q, keys, values, begin, end, slots=slots, block_table=block_table, config=config)
+    config = config or config_for(keys, values, 0 if slots is None else slots.shape[2], block_table)
     planes = [(plane.levels, plane.reach) for plane in (*keys, values)]
     bits = tuple(plane.bits for plane in (*keys, values))
-    return _launch(q, planes, begin, end, slots, bits=bits, scale=scale, config=config)
+    return _launch(q, planes, begin, end, slots, block_table, bits=bits, scale=scale, config=config)
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "scale", "config"))
@@ -82,6 +85,7 @@ def _launch(
     begin: Array,
     end: Array,
     slots: Array | None,
+    block_table: Array | None,
     *,
     bits: tuple[int, ...],
     scale: float,
@@ -89,14 +93,22 @@ def _launch(
 ) -> tuple[Array, Array]:
     """`coded_attention`, checked; levels and reach of the planes of keys, then of values."""
     widths = tuple(levels.shape[-1] * 8 // b for (levels, _), b in zip(planes, bits, strict=True))
-    (B, N, _), (_, K, S) = q.shape, planes[0][1].shape
-    G, Z = N // K, widths[-1]
+    B, K, S = rows_of(planes[0][1], block_table)
+    N, Z, page = q.shape[1], widths[-1], planes[0][1].shape[2]
+    G = N // K
+    more = [] if block_table is None else [block_table]
     if slots is not None:
+        if block_table is not None:
+            slots, begin, end = _in_pool(slots, begin, end, block_table, planes[0][1].shape)
+            planes = [(x.reshape(1, 1, -1, x.shape[-1]), reach.reshape(1, 1, -1)) for x, reach in planes]
+            S = planes[0][1].size
         # A slot that is not there counts for nothing.
         slots = jnp.pad(slots, ((0, 0), (0, 0), (0, -slots.shape[2] % BLOCK)), constant_values=S)
+        more = [slots.astype(jnp.int32).reshape(B, K, -1, BLOCK)]
     g = _Geometry(
         K=K,
         S=S,
+        page=0 if block_table is None else page,
         chosen=0 if slots is None else slots.shape[2],
         columns=-(-G // 8) * 8,
         widths=widths,
@@ -121,20 +133,41 @@ def _launch(
         _queries(q, g),
         *(levels if g.chosen else _blocks(levels) for levels, _ in planes),
         *(reach for _, reach in planes),
-        *(() if slots is None else (slots.astype(jnp.int32).reshape(B, K, -1, BLOCK),)),
+        *more,
     )
     o, total = common.merge_parts(partial[..., :G].swapaxes(3, 4), lse[..., :G])
     o = o[..., g.order(-1).argsort()]
     return o.reshape(B, N, Z).astype(q.dtype), total.reshape(B, N)
 
 
+def _in_pool(
+    slots: Array, begin: Array, end: Array, block_table: Array, pool: tuple[int, ...]
+) -> tuple[Array, Array, Array]:
+    """A list's slots as those of a pool [P, K, page size] taken for one row, with the begin and end of all.
+
+    What does not count is -1: its page may be any number.
+    """
+    P, K, page = pool
+    S, of_row = block_table.shape[1] * page, lambda x: x[:, None, None]
+    slots = slots.astype(jnp.int32)
+    counts = (slots >= jnp.maximum(of_row(begin), 0)) & (slots < jnp.minimum(of_row(end), S))
+    inside = jnp.where(counts, slots, 0)
+    entry = jnp.take_along_axis(block_table[:, None], inside // page, axis=2, mode="promise_in_bounds")
+    found = (entry * K + jnp.arange(K, dtype=jnp.int32)[:, None]) * page + inside % page
+    last = jnp.where(begin < end, P * K * page, 0)
+    return jnp.where(counts, found, -1), jnp.zeros_like(last), last
+
+
 class _Geometry(NamedTuple):
-    """Static shape of a launch. chosen: slots of a list, 0 where there is none. columns: query heads, eight
-    or sixteen. widths, bits: of the planes.
+    """Static shape of a launch. page: slots of one, 0 without a block table. chosen: slots of a list, 0 where
+    there is none. columns: query heads, eight or sixteen. widths, bits: of the planes.
+
+    A list of slots in pages is one of all the pool's S, as if they were of one head of one row.
     """
 
     K: int
     S: int
+    page: int
     chosen: int
     columns: int
     widths: tuple[int, ...]
@@ -219,16 +252,19 @@ class _Buffers(NamedTuple):
 def _part(refs: Any, g: _Geometry, at: _Buffers) -> None:
     """One CTA: its share of the blocks of one KV head of one row."""
     begin_ref, end_ref, q_ref, *others = refs
-    sources, (*slots_ref, o_ref, lse_ref) = others[: 2 * len(g.widths)], others[2 * len(g.widths) :]
+    sources, (*more, o_ref, lse_ref) = others[: 2 * len(g.widths)], others[2 * len(g.widths) :]
     head, part = lax.axis_index("head"), lax.axis_index("part")
     b, kv = lax.div(head, jnp.int32(g.K)), lax.rem(head, jnp.int32(g.K))
     inside = lambda slot: jnp.clip(slot, 0, g.S)
     span = _Span.of(g, inside(begin_ref[b]), inside(end_ref[b]), part)
     for coordinates, buffer in zip(g.key_columns, at.q, strict=True):
         plgpu.copy_gmem_to_smem(q_ref.at[b, kv, pl.ds(0, g.columns), coordinates], buffer, at.q_ready)
-    for ref, buffer in zip(slots_ref, at.slots, strict=True):
-        plgpu.copy_gmem_to_smem(ref.at[b, kv], buffer, at.q_ready)
-    source: _Source = (_Chosen if g.chosen else _Stream)(g, at, span, sources, (b, kv))
+    source: _Source
+    if g.chosen:
+        plgpu.copy_gmem_to_smem(more[0].at[b, kv], at.slots[0], at.q_ready)
+        source = _Chosen(g, at, span, sources, (0, 0) if g.page else (b, kv))
+    else:
+        source = _Stream(g, at, span, sources, (b, kv), *more)
     plgpu.barrier_wait(at.q_ready)
 
     @pl.loop(0, 2)
@@ -277,13 +313,17 @@ class _Block(NamedTuple):
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a part's blocks come from: planes in global memory, of one KV head of one row."""
+    """Where a part's blocks come from: planes in global memory, of one KV head of one row.
+
+    table: which pages a row has, if it has its blocks there.
+    """
 
     g: _Geometry
     at: _Buffers
     span: "_Span"
     sources: Any
-    head: tuple[Array, Array]
+    head: tuple[Any, Any]
+    table: Any = None
 
     def begin(self) -> None:
         """Before the first block."""
@@ -326,12 +366,21 @@ class _Stream(_Source):
     def _slot(self, step: Array) -> Array:
         return lax.rem(step - self.span.first, jnp.int32(self.g.stages))
 
+    def _place(self, step: Array) -> tuple[Array, Array, Array]:
+        """Indices of a step's block, through the block table if there is one."""
+        b, kv = self.head
+        if self.table is None:
+            return b, kv, step
+        per_page = jnp.int32(self.g.page // BLOCK)
+        return self.table[b, lax.div(step, per_page)], kv, lax.rem(step, per_page)
+
     def _load(self, step: Array) -> None:
-        rows, slot = pl.ds(pl.multiple_of(step * BLOCK, BLOCK), BLOCK), self._slot(step)
-        levels = [(step, buffer.at[slot]) for buffer in self.at.levels]
+        *head, block = self._place(step)
+        rows, slot = pl.ds(pl.multiple_of(block * BLOCK, BLOCK), BLOCK), self._slot(step)
+        levels = [(block, buffer.at[slot]) for buffer in self.at.levels]
         reach = [(rows, buffer.at[slot, pl.ds(0, BLOCK)]) for buffer in self.at.reach]
         for source, (place, buffer) in zip(self.sources, (*levels, *reach), strict=True):
-            plgpu.copy_gmem_to_smem(source.at[*self.head, place], buffer, self.at.ready.at[slot])
+            plgpu.copy_gmem_to_smem(source.at[*head, place], buffer, self.at.ready.at[slot])
 
 
 class _Chosen(_Source):

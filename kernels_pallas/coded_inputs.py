@@ -1,4 +1,4 @@
-"""What the kernel of coded keys and values takes, and its refusals before launch."""
+"""What the kernels of coded keys and values take, and the refusals of attention before launch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +18,18 @@ MOST_HEADS = 16
 """Query heads of a KV head."""
 MOST_SLOTS = 8192
 """Of a list, which is in shared memory."""
+MOST_ROWS = 2**31 - 1
+"""Slots of all KV heads of a pool, which a list has numbers for."""
 
 
 class Plane(NamedTuple):
     """Integers of consecutive coordinates (`FittedIntegers`): levels uint8 [B, K, S, C·bits/8] in
-    `bit_planes`, reach uint8 [B, K, S] in e5m3. Level l of reach r is (2l + 1 - 2^bits)·r/2^bits."""
+    `bit_planes`, reach uint8 [B, K, S] in e5m3. Level l of reach r is (2l + 1 - 2^bits)·r/2^bits.
+
+    With a block table, int32 [B, pages of a row], they are a pool of pages [P, K, page size, ·]. Slot j of
+    row b is slot j % page size of page table[b, j // page size]; S are all slots of a row. Entries of pages
+    without slots that count, as of those that a row does not have yet, may be any numbers.
+    """
 
     levels: Array
     reach: Array
@@ -47,10 +54,12 @@ class CodedConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
 
 
-def config_for(keys: Sequence[Plane], values: Plane, chosen: int = 0) -> CodedConfig:
+def config_for(
+    keys: Sequence[Plane], values: Plane, chosen: int = 0, block_table: Shaped | None = None
+) -> CodedConfig:
     """The default parts, with as many blocks in flight as measured for these widths on this device (else as
     by default). Entries tell the coordinates and the bytes of a token's levels, in all planes."""
-    B, K, S = values.reach.shape
+    B, K, S = rows_of(values.reach, block_table)
     default, nbytes = default_config(B * K, S, chosen), sum(x.levels.shape[-1] for x in (*keys, values))
     C = sum(plane.width for plane in keys)
     found = measured("coded_decode", C=C, Z=values.width, bytes=nbytes, chosen=chosen)
@@ -75,6 +84,7 @@ def check_coded(
     end: Shaped,
     *,
     slots: Shaped | None = None,
+    block_table: Shaped | None = None,
     config: CodedConfig | None = None,
 ) -> None:
     """Raises what `coded_attention` says it raises; arrays and options are those given to it."""
@@ -83,15 +93,18 @@ def check_coded(
         raise ValueError(f"q has dtype {q.dtype}: must be bfloat16")
     if not 1 <= len(keys) <= 2:
         raise ValueError(f"keys has {len(keys)} planes: must be 1 or 2")
-    B, K, S = values.reach.shape
+    multiple = BLOCK if slots is None else 1
+    if block_table is not None:
+        check_table(block_table, q.shape[0], values.reach, multiple)
+    (lead, _, each), (B, K, S) = values.reach.shape, rows_of(values.reach, block_table)
     common.check_shape("q", q, (B, None, sum(plane.width for plane in keys)), "B, N, R")
     common.check_groups(q.shape[1], K)
     if q.shape[1] // K > MOST_HEADS:
         raise ValueError(f"q has {q.shape[1] // K} heads a KV head: must be at most {MOST_HEADS}")
-    if slots is None and S % BLOCK:
-        raise ValueError(f"S={S} slots: must be a multiple of {BLOCK}")
+    if S % multiple:
+        raise ValueError(f"S={S} slots: must be a multiple of {multiple}")
     for name, plane in (*((f"keys[{i}]", plane) for i, plane in enumerate(keys)), ("values", values)):
-        check_plane(name, plane, (B, K, S))
+        check_plane(name, plane, (lead, K, each))
     if values.width % BLOCK:
         raise ValueError(f"values has {values.width} coordinates: must be a multiple of {BLOCK}")
     for name, x in (("begin", begin), ("end", end)):
@@ -101,6 +114,26 @@ def check_coded(
     common.check_shape("slots", slots, (B, K, None), "B, K, n")
     if not 0 < slots.shape[2] <= MOST_SLOTS:
         raise ValueError(f"slots has {slots.shape[2]} of a KV head: must be 1 to {MOST_SLOTS}")
+    if block_table is not None and values.reach.size > MOST_ROWS:
+        raise ValueError(f"a pool of {values.reach.size} slots of KV heads: must be at most {MOST_ROWS}")
+
+
+def rows_of(reach: Shaped, block_table: Shaped | None) -> tuple[int, int, int]:
+    """B, K and S of rows in a plane of these reaches, or in pages of it."""
+    lead, K, S = reach.shape
+    return (lead, K, S) if block_table is None else (block_table.shape[0], K, block_table.shape[1] * S)
+
+
+def check_table(block_table: Shaped, rows: int, reach: Shaped, multiple: int) -> None:
+    """Raises `ValueError` unless it is a table of so many rows, for pages [P, K, a multiple of slots]."""
+    common.check_shape("block_table", block_table, (rows, None), "B, pages")
+    if block_table.dtype != jnp.int32:
+        raise ValueError(f"block_table has dtype {block_table.dtype}: must be int32")
+    pages, (pool, _, page) = block_table.shape[1], reach.shape
+    if not page or page % multiple:
+        raise ValueError(f"pages of {page} slots: must be a multiple of {multiple}")
+    if not pages or not pool:
+        raise ValueError(f"block_table has {pages} pages of a row, of {pool} in all: must be at least 1")
 
 
 def plane_fits(width: int, bits: int) -> bool:

@@ -28,7 +28,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.coded_inputs import MOST_HEADS, Plane, check_plane, plane_fits
+from kernels_pallas.coded_inputs import MOST_HEADS, Plane, check_plane, check_table, plane_fits, rows_of
 from kernels_pallas.common import LOG2_E, NEVER, Shaped, filled
 from kernels_pallas.unpack import reaches
 
@@ -85,12 +85,13 @@ class ScanConfig:
             raise ValueError(f"block={self.block}: must be one of {BLOCKS}")
 
 
-def default_scan_config(rows: int, S: int, token_bytes: int) -> ScanConfig:
+def default_scan_config(rows: int, S: int, token_bytes: int, page: int = 0) -> ScanConfig:
     """Of B·K = `rows` caches of S tokens: 64 bytes of levels a thread and step, if a token takes no more, and
-    parts for four CTAs on each multiprocessor, of 1024 tokens or more."""
+    parts for four CTAs on each multiprocessor, of 1024 tokens or more. Blocks divide S, and pages if any."""
     block = min(max(BLOCKS), max(THREADS, THREADS * 64 // token_bytes))
     return ScanConfig(
-        block=math.gcd(S, 1 << block.bit_length() - 1), splits=max(1, min(4 * common.SMS // rows, S // 1024))
+        block=math.gcd(S, page, 1 << block.bit_length() - 1),
+        splits=max(1, min(4 * common.SMS // rows, S // 1024)),
     )
 
 
@@ -101,6 +102,7 @@ def index_scores(
     end: Int[Array, " B"],
     *,
     scale: float,
+    block_table: Int[Array, "B pages"] | None = None,
     config: ScanConfig | None = None,
 ) -> tuple[Float[Array, "B K S"], Float[Array, "B N"]]:
     """What each token is worth to each KV head, by the index alone; slots begin ≤ j < end alone are read.
@@ -111,6 +113,8 @@ def index_scores(
         of 128.
       begin, end: of each row; slots below 0 and from S on count for nothing.
       scale: factor on the scores, 1/√H of the original head dim.
+      block_table: with it the index is a pool of pages (`Plane`), whose size is a multiple of 128 and of the
+        config's block.
       config: how tokens are cut; None takes the default.
 
     Returns:
@@ -125,13 +129,13 @@ def index_scores(
       ValueError: a shape, dtype or number of bits not allowed, named with its value, before launch.
       NotImplementedError: on a GPU not of compute capability 9.0.
     """
-    check_scan(q, index, begin, end, config=config)
+    check_scan(q, index, begin, end, block_table=block_table, config=config)
     if config is None:
-        B, K, S = index.reach.shape
-        config = default_scan_config(B * K, S, index.levels.shape[-1])
-    return _launch(
-        q, index.levels, index.reach, begin, end, bits=index.bits, scale=float(scale), config=config
-    )
+        B, K, S = rows_of(index.reach, block_table)
+        page = 0 if block_table is None else index.reach.shape[2]
+        config = default_scan_config(B * K, S, index.levels.shape[-1], page)
+    arrays = index.levels, index.reach, begin, end, block_table
+    return _launch(q, *arrays, bits=index.bits, scale=float(scale), config=config)
 
 
 def in_sample(slots: Array, begin: Array) -> Array:
@@ -151,25 +155,36 @@ def index_fits(width: int, bits: int) -> bool:
     )
 
 
-def check_scan(q: Shaped, index: Plane, begin: Shaped, end: Shaped, *, config: ScanConfig | None) -> None:
+def check_scan(
+    q: Shaped,
+    index: Plane,
+    begin: Shaped,
+    end: Shaped,
+    *,
+    block_table: Shaped | None = None,
+    config: ScanConfig | None,
+) -> None:
     """Raises what `index_scores` says it raises; arrays and options are those given to it."""
     common.check_device()
     if q.dtype != jnp.bfloat16:
         raise ValueError(f"q has dtype {q.dtype}: must be bfloat16")
     if index.reach.ndim != 3:
         raise ValueError(f"index.reach has shape {index.reach.shape}: must be [B, K, S]")
-    B, K, S = index.reach.shape
-    check_plane("index", index, (B, K, S))
+    lead, K, slots = index.reach.shape
+    check_plane("index", index, (lead, K, slots))
     if not index_fits(index.width, index.bits):
         raise ValueError(
             f"index has {index.width} coordinates of {index.bits} bits: must be at most {MOST_COORDINATES}, "
             f"of one of {INDEX_BITS} bits, and take a multiple of {VECTOR} bytes a token"
         )
+    block, size = config.block if config else THREADS, index.levels.shape[-1]
+    if block_table is not None:
+        check_table(block_table, q.shape[0], index.reach, block)
+    B, _, S = rows_of(index.reach, block_table)
     common.check_shape("q", q, (B, None, index.width), "B, N, C")
     common.check_groups(q.shape[1], K)
     if q.shape[1] // K > MOST_HEADS:
         raise ValueError(f"q has {q.shape[1] // K} heads a KV head: must be at most {MOST_HEADS}")
-    block, size = config.block if config else THREADS, index.levels.shape[-1]
     if S % block:
         raise ValueError(f"S={S} slots: must be a multiple of {block}")
     if (held := block // THREADS * size) > MOST_HELD:
@@ -181,13 +196,14 @@ def check_scan(q: Shaped, index: Plane, begin: Shaped, end: Shaped, *, config: S
 
 
 class _Geometry(NamedTuple):
-    """Static shape of a launch. words: 32 bits each, of a token. every: one of so many blocks is read.
-    writes: scores; sums: log-sum-exp.
+    """Static shape of a launch. page: slots of one, 0 without a block table. words: 32 bits each, of a token.
+    every: one of so many blocks is read. writes: scores; sums: log-sum-exp.
     """
 
     K: int
     G: int
     S: int
+    page: int
     words: int
     bits: int
     block: int
@@ -204,19 +220,30 @@ def _launch(
     reach: Array,
     begin: Array,
     end: Array,
+    block_table: Array | None,
     *,
     bits: int,
     scale: float,
     config: ScanConfig,
 ) -> tuple[Array, Array]:
     """`index_scores`, checked."""
-    (B, N, C), (_, K, S) = q.shape, reach.shape
-    one = N == K
+    (_, N, C), (B, K, S) = q.shape, rows_of(reach, block_table)
     g = _Geometry(
-        K, N // K, S, C * bits // 32, bits, config.block, config.splits, every=1, writes=one, sums=one
+        K=K,
+        G=N // K,
+        S=S,
+        page=0 if block_table is None else reach.shape[2],
+        words=C * bits // 32,
+        bits=bits,
+        block=config.block,
+        parts=config.splits,
+        every=1,
+        writes=N == K,
+        sums=N == K,
     )
     span = begin.astype(jnp.int32), end.astype(jnp.int32)
-    heads, tokens = [_integers(q, g, scale)], (_words(levels), reach)
+    heads, tokens = [_integers(q, g, scale)], [_words(levels), reach]
+    tokens += [] if block_table is None else [block_table]
     if g.writes:
         scores, sums = _scan(g, span, heads, tokens)
         lse = _merged(sums)
@@ -308,7 +335,8 @@ class _Heads(NamedTuple):
 def _part(refs: Any, g: _Geometry, queries: Any, ready: Any) -> None:
     """One CTA: its share of the blocks of one KV head of one row."""
     count = 3 if g.sums else 4
-    (begin_ref, end_ref, queries_ref, *sums_ref), (words_ref, reach_ref, *out) = refs[:count], refs[count:]
+    (begin_ref, end_ref, queries_ref, *sums_ref), (words_ref, reach_ref, *rest) = refs[:count], refs[count:]
+    table, out = (rest[0], rest[1:]) if g.page else (None, rest)
     head, part = lax.axis_index("head"), lax.axis_index("part")
     b, kv = lax.div(head, jnp.int32(g.K)), lax.rem(head, jnp.int32(g.K))
     plgpu.copy_gmem_to_smem(queries_ref.at[b, kv], queries, ready)
@@ -317,8 +345,9 @@ def _part(refs: Any, g: _Geometry, queries: Any, ready: Any) -> None:
     span = _Span.of(inside(begin_ref[b]), inside(end_ref[b]), part, g)
 
     def read(step: Array) -> tuple[Array, Array]:
-        rows = _rows(jnp.clip(span.block(step, g), 0, g.S // g.block - 1), g)
-        return _read_levels(words_ref.at[b, kv, rows]), _read_codes(reach_ref.at[b, kv, rows])
+        block = jnp.clip(span.block(step, g), 0, g.S // g.block - 1)
+        lead, rows = _place(table, b, block, reach_ref.shape[0], g)
+        return _read_levels(words_ref.at[lead, kv, rows]), _read_codes(reach_ref.at[lead, kv, rows])
 
     first = read(span.first)
     if g.writes:
@@ -409,6 +438,16 @@ def _share(count: Array, part: Array, g: _Geometry) -> tuple[Array, Array]:
 
 def _rows(step: Array, g: _Geometry) -> Any:
     return pl.ds(pl.multiple_of(step * g.block, g.block), g.block)
+
+
+def _place(table: Any, b: Array, block: Array, lead: int, g: _Geometry) -> tuple[Array, Any]:
+    """Leading index, of so many, and rows of a row's block, through the block table if there is one."""
+    if table is None:
+        return b, _rows(block, g)
+    per_page = jnp.int32(g.page // g.block)
+    # A block is read even of a row of no slots, whose pages may be any numbers.
+    page = jnp.clip(table[b, lax.div(block, per_page)], 0, lead - 1)
+    return page, _rows(lax.rem(block, per_page), g)
 
 
 def _write_outside(scores: Any, span: _Span, part: Array, g: _Geometry) -> None:

@@ -21,7 +21,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.coded_inputs import Plane, check_plane
+from kernels_pallas.coded_inputs import Plane, check_plane, check_table, rows_of
 from kernels_pallas.common import Shaped
 from kernels_pallas.unpack import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, bit_planes, reaches
 
@@ -47,6 +47,7 @@ def encode(
     starts: Int[Array, " B"],
     ends: Int[Array, " B"],
     *,
+    block_table: Int[Array, "B pages"] | None = None,
     interpret: bool = False,
 ) -> list[list[Plane]]:
     """Planes with the tokens x at slots starts … starts + T - 1 below `ends`; others keep what they hold.
@@ -55,6 +56,8 @@ def encode(
       x: arrays of new tokens, floats: keys and values, say.
       planes: for each array those that take its coordinates one after another; together they have as many.
       starts, ends: of each row, int32; nothing is written from S on.
+      block_table: with it planes are a pool of pages (`Plane`), of any size; a token is not written where its
+        entry is not one of the pool's.
       interpret: on any device, slowly.
 
     Returns:
@@ -64,11 +67,11 @@ def encode(
       ValueError: a shape or dtype not allowed, named with its value, before launch.
       NotImplementedError: JAX has no Triton back end.
     """
-    check_encode(x, planes, starts, ends)
+    check_encode(x, planes, starts, ends, block_table=block_table)
     flat = [plane for each in planes for plane in each]
     arrays = [(plane.levels, plane.reach) for plane in flat]
     bits = tuple(tuple(plane.bits for plane in each) for each in planes)
-    found = iter(_launch(tuple(x), arrays, starts, ends, bits=bits, interpret=interpret))
+    found = iter(_launch(tuple(x), arrays, starts, ends, block_table, bits=bits, interpret=interpret))
 
     def written(plane: Plane) -> Plane:
         levels, reach = next(found)
@@ -78,21 +81,29 @@ def encode(
 
 
 def check_encode(
-    x: Sequence[Shaped], planes: Sequence[Sequence[Plane]], starts: Shaped, ends: Shaped
+    x: Sequence[Shaped],
+    planes: Sequence[Sequence[Plane]],
+    starts: Shaped,
+    ends: Shaped,
+    *,
+    block_table: Shaped | None = None,
 ) -> None:
     """Raises what `encode` says it raises; arrays are those given to it."""
     common.check_device()
     if plt is None:
         raise NotImplementedError("this JAX has no Triton back end of Pallas")
     B, T, K, _ = x[0].shape
-    S = planes[0][0].reach.shape[2]
+    lead, _, slots = planes[0][0].reach.shape
+    if block_table is not None:
+        check_table(block_table, B, planes[0][0].reach, 1)
+    tokens = B if block_table is None else lead, K, slots
     for i, (array, each) in enumerate(zip(x, planes, strict=True)):
         common.check_shape(f"x[{i}]", array, (B, T, K, sum(plane.width for plane in each)), "B, T, K, C")
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"x[{i}] has dtype {array.dtype}: must be a float")
         for j, plane in enumerate(each):
-            check_plane(f"planes[{i}][{j}]", plane, (B, K, S))
-            if 2**31 < (size := B * K * S * plane.levels.shape[-1]) <= 2**32:
+            check_plane(f"planes[{i}][{j}]", plane, tokens)
+            if 2**31 < (size := plane.levels.size) <= 2**32:
                 raise ValueError(f"planes[{i}][{j}] has {size} bytes: {OFFSETS}")
     for name, row in (("starts", starts), ("ends", ends)):
         common.check_shape(name, row, (B,), "B")
@@ -104,50 +115,59 @@ def _launch(
     arrays: Sequence[tuple[Array, Array]],
     starts: Array,
     ends: Array,
+    block_table: Array | None,
     *,
     bits: tuple[tuple[int, ...], ...],
     interpret: bool,
 ) -> list[tuple[Array, Array]]:
     """`encode`, checked; levels and reach of all planes."""
     B, T, K, _ = x[0].shape
-    rows = min(TOKENS, pl.next_power_of_2(T))
+    # Each token may be in a page of its own.
+    rows = min(TOKENS, pl.next_power_of_2(T)) if block_table is None else 1
     leaves, tree = jax.tree.flatten(list(arrays))
-    before = 1 + len(x)
-    S = arrays[0][1].shape[2]
+    table = [] if block_table is None else [block_table]
+    before = 1 + len(x) + len(table)
+    _, _, S = rows_of(arrays[0][1], block_table)
     span = jnp.stack([starts, jnp.minimum(ends, S)], 1).astype(jnp.int32)
     found = pl.pallas_call(
-        functools.partial(_kernel, bits=bits, rows=rows),
+        functools.partial(_kernel, bits=bits, rows=rows, paged=bool(table)),
         out_shape=[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves],
         grid=(B, K, pl.cdiv(T, rows)),
         input_output_aliases={before + i: i for i in range(len(leaves))},
         compiler_params=plt.CompilerParams(num_warps=4 if rows > 1 else 1),
         interpret=interpret,
         name="zdc_encode",
-    )(span, *x, *leaves)
+    )(span, *x, *table, *leaves)
     return jax.tree.unflatten(tree, found)
 
 
-def _kernel(span_ref: Any, *refs: Any, bits: tuple[tuple[int, ...], ...], rows: int) -> None:
+def _kernel(span_ref: Any, *refs: Any, bits: tuple[tuple[int, ...], ...], rows: int, paged: bool) -> None:
     x_refs, count = refs[: len(bits)], 2 * sum(map(len, bits))
     out = iter(refs[-count:])
     b, kv, first = pl.program_id(0), pl.program_id(1), pl.program_id(2) * rows
     start, end = span_ref[b, 0], span_ref[b, 1]
+    token = first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+    kept = (token < x_refs[0].shape[1]) & (start + token < end)
+    lead, slot = b, start + first
+    if paged:
+        table_ref, (pool, _, page) = refs[len(bits)], refs[-1].shape
+        lead = table_ref[b, jnp.clip(lax.div(slot, page), 0, table_ref.shape[1] - 1)]
+        kept &= (lead >= 0) & (lead < pool)
+        slot = lax.rem(slot, page)
+    slots = pl.ds(slot, rows)
     for x_ref, each in zip(x_refs, bits, strict=True):
         begin = 0
         for plane_bits in each:
             levels_ref, reach_ref = next(out), next(out)
             C = levels_ref.shape[-1] * 8 // plane_bits
-            token = first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
-            kept = (token < x_ref.shape[1]) & (start + token < end)
             at = [(b, pl.ds(first, rows), kv, pl.ds(jnp.int32(begin + i), width)) for i, width in _pieces(C)]
             x = [plt.load(x_ref.at[place], mask=kept, other=0.0).astype(jnp.float32) for place in at]
             levels, reach = _coded(x, plane_bits)
-            slots = pl.ds(start + first, rows)
             for (i, _), level in zip(_pieces(C), levels, strict=True):
                 for place, size, part in _packed(level, C, i, plane_bits):
                     taken = pl.ds(jnp.int32(place), size)
-                    plt.store(levels_ref.at[b, kv, slots, taken], part, mask=kept)
-            plt.store(reach_ref.at[b, kv, slots], reach, mask=kept[:, 0])
+                    plt.store(levels_ref.at[lead, kv, slots, taken], part, mask=kept)
+            plt.store(reach_ref.at[lead, kv, slots], reach, mask=kept[:, 0])
             begin += C
 
 

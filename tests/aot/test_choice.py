@@ -36,6 +36,22 @@ def test_scores_by_an_index(C, bits, groups):
         assert loop.count("BAR", "SYNCS") == 0
 
 
+@pytest.mark.parametrize(("C", "bits"), [(32, 4), (64, 2)])
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("page", [256, 1024])
+def test_scores_by_an_index_in_pages(C, bits, groups, page):
+    index = (shape(999, K, page, C * bits // 8, dtype=jnp.uint8), shape(999, K, page, dtype=jnp.uint8))
+    scan = lambda q, index, begin, end, table: index_scores(
+        q, Plane(*index, bits), begin, end, scale=0.1, block_table=table
+    )
+    table = shape(B, S // page, dtype=jnp.int32)
+    kernels = compiled(scan, shape(B, groups * K, C, dtype=jnp.bfloat16), index, ROW, ROW, table)
+    assert_no_spills(kernels)
+    for kernel in kernels:
+        (loop,) = kernel.code.loops_with("IDP")
+        assert loop.count("BAR", "SYNCS") == 0
+
+
 @pytest.mark.parametrize(
     ("rows", "S", "k", "ctas"),
     [

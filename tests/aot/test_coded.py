@@ -26,20 +26,22 @@ def shape(*dims: int, dtype=jnp.uint8) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def coded(keys, values, groups: int = 4, chosen: int = 0) -> Kernel:
-    """Decoding with `groups` query heads a KV head; `chosen` slots, or all."""
+def coded(keys, values, groups: int = 4, chosen: int = 0, page: int = 0) -> Kernel:
+    """Decoding with `groups` query heads a KV head; `chosen` slots, or all; of rows, or in pages."""
     kinds = (*keys, values)
 
-    def attend(q, arrays, begin, end, slots):
+    def attend(q, arrays, begin, end, slots, table):
         planes = [Plane(*pair, bits) for pair, (_, bits) in zip(arrays, kinds, strict=True)]
-        config = CodedConfig(stages=3, splits=4)
-        return coded_attention(q, planes[:-1], planes[-1], begin, end, scale=0.1, slots=slots, config=config)
+        options = {"slots": slots, "block_table": table, "config": CodedConfig(stages=3, splits=4)}
+        return coded_attention(q, planes[:-1], planes[-1], begin, end, scale=0.1, **options)
 
-    arrays = [(shape(B, K, S, C * bits // 8), shape(B, K, S)) for C, bits in kinds]
+    tokens = (99, K, page) if page else (B, K, S)
+    arrays = [(shape(*tokens, C * bits // 8), shape(*tokens)) for C, bits in kinds]
     q = shape(B, groups * K, sum(C for C, _ in keys), dtype=jnp.bfloat16)
     row = shape(B, dtype=jnp.int32)
     slots = shape(B, K, chosen, dtype=jnp.int32) if chosen else None
-    (kernel,) = compiled(attend, q, arrays, row, row, slots)
+    table = shape(B, S // page, dtype=jnp.int32) if page else None
+    (kernel,) = compiled(attend, q, arrays, row, row, slots, table)
     return kernel
 
 
@@ -67,6 +69,26 @@ def test_chosen_slots(keys, values, ctas):
     for loop in kernel.code.loops_with("HGMMA"):
         assert loop.in_order("LDG", "HGMMA"), "rows come straight into registers"
         assert loop.count("UTMALDG") == 0
+
+
+@pytest.mark.parametrize(("keys", "values", "ctas"), PLANES)
+def test_pages(keys, values, ctas):
+    kernel = coded(keys, values, page=256)
+    assert_no_spills([kernel])
+    assert kernel.ctas >= ctas
+    for loop in kernel.code.loops_with("HGMMA"):
+        assert loop.count("UTMALDG") > 0, "the next block is asked for"
+        assert loop.count("LDG", "LD") == 1, "its page is looked up once"
+
+
+@pytest.mark.parametrize(("keys", "values", "ctas"), PLANES[1:3])
+def test_chosen_slots_in_pages(keys, values, ctas):
+    kernel, of_rows = coded(keys, values, chosen=CHOSEN, page=256), coded(keys, values, chosen=CHOSEN)
+    assert_no_spills([kernel])
+    assert kernel.ctas >= ctas
+    loops = [it.code.loops_with("HGMMA") for it in (kernel, of_rows)]
+    for paged, whole in zip(*loops, strict=True):
+        assert paged.count("LDG", "LD") == whole.count("LDG", "LD"), "pages were looked up before"
 
 
 @pytest.mark.parametrize("groups", [1, 16])

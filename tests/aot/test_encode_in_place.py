@@ -14,20 +14,23 @@ BITS = (4, 4, 4)
 
 @pytest.mark.aot
 @pytest.mark.parametrize(("B", "T"), [(8, 1), (1, 1024)])
-def test_writes_in_place(B, T):
+@pytest.mark.parametrize("page", [0, 256])
+def test_writes_in_place(B, T, page):
     """All that comes back is where it was, but for the pointers of a tuple."""
     K, S, sharding = 8, 4096, jax.sharding.SingleDeviceSharding(device())
     shape = lambda *dims, dtype=jnp.uint8: jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
-    arrays = [(shape(B, K, S, P), shape(B, K, S)) for P in (16, 48, 64)]
+    tokens = (99, K, page) if page else (B, K, S)
+    arrays = [(shape(*tokens, P), shape(*tokens)) for P in (16, 48, 64)]
+    table = shape(B, S // page, dtype=jnp.int32) if page else None
     x, row = shape(B, T, K, 128, dtype=jnp.bfloat16), shape(B, dtype=jnp.int32)
 
-    def put(arrays, k, v, starts, ends):
+    def put(arrays, k, v, starts, ends, table):
         index, rest, values = (Plane(*pair, bits) for pair, bits in zip(arrays, BITS, strict=True))
-        found = encode([k, v], [[index, rest], [values]], starts, ends)
+        found = encode([k, v], [[index, rest], [values]], starts, ends, block_table=table)
         return [(plane.levels, plane.reach) for each in found for plane in each]
 
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        traced = jax.jit(put, donate_argnums=0).trace(arrays, x, x, row, row)
+        traced = jax.jit(put, donate_argnums=0).trace(arrays, x, x, row, row, table)
         memory = traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes <= 8 * len(arrays) * 2
     assert memory.temp_size_in_bytes <= 1024

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numbers_as_registers
 import numpy as np
 import pytest
+from pages import Pool
 
 from kernels_pallas import CodedConfig, Plane, coded_attention, coded_decode, coded_refusal, unpack
 from kernels_pallas.coded_decode import LARGEST_SUM
@@ -43,19 +44,20 @@ def planes_like(kinds, *tokens) -> list[Plane]:
     return [Plane(shape(*tokens, C * bits // 8), shape(*tokens), bits) for C, bits in kinds]
 
 
-def lower(keys, values, N, K, S, n=0, **options):
-    """For CUDA, on any machine; n: slots of a list."""
+def lower(keys, values, N, K, S, n=0, page=0, **options):
+    """For CUDA, on any machine; n: slots of a list; page: slots of a page."""
     kinds = (*keys, values)
 
-    def attend(q, arrays, begin, end, *slots):
+    def attend(q, arrays, begin, end, more):
         planes = [Plane(*pair, bits) for pair, (_, bits) in zip(arrays, kinds, strict=True)]
-        options["slots"] = slots[0] if slots else None
-        return coded_attention(q, planes[:-1], planes[-1], begin, end, scale=1.0, **options)
+        return coded_attention(q, planes[:-1], planes[-1], begin, end, scale=1.0, **more, **options)
 
-    arrays = [(plane.levels, plane.reach) for plane in planes_like(kinds, 2, K, S)]
+    tokens = (9, K, page) if page else (2, K, S)
+    arrays = [(plane.levels, plane.reach) for plane in planes_like(kinds, *tokens)]
     q, row = shape(2, N, sum(C for C, _ in keys), dtype=jnp.bfloat16), shape(2, dtype=jnp.int32)
-    slots = [shape(2, K, n, dtype=jnp.int32)] if n else []
-    return jax.jit(attend).trace(q, arrays, row, row, *slots).lower(lowering_platforms=("cuda",))
+    more = {"slots": shape(2, K, n, dtype=jnp.int32)} if n else {}
+    more |= {"block_table": shape(2, S // page, dtype=jnp.int32)} if page else {}
+    return jax.jit(attend).trace(q, arrays, row, row, more).lower(lowering_platforms=("cuda",))
 
 
 @pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
@@ -68,6 +70,12 @@ def test_lowers(keys, values, heads):
 @pytest.mark.parametrize("n", [64, 1000])
 def test_lowers_with_slots(keys, values, heads, n):
     lower(keys, values, *heads, 640, n=n)
+
+
+@pytest.mark.parametrize(("page", "n"), [(64, 0), (320, 0), (64, 1000), (40, 1000)])
+def test_lowers_with_pages(page, n):
+    o, lse = lower(*SHAPES[1][:2], 6, 2, 640, n=n, page=page).out_info
+    assert (o.shape, lse.shape) == ((2, 6, 64), (2, 6))
 
 
 @pytest.mark.parametrize("config", [CodedConfig(stages=1, splits=1), CodedConfig(stages=5, splits=7)])
@@ -111,6 +119,12 @@ def test_columns_are_those_that_instructions_give(monkeypatch, C, bits):
         ({"N": 3, "K": 2}, "q has 3 heads: must be a multiple of the 2"),
         ({"width": 64}, "q has shape"),
         ({"n": 10000}, "slots has 10000 of a KV head: must be 1 to 8192"),
+        ({"table": (3, 4)}, r"block_table has shape \(3, 4\): must be \[B, pages\] = \(2, any\)"),
+        ({"table": (2, 4), "integers": jnp.int16}, "block_table has dtype int16: must be int32"),
+        ({"table": (2, 0)}, "block_table has 0 pages of a row, of 2 in all: must be at least 1"),
+        ({"table": (2, 4), "S": 96}, "pages of 96 slots: must be a multiple of 64"),
+        ({"table": (2, 4), "S": 0, "n": 64}, "pages of 0 slots: must be a multiple of 1"),
+        ({"table": (2, 4), "S": 2**29, "n": 64}, "a pool of 2147483648 slots .*: must be at most 2147483647"),
     ],
 )
 def test_refusals(change, message):
@@ -119,9 +133,19 @@ def test_refusals(change, message):
     width = it.get("width", sum(C for C, _ in it["keys"]))
     q, row = shape(2, it["N"], width, dtype=it["dtype"]), shape(2, dtype=jnp.int32)
     slots = shape(2, it["K"], it["n"], dtype=jnp.int32) if "n" in it else None
-    reason = coded_refusal(q, keys, values, row, row, slots=slots)
+    table = shape(*it["table"], dtype=it.get("integers", jnp.int32)) if "table" in it else None
+    reason = coded_refusal(q, keys, values, row, row, slots=slots, block_table=table)
     assert reason is not None
     assert re.search(message, reason), reason
+
+
+@pytest.mark.parametrize(("page", "n"), [(64, 0), (128, 0), (64, 100), (29, 100)])
+def test_pages_are_not_refused(page, n):
+    *keys, values = planes_like(((32, 4), (96, 4), (64, 4)), 9, 2, page)
+    q, row = shape(3, 4, 128, dtype=jnp.bfloat16), shape(3, dtype=jnp.int32)
+    slots = shape(3, 2, n, dtype=jnp.int32) if n else None
+    table = shape(3, 5, dtype=jnp.int32)
+    assert coded_refusal(q, keys, values, row, row, slots=slots, block_table=table) is None
 
 
 def test_configs_that_cannot_be():
@@ -157,11 +181,16 @@ class Case:
         rng, (B, K, S) = np.random.default_rng(seed), self.values.reach.shape
         self.slots = np.stack([rng.permutation(S + 20)[:n] - 3 for _ in range(B * K)]).reshape(B, K, n)
 
-    def run(self, **options):
+    def run(self, page: int = 0, **options):
+        """On rows, or on pages of a pool."""
+        planes = [*self.keys, self.values]
+        if page:
+            pool = Pool(planes, self.begin, self.end, page)
+            planes, options["block_table"] = pool.planes, pool.table
         o, lse = coded_attention(
             self.q,
-            self.keys,
-            self.values,
+            planes[:-1],
+            planes[-1],
             *map(jnp.asarray, (self.begin, self.end)),
             scale=SCALE,
             slots=None if self.slots is None else jnp.asarray(self.slots),
@@ -190,6 +219,11 @@ class Case:
         error = np.linalg.norm(o - true_o, axis=-1)
         assert (error <= 0.006 * np.linalg.norm(true_o, axis=-1)).all(), error.max()
         np.testing.assert_allclose(lse, true_lse, atol=2e-5, rtol=2e-6)
+
+    def check_pages(self, page: int, **options) -> None:
+        """Bit by bit as rows."""
+        for paged, whole in zip(self.run(page, **options), self.run(**options), strict=True):
+            np.testing.assert_array_equal(paged, whole)
 
 
 def _plain_unpacked(rows, C, bits):
@@ -255,6 +289,22 @@ def test_a_list_that_begins_with_what_does_not_count(interpreted):
     it.check(config=CodedConfig(splits=1))
 
 
+@pytest.mark.parametrize(("page", "splits"), [(64, 2), (192, 1)])
+def test_pages_are_read_as_rows(interpreted, page, splits):
+    it = Case(*SHAPES[1], S=384)
+    it.begin, it.end = np.array([3, 70, 9]), np.array([300, 150, 9])
+    it.check_pages(page, config=CodedConfig(stages=2, splits=splits))
+
+
+@pytest.mark.parametrize("page", [64, 29])
+def test_a_list_is_of_slots_in_pages(interpreted, page):
+    """Of slots in pages that are there, in others, and in none."""
+    it = Case(*SHAPES[1], S=6 * page)
+    it.begin, it.end = np.array([3, page - 5, 9]), np.array([5 * page - 4, 2 * page + 7, 9])
+    it.choose(120)
+    it.check_pages(page, config=CodedConfig(splits=2))
+
+
 def test_a_later_key_far_more_likely_than_the_first_block(interpreted):
     """So much that its probability is no float32 beside the first block's: e^1000."""
     it = Case(((64, 4),), (64, 4), (2, 1), S=192, length=8.0)
@@ -303,6 +353,28 @@ def test_a_list_reads_a_store_of_any_size_on_the_device(S):
     it = Case(((64, 8),), (64, 8), (4, 2), S=S)
     it.choose(S)
     it.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 6])
+@pytest.mark.parametrize("groups", [1, 4, 8])
+@pytest.mark.parametrize("chosen", [0, 1000])
+@pytest.mark.parametrize("page", [64, 256])
+@pytest.mark.parametrize("config", [None, CodedConfig(stages=1, splits=3)])
+def test_pages_equal_rows_bit_by_bit_on_the_device(bits, groups, chosen, page, config):
+    it = Case(((32, bits), (96, bits)), (128, bits), (2 * groups, 2), S=4096)
+    it.begin, it.end = np.array([4, 1000, 9]), np.array([4096 - 37, 2500, 9])
+    if chosen:
+        it.choose(chosen)
+    it.check_pages(page, config=config)
+
+
+@pytest.mark.gpu
+def test_a_list_is_of_slots_in_pages_of_any_size_on_the_device():
+    it = Case(((64, 8),), (64, 8), (4, 2), S=20 * 29)
+    it.end[0] = 500
+    it.choose(400)
+    it.check_pages(29)
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pages import Pool
 
 from kernels_pallas import Plane, ScanConfig, coded_scan, index_scores, scan_refusal
 from kernels_pallas.coded_scan import BLOCKS, LARGEST, _rounded, default_scan_config
@@ -33,15 +34,17 @@ def like(kind, *tokens) -> Plane:
     return Plane(shape(*tokens, C * bits // 8), shape(*tokens), bits)
 
 
-def lower(kind, N, K, S, **options):
-    """For CUDA, on any machine."""
+def lower(kind, N, K, S, page=0, **options):
+    """For CUDA, on any machine; page: slots of a page."""
     C, bits = kind
 
-    def score(q, levels, reach, begin, end):
-        return index_scores(q, Plane(levels, reach, bits), begin, end, scale=1.0, **options)
+    def score(q, levels, reach, begin, end, table):
+        plane = Plane(levels, reach, bits)
+        return index_scores(q, plane, begin, end, scale=1.0, block_table=table, **options)
 
-    plane, row = like(kind, 2, K, S), shape(2, dtype=jnp.int32)
-    arrays = shape(2, N, C, dtype=jnp.bfloat16), plane.levels, plane.reach, row, row
+    plane, row = like(kind, *((9, K, page) if page else (2, K, S))), shape(2, dtype=jnp.int32)
+    table = shape(2, S // page, dtype=jnp.int32) if page else None
+    arrays = shape(2, N, C, dtype=jnp.bfloat16), plane.levels, plane.reach, row, row, table
     return jax.jit(score).trace(*arrays).lower(lowering_platforms=("cuda",))
 
 
@@ -51,6 +54,13 @@ def test_lowers(kind, heads):
     scores, lse = lower(kind, *heads, 640).out_info
     assert (scores.shape, lse.shape) == ((2, heads[1], 640), (2, heads[0]))
     assert scores.dtype == lse.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("heads", HEADS[:2])
+@pytest.mark.parametrize("page", [128, 640])
+def test_lowers_with_pages(heads, page):
+    scores, lse = lower((32, 4), *heads, 1280, page=page).out_info
+    assert (scores.shape, lse.shape) == ((2, heads[1], 1280), (2, heads[0]))
 
 
 @pytest.mark.parametrize("kind", KINDS[2:])
@@ -81,6 +91,11 @@ def test_lowers_with_a_config(config):
         ({"N": 3}, "q has 3 heads: must be a multiple of the 2"),
         ({"width": 64}, "q has shape"),
         ({"rows": 3}, "begin has shape"),
+        ({"table": (3, 4)}, r"block_table has shape \(3, 4\): must be \[B, pages\] = \(2, any\)"),
+        ({"table": (2, 4), "integers": jnp.uint32}, "block_table has dtype uint32: must be int32"),
+        ({"table": (2, 0)}, "block_table has 0 pages of a row, of 2 in all: must be at least 1"),
+        ({"table": (2, 4), "S": 192}, "pages of 192 slots: must be a multiple of 128"),
+        ({"table": (2, 4), "S": 384, "config": ScanConfig(256)}, "pages of 384 slots: .* multiple of 256"),
     ],
 )
 def test_refusals(change, message):
@@ -88,7 +103,9 @@ def test_refusals(change, message):
     it = defaults | change
     q = shape(2, it["N"], it.get("width", it["kind"][0]), dtype=it["dtype"])
     row = shape(it["rows"], dtype=jnp.int32)
-    reason = scan_refusal(q, like(it["kind"], 2, 2, it["S"]), row, row, config=it["config"])
+    table = shape(*it["table"], dtype=it.get("integers", jnp.int32)) if "table" in it else None
+    index = like(it["kind"], 2, 2, it["S"])
+    reason = scan_refusal(q, index, row, row, block_table=table, config=it["config"])
     assert reason is not None
     assert re.search(message, reason), reason
 
@@ -114,6 +131,15 @@ def test_the_default_config_is_not_refused(kind, S):
     assert scan_refusal(q, plane, row, row, config=config) is None
 
 
+@pytest.mark.parametrize("page", [128, 384, 1024])
+def test_the_default_config_divides_pages(page):
+    plane, row = like((32, 4), 9, 2, page), shape(3, dtype=jnp.int32)
+    config = default_scan_config(3 * 2, 4 * page, plane.levels.shape[-1], page)
+    q, table = shape(3, 2, 32, dtype=jnp.bfloat16), shape(3, 4, dtype=jnp.int32)
+    assert config.block == min(page & -page, 512)
+    assert scan_refusal(q, plane, row, row, block_table=table, config=config) is None
+
+
 class Case:
     """Random queries and an index of one shape, and what its tokens are worth in float64.
 
@@ -128,9 +154,13 @@ class Case:
         self.index = Plane(levels[..., 0, :], reach[..., 0, 0], bits)
         self.begin, self.end = np.array([0, S // 3 + 5, 9, 70]), np.array([S, S // 2 + 43, 10, 70])
 
-    def run(self, **options):
-        spans = map(jnp.asarray, (self.begin, self.end))
-        scores, lse = index_scores(self.q, self.index, *spans, scale=SCALE, **options)
+    def run(self, page: int = 0, **options):
+        """On rows, or on pages of a pool."""
+        spans, index = map(jnp.asarray, (self.begin, self.end)), self.index
+        if page:
+            pool = Pool([index], self.begin, self.end, page)
+            (index,), options["block_table"] = pool.planes, pool.table
+        scores, lse = index_scores(self.q, index, *spans, scale=SCALE, **options)
         return np.asarray(scores, np.float64), np.asarray(lse, np.float64)
 
     def truth(self, *, as_integers: bool = True, every: int = 8) -> tuple[np.ndarray, np.ndarray]:
@@ -163,6 +193,11 @@ class Case:
     def check(self, **options) -> None:
         for found, true in zip(self.run(**options), self.truth(), strict=True):
             np.testing.assert_allclose(found, true, atol=3e-5, rtol=3e-6)
+
+    def check_pages(self, page: int, config: ScanConfig) -> None:
+        """Bit by bit as rows."""
+        for paged, whole in zip(self.run(page, config=config), self.run(config=config), strict=True):
+            np.testing.assert_array_equal(paged, whole)
 
 
 def _plain_dots(fields, queries, starts):
@@ -246,6 +281,12 @@ def test_blocks_of_several_tokens_a_thread(interpreted, heads):
     it.check(config=ScanConfig(512, splits=2))
 
 
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("page", "block"), [(128, 128), (512, 256)])
+def test_pages_are_read_as_rows(interpreted, heads, page, block):
+    Case((32, 4), heads, S=1024).check_pages(page, ScanConfig(block, splits=2))
+
+
 def test_a_negative_scale(interpreted, monkeypatch):
     monkeypatch.setitem(globals(), "SCALE", -SCALE)
     Case((32, 4), (4, 2), S=256).check(config=ScanConfig(128, splits=2))
@@ -291,6 +332,22 @@ def test_scores_all_tokens_on_the_device(kind, heads):
 def test_configs_on_the_device(block, splits):
     for heads in HEADS[:2]:
         Case((32, 4), heads, S=4096).check(config=ScanConfig(block, splits))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [(32, 4), (64, 2), (64, 8)])
+@pytest.mark.parametrize("groups", [1, 4, 8])
+@pytest.mark.parametrize("page", [256, 1024])
+@pytest.mark.parametrize("config", [ScanConfig(128, splits=3), ScanConfig(256)])
+def test_pages_equal_rows_bit_by_bit_on_the_device(kind, groups, page, config):
+    Case(kind, (2 * groups, 2), S=4096).check_pages(page, config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [128, 512])
+@pytest.mark.parametrize("heads", HEADS)
+def test_scores_all_tokens_in_pages_on_the_device(page, heads):
+    Case((32, 4), heads, S=4096).check(page=page)
 
 
 def test_a_sample_chooses_what_all_slots_do():

@@ -1,11 +1,13 @@
 """The kernel that codes new tokens, against the code itself; on a CPU Pallas' interpreter runs it."""
 
 import re
+from itertools import chain
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pages import NOWHERE, Pool
 
 from kernels_pallas import Plane, encode, encode_refusal
 from kernels_pallas.encode import TOKENS
@@ -46,9 +48,24 @@ class Case:
         # The last row begins in its padding: nothing of it is kept.
         self.starts, self.ends = np.array([5, S - T, 40]), np.array([5 + T // 2 + 1, S, 40])
 
-    def check(self, **options):
+    def run(self, page=0, **options):
+        """In rows, or in pages of a pool, whose pages of no row nobody may write."""
         starts, ends = (jnp.asarray(x, jnp.int32) for x in (self.starts, self.ends))
-        found = encode(self.x, self.planes, starts, ends, **options)
+        if not page:
+            return encode(self.x, self.planes, starts, ends, **options)
+        pool = Pool([*chain(*self.planes)], np.zeros(B, int), self.ends, page)
+        planes = self.array_by_array(pool.planes)
+        found = [*chain(*encode(self.x, planes, starts, ends, block_table=pool.table, **options))]
+        for before, after in zip(pool.planes, found, strict=True):
+            same(before, after, pool.nobodys)
+        return self.array_by_array(pool.rows(found))
+
+    def array_by_array(self, planes):
+        rest = iter(planes)
+        return [[next(rest) for _ in each] for each in self.planes]
+
+    def check(self, **options):
+        found = self.run(**options)
         for x, before, after in zip(self.x, self.planes, found, strict=True):
             begin = 0
             for old, new in zip(before, after, strict=True):
@@ -70,6 +87,12 @@ class Case:
                 np.testing.assert_array_equal(np.asarray(one)[b][:, others], np.asarray(other)[b][:, others])
 
 
+def same(one, other, at=...):
+    """Planes, there."""
+    for x, y in zip(one[:2], other[:2], strict=True):
+        np.testing.assert_array_equal(np.asarray(x)[at], np.asarray(y)[at])
+
+
 def read(code, coded, C):
     return np.asarray(code.decode(coded, C), np.float64)[..., 0, :]
 
@@ -82,6 +105,57 @@ def test_codes_as_the_code_does(kinds, T):
 
 def test_more_tokens_than_a_program_has():
     Case(KINDS["chosen"], TOKENS + 9, jnp.float32).check(interpret=True)
+
+
+def check_one_token(kinds, page, **options):
+    """Bit by bit as in rows."""
+    it = Case(kinds, 1)
+    for planes in zip(chain(*it.run(page, **options)), chain(*it.run(**options)), strict=True):
+        same(*planes)
+
+
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+def test_a_token_a_row_in_pages(kinds):
+    check_one_token(kinds, 32, interpret=True)
+
+
+@pytest.mark.parametrize("page", [16, 40])
+def test_tokens_of_a_row_in_several_pages(page):
+    Case(KINDS["chosen"], 50).check(page=page, interpret=True)
+
+
+def check_tokens_without_a_page(**options):
+    """They are not written."""
+    it = Case([[(32, 4)]], 5)
+    ((plane,),) = it.planes
+    table = jnp.asarray(np.resize(NOWHERE, (B, 2)), jnp.int32)
+    row = jnp.full(B, S - 3, jnp.int32)
+    ((found,),) = encode(it.x, it.planes, row, row + 5, block_table=table, **options)
+    same(found, plane)
+
+
+def test_tokens_without_a_page():
+    check_tokens_without_a_page(interpret=True)
+
+
+@pytest.mark.gpu
+def test_tokens_without_a_page_on_the_device():
+    check_tokens_without_a_page()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("page", [32, 80])
+def test_a_token_a_row_in_pages_on_the_device(kinds, page):
+    check_one_token(kinds, page)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("T", [8, 121])
+@pytest.mark.parametrize("page", [16, 40])
+def test_tokens_of_a_row_in_several_pages_on_the_device(kinds, T, page):
+    Case(kinds, T).check(page=page)
 
 
 @pytest.mark.gpu
@@ -124,13 +198,12 @@ def test_special_numbers_on_the_device():
     check_special()
 
 
-def test_what_is_past_the_end_of_the_store_is_not_written():
+@pytest.mark.parametrize("page", [0, 40])
+def test_what_is_past_the_end_of_the_store_is_not_written(page):
     it = Case([[(32, 4)]], 8)
     it.starts, it.ends = np.full(B, S - 3), np.full(B, S + 5)
-    starts, ends = (jnp.asarray(each, jnp.int32) for each in (it.starts, it.ends))
-    ((found,),), ((before,),) = encode(it.x, it.planes, starts, ends, interpret=True), it.planes
-    for one, other in ((found.levels, before.levels), (found.reach, before.reach)):
-        np.testing.assert_array_equal(np.asarray(one)[:, :, : S - 3], np.asarray(other)[:, :, : S - 3])
+    ((found,),), ((before,),) = it.run(page, interpret=True), it.planes
+    same(found, before, np.s_[:, :, : S - 3])
 
 
 def test_planes_whose_offsets_triton_gets_wrong_are_refused():
@@ -147,12 +220,19 @@ def test_planes_whose_offsets_triton_gets_wrong_are_refused():
         ({"kinds": [[(32, 7)]]}, r"planes\[0\]\[0\].bits=7: must be one of"),
         ({"width": 64}, r"x\[0\] has shape"),
         ({"rows": 2}, "starts has shape"),
+        ({"table": (2, 4)}, r"block_table has shape \(2, 4\): must be \[B, pages\] = \(3, any\)"),
+        ({"table": (B, 4), "integers": jnp.int16}, "block_table has dtype int16: must be int32"),
+        ({"table": (B, 0)}, "block_table has 0 pages of a row, of 3 in all: must be at least 1"),
+        ({"table": (B, 4), "S": 0}, "pages of 0 slots: must be a multiple of 1"),
     ],
 )
 def test_refusals(change, message):
-    it = {"kinds": [[(32, 4)]], "width": 32, "rows": B} | change
+    it = {"kinds": [[(32, 4)]], "width": 32, "rows": B, "S": S} | change
     row = jax.ShapeDtypeStruct((it["rows"],), jnp.int32)
     x = jax.ShapeDtypeStruct((B, 4, K, it["width"]), jnp.bfloat16)
-    reason = encode_refusal([x], planes_like(it["kinds"], B, K, S), row, row)
+    table = None
+    if "table" in it:
+        table = jax.ShapeDtypeStruct(it["table"], it.get("integers", jnp.int32))
+    reason = encode_refusal([x], planes_like(it["kinds"], B, K, it["S"]), row, row, block_table=table)
     assert reason is not None
     assert re.search(message, reason), reason
