@@ -8,16 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas import encode, largest_reference
+from kernels_pallas import Plane, encode, largest_reference
 from zdc_jax.cache.coded_choosing import CodedChoosing
 from zdc_jax.cache.coded_store import CodedStore
 from zdc_jax.cache.codes import Split
 from zdc_jax.cache.fitted_integers import FittedIntegers, kernel_planes
 from zdc_jax.cache.gaussian_codes import Gaussian
+from zdc_jax.cache.paged import Paged
+from zdc_jax.cache.pages import Pages
 from zdc_jax.cache.spec import Call
 from zdc_jax.ops import attention, stored
 
-B, K, G, H, S = 3, 2, 4, 64, 512
+B, K, G, H, S, PAGE = 3, 2, 4, 64, 512, 128
 PROMPT, STEPS = (300, 290, 40), 6
 NEAR = {"num_kv_heads": K, "head_dim": H, "dtype": "bfloat16", "R": 64, "Z": 64, "sinks": 4, "window": 64}
 SPLIT = Split(32, FittedIntegers(8), FittedIntegers(4))
@@ -54,8 +56,14 @@ def numbers(planes):
     return jnp.concatenate([read(plane)[..., 0, :] for plane in planes], axis=-1)
 
 
-def plain_attention(q, keys, values, begin, end, *, scale, slots=None):
+def in_rows(plane, table):
+    """A plane of rows, out of its pages if there is a table."""
+    return plane if table is None else Plane(*(Pages(x, table).rows() for x in plane[:2]), plane.bits)
+
+
+def plain_attention(q, keys, values, begin, end, *, scale, slots=None, block_table=None):
     """`coded_attention`, from its docstring."""
+    *keys, values = (in_rows(plane, block_table) for plane in (*keys, values))
     k, v, j = numbers(keys), numbers([values]), jnp.arange(keys[0].reach.shape[2])
     times = (j >= begin[:, None]) & (j < end[:, None])
     times = jnp.broadcast_to(times[:, None], k.shape[:3]).astype(jnp.float32)
@@ -69,8 +77,9 @@ def plain_attention(q, keys, values, begin, end, *, scale, slots=None):
     return o.reshape(*q.shape[:2], -1).astype(q.dtype), lse.reshape(q.shape[:2])
 
 
-def plain_scores(q, index, begin, end, *, scale):
+def plain_scores(q, index, begin, end, *, scale, block_table=None):
     """`index_scores`, from its docstring, but that queries are not rounded."""
+    index = in_rows(index, block_table)
     k, j = numbers([index]), jnp.arange(index.reach.shape[2])
     counts = ((j >= begin[:, None]) & (j < end[:, None]))[:, None, None]
     group = q.astype(jnp.float32).reshape(*k.shape[:2], -1, q.shape[-1])
@@ -95,20 +104,22 @@ def plain(monkeypatch):
 
 
 @partial(jax.jit, static_argnames=("spec", "implementation"))
-def attend(spec, implementation, state, q, k, v, positions, end, aux):
-    return spec.attend(state, q, k, v, positions, end, aux, Call(scale=0.2, implementation=implementation))
+def attend(spec, implementation, state, q, k, v, positions, end, aux, table=None):
+    call = Call(scale=0.2, implementation=implementation, table=table)
+    return spec.attend(state, q, k, v, positions, end, aux, call)
 
 
-def run(spec, implementation, seed=0):
+def run(spec, implementation, seed=0, table=None):
     """A ragged prompt on XLA, then tokens on `implementation`: results [STEPS, B, N, H], and what goes on."""
     rng, T = np.random.default_rng(seed), max(PROMPT)
     draw = lambda T: (jnp.asarray(rng.normal(size=(B, T, heads, H)), jnp.bfloat16) for heads in (K * G, K, K))
     state, length = spec.create(B, S), np.array(PROMPT)
-    done = attend(spec, "xla", state, *draw(T), jnp.tile(jnp.arange(T), (B, 1)), jnp.asarray(length), None)
+    positions, end = jnp.tile(jnp.arange(T), (B, 1)), jnp.asarray(length)
+    done = attend(spec, "xla", state, *draw(T), positions, end, None, table)
     found, aux = [], []
     for step in range(STEPS):
         at = jnp.asarray(length + step)
-        done = attend(spec, implementation, done.state, *draw(1), at[:, None], at + 1, None)
+        done = attend(spec, implementation, done.state, *draw(1), at[:, None], at + 1, None, table)
         found.append(np.asarray(done.o[:, 0], np.float64))
         aux.append(done.aux)
     return np.stack(found), aux
@@ -117,6 +128,16 @@ def run(spec, implementation, seed=0):
 @pytest.mark.parametrize("name", SPECS)
 def test_decoding_on_kernels_is_decoding_on_xla(plain, caplog, name):
     check(SPECS[name], caplog)
+
+
+@pytest.mark.parametrize("name", ["whole", "bit planes", "chosen", "handed on"])
+def test_kernels_read_pages_as_rows(plain, name):
+    spec, pages = SPECS[name], S // PAGE
+    table = jnp.asarray(np.random.default_rng(0).permutation(2 * B * pages)[: B * pages].reshape(B, pages))
+    paged = Paged.of(spec, page=PAGE, pages=2 * B * pages)
+    found, _ = run(paged, None, table=table)
+    expected, _ = run(spec, None)
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("name", ["whole", "chosen"])

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from zdc_jax import methods
+from zdc_jax.cache.coded_choosing import CodedChoosing
+from zdc_jax.cache.coded_store import CodedStore
+from zdc_jax.cache.fitted_integers import FittedIntegers
 from zdc_jax.cache.paged import Paged
 from zdc_jax.cache.pages import Pages
 from zdc_jax.cache.prefix_ring import PrefixRing
@@ -20,11 +23,23 @@ from zdc_jax.plan import CompressionPlan
 
 B, K, G, H, PAGE, CAPACITY, PIECE = 3, 2, 4, 128, 128, 512, 64
 HEADS = {"num_kv_heads": K, "head_dim": H, "dtype": "bfloat16"}
+FAR = HEADS | {"R": H, "Z": H, "sinks": 4, "window": 128}
 SPECS = {
     "dense": PrefixRing(R=H, Z=H, **HEADS),
     "ranks": PrefixRing(R=64, Z=96, **HEADS),
     "ring": PrefixRing(R=64, Z=96, sinks=4, window=128, **HEADS),
+    "coded": CodedStore(**FAR, key_code=FittedIntegers(4), value_code=FittedIntegers(4)),
+    "chosen": CodedChoosing(
+        **FAR,
+        index=32,
+        read=128,
+        index_code=FittedIntegers(4),
+        key_code=FittedIntegers(6),
+        value_code=FittedIntegers(4),
+    ),
 }
+KINDS = {"coded": {"coded decode", "coding"}, "chosen": {"choice", "decode of chosen tokens", "coding"}}
+"""Calls that kernels are to serve, beside `decode` of near tokens."""
 
 
 def run(spec: LayerCacheSpec, widths: tuple[int, int], table: np.ndarray | None) -> np.ndarray:
@@ -70,9 +85,10 @@ def test_kernels_read_pages(name, caplog):
     attention._log_choice.cache_clear()
     with caplog.at_level(logging.INFO, logger="zdc_jax.ops"):
         check(SPECS[name])
-    kinds = {record.getMessage().split(" (")[0] for record in caplog.records}
-    assert "decode runs on pallas" in kinds
-    assert "decode runs on xla" not in kinds
+    found = {record.getMessage().split(" (")[0] for record in caplog.records}
+    for kind in {"decode"} | KINDS.get(name, set()):
+        assert f"{kind} runs on pallas" in found
+        assert f"{kind} runs on xla" not in found
 
 
 def test_a_page_that_is_shared_is_not_written_by_rows_that_hold_still():

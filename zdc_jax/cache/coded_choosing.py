@@ -21,10 +21,12 @@ from zdc_jax.cache.choosing import Choosing, FarTokens
 from zdc_jax.cache.codes import Code, Coded, decode_tokens, encode_tokens
 from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel
 from zdc_jax.cache.near_far import NearFarState
+from zdc_jax.cache.pages import pools_of
 from zdc_jax.cache.spec import Call, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.contract import einsum_f32
 from zdc_jax.ops.stored import (
+    are_encoded,
     choice_refusal,
     choose_by_index,
     coded_decode,
@@ -102,44 +104,77 @@ class CodedChoosing(Choosing):
 
     def chosen(self, far: FarTokens, q: Array, positions: Array, call: Call) -> Int[Array, "B T K n"]:
         """`Choosing.chosen`; kernels choose for a decoded token."""
-        planes = kernel_planes([(self.index_code, far.index)])
-        q_index, count = q[..., : self.index], self.read
-
-        def refusal() -> str | None:
-            if self.page > 1:
-                return f"kernels choose single tokens, not pages of {self.page}"
-            return choice_refusal(q_index, planes, count)
-
-        if q.shape[1] > 1 or not takes_kernels("choice", call.implementation, refusal):
+        if q.shape[1] > 1 or not self._chooses_on_kernels(far, q, call):
             return super().chosen(far, q, positions, call)
+        index, table = pools_of(far.index)
         return choose_by_index(
-            q_index,
-            planes,
+            q[..., : self.index],
+            kernel_planes([(self.index_code, index)]),
             positions,
-            count=count,
+            count=self.read,
             scale=call.scale,
             sinks=self.sinks,
             window=self.window,
+            table=table,
         )[:, None]
 
     def attend_pages(
         self, far: FarTokens, q: Array, positions: Array, pages: Int[Array, "B T K n"], call: Call
     ) -> tuple[Array, Array]:
         """`Choosing.attend_pages`; kernels read tokens in codes."""
-        planes, slots = self._kernel_planes(far), pages[:, 0]
+        if q.shape[1] > 1:
+            return super().attend_pages(far, q, positions, pages, call)
+        slots = pages[:, 0]
+        if not self._reads_on_kernels(far, q, slots, call):
+            return super().attend_pages(far, q, positions, pages, replace(call, implementation="xla"))
+        pools, table = pools_of(far)
+        return coded_decode(
+            q,
+            self._kernel_planes(pools),
+            positions,
+            slots=slots,
+            scale=call.scale,
+            sinks=self.sinks,
+            window=self.window,
+            table=table,
+        )
+
+    def reads_pages(self, state: NearFarState, q: Array, v: Any, call: Call) -> bool:
+        """`LayerCacheSpec.reads_pages`: single tokens, where kernels code, choose and decode."""
+        if q.shape[1] > 1:
+            return False
+        q, new = q[..., : self.R], self.new_tokens(q)
+        slots = jax.ShapeDtypeStruct((q.shape[0], self.num_kv_heads, self.read), jnp.int32)
+        pools, table = pools_of(state.far)
+        planes = self._kernel_planes(pools)
+        return (
+            (not self.index or self._chooses_on_kernels(state.far, q, call))
+            and self._reads_on_kernels(state.far, q, slots, call)
+            and are_encoded(new, [planes[:-1], planes[-1:]], table)
+        )
+
+    def _chooses_on_kernels(self, far: FarTokens, q: Array, call: Call) -> bool:
+        """Whether the index chooses there for single tokens q."""
+        index, table = pools_of(far.index)
+
+        def refusal() -> str | None:
+            if self.page > 1:
+                return f"kernels choose single tokens, not pages of {self.page}"
+            planes = kernel_planes([(self.index_code, index)])
+            return choice_refusal(q[..., : self.index], planes, self.read, table)
+
+        return takes_kernels("choice", call.implementation, refusal)
+
+    def _reads_on_kernels(self, far: FarTokens, q: Array, slots: Any, call: Call) -> bool:
+        """Whether they attend there to what is in `slots`."""
+        pools, table = pools_of(far)
 
         def refusal() -> str | None:
             if self.page > 1:
                 return f"kernels read single tokens, not pages of {self.page}"
-            return coded_decode_refusal(q, planes, slots=slots)
+            return coded_decode_refusal(q, self._kernel_planes(pools), slots=slots, table=table)
 
-        if q.shape[1] > 1:
-            return super().attend_pages(far, q, positions, pages, call)
-        if not takes_kernels("decode of chosen tokens", call.implementation, refusal):
-            return super().attend_pages(far, q, positions, pages, replace(call, implementation="xla"))
-        return coded_decode(
-            q, planes, positions, slots=slots, scale=call.scale, sinks=self.sinks, window=self.window
-        )
+        return takes_kernels("decode of chosen tokens", call.implementation, refusal)
 
     def rows(self, far: FarTokens, slots: Int[Array, "B K n"]) -> tuple[Array, Array]:
         """`Choosing.rows`."""

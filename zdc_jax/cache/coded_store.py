@@ -12,10 +12,11 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.codes import Code, Coded
 from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel
 from zdc_jax.cache.near_far import NearFar, NearFarState
+from zdc_jax.cache.pages import pools_of
 from zdc_jax.cache.prefix_ring import recent_rows
 from zdc_jax.cache.spec import Call, put_rows
 from zdc_jax.errors import PlanError
-from zdc_jax.ops.stored import coded_decode, coded_decode_refusal, slots_for, takes_kernels
+from zdc_jax.ops.stored import are_encoded, coded_decode, coded_decode_refusal, slots_for, takes_kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +81,27 @@ class CodedStore(NearFar):
         """`NearFar.attend_far`; kernels decode from the codes, and pieces of prompts from what they say."""
         if q.shape[1] > 1:
             return self.attend_rows(q, *self.read(far), positions, call)
-        planes = kernel_planes(self._stored(far))
-        if takes_kernels("coded decode", call.implementation, partial(coded_decode_refusal, q, planes)):
-            return coded_decode(q, planes, positions, scale=call.scale, sinks=self.sinks, window=self.window)
+        pools, table = pools_of(far)
+        planes = kernel_planes(self._stored(pools))
+        refusal = partial(coded_decode_refusal, q, planes, table=table)
+        if takes_kernels("coded decode", call.implementation, refusal):
+            sinks, window = self.sinks, self.window
+            return coded_decode(
+                q, planes, positions, scale=call.scale, sinks=sinks, window=window, table=table
+            )
         return self.attend_rows(q, *self.read(far), positions, replace(call, implementation="xla"))
+
+    def reads_pages(self, state: NearFarState, q: Array, v: Any, call: Call) -> bool:
+        """`LayerCacheSpec.reads_pages`: single tokens, where kernels code and decode."""
+        if q.shape[1] > 1:
+            return False
+        pools, table = pools_of(state.far)
+        key_planes, value_planes = (kernel_planes([each]) for each in self._stored(pools))
+        refusal = partial(coded_decode_refusal, q[..., : self.R], [*key_planes, *value_planes], table=table)
+        new = self.new_tokens(q)
+        return takes_kernels("coded decode", call.implementation, refusal) and are_encoded(
+            new, [key_planes, value_planes], table
+        )
 
     def read(self, far: tuple[Coded, Coded]) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
         """All keys and values that the codes hold, slot = position."""

@@ -11,6 +11,7 @@ from kernels_pallas import Plane
 from kernels_pallas.encode import SMALLEST, reaches_tried
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes import Code, Coded, Split, pack, packing_refusal, unpack
+from zdc_jax.cache.pages import in_pages, pools_of
 from zdc_jax.cache.short_scales import NAN, from_e5m3
 from zdc_jax.ops.stored import encoded
 
@@ -91,12 +92,14 @@ def put_by_kernel(
 ) -> list[list[Coded]] | None:
     """Coded arrays [B, K, S, …] with new tokens by one kernel; None where there is none for their codes.
 
-    groups: tokens [B, T, K, C] at `positions`, and the codes that take their coordinates one after another.
+    groups: tokens [B, T, K, C] at `positions`, and the codes that take their coordinates one after another;
+    their arrays may all be `Pages`.
     """
-    planes = [kernel_planes(stored) for _, stored in groups]
-    found = encoded([x for x, _ in groups], planes, positions, end)
+    arrays, table = pools_of([[coded for _, coded in stored] for _, stored in groups])
+    codes = [[code for code, _ in stored] for _, stored in groups]
+    planes = [kernel_planes(zip(each, held, strict=True)) for each, held in zip(codes, arrays, strict=True)]
+    found = encoded([x for x, _ in groups], planes, positions, end, table)
     if found is None:
         return None
     leaves = iter(leaf for each in found for plane in each for leaf in (plane.levels, plane.reach))
-    put = lambda held: jax.tree.map(lambda leaf: next(leaves).reshape(leaf.shape), held)
-    return [[put(coded) for _, coded in stored] for _, stored in groups]
+    return in_pages(jax.tree.map(lambda leaf: next(leaves).reshape(leaf.shape), arrays), table)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.pages import Pages
+from zdc_jax.cache.pages import Pages, pools_of
 from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, State
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.attention import Implementation
@@ -81,12 +81,10 @@ class Paged(LayerCacheSpec):
         assert table is not None
         leaves, tree = jax.tree.flatten(state)
         pages = [Pages(leaf, table) if it_is else leaf for leaf, it_is in zip(leaves, pooled, strict=True)]
-        in_pages = jax.tree.unflatten(tree, pages)
-        if self.spec.reads_pages(in_pages, q, v, call):
-            done = self.spec.attend(in_pages, q, k, v, positions, end, aux, call)
-            is_pages = lambda x: isinstance(x, Pages)
-            pools = jax.tree.map(lambda x: x.pool if is_pages(x) else x, done.state, is_leaf=is_pages)
-            return done._replace(state=pools)
+        held = jax.tree.unflatten(tree, pages)
+        if self.spec.reads_pages(held, q, v, call):
+            done = self.spec.attend(held, q, k, v, positions, end, aux, call)
+            return done._replace(state=pools_of(done.state)[0])
         rows = [leaf.rows() if isinstance(leaf, Pages) else leaf for leaf in pages]
         done = self.spec.attend(jax.tree.unflatten(tree, rows), q, k, v, positions, end, aux, call)
         back = lambda held, new: held.put_rows(

@@ -6,6 +6,7 @@ Kwon et al. 2023 (PagedAttention).
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,3 +62,16 @@ class Pages:
         found = jnp.take_along_axis(rows.reshape(B, K, n, slots, *rest), index, axis=2).swapaxes(1, 2)
         at = jnp.where(written, jnp.take_along_axis(self.table, which, axis=1), P)
         return self.pool.at[at.ravel()].set(found.reshape(-1, K, slots, *rest), mode="drop")
+
+
+def pools_of(state: Any) -> tuple[Any, Array | None]:
+    """A tree with the pool of `Pages` in the place of each, and their table; None if there are no pages."""
+    is_pages = lambda x: isinstance(x, Pages)
+    tables = [x.table for x in jax.tree.leaves(state, is_leaf=is_pages) if is_pages(x)]
+    pools = jax.tree.map(lambda x: x.pool if is_pages(x) else x, state, is_leaf=is_pages)
+    return pools, tables[0] if tables else None
+
+
+def in_pages(pools: Any, table: Array | None) -> Any:
+    """The reverse, of a tree of pools alone."""
+    return pools if table is None else jax.tree.map(lambda pool: Pages(pool, table), pools)

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int, Shaped
 
 from kernels_pallas import TAIL_ALIGNMENT, Ring, Trailing, decode_attention, prefill_attention
 from zdc_jax.axes import Array
-from zdc_jax.cache.pages import Pages
+from zdc_jax.cache.pages import Pages, pools_of
 from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, put_rows
 from zdc_jax.ops.attention import Implementation, cache_refusal, choose_implementation, self_attention
 from zdc_jax.ops.xla import NearKeys, xla_attention
@@ -112,7 +112,7 @@ class PrefixRing(LayerCacheSpec):
 
     def _implementation(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> Implementation:
         """What attends to the cache; raises as `attend` does."""
-        near, (k, v_held, table) = self._sees_near(q, v), _pools(state)
+        near, ((k, v_held), table) = self._sees_near(q, v), pools_of((state.k, state.v))
         sinks, window = state.near if near else (0, 0)
         rings = (state.ring_k, state.ring_v) if near else None
         refusal = partial(cache_refusal, sinks=sinks, window=window, table=table)
@@ -145,13 +145,6 @@ def _put(held: Array | Pages, x: Array, start: Array, kept: Array) -> Array | Pa
     if not isinstance(held, Pages):
         return put_rows(held, x, start, kept)
     return held.put_token(x[:, 0], jnp.where(kept[:, 0], start, held.slots))
-
-
-def _pools(state: PrefixRingState) -> tuple[Array, Array, Array | None]:
-    """k and v as the kernel takes them, and the table of their pages, if they lie in such."""
-    if isinstance(state.k, Pages):
-        return state.k.pool, state.v.pool, state.k.table
-    return state.k, state.v, None
 
 
 def ring_slots(sinks: int, window: int, capacity: int) -> int:
@@ -284,7 +277,7 @@ def _decode(step: _Step) -> tuple[Array, Array]:
     """One token a row, on the kernel: it is in the cache already."""
     _, written, q, _, _, positions, _, scale, sinks, window = step
     ring = Ring(written.ring_k, written.ring_v) if sinks or window else None
-    k, v, table = _pools(written)
+    (k, v), table = pools_of((written.k, written.v))
     o, lse = decode_attention(
         q[:, 0],
         k,

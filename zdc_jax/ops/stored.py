@@ -26,6 +26,7 @@ from kernels_pallas import (
     scan_refusal,
     select_refusal,
 )
+from kernels_pallas.coded_inputs import rows_of
 from zdc_jax.axes import Array
 from zdc_jax.ops.attention import Implementation, choose_implementation
 from zdc_jax.ops.xla import xla_attention
@@ -101,12 +102,15 @@ def coded_decode_refusal(
     planes: Sequence[Plane],
     *,
     slots: Int[Array, "B K n"] | jax.ShapeDtypeStruct | None = None,
+    table: Int[Array, "B pages"] | None = None,
 ) -> str | None:
     """Why `coded_decode` cannot run; `planes` are empty if kernels do not read one of the codes."""
     if not planes:
         return NOT_INTEGERS
     *keys, values = planes
-    return device_refusal(q) or coded_refusal(q[:, 0], keys, values, *_rows(q), slots=slots)
+    return device_refusal(q) or coded_refusal(
+        q[:, 0], keys, values, *_rows(q), slots=slots, block_table=table
+    )
 
 
 def coded_decode(
@@ -118,15 +122,15 @@ def coded_decode(
     sinks: int,
     window: int,
     slots: Int[Array, "B K n"] | None = None,
+    table: Int[Array, "B pages"] | None = None,
 ) -> tuple[Float[Array, "B 1 N Z"], Float[Array, "B N 1"]]:
     """Attention of one query a row to far tokens in integers on the kernel, all or those in `slots`.
 
-    planes: of keys, then one of values.
+    planes: of keys, then one of values; with a table of pages, pools of them.
     """
     *keys, values = planes
-    o, lse = coded_attention(
-        q[:, 0], keys, values, *far_span(positions, sinks, window), scale=scale, slots=slots
-    )
+    span = far_span(positions, sinks, window)
+    o, lse = coded_attention(q[:, 0], keys, values, *span, scale=scale, slots=slots, block_table=table)
     return o[:, None], lse[..., None]
 
 
@@ -155,15 +159,20 @@ def coded_ring_decode(
     return o[:, None], lse[..., None]
 
 
-def choice_refusal(q: Float[Array, "B 1 N C"], planes: Sequence[Plane], count: int) -> str | None:
+def choice_refusal(
+    q: Float[Array, "B 1 N C"],
+    planes: Sequence[Plane],
+    count: int,
+    table: Int[Array, "B pages"] | None = None,
+) -> str | None:
     """Why `choose_by_index` cannot run; `planes` has the index alone, or nothing."""
     if not planes:
         return NOT_INTEGERS
     (index,) = planes
-    scores = jax.ShapeDtypeStruct(index.reach.shape, jnp.float32)
+    scores = jax.ShapeDtypeStruct(rows_of(index.reach, table), jnp.float32)
     return (
         device_refusal(q)
-        or scan_refusal(q[:, 0], index, *_rows(q), config=None)
+        or scan_refusal(q[:, 0], index, *_rows(q), block_table=table, config=None)
         or select_refusal(scores, *_rows(q), k=count)
     )
 
@@ -177,6 +186,7 @@ def choose_by_index(
     scale: float,
     sinks: int,
     window: int,
+    table: Int[Array, "B pages"] | None = None,
 ) -> Int[Array, "B K {count}"]:
     """The far slots of the largest probability by the index, summed over a KV head's queries, on the kernels.
 
@@ -184,7 +194,7 @@ def choose_by_index(
     share a KV head, a sample of the slots gives their denominators (`kernels_pallas.coded_scan.in_sample`).
     """
     (index,), span = planes, far_span(positions, sinks, window)
-    scores, _ = index_scores(q[:, 0], index, *span, scale=scale)
+    scores, _ = index_scores(q[:, 0], index, *span, scale=scale, block_table=table)
     return largest(scores, *span, k=count)
 
 
@@ -199,18 +209,29 @@ def encoded(
     planes: Sequence[Sequence[Plane]],
     positions: Int[Array, "B T"],
     end: Int[Array, " B"],
+    table: Int[Array, "B pages"] | None = None,
 ) -> list[list[Plane]] | None:
     """Planes with the tokens x at `positions` below `end`, written by one kernel; None where it cannot.
 
     How attention is implemented says nothing of it: the codes are the same.
 
-    planes: for each array of x those that take its coordinates; empty if kernels do not know a code.
+    planes: for each array of x those that take its coordinates; empty if kernels do not know a code. With a
+    table of pages they are pools.
     """
-    starts = positions[:, 0]
+    if not are_encoded(x, planes, table):
+        return None
+    return encode(x, planes, positions[:, 0], end, block_table=table)
+
+
+def are_encoded(
+    x: Sequence[Any], planes: Sequence[Sequence[Plane]], table: Int[Array, "B pages"] | None = None
+) -> bool:
+    """Whether `encoded` has a kernel for such arrays; x: their shapes are enough."""
+    row = jax.ShapeDtypeStruct(x[0].shape[:1], jnp.int32)
 
     def refusal() -> str | None:
         if not all(planes):
             return NOT_INTEGERS
-        return device_refusal(x[0]) or encode_refusal(x, planes, starts, end)
+        return device_refusal(x[0]) or encode_refusal(x, planes, row, row, block_table=table)
 
-    return encode(x, planes, starts, end) if takes_kernels("coding", None, refusal) else None
+    return takes_kernels("coding", None, refusal)
