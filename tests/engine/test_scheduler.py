@@ -272,6 +272,18 @@ def test_a_request_is_begun_when_its_whole_text_has_room():
     assert second.row is not None
 
 
+def test_long_texts_of_which_nothing_is_there_are_read_at_once():
+    scheduler = scheduler_of(3, 8, whole=8)
+    long, short = Work(tuple(range(30)), 2), Work((50, 51), 1)
+    for work in (short, long):
+        scheduler.add(work)
+    assert lengths(scheduler.plan()) == [(0, 2), (0, 30)]
+    scheduler.end(long)
+    following = Work((*range(16), 50, *range(12)), 1)
+    scheduler.add(following)
+    assert lengths(scheduler.plan()) == [(16, 24)], "the rest of a text comes in pieces"
+
+
 def test_keys_are_of_all_that_is_before():
     one, other = page_keys(range(12), 4, ""), page_keys([0, 1, 2, 9, *range(4, 12)], 4, "")
     assert len(one) == 3

@@ -1,6 +1,6 @@
 """Any method that keeps tokens by position, with its tokens in pages (ours)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -101,6 +101,23 @@ class Paged(LayerCacheSpec):
     ) -> tuple[Array, Any, Any]:
         """`LayerCacheSpec.project`."""
         return self.spec.project(attention, x, positions, implementation, aux)
+
+    def put_prompt(self, state: State, rows: State, tokens: int, end: Array, table: Array) -> State:
+        """With prompts that were read whole.
+
+        rows: a state of `spec`, with a prompt of `end` tokens in each row, at most `tokens`.
+        """
+        start, leaves = jnp.zeros_like(end), zip(jax.tree.leaves(state), jax.tree.leaves(rows), strict=True)
+        put = lambda pool, new: Pages(pool, table).put_rows(new, start, end, tokens=tokens, page=self.page)
+        found = [
+            put(held, new) if pooled else new
+            for (held, new), pooled in zip(leaves, self.pooled(state), strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(state), found)
+
+    def on_heads(self, num_kv_heads: int) -> "Paged":
+        """`LayerCacheSpec.on_heads`."""
+        return replace(self, num_kv_heads=num_kv_heads, spec=self.spec.on_heads(num_kv_heads))
 
     def host_bytes(self, capacity: int, batch: int = 1) -> int:
         """`LayerCacheSpec.host_bytes`."""

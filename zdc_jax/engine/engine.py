@@ -145,7 +145,7 @@ class Engine:
         warn_beyond_calibration(model, self.max_model_len, stacklevel=3)
         self._alignment = math.lcm(*(spec.alignment for spec in model.plan.layer_caches("bfloat16")))
         layout = Layout.of(
-            network.layer_caches,
+            network.device_caches,
             rows=self.config.rows,
             longest=self.max_model_len,
             page=self.config.page,
@@ -262,6 +262,7 @@ class Engine:
             steps=self.config.steps,
             reuse=self.config.reuse and layout.has_pages,
             tails=layout.tails,
+            whole=self._runner.whole,
         )
 
     def _run(self) -> None:

@@ -8,7 +8,7 @@ they are looked at while the next step runs.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,16 @@ import numpy as np
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.cache.paged import Paged
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.request import MOST_LOGPROBS, EngineRequest
-from zdc_jax.errors import PlanError
+from zdc_jax.errors import MeshError, PlanError
 from zdc_jax.generation.sampling import SamplingArrays, choose, request_keys
 from zdc_jax.generation.steps import MAX_STOP_TOKENS, bucket
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
+from zdc_jax.parallel.mesh import DATA, SEQUENCE, whole_on
+from zdc_jax.parallel.transformer import ShardedTransformer
 
 CLAUSES = frozenset({"chunked", "ragged", "order", "reuse"})
 """Of the contract of caches: texts are read in pieces, beside others, in rows that served others before."""
@@ -85,7 +88,9 @@ def row_numbers(request: EngineRequest, stop_ids: Sequence[int], vocab_size: int
 class Runner:
     """Arrays and compiled programs of one `servable` network.
 
-    layout: of its cache. chunk: longest piece, in tokens. steps: of decoding, beside one.
+    layout: of its cache. chunk: longest piece, in tokens. steps: of decoding, beside one. whole: texts that
+    are longer are read at once where nothing of them is held, None if none are. On a mesh with an axis
+    `sequence` these are what does not fit into a piece: their tokens are divided.
 
     Raises:
       CacheMemoryError: the cache does not fit.
@@ -93,15 +98,16 @@ class Runner:
 
     def __init__(
         self,
-        network: Transformer,
+        network: Transformer | ShardedTransformer,
         layout: Layout,
         *,
         chunk: int,
         steps: int,
         implementation: Implementation | None = None,
     ):
-        self.layout = layout
+        self.layout, self._network = layout, network
         self._leaves, self._tree = jax.tree.flatten(network)
+        self.whole: int | None = None
         self.reset()
         self._read = {
             width: self._compiled(partial(_read_piece, implementation), 4 + WIDTH + width)
@@ -111,19 +117,25 @@ class Runner:
             count: self._compiled(partial(_decode, implementation, count), layout.rows, 1 + WIDTH)
             for count in {1, steps}
         }
+        if isinstance(network, ShardedTransformer) and network.mesh.shape[SEQUENCE] > 1 and layout.has_pages:
+            self.whole = chunk
+            widths = {self._width(chunk << i) for i in range(1, (layout.capacity // chunk).bit_length() + 1)}
+            step = partial(_read_whole, implementation)
+            self._read_whole = {width: self._compiled(step, 4 + WIDTH + width) for width in sorted(widths)}
         if layout.tails:
             self._keep, self._restore = map(self._compiled_copy, (_keep, _restore))
 
     def reset(self) -> None:
         """All rows empty, in new arrays."""
         self._state = None  # Two caches may not fit.
-        layout = self.layout
-        cache = KVCache.create(layout.specs, batch=layout.rows, capacity=layout.capacity)
-        copies = lambda leaf: jnp.zeros((layout.tails or 0, *leaf.shape[1:]), leaf.dtype)
+        layout, network = self.layout, self._network
+        cache = network.new_cache(batch=layout.rows, capacity=layout.capacity, specs=layout.specs)
+        copies = lambda x: jnp.zeros((layout.tails or 0, *x.shape[1:]), x.dtype, device=x.sharding)
+        where = whole_on(network.mesh) if isinstance(network, ShardedTransformer) else None
         self._state = EngineState(
             cache,
-            jnp.zeros(layout.rows, jnp.int32),
-            jnp.ones(layout.rows, bool),
+            jnp.zeros(layout.rows, jnp.int32, device=where),
+            jnp.ones(layout.rows, bool, device=where),
             list(map(copies, cache.own)) if layout.tails else [],
         )
         self._pages = np.zeros((layout.rows, layout.capacity // layout.page), np.int32)
@@ -144,12 +156,13 @@ class Runner:
 
     def read(self, row: int, tokens: Sequence[int], begin: int, last: bool, numbers: np.ndarray) -> Chosen:
         """A row's tokens from position `begin` on; behind the `last` of its text one is generated."""
-        width = self._width(len(tokens))
+        at_once = self.whole is not None and begin == 0 and len(tokens) > self.whole
+        width, programs = self._width(len(tokens)), self._read_whole if at_once else self._read
         piece = np.zeros(4 + WIDTH + width, np.int32)
         piece[:4] = row, begin, len(tokens), last
         piece[4 : 4 + WIDTH] = numbers
         piece[4 + WIDTH :][: len(tokens)] = tokens
-        self._state, chosen = self._read[width](self._leaves, self._state, self._on_device(), piece)
+        self._state, chosen = programs[width](self._leaves, self._state, self._on_device(), piece)
         return chosen
 
     def decode(self, numbers: np.ndarray, active: np.ndarray, steps: int) -> Chosen:
@@ -177,22 +190,37 @@ class Runner:
             return step(jax.tree.unflatten(self._tree, leaves), state, table, packed)
 
         table, like = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (self._pages.shape, packed))
-        return jax.jit(run, donate_argnums=1).lower(self._leaves, self._state, table, like).compile()
+        program = jax.jit(run, donate_argnums=1, out_shardings=(self._shardings(), None))
+        return program.lower(self._leaves, self._state, table, like).compile()
 
     def _compiled_copy(self, copy: Callable[..., EngineState]) -> Callable[..., EngineState]:
         pair = jax.ShapeDtypeStruct((2,), jnp.int32)
-        return jax.jit(copy, donate_argnums=0).lower(self._state, pair).compile()
+        program = jax.jit(copy, donate_argnums=0, out_shardings=self._shardings())
+        return program.lower(self._state, pair).compile()
+
+    def _shardings(self) -> Any:
+        """Of the state, which lies the same after every step."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self._state)
 
     def _width(self, tokens: int) -> int:
         """Of the program that reads so many: a power of two, or the whole row."""
         return min(bucket(tokens), self.layout.capacity)
 
 
-def servable(network: Any) -> Transformer:
-    """The network itself; raises `PlanError` where its cache lacks a clause of the contract, or is on several
-    devices or beside the device."""
-    if not isinstance(network, Transformer):
-        raise PlanError("the engine runs on one device: load the model without a mesh")
+def servable(network: Transformer | ShardedTransformer) -> Transformer | ShardedTransformer:
+    """The network itself.
+
+    Raises:
+      PlanError: its cache lacks a clause of the contract, or lies beside the device; on a mesh, a plan with
+        token classes. MeshError: a mesh that divides rows.
+    """
+    if isinstance(network, ShardedTransformer):
+        if (data := network.mesh.shape[DATA]) > 1:
+            raise MeshError(
+                f"data={data}: an engine has one scheduler for all rows; need data=1, and replicas"
+            )
+        if network.plan.classes is not None:
+            raise PlanError("token classes are not served on a mesh")
     for layer, spec in enumerate(network.layer_caches):
         if missing := CLAUSES - spec.clauses:
             kind = type(spec).__name__
@@ -204,20 +232,48 @@ def servable(network: Any) -> Transformer:
 
 def _read_piece(
     implementation: Implementation | None,
-    network: Transformer,
+    network: Transformer | ShardedTransformer,
     state: EngineState,
     table: Array,
     packed: Array,
 ) -> tuple[EngineState, Chosen]:
     """One piece of one row, whose own part of the cache is taken out and put back."""
-    row, begin, count, last = packed[:4]
-    numbers, tokens = packed[4 : 4 + WIDTH], packed[4 + WIDTH :]
+    row, begin, count, _ = packed[:4]
+    tokens = packed[4 + WIDTH :]
     one = replace(replace(state.cache, table=table).row(row), lengths=begin[None])
     one = one.release(begin[None] == 0)
     hidden, one = network.extend(one, tokens[None], (begin + count)[None], implementation)
     end = jax.lax.dynamic_slice_in_dim(hidden[0], count - 1, 1)
+    return _with_row(network, state, one, end, packed)
+
+
+def _read_whole(
+    implementation: Implementation | None,
+    network: ShardedTransformer,
+    state: EngineState,
+    table: Array,
+    packed: Array,
+) -> tuple[EngineState, Chosen]:
+    """A text of one row, from its first token to its last, divided over `sequence`; then put into pages."""
+    row, _, count, _ = packed[:4]
+    tokens, cache, pages = packed[4 + WIDTH :], state.cache, jax.lax.dynamic_slice_in_dim(table, row, 1)
+    capacity = cache.capacity
+    end, read = network.prefill(tokens[None], count[None], capacity=capacity, implementation=implementation)
+    one = cache.row(row)
+    layers = tuple(
+        cast(Paged, spec).put_prompt(held, new, len(tokens), count[None], pages)
+        for spec, held, new in zip(cache.specs, one.layers, read.layers, strict=True)
+    )
+    return _with_row(network, state, replace(one, layers=layers, lengths=count[None]), end, packed)
+
+
+def _with_row(
+    network: Transformer | ShardedTransformer, state: EngineState, one: KVCache, end: Array, packed: Array
+) -> tuple[EngineState, Chosen]:
+    """The state with a row as a piece left it, `one`; end [1, D]: hidden state of its last token."""
+    row, last = packed[0], packed[3].astype(bool)
+    numbers = packed[4 : 4 + WIDTH]
     token, *logprobs = _chosen(network.embeddings.unembed(end), numbers[None], one.lengths)
-    last = last.astype(bool)
     new = EngineState(
         state.cache.with_row(row, one),
         state.last.at[row].set(jnp.where(last, token[0], state.last[row])),
@@ -231,7 +287,7 @@ def _read_piece(
 def _decode(
     implementation: Implementation | None,
     steps: int,
-    network: Transformer,
+    network: Transformer | ShardedTransformer,
     state: EngineState,
     table: Array,
     packed: Array,

@@ -94,7 +94,8 @@ class Scheduler:
     budget: tokens of prompts that a step reads at most. pages: of `page` tokens each, enough for any one
     request. alignment: pieces begin at multiples of it. steps: decode steps of a plan where nobody reads or
     waits; else one. reuse: whether texts share pages. tails: copies of rows that there may be; None where
-    pages say all.
+    pages say all. whole: texts of more tokens than this, of which nothing is there, are read in one piece,
+    whatever the budget says.
 
     Raises:
       ValueError: numbers that cannot be.
@@ -111,13 +112,14 @@ class Scheduler:
         steps: int = 1,
         reuse: bool = True,
         tails: int | None = None,
+        whole: int | None = None,
     ):
         if rows < 1 or budget < alignment or steps < 1 or pages < 1:
             raise ValueError(
                 f"{rows=}, {steps=} and {pages=} must be at least 1, {budget=} at least {alignment=}"
             )
         self.budget, self.alignment, self.steps, self.reuse = budget, alignment, steps, reuse
-        self.page, self.pool = page, PagePool(pages)
+        self.page, self.pool, self.whole = page, PagePool(pages), whole
         self.tails = None if tails is None else Tails(tails)
         self.waiting: list[Work] = []
         self.running: dict[int, Work] = {}
@@ -220,6 +222,9 @@ class Scheduler:
             key=lambda work: (work.priority, work.served, work.arrival),
         )
         for work in order:
+            if left > 0 and self._at_once(work):
+                left -= len(work.text)
+                yield self._piece(work, len(work.text))
             while work.reads:
                 count = min(left, len(work.text) - work.read)
                 if work.marks:
@@ -230,6 +235,13 @@ class Scheduler:
                     return
                 left -= count
                 yield self._piece(work, count)
+
+    def _at_once(self, work: Work) -> bool:
+        """Whether a text is read in one piece."""
+        if self.whole is None or work.read or len(work.text) <= self.whole:
+            return False
+        work.marks = []  # A row could be copied only at its end.
+        return True
 
     def _piece(self, work: Work, count: int) -> Piece:
         begin, end = work.read, work.read + count

@@ -88,9 +88,19 @@ class Transformer(nnx.Module):
         """How each layer keeps its tokens under this plan."""
         return self.plan.layer_caches(self.dtype.name)
 
-    def new_cache(self, *, batch: int, capacity: int) -> KVCache:
-        """An empty cache for `batch` rows of up to `capacity` tokens; raises as `KVCache.create` does."""
-        return KVCache.create(self.layer_caches, batch=batch, capacity=capacity)
+    @property
+    def device_caches(self) -> tuple[LayerCacheSpec, ...]:
+        """`layer_caches` of the heads that one device holds: here all."""
+        return self.layer_caches
+
+    def new_cache(
+        self, *, batch: int, capacity: int, specs: tuple[LayerCacheSpec, ...] | None = None
+    ) -> KVCache:
+        """An empty cache for `batch` rows of up to `capacity` tokens; raises as `KVCache.create` does.
+
+        specs: default `layer_caches`.
+        """
+        return KVCache.create(specs or self.layer_caches, batch=batch, capacity=capacity)
 
     def hidden(
         self, tokens: Int[Array, "B T"], implementation: Implementation | None = None

@@ -12,7 +12,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
@@ -122,6 +122,35 @@ class ShardedTransformer(nnx.Module):
         return self.plan.layer_caches(self.dtype.name)
 
     @property
+    def device_caches(self) -> tuple[LayerCacheSpec, ...]:
+        """`layer_caches` of the heads that one device holds."""
+        shares = degree(self.mesh, BY_HEAD)
+        heads = self.config.num_kv_heads * kv_copies(self.config.num_kv_heads, shares) // shares
+        return tuple(spec.on_heads(heads) for spec in self.layer_caches)
+
+    def new_cache(
+        self, *, batch: int, capacity: int, specs: tuple[LayerCacheSpec, ...] | None = None
+    ) -> KVCache:
+        """An empty cache, divided as `prefill` divides one.
+
+        specs: of one device's heads, default `device_caches`.
+
+        Raises:
+          CacheMemoryError: a device's share does not fit. MeshError: rows cannot be divided over `data`.
+        """
+        specs = specs or self.device_caches
+        check_fits(specs, batch=self._rows(batch), capacity=capacity, free=free_bytes())
+        shares = degree(self.mesh, BY_HEAD)
+
+        def make() -> KVCache:
+            whole = (spec.on_heads(spec.num_kv_heads * shares) for spec in specs)
+            states = tuple(spec.create(batch, capacity) for spec in whole)
+            return KVCache(states, jnp.zeros(batch, jnp.int32), specs, capacity)
+
+        laid_out = lambda leaf: NamedSharding(self.mesh, held_layout(leaf))
+        return jax.jit(make, out_shardings=jax.tree.map(laid_out, jax.eval_shape(make)))()
+
+    @property
     def payload(self) -> Payload:
         """What prompts are exchanged as."""
         return "native" if self.prompt_layers[0].attention.v_scale is None else "float8"
@@ -190,16 +219,16 @@ class ShardedTransformer(nnx.Module):
     def extend(
         self,
         cache: KVCache,
-        tokens: Int[Array, "B 1"],
+        tokens: Int[Array, "B T"],
         end: Int[Array, " B"],
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B 1 D"], KVCache]:
-        """`Transformer.extend` by one token a row; heads and F over `model` and `sequence`."""
-        positions = cache.lengths[:, None]
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """`Transformer.extend`; heads and F over `model` and `sequence`, and no axis over tokens."""
+        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
         x, aux, states = self.embeddings.embed(tokens, positions), None, list(cache.layers)
         for index, (block, spec) in enumerate(zip(self.token_layers, cache.specs, strict=True)):
             x, states[index], aux = _token_layer(
-                block, spec, x, states[index], aux, positions, end, self.mesh, implementation
+                block, spec, x, states[index], aux, positions, end, cache.table, self.mesh, implementation
             )
         return x, replace(cache, layers=tuple(states), lengths=end)
 
@@ -221,10 +250,7 @@ class ShardedTransformer(nnx.Module):
 
         And `MeshError` where the rows cannot be divided over `data`.
         """
-        rows, shares = self._rows(batch), degree(self.mesh, BY_HEAD)
-        heads = self.config.num_kv_heads * kv_copies(self.config.num_kv_heads, shares) // shares
-        specs = [spec.on_heads(heads) for spec in self.layer_caches]
-        check_fits(specs, batch=rows, capacity=capacity, free=free_bytes())
+        check_fits(self.device_caches, batch=self._rows(batch), capacity=capacity, free=free_bytes())
 
     def _rows(self, batch: int) -> int:
         """Of each device, after checking that they can be divided."""
@@ -331,22 +357,28 @@ def _token_layer(
     aux: Any,
     positions: Array,
     end: Array,
+    table: Array | None,
     mesh: Mesh,
     implementation: Implementation | None,
 ) -> tuple[Array, State, Any]:
-    """One layer on one token a row, its cache with it, and what it hands on. Jitted as `whole_layer` is."""
+    """One layer on new tokens, its cache with them, and what it hands on. Jitted as `whole_layer` is."""
     gather = partial(jax.lax.all_gather, axis_name=BY_HEAD, axis=1, tiled=True)
 
     def local(
-        block: Block, x: Array, state: State, aux: Any, positions: Array, end: Array
+        block: Block, x: Array, state: State, aux: Any, positions: Array, end: Array, table: Array | None
     ) -> tuple[Array, State, Any]:
         own = spec.on_heads(block.attention.k.shape[1])
         given = (x, with_new_empties(state), aux, positions, end, implementation)
-        x, state, aux = extend_layer(block, own, *given, gather, sum_over(mesh, BY_HEAD))
+        x, state, aux = extend_layer(block, own, *given, gather, sum_over(mesh, BY_HEAD), table)
         return x, with_new_empties(state), aux
 
-    # Arrays of four axes are divided by head, what says where tokens lie is whole.
-    held = jax.tree.map(lambda leaf: layout("B K S R" if leaf.ndim == 4 else "B"), state)
+    held = jax.tree.map(held_layout, state)
     token, rows = layout("B 1 D"), layout("B")
-    in_specs = (weight_specs(block, BY_HEAD), token, held, rows, layout("B 1"), rows)
-    return on_mesh(mesh, local, in_specs, (token, held, rows))(block, x, state, aux, positions, end)
+    in_specs = (weight_specs(block, BY_HEAD), token, held, rows, layout("B 1"), rows, rows)
+    given = block, x, state, aux, positions, end, table
+    return on_mesh(mesh, local, in_specs, (token, held, rows))(*given)
+
+
+def held_layout(leaf: Any) -> PartitionSpec:
+    """Of an array of a cache: those of four axes are divided by head, what says where tokens lie is whole."""
+    return layout("B K S R" if leaf.ndim == 4 else "B")

@@ -1,0 +1,70 @@
+"""An engine on a mesh: long prompts divided by token, all else by head; answers are those of one device."""
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import LLAMA, TinyModel
+
+from zdc_jax import Sampling, generate
+from zdc_jax.engine.engine import Engine, EngineConfig
+from zdc_jax.engine.request import EngineRequest
+from zdc_jax.errors import MeshError
+from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.parallel.transformer import ShardedTransformer
+from zdc_jax.plan import CompressionPlan, LayerRanks
+
+CONFIG = replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2)
+ENGINE = EngineConfig(rows=2, max_model_len=96, page=16, chunk=32, steps=2)
+PLANS = {
+    "full": CompressionPlan.full(CONFIG),
+    "ranks and window": CompressionPlan(
+        (LayerRanks(16, 32), LayerRanks(0, 0)), CONFIG.num_kv_heads, 32, window=9, sinks=3
+    ),
+}
+
+
+def requests() -> list[EngineRequest]:
+    """Two short prompts, two long ones, and one that begins as one of these."""
+    rng, found = np.random.default_rng(0), []
+    for length in (5, 70, 30, 61):
+        prompt = tuple(rng.integers(3, CONFIG.vocab_size, length).tolist())
+        sampling = Sampling() if length % 2 else Sampling(0.8, seed=length)
+        found.append(EngineRequest(prompt, 10, sampling, ignore_eos=True))
+    return [*found, replace(found[1], prompt=(*found[1].prompt[:50], 7, 8, 9))]
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("mesh", ["sequence=4", "sequence=2,model=2", "model=2"])
+def test_answers_are_those_of_one_device(name, mesh):
+    on_one = TinyModel(CONFIG).model(PLANS[name])
+    network = ShardedTransformer.of(on_one.network, MeshConfig.parse(mesh).create())
+    answers: dict[int, list[int]] = {}
+    with Engine(replace(on_one, network=network), ENGINE) as engine:
+        assert (engine._runner.whole is None) == (mesh == "model=2")
+        for index, request in enumerate(requests()):
+            ended, tokens = threading.Event(), answers.setdefault(index, [])
+
+            def listen(event, tokens=tokens, ended=ended):
+                assert event.error is None, event.error
+                tokens += event.tokens
+                if event.finish_reason:
+                    ended.set()
+
+            engine.submit(request, listen)
+            if index > 2:  # The others are under way at once.
+                assert ended.wait(120)
+        hits = engine.stats().prefix_hits
+    assert hits == (48 if name == "full" else 0), "the last one's prefix; whole prompts keep no window"
+    for index, request in enumerate(requests()):
+        given = request.prompt, request.max_tokens
+        expected = generate(on_one, *given, sampling=request.sampling, stop_tokens=())
+        assert tuple(answers[index]) == expected.completions[0].tokens
+
+
+def test_rows_that_are_divided_are_refused():
+    on_one = TinyModel(CONFIG).model(PLANS["full"])
+    network = ShardedTransformer.of(on_one.network, MeshConfig.parse("data=2").create())
+    with pytest.raises(MeshError, match="data=2: an engine has one scheduler"):
+        Engine(replace(on_one, network=network), ENGINE)
