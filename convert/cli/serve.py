@@ -48,6 +48,8 @@ class Serve:
     """Requests that may wait; more are told to come again."""
     drain_seconds: float = 30.0
     """What requests under way have to end in, once the server is told to."""
+    mesh: str | None = None
+    """Devices, such as sequence=2,model=4: long prompts are divided over both, all else by heads."""
     dtype: Dtype | None = None
     """Dtype to run in; default that of the stored weights."""
     max_positions: int | None = None
@@ -66,7 +68,7 @@ class Serve:
             most_waiting=self.max_waiting,
         )
         plan = self.flags.build(self.path)
-        model = load(self.path, plan, dtype=self.dtype, max_positions=self.max_positions)
+        model = load(self.path, plan, dtype=self.dtype, max_positions=self.max_positions, mesh=self.mesh)
         with Engine(model, config) as engine:
             serve(
                 engine,

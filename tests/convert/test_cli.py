@@ -323,7 +323,7 @@ FLAGS = {
     "max-positions distributed coordinator num-processes process-id join-timeout",
     "chat": f"{PLAN_FLAGS} {SAMPLING_FLAGS} system max-new-tokens stop dtype max-positions",
     "serve": f"{PLAN_FLAGS} host port name rows max-model-len cache-tokens chunk max-waiting "
-    "drain-seconds dtype max-positions",
+    "drain-seconds mesh dtype max-positions",
     "evaluate": f"{PLAN_FLAGS} tasks contexts reading max-sheets batch seed dtype output",
     "inspect": "check",
     "demo": "source output",
