@@ -5,10 +5,12 @@
 Prompts are pieces of texts. Greedy answers come from an engine, all requests at once, and from `generate`,
 one after another. Up to the first token that differs both had the same text before them; `a_token` is how
 often such a token differs. `gap` is how much likelier, in natural logarithms, the engine held its own token
-there than `generate`'s, of all such places the median and the largest.
+there than `generate`'s, of all such places the median and the largest. `generate_together` says the same of
+`generate` itself, for all prompts in one batch.
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,23 +97,34 @@ def of_engine(model: LanguageModel, prompts: list[tuple[int, ...]], options: Opt
     return answers
 
 
-def compared(
-    model: LanguageModel, prompts: list[tuple[int, ...]], answers: list[Answer], options: Options
-) -> dict[str, Any]:
+def first_differences(
+    ones: Sequence[Sequence[int]], others: Sequence[Sequence[int]]
+) -> tuple[list[int | None], dict[str, Any]]:
+    """Where each answer is first another than the other, None where it is not; and how often that is."""
+    found = []
+    for one, other in zip(ones, others, strict=True):
+        pairs = enumerate(zip(one, other, strict=True))
+        found.append(next((place for place, (a, b) in pairs if a != b), None))
+    differ = sum(place is not None for place in found)
+    alike = sum(len(one) if place is None else place for one, place in zip(ones, found, strict=True))
+    return found, {"differ": differ, "a_token": differ / (alike + differ)}
+
+
+def measured(model: LanguageModel, options: Options) -> dict[str, Any]:
     """What is told of all answers."""
-    alike, gaps = 0, []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        (alone,) = generate(model, [list(prompt)], options.tokens, stop_tokens=()).completions
-        pairs = enumerate(zip(answer.tokens, alone.tokens, strict=True))
-        first = next((place for place, (one, other) in pairs if one.token != other), None)
-        alike += options.tokens if first is None else first
-        if first is not None:
-            gaps.append(answer.gap(first, alone.tokens[first]))
-    return {
+    prompts = prompts_of(model, options)
+    answers = of_engine(model, prompts, options)
+    given = [list(prompt) for prompt in prompts]
+    ask = lambda prompts: generate(model, prompts, options.tokens, stop_tokens=()).completions
+    alone = [ask([prompt])[0].tokens for prompt in given]
+    places, found = first_differences([[each.token for each in one.tokens] for one in answers], alone)
+    pairs = zip(answers, places, alone, strict=True)
+    gaps = [answer.gap(place, tokens[place]) for answer, place, tokens in pairs if place is not None]
+    _, together = first_differences([each.tokens for each in ask(given)], alone)
+    return found | {
         "answers": len(prompts),
-        "differ": len(gaps),
-        "a_token": len(gaps) / (alike + len(gaps)),
         "gap": {"median": float(np.median(gaps)), "largest": max(gaps)} if gaps else None,
+        "generate_together": together,
         "commit": commit(),
     }
 
@@ -119,8 +132,7 @@ def compared(
 def main(options: Options) -> None:
     """Writes one JSON."""
     model = load(options.model, options.plan, dtype=options.dtype)
-    prompts = prompts_of(model, options)
-    found = compared(model, prompts, of_engine(model, prompts, options), options)
+    found = measured(model, options)
     print(found)
     settings = {"model": options.model.name, "plan": options.plan and options.plan.stem}
     settings |= {"dtype": options.dtype, "tokens": options.tokens, "rows": options.rows}
