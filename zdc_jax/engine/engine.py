@@ -67,10 +67,13 @@ class Job:
 
     def __init__(self, engine: "Engine", request: EngineRequest, notify: Callable[[Event], None]):
         self.request, self.notify = request, notify
-        self.work = Work(request.prompt, request.max_tokens, request.priority, request.salt)
+        self.work = Work(
+            request.prompt, request.max_tokens, request.priority, request.salt, list(request.generated)
+        )
         self.stop_ids = engine.stop_ids(request)
         given = engine.model.tokenizer, self.stop_ids, StopStrings(request.stop), request.min_tokens
         self.answer = Row(0, *given)
+        self._go_on(request.generated)
         self.numbers = row_numbers(request, self.stop_ids, engine.model.config.vocab_size)
         self.ended = False
         self.came, self.queued = time.monotonic(), 0.0
@@ -89,6 +92,13 @@ class Job:
             self.notify(replace(event, cached_tokens=self.work.cached, queued=self.queued))
         except Exception:
             logger.exception("who listens to a request failed")
+
+    def _go_on(self, tokens: tuple[int, ...]) -> None:
+        """Adds tokens that were told of elsewhere; raises `PromptError` where none can follow them."""
+        with foreign_errors_as(PromptError, "the tokenizer cannot decode generated"):
+            self.answer.take(tokens, full=len(tokens) >= self.work.max_tokens)
+        if self.answer.finish_reason is not None:
+            raise PromptError(f"generated: these {len(tokens)} tokens end the answer, so that none follows")
 
     def take(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> bool:
         """Adds tokens and tells of them; whether the device knows, too, that they end the answer."""
@@ -224,6 +234,8 @@ class Engine:
         """Raises `PromptError` for what cannot be served."""
         check_limit(request.max_tokens)
         encode(self.model, request.prompt, request.max_tokens)
+        if request.generated:
+            encode(self.model, request.generated, 0)
         if (asked := len(request.prompt) + request.max_tokens) > self.max_model_len:
             raise PromptError(
                 f"{len(request.prompt)} prompt tokens and max_tokens={request.max_tokens} are {asked}: "

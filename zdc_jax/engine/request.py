@@ -22,7 +22,8 @@ class EngineRequest:
     neither ends it, and tokens that would are not generated. logprobs: so many alternatives of each token, up
     to `MOST_LOGPROBS`; None for no log-probabilities at all. priority: requests of smaller numbers are begun
     first, then those that came first. salt: the cache of an earlier request serves this one only if both have
-    the same.
+    the same. generated: tokens that the answer begins with, where another engine gave them: only what follows is
+    told, and it is what one engine alone would have given behind them; limits count all.
     """
 
     prompt: tuple[int, ...]
@@ -35,6 +36,7 @@ class EngineRequest:
     logprobs: int | None = None
     priority: int = 0
     salt: str = ""
+    generated: tuple[int, ...] = ()
 
 
 class TokenLogprobs(NamedTuple):
