@@ -10,8 +10,8 @@ from types import TracebackType
 
 import jax
 
+from zdc_jax.engine.checks import check_request, stop_ids
 from zdc_jax.engine.request import (
-    MOST_LOGPROBS,
     Busy,
     Closing,
     EngineRequest,
@@ -22,9 +22,8 @@ from zdc_jax.engine.request import (
 from zdc_jax.engine.runner import Chosen, Runner, row_numbers, servable
 from zdc_jax.engine.scheduler import Plan, Scheduler, Work
 from zdc_jax.errors import PromptError, foreign_errors_as
-from zdc_jax.generation.request import capacity_for, check_chunk, check_limit, encode, warn_beyond_calibration
-from zdc_jax.generation.sampling import is_whole
-from zdc_jax.generation.steps import MAX_STOP_TOKENS, PREFILL_CHUNK
+from zdc_jax.generation.request import capacity_for, check_chunk, warn_beyond_calibration
+from zdc_jax.generation.steps import PREFILL_CHUNK
 from zdc_jax.generation.stopping import Row, StopStrings
 from zdc_jax.loading import LanguageModel
 from zdc_jax.ops.attention import Implementation
@@ -70,7 +69,7 @@ class Job:
         self.work = Work(
             request.prompt, request.max_tokens, request.priority, request.salt, list(request.generated)
         )
-        self.stop_ids = engine.stop_ids(request)
+        self.stop_ids = stop_ids(engine.model, request)
         given = engine.model.tokenizer, self.stop_ids, StopStrings(request.stop), request.min_tokens
         self.answer = Row(0, *given)
         self._go_on(request.generated)
@@ -178,7 +177,7 @@ class Engine:
 
     def submit(self, request: EngineRequest, notify: Callable[[Event], None]) -> Job:
         """`Serving.submit`."""
-        self._check(request)
+        check_request(self.model, self.max_model_len, request)
         job = Job(self, request, notify)
         with self._changed:
             if self._closing:
@@ -224,33 +223,6 @@ class Engine:
             self._changed.notify_all()
         if self._thread is not threading.current_thread():
             self._thread.join()
-
-    def stop_ids(self, request: EngineRequest) -> tuple[int, ...]:
-        """Tokens that end an answer."""
-        own = () if request.ignore_eos else self.model.config.eos_ids
-        return tuple(dict.fromkeys((*own, *request.stop_tokens)))
-
-    def _check(self, request: EngineRequest) -> None:
-        """Raises `PromptError` for what cannot be served."""
-        check_limit(request.max_tokens)
-        encode(self.model, request.prompt, request.max_tokens)
-        if request.generated:
-            encode(self.model, request.generated, 0)
-        if (asked := len(request.prompt) + request.max_tokens) > self.max_model_len:
-            raise PromptError(
-                f"{len(request.prompt)} prompt tokens and max_tokens={request.max_tokens} are {asked}: "
-                f"at most {self.max_model_len} are served"
-            )
-        if not (is_whole(request.min_tokens) and 0 <= request.min_tokens <= request.max_tokens):
-            raise PromptError(f"min_tokens={request.min_tokens} must be 0 to max_tokens={request.max_tokens}")
-        if request.logprobs is not None and not 0 <= request.logprobs <= MOST_LOGPROBS:
-            raise PromptError(f"logprobs={request.logprobs} must be 0 to {MOST_LOGPROBS}")
-        if len(self.stop_ids(request)) > MAX_STOP_TOKENS:
-            raise PromptError(
-                f"stop_tokens: at most {MAX_STOP_TOKENS} are allowed, the model's own among them"
-            )
-        if request.stop and self.model.tokenizer is None:
-            raise PromptError("stop strings need a model with a tokenizer")
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(

@@ -1,0 +1,58 @@
+"""`serve_replicas`: several engines and their door on this machine, until it is told to end."""
+
+import os
+import signal
+import socket
+import threading
+from dataclasses import replace
+
+# Before Ray is imported, for it and all that it starts.
+os.environ.setdefault("RAY_SERVE_ENABLE_HA_PROXY", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from ray import serve
+
+from zdc_jax.errors import PromptError, foreign_errors_as
+from zdc_jax.replicas.application import ReplicaSettings, build
+
+
+def serve_replicas(settings: ReplicaSettings, *, host: str = "127.0.0.1", port: int = 8000) -> None:
+    """Serves until SIGTERM or SIGINT; prints a line with the address when clients can come.
+
+    Each replica has a GPU of its own, where there are any. After the signal requests under way have
+    `settings.drain_seconds`. To be called on the main thread.
+
+    Args:
+      host: address to listen at.
+      port: 0 for any that is free.
+
+    Raises:
+      PromptError: fewer GPUs than replicas, or replicas that do not start; the log says why.
+    """
+    told = threading.Event()
+    before = {
+        number: signal.signal(number, lambda *_: told.set()) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    port = port or _free_port(host)
+    try:
+        ray.init(address="local", include_dashboard=False, log_to_driver=False)
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        if 0 < gpus < settings.replicas:
+            raise PromptError(f"replicas={settings.replicas} need a GPU each, and this machine has {gpus}")
+        serve.start(http_options={"host": host, "port": port})
+        with foreign_errors_as(PromptError, "the replicas did not start"):
+            serve.run(build(replace(settings, gpus=min(gpus, 1))), name=settings.name)
+        print(f"serving {settings.name} at http://{host}:{port}", flush=True)
+        told.wait()
+        serve.delete(settings.name)  # Waits for requests under way.
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as server:
+        return server.getsockname()[1]
