@@ -3,13 +3,13 @@
     zdc convert convert/demo_checkpoint model && python -m benchmarks.serving.bench_replicas --model model
 
 `killed`: streams run on two replicas of the demo model in float32; one is killed (SIGKILL) when the first
-stream has some pieces. Texts are compared with those of a run without a kill; `gap` is the longest time between
-two pieces of a stream. Half of the streams are drawn, with seeds.
+stream has some pieces. Texts are compared with those of a run without a kill; `gap` is the longest time
+between two pieces of a stream. Half of the streams are drawn, with seeds.
 
 `first_token`: the time to the first token at many clients, with an engine that computes nothing and gives the
-first token after 20 ms, a further one each 20 ms. `engine`: asked in its own process; `http`: behind the server;
-`ray`: two behind HAProxy and the front. `added` is what a client waits beyond the median of `engine`. Clients run
-on the same cores, so that their own work counts too.
+first token after 20 ms, a further one each 20 ms. `engine`: asked in its own process; `http`: behind the
+server; `ray`: two behind HAProxy and the front. `added` is what a client waits beyond the median of `engine`.
+Clients run on the same cores, so that their own work counts too.
 """
 
 import asyncio
@@ -18,7 +18,6 @@ import os
 import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing, contextmanager
@@ -32,14 +31,11 @@ import numpy as np
 import tyro
 
 from benchmarks.common import RESULTS, write_result
-from zdc_jax.engine.request import EngineRequest, EngineStats, Event, Serving
-from zdc_jax.loading import TextModel, TextSide
+from benchmarks.serving.paced import PacedSettings, serve_alone, serve_many
+from zdc_jax.engine.request import EngineRequest
 from zdc_jax.replicas.front import stream as stream_of
 from zdc_jax.replicas.settings import ReplicaSettings
-from zdc_jax.server.run import serve
 
-TICK = 0.02
-"""Seconds to a token of the engine that computes nothing."""
 PIECES_BEFORE_THE_KILL = 10
 STARTING = 180.0
 """Seconds in which a server must be there."""
@@ -59,55 +55,6 @@ class Options:
     answer: int = 16
     name: str = "serving-replicas"
     results: Path = RESULTS
-
-
-class Paced:
-    """Gives a token each 20 ms and computes nothing (`Serving`)."""
-
-    closing = False
-
-    def __init__(self, model: TextModel):
-        self.model, self.max_model_len = model, 512
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-
-    def submit(self, request: EngineRequest, notify: Callable[[Event], None]) -> Any:
-        """A future, which can be cancelled."""
-        return asyncio.run_coroutine_threadsafe(self._answer(request, notify), self._loop)
-
-    def stats(self) -> EngineStats:
-        """Nothing to tell."""
-        return EngineStats()
-
-    def close(self, *, drain: bool, timeout: float) -> None:
-        """Leaves its thread to the end of the process."""
-
-    async def _answer(self, request: EngineRequest, notify: Callable[[Event], None]) -> None:
-        """All answers have their tokens at the same times, as those of a batch do."""
-        await asyncio.sleep(TICK)
-        for left in reversed(range(request.max_tokens)):
-            notify(Event((5,), "a", None if left else "length"))
-            await asyncio.sleep(TICK - time.monotonic() % TICK)
-
-
-class PacedSettings(ReplicaSettings):
-    """Replicas that compute nothing."""
-
-    def new_engine(self) -> Serving:
-        """One of them."""
-        return Paced(self.text_side()[0])
-
-
-def serve_alone(settings: PacedSettings, port: int) -> None:
-    """In a process of its own."""
-    serve(settings.new_engine(), name=settings.name, port=port)
-
-
-def serve_many(settings: ReplicaSettings, port: int) -> None:
-    """In a process of its own."""
-    from zdc_jax.replicas.run import serve_replicas
-
-    serve_replicas(settings, port=port)
 
 
 @contextmanager

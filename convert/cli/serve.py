@@ -46,8 +46,8 @@ class Serve:
     max_waiting: int = 256
     """Requests that may wait; more are told to come again."""
     replicas: int | None = None
-    """Engines on this machine, in turn, each on a GPU of its own if there are any; answers outlive the death of
-    one. Needs the extra `ray`."""
+    """Engines on this machine, each on its own GPU if there are any; answers outlive the death of one. Needs
+    the extra `ray`."""
     drain_seconds: float = 30.0
     """What requests under way have to end in, once the server is told to."""
     dtype: Dtype | None = None

@@ -7,7 +7,6 @@ GPU), in turn. Ray starts replicas anew where they die. To be imported where the
 import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
@@ -16,6 +15,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.experimental.round_robin_router import RoundRobinRouter
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
 from starlette.applications import Starlette
 
 from zdc_jax.engine.request import EngineRequest, EngineStats, Event, Serving
@@ -52,15 +52,19 @@ class Replica:
             raise Lost("the engine cannot go on")
 
 
-@dataclass(frozen=True)
 class RayFleet:
     """Replicas of a deployment (`Fleet`)."""
 
-    handle: DeploymentHandle
+    def __init__(self, replicas: DeploymentHandle):
+        self._replicas = replicas
+        # The usual serialization takes longer than all else that a token costs here.
+        self._asked = replicas.options(
+            stream=True, request_serialization="pickle", response_serialization="pickle"
+        )
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[Event, None]:
         """`Fleet.stream`."""
-        events = self.handle.options(stream=True).stream.remote(request)
+        events = self._asked.stream.remote(request)
         try:
             async for event in events:
                 yield event
@@ -71,7 +75,7 @@ class RayFleet:
 
     def stats(self) -> list[EngineStats]:
         """`Fleet.stats`."""
-        return self.handle.broadcast("stats").results(timeout_s=STATS_SECONDS)
+        return self._replicas.broadcast("stats").results(timeout_s=STATS_SECONDS)
 
 
 class Door:
@@ -90,7 +94,10 @@ class Door:
 
 def build(settings: ReplicaSettings) -> serve.Application:
     """The application of some settings."""
-    common: dict[str, Any] = {"graceful_shutdown_timeout_s": settings.drain_seconds}
+    common: dict[str, Any] = {
+        "graceful_shutdown_timeout_s": settings.drain_seconds,
+        "logging_config": LoggingConfig(enable_access_log=False),
+    }
     replicas = serve.deployment(
         Replica,
         name="replica",

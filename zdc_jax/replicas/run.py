@@ -8,13 +8,18 @@ from dataclasses import replace
 
 # Before Ray is imported, for it and all that it starts.
 os.environ.setdefault("RAY_SERVE_ENABLE_HA_PROXY", "1")
+os.environ.setdefault("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
 from ray import serve
 
 from zdc_jax.errors import PromptError, foreign_errors_as
-from zdc_jax.replicas.application import ReplicaSettings, build
+from zdc_jax.replicas.application import build
+from zdc_jax.replicas.settings import ReplicaSettings
+
+LOGS = "/tmp/ray/session_latest/logs/serve"
+"""Where Ray writes what replicas say."""
 
 
 def serve_replicas(settings: ReplicaSettings, *, host: str = "127.0.0.1", port: int = 8000) -> None:
@@ -31,17 +36,17 @@ def serve_replicas(settings: ReplicaSettings, *, host: str = "127.0.0.1", port: 
       PromptError: fewer GPUs than replicas, or replicas that do not start; the log says why.
     """
     told = threading.Event()
-    before = {
-        number: signal.signal(number, lambda *_: told.set()) for number in (signal.SIGTERM, signal.SIGINT)
-    }
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     port = port or _free_port(host)
     try:
         ray.init(address="local", include_dashboard=False, log_to_driver=False)
+        for number in before:  # Behind Ray, which has handlers of its own.
+            signal.signal(number, lambda *_: told.set())
         gpus = int(ray.cluster_resources().get("GPU", 0))
         if 0 < gpus < settings.replicas:
             raise PromptError(f"replicas={settings.replicas} need a GPU each, and this machine has {gpus}")
         serve.start(http_options={"host": host, "port": port})
-        with foreign_errors_as(PromptError, "the replicas did not start"):
+        with foreign_errors_as(PromptError, f"the replicas did not start, see {LOGS}"):
             serve.run(build(replace(settings, gpus=min(gpus, 1))), name=settings.name)
         print(f"serving {settings.name} at http://{host}:{port}", flush=True)
         told.wait()
