@@ -4,11 +4,15 @@ import os
 import signal
 import socket
 import threading
+from contextlib import suppress
 from dataclasses import replace
 
 # Before Ray is imported, for it and all that it starts.
 os.environ.setdefault("RAY_SERVE_ENABLE_HA_PROXY", "1")
-os.environ.setdefault("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")
+os.environ.setdefault("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")  # gRPC: tokens by Ray's objects take far longer.
+os.environ.setdefault(
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "2"
+)  # No other machine has to notice.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
@@ -35,27 +39,33 @@ def serve_replicas(settings: ReplicaSettings, *, host: str = "127.0.0.1", port: 
     Raises:
       PromptError: fewer GPUs than replicas, or replicas that do not start; the log says why.
     """
-    told = threading.Event()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    port = port or _free_port(host)
     try:
-        ray.init(address="local", include_dashboard=False, log_to_driver=False)
-        for number in before:  # Behind Ray, which has handlers of its own.
-            signal.signal(number, lambda *_: told.set())
-        gpus = int(ray.cluster_resources().get("GPU", 0))
-        if 0 < gpus < settings.replicas:
-            raise PromptError(f"replicas={settings.replicas} need a GPU each, and this machine has {gpus}")
-        serve.start(http_options={"host": host, "port": port})
-        with foreign_errors_as(PromptError, f"the replicas did not start, see {LOGS}"):
-            serve.run(build(replace(settings, gpus=min(gpus, 1))), name=settings.name)
-        print(f"serving {settings.name} at http://{host}:{port}", flush=True)
-        told.wait()
-        serve.delete(settings.name)  # Waits for requests under way.
+        with suppress(KeyboardInterrupt):
+            ray.init(address="local", include_dashboard=False, log_to_driver=False)
+            for number in before:  # Behind Ray, which has handlers of its own.
+                signal.signal(number, signal.default_int_handler)
+            _serve(settings, host, port or _free_port(host))
     finally:
         serve.shutdown()
         ray.shutdown()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _serve(settings: ReplicaSettings, host: str, port: int) -> None:
+    """Until a `KeyboardInterrupt`."""
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if 0 < gpus < settings.replicas:
+        raise PromptError(f"replicas={settings.replicas} need a GPU each, and this machine has {gpus}")
+    try:
+        with foreign_errors_as(PromptError, f"the replicas did not start, see {LOGS}"):
+            serve.start(http_options={"host": host, "port": port})
+            serve.run(build(replace(settings, gpus=min(gpus, 1))), name=settings.name)
+        print(f"serving {settings.name} at http://{host}:{port}", flush=True)
+        threading.Event().wait()
+    finally:
+        serve.delete(settings.name)  # Waits for requests under way.
 
 
 def _free_port(host: str) -> int:
