@@ -4,7 +4,8 @@
 
 `killed`: streams run on two replicas of the demo model in float32; one is killed (SIGKILL) when the first
 stream has some pieces. Texts are compared with those of a run without a kill; `gap` is the longest time
-between two pieces of a stream. Half of the streams are drawn, with seeds.
+between two pieces of a stream; `replaced`: seconds until another replica has loaded. Half of the streams are
+drawn, with seeds.
 
 `first_token`: the time to the first token at many clients, with an engine that computes nothing and gives the
 first token after 20 ms, a further one each 20 ms. `engine`: asked in its own process; `http`: behind the
@@ -128,15 +129,15 @@ async def read_all(port: int, options: Options, on_piece: Callable[[int], None])
 
 
 def replicas_of(name: str) -> set[int]:
-    """Process ids."""
+    """Process ids of those that have loaded; Ray's titles say which still do."""
     found = subprocess.run(
-        ["pgrep", "-f", f"^ray::ServeReplica:{name}:replica"], capture_output=True, text=True, check=False
+        ["pgrep", "-af", f"^ray::ServeReplica:{name}:replica"], capture_output=True, text=True, check=False
     )
-    return set(map(int, found.stdout.split()))
+    return {int(line.split()[0]) for line in found.stdout.splitlines() if "initialize" not in line}
 
 
 def killed(options: Options) -> list[dict[str, Any]]:
-    """A row for each kill; the next comes when the replica is there again."""
+    """A row for each kill; the next comes when there are two replicas again."""
     name = f"killed-{os.getpid()}"
     engine = {"rows": options.streams, "max_model_len": 512, "chunk": 64}
     settings = ReplicaSettings(str(options.model.resolve()), name, engine=engine, dtype="float32")
@@ -158,9 +159,9 @@ def killed(options: Options) -> list[dict[str, Any]]:
             back = time.monotonic() - when
             same = sum(ours == theirs for (ours, _), (theirs, _) in zip(given, true, strict=True))
             row = {"streams": options.streams, "same": same, "gap": max(gap for _, gap in given)}
-            rows.append(row | {"gap_without": max(gap for _, gap in true), "process_back": back})
+            rows.append(row | {"gap_without": max(gap for _, gap in true), "replaced": back})
             print(rows[-1], flush=True)
-            time.sleep(15)  # The new one loads and compiles.
+            time.sleep(SETTLING)  # The door hears of the new one.
     return rows
 
 
