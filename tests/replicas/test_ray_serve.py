@@ -14,7 +14,7 @@ import httpx
 import pytest
 from conftest import LLAMA, TinyModel
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="ray is absent: pip install '.[ray]'")
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
