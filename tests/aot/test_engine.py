@@ -1,4 +1,4 @@
-"""Steps of an engine compile for an H200: kernels read pages where they lie, and pools are written in place."""
+"""An engine's steps compile for an H200: kernels read pages in place, and pools are written in place."""
 
 import sys
 from dataclasses import replace
