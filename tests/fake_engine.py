@@ -100,9 +100,11 @@ class FakeEngine:
         answer = [5, 6] if tokenizer is None else tokenizer.encode(ANSWER).ids
         row.take(request.generated, full=False)
         spelled = islice(cycle([*answer, END]), len(request.generated), None)
+        of_prompt = prompt_logprobs(request)
         for count, token in enumerate(spelled, len(request.generated) + 1):
             delta = row.take([token], full=count == request.max_tokens)
             event = Event((token,), cached_tokens=CACHED, logprobs=logprobs(request, token))
+            event, of_prompt = replace(event, prompt_logprobs=of_prompt), ()
             if delta is not None:
                 event = replace(event, text=delta.text, finish_reason=delta.finish_reason)
             if event.finish_reason is not None:
@@ -115,6 +117,14 @@ class FakeEngine:
             if ticket.cancelled.is_set():
                 return Event(finish_reason="cancelled")
         raise AssertionError("a cycle has no end")
+
+
+def prompt_logprobs(request: EngineRequest) -> tuple[TokenLogprobs, ...]:
+    """The first token has none."""
+    if not request.prompt_logprobs:
+        return ()
+    first, *others = request.prompt
+    return TokenLogprobs(first, None, ()), *(one for token in others for one in logprobs(request, token))
 
 
 def logprobs(request: EngineRequest, token: int) -> tuple[TokenLogprobs, ...]:

@@ -12,7 +12,9 @@ from conftest import LLAMA, TinyModel
 
 from zdc_jax import methods
 from zdc_jax.engine.engine import Engine, EngineConfig
+from zdc_jax.engine.job import Job
 from zdc_jax.engine.request import Busy, EngineRequest, Event
+from zdc_jax.engine.runner import Scores
 from zdc_jax.errors import CacheMemoryError, PlanError, PromptError
 from zdc_jax.generation.api import generate
 from zdc_jax.generation.sampling import Sampling
@@ -168,6 +170,50 @@ def test_logprobs_are_those_of_the_model(engine, model):
         assert each.logprob == pytest.approx(true[step, each.token], abs=1e-3)
         assert [token for token, _ in each.top] == best.tolist()
         np.testing.assert_allclose([value for _, value in each.top], true[step, best], atol=1e-3)
+
+
+def test_logprobs_of_a_prompt_are_those_of_the_model(engine, model, tiny):
+    prompt = tuple(np.random.default_rng(1).integers(3, LLAMA.vocab_size, 90).tolist())
+    ask(engine, EngineRequest(prompt, 2)).tokens()  # Its pages are there, and must not be taken over.
+    request = EngineRequest(prompt, 3, logprobs=2, prompt_logprobs=True, ignore_eos=True)
+    scored, *others = [ask(engine, each) for each in (request, *requests_of(tiny, 3, seed=5))]
+    assert scored.tokens() == alone(model, request)
+    for listener in others:
+        listener.tokens()
+    first, *found = scored.events[0].prompt_logprobs
+    assert (first.token, first.logprob, first.top) == (prompt[0], None, ())
+    assert not any(event.prompt_logprobs for event in scored.events[1:])
+    assert scored.events[0].cached_tokens == 0
+    true = np.asarray(jax.nn.log_softmax(model.network(jnp.array([prompt]))[0, :-1]))
+    assert [each.token for each in found] == list(prompt[1:])
+    for step, each in enumerate(found):
+        assert each.logprob == pytest.approx(true[step, each.token], abs=1e-3)
+        np.testing.assert_allclose([value for _, value in each.top], np.sort(true[step])[:-3:-1], atol=1e-3)
+    best = EngineRequest((*prompt[:40], found[39].top[0][0]), 1, logprobs=0, prompt_logprobs=True)
+    listener = ask(engine, best)
+    listener.tokens()
+    assert listener.events[0].prompt_logprobs[-1].logprob == found[39].top[0][1], (
+        "the same number, not nearly"
+    )
+
+
+def test_a_prompt_that_is_read_again_is_told_of_once(model):
+    """As after a preemption, from the beginning and in other pieces."""
+    told, prompt = [], tuple(range(3, 13))
+    job = Job(model, EngineRequest(prompt, 3, logprobs=1, prompt_logprobs=True), told.append, Job.cancel)
+
+    def scores(begin: int, end: int) -> Scores:
+        """Told by their positions; behind the piece stands what must not be looked at."""
+        positions = np.arange(begin + 1, begin + 9, dtype=np.float32)
+        positions[end - begin :] = np.nan
+        return Scores(-positions, np.zeros((8, 5), np.int32), np.zeros((8, 5), np.float32))
+
+    for begin, end in [(0, 4), (4, 8), (0, 6), (6, 10)]:
+        job.score(begin, end, scores(begin, end))
+    job.take([7], *(np.zeros((1, *shape)) for shape in ((), (5,), (5,))))
+    found = told[0].prompt_logprobs
+    assert [each.token for each in found] == list(prompt)
+    assert [each.logprob for each in found] == [None, *(-float(i) for i in range(1, 10))]
 
 
 def test_cancelled_requests_free_their_rows(engine, model):

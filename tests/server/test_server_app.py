@@ -189,6 +189,19 @@ def test_logprobs_of_completions(client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_an_echo_begin_with_the_prompt(client, stream):
+    asked = {"prompt": [[5, 6, 9]], "max_tokens": 1, "logprobs": 1, "echo": True, "stream": stream}
+    response = client.post(COMPLETIONS, json=asked)
+    (body,) = events(response) if stream else [response.json()]
+    (choice,) = body["choices"]
+    found, texts = choice["logprobs"], [chat_tokenizer().decode([token]) for token in (5, 6, 9)]
+    assert found["tokens"] == [*texts, "in"]
+    assert found["token_logprobs"] == [None, -0.5, -0.5, -0.5]
+    assert found["top_logprobs"] == [None, {texts[1]: -0.5}, {texts[2]: -0.5}, {"in": -0.5}]
+    assert choice["text"] == chat_tokenizer().decode([5, 6, 9]) + "in"
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_of_chats(client, stream):
     asked = {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "stream": stream}
     response = client.post(CHATS, json=asked)
@@ -225,7 +238,7 @@ REFUSED = [
     {"stream_options": {"include_usage": 1}},
     {"model": "other"},
 ]
-OF_COMPLETIONS = [{"prompt": []}, {"prompt": [5.5]}, {"prompt": {}}, {"echo": True, "logprobs": 1}]
+OF_COMPLETIONS = [{"prompt": []}, {"prompt": [5.5]}, {"prompt": {}}]
 OF_CHATS = [
     {"top_logprobs": 6, "logprobs": True},
     {"top_logprobs": 2},

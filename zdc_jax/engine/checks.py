@@ -32,6 +32,8 @@ def check_request(model: TextModel, max_model_len: int, request: EngineRequest) 
         raise PromptError(f"min_tokens={request.min_tokens} must be 0 to max_tokens={request.max_tokens}")
     if request.logprobs is not None and not 0 <= request.logprobs <= MOST_LOGPROBS:
         raise PromptError(f"logprobs={request.logprobs} must be 0 to {MOST_LOGPROBS}")
+    if request.prompt_logprobs and request.logprobs is None:
+        raise PromptError("prompt_logprobs needs logprobs: how many alternatives of each token")
     if len(stop_ids(model, request)) > MAX_STOP_TOKENS:
         raise PromptError(f"stop_tokens: at most {MAX_STOP_TOKENS} are allowed, the model's own among them")
     if request.stop and model.tokenizer is None:

@@ -10,22 +10,15 @@ from types import TracebackType
 
 import jax
 
-from zdc_jax.engine.checks import check_request, stop_ids
+from zdc_jax.engine.checks import check_request
+from zdc_jax.engine.job import Job
 from zdc_jax.engine.layout import Layout
-from zdc_jax.engine.request import (
-    Busy,
-    Closing,
-    EngineRequest,
-    EngineStats,
-    Event,
-    TokenLogprobs,
-)
-from zdc_jax.engine.runner import Chosen, Runner, row_numbers, servable
-from zdc_jax.engine.scheduler import Plan, Scheduler, Work
-from zdc_jax.errors import PromptError, foreign_errors_as
+from zdc_jax.engine.request import Busy, Closing, EngineRequest, EngineStats, Event
+from zdc_jax.engine.runner import Chosen, Runner, Scores, servable
+from zdc_jax.engine.scheduler import Piece, Plan, Scheduler, Work
+from zdc_jax.errors import PromptError
 from zdc_jax.generation.request import check_chunk, warn_beyond_calibration
 from zdc_jax.generation.steps import PREFILL_CHUNK
-from zdc_jax.generation.stopping import Row, StopStrings
 from zdc_jax.loading import LanguageModel
 from zdc_jax.ops.attention import Implementation
 
@@ -65,66 +58,19 @@ class EngineConfig:
             )
 
 
-class Job:
-    """A request under way (`Ticket`): its work, its answer so far, and who is told."""
-
-    def __init__(self, engine: "Engine", request: EngineRequest, notify: Callable[[Event], None]):
-        self.request, self.notify = request, notify
-        self.work = Work(
-            request.prompt, request.max_tokens, request.priority, request.salt, list(request.generated)
-        )
-        self.stop_ids = stop_ids(engine.model, request)
-        given = engine.model.tokenizer, self.stop_ids, StopStrings(request.stop), request.min_tokens
-        self.answer = Row(0, *given)
-        self._go_on(request.generated)
-        self.numbers = row_numbers(request, self.stop_ids, engine.model.config.vocab_size)
-        self.ended = False
-        self.came, self.queued = time.monotonic(), 0.0
-        self._cancel = engine.cancel
-
-    def cancel(self) -> None:
-        """`Ticket.cancel`."""
-        self._cancel(self)
-
-    def tell(self, event: Event) -> None:
-        """Hands an event on, and none after the last."""
-        if self.ended:
-            return
-        self.ended = event.finish_reason is not None
-        try:
-            self.notify(replace(event, cached_tokens=self.work.cached, queued=self.queued))
-        except Exception:
-            logger.exception("who listens to a request failed")
-
-    def _go_on(self, tokens: tuple[int, ...]) -> None:
-        """Adds tokens that were told of elsewhere; raises `PromptError` where none can follow them."""
-        with foreign_errors_as(PromptError, "the tokenizer cannot decode generated"):
-            self.answer.take(tokens, full=len(tokens) >= self.work.max_tokens)
-        if self.answer.finish_reason is not None:
-            raise PromptError(f"generated: these {len(tokens)} tokens end the answer, so that none follows")
-
-    def take(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> bool:
-        """Adds tokens and tells of them; whether the device knows, too, that they end the answer."""
-        work = self.work
-        work.output += tokens
-        full = len(work.output) >= work.max_tokens
-        with foreign_errors_as(PromptError, "the tokenizer cannot decode the answer"):
-            delta = self.answer.take(tokens, full=full)
-        if delta is not None:
-            shown = tuple(logprobs[: len(delta.tokens)])
-            self.tell(Event(delta.tokens, delta.text, delta.finish_reason, shown))
-        return full or (len(work.output) >= self.answer.least and tokens[-1] in self.stop_ids)
-
-
 @dataclass(frozen=True)
 class _Result:
-    """Tokens on their way to the host, and whose they are: places in the arrays, and jobs."""
+    """Tokens on their way to the host, and whose they are: places in the arrays, and jobs.
+
+    scored: a job, a piece of its prompt, and scores of the tokens behind those of the piece.
+    """
 
     chosen: Chosen
     jobs: tuple[tuple[int, Job], ...]
+    scored: tuple[Job, Piece, Scores] | None = None
 
     def __post_init__(self) -> None:
-        for array in self.chosen:
+        for array in (*self.chosen, *(self.scored[2] if self.scored else ())):
             array.copy_to_host_async()
 
 
@@ -189,7 +135,7 @@ class Engine:
     def submit(self, request: EngineRequest, notify: Callable[[Event], None]) -> Job:
         """`Serving.submit`."""
         check_request(self.model, self.max_model_len, request)
-        job = Job(self, request, notify)
+        job = Job(self.model, request, notify, self.cancel)
         with self._changed:
             if self._closing:
                 raise Closing("the engine is closing")
@@ -317,19 +263,7 @@ class Engine:
         for work, tail in plan.restored:
             assert work.row is not None
             self._runner.restore(work.row, tail)
-        for piece in plan.pieces:
-            work, job = piece.work, self._jobs[piece.work]
-            assert work.row is not None
-            job.queued = job.queued or time.monotonic() - job.came
-            if piece.begin == work.cached:
-                asked = len(work.text)
-                self._count(prompt_tokens=asked, prefix_queries=asked, prefix_hits=work.cached)
-            tokens = work.text[piece.begin : piece.end]
-            chosen = self._runner.read(work.row, tokens, piece.begin, piece.last, job.numbers)
-            if piece.tail is not None:
-                self._runner.keep(work.row, piece.tail)
-            # Waited for, even where nothing is generated: else pieces would be started far ahead.
-            results.append(_Result(chosen, ((0, job),) if piece.last else ()))
+        results += [self._read(piece) for piece in plan.pieces]
         if plan.decode:
             numbers, active = self._runner.no_numbers()
             for work in plan.decode:
@@ -338,10 +272,28 @@ class Engine:
             results.append(_Result(self._runner.decode(numbers, active, plan.steps), rows))
         return results
 
+    def _read(self, piece: Piece) -> _Result:
+        """Starts a piece. It is waited for, even where nothing is generated: else many would be started."""
+        work, job = piece.work, self._jobs[piece.work]
+        assert work.row is not None
+        job.queued = job.queued or time.monotonic() - job.came
+        if piece.begin == work.cached:
+            asked = len(work.text)
+            self._count(prompt_tokens=asked, prefix_queries=asked, prefix_hits=work.cached)
+        tokens, following = work.text[piece.begin : piece.end], work.text[piece.end :][:1] or (0,)
+        wanted = following[0] if job.wants_scores(piece.begin) else None
+        chosen, scores = self._runner.read(work.row, tokens, piece.begin, piece.last, job.numbers, wanted)
+        if piece.tail is not None:
+            self._runner.keep(work.row, piece.tail)
+        return _Result(chosen, ((0, job),) if piece.last else (), scores and (job, piece, scores))
+
     def _hand_out(self, results: list[_Result]) -> None:
         """Waits for tokens and gives them to those who asked."""
         for result in results:
             chosen = jax.device_get(result.chosen)
+            if result.scored is not None:
+                reader, piece, scores = result.scored
+                reader.score(piece.begin, piece.end, jax.device_get(scores))
             for place, job in result.jobs:
                 count = int(chosen.made[place])
                 if job.ended or not count:
@@ -349,7 +301,8 @@ class Engine:
                 self._count(generation_tokens=count)
                 tokens = chosen.tokens[place, :count].tolist()
                 try:
-                    known = job.take(tokens, _logprobs(chosen, place, job.request))
+                    of_row = (part[place] for part in (chosen.logprob, chosen.likeliest, chosen.logprobs))
+                    known = job.take(tokens, *of_row)
                 except PromptError as error:
                     job.tell(Event(finish_reason="error", error=str(error)))
                     known = False
@@ -378,16 +331,3 @@ class Engine:
             counts = self._counts
             sums = {name: getattr(counts, name) + number for name, number in more.items()}
             self._counts = replace(counts, **sums)
-
-
-def _logprobs(chosen: Chosen, place: int, request: EngineRequest) -> list[TokenLogprobs]:
-    """Of a row's new tokens, if its request asked."""
-    if request.logprobs is None:
-        return []
-    likeliest = zip(chosen.likeliest[place].tolist(), chosen.logprobs[place].tolist(), strict=True)
-    return [
-        TokenLogprobs(token, logprob, tuple(zip(ids, values, strict=True))[: request.logprobs])
-        for token, logprob, (ids, values) in zip(
-            chosen.tokens[place].tolist(), chosen.logprob[place].tolist(), likeliest, strict=True
-        )
-    ]

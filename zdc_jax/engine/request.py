@@ -20,10 +20,11 @@ class EngineRequest:
     prompt: token ids. max_tokens: to generate, at least 1. stop_tokens: that end it, beside the model's own
     unless `ignore_eos`; stop: strings that end it and are no part of its text. min_tokens: before so many
     neither ends it, and tokens that would are not generated. logprobs: so many alternatives of each token, up
-    to `MOST_LOGPROBS`; None for no log-probabilities at all. priority: requests of smaller numbers are begun
-    first, then those that came first. salt: the cache of an earlier request serves this one only if both have
-    the same. generated: tokens that the answer begins with, where another engine gave them: only what follows
-    is told, and it is what one engine alone would have given behind them; limits count all.
+    to `MOST_LOGPROBS`; None for no log-probabilities at all. prompt_logprobs: also those of the prompt's
+    tokens; it is read anew, whatever others read. priority: requests of smaller numbers are begun first, then
+    those that came first. salt: the cache of an earlier request serves this one only if both have the same.
+    generated: tokens that the answer begins with, where another engine gave them: only what follows is told,
+    and it is what one engine alone would have given behind them; limits count all.
     """
 
     prompt: tuple[int, ...]
@@ -34,16 +35,20 @@ class EngineRequest:
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: bool = False
     priority: int = 0
     salt: str = ""
     generated: tuple[int, ...] = ()
 
 
 class TokenLogprobs(NamedTuple):
-    """Of one generated token: its natural log-probability, before temperature, and those of the likeliest."""
+    """Of one token: its natural log-probability, before temperature, and those of the likeliest.
+
+    A prompt's first token has none.
+    """
 
     token: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...]
 
 
@@ -51,15 +56,16 @@ class TokenLogprobs(NamedTuple):
 class Event:
     """One piece of an answer: new tokens and text (None without a tokenizer), and why it ended (else None).
 
-    tokens: with the stop token, if one ended it; text: without. logprobs: of the tokens, if asked for.
-    cached_tokens: of the prompt, that were read for an earlier request. queued: seconds that it waited before
-    any of its tokens were read.
+    tokens: with the stop token, if one ended it; text: without. logprobs: of the tokens, if asked for;
+    prompt_logprobs: of the prompt's, if asked for, in the first event alone. cached_tokens: of the prompt,
+    that were read for an earlier request. queued: seconds that it waited before any of its tokens were read.
     """
 
     tokens: tuple[int, ...] = ()
     text: str | None = None
     finish_reason: EndReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
     cached_tokens: int = 0
     queued: float = 0.0

@@ -36,6 +36,11 @@ FIELDS = ("limit", "least", "logprobs", "top_k", "key_0", "key_1", "temperature"
 asked for, and its sampling; the last two are bits of float32. Ids of stop tokens follow, -1 for none."""
 WIDTH = len(FIELDS) + MAX_STOP_TOKENS
 AT = {name: column for column, name in enumerate(FIELDS)}
+PIECE = 6
+"""Numbers of a piece before those of its request: row, first position, tokens, whether it is the last of its
+text, whether the tokens behind each of its own are to be scored, and the token behind the piece."""
+SCORED = 128
+"""Tokens that are scored at once: their logits are of the whole vocabulary."""
 
 
 class Chosen(NamedTuple):
@@ -43,12 +48,23 @@ class Chosen(NamedTuple):
 
     tokens [B, steps] int32, made [B] int32 of them, lengths [B] int32: tokens that the rows hold then;
     logprob [B, steps], likeliest [B, steps, 5] int32 and their logprobs: of tokens, natural logarithms.
-    Likeliest ones are zeros where no row asked.
+    Likeliest ones say nothing where no row asked.
     """
 
     tokens: Array
     made: Array
     lengths: Array
+    logprob: Array
+    likeliest: Array
+    logprobs: Array
+
+
+class Scores(NamedTuple):
+    """Of the tokens behind each of a piece's T, where they are asked for.
+
+    logprob [T], likeliest [T, 5] int32 and their logprobs [T, 5], as in `Chosen`.
+    """
+
     logprob: Array
     likeliest: Array
     logprobs: Array
@@ -111,7 +127,7 @@ class Runner:
         self._leaves, self._tree = jax.tree.flatten(network)
         self.whole: int | None = None
         self.reset()
-        piece = lambda step, width: self._lowered(partial(step, implementation), 4 + WIDTH + width)
+        piece = lambda step, width: self._lowered(partial(step, implementation), PIECE + WIDTH + width)
         widths = {self._width(1 << i) for i in range(chunk.bit_length())}
         lowered = {f"read {width}": piece(_read_piece, width) for width in widths}
         for count in {1, steps}:
@@ -156,17 +172,28 @@ class Runner:
         """Makes a row hold such a copy."""
         self._state = self._programs["restore"](self._state, np.array([row, tail], np.int32))
 
-    def read(self, row: int, tokens: Sequence[int], begin: int, last: bool, numbers: np.ndarray) -> Chosen:
-        """A row's tokens from position `begin` on; behind the `last` of its text one is generated."""
-        at_once = self.whole is not None and begin == 0 and len(tokens) > self.whole
-        width = self._width(len(tokens))
-        piece = np.zeros(4 + WIDTH + width, np.int32)
-        piece[:4] = row, begin, len(tokens), last
-        piece[4 : 4 + WIDTH] = numbers
-        piece[4 + WIDTH :][: len(tokens)] = tokens
+    def read(
+        self,
+        row: int,
+        tokens: Sequence[int],
+        begin: int,
+        last: bool,
+        numbers: np.ndarray,
+        following: int | None = None,
+    ) -> tuple[Chosen, Scores | None]:
+        """A row's tokens from position `begin` on; behind the `last` of its text one is generated.
+
+        following: the token behind them, where those behind each are to be scored; None for no scores.
+        """
+        at_once = self.whole is not None and begin == 0 and following is None and len(tokens) > self.whole
+        width, scored = self._width(len(tokens)), following is not None
+        piece = np.zeros(PIECE + WIDTH + width, np.int32)
+        piece[:PIECE] = row, begin, len(tokens), last, scored, following or 0
+        piece[PIECE:][:WIDTH] = numbers
+        piece[PIECE + WIDTH :][: len(tokens)] = tokens
         program = self._programs[f"read whole {width}" if at_once else f"read {width}"]
-        self._state, chosen = program(self._leaves, self._state, self._on_device(), piece)
-        return chosen
+        self._state, (chosen, *scores) = program(self._leaves, self._state, self._on_device(), piece)
+        return chosen, scores[0] if scored else None
 
     def decode(self, numbers: np.ndarray, active: np.ndarray, steps: int) -> Chosen:
         """`steps` more tokens of the rows that are `active`, fewer where they end.
@@ -240,15 +267,17 @@ def _read_piece(
     state: EngineState,
     table: Array,
     packed: Array,
-) -> tuple[EngineState, Chosen]:
+) -> tuple[EngineState, tuple[Chosen, Scores]]:
     """One piece of one row, whose own part of the cache is taken out and put back."""
-    row, begin, count, _ = packed[:4]
-    tokens = packed[4 + WIDTH :]
+    row, begin, count, _, scored, following = packed[:PIECE]
+    tokens = packed[PIECE + WIDTH :]
     one = replace(replace(state.cache, table=table).row(row), lengths=begin[None])
     one = one.release(begin[None] == 0)
     hidden, one = network.extend(one, tokens[None], (begin + count)[None], implementation)
     end = jax.lax.dynamic_slice_in_dim(hidden[0], count - 1, 1)
-    return _with_row(network, state, one, end, packed)
+    state, chosen = _with_row(network, state, one, end, packed)
+    targets = jnp.roll(tokens, -1).at[count - 1].set(following)
+    return state, (chosen, _scores(network, hidden[0], targets, scored.astype(bool)))
 
 
 def _read_whole(
@@ -257,10 +286,10 @@ def _read_whole(
     state: EngineState,
     table: Array,
     packed: Array,
-) -> tuple[EngineState, Chosen]:
+) -> tuple[EngineState, tuple[Chosen]]:
     """A text of one row, from its first token to its last, divided over `sequence`; then put into pages."""
-    row, _, count, _ = packed[:4]
-    tokens, cache, pages = packed[4 + WIDTH :], state.cache, jax.lax.dynamic_slice_in_dim(table, row, 1)
+    row, _, count = packed[:3]
+    tokens, cache, pages = packed[PIECE + WIDTH :], state.cache, jax.lax.dynamic_slice_in_dim(table, row, 1)
     capacity = cache.capacity
     end, read = network.prefill(tokens[None], count[None], capacity=capacity, implementation=implementation)
     one = cache.row(row)
@@ -268,7 +297,9 @@ def _read_whole(
         cast(Paged, spec).put_prompt(held, new, len(tokens), count[None], pages)
         for spec, held, new in zip(cache.specs, one.layers, read.layers, strict=True)
     )
-    return _with_row(network, state, replace(one, layers=layers, lengths=count[None]), end, packed)
+    one = replace(one, layers=layers, lengths=count[None])
+    state, chosen = _with_row(network, state, one, end, packed)
+    return state, (chosen,)
 
 
 def _with_row(
@@ -276,7 +307,7 @@ def _with_row(
 ) -> tuple[EngineState, Chosen]:
     """The state with a row as a piece left it, `one`; end [1, D]: hidden state of its last token."""
     row, last = packed[0], packed[3].astype(bool)
-    numbers = packed[4 : 4 + WIDTH]
+    numbers = packed[PIECE:][:WIDTH]
     token, *logprobs = _chosen(network.embeddings.unembed(end), numbers[None], one.lengths)
     new = EngineState(
         state.cache.with_row(row, one),
@@ -286,6 +317,20 @@ def _with_row(
     )
     one_step = lambda x: x[:, None]
     return new, Chosen(one_step(token), last[None].astype(jnp.int32), one.lengths, *map(one_step, logprobs))
+
+
+def _scores(
+    network: Transformer | ShardedTransformer, hidden: Array, targets: Array, wanted: Array
+) -> Scores:
+    """Of targets [T], each behind a token of hidden state [T, D]; zeros unless wanted."""
+
+    def one(pair: tuple[Array, Array]) -> Scores:
+        logprobs = jax.nn.log_softmax(network.embeddings.unembed(pair[0]))
+        return Scores(logprobs[pair[1]], *_likeliest(logprobs))
+
+    found = partial(jax.lax.map, one, batch_size=SCORED)
+    nothing = lambda pair: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(found, pair))
+    return jax.lax.cond(wanted, found, nothing, (hidden, targets))
 
 
 def _decode(
@@ -349,17 +394,19 @@ def _chosen(logits: Array, numbers: Array, positions: Array) -> tuple[Array, Arr
         lambda: choose(allowed, sampling, positions),
         lambda: choose(allowed, None, positions),
     )
+    shape = (len(token), MOST_LOGPROBS)
+    nothing = lambda logits: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, logits.dtype))
+    asked = (numbers[:, AT["logprobs"]] > 0).any()
+    ids, values = jax.lax.cond(asked, _likeliest, nothing, logits)
     total = jax.nn.logsumexp(logits, axis=-1)
     logprob = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - total
+    return token, logprob, ids, values - total[:, None]
 
-    def likeliest() -> tuple[Array, Array]:
-        values, ids = jax.lax.top_k(logits, MOST_LOGPROBS)
-        return ids.astype(jnp.int32), values - total[:, None]
 
-    shape = (len(token), MOST_LOGPROBS)
-    nothing = lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, logits.dtype))
-    ids, values = jax.lax.cond((numbers[:, AT["logprobs"]] > 0).any(), likeliest, nothing)
-    return token, logprob, ids, values
+def _likeliest(values: Array) -> tuple[Array, Array]:
+    """Ids [*B, 5] int32 of the likeliest tokens by values [*B, V], and theirs."""
+    values, ids = jax.lax.top_k(values, MOST_LOGPROBS)
+    return ids.astype(jnp.int32), values
 
 
 def _without_stops(logits: Array, numbers: Array, held: Array) -> Array:

@@ -25,6 +25,7 @@ class Work:
     """One request on its way. The scheduler alone changes what is below `output`.
 
     prompt: token ids. max_tokens: to be generated. salt: pages are shared only with requests of the same.
+    anew: all of its text is read, and in pieces, whatever others read.
     output: tokens generated so far. row: of the cache, None while it waits. text: what is to be read in its
     row; keys: of its whole pages. pages: that it holds, in order. read: tokens of the text that are in the
     row, or will be once all steps so far are done. promised: tokens that these steps generate at most.
@@ -36,6 +37,7 @@ class Work:
     priority: int = 0
     salt: str = ""
     output: list[int] = field(default_factory=list)
+    anew: bool = False
     row: int | None = None
     text: tuple[int, ...] = ()
     keys: list[bytes] = field(default_factory=list)
@@ -179,7 +181,7 @@ class Scheduler:
 
     def _shared(self, work: Work) -> tuple[list[int], list[int]]:
         """Pages that are there of a text, of which one token is left to read; those it can go on from."""
-        found = self.pool.find(work.keys[: (len(work.text) - 1) // self.page])
+        found = [] if work.anew else self.pool.find(work.keys[: (len(work.text) - 1) // self.page])
         if self.tails is None:
             return found, found
         whole = (count for count in range(len(found), 0, -1) if work.keys[count - 1] in self.tails)
@@ -238,7 +240,7 @@ class Scheduler:
 
     def _at_once(self, work: Work) -> bool:
         """Whether a text is read in one piece."""
-        if self.whole is None or work.read or len(work.text) <= self.whole:
+        if self.whole is None or work.read or work.anew or len(work.text) <= self.whole:
             return False
         work.marks = []  # A row could be copied only at its end.
         return True

@@ -8,6 +8,7 @@ send many. Those that would change the answer and are not supported are refused 
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -176,17 +177,13 @@ class CompletionRequest(Asked):
             raise RequestError(f"{asked} answers asked for, at most {MOST_REQUESTS}", param="prompt")
         return self
 
-    @model_validator(mode="after")
-    def _echo_alone(self) -> Self:
-        if self.echo and self.logprobs is not None:
-            raise RequestError("logprobs of a prompt are not supported; leave out echo", param="logprobs")
-        return self
-
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
         """Prompts are encoded as `generate` does."""
         limit = self.max_tokens or COMPLETION_TOKENS
         prompts = [(encode(model, prompt, limit).tolist(), limit) for prompt in self.prompt]
-        return self._requests(prompts, (), self.logprobs)
+        requests = self._requests(prompts, (), self.logprobs)
+        scored = self.echo and self.logprobs is not None
+        return [replace(request, prompt_logprobs=scored) for request in requests]
 
 
 class TextPart(Body):

@@ -35,7 +35,7 @@ class Answer:
         """Adds an event."""
         self.text += event.text or ""
         self.tokens += len(event.tokens)
-        self.logprobs += event.logprobs
+        self.logprobs += [*event.prompt_logprobs, *event.logprobs]
         self.finish_reason = event.finish_reason
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
 
@@ -83,9 +83,10 @@ class Reply(ABC):
         answer = self._answers[index]
         answer.take(event)
         text, offset = answer.text[answer.shown :], answer.shown
-        if not (text or event.logprobs or event.finish_reason):
+        logprobs = [*event.prompt_logprobs, *event.logprobs]
+        if not (text or logprobs or event.finish_reason):
             return None
-        piece = Piece(text, event.logprobs, event.finish_reason, offset, not answer.begun)
+        piece = Piece(text, logprobs, event.finish_reason, offset, not answer.begun)
         answer.shown, answer.begun = len(answer.text), True
         return self._head(self.chunk_kind) | {"choices": [self._chunk_choice(index, piece)]}
 
@@ -155,13 +156,15 @@ class CompletionReply(Reply):
             offsets.append(offsets[-1] + len(text))
         return {
             "tokens": texts,
-            "token_logprobs": [_finite(one.logprob) for one in piece.logprobs],
+            "token_logprobs": [one.logprob and _finite(one.logprob) for one in piece.logprobs],
             "top_logprobs": [self._top(one) for one in piece.logprobs],
             "text_offset": offsets,
         }
 
-    def _top(self, one: TokenLogprobs) -> dict[str, float]:
-        """The likeliest, and the chosen one. Of tokens with one text, the likelier counts."""
+    def _top(self, one: TokenLogprobs) -> dict[str, float] | None:
+        """The likeliest, and the token itself. Of tokens with one text, the likelier counts."""
+        if one.logprob is None:
+            return None
         ranked = sorted([*one.top, (one.token, one.logprob)], key=lambda pair: pair[1])
         likelier_last = {self._token_text(token): _finite(logprob) for token, logprob in ranked}
         return dict(reversed(likelier_last.items()))
@@ -185,6 +188,7 @@ class ChatReply(Reply):
         return {"index": index, key: message, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
     def _logprobs(self, one: TokenLogprobs) -> dict[str, Any]:
+        assert one.logprob is not None  # Chats tell nothing of prompts.
         top = [self._likely(token, logprob) for token, logprob in one.top]
         return self._likely(one.token, one.logprob) | {"top_logprobs": top}
 
