@@ -22,7 +22,9 @@ LOADING = (
     f"{MODEL} zdc_jax.basis zdc_jax.checkpoint zdc_jax.conversation.template zdc_jax.parallel zdc_jax.fold "
     "zdc_jax.loading"
 )
-SERVING_ROOMS = f"{LOADING} zdc_jax.generation zdc_jax.conversation zdc_jax.engine zdc_jax.server"
+SERVING_ROOMS = (
+    f"{LOADING} zdc_jax.generation zdc_jax.conversation zdc_jax.engine zdc_jax.server zdc_jax.replicas"
+)
 WHOLE = f"{SERVING_ROOMS} zdc_jax zdc_jax.evaluation zdc_jax.planning"
 ALLOWED = {
     "kernels_pallas": "",
@@ -48,6 +50,7 @@ ALLOWED = {
     "zdc_jax.engine.scheduler": "zdc_jax.engine.page_pool",
     "zdc_jax.engine": f"{LOADING} zdc_jax.generation zdc_jax.engine.scheduler zdc_jax.engine.page_pool",
     "zdc_jax.server": f"{LOADING} zdc_jax.generation zdc_jax.conversation zdc_jax.engine",
+    "zdc_jax.replicas": f"{LOADING} zdc_jax.engine zdc_jax.server",
     "zdc_jax.evaluation": f"{LOADING} zdc_jax.generation zdc_jax.conversation",
     "zdc_jax.planning": f"{LOADING} zdc_jax.evaluation",
     "zdc_jax": WHOLE,

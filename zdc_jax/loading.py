@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import jax.numpy as jnp
 from tokenizers import Tokenizer
@@ -26,6 +27,38 @@ from zdc_jax.plan import CompressionPlan
 logger = logging.getLogger("zdc_jax")
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+class TextModel(Protocol):
+    """What texts need of a model: no weights. `LanguageModel` and `TextSide` are such."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Architecture."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None for models made from arrays."""
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """None for models that come without one."""
+
+
+@dataclass(frozen=True, eq=False)
+class TextSide:
+    """A model without its weights, for a process that others compute for."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+
+    @classmethod
+    def load(cls, path: str | Path, max_positions: int | None = None) -> "TextSide":
+        """Of a converted folder, as `load` takes it; raises `CheckpointError`."""
+        checkpoint = Checkpoint.open(path)
+        config = _config(checkpoint, max_positions)
+        return cls(config, checkpoint.tokenizer(), ChatTemplate.of(checkpoint))
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,10 +130,8 @@ def load(
     check_options(dtype, mesh, weights, payload)
     devices = None if mesh is None else mesh.create()
     checkpoint = Checkpoint.open(path)
-    config, target = checkpoint.config, jnp.dtype(dtype or checkpoint.config.dtype)
-    if max_positions is not None:
-        with foreign_errors_as(CheckpointError, f"{checkpoint.path}"):
-            config = config.with_positions(max_positions)
+    target = jnp.dtype(dtype or checkpoint.config.dtype)
+    config = _config(checkpoint, max_positions)
     chat_template = ChatTemplate.of(checkpoint)
     plan, basis = _plan_and_basis(checkpoint, plan, basis)
     if basis is not None and _frequencies(config) != _frequencies(checkpoint.config):
@@ -125,6 +156,14 @@ def load(
         ends = Embeddings(embeddings, config)
         network = ShardedTransformer(config, plan, ends, blocks, devices, weights=weights)
     return LanguageModel(network, checkpoint.tokenizer(), basis, chat_template)
+
+
+def _config(checkpoint: Checkpoint, max_positions: int | None) -> ModelConfig:
+    """The model's own, for contexts of so many tokens; raises `CheckpointError`."""
+    if max_positions is None:
+        return checkpoint.config
+    with foreign_errors_as(CheckpointError, f"{checkpoint.path}"):
+        return checkpoint.config.with_positions(max_positions)
 
 
 def _frequencies(config: ModelConfig) -> list[bytes]:

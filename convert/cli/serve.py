@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -14,6 +14,7 @@ from convert.cli.flags import Dtype, PlanFlags
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.errors import PromptError
 from zdc_jax.loading import load
+from zdc_jax.plan import CompressionPlan
 
 PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 """Of the extra `serve`."""
@@ -46,6 +47,9 @@ class Serve:
     """Prompt tokens read between two tokens of other answers, a power of two."""
     max_waiting: int = 256
     """Requests that may wait; more are told to come again."""
+    replicas: int | None = None
+    """Engines on this machine, each on its own GPU if there are any; answers outlive the death of one. Needs
+    the extra `ray`."""
     drain_seconds: float = 30.0
     """What requests under way have to end in, once the server is told to."""
     mesh: str | None = None
@@ -58,23 +62,53 @@ class Serve:
     def run(self, console: Console) -> None:
         if missing := [name for name in PACKAGES if find_spec(name) is None]:
             raise PromptError(f"serving needs {', '.join(missing)}; run: pip install 'zdc-jax[serve]'")
+        plan = self.flags.build(self.path)
+        name = self.name or self.path.resolve().name
+        if self.replicas is None:
+            self._serve_alone(plan, name)
+        else:
+            self._serve_replicas(self.replicas, plan, name)
+
+    def _serve_alone(self, plan: CompressionPlan | None, name: str) -> None:
         from zdc_jax.server.run import serve
 
-        config = EngineConfig(
-            self.rows,
-            self.max_model_len,
-            self.cache_tokens,
-            chunk=self.chunk,
-            most_waiting=self.max_waiting,
-        )
-        plan = self.flags.build(self.path)
         model = load(self.path, plan, dtype=self.dtype, max_positions=self.max_positions, mesh=self.mesh)
-        with Engine(model, config) as engine:
+        with Engine(model, EngineConfig(**self._engine())) as engine:
             serve(
                 engine,
-                name=self.name or self.path.resolve().name,
+                name=name,
                 api_key=os.environ.get(KEY) or None,
                 host=self.host,
                 port=self.port,
                 drain_seconds=self.drain_seconds,
             )
+
+    def _serve_replicas(self, replicas: int, plan: CompressionPlan | None, name: str) -> None:
+        if self.mesh is not None:
+            raise PromptError(f"mesh={self.mesh!r} and replicas={replicas}: a replica has one device")
+        if find_spec("ray") is None:
+            raise PromptError("--replicas needs ray; run: pip install 'zdc-jax[ray]'")
+        from zdc_jax.replicas.run import serve_replicas
+        from zdc_jax.replicas.settings import ReplicaSettings
+
+        settings = ReplicaSettings(
+            path=str(self.path.resolve()),
+            name=name,
+            plan=plan,
+            replicas=replicas,
+            engine=self._engine(),
+            dtype=self.dtype,
+            max_positions=self.max_positions,
+            drain_seconds=self.drain_seconds,
+        )
+        serve_replicas(settings, host=self.host, port=self.port)
+
+    def _engine(self) -> dict[str, Any]:
+        """Fields of `EngineConfig`."""
+        return {
+            "rows": self.rows,
+            "max_model_len": self.max_model_len,
+            "cache_tokens": self.cache_tokens,
+            "chunk": self.chunk,
+            "most_waiting": self.max_waiting,
+        }

@@ -5,11 +5,13 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import openai
 import pytest
 from conftest import LLAMA, TinyModel
 
+from convert.cli.main import main
 from zdc_jax import generate, load
 
 
@@ -35,6 +37,17 @@ def served(folder):
             yield process, found[1]
         finally:
             process.kill()
+
+
+@pytest.mark.skipif(find_spec("ray") is not None, reason="ray is installed")
+def test_replicas_without_ray_are_one_line(folder, capsys):
+    assert main(["serve", str(folder), "--replicas", "2"]) == 2
+    assert capsys.readouterr().err == "error: --replicas needs ray; run: pip install 'zdc-jax[ray]'\n"
+
+
+def test_replicas_on_a_mesh_are_refused(folder, capsys):
+    assert main(["serve", str(folder), "--replicas", "2", "--mesh", "model=2"]) == 2
+    assert capsys.readouterr().err == "error: mesh='model=2' and replicas=2: a replica has one device\n"
 
 
 def test_a_client_gets_what_generate_gives_until_the_server_is_told_to_end(folder, served):

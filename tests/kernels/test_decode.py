@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brute_force import attend, decode, f64
+from brute_force import attend, check, decode, f64
 
 from kernels_pallas import DecodeConfig, Ring, decode_attention
 
@@ -113,14 +113,6 @@ def test_refuses(change, message):
 def test_config_refuses(options):
     with pytest.raises(ValueError, match="{}={}".format(*next(iter(options.items())))):
         DecodeConfig(**options)
-
-
-def check(o, lse, truth, truth_lse, dtype):
-    error = np.linalg.norm(f64(o) - truth) / np.linalg.norm(truth)
-    assert error < {BF16: 4e-3, F16: 6e-4}[dtype], error
-    seen = np.isfinite(truth_lse)
-    assert np.array_equal(np.isfinite(np.asarray(lse)), seen)
-    np.testing.assert_allclose(np.asarray(lse)[seen], truth_lse[seen], atol=2e-5)
 
 
 @pytest.mark.gpu

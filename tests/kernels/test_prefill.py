@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brute_force import f64, prefill
+from brute_force import check, prefill
 
 from kernels_pallas import PrefillConfig, Trailing, merge_partial, prefill_attention
 from kernels_pallas import prefill as prefill_kernel
@@ -187,16 +187,6 @@ def test_refuses(change, message):
 def test_config_refuses(options, message):
     with pytest.raises(ValueError, match=message):
         PrefillConfig(**options)
-
-
-def check(o, lse, truth, truth_lse, dtype):
-    """Output within what rounding weights and result to the dtype loses; log-sum-exp as float32 sums."""
-    error = np.linalg.norm(f64(o) - truth) / max(np.linalg.norm(truth), 1e-30)
-    assert error < {BF16: 4e-3, F16: 6e-4}[dtype], error
-    seen = np.isfinite(truth_lse)
-    assert np.array_equal(np.isfinite(np.asarray(lse)), seen)
-    np.testing.assert_allclose(np.asarray(lse)[seen], truth_lse[seen], atol=2e-5)
-    assert not np.asarray(f64(o))[~np.moveaxis(seen, 1, 2)].any()
 
 
 @pytest.mark.gpu

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brute_force import attend, f64
-from test_prefill import check, draw, lower, shape
+from brute_force import attend, check, f64
+from test_prefill import draw, lower, shape
 
 from kernels_pallas import Segment, merge_partial, segment_attention
 

@@ -135,7 +135,7 @@ print("ended")
 
 
 def test_signals_end_it():
-    paths = os.pathsep.join(map(str, (TESTS, TESTS / "server", TESTS.parent)))
+    paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
     start = lambda: subprocess.Popen(
         [sys.executable, "-c", SERVE],
         env=os.environ | {"PYTHONPATH": paths},

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from zdc_jax.conversation.template import ChatTemplate, Message
 from zdc_jax.errors import ChatError
 from zdc_jax.generation.request import tokenized
-from zdc_jax.loading import LanguageModel
+from zdc_jax.loading import TextModel
 
 
 def opening(system: str | None, message: str) -> list[dict[str, str]]:
@@ -18,7 +18,7 @@ def opening(system: str | None, message: str) -> list[dict[str, str]]:
 
 
 def chat_prompt(
-    model: LanguageModel, messages: Iterable[Message], options: Mapping[str, Any] | None = None
+    model: TextModel, messages: Iterable[Message], options: Mapping[str, Any] | None = None
 ) -> list[int]:
     """Token ids of a chat up to where the assistant's reply begins, for `generate` and `stream`.
 
@@ -37,7 +37,7 @@ def chat_prompt(
     return tokenized(tokenizer, template.render(messages, options), add_special_tokens=False)
 
 
-def chat_stop_tokens(model: LanguageModel) -> tuple[int, ...]:
+def chat_stop_tokens(model: TextModel) -> tuple[int, ...]:
     """Ids that end a reply: the model's end-of-sequence ids, and the tokenizer's `eos_token`.
 
     The latter is often the only one that ends a turn, where config.json was copied from a base model.
@@ -48,7 +48,7 @@ def chat_stop_tokens(model: LanguageModel) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*model.config.eos_ids, *([] if own is None else [own])]))
 
 
-def means_to_chat(model: LanguageModel) -> tuple[ChatTemplate, Tokenizer]:
+def means_to_chat(model: TextModel) -> tuple[ChatTemplate, Tokenizer]:
     """Template and tokenizer of a model; raises `ChatError` where one is missing."""
     if model.chat_template is None or model.tokenizer is None:
         missing = "tokenizer" if model.tokenizer is None else "chat template"

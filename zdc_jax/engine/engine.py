@@ -10,9 +10,9 @@ from types import TracebackType
 
 import jax
 
+from zdc_jax.engine.checks import check_request, stop_ids
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.request import (
-    MOST_LOGPROBS,
     Busy,
     Closing,
     EngineRequest,
@@ -23,9 +23,8 @@ from zdc_jax.engine.request import (
 from zdc_jax.engine.runner import Chosen, Runner, row_numbers, servable
 from zdc_jax.engine.scheduler import Plan, Scheduler, Work
 from zdc_jax.errors import PromptError, foreign_errors_as
-from zdc_jax.generation.request import check_chunk, check_limit, encode, warn_beyond_calibration
-from zdc_jax.generation.sampling import is_whole
-from zdc_jax.generation.steps import MAX_STOP_TOKENS, PREFILL_CHUNK
+from zdc_jax.generation.request import check_chunk, warn_beyond_calibration
+from zdc_jax.generation.steps import PREFILL_CHUNK
 from zdc_jax.generation.stopping import Row, StopStrings
 from zdc_jax.loading import LanguageModel
 from zdc_jax.ops.attention import Implementation
@@ -71,10 +70,13 @@ class Job:
 
     def __init__(self, engine: "Engine", request: EngineRequest, notify: Callable[[Event], None]):
         self.request, self.notify = request, notify
-        self.work = Work(request.prompt, request.max_tokens, request.priority, request.salt)
-        self.stop_ids = engine.stop_ids(request)
+        self.work = Work(
+            request.prompt, request.max_tokens, request.priority, request.salt, list(request.generated)
+        )
+        self.stop_ids = stop_ids(engine.model, request)
         given = engine.model.tokenizer, self.stop_ids, StopStrings(request.stop), request.min_tokens
         self.answer = Row(0, *given)
+        self._go_on(request.generated)
         self.numbers = row_numbers(request, self.stop_ids, engine.model.config.vocab_size)
         self.ended = False
         self.came, self.queued = time.monotonic(), 0.0
@@ -93,6 +95,13 @@ class Job:
             self.notify(replace(event, cached_tokens=self.work.cached, queued=self.queued))
         except Exception:
             logger.exception("who listens to a request failed")
+
+    def _go_on(self, tokens: tuple[int, ...]) -> None:
+        """Adds tokens that were told of elsewhere; raises `PromptError` where none can follow them."""
+        with foreign_errors_as(PromptError, "the tokenizer cannot decode generated"):
+            self.answer.take(tokens, full=len(tokens) >= self.work.max_tokens)
+        if self.answer.finish_reason is not None:
+            raise PromptError(f"generated: these {len(tokens)} tokens end the answer, so that none follows")
 
     def take(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> bool:
         """Adds tokens and tells of them; whether the device knows, too, that they end the answer."""
@@ -179,7 +188,7 @@ class Engine:
 
     def submit(self, request: EngineRequest, notify: Callable[[Event], None]) -> Job:
         """`Serving.submit`."""
-        self._check(request)
+        check_request(self.model, self.max_model_len, request)
         job = Job(self, request, notify)
         with self._changed:
             if self._closing:
@@ -225,31 +234,6 @@ class Engine:
             self._changed.notify_all()
         if self._thread is not threading.current_thread():
             self._thread.join()
-
-    def stop_ids(self, request: EngineRequest) -> tuple[int, ...]:
-        """Tokens that end an answer."""
-        own = () if request.ignore_eos else self.model.config.eos_ids
-        return tuple(dict.fromkeys((*own, *request.stop_tokens)))
-
-    def _check(self, request: EngineRequest) -> None:
-        """Raises `PromptError` for what cannot be served."""
-        check_limit(request.max_tokens)
-        encode(self.model, request.prompt, request.max_tokens)
-        if (asked := len(request.prompt) + request.max_tokens) > self.max_model_len:
-            raise PromptError(
-                f"{len(request.prompt)} prompt tokens and max_tokens={request.max_tokens} are {asked}: "
-                f"at most {self.max_model_len} are served"
-            )
-        if not (is_whole(request.min_tokens) and 0 <= request.min_tokens <= request.max_tokens):
-            raise PromptError(f"min_tokens={request.min_tokens} must be 0 to max_tokens={request.max_tokens}")
-        if request.logprobs is not None and not 0 <= request.logprobs <= MOST_LOGPROBS:
-            raise PromptError(f"logprobs={request.logprobs} must be 0 to {MOST_LOGPROBS}")
-        if len(self.stop_ids(request)) > MAX_STOP_TOKENS:
-            raise PromptError(
-                f"stop_tokens: at most {MAX_STOP_TOKENS} are allowed, the model's own among them"
-            )
-        if request.stop and self.model.tokenizer is None:
-            raise PromptError("stop strings need a model with a tokenizer")
 
     def _new_scheduler(self) -> Scheduler:
         layout = self._runner.layout

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from zdc_jax.generation.sampling import Sampling
-from zdc_jax.loading import LanguageModel
+from zdc_jax.loading import TextModel
 
 EndReason = Literal["stop", "length", "cancelled", "error"]
 """`stop`: at a stop token or string. `error`: `Event.error` says which."""
@@ -22,7 +22,8 @@ class EngineRequest:
     neither ends it, and tokens that would are not generated. logprobs: so many alternatives of each token, up
     to `MOST_LOGPROBS`; None for no log-probabilities at all. priority: requests of smaller numbers are begun
     first, then those that came first. salt: the cache of an earlier request serves this one only if both have
-    the same.
+    the same. generated: tokens that the answer begins with, where another engine gave them: only what follows
+    is told, and it is what one engine alone would have given behind them; limits count all.
     """
 
     prompt: tuple[int, ...]
@@ -35,6 +36,7 @@ class EngineRequest:
     logprobs: int | None = None
     priority: int = 0
     salt: str = ""
+    generated: tuple[int, ...] = ()
 
 
 class TokenLogprobs(NamedTuple):
@@ -98,9 +100,13 @@ class Closing(Busy):
 class Serving(Protocol):
     """What a server needs of an engine."""
 
-    model: LanguageModel
-    max_model_len: int
-    """Tokens of a prompt and its answer together, at most."""
+    @property
+    def model(self) -> TextModel:
+        """What the server reads and writes texts with."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its answer together, at most."""
 
     def submit(self, request: EngineRequest, notify: Callable[[Event], None]) -> Ticket:
         """Queues a request. `notify` gets its events in order, on a thread of the engine's: it must be quick.

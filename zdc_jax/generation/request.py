@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from zdc_jax.errors import PromptError, foreign_errors_as
 from zdc_jax.generation.sampling import Sampling, is_whole
 from zdc_jax.generation.steps import MAX_STOP_TOKENS, bucket
-from zdc_jax.loading import LanguageModel
+from zdc_jax.loading import LanguageModel, TextModel
 
 Prompt = str | Sequence[int]
 
@@ -128,7 +128,7 @@ def tokenized(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = Tru
         return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
 
-def encode(model: LanguageModel, prompt: Prompt, max_new_tokens: int) -> np.ndarray:
+def encode(model: TextModel, prompt: Prompt, max_new_tokens: int) -> np.ndarray:
     """Token ids [T] int32 of one prompt, checked; raises `PromptError`."""
     if isinstance(prompt, str):
         if model.tokenizer is None:

@@ -18,7 +18,7 @@ from zdc_jax.errors import PromptError
 from zdc_jax.generation.request import encode
 from zdc_jax.generation.sampling import SEEDS, Sampling
 from zdc_jax.generation.steps import MAX_STOP_TOKENS
-from zdc_jax.loading import LanguageModel
+from zdc_jax.loading import TextModel
 from zdc_jax.server.errors import RequestError
 
 MOST_ANSWERS = 16
@@ -120,7 +120,7 @@ class Asked(ToModel, ABC):
         return given
 
     @abstractmethod
-    def engine_requests(self, model: LanguageModel, max_model_len: int) -> list[EngineRequest]:
+    def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
         """`n` requests for each prompt, in order; their seeds follow each other.
 
         Raises:
@@ -182,7 +182,7 @@ class CompletionRequest(Asked):
             raise RequestError("logprobs of a prompt are not supported; leave out echo", param="logprobs")
         return self
 
-    def engine_requests(self, model: LanguageModel, max_model_len: int) -> list[EngineRequest]:
+    def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
         """Prompts are encoded as `generate` does."""
         limit = self.max_tokens or COMPLETION_TOKENS
         prompts = [(encode(model, prompt, limit).tolist(), limit) for prompt in self.prompt]
@@ -224,7 +224,7 @@ class ChatRequest(Asked):
             raise RequestError("top_logprobs needs logprobs", param="top_logprobs")
         return self
 
-    def engine_requests(self, model: LanguageModel, max_model_len: int) -> list[EngineRequest]:
+    def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
         """Without a limit, a reply may take all positions that the messages leave."""
         messages = [message.plain() for message in self.messages]
         ids = chat_prompt(model, messages, self.chat_template_kwargs)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import cycle
+from itertools import cycle, islice
 from types import SimpleNamespace
 
 from chat_templates import CHATML
@@ -98,7 +98,9 @@ class FakeEngine:
         stop_ids = (*request.stop_tokens, *(() if request.ignore_eos else self.model.config.eos_ids))
         row = Row(0, tokenizer, stop_ids, StopStrings(request.stop))
         answer = [5, 6] if tokenizer is None else tokenizer.encode(ANSWER).ids
-        for count, token in enumerate(cycle([*answer, END]), 1):
+        row.take(request.generated, full=False)
+        spelled = islice(cycle([*answer, END]), len(request.generated), None)
+        for count, token in enumerate(spelled, len(request.generated) + 1):
             delta = row.take([token], full=count == request.max_tokens)
             event = Event((token,), cached_tokens=CACHED, logprobs=logprobs(request, token))
             if delta is not None:

@@ -1,0 +1,94 @@
+"""An engine's steps compile for an H200: kernels read pages in place, and pools are written in place."""
+
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compiled import compiled, device
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from benchmarks.bench_generate import LLAMA_2_7B, build
+from zdc_jax import methods
+from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.engine import runner
+from zdc_jax.engine.layout import Layout
+from zdc_jax.plan import CompressionPlan
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+CONFIG = replace(
+    LLAMA_2_7B,
+    layers=LLAMA_2_7B.layers[:2],
+    embed_dim=512,
+    ffn_dim=1024,
+    num_heads=8,
+    num_kv_heads=2,
+    vocab_size=512,
+)
+ROWS, TOKENS, STEPS = 8, 8192, 2
+NEAR = {"sinks": 4, "window": 512}
+
+
+def coded(**settings) -> CompressionPlan:
+    """All coordinates of far tokens in 4 bits."""
+    made = methods.named("coded").Settings(**settings)
+    plan = CompressionPlan.uniform(CONFIG, qk=128, v=128, **NEAR)
+    layers = tuple(replace(ranks, settings=made) for ranks in plan.layers)
+    return replace(plan, method="coded", settings=made, layers=layers)
+
+
+PLANS = {
+    "dense": (CompressionPlan.full(CONFIG), {"zdc_decode"}),
+    "ranks": (CompressionPlan.uniform(CONFIG, qk=64, v=96, **NEAR), {"zdc_decode"}),
+    "coded": (coded(index=0, read=0), {"zdc_decode", "zdc_coded_decode"}),
+    "chosen": (coded(index=32, read=512), {"zdc_decode", "zdc_coded_decode", "zdc_coded_scan"}),
+}
+
+
+@pytest.fixture
+def on_kernels(monkeypatch):
+    """Kernels are chosen as on the machine that the steps are compiled for."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("zdc_jax") and hasattr(module, "device_refusal"):
+            monkeypatch.setattr(module, "device_refusal", lambda q: None)
+
+
+def arguments(plan: CompressionPlan):
+    """Leaves and structure of a network, its layout, and the state of an engine, as shapes."""
+    network = build("post_rope", CONFIG)
+    network.plan = plan
+    leaves, tree = jax.tree.flatten(network)
+    given = {"rows": ROWS, "longest": TOKENS, "page": 128, "cache_tokens": ROWS * TOKENS, "reuse": True}
+    layout = Layout.of(network.layer_caches, **given)
+
+    def make() -> runner.EngineState:
+        layers = tuple(spec.create(ROWS, layout.capacity) for spec in layout.specs)
+        cache = KVCache(layers, jnp.zeros(ROWS, jnp.int32), layout.specs, layout.capacity)
+        return runner.EngineState(cache, jnp.zeros(ROWS, jnp.int32), jnp.zeros(ROWS, bool), [])
+
+    return leaves, tree, jax.eval_shape(make)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", PLANS)
+def test_decoding_reads_and_writes_pages_where_they_lie(on_kernels, name):
+    plan, kernels = PLANS[name]
+    leaves, tree, state = arguments(plan)
+    table = jax.ShapeDtypeStruct((ROWS, TOKENS // 128), jnp.int32)
+    packed = jax.ShapeDtypeStruct((ROWS, 1 + runner.WIDTH), jnp.int32)
+
+    def step(leaves, state, table, packed):
+        return runner._decode(None, STEPS, jax.tree.unflatten(tree, leaves), state, table, packed)
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        found = {kernel.name for kernel in compiled(step, leaves, state, table, packed)}
+        assert all(any(kernel in name for name in found) for kernel in kernels), found
+        sharding = jax.sharding.SingleDeviceSharding(device())
+        placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        given = jax.tree.map(placed, (leaves, state, table, packed))
+        traced = jax.jit(step, donate_argnums=1).trace(*given)
+        memory = traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
+    pool = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    assert memory.alias_size_in_bytes >= pool
+    assert memory.temp_size_in_bytes < pool / 4

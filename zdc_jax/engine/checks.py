@@ -1,0 +1,38 @@
+"""Whether a request can be served at all: known before any engine takes it."""
+
+from zdc_jax.engine.request import MOST_LOGPROBS, EngineRequest
+from zdc_jax.errors import PromptError
+from zdc_jax.generation.request import check_limit, encode
+from zdc_jax.generation.sampling import is_whole
+from zdc_jax.generation.steps import MAX_STOP_TOKENS
+from zdc_jax.loading import TextModel
+
+
+def stop_ids(model: TextModel, request: EngineRequest) -> tuple[int, ...]:
+    """Tokens that end an answer."""
+    own = () if request.ignore_eos else model.config.eos_ids
+    return tuple(dict.fromkeys((*own, *request.stop_tokens)))
+
+
+def check_request(model: TextModel, max_model_len: int, request: EngineRequest) -> None:
+    """Raises `PromptError` for what cannot be served.
+
+    max_model_len: tokens of a prompt and its answer together, at most.
+    """
+    check_limit(request.max_tokens)
+    encode(model, request.prompt, request.max_tokens)
+    if request.generated:
+        encode(model, request.generated, 0)
+    if (asked := len(request.prompt) + request.max_tokens) > max_model_len:
+        raise PromptError(
+            f"{len(request.prompt)} prompt tokens and max_tokens={request.max_tokens} are {asked}: "
+            f"at most {max_model_len} are served"
+        )
+    if not (is_whole(request.min_tokens) and 0 <= request.min_tokens <= request.max_tokens):
+        raise PromptError(f"min_tokens={request.min_tokens} must be 0 to max_tokens={request.max_tokens}")
+    if request.logprobs is not None and not 0 <= request.logprobs <= MOST_LOGPROBS:
+        raise PromptError(f"logprobs={request.logprobs} must be 0 to {MOST_LOGPROBS}")
+    if len(stop_ids(model, request)) > MAX_STOP_TOKENS:
+        raise PromptError(f"stop_tokens: at most {MAX_STOP_TOKENS} are allowed, the model's own among them")
+    if request.stop and model.tokenizer is None:
+        raise PromptError("stop strings need a model with a tokenizer")
