@@ -130,7 +130,8 @@ def replay(
         if (left := one.arrival.time / speed - (time.perf_counter() - began)) > 0:
             time.sleep(left)
         one.came = time.perf_counter() - began
-        request = EngineRequest(prompt, one.arrival.answer, ignore_eos=True)
+        # Nothing is left of the replay before this one.
+        request = EngineRequest(prompt, one.arrival.answer, ignore_eos=True, salt=str(speed))
         engine.submit(request, partial(one.take, began))
     for one in served:
         one.ended.wait()

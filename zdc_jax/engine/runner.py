@@ -6,6 +6,7 @@ they are looked at while the next step runs.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Lowered
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
@@ -109,21 +111,21 @@ class Runner:
         self._leaves, self._tree = jax.tree.flatten(network)
         self.whole: int | None = None
         self.reset()
-        self._read = {
-            width: self._compiled(partial(_read_piece, implementation), 4 + WIDTH + width)
-            for width in sorted({self._width(1 << i) for i in range(chunk.bit_length())})
-        }
-        self._decode = {
-            count: self._compiled(partial(_decode, implementation, count), layout.rows, 1 + WIDTH)
-            for count in {1, steps}
-        }
+        piece = lambda step, width: self._lowered(partial(step, implementation), 4 + WIDTH + width)
+        widths = {self._width(1 << i) for i in range(chunk.bit_length())}
+        lowered = {f"read {width}": piece(_read_piece, width) for width in widths}
+        for count in {1, steps}:
+            step = partial(_decode, implementation, count)
+            lowered[f"decode {count}"] = self._lowered(step, layout.rows, 1 + WIDTH)
         if isinstance(network, ShardedTransformer) and network.mesh.shape[SEQUENCE] > 1 and layout.has_pages:
             self.whole = chunk
             widths = {self._width(chunk << i) for i in range(1, (layout.capacity // chunk).bit_length() + 1)}
-            step = partial(_read_whole, implementation)
-            self._read_whole = {width: self._compiled(step, 4 + WIDTH + width) for width in sorted(widths)}
+            lowered |= {f"read whole {width}": piece(_read_whole, width) for width in widths}
         if layout.tails:
-            self._keep, self._restore = map(self._compiled_copy, (_keep, _restore))
+            lowered |= {"keep": self._lowered_copy(_keep), "restore": self._lowered_copy(_restore)}
+        with ThreadPoolExecutor() as threads:  # XLA compiles without Python's lock.
+            compiled = threads.map(Lowered.compile, lowered.values())
+            self._programs = dict(zip(lowered, compiled, strict=True))
 
     def reset(self) -> None:
         """All rows empty, in new arrays."""
@@ -148,21 +150,22 @@ class Runner:
 
     def keep(self, row: int, tail: int) -> None:
         """Copies what a row holds beside its pages."""
-        self._state = self._keep(self._state, np.array([row, tail], np.int32))
+        self._state = self._programs["keep"](self._state, np.array([row, tail], np.int32))
 
     def restore(self, row: int, tail: int) -> None:
         """Makes a row hold such a copy."""
-        self._state = self._restore(self._state, np.array([row, tail], np.int32))
+        self._state = self._programs["restore"](self._state, np.array([row, tail], np.int32))
 
     def read(self, row: int, tokens: Sequence[int], begin: int, last: bool, numbers: np.ndarray) -> Chosen:
         """A row's tokens from position `begin` on; behind the `last` of its text one is generated."""
         at_once = self.whole is not None and begin == 0 and len(tokens) > self.whole
-        width, programs = self._width(len(tokens)), self._read_whole if at_once else self._read
+        width = self._width(len(tokens))
         piece = np.zeros(4 + WIDTH + width, np.int32)
         piece[:4] = row, begin, len(tokens), last
         piece[4 : 4 + WIDTH] = numbers
         piece[4 + WIDTH :][: len(tokens)] = tokens
-        self._state, chosen = programs[width](self._leaves, self._state, self._on_device(), piece)
+        program = self._programs[f"read whole {width}" if at_once else f"read {width}"]
+        self._state, chosen = program(self._leaves, self._state, self._on_device(), piece)
         return chosen
 
     def decode(self, numbers: np.ndarray, active: np.ndarray, steps: int) -> Chosen:
@@ -171,7 +174,8 @@ class Runner:
         numbers [B, WIDTH] int32, active [B] bool.
         """
         packed = np.concatenate([active[:, None].astype(np.int32), numbers], axis=1)
-        self._state, chosen = self._decode[steps](self._leaves, self._state, self._on_device(), packed)
+        program = self._programs[f"decode {steps}"]
+        self._state, chosen = program(self._leaves, self._state, self._on_device(), packed)
         return chosen
 
     def no_numbers(self) -> tuple[np.ndarray, np.ndarray]:
@@ -185,18 +189,18 @@ class Runner:
             self._table = jnp.array(self._pages)
         return self._table
 
-    def _compiled(self, step: Callable[..., Any], *packed: int) -> Callable[..., Any]:
+    def _lowered(self, step: Callable[..., Any], *packed: int) -> Lowered:
         def run(leaves: list[Array], state: EngineState, table: Array, packed: Array) -> Any:
             return step(jax.tree.unflatten(self._tree, leaves), state, table, packed)
 
         table, like = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (self._pages.shape, packed))
         program = jax.jit(run, donate_argnums=1, out_shardings=(self._shardings(), None))
-        return program.lower(self._leaves, self._state, table, like).compile()
+        return program.lower(self._leaves, self._state, table, like)
 
-    def _compiled_copy(self, copy: Callable[..., EngineState]) -> Callable[..., EngineState]:
+    def _lowered_copy(self, copy: Callable[..., EngineState]) -> Lowered:
         pair = jax.ShapeDtypeStruct((2,), jnp.int32)
         program = jax.jit(copy, donate_argnums=0, out_shardings=self._shardings())
-        return program.lower(self._state, pair).compile()
+        return program.lower(self._state, pair)
 
     def _shardings(self) -> Any:
         """Of the state, which lies the same after every step."""
