@@ -95,7 +95,7 @@ def check_coded(
         raise ValueError(f"keys has {len(keys)} planes: must be 1 or 2")
     multiple = BLOCK if slots is None else 1
     if block_table is not None:
-        check_table(block_table, q.shape[0], values.reach, multiple)
+        common.check_table(block_table, q.shape[0], values.reach, multiple)
     (lead, _, each), (B, K, S) = values.reach.shape, rows_of(values.reach, block_table)
     common.check_shape("q", q, (B, None, sum(plane.width for plane in keys)), "B, N, R")
     common.check_groups(q.shape[1], K)
@@ -122,18 +122,6 @@ def rows_of(reach: Shaped, block_table: Shaped | None) -> tuple[int, int, int]:
     """B, K and S of rows in a plane of these reaches, or in pages of it."""
     lead, K, S = reach.shape
     return (lead, K, S) if block_table is None else (block_table.shape[0], K, block_table.shape[1] * S)
-
-
-def check_table(block_table: Shaped, rows: int, reach: Shaped, multiple: int) -> None:
-    """Raises `ValueError` unless it is a table of so many rows, for pages [P, K, a multiple of slots]."""
-    common.check_shape("block_table", block_table, (rows, None), "B, pages")
-    if block_table.dtype != jnp.int32:
-        raise ValueError(f"block_table has dtype {block_table.dtype}: must be int32")
-    pages, (pool, _, page) = block_table.shape[1], reach.shape
-    if not page or page % multiple:
-        raise ValueError(f"pages of {page} slots: must be a multiple of {multiple}")
-    if not pages or not pool:
-        raise ValueError(f"block_table has {pages} pages of a row, of {pool} in all: must be at least 1")
 
 
 def plane_fits(width: int, bits: int) -> bool:

@@ -28,7 +28,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.coded_inputs import MOST_HEADS, Plane, check_plane, check_table, plane_fits, rows_of
+from kernels_pallas.coded_inputs import MOST_HEADS, Plane, check_plane, plane_fits, rows_of
 from kernels_pallas.common import LOG2_E, NEVER, Shaped, filled
 from kernels_pallas.unpack import reaches
 
@@ -179,7 +179,7 @@ def check_scan(
         )
     block, size = config.block if config else THREADS, index.levels.shape[-1]
     if block_table is not None:
-        check_table(block_table, q.shape[0], index.reach, block)
+        common.check_table(block_table, q.shape[0], index.reach, block)
     B, _, S = rows_of(index.reach, block_table)
     common.check_shape("q", q, (B, None, index.width), "B, N, C")
     common.check_groups(q.shape[1], K)

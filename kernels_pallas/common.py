@@ -103,6 +103,18 @@ def check_shape(name: str, x: Shaped, expected: tuple[int | None, ...], axes: st
         raise ValueError(f"{name} has shape {x.shape}: must be [{axes}] = ({wanted})")
 
 
+def check_table(block_table: Shaped, rows: int, pool: Shaped, multiple: int) -> None:
+    """Raises `ValueError` unless it is a table of so many rows, for a pool [P, K, a multiple of slots, …]."""
+    check_shape("block_table", block_table, (rows, None), "B, pages")
+    if block_table.dtype != jnp.int32:
+        raise ValueError(f"block_table has dtype {block_table.dtype}: must be int32")
+    pages, (in_all, _, page) = block_table.shape[1], pool.shape[:3]
+    if not page or page % multiple:
+        raise ValueError(f"pages of {page} slots: must be a multiple of {multiple}")
+    if not pages or not in_all:
+        raise ValueError(f"block_table has {pages} pages of a row, of {in_all} in all: must be at least 1")
+
+
 def check_groups(num_heads: int, num_kv_heads: int) -> None:
     """Raises `ValueError` unless the query heads divide into equal groups."""
     if not num_kv_heads or num_heads % num_kv_heads:

@@ -21,7 +21,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.coded_inputs import Plane, check_plane, check_table, rows_of
+from kernels_pallas.coded_inputs import Plane, check_plane, rows_of
 from kernels_pallas.common import Shaped
 from kernels_pallas.unpack import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, bit_planes, reaches
 
@@ -95,7 +95,7 @@ def check_encode(
     B, T, K, _ = x[0].shape
     lead, _, slots = planes[0][0].reach.shape
     if block_table is not None:
-        check_table(block_table, B, planes[0][0].reach, 1)
+        common.check_table(block_table, B, planes[0][0].reach, 1)
     tokens = B if block_table is None else lead, K, slots
     for i, (array, each) in enumerate(zip(x, planes, strict=True)):
         common.check_shape(f"x[{i}]", array, (B, T, K, sum(plane.width for plane in each)), "B, T, K, C")

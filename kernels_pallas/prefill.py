@@ -8,7 +8,8 @@ first, so that their loop holds no register for the trailing part; the last few 
 """
 
 import functools
-from dataclasses import dataclass
+import math
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,63 +21,26 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import LOG2_E, NEVER, filled, scaled, tile_width, tiled
-from kernels_pallas.prefill_inputs import Keys, Trailing, check_prefill
+from kernels_pallas.prefill_inputs import ROWS, Keys, PrefillConfig, Trailing, Widths, check_prefill
 from kernels_pallas.tuning import measured
 
-ROWS = 64
-"""Query rows of one warpgroup: what one tensor-core instruction takes."""
 _L2_BYTES = 32 * 2**20
 """Keys and values of heads worked on together: they stay in the second-level cache."""
 
 
-@dataclass(frozen=True)
-class PrefillConfig:
-    """Tile sizes of one launch; None where one is asked for means `config_for` the widths.
+def config_for(R: int, Z: int, H: int, HV: int, *, page: int = 0) -> PrefillConfig:
+    """The measured config of these widths on this device, else the default one; its blocks divide pages.
 
-    block_kv: keys a step, 64, 128 or 256. stages: blocks of keys in flight. warpgroups: query tiles of 64
-    rows that share them. overlap: scores of the next block are computed during the softmax of this one, for
-    which registers must suffice.
+    page: tokens of one, a multiple of 64; 0 without pages.
     """
-
-    block_kv: int = 128
-    stages: int = 2
-    warpgroups: int = 3
-    overlap: bool = False
-
-    def __post_init__(self) -> None:
-        if self.block_kv not in (64, 128, 256):
-            raise ValueError(f"block_kv={self.block_kv}: must be 64, 128 or 256")
-        if self.stages < 1:
-            raise ValueError(f"stages={self.stages}: must be at least 1")
-        if self.overlap and self.stages < 2:
-            raise ValueError(f"stages={self.stages}: overlap needs at least 2")
-        if self.warpgroups not in (1, 2, 3):
-            raise ValueError(f"warpgroups={self.warpgroups}: must be 1, 2 or 3")
-
-    def shared_memory(self, widths: "_Widths") -> int:
-        """Bytes of the buffers of 16-bit elements, and of barriers, log-sum-exp and scratch."""
-        keys = self.stages * (widths.R + widths.Z) + widths.H - widths.R + widths.HV - widths.Z
-        return 2 * (self.warpgroups * ROWS * (widths.H + widths.HV) + self.block_kv * keys) + 2048
-
-
-class _Widths(NamedTuple):
-    """Kept and full widths: R of H query/key coordinates, Z of HV value coordinates."""
-
-    R: int
-    Z: int
-    H: int
-    HV: int
-
-
-def config_for(R: int, Z: int, H: int, HV: int) -> PrefillConfig:
-    """The measured config of these widths on this device, else the default one."""
     found = measured("prefill", R=R, Z=Z, H=H, HV=HV)
-    return PrefillConfig(**found) if found else default_config(R, Z, H, HV)
+    config = PrefillConfig(**found) if found else default_config(R, Z, H, HV)
+    return replace(config, block_kv=math.gcd(config.block_kv, page))
 
 
 def default_config(R: int, Z: int, H: int, HV: int) -> PrefillConfig:
     """The largest tile that fits; overlap where its second block of scores finds registers (Z ≤ 64)."""
-    widths = _Widths(R, Z, H, HV)
+    widths = Widths(R, Z, H, HV)
     for warpgroups, block_kv, stages in ((3, 128, 2), (2, 128, 2), (2, 64, 2), (2, 64, 1), (1, 64, 1)):
         config = PrefillConfig(block_kv, stages, warpgroups, overlap=Z <= 64 and stages > 1)
         if config.shared_memory(widths) <= common.SHARED_MEMORY:
@@ -87,8 +51,8 @@ def default_config(R: int, Z: int, H: int, HV: int) -> PrefillConfig:
 @functools.partial(jax.jit, static_argnames=("scale", "sinks", "window", "keys", "config"))
 def prefill_attention(
     q: Float[Array, "B T N Hq"],
-    k: Float[Array, "B K S R"],
-    v: Float[Array, "B K S Z"],
+    k: Float[Array, "... K S R"],
+    v: Float[Array, "... K S Z"],
     *,
     scale: float,
     starts: Int[Array, " B"] | None = None,
@@ -97,6 +61,7 @@ def prefill_attention(
     sinks: int = 0,
     window: int = 0,
     keys: Keys = "all",
+    block_table: Int[Array, "B pages"] | None = None,
     positions: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     config: PrefillConfig | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
@@ -106,8 +71,8 @@ def prefill_attention(
       q: bfloat16 or float16; Hq = H with `trailing`, else at least R (the first R coordinates are read).
       k, v: [B, K, S, R] and [B, K, S, Z]: first R and Z coordinates, multiples of 16 up to 256. Rows past a
         query's position must be finite and are ignored. N is a multiple of K: grouped heads read the same
-        keys, nothing is repeated. With `trailing` R = Z = 0 means that there are no far keys: only blocks of
-        near ones are read.
+        keys, nothing is repeated. With `block_table`: [pages, K, page size, ·], and S is that of a row's
+        pages. With `trailing` R = Z = 0 means that there are no far keys: only blocks of near ones are read.
       scale: factor on the scores, 1/√H of the original head dim.
       starts: position of the first query of each row; zeros if None.
       lengths: tokens each row holds in all; queries at or past it get zeros (log-sum-exp -inf).
@@ -115,9 +80,11 @@ def prefill_attention(
       sinks, window: near set, in tokens; used with `trailing`, or with `keys="far"`.
       keys: `all` j ≤ t; `far`: only sinks ≤ j ≤ t - window, to be merged by log-sum-exp with a near half
         (sequence parallelism), by queries that may be past all keys; not with `trailing`.
+      block_table: int32, page of each `page size` positions; the page size is a multiple of 64, and of the
+        config's block_kv. Entries of pages that no query of the row sees may be any number.
       positions: of queries and of keys, where these are no runs (token classes), in any order; a key at a
         negative one is not there. Blocks that no query of a tile sees are skipped where only such follow, so
-        that roughly ascending keys are fastest. Only with `keys="all"`, without `trailing`.
+        that roughly ascending keys are fastest. Only with `keys="all"`, without `trailing` and `block_table`.
       config: tile sizes; None takes the measured or default ones.
 
     Returns:
@@ -139,7 +106,9 @@ def prefill_attention(
         sinks=sinks,
         window=window,
         keys=keys,
+        block_table=block_table,
         positions=positions,
+        config=config,
     )
     B, T, N, H = q.shape
     zeros = jnp.zeros(B, jnp.int32)
@@ -152,10 +121,13 @@ def prefill_attention(
         tails = [x for x in tails if x.shape[-1]]
     if near_only:  # Trailing coordinates are all there are: keys of one rank, and the sinks.
         k, v, *tails = tails
+        block_table = None
     two_ranks = trailing is not None and not near_only
     (K, S, R), Z = k.shape[1:], v.shape[-1]
     H, HV = (H, H) if two_ranks else (R, Z)
-    config = config or config_for(R, Z, H, HV)
+    page = 0 if block_table is None else S
+    S = S if block_table is None else block_table.shape[1] * page
+    config = config or config_for(R, Z, H, HV, page=page)
     g = _Geometry(
         N=N,
         groups=N // K,
@@ -165,6 +137,7 @@ def prefill_attention(
         HV=HV,
         tiles=pl.cdiv(T, config.warpgroups * ROWS),
         S=S,
+        page=page,
         sinks=sinks,
         window=window,
         scale=scale,
@@ -177,6 +150,7 @@ def prefill_attention(
     operands += [common.pad_rows(x, 2) for x in (k, v, *tails)]
     if positions is not None:
         operands += _bounds(positions, g.tiles, config)
+    operands += [] if block_table is None else [block_table]
     o, lse = plgpu.kernel(
         functools.partial(_kernel, g=g, config=config, dtype=q.dtype),
         out_type=[
@@ -218,7 +192,7 @@ def _together(heads: int, groups: int, width: int) -> int:
 
 
 class _Geometry(NamedTuple):
-    """Static shape of a launch."""
+    """Static shape of a launch. page: tokens of one, 0 without a block table."""
 
     N: int
     groups: int
@@ -228,6 +202,7 @@ class _Geometry(NamedTuple):
     HV: int
     tiles: int
     S: int
+    page: int
     sinks: int
     window: int
     scale: float
@@ -316,6 +291,7 @@ def _steps(g: _Geometry, block: int, first: Array, end: Array, base: Array) -> t
 def _kernel(*refs: Any, g: _Geometry, config: PrefillConfig, dtype: Any) -> None:
     scalars, q_ref, k_ref, v_ref, *tails, o_ref, lse_ref = refs
     positions, bounds = (tails[:2], tails[2]) if g.positions else (None, None)
+    table = tails.pop() if g.page else None
 
     def run(**smem: Any) -> None:
         wg = lax.axis_index("wg")
@@ -324,7 +300,7 @@ def _kernel(*refs: Any, g: _Geometry, config: PrefillConfig, dtype: Any) -> None
         @pl.when(wg == config.warpgroups)
         def _() -> None:
             plgpu.set_max_registers(24, action="decrease")
-            _load_keys(g, config, smem, item, (k_ref, v_ref), tails)
+            _load_keys(g, config, smem, item, (k_ref, v_ref), tails, table)
 
         @pl.when(wg < config.warpgroups)
         def _() -> None:
@@ -363,30 +339,39 @@ def _scratch(g: _Geometry, config: PrefillConfig, dtype: Any) -> dict[str, Any]:
 
 
 def _load_keys(
-    g: _Geometry, config: PrefillConfig, smem: Any, item: _Item, sources: tuple[Any, Any], tails: Any
+    g: _Geometry,
+    config: PrefillConfig,
+    smem: Any,
+    item: _Item,
+    sources: tuple[Any, Any],
+    tails: Any,
+    table: Any,
 ) -> None:
     """The producer: blocks of keys and values into their slots, as these become free."""
     block, kv_head = config.block_kv, lax.div(item.head, jnp.int32(g.groups))
     buffers = [smem[name + "_tail"] for name in g.tails()]
     sinks = tails[len(buffers) :] if g.sinks else [None, None]
 
-    def copy(at_sinks: Array, sources: tuple[Any, Any], row: Array, destination: Any, ready: Any) -> None:
+    def copy(
+        at_sinks: Array, sources: tuple[Any, Any], lead: Array, row: Array, destination: Any, ready: Any
+    ) -> None:
         """Rows of the first source from `row` on, or at the sinks the first ones of the second, if any."""
 
-        def start(source: Any, rows: Any) -> None:
-            plgpu.copy_gmem_to_smem(source.at[item.b, kv_head, rows], destination, ready)
+        def start(source: Any, lead: Array, rows: Any) -> None:
+            plgpu.copy_gmem_to_smem(source.at[lead, kv_head, rows], destination, ready)
 
         (source, of_sinks), rows = sources, pl.ds(pl.multiple_of(row, 8), block)
         if of_sinks is None:
-            start(source, rows)
+            start(source, lead, rows)
             return
-        pl.when(at_sinks)(lambda: start(of_sinks, pl.ds(0, block)))
-        pl.when(jnp.logical_not(at_sinks))(lambda: start(source, rows))
+        pl.when(at_sinks)(lambda: start(of_sinks, item.b, pl.ds(0, block)))
+        pl.when(jnp.logical_not(at_sinks))(lambda: start(source, lead, rows))
 
     @pl.loop(0, item.plain + item.mixed + item.inner)
     def _step(step: Array) -> None:
         slot, row = lax.rem(step, jnp.int32(config.stages)), item.block(step) * block
         at_sinks = (item.sink_step == 1) & (step == item.plain)
+        lead, within = _in_pages(g, item, table, row)
         for i, name in enumerate("kv"):
 
             @pl.when(step >= config.stages)
@@ -394,7 +379,7 @@ def _load_keys(
                 plgpu.barrier_wait(smem[name + "_free"].at[slot])
 
             pair = sources[i], sinks[i] if g.keys == "near" else None
-            copy(at_sinks, pair, row, smem[name].at[slot], smem[name + "_ready"].at[slot])
+            copy(at_sinks, pair, lead, within, smem[name].at[slot], smem[name + "_ready"].at[slot])
 
         if g.two_ranks:
 
@@ -405,7 +390,15 @@ def _load_keys(
                     plgpu.barrier_wait(smem["tail_free"])
 
                 for *pair, buffer in zip(tails, sinks, buffers, strict=False):
-                    copy(at_sinks, tuple(pair), row - item.base, buffer, smem["tail_ready"])
+                    copy(at_sinks, tuple(pair), item.b, row - item.base, buffer, smem["tail_ready"])
+
+
+def _in_pages(g: _Geometry, item: _Item, table: Any, row: Array) -> tuple[Array, Array]:
+    """Leading index of a row of keys, and where it lies there: through the block table if there is one."""
+    if not g.page:
+        return item.b, row
+    page = jnp.int32(g.page)
+    return table[item.b, lax.div(row, page)], lax.rem(row, page)
 
 
 class _State(NamedTuple):
@@ -533,11 +526,11 @@ class _Consumer(NamedTuple):
             t, j = self._positions_of(first_key, width)
         near = lambda t, j: (j > t - g.window) | (j < g.sinks)
         if mixed:
-            scores = self._product((q, k))
+            scores = _product((q, k))
             if q_tail is not None:
-                scores = scores + jnp.where(near(t, j), self._product(q_tail), 0.0)
+                scores = scores + jnp.where(near(t, j), _product(q_tail), 0.0)
         else:
-            scores = self._product((q, k), *([q_tail] if q_tail is not None else []))
+            scores = _product((q, k), *([q_tail] if q_tail is not None else []))
         p, state, alpha = self._softmax(jnp.where(self._visible(t, j, at_sinks), scores, -jnp.inf), state)
         state = state._replace(acc=_accumulate(state.acc, p.astype(self.dtype), v))
         if tail is not None:
@@ -598,20 +591,10 @@ class _Consumer(NamedTuple):
     def _slot(self, step: Array) -> Array:
         return lax.rem(step, jnp.int32(self.config.stages))
 
-    def _product(self, *pairs: tuple[Any, Any]) -> Array:
-        """Sum of q kᵀ over pairs of query and key buffers."""
-
-        def body(acc: Any) -> Array:
-            for q, k in pairs:
-                plgpu.wgmma(acc, q, k.transpose((1, 0)))
-            return acc[...]
-
-        return pl.run_scoped(body, plgpu.ACC((ROWS, pairs[0][1].shape[0]), jnp.float32))
-
     def _scores(self, step: Array) -> Array:
         slot = self._slot(step)
         plgpu.barrier_wait(self.smem["k_ready"].at[slot])
-        scores = self._product((self.smem["q"].at[self.wg], self.smem["k"].at[slot]))
+        scores = _product((self.smem["q"].at[self.wg], self.smem["k"].at[slot]))
         plgpu.barrier_arrive(self.smem["k_free"].at[slot])
         return scores
 
@@ -633,6 +616,17 @@ class _Consumer(NamedTuple):
         acc = _accumulate(state.acc, p, self.smem["v"].at[slot])
         plgpu.barrier_arrive(self.smem["v_free"].at[slot])
         return state._replace(acc=acc)
+
+
+def _product(*pairs: tuple[Any, Any]) -> Array:
+    """Sum of q kᵀ over pairs of query and key buffers."""
+
+    def body(acc: Any) -> Array:
+        for q, k in pairs:
+            plgpu.wgmma(acc, q, k.transpose((1, 0)))
+        return acc[...]
+
+    return pl.run_scoped(body, plgpu.ACC((ROWS, pairs[0][1].shape[0]), jnp.float32))
 
 
 def _accumulate(acc: Array, p: Array, values: Any) -> Array:

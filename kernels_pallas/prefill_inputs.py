@@ -1,5 +1,6 @@
 """What the prefill kernel takes beside q, k and v, and its refusals before launch."""
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from jax import Array
@@ -7,10 +8,53 @@ from jax import Array
 from kernels_pallas import common
 from kernels_pallas.common import Shaped
 
+ROWS = 64
+"""Query rows of one warpgroup: what one tensor-core instruction takes."""
+SMALLEST_BLOCK = 64
+"""Of keys a step: pages are whole numbers of it."""
 TAIL_ALIGNMENT = 256
 """`Trailing.start` is a multiple of this, so that key blocks of every size begin at a row of the tail."""
 
 Keys = Literal["all", "far"]
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """Tile sizes of one launch; None where one is asked for means `config_for` the widths.
+
+    block_kv: keys a step, 64, 128 or 256. stages: blocks of keys in flight. warpgroups: query tiles of 64
+    rows that share them. overlap: scores of the next block are computed during the softmax of this one, for
+    which registers must suffice.
+    """
+
+    block_kv: int = 128
+    stages: int = 2
+    warpgroups: int = 3
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block_kv not in (64, 128, 256):
+            raise ValueError(f"block_kv={self.block_kv}: must be 64, 128 or 256")
+        if self.stages < 1:
+            raise ValueError(f"stages={self.stages}: must be at least 1")
+        if self.overlap and self.stages < 2:
+            raise ValueError(f"stages={self.stages}: overlap needs at least 2")
+        if self.warpgroups not in (1, 2, 3):
+            raise ValueError(f"warpgroups={self.warpgroups}: must be 1, 2 or 3")
+
+    def shared_memory(self, widths: "Widths") -> int:
+        """Bytes of the buffers of 16-bit elements, and of barriers, log-sum-exp and scratch."""
+        keys = self.stages * (widths.R + widths.Z) + widths.H - widths.R + widths.HV - widths.Z
+        return 2 * (self.warpgroups * ROWS * (widths.H + widths.HV) + self.block_kv * keys) + 2048
+
+
+class Widths(NamedTuple):
+    """Kept and full widths: R of H query/key coordinates, Z of HV value coordinates."""
+
+    R: int
+    Z: int
+    H: int
+    HV: int
 
 
 class Trailing(NamedTuple):
@@ -40,16 +84,18 @@ def check_prefill(
     sinks: int = 0,
     window: int = 0,
     keys: Keys = "all",
+    block_table: Shaped | None = None,
     positions: tuple[Shaped, Shaped] | None = None,
+    config: PrefillConfig | None = None,
 ) -> None:
     """Raises what `prefill_attention` says it raises; arrays and options are those given to it."""
     common.check_device()
     common.check_dtypes(q=q, k=k, v=v)
     common.check_shape("q", q, (None,) * 4, "B, T, N, H")
     B, _, N, H = q.shape
-    common.check_shape("k", k, (B, None, None, None), "B, K, S, R")
-    _, K, S, R = k.shape
-    common.check_shape("v", v, (B, K, S, None), "B, K, S, Z")
+    common.check_shape("k", k, (None if block_table is not None else B, None, None, None), "B, K, S, R")
+    lead, K, S, R = k.shape
+    common.check_shape("v", v, (lead, K, S, None), "B, K, S, Z")
     Z = v.shape[-1]
     common.check_groups(N, K)
     if trailing is None or R or Z:
@@ -66,14 +112,18 @@ def check_prefill(
             common.check_shape(name, x, (B,), "B")
     if trailing is not None:
         _check_trailing(q, k, v, trailing, sinks, window, keys)
+    if block_table is not None:
+        common.check_table(block_table, B, k, SMALLEST_BLOCK if config is None else config.block_kv)
     if positions is not None:
+        if block_table is not None:
+            raise ValueError("positions are given with a block_table: need none")
         _check_positions(q, k, positions, keys, trailing)
 
 
 def _check_trailing(
     q: Shaped, k: Shaped, v: Shaped, trailing: Trailing, sinks: int, window: int, keys: Keys
 ) -> None:
-    (B, K, _, R), Z, H = k.shape, v.shape[-1], q.shape[-1]
+    B, K, (R, Z, H) = q.shape[0], k.shape[1], (x.shape[-1] for x in (k, v, q))
     if keys != "all" or not window:
         raise ValueError(
             f"trailing is given with keys={keys!r} and window={window}: needs 'all' and a window"

@@ -2,6 +2,8 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,25 +72,44 @@ def arguments(plan: CompressionPlan):
     return leaves, tree, jax.eval_shape(make)
 
 
+def program(plan: CompressionPlan, step, packed: tuple[int, ...]) -> tuple[set[str], Any, Any]:
+    """Names of the kernels of a compiled step, its use of memory, and the state of the engine."""
+    leaves, tree, state = arguments(plan)
+    table = jax.ShapeDtypeStruct((ROWS, TOKENS // 128), jnp.int32)
+    given = leaves, state, table, jax.ShapeDtypeStruct(packed, jnp.int32)
+    run = lambda leaves, *rest: step(jax.tree.unflatten(tree, leaves), *rest)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        found = {kernel.name for kernel in compiled(run, *given)}
+        sharding = jax.sharding.SingleDeviceSharding(device())
+        placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        traced = jax.jit(run, donate_argnums=1).trace(*jax.tree.map(placed, given))
+        return found, traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis(), state
+
+
+def has(found: set[str], kernels: set[str]) -> bool:
+    """Whether each is there."""
+    return all(any(kernel in name for name in found) for kernel in kernels)
+
+
 @pytest.mark.aot
 @pytest.mark.parametrize("name", PLANS)
 def test_decoding_reads_and_writes_pages_where_they_lie(on_kernels, name):
     plan, kernels = PLANS[name]
-    leaves, tree, state = arguments(plan)
-    table = jax.ShapeDtypeStruct((ROWS, TOKENS // 128), jnp.int32)
-    packed = jax.ShapeDtypeStruct((ROWS, 1 + runner.WIDTH), jnp.int32)
-
-    def step(leaves, state, table, packed):
-        return runner._decode(None, STEPS, jax.tree.unflatten(tree, leaves), state, table, packed)
-
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        found = {kernel.name for kernel in compiled(step, leaves, state, table, packed)}
-        assert all(any(kernel in name for name in found) for kernel in kernels), found
-        sharding = jax.sharding.SingleDeviceSharding(device())
-        placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        given = jax.tree.map(placed, (leaves, state, table, packed))
-        traced = jax.jit(step, donate_argnums=1).trace(*given)
-        memory = traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
+    found, memory, state = program(plan, partial(runner._decode, None, STEPS), (ROWS, 1 + runner.WIDTH))
+    assert has(found, kernels), found
     pool = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert memory.alias_size_in_bytes >= pool
     assert memory.temp_size_in_bytes < pool / 4
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("width", "share"), [(16, 1 / ROWS), (512, 1 / 2)])
+@pytest.mark.parametrize("name", ["dense", "ranks"])
+def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name, width, share):
+    """No pool is copied; and where a piece is so short that its own arrays are small, no row either."""
+    plan, _ = PLANS[name]
+    found, memory, state = program(plan, partial(runner._read_piece, None), (4 + runner.WIDTH + width,))
+    assert has(found, {"zdc_prefill"}), found
+    pools = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)]
+    assert memory.alias_size_in_bytes == sum(pools)
+    assert memory.temp_size_in_bytes < share * max(pools)

@@ -42,16 +42,17 @@ def integers(*dims: int) -> jax.ShapeDtypeStruct:
     return shape(*dims, dtype=jnp.int32)
 
 
-def prefill(R: int, Z: int, H: int = 0, positions: Any = None, **options: Any) -> list[Kernel]:
-    """Prompts of S tokens; two ranks where there is an H."""
-    arrays = shape(1, S, N, H or R), shape(1, N, S, R), shape(1, N, S, Z)
+def prefill(R: int, Z: int, H: int = 0, page: int = 0, positions: Any = None, **options: Any) -> list[Kernel]:
+    """Prompts of S tokens, in pages where these have a size; two ranks where there is an H."""
+    cache, table = ((99, N, page), integers(1, S // page)) if page else ((1, N, S), None)
+    arrays = shape(1, S, N, H or R), shape(*cache, R), shape(*cache, Z)
     tails = [shape(1, N, tokens, H - rank) for tokens in (S, 8) for rank in (R, Z)] if H else []
     trailing = Trailing(*tails[:2], integers(1), *tails[2:]) if H else None
     options |= NEAR if H else {}
-    f = lambda q, k, v, trailing, positions: prefill_attention(
-        q, k, v, scale=0.1, trailing=trailing, positions=positions, **options
+    f = lambda q, k, v, trailing, positions, table: prefill_attention(
+        q, k, v, scale=0.1, trailing=trailing, positions=positions, block_table=table, **options
     )
-    return compiled(f, *arrays, trailing, positions)
+    return compiled(f, *arrays, trailing, positions, table)
 
 
 def decode(
@@ -87,11 +88,12 @@ def tuned(kernel: str) -> list[Any]:
     return [pytest.param(x["widths"], x["config"], id=name(x["widths"])) for x in TUNED[kernel]]
 
 
+@pytest.mark.parametrize("page", [0, 128])
 @pytest.mark.parametrize(("widths", "config"), tuned("prefill"))
-def test_prefill(widths: dict[str, int], config: dict[str, Any]) -> None:
+def test_prefill(widths: dict[str, int], config: dict[str, Any], page: int) -> None:
     R, Z, H, HV = (widths[name] for name in ("R", "Z", "H", "HV"))
     sizes = PrefillConfig(**config)
-    (kernel,) = prefill(R, Z, 0 if (R, Z) == (H, HV) else H, config=sizes)
+    (kernel,) = prefill(R, Z, 0 if (R, Z) == (H, HV) else H, page, config=sizes)
     assert_no_spills([kernel])
     assert kernel.ctas >= 1
 
@@ -145,6 +147,7 @@ OTHERS: dict[str, Callable[[], list[Kernel]]] = {
     "prefill far": lambda: prefill(64, 96, keys="far", **NEAR),
     "prefill near": lambda: prefill(0, 0, 64),
     "prefill by position": lambda: prefill(64, 96, positions=(integers(1, S), integers(1, S))),
+    "prefill paged small": lambda: prefill(64, 96, page=64),
     "decode wide": lambda: decode(256, 256),
     "decode wide two ranks": lambda: decode(128, 128, 256),
     "decode near": lambda: decode(0, 0, 256),

@@ -10,18 +10,21 @@ import numpy as np
 import pytest
 
 from zdc_jax import methods
+from zdc_jax.cache import prefix_ring
 from zdc_jax.cache.coded_choosing import CodedChoosing
 from zdc_jax.cache.coded_store import CodedStore
 from zdc_jax.cache.fitted_integers import FittedIntegers
 from zdc_jax.cache.paged import Paged
 from zdc_jax.cache.pages import Pages
 from zdc_jax.cache.prefix_ring import PrefixRing
-from zdc_jax.cache.spec import Call, LayerCacheSpec
+from zdc_jax.cache.spec import Call, LayerCacheSpec, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops import attention
+from zdc_jax.ops.xla import xla_attention
 from zdc_jax.plan import CompressionPlan
 
 B, K, G, H, PAGE, CAPACITY, PIECE = 3, 2, 4, 128, 128, 512, 64
+POOL = 2 * B * CAPACITY // PAGE
 HEADS = {"num_kv_heads": K, "head_dim": H, "dtype": "bfloat16"}
 FAR = HEADS | {"R": H, "Z": H, "sinks": 4, "window": 128}
 SPECS = {
@@ -39,14 +42,16 @@ SPECS = {
     ),
 }
 KINDS = {"coded": {"coded decode", "coding"}, "chosen": {"choice", "decode of chosen tokens", "coding"}}
-"""Calls that kernels are to serve, beside `decode` of near tokens."""
+"""Calls that kernels are to serve, beside `prefill` and `decode` of near tokens."""
 
 
-def run(spec: LayerCacheSpec, widths: tuple[int, int], table: np.ndarray | None) -> np.ndarray:
-    """Outputs of tokens that are decoded behind prompts of 3 pieces, 2 and 1, [steps, B, N, ·]."""
+def run(
+    spec: LayerCacheSpec, widths: tuple[int, int], table: np.ndarray | None, singles: int
+) -> list[np.ndarray]:
+    """Outputs of prompts of 3 pieces, 2 and 1, and of tokens decoded behind them, [rows, T, N, ·] each."""
     rng, (qk, vo) = np.random.default_rng(0), widths
     wide = {"q": (K * G, qk), "k": (K, qk), "v": (K, vo)}
-    steps = [PIECE] * 4 + [1] * 12
+    steps = [PIECE] * 4 + [1] * singles
     step = jax.jit(partial(_step, spec))
     state, held, found = spec.create(B, CAPACITY), np.zeros(B, np.int32), []
     for index, count in enumerate(steps):
@@ -55,9 +60,8 @@ def run(spec: LayerCacheSpec, widths: tuple[int, int], table: np.ndarray | None)
         given = (jnp.asarray(x[name], jnp.bfloat16) for name in "qkv")
         state, o = step(state, *given, held[:, None] + np.arange(count), held + new, table)
         held = held + new
-        if count == 1:
-            found.append(np.asarray(o[:, 0], np.float32))
-    return np.stack(found)
+        found.append(np.asarray(o, np.float32)[new > 0])
+    return found
 
 
 def _step(spec, state, q, k, v, positions, end, table):
@@ -65,13 +69,14 @@ def _step(spec, state, q, k, v, positions, end, table):
     return done.state, done.o
 
 
-def check(spec: LayerCacheSpec) -> None:
+def check(spec: LayerCacheSpec, singles: int = 12) -> None:
     pages = CAPACITY // PAGE
-    table = np.random.default_rng(1).permutation(2 * B * pages)[: B * pages].reshape(B, pages)
-    paged, widths = Paged.of(spec, page=PAGE, pages=2 * B * pages), (spec.R, spec.Z)
+    table = np.random.default_rng(1).permutation(POOL)[: B * pages].reshape(B, pages)
+    paged, widths = Paged.of(spec, page=PAGE, pages=POOL), (spec.R, spec.Z)
     widths = (H, H) if spec.sinks else widths
-    found = run(paged, widths, table.astype(np.int32))
-    np.testing.assert_array_equal(found, run(spec, widths, None))
+    found, wanted = run(paged, widths, table.astype(np.int32), singles), run(spec, widths, None, singles)
+    for step, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        np.testing.assert_array_equal(one, other, err_msg=f"{step=}")
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -86,9 +91,45 @@ def test_kernels_read_pages(name, caplog):
     with caplog.at_level(logging.INFO, logger="zdc_jax.ops"):
         check(SPECS[name])
     found = {record.getMessage().split(" (")[0] for record in caplog.records}
-    for kind in {"decode"} | KINDS.get(name, set()):
+    for kind in {"prefill", "decode"} | KINDS.get(name, set()):
         assert f"{kind} runs on pallas" in found
         assert f"{kind} runs on xla" not in found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_piece_in_pages_is_where_it_is_in_rows(seed):
+    """From anywhere to anywhere, with padding past the end; nothing else of the pool changes."""
+    rng = np.random.default_rng(seed)
+    slots, n, T = 8, 5, int(rng.choice([2, 8, 13, 40]))
+    start = rng.integers(0, slots * n, B)
+    end = np.minimum(start + rng.integers(0, T + 1, B), slots * n)
+    places, nobodys = np.split(rng.permutation(B * n + 3), [B * n])
+    table = jnp.asarray(places.reshape(B, n), jnp.int32)
+    pages = Pages(jnp.asarray(rng.normal(size=(B * n + 3, K, slots, 4)), jnp.float32), table)
+    x = jnp.asarray(rng.normal(size=(B, T, K, 4)), jnp.float32)
+    found = pages.put_piece(x, jnp.asarray(start), jnp.asarray(end))
+    kept = start[:, None] + np.arange(T) < end[:, None]
+    wanted = put_rows(pages.rows(), x, jnp.asarray(start), jnp.asarray(kept))
+    np.testing.assert_array_equal(found.rows(), wanted)
+    np.testing.assert_array_equal(found.pool[nobodys], pages.pool[nobodys])
+
+
+@pytest.mark.parametrize("name", ["dense", "ranks", "ring"])
+def test_pieces_are_read_in_pages_where_kernels_run(name, monkeypatch):
+    """With a stand-in for the kernel, which sees what lies in pages, of all tokens alike."""
+    spec, leading = SPECS[name], []
+
+    def prefill(q, k, v, *, scale, starts, block_table, **_):
+        leading.append(len(k))
+        k, v = (x if block_table is None else Pages(x, block_table).rows() for x in (k, v))
+        positions = starts[:, None] + jnp.arange(q.shape[1])
+        all_alike = {"near": None, "sinks": 0, "window": 0}
+        return xla_attention(q[..., : k.shape[-1]], k, v, positions, scale=scale, **all_alike)
+
+    monkeypatch.setattr(attention, "device_refusal", lambda q: None)
+    monkeypatch.setattr(prefix_ring, "prefill_attention", prefill)
+    check(spec, singles=0)
+    assert leading == [POOL, B]
 
 
 def test_a_page_that_is_shared_is_not_written_by_rows_that_hold_still():

@@ -40,7 +40,12 @@ def trailing_shapes(B, K, M, H, R, Z, dtype=BF16):
     return Trailing(*tail[:2], shape(B, dtype=jnp.int32), *tail[2:])
 
 
+def pool(pages, page):
+    return {name: shape(pages, 2, page, 32) for name in "kv"}
+
+
 WIDE, NO_SCORES = shape(1, 64, 4, 64), trailing_shapes(1, 2, 64, 64, 0, 32)
+TABLE = shape(1, 4, dtype=jnp.int32)
 
 
 @pytest.mark.parametrize(("R", "Z"), ONE_RANK)
@@ -150,6 +155,29 @@ def test_lowers_with_each_config(warpgroups, overlap):
     lower(f, shape(1, 300, 4, 32), shape(1, 2, 300, 32), shape(1, 2, 300, 64))
 
 
+@pytest.mark.parametrize("page", [64, 128, 192, 256])
+@pytest.mark.parametrize(("R", "Z", "H"), [(64, 96, 0), (32, 64, 128), (0, 0, 128)])
+def test_lowers_paged(page, R, Z, H):
+    trailing = trailing_shapes(2, 2, 512, H, R, Z) if H else None
+    near = {"sinks": 4, "window": 192} if H else {}
+    f = lambda q, k, v, trailing, table: prefill_attention(
+        q, k, v, scale=1.0, trailing=trailing, block_table=table, **near
+    )
+    held = [shape(20, 2, page, rank) for rank in (R, Z)]
+    lowered = lower(f, shape(2, 77, 4, H or R), *held, trailing, shape(2, 5, dtype=jnp.int32))
+    assert lowered.out_info[0].shape == (2, 77, 4, H or Z)
+
+
+def test_blocks_divide_pages(monkeypatch):
+    """The measured ones too; without pages they are as they were measured."""
+    found = {"block_kv": 256, "stages": 1, "warpgroups": 2, "overlap": False}
+    monkeypatch.setattr(prefill_kernel, "measured", lambda kernel, **widths: found)
+    config = lambda **page: prefill_kernel.config_for(64, 64, 64, 64, **page)
+    assert config() == config(page=256) == config(page=512) == PrefillConfig(**found)
+    for page, block in ((64, 64), (128, 128), (192, 64), (320, 64), (384, 128)):
+        assert config(page=page) == PrefillConfig(**found | {"block_kv": block})
+
+
 @pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -170,12 +198,22 @@ def test_lowers_with_each_config(warpgroups, overlap):
         ({"trailing": trailing_shapes(1, 2, 64, 64, 32, 32), "window": 64, "q": shape(1, 64, 4, 40)}, "H=40"),
         ({"trailing": trailing_shapes(1, 2, 64, 96, 32, 32), "window": 64, "q": WIDE}, "trailing.k"),
         ({"trailing": trailing_shapes(1, 2, 64, 64, 32, 32), "window": 64, "sinks": 9, "q": WIDE}, "8 rows"),
+        ({"block_table": shape(2, 4, dtype=jnp.int32)}, r"must be \[B, pages\] = \(1, any\)"),
+        ({"block_table": shape(1, 4, dtype=jnp.int16)}, "block_table has dtype int16: must be int32"),
+        ({"block_table": shape(1, 0, dtype=jnp.int32)}, "block_table has 0 pages of a row, of 1 in all"),
+        ({"block_table": TABLE, **pool(9, 96)}, "pages of 96 slots: must be a multiple of 64"),
+        ({"block_table": TABLE, **pool(9, 0)}, "pages of 0 slots: must be a multiple of 64"),
+        ({"block_table": TABLE, **pool(9, 192), "config": PrefillConfig()}, "must be a multiple of 128"),
+        ({"block_table": TABLE, **pool(9, 64), "v": shape(8, 2, 64, 32)}, "v has shape"),
+        (pool(9, 64), "k has shape"),
+        ({"block_table": TABLE, "positions": (shape(1, 64, dtype=jnp.int32),) * 2}, "positions are given"),
     ],
 )  # fmt: skip
 def test_refuses(change, message):
     given = {"q": shape(1, 64, 4, 32), "k": shape(1, 2, 64, 32), "v": shape(1, 2, 64, 32)} | change
-    arrays = {name: x for name, x in given.items() if not isinstance(x, (int, str))}
-    options = {name: x for name, x in given.items() if isinstance(x, (int, str))}
+    static = lambda x: isinstance(x, (int, str, PrefillConfig))
+    arrays = {name: x for name, x in given.items() if not static(x)}
+    options = {name: x for name, x in given.items() if static(x)}
     with pytest.raises(ValueError, match=message):
         lower(lambda arrays: prefill_attention(scale=1.0, **arrays, **options), arrays)
 
@@ -258,6 +296,52 @@ def test_far_keys_of_queries_past_all_of_them(S, sinks, window):
     q, k, v = draw(0, B, T, N, 64), draw(1, B, K, S, 64), draw(2, B, K, S, 96)
     options = {"scale": 0.125, "starts": starts, "sinks": sinks, "window": window, "keys": "far"}
     check(*prefill_attention(q, k, v, **options), *prefill(q, k, v, lengths=starts + T, **options), BF16)
+
+
+PAGED = {
+    "one rank": (64, 96, 0, {}),
+    "overlapped": (32, 64, 0, {}),
+    "wide": (256, 256, 0, {}),
+    "far": (64, 96, 0, {"sinks": 4, "window": 192, "keys": "far"}),
+    "two ranks": (32, 64, 128, {"sinks": 4, "window": 192}),
+    "no sinks": (64, 96, 128, {"window": 192}),
+}
+"""R, Z, H if there are two ranks, and options."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [64, 128, 256])
+@pytest.mark.parametrize("name", PAGED)
+def test_paged_equals_contiguous_bit_by_bit(name, page):
+    """Pages in any order; entries of those that no query sees are no page's, and no row's hold NaN."""
+    (R, Z, H, options), B, T, S, N, K = PAGED[name], 3, 300, 1024, 4, 2
+    starts, ends = np.array([0, 70, 700]), np.array([300, 250, 1000])
+    rng, there = np.random.default_rng(0), np.arange(0, S, page) < ends[:, None]
+    count = there.sum()
+    places = rng.permutation(count + 3)[:count]
+    table = rng.choice([-1, 1 << 20, 2**31 - 1], there.shape)
+    table[there] = places
+
+    def paged(x):
+        pages = np.asarray(x).reshape(B, K, S // page, page, -1).swapaxes(1, 2)
+        found = np.full((count + 3, *pages.shape[2:]), np.nan, pages.dtype)
+        found[places] = pages[there]
+        return jnp.asarray(found)
+
+    q, k, v = draw(0, B, T, N, H or R), draw(1, B, K, S, R), draw(2, B, K, S, Z)
+    trailing = None
+    if H:
+        first = np.maximum(starts - options["window"] + 1, 0) // 256 * 256
+        tails = draw(3, B, K, 1000, H - R), draw(4, B, K, 1000, H - Z)
+        heads = [x[:, :, :8] for x in tails] if "sinks" in options else []
+        trailing = Trailing(*tails, jnp.asarray(first, jnp.int32), *heads)
+    config = prefill_kernel.config_for(R, Z, H or R, H or Z, page=page)
+    options = options | {"scale": 0.1, "starts": starts, "lengths": ends, "trailing": trailing}
+    f = jax.jit(lambda k, v, table: prefill_attention(q, k, v, block_table=table, config=config, **options))
+    whole, found = f(k, v, None), f(paged(k), paged(v), jnp.asarray(table, jnp.int32))
+    for one, other in zip(whole, found, strict=True):
+        assert np.isfinite(np.asarray(one[0], np.float32)).all() or name == "far"
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
 
 
 @pytest.mark.gpu

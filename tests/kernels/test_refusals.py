@@ -37,13 +37,17 @@ def prefill_call(rng: np.random.Generator) -> Call:
     near = rng.choice(["", "both", "alone"])
     R, Z, H = widths(rng, near)
     B, T, K, S, M = rng.integers(1, 200, 5) % [3, 200, 4, 200, 200] + 1
-    arrays = {"q": shape(B, T, K * rng.integers(1, 4), H), "k": shape(B, K, S, R), "v": shape(B, K, S, Z)}
-    options = {"sinks": int(rng.choice([0, 4, 64])), "window": int(rng.choice([1, 64, 100]))}
+    paged, page = rng.random() < 0.3, 64 * rng.integers(1, 5)
+    tokens = (B + 3, K, page) if paged else (B, K, S)
+    arrays = {"q": shape(B, T, K * rng.integers(1, 4), H), "k": shape(*tokens, R), "v": shape(*tokens, Z)}
+    if paged:
+        arrays["block_table"] = integers(B, rng.integers(1, 5))
+    options: dict[str, Any] = {"sinks": int(rng.choice([0, 4, 64])), "window": int(rng.choice([1, 64, 100]))}
     rest = {"starts": integers(B), "lengths": integers(B)}
     if near:
         heads = [shape(B, K, 64, H - rank) for rank in (R, Z)]
         arrays["trailing"] = Trailing(shape(B, K, M, H - R), shape(B, K, M, H - Z), integers(B), *heads)
-    elif rng.random() < 0.4:
+    elif not paged and rng.random() < 0.4:
         rest |= {"positions": (integers(B, T), integers(B, S))}
     else:
         options["keys"] = str(rng.choice(["all", "far"]))
@@ -102,6 +106,8 @@ def changed(rng: np.random.Generator, arrays: dict[str, Any], options: dict[str,
     leaves, tree = jax.tree.flatten(arrays)
     index = rng.integers(len(leaves))
     dims, dtype = list(leaves[index].shape), leaves[index].dtype
+    if not dims:  # Its only axis is gone already.
+        return arrays, options
     axis = rng.integers(len(dims))
     match rng.integers(5):
         case 0:

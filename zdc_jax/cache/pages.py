@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Int, Shaped
 
 from zdc_jax.axes import Array
@@ -46,6 +47,24 @@ class Pages:
         page = jnp.where(slot < self.slots, page, P)
         return Pages(self.pool.at[page, :, slot % slots].set(x, mode="drop"), self.table)
 
+    def put_piece(
+        self, x: Shaped[Array, "B T K C"], start: Int[Array, " B"], end: Int[Array, " B"]
+    ) -> "Pages":
+        """With those x that stand below `end`, in the slots from `start` on, of one token each.
+
+        No two rows may have a page together that either writes.
+        """
+        T, slots = x.shape[1], self.pool.shape[2]
+        which, at = self._written(start, end, tokens=T, page=slots)
+        token = (which[..., None] * slots + jnp.arange(slots)).reshape(len(start), -1) - start[:, None]
+        new = (token >= 0) & (token < T) & (token < (end - start)[:, None])
+        as_pages = lambda x: x.reshape(len(at), slots, *x.shape[2:]).swapaxes(1, 2)
+        x = jnp.take_along_axis(x, jnp.clip(token, 0, T - 1)[:, :, None, None], axis=1)
+        # Read before they are written over, so that XLA writes in place.
+        old, pool = lax.optimization_barrier((jnp.take(self.pool, at, axis=0, mode="clip"), self.pool))
+        found = jnp.where(as_pages(new[:, :, None, None]), as_pages(x), old)
+        return Pages(pool.at[at].set(found, mode="drop", unique_indices=True), self.table)
+
     def put_rows(
         self, rows: Array, start: Int[Array, " B"], end: Int[Array, " B"], *, tokens: int, page: int
     ) -> Array:
@@ -54,14 +73,25 @@ class Pages:
         tokens: of the longest span. page: tokens of a page. No two rows may have such a page together.
         """
         B, n = self.table.shape
-        P, K, slots, *rest = self.pool.shape
+        _, K, slots, *rest = self.pool.shape
+        which, at = self._written(start, end, tokens=tokens, page=page)
+        index = which.reshape(B, 1, -1, *[1] * (1 + len(rest)))
+        found = jnp.take_along_axis(rows.reshape(B, K, n, slots, *rest), index, axis=2).swapaxes(1, 2)
+        return self.pool.at[at].set(found.reshape(-1, K, slots, *rest), mode="drop")
+
+    def _written(
+        self, start: Int[Array, " B"], end: Int[Array, " B"], *, tokens: int, page: int
+    ) -> tuple[Int[Array, "B m"], Int[Array, " B*m"]]:
+        """Which of a row's pages hold tokens from `start` to `end`, and their numbers in the pool.
+
+        No page's number, each another, where there are fewer than m of them.
+        """
+        n, P = self.table.shape[1], self.pool.shape[0]
         which = start[:, None] // page + jnp.arange(min(n, (tokens + page - 2) // page + 1))
         written = (which * page < end[:, None]) & (start < end)[:, None]
         which = jnp.minimum(which, n - 1)
-        index = which.reshape(B, 1, -1, *[1] * (1 + len(rest)))
-        found = jnp.take_along_axis(rows.reshape(B, K, n, slots, *rest), index, axis=2).swapaxes(1, 2)
-        at = jnp.where(written, jnp.take_along_axis(self.table, which, axis=1), P)
-        return self.pool.at[at.ravel()].set(found.reshape(-1, K, slots, *rest), mode="drop")
+        nowhere = P + jnp.arange(which.size).reshape(which.shape)
+        return which, jnp.where(written, jnp.take_along_axis(self.table, which, axis=1), nowhere).ravel()
 
 
 def pools_of(state: Any) -> tuple[Any, Array | None]:

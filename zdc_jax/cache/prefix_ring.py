@@ -25,7 +25,7 @@ from zdc_jax.ops.xla import NearKeys, xla_attention
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "ring_k", "ring_v"], meta_fields=["near"])
 @dataclass(frozen=True)
 class PrefixRingState:
-    """Arrays of one layer; k and v may be `Pages` where kernels decode.
+    """Arrays of one layer; k and v may be `Pages` where kernels attend.
 
     k [B, K, S, R], v [B, K, S, Z]: first coordinates of all tokens, slot = position; ring_k [B, K, M, H-R],
     ring_v [B, K, M, H-Z]: trailing coordinates of the last tokens, position p ≥ sinks in slot p mod window,
@@ -74,9 +74,8 @@ class PrefixRing(LayerCacheSpec):
         self, state: PrefixRingState, k: Array, v: Array, positions: Array, end: Array
     ) -> PrefixRingState:
         """`LayerCacheSpec.write`."""
-        start, kept = positions[:, 0], positions < end[:, None]
-        new_k = _put(state.k, k[..., : self.R], start, kept)
-        new_v = _put(state.v, v[..., : self.Z], start, kept)
+        new_k = _put(state.k, k[..., : self.R], positions, end)
+        new_v = _put(state.v, v[..., : self.Z], positions, end)
         if not (self.sinks or self.window):
             return replace(state, k=new_k, v=new_v)
         sinks, window = state.near
@@ -104,8 +103,8 @@ class PrefixRing(LayerCacheSpec):
         return Attended(written, o, lse, aux)
 
     def reads_pages(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
-        """`LayerCacheSpec.reads_pages`: single tokens, on the kernel."""
-        return q.shape[1] == 1 and self._implementation(state, q, v, call) == "pallas"
+        """`LayerCacheSpec.reads_pages`: on kernels."""
+        return self._implementation(state, q, v, call) == "pallas"
 
     def _sees_near(self, q: Array, v: Array) -> bool:
         return q.shape[-1] > self.R or v.shape[-1] > self.Z
@@ -141,10 +140,13 @@ class PrefixRing(LayerCacheSpec):
         return Attended(None, o, lse, aux)
 
 
-def _put(held: Array | Pages, x: Array, start: Array, kept: Array) -> Array | Pages:
+def _put(held: Array | Pages, x: Array, positions: Array, end: Array) -> Array | Pages:
+    start = positions[:, 0]
     if not isinstance(held, Pages):
-        return put_rows(held, x, start, kept)
-    return held.put_token(x[:, 0], jnp.where(kept[:, 0], start, held.slots))
+        return put_rows(held, x, start, positions < end[:, None])
+    if x.shape[1] == 1:
+        return held.put_token(x[:, 0], jnp.where(start < end, start, held.slots))
+    return held.put_piece(x, start, end)
 
 
 def ring_slots(sinks: int, window: int, capacity: int) -> int:
@@ -296,8 +298,9 @@ def _prefill(step: _Step) -> tuple[Array, Array]:
     """A piece of each prompt on the kernel, with the ring as it was before the new tokens overwrote it."""
     state, written, q, k, v, positions, end, scale, sinks, window = step
     trailing, start = None, positions[:, 0]
+    (held_k, held_v), table = pools_of((written.k, written.v))
     if window:
-        R, Z = written.k.shape[-1], written.v.shape[-1]
+        R, Z = held_k.shape[-1], held_v.shape[-1]
         past = -(-window // TAIL_ALIGNMENT) * TAIL_ALIGNMENT + TAIL_ALIGNMENT
         first = jnp.maximum(start - window + 1, 0) // TAIL_ALIGNMENT * TAIL_ALIGNMENT
         rows = partial(recent_rows, start=start, first=first, sinks=sinks, window=window, past=past)
@@ -307,12 +310,13 @@ def _prefill(step: _Step) -> tuple[Array, Array]:
         trailing = Trailing(*tails, first, *heads)
     return prefill_attention(
         q,
-        written.k,
-        written.v,
+        held_k,
+        held_v,
         scale=scale,
         starts=start,
         lengths=end,
         trailing=trailing,
         sinks=sinks,
         window=window,
+        block_table=table,
     )

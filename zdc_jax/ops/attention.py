@@ -287,7 +287,7 @@ def cache_refusal(
 ) -> str | None:
     """Why the kernels cannot run on new tokens and what a cache holds, its ring if it has near keys.
 
-    table: of pages; then k and v are pools of them, for single tokens.
+    table: of pages; then k and v are pools of them.
     """
 
     def decode(q: Array, k: Array, v: Array, ring: Any) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def cache_refusal(
         return {"q": q[:, 0], "block_table": table} | held
 
     def prefill(q: Array, k: Array, v: Array, ring: Any) -> dict[str, Any]:
-        operands = {"q": q, "k": k, "v": v}
+        operands = {"q": q, "k": k, "v": v, "block_table": table}
         if ring is None:
             return operands
         # Rows by position have the widths of the ring's; how many there are is for the caller to know.
