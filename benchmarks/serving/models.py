@@ -33,7 +33,8 @@ SINKS, WINDOW = 4, 512
 
 @dataclass(frozen=True)
 class ServedModel:
-    """model: a converted folder; or shape: of `SHAPES`, random. plan: JSON. kind: of a shape without a plan.
+    """model: a converted folder; or shape: of `SHAPES`, random. plan: JSON. kind: of a shape without a plan;
+    `near` keeps near tokens alone, so that what it reads of the cache is next to nothing: a bound, no model.
 
     growth: of the tokens that a plan reads. layers: shortens a shape for a trial.
     """
@@ -41,7 +42,7 @@ class ServedModel:
     model: Path | None = None
     shape: str | None = None
     plan: Path | None = None
-    kind: Literal["dense", "window", "fp8"] = "dense"
+    kind: Literal["dense", "window", "fp8", "near"] = "dense"
     growth: float = 1.0
     layers: int | None = None
 
@@ -76,6 +77,8 @@ class ServedModel:
         H = config.head_dim
         if self.kind == "window":
             return CompressionPlan.uniform(config, qk=H, v=H // 2, window=WINDOW, sinks=SINKS)
+        if self.kind == "near":
+            return CompressionPlan.uniform(config, qk=0, v=0, window=WINDOW, sinks=SINKS)
         if self.kind == "fp8":
             settings = methods.settings_from_json("fp8", {})
             return replace(CompressionPlan.uniform(config, qk=H, v=H), method="fp8", settings=settings)

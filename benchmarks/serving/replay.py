@@ -175,7 +175,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(options: Options) -> None:
-    """Writes one JSON and a plot beside it."""
+    """Writes one JSON and a plot beside it, anew after each speed."""
     end = options.start + options.seconds
     inside = [each for each in arrivals(options.trace) if options.start <= each.time < end]
     model = options.served.load()
@@ -186,29 +186,31 @@ def main(options: Options) -> None:
         chunk=options.chunk,
         most_waiting=len(inside) + 1,
     )
-    rows = []
+    rows: list[dict[str, Any]] = []
     with Engine(model, config) as engine:
         fitting = [each for each in inside if each.prompt + each.answer <= engine.max_model_len]
         slice_ = [
             Arrival(each.time - options.start, each.prompt, each.answer, each.blocks) for each in fitting
         ]
+        settings = {
+            "served": options.served.name,
+            "trace": options.trace.name,
+            "start": options.start,
+            "seconds": options.seconds,
+            "rows": options.rows,
+            "chunk": options.chunk,
+            "max_model_len": engine.max_model_len,
+            "cache_tokens": engine.cache_tokens,
+            "left_out": len(inside) - len(slice_),
+        }
         for speed in options.speeds:
             rows.append(row(*replay(engine, slice_, speed), speed))
             print({name: value for name, value in rows[-1].items() if name != "seen"}, flush=True)
-    enough = [found["rate"] for found in rows if found["attained"] >= ENOUGH]
-    settings = {
-        "served": options.served.name,
-        "trace": options.trace.name,
-        "start": options.start,
-        "seconds": options.seconds,
-    }
-    settings |= {
-        "rows": options.rows,
-        "left_out": len(inside) - len(slice_),
-        "sustained": max(enough, default=0),
-    }
-    path = write_result(options.name, settings, rows, options.results)
-    plot(rows, path.with_suffix(".png"))
+            settings["sustained"] = max(
+                (found["rate"] for found in rows if found["attained"] >= ENOUGH), default=0
+            )
+            path = write_result(options.name, settings, rows, options.results)
+            plot(rows, path.with_suffix(".png"))
     print(path)
 
 

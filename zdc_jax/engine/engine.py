@@ -153,6 +153,11 @@ class Engine:
             self._changed.notify()
 
     @property
+    def cache_tokens(self) -> int:
+        """Tokens of all requests together that the cache has room for."""
+        return self._runner.layout.pages * self._runner.layout.page
+
+    @property
     def closing(self) -> bool:
         """`Serving.closing`."""
         return self._closing
