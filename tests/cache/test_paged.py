@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from zdc_jax import methods
-from zdc_jax.cache import prefix_ring
+from zdc_jax.cache import coded_store, prefix_ring
 from zdc_jax.cache.coded_choosing import CodedChoosing
 from zdc_jax.cache.coded_store import CodedStore
 from zdc_jax.cache.fitted_integers import FittedIntegers
@@ -130,6 +130,20 @@ def test_pieces_are_read_in_pages_where_kernels_run(name, monkeypatch):
     monkeypatch.setattr(prefix_ring, "prefill_attention", prefill)
     check(spec, singles=0)
     assert leading == [POOL, B]
+
+
+@pytest.mark.parametrize("seen", [0, 1, 129, 384, 385, 512])
+def test_codes_in_pages_are_read_as_far_as_queries_see(seen, monkeypatch):
+    monkeypatch.setattr(coded_store, "TOGETHER", 3 * PAGE)  # Which does not divide a row.
+    spec, rng = SPECS["coded"], np.random.default_rng(seen)
+    table = jnp.asarray(rng.permutation(POOL)[: B * CAPACITY // PAGE].reshape(B, -1), jnp.int32)
+    random = lambda x: jnp.asarray(rng.integers(0, 100, x.shape), x.dtype)
+    pools = jax.tree.map(random, Paged.of(spec, page=PAGE, pages=POOL).create(B, CAPACITY).far)
+    positions = jnp.full((B, 2), seen + spec.window - 1).at[1:].set(0)
+    found = spec._read_pages(pools, table, positions)
+    wanted = spec.read(jax.tree.map(lambda pool: Pages(pool, table).rows(), pools))
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one[:, :, :seen], other[:, :, :seen])
 
 
 def test_a_page_that_is_shared_is_not_written_by_rows_that_hold_still():

@@ -6,17 +6,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float
+from jax import lax
+from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes import Code, Coded
 from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel
 from zdc_jax.cache.near_far import NearFar, NearFarState
-from zdc_jax.cache.pages import pools_of
+from zdc_jax.cache.pages import Pages, pools_of
 from zdc_jax.cache.prefix_ring import recent_rows
 from zdc_jax.cache.spec import Call, put_rows
 from zdc_jax.errors import PlanError
-from zdc_jax.ops.stored import are_encoded, coded_decode, coded_decode_refusal, slots_for, takes_kernels
+from zdc_jax.ops.stored import (
+    are_encoded,
+    coded_decode,
+    coded_decode_refusal,
+    slots_for,
+    stored_attention_refusal,
+    takes_kernels,
+)
+
+TOGETHER = 8192
+"""Tokens of rows in pages that are decoded at once for a piece of a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +90,10 @@ class CodedStore(NearFar):
         self, far: tuple[Coded, Coded], q: Array, positions: Array, call: Call
     ) -> tuple[Array, Array]:
         """`NearFar.attend_far`; kernels decode from the codes, and pieces of prompts from what they say."""
-        if q.shape[1] > 1:
-            return self.attend_rows(q, *self.read(far), positions, call)
         pools, table = pools_of(far)
+        if q.shape[1] > 1:
+            rows = self.read(far) if table is None else self._read_pages(pools, table, positions)
+            return self.attend_rows(q, *rows, positions, call)
         planes = kernel_planes(self._stored(pools))
         refusal = partial(coded_decode_refusal, q, planes, table=table)
         if takes_kernels("coded decode", call.implementation, refusal):
@@ -92,16 +104,19 @@ class CodedStore(NearFar):
         return self.attend_rows(q, *self.read(far), positions, replace(call, implementation="xla"))
 
     def reads_pages(self, state: NearFarState, q: Array, v: Any, call: Call) -> bool:
-        """`LayerCacheSpec.reads_pages`: single tokens, where kernels code and decode."""
-        if q.shape[1] > 1:
-            return False
+        """`LayerCacheSpec.reads_pages`: where kernels code, and attend."""
         pools, table = pools_of(state.far)
         key_planes, value_planes = (kernel_planes([each]) for each in self._stored(pools))
-        refusal = partial(coded_decode_refusal, q[..., : self.R], [*key_planes, *value_planes], table=table)
-        new = self.new_tokens(q)
-        return takes_kernels("coded decode", call.implementation, refusal) and are_encoded(
-            new, [key_planes, value_planes], table
-        )
+        if not are_encoded(self.new_tokens(q), [key_planes, value_planes], table):
+            return False
+        q = q[..., : self.R]
+        if q.shape[1] == 1:
+            refusal = partial(coded_decode_refusal, q, [*key_planes, *value_planes], table=table)
+            return takes_kernels("coded decode", call.implementation, refusal)
+        assert table is not None
+        k, v = jax.eval_shape(self._read_pages, pools, table, jnp.zeros(q.shape[:2], jnp.int32))
+        refusal = partial(stored_attention_refusal, q, k, v, sinks=self.sinks, window=self.window)
+        return takes_kernels("far prompt", call.implementation, refusal)
 
     def read(self, far: tuple[Coded, Coded]) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
         """All keys and values that the codes hold, slot = position."""
@@ -111,6 +126,34 @@ class CodedStore(NearFar):
             return x.reshape(*x.shape[:2], -1, width).astype(self.dtype)
 
         return decoded(self.key_code, far[0], self.R), decoded(self.value_code, far[1], self.Z)
+
+    def _read_pages(
+        self, pools: tuple[Coded, Coded], table: Int[Array, "B n"], positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
+        """`read` of rows in pages, as far as queries at these positions see; what is behind is any number.
+
+        Of codes of single tokens.
+        """
+        page, (B, n) = jax.tree.leaves(pools)[0].shape[2], table.shape
+        some = max(1, TOGETHER // page)
+        table = jnp.pad(table, ((0, 0), (0, -n % some)))
+        # Zeros would be written to all of a long row, each time.
+        buffers = [
+            lax.empty((B, self.num_kv_heads, table.shape[1] * page, width), self.dtype)
+            for width in (self.R, self.Z)
+        ]
+
+        def step(i: Array, buffers: list[Array]) -> list[Array]:
+            part = lax.dynamic_slice_in_dim(table, i * some, some, axis=1)
+            read = self.read(jax.tree.map(lambda pool: Pages(pool, part).rows(), pools))
+            return [
+                lax.dynamic_update_slice_in_dim(buffer, x, i * some * page, axis=2)
+                for buffer, x in zip(buffers, read, strict=True)
+            ]
+
+        seen = jnp.maximum(positions.max() + 1 - self.window, 0)
+        k, v = lax.fori_loop(0, -(-seen // (some * page)), step, buffers)
+        return k, v
 
     def _stored(self, far: tuple[Coded, Coded]) -> tuple[tuple[Code, Coded], ...]:
         return (self.key_code, far[0]), (self.value_code, far[1])

@@ -27,9 +27,10 @@ from zdc_jax.ops.xla import NearKeys, xla_attention
 class PrefixRingState:
     """Arrays of one layer; k and v may be `Pages` where kernels attend.
 
-    k [B, K, S, R], v [B, K, S, Z]: first coordinates of all tokens, slot = position; ring_k [B, K, M, H-R],
-    ring_v [B, K, M, H-Z]: trailing coordinates of the last tokens, position p ≥ sinks in slot p mod window,
-    and of the sinks, position p in slot window + p. near: sinks and window, at most the capacity each.
+    k [B, K, S, R], v [B, K, S, Z]: first coordinates of all tokens, slot = position; S = 1 of none.
+    ring_k [B, K, M, H-R], ring_v [B, K, M, H-Z]: trailing coordinates of the last tokens, position p ≥ sinks
+    in slot p mod window, and of the sinks, position p in slot window + p. near: sinks and window, at most the
+    capacity each.
     """
 
     k: Any
@@ -58,9 +59,10 @@ class PrefixRing(LayerCacheSpec):
         """`LayerCacheSpec.create`."""
         empty = lambda slots, width: jnp.zeros((batch, self.num_kv_heads, slots, width), self.dtype)
         H, ring = self.head_dim, self.ring_slots(capacity)
-        first = empty(capacity, self.R), empty(capacity, self.Z)
+        # XLA prints constants of no elements slot by slot, for many seconds where there are millions.
+        first, second = (empty(capacity if width else 1, width) for width in (self.R, self.Z))
         rings = empty(ring, H - self.R), empty(ring, H - self.Z)
-        return PrefixRingState(*first, *rings, self.near(capacity))
+        return PrefixRingState(first, second, *rings, self.near(capacity))
 
     def ring_slots(self, capacity: int) -> int:
         """M for a cache of `capacity` tokens."""
@@ -142,6 +144,8 @@ class PrefixRing(LayerCacheSpec):
 
 def _put(held: Array | Pages, x: Array, positions: Array, end: Array) -> Array | Pages:
     start = positions[:, 0]
+    if not x.shape[-1]:
+        return held
     if not isinstance(held, Pages):
         return put_rows(held, x, start, positions < end[:, None])
     if x.shape[1] == 1:
@@ -201,22 +205,25 @@ def _read_recent(state: PrefixRingState, start: Array, sinks: int, window: int) 
     gather = lambda buffer, slot: buffer[rows, :, slot].swapaxes(1, 2)
     prefix = jnp.maximum(positions, 0)
     return NearKeys(
-        jnp.concatenate([gather(state.k, prefix), gather(state.ring_k, slots)], -1),
-        jnp.concatenate([gather(state.v, prefix), gather(state.ring_v, slots)], -1),
+        _joined(gather(state.k, prefix), gather(state.ring_k, slots)),
+        _joined(gather(state.v, prefix), gather(state.ring_v, slots)),
         jnp.where(positions >= sinks, positions, -1),
     )
 
 
 def _read_sinks(state: PrefixRingState, sinks: int, window: int) -> NearKeys:
     batch = state.k.shape[0]
-    join = lambda prefix, ring: jnp.concatenate(
-        [prefix[:, :, :sinks], ring[:, :, window : window + sinks]], -1
-    )
+    join = lambda prefix, ring: _joined(prefix[:, :, :sinks], ring[:, :, window : window + sinks])
     return NearKeys(
         join(state.k, state.ring_k),
         join(state.v, state.ring_v),
         jnp.broadcast_to(jnp.arange(sinks), (batch, sinks)),
     )
+
+
+def _joined(first: Array, trailing: Array) -> Array:
+    """All coordinates; of no first ones there are no slots either."""
+    return jnp.concatenate([first, trailing], -1) if first.shape[-1] else trailing
 
 
 def recent_rows(

@@ -6,6 +6,7 @@ takes the kernels where they can.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -85,16 +86,28 @@ def stored_attention(
     Raises:
       NotImplementedError: the chosen implementation cannot do this call, with the reason.
     """
-    options: dict[str, Any] = {"starts": positions[:, 0], "keys": "far", "sinks": sinks, "window": window}
-
-    def refusal() -> str | None:
-        if q.shape[1] == 1:
-            return "single queries of far keys alone run on xla"
-        return device_refusal(q) or prefill_refusal(q, k, v, **options)
-
+    near: dict[str, Any] = {"sinks": sinks, "window": window}
+    refusal = partial(stored_attention_refusal, q, k, v, **near)
     if takes_kernels("far prompt", implementation, refusal):
-        return prefill_attention(q, k, v, scale=scale, **options)
-    return xla_attention(q, k, v, positions, scale=scale, near=None, sinks=sinks, window=window)
+        return prefill_attention(q, k, v, scale=scale, starts=positions[:, 0], keys="far", **near)
+    return xla_attention(q, k, v, positions, scale=scale, near=None, **near)
+
+
+def stored_attention_refusal(
+    q: Float[Array, "B T N R"],
+    k: Float[Array, "B K S R"] | jax.ShapeDtypeStruct,
+    v: Float[Array, "B K S Z"] | jax.ShapeDtypeStruct,
+    *,
+    sinks: int,
+    window: int,
+) -> str | None:
+    """Why `stored_attention` cannot run on kernels; of keys and values shapes are enough."""
+    if q.shape[1] == 1:
+        return "single queries of far keys alone run on xla"
+    starts = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
+    return device_refusal(q) or prefill_refusal(
+        q, k, v, starts=starts, keys="far", sinks=sinks, window=window
+    )
 
 
 def coded_decode_refusal(
