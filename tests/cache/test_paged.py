@@ -146,6 +146,24 @@ def test_codes_in_pages_are_read_as_far_as_queries_see(seen, monkeypatch):
         np.testing.assert_array_equal(one[:, :, :seen], other[:, :, :seen])
 
 
+@pytest.mark.parametrize("T", [1, 40])
+def test_codes_are_put_into_pages_without_a_kernel(T):
+    """As where a pool is too large for the one that codes."""
+    spec, rng = SPECS["coded"], np.random.default_rng(T)
+    places = rng.permutation(POOL)[: B * CAPACITY // PAGE].reshape(B, -1)
+    table, start = jnp.asarray(places, jnp.int32), np.array([0, 120, CAPACITY - 30])
+    end, positions = jnp.asarray(start + np.array([T, T // 2, T])), jnp.asarray(start[:, None] + np.arange(T))
+    k, v = (jnp.asarray(rng.normal(size=(B, T, K, H)), jnp.bfloat16) for _ in range(2))
+    state = Paged.of(spec, page=PAGE, pages=POOL).create(B, CAPACITY)
+    held = replace(state, far=jax.tree.map(lambda pool: Pages(pool, table), state.far))
+    found = spec.write_far(held, k, v, positions, end)
+    rows = lambda far: jax.tree.map(lambda x: x.rows(), far, is_leaf=lambda x: isinstance(x, Pages))
+    wanted = spec.write_far(replace(state, far=rows(held.far)), k, v, positions, end)
+    for one, other in zip(jax.tree.leaves(rows(found)), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert not np.any(np.asarray(jax.tree.leaves(found)[0])[np.setdiff1d(np.arange(POOL), places)])
+
+
 def test_a_page_that_is_shared_is_not_written_by_rows_that_hold_still():
     pool = jnp.zeros((3, 1, 4, 2))
     pages = Pages(pool, jnp.array([[0, 1], [0, 2]]))

@@ -14,11 +14,10 @@ from zdc_jax.cache.codes import Code, Coded
 from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel
 from zdc_jax.cache.near_far import NearFar, NearFarState
 from zdc_jax.cache.pages import Pages, pools_of
-from zdc_jax.cache.prefix_ring import recent_rows
+from zdc_jax.cache.prefix_ring import put_tokens, recent_rows
 from zdc_jax.cache.spec import Call, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.stored import (
-    are_encoded,
     coded_decode,
     coded_decode_refusal,
     slots_for,
@@ -75,9 +74,13 @@ class CodedStore(NearFar):
         self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array
     ) -> tuple[Coded, Coded]:
         """`NearFar.write_far`."""
-        stored = zip((k[..., : self.R], v[..., : self.Z]), self._stored(state.far), strict=True)
-        if done := put_by_kernel([(x, [each]) for x, each in stored], positions, end):
+        stored, new = self._stored(state.far), (k[..., : self.R], v[..., : self.Z])
+        if done := put_by_kernel([(x, [each]) for x, each in zip(new, stored, strict=True)], positions, end):
             (coded_k,), (coded_v,) = done
+            return coded_k, coded_v
+        if pools_of(state.far)[1] is not None:
+            put = partial(_put_in_pages, positions=positions, end=end)
+            coded_k, coded_v = (put(*each, x) for each, x in zip(stored, new, strict=True))
             return coded_k, coded_v
         rings = state.near.ring_k, state.near.ring_v
         codes, widths = (self.key_code, self.value_code), (self.R, self.Z)
@@ -104,16 +107,14 @@ class CodedStore(NearFar):
         return self.attend_rows(q, *self.read(far), positions, replace(call, implementation="xla"))
 
     def reads_pages(self, state: NearFarState, q: Array, v: Any, call: Call) -> bool:
-        """`LayerCacheSpec.reads_pages`: where kernels code, and attend."""
-        pools, table = pools_of(state.far)
-        key_planes, value_planes = (kernel_planes([each]) for each in self._stored(pools))
-        if not are_encoded(self.new_tokens(q), [key_planes, value_planes], table):
-            return False
-        q = q[..., : self.R]
+        """`LayerCacheSpec.reads_pages`: where kernels attend to codes, or to what they say."""
+        (pools, table), q = pools_of(state.far), q[..., : self.R]
+        planes = kernel_planes(self._stored(pools))
         if q.shape[1] == 1:
-            refusal = partial(coded_decode_refusal, q, [*key_planes, *value_planes], table=table)
+            refusal = partial(coded_decode_refusal, q, planes, table=table)
             return takes_kernels("coded decode", call.implementation, refusal)
-        assert table is not None
+        if table is None or not planes:
+            return False
         k, v = jax.eval_shape(self._read_pages, pools, table, jnp.zeros(q.shape[:2], jnp.int32))
         refusal = partial(stored_attention_refusal, q, k, v, sinks=self.sinks, window=self.window)
         return takes_kernels("far prompt", call.implementation, refusal)
@@ -182,6 +183,18 @@ class CodedStore(NearFar):
         complete = (first[:, None] + jnp.arange(blocks) + 1) * block <= end[:, None]
         put = lambda buffer, new: _put_blocks(buffer, new, first, complete)
         return jax.tree.map(put, held, code.encode(rows))
+
+
+def _put_in_pages(code: Code, held: Coded, x: Array, *, positions: Array, end: Array) -> Coded:
+    """Pages `held`, of a code of single tokens, with those of x [B, T, K, C] below `end`; on any device."""
+
+    def put(pages: Pages, new: Array) -> Pages:
+        flat = lambda array: array.reshape(*array.shape[:3], -1)
+        done = put_tokens(Pages(flat(pages.pool), pages.table), flat(new), positions, end)
+        assert isinstance(done, Pages)
+        return Pages(done.pool.reshape(pages.pool.shape), pages.table)
+
+    return jax.tree.map(put, held, code.encode(x[..., None, :]), is_leaf=lambda leaf: isinstance(leaf, Pages))
 
 
 def _put_blocks(buffer: Any, new: Any, first: Array, complete: Array) -> Array:

@@ -76,8 +76,8 @@ class PrefixRing(LayerCacheSpec):
         self, state: PrefixRingState, k: Array, v: Array, positions: Array, end: Array
     ) -> PrefixRingState:
         """`LayerCacheSpec.write`."""
-        new_k = _put(state.k, k[..., : self.R], positions, end)
-        new_v = _put(state.v, v[..., : self.Z], positions, end)
+        new_k = put_tokens(state.k, k[..., : self.R], positions, end)
+        new_v = put_tokens(state.v, v[..., : self.Z], positions, end)
         if not (self.sinks or self.window):
             return replace(state, k=new_k, v=new_v)
         sinks, window = state.near
@@ -142,7 +142,10 @@ class PrefixRing(LayerCacheSpec):
         return Attended(None, o, lse, aux)
 
 
-def _put(held: Array | Pages, x: Array, positions: Array, end: Array) -> Array | Pages:
+def put_tokens(
+    held: Array | Pages, x: Shaped[Array, "B T K C"], positions: Int[Array, "B T"], end: Int[Array, " B"]
+) -> Array | Pages:
+    """`held` [B, K, S, C], or pages of it, with those tokens x below `end`, each in its position's slot."""
     start = positions[:, 0]
     if not x.shape[-1]:
         return held
