@@ -6,10 +6,11 @@ A slice of the trace arrives as it did, `speed` times as fast; prompts are rando
 with the prefixes that they share. Answers have the trace's lengths. Requests that are longer than
 `--max-model-len` are left out and counted. A request meets its objectives with a first token within 5 s and
 1 ms more for each token of its prompt, and 100 ms for each token after it. `attained` is the share that does;
-the rate that can be served is the highest at which it is 0.9 or more. Times are seconds; `queue`, `prefill`
-and `decode` add up to what a request took from its arrival to its end.
+`sustained` is the highest rate at which it is 0.9 or more, null where there is none. Times are seconds;
+`queue`, `prefill` and `decode` add up to what a request took from its arrival to its end.
 """
 
+import json
 import threading
 import time
 from dataclasses import dataclass, field
@@ -157,25 +158,27 @@ def row(served: list[Served], seen: list[tuple[float, int, int]], speed: float) 
         values = [part[name] for part in parts]
         found[name] = {"mean": float(np.mean(values))}
         found[name] |= {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
-    return found | {"seen": seen[:: max(1, len(seen) // 500)], "commit": commit()}
+    return found | {"seen": seen[:: max(1, len(seen) // 150)], "commit": commit()}
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """How many requests run and wait over time, a panel a speed."""
-    figure, panels = plt.subplots(len(rows), sharex=False, figsize=(8, 2.2 * len(rows)), squeeze=False)
-    for panel, found in zip(panels[:, 0], rows, strict=True):
+def plot(entries: list[dict[str, Any]], path: Path) -> None:
+    """How many requests run and wait over time, a panel a replay."""
+    panels = [(entry["served"], found) for entry in entries for found in entry["rows"]]
+    figure, axes = plt.subplots(len(panels), sharex=True, figsize=(8, 2.2 * len(panels)), squeeze=False)
+    for panel, (served, found) in zip(axes[:, 0], panels, strict=True):
         seconds, running, waiting = np.array(found["seen"]).T
         panel.plot(seconds, running, label="running")
         panel.plot(seconds, waiting, label="waiting")
-        panel.set_title(f"{found['rate']:.2f} requests a second, {found['attained']:.0%} in time", fontsize=9)
-    panels[0, 0].legend()
-    panels[-1, 0].set_xlabel("seconds")
+        title = f"{served}: {found['rate']:.2f} requests a second, {found['attained']:.0%} in time"
+        panel.set_title(title, fontsize=9)
+    axes[0, 0].legend()
+    axes[-1, 0].set_xlabel("seconds")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
 def main(options: Options) -> None:
-    """Writes one JSON and a plot beside it, anew after each speed."""
+    """Writes one JSON and a plot beside it, anew after each speed; other models' rows stay."""
     end = options.start + options.seconds
     inside = [each for each in arrivals(options.trace) if options.start <= each.time < end]
     model = options.served.load()
@@ -192,26 +195,29 @@ def main(options: Options) -> None:
         slice_ = [
             Arrival(each.time - options.start, each.prompt, each.answer, each.blocks) for each in fitting
         ]
-        settings = {
+        entry: dict[str, Any] = {
             "served": options.served.name,
-            "trace": options.trace.name,
-            "start": options.start,
-            "seconds": options.seconds,
-            "rows": options.rows,
-            "chunk": options.chunk,
-            "max_model_len": engine.max_model_len,
             "cache_tokens": engine.cache_tokens,
             "left_out": len(inside) - len(slice_),
         }
         for speed in options.speeds:
             rows.append(row(*replay(engine, slice_, speed), speed))
             print({name: value for name, value in rows[-1].items() if name != "seen"}, flush=True)
-            settings["sustained"] = max(
-                (found["rate"] for found in rows if found["attained"] >= ENOUGH), default=0
-            )
-            path = write_result(options.name, settings, rows, options.results)
-            plot(rows, path.with_suffix(".png"))
+            enough = [found["rate"] for found in rows if found["attained"] >= ENOUGH]
+            path = _write(options, engine, entry | {"sustained": max(enough, default=None), "rows": rows})
     print(path)
+
+
+def _write(options: Options, engine: Engine, entry: dict[str, Any]) -> Path:
+    """`entry` beside those of other models in the file of that name, if their requests were the same."""
+    settings = {name: getattr(options, name) for name in ("start", "seconds", "rows", "chunk")}
+    settings |= {"trace": options.trace.name, "max_model_len": engine.max_model_len}
+    path, others = options.results / f"{options.name}.json", []
+    if path.exists() and (before := json.loads(path.read_text()))["config"] == settings:
+        others = [other for other in before["results"] if other["served"] != entry["served"]]
+    path = write_result(options.name, settings, [*others, entry], options.results)
+    plot([*others, entry], path.with_suffix(".png"))
+    return path
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ import gzip
 import io
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,9 @@ def _random(seed: int, count: int, vocab_size: int) -> tuple[int, ...]:
 def arrivals(path: Path) -> list[Arrival]:
     """All requests of a trace of Azure's (`.csv.gz`) or Mooncake's (`.jsonl.gz`), by time.
 
+    Mooncake tells times in steps of three seconds. Those of one time are spread evenly up to the next, for
+    nobody knows that they came at once.
+
     Raises:
       ValueError: a file of another kind.
     """
@@ -54,7 +58,16 @@ def arrivals(path: Path) -> list[Arrival]:
     with gzip.open(path, "rt") as file:
         found = sorted(read(io.StringIO(file.read())), key=lambda arrival: arrival.time)
     begin = found[0].time
-    return [Arrival(each.time - begin, each.prompt, each.answer, each.blocks) for each in found]
+    return [replace(each, time=each.time - begin) for each in _spread(found)]
+
+
+def _spread(ascending: list[Arrival]) -> Iterator[Arrival]:
+    """Those of one time, evenly up to the next time; those of the last stay."""
+    groups = [list(group) for _, group in groupby(ascending, key=lambda arrival: arrival.time)]
+    for group, following in zip(groups, [*groups[1:], groups[-1]], strict=True):
+        gap = (following[0].time - group[0].time) / len(group)
+        for place, arrival in enumerate(group):
+            yield replace(arrival, time=arrival.time + place * gap)
 
 
 def _azure(file: io.StringIO) -> Iterator[Arrival]:

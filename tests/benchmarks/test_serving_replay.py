@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 from conftest import LLAMA, TinyModel
@@ -39,6 +40,16 @@ def test_traces_begin_at_zero_and_ascend(azure, tmp_path):
         arrivals(tmp_path / "trace.txt")
 
 
+def test_requests_of_one_time_are_spread_up_to_the_next(tmp_path):
+    path = tmp_path / "mooncake.jsonl.gz"
+    lines = [
+        {"timestamp": time, "input_length": 5, "output_length": 1, "hash_ids": []}
+        for time in (0, 0, 0, 3000, 3000)
+    ]
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+    assert [each.time for each in arrivals(path)] == [0, 1, 2, 3, 3]
+
+
 def test_prompts_share_what_their_hashes_share():
     one, other = (Arrival(0, 700, 1, blocks).tokens(0, 90) for blocks in ((0, 7), (0, 8)))
     assert len(one) == len(other) == 700
@@ -70,10 +81,13 @@ def test_a_replay_counts_what_was_served(azure, tmp_path):
         results=tmp_path,
     )
     main(options)
-    written = json.loads((tmp_path / "serving.json").read_text())
-    assert written["config"]["left_out"] == 1
+    (tmp_path / "other").symlink_to(tmp_path / "tiny")
+    main(replace(options, served=ServedModel(tmp_path / "other"), speeds=(5.0,)))
+    one, other = json.loads((tmp_path / "serving.json").read_text())["results"]
+    assert (one["left_out"], one["sustained"]) == (1, max(row["rate"] for row in one["rows"]))
     assert (tmp_path / "serving.png").exists()
-    for row in written["results"]:
+    assert [row["speed"] for row in one["rows"] + other["rows"]] == [1, 10, 5]
+    for row in one["rows"]:
         assert row["requests"] == 2
         assert row["attained"] == 1
         assert row["queue"]["mean"] + row["prefill"]["mean"] == pytest.approx(row["first_token"]["mean"])
