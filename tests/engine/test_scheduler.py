@@ -168,6 +168,35 @@ def test_a_long_prompt_gets_on_however_many_short_ones_come():
     assert not long.reads
 
 
+def test_prompts_that_come_together_end_one_after_another():
+    """Taking turns, all would end with the last."""
+    scheduler = scheduler_of(4, 8)
+    works = [Work(tuple(range(32)), 1) for _ in range(4)]
+    for work in works:
+        scheduler.add(work)
+    steps = []
+    for step in range(1, 17):
+        before = [work.reads for work in works]
+        scheduler.plan()
+        steps += [
+            step for work, read in zip(works, before, strict=True) if (read or step == 1) and not work.reads
+        ]
+    assert steps == [4, 8, 12, 16]
+
+
+@pytest.mark.parametrize("length", [16, 40, 96])
+def test_a_text_waits_for_later_ones_at_most_as_long_as_it_takes_itself(length):
+    scheduler = scheduler_of(64, 8)
+    long = Work(tuple(range(length)), 1)
+    scheduler.add(long)
+    steps = 0
+    while steps == 0 or long.reads:
+        scheduler.add(Work(tuple(range(8)), 1))
+        scheduler.plan()
+        steps += 1
+    assert length // 8 < steps <= 2 * length // 8
+
+
 def test_rows_decode_while_a_prompt_is_read():
     scheduler = scheduler_of(2, 8, steps=4)
     first = Work((1, 2), 100)

@@ -30,6 +30,7 @@ class Work:
     row; keys: of its whole pages. pages: that it holds, in order. read: tokens of the text that are in the
     row, or will be once all steps so far are done. promised: tokens that these steps generate at most.
     cached: tokens of the text that others had read. marks: positions at which its row is to be copied.
+    passed: steps that read others' texts and not its own, since it has a row.
     """
 
     prompt: tuple[int, ...]
@@ -47,7 +48,7 @@ class Work:
     cached: int = 0
     marks: list[int] = field(default_factory=list)
     arrival: int = -1
-    served: int = -1
+    passed: int = 0
 
     @property
     def decodes(self) -> bool:
@@ -128,7 +129,6 @@ class Scheduler:
         self.free = list(range(rows))
         self._changed: dict[Work, None] = {}
         self._clock = itertools.count()
-        self._planned = self._planned_before = -1
 
     def add(self, work: Work) -> None:
         """Lets a new request wait."""
@@ -162,7 +162,6 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, which counts as done from now on; None where there is nothing to do."""
-        self._planned_before, self._planned = self._planned, next(self._clock)
         self._changed = {}
         restored = tuple(self._admit())
         pieces = tuple(self._pieces())
@@ -207,8 +206,6 @@ class Scheduler:
                 ends = {len(found) * self.page, (len(work.text) - 1) // self.page * self.page}
                 work.marks = sorted(end for end in ends if end > work.read)
             work.row, work.promised = self.free.pop(), len(work.output)
-            # Before those that read in the last step, behind those that were passed over in it.
-            work.served = self._planned_before
             self.running[work.row] = work
             self._changed[work] = None
             if shared and self.tails is not None:
@@ -217,26 +214,32 @@ class Scheduler:
                 yield work, slot
 
     def _pieces(self) -> Iterator[Piece]:
-        """Of those that read, the most urgent first, then whoever was served longest ago."""
+        """Of those that read, the most urgent first, then whoever has least left.
+
+        A step in which it is passed over brings it on as much as one in which it reads. So a text waits for
+        shorter ones, which came later, for as many steps as it takes itself, and not longer.
+        """
+        readers = [work for work in self.running.values() if work.reads]
+        missing = lambda work: len(work.text) - work.read - work.passed * self.budget
         left = self.budget
-        order = sorted(
-            (work for work in self.running.values() if work.reads),
-            key=lambda work: (work.priority, work.served, work.arrival),
-        )
-        for work in order:
+        for work in sorted(readers, key=lambda work: (work.priority, missing(work), work.arrival)):
+            begin = work.read
             if left > 0 and self._at_once(work):
                 left -= len(work.text)
                 yield self._piece(work, len(work.text))
-            while work.reads:
-                count = min(left, len(work.text) - work.read)
-                if work.marks:
-                    count = min(count, work.marks[0] - work.read)
-                if work.read + count < len(work.text):
-                    count -= (work.read + count) % self.alignment
-                if count <= 0:
-                    return
+            while (count := self._next_count(work, left)) > 0:
                 left -= count
                 yield self._piece(work, count)
+            work.passed += work.read == begin
+
+    def _next_count(self, work: Work, most: int) -> int:
+        """Tokens of a text's next piece."""
+        count = min(most, len(work.text) - work.read)
+        if work.marks:
+            count = min(count, work.marks[0] - work.read)
+        if work.read + count < len(work.text):
+            count -= (work.read + count) % self.alignment
+        return count
 
     def _at_once(self, work: Work) -> bool:
         """Whether a text is read in one piece."""
@@ -247,7 +250,7 @@ class Scheduler:
 
     def _piece(self, work: Work, count: int) -> Piece:
         begin, end = work.read, work.read + count
-        work.read, work.served = end, next(self._clock)
+        work.read = end
         work.promised += end == len(work.text)
         whole = slice(begin // self.page, end // self.page)
         self.pool.name(work.keys[whole], work.pages[whole])
@@ -293,7 +296,7 @@ class Scheduler:
         self.pool.let_go(work.pages)
         self.free.append(work.row)
         del self.running[work.row]
-        work.row, work.pages, work.read, work.promised, work.marks = None, [], 0, 0, []
+        work.row, work.pages, work.read, work.promised, work.marks, work.passed = None, [], 0, 0, [], 0
 
 
 def _order(work: Work) -> tuple[int, int]:
