@@ -147,9 +147,10 @@ def test_codes_in_pages_are_read_as_far_as_queries_see(seen, monkeypatch):
 
 
 @pytest.mark.parametrize("T", [1, 40])
-def test_codes_are_put_into_pages_without_a_kernel(T):
+@pytest.mark.parametrize("name", ["coded", "chosen"])
+def test_codes_are_put_into_pages_without_a_kernel(name, T):
     """As where a pool is too large for the one that codes."""
-    spec, rng = SPECS["coded"], np.random.default_rng(T)
+    spec, rng = SPECS[name], np.random.default_rng(T)
     places = rng.permutation(POOL)[: B * CAPACITY // PAGE].reshape(B, -1)
     table, start = jnp.asarray(places, jnp.int32), np.array([0, 120, CAPACITY - 30])
     end, positions = jnp.asarray(start + np.array([T, T // 2, T])), jnp.asarray(start[:, None] + np.arange(T))

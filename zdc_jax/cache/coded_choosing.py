@@ -21,12 +21,12 @@ from zdc_jax.cache.choosing import Choosing, FarTokens
 from zdc_jax.cache.codes import Code, Coded, decode_tokens, encode_tokens
 from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel
 from zdc_jax.cache.near_far import NearFarState
-from zdc_jax.cache.pages import pools_of
-from zdc_jax.cache.spec import Call, put_rows
+from zdc_jax.cache.pages import Pages, pools_of
+from zdc_jax.cache.prefix_ring import put_tokens
+from zdc_jax.cache.spec import Call
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.contract import einsum_f32
 from zdc_jax.ops.stored import (
-    are_encoded,
     choice_refusal,
     choose_by_index,
     coded_decode,
@@ -140,18 +140,13 @@ class CodedChoosing(Choosing):
         )
 
     def reads_pages(self, state: NearFarState, q: Array, v: Any, call: Call) -> bool:
-        """`LayerCacheSpec.reads_pages`: single tokens, where kernels code, choose and decode."""
+        """`LayerCacheSpec.reads_pages`: single tokens, where kernels choose and decode."""
         if q.shape[1] > 1:
             return False
-        q, new = q[..., : self.R], self.new_tokens(q)
+        q = q[..., : self.R]
         slots = jax.ShapeDtypeStruct((q.shape[0], self.num_kv_heads, self.read), jnp.int32)
-        pools, table = pools_of(state.far)
-        planes = self._kernel_planes(pools)
-        return (
-            (not self.index or self._chooses_on_kernels(state.far, q, call))
-            and self._reads_on_kernels(state.far, q, slots, call)
-            and are_encoded(new, [planes[:-1], planes[-1:]], table)
-        )
+        chooses = not self.index or self._chooses_on_kernels(state.far, q, call)
+        return chooses and self._reads_on_kernels(state.far, q, slots, call)
 
     def _chooses_on_kernels(self, far: FarTokens, q: Array, call: Call) -> bool:
         """Whether the index chooses there for single tokens q."""
@@ -250,9 +245,8 @@ class CodedChoosing(Choosing):
 
 
 def put_coded(held: Coded, code: Code, x: Float[Array, "B T K C"], *, positions: Array, end: Array) -> Coded:
-    """Coded arrays [B, K, S, …] with vectors x at `positions` below `end`; those of C = 0 are none."""
+    """Coded arrays [B, K, S, …], or pages, with x at `positions` below `end`; those of C = 0 are none."""
     if not x.shape[-1]:
         return held
-    start, kept = positions[:, 0], positions < end[:, None]
-    put = lambda buffer, new: put_rows(buffer, new, start, kept)
-    return jax.tree.map(put, held, encode_tokens(code, x))
+    put = lambda buffer, new: put_tokens(buffer, new, positions, end)
+    return jax.tree.map(put, held, encode_tokens(code, x), is_leaf=lambda leaf: isinstance(leaf, Pages))

@@ -86,11 +86,6 @@ class NearFar(LayerCacheSpec):
     ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
         """Attention to the far tokens of each query, and its log-sum-exp (-inf where there are none)."""
 
-    def new_tokens(self, q: Float[Array, "B T N _"]) -> list[jax.ShapeDtypeStruct]:
-        """What a store takes of keys and of values beside such queries."""
-        shape = *q.shape[:2], self.num_kv_heads
-        return [jax.ShapeDtypeStruct((*shape, width), q.dtype) for width in (self.R, self.Z)]
-
     def near_keys(self, k: Any) -> Float[Array, "B T K Hq"]:
         """New keys as the ring takes them, where a method gets them in a form of its own."""
         return k

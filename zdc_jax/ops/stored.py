@@ -231,15 +231,6 @@ def encoded(
     planes: for each array of x those that take its coordinates; empty if kernels do not know a code. With a
     table of pages they are pools.
     """
-    if not are_encoded(x, planes, table):
-        return None
-    return encode(x, planes, positions[:, 0], end, block_table=table)
-
-
-def are_encoded(
-    x: Sequence[Any], planes: Sequence[Sequence[Plane]], table: Int[Array, "B pages"] | None = None
-) -> bool:
-    """Whether `encoded` has a kernel for such arrays; x: their shapes are enough."""
     row = jax.ShapeDtypeStruct(x[0].shape[:1], jnp.int32)
 
     def refusal() -> str | None:
@@ -247,4 +238,6 @@ def are_encoded(
             return NOT_INTEGERS
         return device_refusal(x[0]) or encode_refusal(x, planes, row, row, block_table=table)
 
-    return takes_kernels("coding", None, refusal)
+    if not takes_kernels("coding", None, refusal):
+        return None
+    return encode(x, planes, positions[:, 0], end, block_table=table)
