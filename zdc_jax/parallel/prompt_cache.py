@@ -39,7 +39,7 @@ def prompt_state(
     ring = ring_of_piece(ring, trailing, positions, end, sinks=sinks, window=window)
     ring = jax.lax.psum_scatter(ring, SEQUENCE, scatter_dimension=1, tiled=True)
     if exchanged is None:
-        first_k = first_v = jnp.zeros((B, ring.shape[1], capacity, 0), k.dtype)
+        first_k = first_v = jnp.zeros((B, ring.shape[1], 1, 0), k.dtype)
     else:
         first_k, first_v = (stored(x.swapaxes(1, 2), capacity) for x in exchanged)
     split = k.shape[-1] - spec.R
