@@ -22,9 +22,6 @@ from zdc_jax.errors import PromptError, foreign_errors_as
 from zdc_jax.replicas.application import build
 from zdc_jax.replicas.settings import ReplicaSettings
 
-LOGS = "/tmp/ray/session_latest/logs/serve"
-"""Where Ray writes what replicas say."""
-
 
 def serve_replicas(settings: ReplicaSettings, *, host: str = "127.0.0.1", port: int = 8000) -> None:
     """Serves until SIGTERM or SIGINT; prints a line with the address when clients can come.
@@ -37,8 +34,10 @@ def serve_replicas(settings: ReplicaSettings, *, host: str = "127.0.0.1", port: 
       port: 0 for any that is free.
 
     Raises:
+      CheckpointError: no converted folder at the path, before anything is started.
       PromptError: fewer GPUs than replicas, or replicas that do not start; the log says why.
     """
+    settings.text_side()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with suppress(KeyboardInterrupt):
@@ -59,7 +58,9 @@ def _serve(settings: ReplicaSettings, host: str, port: int) -> None:
     if 0 < gpus < settings.replicas:
         raise PromptError(f"replicas={settings.replicas} need a GPU each, and this machine has {gpus}")
     try:
-        with foreign_errors_as(PromptError, f"the replicas did not start, see {LOGS}"):
+        with foreign_errors_as(
+            PromptError, "the replicas did not start; Ray's log folder, below serve, says why"
+        ):
             serve.start(http_options={"host": host, "port": port})
             serve.run(build(replace(settings, gpus=min(gpus, 1))), name=settings.name)
         print(f"serving {settings.name} at http://{host}:{port}", flush=True)
