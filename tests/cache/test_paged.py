@@ -69,10 +69,11 @@ def _step(spec, state, q, k, v, positions, end, table):
     return done.state, done.o
 
 
-def check(spec: LayerCacheSpec, singles: int = 12) -> None:
+def check(spec: LayerCacheSpec, singles: int = 12, *, before: int = 0) -> None:
+    """before: pages of the pool that lie before those of the rows."""
     pages = CAPACITY // PAGE
-    table = np.random.default_rng(1).permutation(POOL)[: B * pages].reshape(B, pages)
-    paged, widths = Paged.of(spec, page=PAGE, pages=POOL), (spec.R, spec.Z)
+    table = before + np.random.default_rng(1).permutation(POOL)[: B * pages].reshape(B, pages)
+    paged, widths = Paged.of(spec, page=PAGE, pages=before + POOL), (spec.R, spec.Z)
     widths = (H, H) if spec.sinks else widths
     found, wanted = run(paged, widths, table.astype(np.int32), singles), run(spec, widths, None, singles)
     for step, (one, other) in enumerate(zip(found, wanted, strict=True)):
@@ -94,6 +95,21 @@ def test_kernels_read_pages(name, caplog):
     for kind in {"prefill", "decode"} | KINDS.get(name, set()):
         assert f"{kind} runs on pallas" in found
         assert f"{kind} runs on xla" not in found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["coded", "chosen"])
+def test_kernels_read_no_further_than_codes_were_decoded(name, monkeypatch):
+    monkeypatch.setattr(coded_store, "TOGETHER", PAGE)
+    jnp.full(2**28, jnp.nan).delete()  # What an empty buffer may hold.
+    check(SPECS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["dense", "coded", "chosen"])
+def test_kernels_read_pages_behind_two_gigabytes(name):
+    bytes_of_a_page = K * PAGE * (2 * H if name == "dense" else H // 2)
+    check(SPECS[name], before=2**31 // bytes_of_a_page)
 
 
 @pytest.mark.parametrize("seed", range(8))

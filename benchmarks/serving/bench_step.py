@@ -1,0 +1,142 @@
+"""Where does the time of an engine's step go? Its kernels, by what they do.
+
+    python -m benchmarks.serving.bench_step --shape Llama-2-13B --layers 8 --rows 20 --held 12000
+
+A cache holds `--rows` texts of `--held` tokens of zeros. Steps that decode a token of each, and steps that read
+a piece of another text of that length, run under JAX's profiler. `ms` is a step by the host's clock, `busy_ms`
+what kernels took of it, and `parts` their times by operation, with the scopes of the model, the longest first.
+On the CPU there are no parts.
+"""
+
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jax.profiler import ProfileData
+
+from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.serving.models import ServedFlags
+from zdc_jax.engine.layout import Layout
+from zdc_jax.engine.request import EngineRequest
+from zdc_jax.engine.runner import Runner, row_numbers, servable
+
+PAGE = 128
+MOST_PARTS = 40
+SCOPE = re.compile(r"^jit\(run\)/|while/body/|closed_call/|eval_jaxpr/|jit\(extend_\)/|jit\(_launch\)/")
+
+
+@dataclass(frozen=True)
+class Options:
+    """rows: that decode; held: tokens of each. chunk: tokens of a piece. steps: that are averaged."""
+
+    served: ServedFlags
+    rows: int = 20
+    held: int = 12_000
+    chunk: int = 1024
+    steps: int = 5
+    name: str = "engine-step"
+    results: Path = RESULTS
+
+
+class Filled:
+    """A runner whose rows, but for the last, hold so many tokens."""
+
+    def __init__(self, options: Options):
+        model = options.served.load()
+        network, rows = servable(model.network), options.rows + 1
+        each = -(-(options.held + 2 * options.chunk) // PAGE)
+        layout = Layout.of(
+            network.device_caches,
+            rows=rows,
+            longest=each * PAGE,
+            page=PAGE,
+            cache_tokens=rows * each * PAGE,
+            reuse=False,
+        )
+        self.options, self.runner = options, Runner(network, layout, chunk=options.chunk, steps=1)
+        pages = np.random.default_rng(0).permutation(rows * each).reshape(rows, each)
+        for row, own in enumerate(pages):
+            self.runner.set_pages(row, own.tolist())
+        self.numbers, self.active = self.runner.no_numbers()
+        request = EngineRequest((5,) * options.held, 2 * options.chunk, ignore_eos=True)
+        self.numbers[:] = row_numbers(request, (), model.config.vocab_size)
+        self.active[: options.rows] = True
+        state = self.runner._state
+        lengths = jnp.where(jnp.asarray(self.active), options.held, 0).astype(jnp.int32)
+        cache = replace(state.cache, lengths=lengths)
+        self.runner._state = replace(state, cache=cache, done=jnp.zeros(rows, bool))
+
+    def decode(self) -> Any:
+        """A token of all rows."""
+        return self.runner.decode(self.numbers, self.active, 1)
+
+    def read(self) -> Any:
+        """A piece of the last row that ends where the others do."""
+        chunk, row = self.options.chunk, self.options.rows
+        return self.runner.read(row, [5] * chunk, self.options.held - chunk, False, self.numbers[row])
+
+
+def profiled(step: Callable[[], Any], count: int) -> dict[str, Any]:
+    """Milliseconds of one of `count` steps, and of its parts."""
+    jax.block_until_ready(step())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            began = time.perf_counter()
+            jax.block_until_ready([step() for _ in range(count)])
+            seconds = time.perf_counter() - began
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        times, counts = kernels(path)
+    longest = [
+        {"part": name, "ms": 1e-6 * spent / count, "kernels": counts[name] / count}
+        for name, spent in times.most_common(MOST_PARTS)
+    ]
+    busy = {"busy_ms": 1e-6 * times.total() / count, "kernels": counts.total() / count}
+    return {"ms": 1e3 * seconds / count, **busy, "parts": longest}
+
+
+def kernels(path: Path) -> tuple[Counter[str], Counter[str]]:
+    """Nanoseconds of the kernels of a profile by their operations, and how many there were."""
+    times: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for plane in ProfileData.from_file(str(path)).planes:
+        if not plane.name.startswith("/device:GPU"):
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                stats = dict(event.stats)
+                scope = SCOPE.sub("", str(stats.get("tf_op", stats.get("name", ""))))
+                part = f"{scope.removesuffix(':')} {re.sub(r'[._]?[0-9]+', '', event.name)}".strip()
+                times[part] += event.duration_ns
+                counts[part] += 1
+    return times, counts
+
+
+def main(options: Options) -> None:
+    """Writes one JSON."""
+    filled = Filled(options)
+    results = [
+        {"served": options.served.name, "step": name, **profiled(step, options.steps), "commit": commit()}
+        for name, step in (("decode", filled.decode), ("read", filled.read))
+    ]
+    for found in results:
+        print(found["step"], *(f"{found[name]:.2f}" for name in ("ms", "busy_ms", "kernels")))
+        for part in found["parts"]:
+            print(f"  {part['ms']:8.3f} {part['kernels']:7.1f}  {part['part']}")
+    settings = {name: getattr(options, name) for name in ("rows", "held", "chunk", "steps")}
+    settings |= {"layers": options.served.layers}
+    print(write_result(options.name, settings, results, options.results))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
