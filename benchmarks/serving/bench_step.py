@@ -2,10 +2,10 @@
 
     python -m benchmarks.serving.bench_step --shape Llama-2-13B --layers 8 --rows 20 --held 12000
 
-A cache holds `--rows` texts of `--held` tokens of zeros. Steps that decode a token of each, and steps that read
-a piece of another text of that length, run under JAX's profiler. `ms` is a step by the host's clock, `busy_ms`
-what kernels took of it, and `parts` their times by operation, with the scopes of the model, the longest first.
-On the CPU there are no parts.
+A cache holds `--rows` texts of `--held` tokens of zeros. Steps that decode a token of each, and steps that
+read a piece of another text of that length, run under JAX's profiler. `ms` is a step by the host's clock,
+`busy_ms` what kernels took of it, and `parts` their times by operation, with the scopes of the model, the
+longest first. On the CPU there are no parts.
 """
 
 import re
@@ -26,8 +26,9 @@ from jax.profiler import ProfileData
 from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.serving.models import ServedFlags
 from zdc_jax.engine.layout import Layout
-from zdc_jax.engine.request import EngineRequest
-from zdc_jax.engine.runner import Runner, row_numbers, servable
+from zdc_jax.engine.runner import Runner, servable
+from zdc_jax.generation.row_numbers import row_numbers
+from zdc_jax.generation.sampling import Sampling
 
 PAGE = 128
 MOST_PARTS = 40
@@ -67,13 +68,13 @@ class Filled:
         for row, own in enumerate(pages):
             self.runner.set_pages(row, own.tolist())
         self.numbers, self.active = self.runner.no_numbers()
-        request = EngineRequest((5,) * options.held, 2 * options.chunk, ignore_eos=True)
-        self.numbers[:] = row_numbers(request, (), model.config.vocab_size)
+        numbers = options.held + 1, 2 * options.chunk, (), Sampling(), np.zeros(2, np.uint32)
+        self.numbers[:] = row_numbers(*numbers)
         self.active[: options.rows] = True
         state = self.runner._state
         lengths = jnp.where(jnp.asarray(self.active), options.held, 0).astype(jnp.int32)
         cache = replace(state.cache, lengths=lengths)
-        self.runner._state = replace(state, cache=cache, done=jnp.zeros(rows, bool))
+        self.runner._state = state._replace(cache=cache, done=jnp.zeros(rows, bool))
 
     def decode(self) -> Any:
         """A token of all rows."""

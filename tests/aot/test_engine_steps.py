@@ -16,6 +16,8 @@ from zdc_jax import methods
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.engine import runner
 from zdc_jax.engine.layout import Layout
+from zdc_jax.generation.row_numbers import WIDTH
+from zdc_jax.generation.steps import DecodeState
 from zdc_jax.plan import CompressionPlan
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -64,10 +66,10 @@ def arguments(plan: CompressionPlan):
     given = {"rows": ROWS, "longest": TOKENS, "page": 128, "cache_tokens": ROWS * TOKENS, "reuse": True}
     layout = Layout.of(network.layer_caches, **given)
 
-    def make() -> runner.EngineState:
+    def make() -> DecodeState:
         layers = tuple(spec.create(ROWS, layout.capacity) for spec in layout.specs)
         cache = KVCache(layers, jnp.zeros(ROWS, jnp.int32), layout.specs, layout.capacity)
-        return runner.EngineState(cache, jnp.zeros(ROWS, jnp.int32), jnp.zeros(ROWS, bool), [])
+        return DecodeState.of(cache)
 
     return leaves, tree, jax.eval_shape(make)
 
@@ -77,7 +79,12 @@ def program(plan: CompressionPlan, step, packed: tuple[int, ...]) -> tuple[set[s
     leaves, tree, state = arguments(plan)
     table = jax.ShapeDtypeStruct((ROWS, TOKENS // 128), jnp.int32)
     given = leaves, state, table, jax.ShapeDtypeStruct(packed, jnp.int32)
-    run = lambda leaves, *rest: step(jax.tree.unflatten(tree, leaves), *rest)
+
+    def run(leaves, state, table, packed):
+        state = state._replace(cache=replace(state.cache, table=table))
+        state, found = step(jax.tree.unflatten(tree, leaves), state, packed)
+        return state._replace(cache=replace(state.cache, table=None)), found
+
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         found = {kernel.name for kernel in compiled(run, *given)}
         sharding = jax.sharding.SingleDeviceSharding(device())
@@ -95,7 +102,7 @@ def has(found: set[str], kernels: set[str]) -> bool:
 @pytest.mark.parametrize("name", PLANS)
 def test_decoding_reads_and_writes_pages_where_they_lie(on_kernels, name):
     plan, kernels = PLANS[name]
-    found, memory, state = program(plan, partial(runner._decode, None, STEPS), (ROWS, 1 + runner.WIDTH))
+    found, memory, state = program(plan, partial(runner._decode, None, STEPS), (ROWS, 1 + WIDTH))
     assert has(found, kernels), found
     pool = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert memory.alias_size_in_bytes >= pool
@@ -116,7 +123,7 @@ def test_decoding_reads_and_writes_pages_where_they_lie(on_kernels, name):
 def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name, width, share):
     """No pool is copied; and where a piece is so short that its own arrays are small, no row either."""
     plan, _ = PLANS[name]
-    numbers = runner.PIECE + runner.WIDTH + width
+    numbers = runner.PIECE + WIDTH + width
     found, memory, state = program(plan, partial(runner._read_piece, None), (numbers,))
     assert has(found, {"zdc_prefill"}), found
     pools = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)]

@@ -78,21 +78,21 @@ class Read:
 @pytest.fixture
 def read(monkeypatch) -> Read:
     seen = Read()
-    prefill, piece = run.prefill, steps._prefill_chunk
+    deltas, piece = run.Run.deltas, run.read
 
-    def spied(network, cache, prompts, *rest, **options):
-        (prompt,) = prompts
+    def spied(self, *rest):
+        (prompt,) = self.request.prompts
         seen.prompts.append(prompt.tolist())
-        seen.held.append(int(cache.lengths[0]))
+        seen.held.append(0 if self.cache is None else int(self.cache.lengths[0]))
         seen.widths.append([])
-        return prefill(network, cache, prompts, *rest, **options)
+        return deltas(self, *rest)
 
-    def spied_piece(network, cache, last_hidden, tokens, *rest, **options):
+    def spied_piece(network, state, tokens, *rest, **options):
         seen.widths[-1].append(tokens.shape[1])
-        return piece(network, cache, last_hidden, tokens, *rest, **options)
+        return piece(network, state, tokens, *rest, **options)
 
-    monkeypatch.setattr(run, "prefill", spied)
-    monkeypatch.setattr(steps, "_prefill_chunk", spied_piece)
+    monkeypatch.setattr(run.Run, "deltas", spied)
+    monkeypatch.setattr(run, "read", spied_piece)
     return seen
 
 
@@ -311,9 +311,9 @@ def test_new_turns_do_not_recompile(plain):
     conversation = chat(plain, max_new_tokens=9, stop_tokens=())
     conversation.say("the end")
     conversation.say("Is it?")
-    sizes = steps._prefill_chunk._cache_size(), steps.decode._cache_size()
+    sizes = steps.read._cache_size(), steps.decode._cache_size()
     conversation.say("no")
-    assert (steps._prefill_chunk._cache_size(), steps.decode._cache_size()) == sizes
+    assert (steps.read._cache_size(), steps.decode._cache_size()) == sizes
 
 
 @pytest.mark.parametrize(

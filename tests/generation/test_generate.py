@@ -11,6 +11,8 @@ from tokenizers import Tokenizer, models
 from zdc_jax import LanguageModel, Sampling, generate, stream
 from zdc_jax.errors import CacheMemoryError, PromptError
 from zdc_jax.generation import request, steps
+from zdc_jax.generation.request import Request
+from zdc_jax.generation.run import Run
 from zdc_jax.plan import CompressionPlan
 
 
@@ -108,19 +110,18 @@ def test_stop_strings_are_trimmed(model, prompts):
 
 def test_prefill_goes_on_where_a_cache_ends(model, prompts):
     """Rows hold unequal shares of their prompts, one nothing, and one all but its last token."""
-    stop, none = jnp.full(steps.MAX_STOP_TOKENS, -1), np.zeros(0, np.int32)
-    prompts = [np.array(prompt, np.int32) for prompt in prompts]
-    fill = lambda cache, prompts: steps.prefill(model.network, cache, prompts, None, stop, 32, chunk=32)
-    new = lambda: model.network.new_cache(batch=3, capacity=128)
-    whole = fill(new(), prompts)
-    part = fill(new(), [prompts[0][:33], none, prompts[2][:69]]).cache
-    assert part.lengths.tolist() == [33, 0, 69]
-    state = fill(part, prompts)
-    assert state.cache.lengths.tolist() == [37, 5, 70]
-    assert state.last.tolist() == whole.last.tolist()
-    decoded = (steps.decode(model.network, state, jnp.int32(20), None, stop) for state in (whole, state))
-    expected, found = (state.tokens.tolist() for state in decoded)
-    assert found == expected
+    request, held = Request.checked(model, prompts, 20, None, (), (), 32), np.array([33, 0, 69])
+    tokens = np.zeros((3, 69), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : held[row]] = prompt[: held[row]]
+    empty = model.network.new_cache(batch=3, capacity=request.capacity)
+    _, part = model.network.extend(empty, jnp.asarray(tokens), jnp.asarray(held))
+    assert part.lengths.tolist() == held.tolist()
+    runs = [Run(model, request, None, cache) for cache in (None, part)]
+    for run in runs:
+        assert sum(len(delta.tokens) for delta in run.deltas(8)) == 60
+        assert run.state.cache.lengths.tolist() == [len(prompt) + 19 for prompt in prompts]
+    assert runs[0].chosen == runs[1].chosen
 
 
 def test_text_prompts(model):
@@ -133,11 +134,11 @@ def test_text_prompts(model):
 
 def test_new_lengths_and_samplings_do_not_recompile(model, prompts):
     generate(model, [prompts[0][:33]], 10, stop_tokens=(), sampling=Sampling(0.7, 5, 0.5, 1))
-    sizes = steps._prefill_chunk._cache_size(), steps.decode._cache_size()
+    sizes = steps.read._cache_size(), steps.decode._cache_size()
     for length in (34, 36, 37):
         sampling = Sampling(0.9, length, 0.8, length)
         generate(model, [prompts[0][:length]], length - 25, stop_tokens=(3,), sampling=sampling)
-    assert (steps._prefill_chunk._cache_size(), steps.decode._cache_size()) == sizes
+    assert (steps.read._cache_size(), steps.decode._cache_size()) == sizes
 
 
 @pytest.mark.parametrize(

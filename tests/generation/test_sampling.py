@@ -9,12 +9,20 @@ from hypothesis import strategies as st
 
 from zdc_jax import Sampling
 from zdc_jax.errors import PromptError
-from zdc_jax.generation.sampling import SamplingArrays, choose, request_keys, restrict
+from zdc_jax.generation.row_numbers import RowNumbers, row_numbers
+from zdc_jax.generation.sampling import draw, request_keys, restrict
 
 LOGITS = 3 * np.random.default_rng(0).normal(size=(6, 30)).astype(np.float32)
 PROMPTS = [np.array(prompt, np.int32) for prompt in ([1], [1, 2], [2, 1], [1], [0, 1], [1, 0])]
 POSITIONS = jnp.array([1, 2, 2, 1, 2, 2])
-chosen = jax.jit(choose)
+chosen = jax.jit(lambda logits, numbers, positions: draw(logits, RowNumbers.of(numbers).sampling, positions))
+
+
+def numbers(samplings, prompts):
+    """What `draw` knows of rows."""
+    keys = request_keys(samplings, prompts)
+    given = zip(prompts, samplings, keys, strict=True)
+    return np.stack([row_numbers(len(prompt), 1, (), *rest) for prompt, *rest in given])
 
 
 @pytest.mark.parametrize(
@@ -62,10 +70,9 @@ def test_rows_are_chosen_one_by_one():
         Sampling(5.0, top_p=0.3),
         Sampling(1.0, top_k=1000, top_p=1.0, seed=2),
     ]
-    batch = chosen(jnp.asarray(LOGITS), SamplingArrays.of(samplings, PROMPTS, 30), POSITIONS)
+    batch = chosen(jnp.asarray(LOGITS), numbers(samplings, PROMPTS), POSITIONS)
     for row, (sampling, prompt) in enumerate(zip(samplings, PROMPTS, strict=True)):
-        arrays = SamplingArrays.of([sampling], [prompt], 30)
-        assert (arrays is None) == (sampling.temperature == 0)
+        arrays = numbers([sampling], [prompt])
         alone = chosen(jnp.asarray(LOGITS[row : row + 1]), arrays, POSITIONS[row : row + 1])
         assert batch[row] == alone[0]
     assert (np.asarray(batch)[[0, 3]] == LOGITS[[0, 3]].argmax(-1)).all()
@@ -73,14 +80,14 @@ def test_rows_are_chosen_one_by_one():
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-44, 1e-38, 1e-20])
 def test_the_coldest_samplings_are_greedy(temperature):
-    arrays = SamplingArrays.of([Sampling(temperature, top_p=1e-60)] * 6, PROMPTS, 30)
+    arrays = numbers([Sampling(temperature, top_p=1e-60)] * 6, PROMPTS)
     assert (np.asarray(chosen(jnp.asarray(LOGITS), arrays, POSITIONS)) == LOGITS.argmax(-1)).all()
 
 
 def test_frequencies_follow_the_softmax():
     """Of equal requests of two samplings in one batch, at a few positions."""
     count, samplings = 1000, [Sampling(0.7, seed=5), Sampling(2.0, top_k=5, seed=5)]
-    arrays = SamplingArrays.of(samplings * count, [PROMPTS[0]] * 2 * count, 30)
+    arrays = numbers(samplings * count, [PROMPTS[0]] * 2 * count)
     logits = jnp.tile(LOGITS[:2], (count, 1))
     draws = [chosen(logits, arrays, jnp.full(2 * count, position)) for position in range(1, 5)]
     for row, sampling in enumerate(samplings):

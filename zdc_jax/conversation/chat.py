@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from zdc_jax.cache.kv_cache import KVCache
@@ -152,8 +151,8 @@ class Conversation:
         assert state is not None
         self._turn = Turn(len(prompt), kept, run.result())
         if self._keeps:
-            chosen = np.asarray(state.tokens)[0, : int(state.count[0])].tolist()
-            self._held = Held.after(self._tokenizer, text, prompt.tolist(), chosen, state.cache)
+            given = prompt.tolist(), run.chosen[0], state.cache
+            self._held = Held.after(self._tokenizer, text, *given)
 
     def _next(self, text: str) -> tuple[Request, KVCache | None]:
         """What to ask for in a turn of this text; with the cache, which is given away, if it can go on."""

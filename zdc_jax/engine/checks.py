@@ -3,8 +3,8 @@
 from zdc_jax.engine.request import MOST_LOGPROBS, EngineRequest
 from zdc_jax.errors import PromptError
 from zdc_jax.generation.request import check_limit, encode
+from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import is_whole
-from zdc_jax.generation.steps import MAX_STOP_TOKENS
 from zdc_jax.loading import TextModel
 
 

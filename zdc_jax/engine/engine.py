@@ -14,11 +14,12 @@ from zdc_jax.engine.checks import check_request
 from zdc_jax.engine.job import Job
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.request import Busy, Closing, EngineRequest, EngineStats, Event
-from zdc_jax.engine.runner import Chosen, Runner, Scores, servable
+from zdc_jax.engine.runner import Runner, servable
 from zdc_jax.engine.scheduler import Piece, Plan, Scheduler, Work
 from zdc_jax.errors import PromptError
+from zdc_jax.generation.next_token import Scores
 from zdc_jax.generation.request import check_chunk, warn_beyond_calibration
-from zdc_jax.generation.steps import PREFILL_CHUNK
+from zdc_jax.generation.steps import PREFILL_CHUNK, Chosen
 from zdc_jax.loading import LanguageModel
 from zdc_jax.ops.attention import Implementation
 

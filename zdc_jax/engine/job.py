@@ -5,12 +5,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from zdc_jax.axes import Array
 from zdc_jax.engine.checks import stop_ids
 from zdc_jax.engine.request import EngineRequest, Event, TokenLogprobs
-from zdc_jax.engine.runner import Scores, row_numbers
 from zdc_jax.engine.scheduler import Work
 from zdc_jax.errors import PromptError, foreign_errors_as
+from zdc_jax.generation.next_token import Scores
+from zdc_jax.generation.row_numbers import row_numbers
+from zdc_jax.generation.sampling import request_keys
 from zdc_jax.generation.stopping import Row, StopStrings
 from zdc_jax.loading import TextModel
 
@@ -42,7 +46,16 @@ class Job:
         given = model.tokenizer, self.stop_ids, StopStrings(request.stop), request.min_tokens
         self.answer = Row(0, *given)
         self._go_on(request.generated)
-        self.numbers = row_numbers(request, self.stop_ids, model.config.vocab_size)
+        (key,) = request_keys([request.sampling], [np.asarray(request.prompt, np.int32)])
+        self.numbers = row_numbers(
+            len(request.prompt),
+            request.max_tokens,
+            self.stop_ids,
+            request.sampling,
+            key,
+            min_tokens=request.min_tokens,
+            logprobs=bool(request.logprobs),
+        )
         self.ended = self._told_of_prompt = False
         self.came, self.queued = time.monotonic(), 0.0
 

@@ -4,13 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
+from zdc_jax.generation.next_token import MOST_LOGPROBS as MOST_LOGPROBS
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import TextModel
 
 EndReason = Literal["stop", "length", "cancelled", "error"]
 """`stop`: at a stop token or string. `error`: `Event.error` says which."""
-MOST_LOGPROBS = 5
-"""Alternatives of a token whose log-probabilities can be asked for."""
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,15 @@
 """The steps of an engine on a device: pieces of prompts, one row after another, and decoding of all rows.
 
-All programs are compiled before the first request. Numbers of requests are one small array each: what a row
-asks for stands in it, so that no value compiles anew. Results come back as arrays that are on their way;
-they are looked at while the next step runs.
+They are those of `generate` (`zdc_jax.generation.steps`), for rows that come and go. All programs are
+compiled before the first request. Results come back as arrays that are on their way; they are looked at while
+the next step runs.
 """
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,90 +17,21 @@ import numpy as np
 from jax.stages import Lowered
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.paged import Paged
 from zdc_jax.engine.layout import Layout
-from zdc_jax.engine.request import MOST_LOGPROBS, EngineRequest
 from zdc_jax.errors import MeshError, PlanError
-from zdc_jax.generation.sampling import SamplingArrays, choose, request_keys
-from zdc_jax.generation.steps import MAX_STOP_TOKENS, bucket
-from zdc_jax.model.transformer import Transformer
+from zdc_jax.generation.next_token import Scores
+from zdc_jax.generation.row_numbers import WIDTH
+from zdc_jax.generation.steps import Chosen, DecodeState, Network, bucket, decode, first, read
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.mesh import DATA, SEQUENCE, whole_on
 from zdc_jax.parallel.transformer import ShardedTransformer
 
 CLAUSES = frozenset({"chunked", "ragged", "order", "reuse"})
 """Of the contract of caches: texts are read in pieces, beside others, in rows that served others before."""
-FIELDS = ("limit", "least", "logprobs", "top_k", "key_0", "key_1", "temperature", "top_p")
-"""Of a row: tokens it may hold, tokens it must hold before a stop token ends it, whether likeliest tokens are
-asked for, and its sampling; the last two are bits of float32. Ids of stop tokens follow, -1 for none."""
-WIDTH = len(FIELDS) + MAX_STOP_TOKENS
-AT = {name: column for column, name in enumerate(FIELDS)}
 PIECE = 6
 """Numbers of a piece before those of its request: row, first position, tokens, whether it is the last of its
 text, whether the tokens behind each of its own are to be scored, and the token behind the piece."""
-SCORED = 128
-"""Tokens that are scored at once: their logits are of the whole vocabulary."""
-
-
-class Chosen(NamedTuple):
-    """Tokens that a step generated.
-
-    tokens [B, steps] int32, made [B] int32 of them, lengths [B] int32: tokens that the rows hold then;
-    logprob [B, steps], likeliest [B, steps, 5] int32 and their logprobs: of tokens, natural logarithms.
-    Likeliest ones say nothing where no row asked.
-    """
-
-    tokens: Array
-    made: Array
-    lengths: Array
-    logprob: Array
-    likeliest: Array
-    logprobs: Array
-
-
-class Scores(NamedTuple):
-    """Of the tokens behind each of a piece's T, where they are asked for.
-
-    logprob [T], likeliest [T, 5] int32 and their logprobs [T, 5], as in `Chosen`.
-    """
-
-    logprob: Array
-    likeliest: Array
-    logprobs: Array
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class EngineState:
-    """cache, without its table; last [B] int32, each row's newest token, not yet in the cache; done [B]: it
-    ended the row. tails: leaves [tails, …], copies of rows of the cache's `own` leaves."""
-
-    cache: KVCache
-    last: Array
-    done: Array
-    tails: list[Array]
-
-
-def row_numbers(request: EngineRequest, stop_ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    """What the steps must know of a request, int32 [WIDTH]."""
-    held, sampling = len(request.prompt) - 1, request.sampling
-    ids = np.asarray(request.prompt, np.int32)
-    key = request_keys([sampling], [ids])[0].view(np.int32)
-    numbers = np.full(WIDTH, -1, np.int32)
-    numbers[: len(FIELDS) - 2] = [
-        held + request.max_tokens,
-        held + request.min_tokens,
-        bool(request.logprobs),
-        min(sampling.top_k or vocab_size, vocab_size),
-        *key,
-    ]
-    smallest = np.finfo(np.float32).tiny
-    temperature = sampling.temperature if sampling.temperature >= smallest else 0.0
-    floats = np.array([temperature, sampling.top_p or 1.0], np.float32)
-    numbers[len(FIELDS) - 2 : len(FIELDS)] = floats.view(np.int32)
-    numbers[len(FIELDS) : len(FIELDS) + len(stop_ids)] = stop_ids
-    return numbers
 
 
 class Runner:
@@ -116,7 +47,7 @@ class Runner:
 
     def __init__(
         self,
-        network: Transformer | ShardedTransformer,
+        network: Network,
         layout: Layout,
         *,
         chunk: int,
@@ -126,6 +57,8 @@ class Runner:
         self.layout, self._network = layout, network
         self._leaves, self._tree = jax.tree.flatten(network)
         self.whole: int | None = None
+        self._state: DecodeState
+        self._tails: list[Array]
         self.reset()
         piece = lambda step, width: self._lowered(partial(step, implementation), PIECE + WIDTH + width)
         widths = {self._width(1 << i) for i in range(chunk.bit_length())}
@@ -138,24 +71,24 @@ class Runner:
             widths = {self._width(chunk << i) for i in range(1, (layout.capacity // chunk).bit_length() + 1)}
             lowered |= {f"read whole {width}": piece(_read_whole, width) for width in widths}
         if layout.tails:
-            lowered |= {"keep": self._lowered_copy(_keep), "restore": self._lowered_copy(_restore)}
+            pair = jax.ShapeDtypeStruct((2,), jnp.int32)
+            keep, restore = _donated(_keep, self._tails), _donated(_restore, self._state)
+            lowered["keep"] = keep.lower(self._tails, self._state.cache.own, pair)
+            lowered["restore"] = restore.lower(self._state, self._tails, pair)
         with ThreadPoolExecutor() as threads:  # XLA compiles without Python's lock.
             compiled = threads.map(Lowered.compile, lowered.values())
             self._programs = dict(zip(lowered, compiled, strict=True))
 
     def reset(self) -> None:
         """All rows empty, in new arrays."""
-        self._state = None  # Two caches may not fit.
+        if hasattr(self, "_state"):
+            del self._state, self._tails  # Two caches may not fit.
         layout, network = self.layout, self._network
         cache = network.new_cache(batch=layout.rows, capacity=layout.capacity, specs=layout.specs)
-        copies = lambda x: jnp.zeros((layout.tails or 0, *x.shape[1:]), x.dtype, device=x.sharding)
         where = whole_on(network.mesh) if isinstance(network, ShardedTransformer) else None
-        self._state = EngineState(
-            cache,
-            jnp.zeros(layout.rows, jnp.int32, device=where),
-            jnp.ones(layout.rows, bool, device=where),
-            list(map(copies, cache.own)) if layout.tails else [],
-        )
+        self._state = DecodeState.of(cache, where)
+        copies = lambda x: jnp.zeros((layout.tails or 0, *x.shape[1:]), x.dtype, device=x.sharding)
+        self._tails = list(map(copies, cache.own)) if layout.tails else []
         self._pages = np.zeros((layout.rows, layout.capacity // layout.page), np.int32)
         self._table: Array | None = None
 
@@ -166,11 +99,13 @@ class Runner:
 
     def keep(self, row: int, tail: int) -> None:
         """Copies what a row holds beside its pages."""
-        self._state = self._programs["keep"](self._state, np.array([row, tail], np.int32))
+        pair = np.array([row, tail], np.int32)
+        self._tails = self._programs["keep"](self._tails, self._state.cache.own, pair)
 
     def restore(self, row: int, tail: int) -> None:
         """Makes a row hold such a copy."""
-        self._state = self._programs["restore"](self._state, np.array([row, tail], np.int32))
+        pair = np.array([row, tail], np.int32)
+        self._state = self._programs["restore"](self._state, self._tails, pair)
 
     def read(
         self,
@@ -192,8 +127,8 @@ class Runner:
         piece[PIECE:][:WIDTH] = numbers
         piece[PIECE + WIDTH :][: len(tokens)] = tokens
         program = self._programs[f"read whole {width}" if at_once else f"read {width}"]
-        self._state, (chosen, *scores) = program(self._leaves, self._state, self._on_device(), piece)
-        return chosen, scores[0] if scored else None
+        self._state, (chosen, scores) = program(self._leaves, self._state, self._on_device(), piece)
+        return chosen, scores if scored else None
 
     def decode(self, numbers: np.ndarray, active: np.ndarray, steps: int) -> Chosen:
         """`steps` more tokens of the rows that are `active`, fewer where they end.
@@ -217,28 +152,33 @@ class Runner:
         return self._table
 
     def _lowered(self, step: Callable[..., Any], *packed: int) -> Lowered:
-        def run(leaves: list[Array], state: EngineState, table: Array, packed: Array) -> Any:
-            return step(jax.tree.unflatten(self._tree, leaves), state, table, packed)
+        def run(
+            leaves: list[Array], state: DecodeState, table: Array, packed: Array
+        ) -> tuple[DecodeState, Any]:
+            state = state._replace(cache=replace(state.cache, table=table))
+            state, given = step(jax.tree.unflatten(self._tree, leaves), state, packed)
+            return state._replace(cache=replace(state.cache, table=None)), given
 
         table, like = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (self._pages.shape, packed))
-        program = jax.jit(run, donate_argnums=1, out_shardings=(self._shardings(), None))
+        program = jax.jit(run, donate_argnums=1, out_shardings=(_shardings(self._state), None))
         return program.lower(self._leaves, self._state, table, like)
-
-    def _lowered_copy(self, copy: Callable[..., EngineState]) -> Lowered:
-        pair = jax.ShapeDtypeStruct((2,), jnp.int32)
-        program = jax.jit(copy, donate_argnums=0, out_shardings=self._shardings())
-        return program.lower(self._state, pair)
-
-    def _shardings(self) -> Any:
-        """Of the state, which lies the same after every step."""
-        return jax.tree.map(lambda leaf: leaf.sharding, self._state)
 
     def _width(self, tokens: int) -> int:
         """Of the program that reads so many: a power of two, or the whole row."""
         return min(bucket(tokens), self.layout.capacity)
 
 
-def servable(network: Transformer | ShardedTransformer) -> Transformer | ShardedTransformer:
+def _shardings(tree: Any) -> Any:
+    """Of arrays, which lie the same after every step."""
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def _donated(copy: Callable[..., Any], tree: Any) -> Any:
+    """A program whose first argument and result is a tree like this."""
+    return jax.jit(copy, donate_argnums=0, out_shardings=_shardings(tree))
+
+
+def servable(network: Network) -> Network:
     """The network itself.
 
     Raises:
@@ -262,162 +202,52 @@ def servable(network: Transformer | ShardedTransformer) -> Transformer | Sharded
 
 
 def _read_piece(
-    implementation: Implementation | None,
-    network: Transformer | ShardedTransformer,
-    state: EngineState,
-    table: Array,
-    packed: Array,
-) -> tuple[EngineState, tuple[Chosen, Scores]]:
+    implementation: Implementation | None, network: Network, state: DecodeState, packed: Array
+) -> tuple[DecodeState, tuple[Chosen, Scores | None]]:
     """One piece of one row, whose own part of the cache is taken out and put back."""
-    row, begin, count, _, scored, following = packed[:PIECE]
-    tokens = packed[PIECE + WIDTH :]
-    one = replace(replace(state.cache, table=table).row(row), lengths=begin[None])
-    one = one.release(begin[None] == 0)
-    hidden, one = network.extend(one, tokens[None], (begin + count)[None], implementation)
-    end = jax.lax.dynamic_slice_in_dim(hidden[0], count - 1, 1)
-    state, chosen = _with_row(network, state, one, end, packed)
-    targets = jnp.roll(tokens, -1).at[count - 1].set(following)
-    return state, (chosen, _scores(network, hidden[0], targets, scored.astype(bool)))
+    row, begin, count, last, scored, following = packed[:PIECE]
+    numbers, tokens = packed[PIECE:][:WIDTH], packed[PIECE + WIDTH :]
+    one = state.row(row)
+    cache = replace(one.cache, lengths=begin[None]).release(begin[None] == 0)
+    behind = jnp.where(scored, jnp.roll(tokens, -1).at[count - 1].set(following), -1)
+    given = tokens[None], count[None], last[None].astype(bool), numbers[None], behind[None]
+    one, chosen, scores = read(network, one._replace(cache=cache), *given, implementation=implementation)
+    return state.with_row(row, one), (chosen, jax.tree.map(lambda x: x[0], scores))
 
 
 def _read_whole(
-    implementation: Implementation | None,
-    network: ShardedTransformer,
-    state: EngineState,
-    table: Array,
-    packed: Array,
-) -> tuple[EngineState, tuple[Chosen]]:
+    implementation: Implementation | None, network: ShardedTransformer, state: DecodeState, packed: Array
+) -> tuple[DecodeState, tuple[Chosen, None]]:
     """A text of one row, from its first token to its last, divided over `sequence`; then put into pages."""
     row, _, count = packed[:3]
-    tokens, cache, pages = packed[PIECE + WIDTH :], state.cache, jax.lax.dynamic_slice_in_dim(table, row, 1)
-    capacity = cache.capacity
-    end, read = network.prefill(tokens[None], count[None], capacity=capacity, implementation=implementation)
-    one = cache.row(row)
+    numbers, tokens, one = packed[PIECE:][:WIDTH], packed[PIECE + WIDTH :], state.row(row)
+    capacity, pages = state.cache.capacity, cast(Array, one.cache.table)
+    end, new = network.prefill(tokens[None], count[None], capacity=capacity, implementation=implementation)
     layers = tuple(
-        cast(Paged, spec).put_prompt(held, new, len(tokens), count[None], pages)
-        for spec, held, new in zip(cache.specs, one.layers, read.layers, strict=True)
+        cast(Paged, spec).put_prompt(held, read, len(tokens), count[None], pages)
+        for spec, held, read in zip(one.cache.specs, one.cache.layers, new.layers, strict=True)
     )
-    one = replace(one, layers=layers, lengths=count[None])
-    state, chosen = _with_row(network, state, one, end, packed)
-    return state, (chosen,)
-
-
-def _with_row(
-    network: Transformer | ShardedTransformer, state: EngineState, one: KVCache, end: Array, packed: Array
-) -> tuple[EngineState, Chosen]:
-    """The state with a row as a piece left it, `one`; end [1, D]: hidden state of its last token."""
-    row, last = packed[0], packed[3].astype(bool)
-    numbers = packed[PIECE:][:WIDTH]
-    token, *logprobs = _chosen(network.embeddings.unembed(end), numbers[None], one.lengths)
-    new = EngineState(
-        state.cache.with_row(row, one),
-        state.last.at[row].set(jnp.where(last, token[0], state.last[row])),
-        state.done.at[row].set(jnp.where(last, _ends(token, numbers[None], one.lengths)[0], True)),
-        state.tails,
-    )
-    one_step = lambda x: x[:, None]
-    return new, Chosen(one_step(token), last[None].astype(jnp.int32), one.lengths, *map(one_step, logprobs))
-
-
-def _scores(
-    network: Transformer | ShardedTransformer, hidden: Array, targets: Array, wanted: Array
-) -> Scores:
-    """Of targets [T], each behind a token of hidden state [T, D]; zeros unless wanted."""
-
-    def one(pair: tuple[Array, Array]) -> Scores:
-        logprobs = jax.nn.log_softmax(network.embeddings.unembed(pair[0]))
-        return Scores(logprobs[pair[1]], *_likeliest(logprobs))
-
-    found = partial(jax.lax.map, one, batch_size=SCORED)
-    nothing = lambda pair: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(found, pair))
-    return jax.lax.cond(wanted, found, nothing, (hidden, targets))
+    one = one._replace(cache=replace(one.cache, layers=layers, lengths=count[None]))
+    one, chosen = first(network, one, end, jnp.ones(1, bool), numbers[None])
+    return state.with_row(row, one), (chosen, None)
 
 
 def _decode(
-    implementation: Implementation | None,
-    steps: int,
-    network: Transformer | ShardedTransformer,
-    state: EngineState,
-    table: Array,
-    packed: Array,
-) -> tuple[EngineState, Chosen]:
-    """So many steps of all rows that are active, not done and below their limit."""
-    wanted, numbers = packed[:, 0].astype(bool), packed[:, 1:]
-
-    def step(state: EngineState, _: None) -> tuple[EngineState, tuple[Array, ...]]:
-        # Nothing is read of other rows: their pages may be others' by now.
-        held = jnp.where(wanted, state.cache.lengths, 0)
-        active = wanted & ~state.done & (held < numbers[:, AT["limit"]])
-        end = held + active
-        cache = replace(state.cache, lengths=held, table=table)
-        hidden, cache = network.extend(cache, state.last[:, None], end, implementation)
-        cache = replace(cache, lengths=jnp.where(wanted, end, state.cache.lengths), table=None)
-        token, *logprobs = _chosen(network.embeddings.unembed(hidden[:, 0]), numbers, end)
-        done = state.done | (active & _ends(token, numbers, end))
-        new = EngineState(cache, jnp.where(active, token, state.last), done, state.tails)
-        return new, (token, active, *logprobs)
-
-    state, (tokens, active, *logprobs) = jax.lax.scan(step, state, None, length=steps)
-    by_row = lambda x: jnp.moveaxis(x, 0, 1)
-    return state, Chosen(
-        by_row(tokens), active.sum(0, dtype=jnp.int32), state.cache.lengths, *map(by_row, logprobs)
-    )
+    implementation: Implementation | None, steps: int, network: Network, state: DecodeState, packed: Array
+) -> tuple[DecodeState, Chosen]:
+    """So many steps of all rows that are active."""
+    given = packed[:, 0].astype(bool), packed[:, 1:], steps
+    return decode(network, state, *given, steps=steps, implementation=implementation)
 
 
-def _keep(state: EngineState, pair: Array) -> EngineState:
+def _keep(tails: list[Array], own: list[Array], pair: Array) -> list[Array]:
     """What a row holds beside its pages, copied to a tail."""
     row, tail = pair
-    copies = [held.at[tail].set(leaf[row]) for held, leaf in zip(state.tails, state.cache.own, strict=True)]
-    return replace(state, tails=copies)
+    return [held.at[tail].set(leaf[row]) for held, leaf in zip(tails, own, strict=True)]
 
 
-def _restore(state: EngineState, pair: Array) -> EngineState:
+def _restore(state: DecodeState, tails: list[Array], pair: Array) -> DecodeState:
     """The reverse."""
     row, tail = pair
-    own = [leaf.at[row].set(held[tail]) for held, leaf in zip(state.tails, state.cache.own, strict=True)]
-    return replace(state, cache=state.cache.with_own(own))
-
-
-def _chosen(logits: Array, numbers: Array, positions: Array) -> tuple[Array, Array, Array, Array]:
-    """Next tokens [B], their log-probabilities [B], and the likeliest [B, 5] with theirs, where asked for."""
-    floats = jax.lax.bitcast_convert_type(numbers, jnp.float32)
-    keys = jax.lax.bitcast_convert_type(numbers[:, AT["key_0"] : AT["key_1"] + 1], jnp.uint32)
-    sampling = SamplingArrays(
-        floats[:, AT["temperature"]],
-        numbers[:, AT["top_k"]],
-        floats[:, AT["top_p"]],
-        jax.random.wrap_key_data(keys, impl="threefry2x32"),
-    )
-    allowed = _without_stops(logits, numbers, positions)
-    token = jax.lax.cond(
-        (sampling.temperature > 0).any(),
-        lambda: choose(allowed, sampling, positions),
-        lambda: choose(allowed, None, positions),
-    )
-    shape = (len(token), MOST_LOGPROBS)
-    nothing = lambda logits: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, logits.dtype))
-    asked = (numbers[:, AT["logprobs"]] > 0).any()
-    ids, values = jax.lax.cond(asked, _likeliest, nothing, logits)
-    total = jax.nn.logsumexp(logits, axis=-1)
-    logprob = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - total
-    return token, logprob, ids, values - total[:, None]
-
-
-def _likeliest(values: Array) -> tuple[Array, Array]:
-    """Ids [*B, 5] int32 of the likeliest tokens by values [*B, V], and theirs."""
-    values, ids = jax.lax.top_k(values, MOST_LOGPROBS)
-    return ids.astype(jnp.int32), values
-
-
-def _without_stops(logits: Array, numbers: Array, held: Array) -> Array:
-    """Logits [B, V] with -inf at the tokens that would end a row too early, where so many are held before."""
-    stops, early = numbers[:, len(FIELDS) :], held < numbers[:, AT["least"]]
-    nowhere = logits.shape[1]
-    columns = jnp.where(early[:, None] & (stops >= 0), stops, nowhere)
-    return logits.at[jnp.arange(len(logits))[:, None], columns].set(-jnp.inf, mode="drop")
-
-
-def _ends(token: Array, numbers: Array, held: Array) -> Array:
-    """Which rows [B] a token ends, where so many tokens are held before it."""
-    stop = (token[:, None] == numbers[:, len(FIELDS) :]).any(-1)
-    return stop & (held >= numbers[:, AT["least"]])
+    own = [leaf.at[row].set(held[tail]) for held, leaf in zip(tails, state.cache.own, strict=True)]
+    return state._replace(cache=state.cache.with_own(own))

@@ -10,7 +10,9 @@ from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.generation.steps import MAX_STOP_TOKENS, DecodeState, decode
+from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS, row_numbers
+from zdc_jax.generation.sampling import Sampling
+from zdc_jax.generation.steps import DecodeState, decode, first
 from zdc_jax.model.transformer import Embeddings, Transformer
 
 CONTINUED = 64
@@ -108,18 +110,16 @@ def _continued(
     network: Transformer, hidden: Array, cache: KVCache
 ) -> tuple[Int[np.ndarray, "B tokens"], Int[np.ndarray, " B"]]:
     """Greedy tokens, and how many there are up to a stop token."""
-    stop = network.config.eos_ids[:MAX_STOP_TOKENS]
-    stop_tokens = jnp.array([*stop, *[-1] * (MAX_STOP_TOKENS - len(stop))], jnp.int32)  # -1 equals no token.
-    token = jnp.argmax(network.embeddings.unembed(hidden), axis=-1).astype(jnp.int32)
-    state = DecodeState(
-        jax.tree.map(jnp.copy, cache),  # Decoding takes it over.
-        jnp.zeros((len(token), CONTINUED), jnp.int32).at[:, 0].set(token),
-        jnp.ones(len(token), jnp.int32),
-        token,
-        jnp.isin(token, stop_tokens),
+    stop, nothing = network.config.eos_ids[:MAX_STOP_TOKENS], np.zeros(2, np.uint32)
+    numbers = np.stack(
+        [row_numbers(held, CONTINUED, stop, Sampling(), nothing) for held in cache.lengths.tolist()]
     )
-    state = decode(network, state, jnp.int32(CONTINUED), None, stop_tokens)
-    return np.asarray(state.tokens), np.asarray(state.count)
+    wanted, cache = np.ones(len(numbers), bool), jax.tree.map(jnp.copy, cache)  # The steps take it over.
+    state, begun = first(network, DecodeState.of(cache), hidden, wanted, numbers, choice="greedy")
+    given = wanted, numbers, np.int32(CONTINUED)
+    _, later = decode(network, state, *given, steps=CONTINUED, choice="greedy")
+    tokens = np.concatenate([begun.tokens, later.tokens[:, :-1]], axis=1)
+    return tokens, 1 + np.asarray(later.made)
 
 
 def _states(

@@ -10,8 +10,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from zdc_jax.errors import PromptError, foreign_errors_as
+from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import Sampling, is_whole
-from zdc_jax.generation.steps import MAX_STOP_TOKENS, bucket
+from zdc_jax.generation.steps import bucket
 from zdc_jax.loading import LanguageModel, TextModel
 
 Prompt = str | Sequence[int]

@@ -1,9 +1,9 @@
 """One call of `generate` or `stream` on its way: prefill, then decode until every row has ended."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,26 +13,22 @@ from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.generation.compile_time import compile_seconds
 from zdc_jax.generation.request import Request, capacity_for
 from zdc_jax.generation.results import Delta, Generation, Timings
-from zdc_jax.generation.sampling import SamplingArrays
-from zdc_jax.generation.steps import (
-    MAX_STOP_TOKENS,
-    DecodeState,
-    bucket,
-    decode,
-    prefill,
-    prefill_on_mesh,
-)
+from zdc_jax.generation.row_numbers import row_numbers
+from zdc_jax.generation.sampling import request_keys
+from zdc_jax.generation.steps import Chosen, DecodeState, bucket, decode, first, read
 from zdc_jax.generation.stopping import Row, StopStrings
 from zdc_jax.loading import LanguageModel
 from zdc_jax.ops.attention import Implementation
+from zdc_jax.parallel.mesh import whole_on
 from zdc_jax.parallel.transformer import ShardedTransformer
 
 
 class Run:
-    """Compiled steps for one request, and the rows that their tokens go to.
+    """The steps of one request, and the rows that their tokens go to.
 
-    cache: one of the request's capacity that holds the first tokens of each prompt, see `prefill`; the run
-    takes it over. Default an empty one. state: what an ended run leaves, None before.
+    cache: one of the request's capacity that holds the first tokens of each prompt, but not all of any; the
+    run takes it over. Default an empty one. state: what an ended run leaves, None before. chosen: all tokens
+    of each row, those behind a stop string too.
     """
 
     def __init__(
@@ -42,31 +38,36 @@ class Run:
         implementation: Implementation | None,
         cache: KVCache | None = None,
     ):
-        self.model, self.request, self.implementation = model, request, implementation
-        self.cache = cache
+        self.model, self.request, self.cache = model, request, cache
         self.state: DecodeState | None = None
-        self.sampling = SamplingArrays.of(request.samplings, request.prompts, model.config.vocab_size)
-        padding = [-1] * (MAX_STOP_TOKENS - len(request.stop_ids))  # Equals no token.
-        self.stop_tokens = jnp.array([*request.stop_ids, *padding], jnp.int32)
-        given = model.tokenizer, request.stop_ids, StopStrings(request.stop)
-        self.rows = [Row(index, *given) for index in range(len(request.prompts))]
+        keys = request_keys(request.samplings, request.prompts)
+        given = zip(request.prompts, request.samplings, keys, strict=True)
+        self.numbers = np.stack(
+            [
+                row_numbers(len(prompt), request.max_new_tokens, request.stop_ids, sampling, key)
+                for prompt, sampling, key in given
+            ]
+        )
+        greedy = all(sampling.temperature == 0 for sampling in request.samplings)
+        self.how: dict[str, Any] = {"choice": "greedy" if greedy else "any", "implementation": implementation}
+        stopping = model.tokenizer, request.stop_ids, StopStrings(request.stop)
+        self.rows = [Row(index, *stopping) for index in range(len(request.prompts))]
+        self.chosen: list[list[int]] = [[] for _ in request.prompts]
         self.seconds = {"prefill": 0.0, "decode": 0.0, "compile": 0.0}
         self.kv_bytes = 0
 
     def deltas(self, steps: int) -> Iterator[Delta]:
         """What is new in each row after prefill and after each `steps` tokens, until all rows have ended."""
         with self._timed("prefill"):
-            state = jax.block_until_ready(self._prefill())
+            state, made = jax.block_until_ready(self._prefill())
         while True:
-            yield from self._take(state)
-            ended = np.array([row.finish_reason is not None for row in self.rows])
-            if ended.all():
+            for chosen in made:
+                yield from self._take(chosen)
+            if not (wanted := self._unfinished()).any():
                 self.state = state
                 return
             with self._timed("decode"):
-                if self.request.stop:  # The device knows stop tokens only.
-                    state = replace(state, done=jax.device_put(ended, state.done.sharding))
-                state = jax.block_until_ready(self._decode(state, steps))
+                state, *made = jax.block_until_ready(self._decode(state, wanted, steps))
 
     def result(self) -> Generation:
         """All completions, once every row has ended."""
@@ -80,41 +81,69 @@ class Run:
         self.seconds[stage] += time.perf_counter() - began
         self.seconds["compile"] += compile_seconds() - compiled
 
-    def _prefill(self) -> DecodeState:
+    def _prefill(self) -> tuple[DecodeState, list[Chosen]]:
+        """Reads all prompts; a piece gives the first tokens of those that end in it."""
         request, network = self.request, self.model.network
-        rest = self.sampling, self.stop_tokens, bucket(request.max_new_tokens)
+        lengths = np.array([len(prompt) for prompt in request.prompts], np.int32)
         if isinstance(network, ShardedTransformer):
-            network.check_fits(len(request.prompts), request.capacity)
-            longest = max(len(prompt) for prompt in request.prompts)
-            width = capacity_for(longest, self.model.config.max_positions)
-            given = request.prompts, width, request.capacity, *rest
-            state = prefill_on_mesh(network, *given, implementation=self.implementation)
+            network.check_fits(len(lengths), request.capacity)
+            state, chosen = self._prefill_on_mesh(network, lengths)
             self.kv_bytes = state.cache.bytes()
-            return state
+            return state, [chosen]
         cache, self.cache = self.cache, None  # Its arrays go into the steps and are no more.
         if cache is None:
-            cache = network.new_cache(batch=len(request.prompts), capacity=request.capacity)
-        self.kv_bytes = cache.bytes()
-        return prefill(
-            network,
-            cache,
-            request.prompts,
-            *rest,
-            chunk=request.prefill_chunk,
-            implementation=self.implementation,
+            cache = network.new_cache(batch=len(lengths), capacity=request.capacity)
+        self.kv_bytes, held = cache.bytes(), np.asarray(cache.lengths)
+        state, made, longest = DecodeState.of(cache), [], int((lengths - held).max())
+        for start in range(0, longest, request.prefill_chunk):
+            width = min(bucket(longest - start), request.prefill_chunk, cache.capacity)
+            left = lengths - held - start
+            tokens = _padded(request.prompts, held + start, width)
+            count, ends = np.clip(left, 0, width), (left > 0) & (left <= width)
+            state, chosen, _ = read(network, state, tokens, count, ends, self.numbers, **self.how)
+            made.append(chosen)
+        return state, made
+
+    def _prefill_on_mesh(
+        self, network: ShardedTransformer, lengths: np.ndarray
+    ) -> tuple[DecodeState, Chosen]:
+        """Whole prompts; their tokens are divided, and then the cache by head."""
+        request = self.request
+        width = capacity_for(int(lengths.max()), self.model.config.max_positions)
+        hidden, cache = network.prefill(
+            jnp.asarray(_padded(request.prompts, np.zeros_like(lengths), width)),
+            jnp.asarray(lengths),
+            capacity=request.capacity,
+            implementation=self.how["implementation"],
         )
+        state, ends = DecodeState.of(cache, whole_on(network.mesh)), np.ones(len(lengths), bool)
+        return first(network, state, hidden, ends, self.numbers, choice=self.how["choice"])
 
-    def _decode(self, state: DecodeState, steps: int) -> DecodeState:
-        limit = jnp.int32(min(self.request.max_new_tokens, int(state.count.max()) + steps))
-        given = self.sampling, self.stop_tokens
-        return decode(self.model.network, state, limit, *given, implementation=self.implementation)
+    def _decode(self, state: DecodeState, wanted: np.ndarray, steps: int) -> tuple[DecodeState, Chosen]:
+        """At most so many more tokens of the rows that are wanted."""
+        given = self.model.network, state, wanted, self.numbers, np.int32(steps)
+        return decode(*given, steps=bucket(steps), **self.how)
 
-    def _take(self, state: DecodeState) -> Iterator[Delta]:
+    def _unfinished(self) -> np.ndarray:
+        """Rows [B] that have not ended."""
+        return np.array([row.finish_reason is None for row in self.rows])
+
+    def _take(self, step: Chosen) -> Iterator[Delta]:
         """Gives the rows that have not ended their new tokens."""
-        tokens, count = np.asarray(state.tokens), np.asarray(state.count)
-        for row in self.rows:
-            if row.finish_reason is None:
-                new = tokens[row.index, len(row.tokens) : count[row.index]].tolist()
-                delta = row.take(new, full=bool(count[row.index] >= self.request.max_new_tokens))
+        tokens, made = np.asarray(step.tokens), np.asarray(step.made)
+        for row, chosen in zip(self.rows, self.chosen, strict=True):
+            if row.finish_reason is None and made[row.index]:
+                new = tokens[row.index, : made[row.index]].tolist()
+                chosen += new
+                delta = row.take(new, full=len(chosen) >= self.request.max_new_tokens)
                 if delta is not None:
                     yield delta
+
+
+def _padded(prompts: Sequence[np.ndarray], begin: np.ndarray, width: int) -> np.ndarray:
+    """Tokens [B, width] int32 of prompts from positions [B] on, with zeros behind their ends."""
+    tokens = np.zeros((len(prompts), width), np.int32)
+    for row, (prompt, first_token) in enumerate(zip(prompts, begin, strict=True)):
+        piece = prompt[first_token:][:width]
+        tokens[row, : len(piece)] = piece
+    return tokens

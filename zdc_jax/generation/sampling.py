@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from zdc_jax.axes import Array
 from zdc_jax.errors import PromptError
 
 SEEDS = 2**32
-_SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True)
@@ -53,10 +52,8 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class SamplingArrays:
-    """Samplings of a batch, traced, so that new values never recompile.
+class SamplingArrays(NamedTuple):
+    """Samplings of a batch.
 
     temperature [B] float32, 0 for greedy rows; top_k [B] int32; top_p [B] float32; keys [B] of JAX.
     """
@@ -65,21 +62,6 @@ class SamplingArrays:
     top_k: Array
     top_p: Array
     keys: Array
-
-    @classmethod
-    def of(
-        cls, samplings: Sequence[Sampling], prompts: Sequence[np.ndarray], vocab_size: int
-    ) -> "SamplingArrays | None":
-        """Of one sampling and one prompt [T] a row; None where all rows are greedy."""
-        if all(sampling.temperature == 0 for sampling in samplings):
-            return None
-        temperature = np.array([sampling.temperature for sampling in samplings], np.float32)
-        return cls(
-            jnp.asarray(np.where(temperature < _SMALLEST_TEMPERATURE, 0, temperature)),
-            jnp.array([min(sampling.top_k or vocab_size, vocab_size) for sampling in samplings], jnp.int32),
-            jnp.array([sampling.top_p or 1.0 for sampling in samplings], jnp.float32),
-            jax.random.wrap_key_data(jnp.asarray(request_keys(samplings, prompts)), impl="threefry2x32"),
-        )
 
 
 def request_keys(samplings: Sequence[Sampling], prompts: Sequence[np.ndarray]) -> np.ndarray:
@@ -98,13 +80,11 @@ def request_keys(samplings: Sequence[Sampling], prompts: Sequence[np.ndarray]) -
     return np.stack(keys).astype(np.uint32)
 
 
-def choose(
-    logits: Float[Array, "B V"], sampling: SamplingArrays | None, positions: Int[Array, " B"]
+def draw(
+    logits: Float[Array, "B V"], sampling: SamplingArrays, positions: Int[Array, " B"]
 ) -> Int[Array, " B"]:
     """Next token of each row; draws depend on the row's key and position alone, so streaming equals batch."""
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if sampling is None:
-        return greedy
     is_greedy = sampling.temperature == 0
     # The largest is 0 before the division, so that no temperature makes it infinite.
     below = logits - logits.max(axis=-1, keepdims=True)

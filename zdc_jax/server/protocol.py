@@ -17,8 +17,8 @@ from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens
 from zdc_jax.engine.request import MOST_LOGPROBS, EngineRequest
 from zdc_jax.errors import PromptError
 from zdc_jax.generation.request import encode
+from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import SEEDS, Sampling
-from zdc_jax.generation.steps import MAX_STOP_TOKENS
 from zdc_jax.loading import TextModel
 from zdc_jax.server.errors import RequestError
 
