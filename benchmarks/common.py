@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -46,6 +47,11 @@ def write_result(name: str, config: dict[str, Any], results: Any, folder: Path =
     """Writes one run as `folder/name.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    run = {"benchmark": name, **environment(), "config": config, "results": results}
-    path.write_text(json.dumps(run, indent=1) + "\n")
+    path.write_text(as_text({"benchmark": name, **environment(), "config": config, "results": results}))
     return path
+
+
+def as_text(run: dict[str, Any]) -> str:
+    """JSON with a line for each value, but for lists of numbers, which have one line each."""
+    one_line = lambda numbers: re.sub(r"\s+", " ", numbers[0]).replace("[ ", "[").replace(" ]", "]")
+    return re.sub(r"\[[-+\d.eE,\s]+\]", one_line, json.dumps(run, indent=1)) + "\n"
