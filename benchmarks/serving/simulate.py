@@ -1,0 +1,158 @@
+"""What rate would be sustained if steps took other times? The engine's scheduler on a trace, without a model.
+
+    python -m benchmarks.serving.simulate --trace conv.jsonl.gz --start 600 --seconds 17
+
+A prediction, no measurement. The real scheduler plans the steps; each takes the time that `Cost` says, and
+the next one begins with its end. Requests, objectives and rates are those of `replay`. It tells which setting
+or which faster part is worth a measurement on a device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.serving.replay import ENOUGH, Served
+from benchmarks.serving.traces import Arrival, arrivals
+from zdc_jax.engine.scheduler import Plan, Scheduler, Work
+
+PAGE, TAILS_A_ROW, VOCAB = 128, 2, 32_000
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a step's parts.
+
+    token: of a piece, without attention. seen: of a piece's token and one that it attends to. earlier: of a
+    token that stands before a piece, to decode its codes. piece: beside these. step: that decodes, whatever
+    its rows hold; held: of each token that they hold. cache_tokens: what fits beside the weights.
+    """
+
+    token: float
+    seen: float
+    earlier: float
+    piece: float
+    step: float
+    held: float
+    cache_tokens: int
+
+    def seconds(self, plan: Plan) -> float:
+        """Of one step."""
+        reading = sum(
+            self.piece
+            + (piece.end - piece.begin) * (self.token + self.seen * (piece.begin + piece.end) / 2)
+            + self.earlier * piece.begin
+            for piece in plan.pieces
+        )
+        held = sum(len(work.prompt) + work.promised - 1 for work in plan.decode)
+        return reading + (self.step + self.held * held if plan.decode else 0.0)
+
+
+_ALL = {"token": 44e-6, "seen": 1.8e-9, "piece": 3e-3}
+COSTS = {
+    "dense": Cost(**_ALL, earlier=0.0, step=9.5e-3, held=2.05e-7, cache_tokens=110_000),
+    "coded": Cost(**_ALL | {"piece": 10e-3}, earlier=7.5e-7, step=13e-3, held=9.5e-8, cache_tokens=400_000),
+    "coded at the speed of its bytes": Cost(
+        **_ALL | {"piece": 5e-3}, earlier=4e-7, step=11e-3, held=4.4e-8, cache_tokens=600_000
+    ),
+    "near": Cost(**_ALL | {"seen": 0.0}, earlier=0.0, step=10e-3, held=0.0, cache_tokens=2_000_000),
+}
+"""Llama-2-13B on an H200. Matrix products at 590 TFLOP/s and attention at 450; 16-bit tokens at 4 TB/s; codes
+by what decoding on the kernels took in `coded-models-h200.json`; in the third at 80 % of 4.2 TB/s."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """trace: see `arrivals`; from `start` on, `seconds` of it. rates: requests a second."""
+
+    trace: Path
+    start: float = 0.0
+    seconds: float = 120.0
+    rates: tuple[float, ...] = (0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.84, 0.95, 1.06, 1.2, 1.4, 1.6)
+    rows: int = 32
+    max_model_len: int = 65_536
+    chunks: tuple[int, ...] = (1024, 2048, 4096)
+    name: str = "serving-simulated"
+    results: Path = RESULTS
+
+
+def simulate(requests: Sequence[Arrival], cost: Cost, *, rows: int, chunk: int, tails: bool) -> list[Served]:
+    """The requests, with their times; tails: whether rows hold something beside pages."""
+    scheduler = Scheduler(
+        rows,
+        chunk,
+        pages=cost.cache_tokens // PAGE,
+        page=PAGE,
+        tails=TAILS_A_ROW * rows if tails else None,
+    )
+    todo = [Served(each, came=each.time) for each in sorted(requests, key=lambda each: each.time)][::-1]
+    now, under_way, ended = 0.0, {}, []
+    while todo or under_way:
+        while todo and todo[-1].came <= now:
+            one = todo.pop()
+            work = Work(one.arrival.tokens(len(todo), VOCAB), one.arrival.answer)
+            under_way[work] = one
+            scheduler.add(work)
+        while (victim := scheduler.victim()) is not None:
+            scheduler.preempt(victim)
+        plan = scheduler.plan()
+        if plan is None:
+            now = todo[-1].came
+            continue
+        now += cost.seconds(plan)
+        for work in (*(piece.work for piece in plan.pieces if piece.last), *plan.decode):
+            _take(under_way[work], work, now)
+            if len(work.output) == work.max_tokens:
+                scheduler.end(work, len(work.prompt) + len(work.output) - 1)
+                ended.append(under_way.pop(work))
+    return ended
+
+
+def _take(one: Served, work: Work, now: float) -> None:
+    """A token more."""
+    work.output.append(0)
+    one.first, one.last = one.first or now, now
+    one.tokens = len(work.output)
+
+
+def row(ended: list[Served]) -> dict[str, float]:
+    """What is told of one rate: shares in time, and means in seconds."""
+    parts = [one.parts() for one in ended]
+    mean = lambda name: float(np.mean([part[name] for part in parts]))
+    return {
+        "attained": float(np.mean([one.attained for one in ended])),
+        "first_token": mean("first_token"),
+        "between_tokens": mean("between_tokens"),
+    }
+
+
+def main(options: Options) -> None:
+    """Writes one JSON."""
+    end = options.start + options.seconds
+    inside = [each for each in arrivals(options.trace) if options.start <= each.time < end]
+    inside = [each for each in inside if each.prompt + each.answer <= options.max_model_len]
+    results: list[dict[str, Any]] = []
+    for kind, cost in COSTS.items():
+        for chunk in options.chunks:
+            found = []
+            for rate in options.rates:
+                slower = len(inside) / (options.seconds * rate)
+                spread = [replace(each, time=(each.time - options.start) * slower) for each in inside]
+                given = {"rows": options.rows, "chunk": chunk, "tails": kind != "dense"}
+                found.append({"rate": rate, **row(simulate(spread, cost, **given))})
+            enough = [each["rate"] for each in found if each["attained"] >= ENOUGH]
+            sustained = max(enough, default=None)
+            print(kind, chunk, sustained, *(f"{each['attained']:.2f}" for each in found), flush=True)
+            results.append({"kind": kind, "chunk": chunk, "sustained": sustained, "rates": found})
+    settings = {"requests": len(inside), "costs": {kind: asdict(cost) for kind, cost in COSTS.items()}}
+    settings |= {"start": options.start, "seconds": options.seconds, "rows": options.rows}
+    settings |= {"trace": options.trace.name, "simulated": True, "commit": commit()}
+    print(write_result(options.name, settings, results, options.results))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
