@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +19,8 @@ from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.attention import sharded_attention
-from zdc_jax.parallel.far import ulysses
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.payload import Scales
+from zdc_jax.parallel.payload import Formats
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
 
@@ -74,10 +72,10 @@ def test_prompt_and_decoded_token_lower_on_kernels(monkeypatch, plan):
 def test_float8_payload_lowers_beside_the_kernels(monkeypatch):
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     width = 32
-    scales = Scales(*(jnp.ones((4, 16), jnp.bfloat16),) * 3)
+    formats = Formats.float8(*(jnp.ones((4, 16), jnp.bfloat16),) * 3)
     spec = PrefixRing(num_kv_heads=4, head_dim=width, dtype="bfloat16", R=16, Z=16, sinks=4, window=64)
     options = {"scale": 1.0, "spec": spec, "implementation": "pallas"}
-    attend = lambda *qkv: sharded_attention(*qkv, **options, far=partial(ulysses, scales=scales))[0]
+    attend = lambda *qkv: sharded_attention(*qkv, **options, formats=formats)[0]
     specs, mesh = P(None, "sequence"), MeshConfig(sequence=4).create()
     program = jax.jit(
         jax.shard_map(attend, mesh=mesh, in_specs=(specs,) * 3, out_specs=specs, check_vma=False)
