@@ -208,11 +208,6 @@ def test_formula_is_what_is_compiled(monkeypatch, name, heads, dtype):
     near = {**near, "sinks": 0} if near and dtype == "bfloat16" else near
     plan = CompressionPlan((ranks,) * 2, K, 32, **near)
     params = random_params(config, jax.random.key(0))
-    if not near:
-        cut = {"q": ranks.qk, "k": ranks.qk, "v": ranks.v}
-        for layer in params["layers"]:
-            layer["attention"] |= {kind: layer["attention"][kind][..., :r] for kind, r in cut.items()}
-            layer["attention"]["o"] = layer["attention"]["o"][:, : ranks.v]
     whole = Transformer(config, plan, params["embeddings"], params["layers"])
     model = ShardedTransformer.of(whole, MeshConfig(sequence=U).create(), payload="coded")
     tokens = jax.ShapeDtypeStruct((batch, 61), jnp.int32)
