@@ -156,7 +156,7 @@ def test_refusals(tiny):
         load(folder, **options, weights="halved")
     with pytest.raises(ValueError, match=r"payload='int4' must be one of .*'float8'"):
         load(folder, **options, payload="int4")
-    with pytest.raises(CalibrationError, match="needs the scales of a calibrated basis; give plan="):
+    with pytest.raises(CalibrationError, match="needs the coordinates of a calibrated basis; give plan="):
         load(folder, mesh=options["mesh"], payload="float8")
     with pytest.raises(CalibrationError, match="this older basis has none, run zdc calibrate"):
         load(folder, **{**options, "basis": replace(options["basis"], v_rms=None)}, payload="float8")
