@@ -36,14 +36,6 @@ PAYLOADS: tuple[Payload, ...] = get_args(Payload)
 first `EXACT` coordinates; these, halo, sinks and log-sum-exp travel as they are. `coded`: q, k, v and o
 travel as integers of `BITS` bits, the log-sum-exp as float16; sinks and the halo of a plan's own window as
 they are."""
-
-
-def check_payload(payload: str) -> None:
-    """Raises `ValueError` for what is none of `PAYLOADS`."""
-    if payload not in PAYLOADS:
-        raise ValueError(f"{payload=} must be one of {PAYLOADS}")
-
-
 EXACT = 2
 """Coordinates of each head that `float8` does not round."""
 _FLOAT8 = jnp.float8_e4m3fn
@@ -261,6 +253,12 @@ NATIVE = Formats()
 def scale_weights(basis: Basis, layer: int) -> dict[str, np.ndarray]:
     """`q_scale`, `k_scale`, `v_scale` [K, H], float64, of `Attention`; raises what `check_scales` does."""
     return {f"{name}_scale": scale_for(rms[layer]) for name, rms in check_scales(basis).items()}
+
+
+def check_payload(payload: str) -> None:
+    """Raises `ValueError` for what is none of `PAYLOADS`."""
+    if payload not in PAYLOADS:
+        raise ValueError(f"{payload=} must be one of {PAYLOADS}")
 
 
 def check_basis(payload: Payload, basis: Basis | None) -> None:
