@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from convert.calibration.make_basis import make_basis
 from convert.calibration.moments import Moments
 from convert.conversion import convert
 from zdc_jax.basis import Basis
-from zdc_jax.checkpoint import Checkpoint
+from zdc_jax.checkpoint import MANIFEST, Checkpoint
 from zdc_jax.evaluation.perplexity import compare, token_nll, window_nll
 from zdc_jax.evaluation.text import read_documents, token_windows
 from zdc_jax.fold import cast, prepared_layers
@@ -44,12 +45,16 @@ TOKENS_STUDY = (10_000, 100_000, 1_000_000)
 
 @dataclass(frozen=True)
 class Options:
-    """`tokens` are for calibration, `windows` of held-out text for perplexity; `dtype` None: as stored."""
+    """`tokens` are for calibration, `windows` of `context` tokens of held-out text for perplexity.
+
+    model: a folder of Hugging Face's or a converted one. dtype: None as stored.
+    """
 
     model: Path
     corpus: Path
     name: str
     windows: int = 24
+    context: int = CONTEXT
     tokens: int = 1_000_000
     seed: int = 0
     batch: int = 4
@@ -73,19 +78,30 @@ class Bench:
 
     def __init__(self, options: Options, folder: Path):
         self.options = options
-        convert(options.model, folder / "converted", progress=False)
-        self.checkpoint = Checkpoint.open(folder / "converted")
+        if (options.model / MANIFEST).exists():
+            folder = options.model
+        else:
+            convert(options.model, folder := folder / "converted", progress=False)
+        self.checkpoint = Checkpoint.open(folder)
         self.config = self.checkpoint.config
         self.layers = [self.checkpoint.layer(i) for i in range(self.config.num_layers)]
-        self.dense = load(folder / "converted", dtype=options.dtype)
+        self.dense = load(folder, dtype=options.dtype)
         self.train, self.train_topics = self.windows("train", options.tokens // CONTEXT)
-        self.heldout, self.topics = self.windows("heldout", options.windows)
-        self.dense_token_nll = token_nll(self.dense.network, self.heldout, batch=options.batch)
-        self.dense_nll = self.dense_token_nll.mean(1, dtype=np.float64)
+        self.heldout, self.topics = self.windows("heldout", options.windows, options.context)
         self.moments = self.collect(self.train)
         self.bases: dict[str, Basis] = {}
 
-    def windows(self, split: str, count: int) -> tuple[np.ndarray, list[str]]:
+    @cached_property
+    def dense_token_nll(self) -> np.ndarray:
+        """Of the unmodified model on the held-out windows."""
+        return token_nll(self.dense.network, self.heldout, batch=self.options.batch)
+
+    @property
+    def dense_nll(self) -> np.ndarray:
+        """Its mean of each window, float64."""
+        return self.dense_token_nll.mean(1, dtype=np.float64)
+
+    def windows(self, split: str, count: int, length: int = CONTEXT) -> tuple[np.ndarray, list[str]]:
         files = sorted(
             path
             for path in self.options.corpus.glob(f"*/{split}.txt.xz")
@@ -94,7 +110,7 @@ class Bench:
         return token_windows(
             read_documents(files),
             self.checkpoint.tokenizer(),
-            length=CONTEXT,
+            length=length,
             num_windows=count,
             seed=self.options.seed,
             eos_id=self.config.eos_ids[0],

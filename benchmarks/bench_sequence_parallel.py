@@ -270,7 +270,7 @@ class Bench:
         x = self.by_token(padded, network.dtype)
         block, spec = network.prompt_layers[0], network.layer_caches[0]
         attention, implementation = ATTENTION[row.method], self.implementation(row)
-        options = (spec, self.mesh, attention, implementation, row.weights)
+        options = (spec, self.mesh, attention, implementation, row.weights, row.payload)
         compiled = layers * hlo_bytes(whole_layer.lower(block, x, *options).compile().as_text())
         if row.weights == "gathered":
             formula += layers * gathered_bytes(block, self.mesh)

@@ -72,7 +72,7 @@ class Model:
         spec = self.config.layers[0]
         layers = (Block(layer, self.config, spec) for layer in scaled)
         ends = Embeddings(self.embeddings, self.config)
-        options: Any = {"weights": weights, "decodes": False}
+        options: Any = {"weights": weights, "payload": payload, "decodes": False}
         return ShardedTransformer(self.config, plan, ends, layers, self.mesh, **options)
 
     def on_each(self, plan: CompressionPlan) -> Transformer:

@@ -24,9 +24,9 @@ from zdc_jax.config import ModelConfig
 from zdc_jax.ops.attention import Implementation, self_attention
 from zdc_jax.parallel.attention import attend_near
 from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, kv_copies, scatter_heads
-from zdc_jax.parallel.far import FarKeys, ulysses
+from zdc_jax.parallel.far import FarKeys
 from zdc_jax.parallel.mesh import SEQUENCE
-from zdc_jax.parallel.payload import Payload, Scales, scale_for
+from zdc_jax.parallel.payload import NATIVE, Formats, Payload, scale_for
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 TOKENS, HEADS, HEADS_FIRST = P(None, SEQUENCE), P(None, None, SEQUENCE), P(None, SEQUENCE)
@@ -105,12 +105,12 @@ class Parts:
     ):
         self.config, self.mesh, self.length, self.method = config, mesh, length, method
         self.ranks, self.spec = plan.layers[0], plan.layer_caches(config.dtype)[0]
-        self.keys = FarKeys(config.layers[0].score_scale(config.head_dim), *plan.near(0), implementation)
-        self.scales: Scales | None = None
+        self.formats = NATIVE
         if payload == "float8":
             widths = (self.ranks.qk, self.ranks.qk, self.ranks.v)
             unit = (jnp.asarray(scale_for(np.ones((config.num_kv_heads, width)))) for width in widths)
-            self.scales = Scales(*(scale.astype(jnp.bfloat16) for scale in unit))
+            self.formats = Formats.float8(*(scale.astype(jnp.bfloat16) for scale in unit))
+        self.keys = FarKeys(config.layers[0].score_scale(config.head_dim), *plan.near(0), implementation)
 
     def names(self) -> list[str]:
         """The parts that this method has."""
@@ -146,7 +146,7 @@ class Parts:
         return seconds_each(_on(self.mesh, f, in_spec, out_specs), *arrays)
 
     def _attention(self, q: Array, k: Array, v: Array) -> Array:
-        payload = {} if self.scales is None else {"far": partial(ulysses, scales=self.scales)}
+        payload = {} if self.formats is NATIVE else {"formats": self.formats}
         options = {"spec": self.spec, "implementation": self.keys.implementation, **payload}
         return ATTENTION[self.method](q, k, v, scale=self.keys.scale, **options)[0]
 
@@ -163,14 +163,14 @@ class Parts:
         H, late = self.config.head_dim, self.method == "late_ulysses"
         ranks = LayerRanks(H, H) if late else self.ranks
         first = q[..., : ranks.qk], k[..., : ranks.qk], v[..., : ranks.v]
-        q, k, v = scatter_heads(first, SEQUENCE, self.scales)
-        scale = None if self.scales is None else self.scales.v
+        sent = self.formats
+        q, k, v = scatter_heads(first, SEQUENCE, (sent.q, sent.k, sent.v))
         o = jnp.tile(q, -(-ranks.v // ranks.qk))[..., : ranks.v]
         if self.keys.are_all or late:
-            o = gather_heads(o, SEQUENCE, scale)
+            o = gather_heads(o, SEQUENCE, sent.o)
         else:
             lse = q[..., 0].swapaxes(1, 2).astype(jnp.float32)
-            o, _ = gather_heads_and_lse(o, lse, SEQUENCE, scale)
+            o, _ = gather_heads_and_lse(o, lse, SEQUENCE, sent.o, sent.lse)
         return o, k.swapaxes(1, 2), v.swapaxes(1, 2)
 
     def _random(self, spec: P, kv_heads: int, R: int, Z: int) -> tuple[Array, Array, Array]:

@@ -19,7 +19,7 @@ from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.rotary import rope_frequencies
 from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.payload import PAYLOADS, Payload, check_scales
+from zdc_jax.parallel.payload import Payload, check_basis, check_payload
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.parallel.weights import WEIGHT_PLACEMENTS, WeightPlacement
 from zdc_jax.plan import CompressionPlan
@@ -112,19 +112,21 @@ def load(
         time, and each device gets its share.
       weights: on a mesh, `replicated` for prompts, or `gathered` from all devices layer by layer
         (`zdc_jax.parallel.weights`).
-      payload: what devices exchange of a prompt: `native`, or `float8`, which halves the bytes of 16 bits and
-        rounds, with q and o, what the cache holds of the prompt (`zdc_jax.parallel.payload`).
+      payload: what devices exchange of a prompt: `native`; or `float8`, which halves the bytes of 16 bits; or
+        `coded`, integers of a quarter of them in the mean. The latter two round, with q and o, what the cache
+        holds of the prompt (`zdc_jax.parallel.payload`).
 
     Raises:
       CheckpointError: unreadable folder (or files of its chat template), unknown dtype, more positions than
         the model can be used with.
       PlanError: corrupt plan, or one made for another model or on another basis.
-      CalibrationError: a plan was given and the folder holds no basis, or that of another model; `float8`
-        without a plan, or with a basis too old to give scales.
-      MeshError: the model cannot be divided over the mesh, there are too few devices; `float8` or `gathered`
-        without one.
+      CalibrationError: a plan was given and the folder holds no basis, or that of another model; a payload
+        that rounds without a plan on a basis; `float8` with a basis too old to give scales.
+      MeshError: the model cannot be divided over the mesh, there are too few devices; a payload that rounds
+        or `gathered` without one.
       ValueError: unknown weights or payload.
-      NotImplementedError: `float8` for a plan with token classes.
+      NotImplementedError: a payload that rounds for a plan with token classes; a method that does not run on
+        a mesh.
     """
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
     check_options(dtype, mesh, weights, payload)
@@ -141,10 +143,9 @@ def load(
             config.max_positions,
             checkpoint.config.max_positions,
         )
-    if payload == "float8":
-        check_scales(basis)
-        if plan.classes is not None:
-            check_classes(payload)
+    check_basis(payload, basis)
+    if plan.classes is not None:
+        check_classes(payload)
     embeddings = cast(checkpoint.embeddings(), target)
     stored = (checkpoint.layer(index) for index in range(config.num_layers))
     layers = prepared_layers(stored, config, plan, basis, target, payload)
@@ -154,7 +155,7 @@ def load(
     else:
         blocks = (Block(layer, config, spec) for layer, spec in zip(layers, config.layers, strict=True))
         ends = Embeddings(embeddings, config)
-        network = ShardedTransformer(config, plan, ends, blocks, devices, weights=weights)
+        network = ShardedTransformer(config, plan, ends, blocks, devices, weights=weights, payload=payload)
     return LanguageModel(network, checkpoint.tokenizer(), basis, chat_template)
 
 
@@ -178,13 +179,12 @@ def check_options(
     """Refuses what `load` cannot do on any model; raises `CheckpointError`, `ValueError` or `MeshError`."""
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype={dtype!r} must be one of {DTYPES}")
-    if payload not in PAYLOADS:
-        raise ValueError(f"{payload=} must be one of {PAYLOADS}")
+    check_payload(payload)
     if weights not in WEIGHT_PLACEMENTS:
         raise ValueError(f"{weights=} must be one of {WEIGHT_PLACEMENTS}")
     if weights == "gathered" and mesh is None:
         raise MeshError(f"{weights=} are divided over devices; give mesh= with it")
-    if payload == "float8" and mesh is None:
+    if payload != "native" and mesh is None:
         raise MeshError(f"{payload=} is exchanged between devices; give mesh= with it")
 
 

@@ -181,7 +181,7 @@ class Generate:
     mesh: str | None = None
     """Devices to use, such as data=1,sequence=4,model=2; default one."""
     payload: Payload = "native"
-    """What they exchange of a prompt; float8 takes half the bytes and rounds."""
+    """What they exchange of a prompt; float8 takes half of the bytes and coded a quarter, and both round."""
     processes: Annotated[ProcessFlags, tyro.conf.arg(name="")] = field(default_factory=ProcessFlags)
     dtype: Dtype | None = None
     """Dtype to run in; default that of the stored weights."""

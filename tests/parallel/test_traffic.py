@@ -41,6 +41,17 @@ def test_truncated_exchange_is_a_share_of_dense():
     assert (0.1875 + 8 / 1024) * dense < float8 <= 0.21 * dense
 
 
+def test_coded_exchange_of_all_coordinates():
+    """Of q and k 32 coordinates in 6 bits and 96 in 4, of v and o all in 4, a byte a block; halo in 6."""
+    t, each = 131072 // 4, 2 * (24 + 1 + 48 + 1) + 2 * (64 + 1)
+    exchanged = t * 3 // 4 * 32 * (each + 2)
+    near = 32 * (256 * 2 * (96 + 1) + 2 * 3 * 4 * 256 * 2 // 4)
+    full = CompressionPlan.full(LLAMA_7B)
+    sent = prefill_bytes(LLAMA_7B, full, length=131072, degree=4, payload="coded")
+    assert sent == 32 * (exchanged + near)
+    assert sent < 0.28 * prefill_bytes(LLAMA_7B, full, length=131072, degree=4)
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

@@ -89,15 +89,15 @@ def self_attention(
 def near_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B {window}+T K H"],
-    v: Float[Array, "B {window}+T K H"],
+    v: Float[Array, "B {window}+T K Z"],
     sink_k: Float[Array, "B P K H"],
-    sink_v: Float[Array, "B P K H"],
+    sink_v: Float[Array, "B P K Z"],
     start: Int[Array, ""],
     *,
     scale: float,
     window: int,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
     """The near half of attention, for tokens that stand at positions start, start + 1, …; at full rank.
 
     Args:

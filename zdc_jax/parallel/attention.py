@@ -14,7 +14,7 @@ from zdc_jax.ops.attention import Implementation, near_attention
 from zdc_jax.parallel.far import Exchanged, FarAttention, FarKeys, ulysses
 from zdc_jax.parallel.mesh import SEQUENCE
 from zdc_jax.parallel.near import first_tokens, with_halo
-from zdc_jax.parallel.payload import Payload
+from zdc_jax.parallel.payload import NATIVE, Formats, Payload
 from zdc_jax.plan import TokenClasses
 
 ShardedAttention = Callable[..., tuple[Array, Any]]
@@ -30,11 +30,13 @@ def sharded_attention(
     spec: PrefixRing,
     implementation: Implementation | None = None,
     far: FarAttention = ulysses,
+    formats: Formats = NATIVE,
 ) -> tuple[Float[Array, "B t N Hv"], Exchanged | None]:
     """`self_attention` of all tokens, for those of one device: inside `jax.shard_map`, T over `sequence`.
 
     Near keys are attended to on the device, at full rank, with a halo from the devices before it; that does
-    not depend on what is exchanged for far keys, so that both may go on at once (ours).
+    not depend on what is exchanged for far keys, so that both may go on at once (ours). A `coded` payload has
+    near keys also where the plan has none, with the coordinates that the plan keeps.
 
     Args:
       q, k, v: as `self_attention` takes them, of this device's t tokens; coordinates past R and Z are dropped
@@ -43,6 +45,7 @@ def sharded_attention(
       spec: coordinates that far keys count with; near set.
       implementation: of the attention, see `zdc_jax.ops.attention`.
       far: how queries and far keys of other devices come together.
+      formats: how they travel; for `ulysses`.
 
     Returns:
       attention, and the far keys and values as they arrived, for a cache; None where `far` has none.
@@ -50,17 +53,18 @@ def sharded_attention(
     Raises:
       NotImplementedError: the chosen implementation cannot do this call, with the reason.
     """
-    keys = FarKeys.of(q, v, spec, scale=scale, implementation=implementation)
-    attend_far = lambda: far(q[..., : spec.R], k[..., : spec.R], v[..., : spec.Z], keys)
+    keys = FarKeys.of(q, v, spec, scale=scale, implementation=implementation, formats=formats)
+    cut = q[..., : spec.R], k[..., : spec.R], v[..., : spec.Z]
     if keys.are_all:
-        o, _, exchanged = attend_far()
+        o, _, exchanged = far(*cut, keys)
         return widened(o, v.shape[-1]), exchanged
-    parts, exchanged = [attend_near(q, k, v, keys)], None
+    near = (q, k, v) if keys.of_plan else cut
+    parts, exchanged = [attend_near(*near, keys)], None
     if spec.R:
-        o, lse, exchanged = attend_far()
+        o, lse, exchanged = far(*cut, keys)
         assert lse is not None  # It is there where there is a near set.
         parts.append((o, lse))
-    return merged(parts)[0], exchanged
+    return widened(merged(parts)[0], v.shape[-1]), exchanged
 
 
 def check_attention(attention: ShardedAttention, payload: Payload, classes: TokenClasses | None) -> None:
@@ -82,15 +86,15 @@ def merged(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
 
 
 def attend_near(
-    q: Float[Array, "B t N H"], k: Float[Array, "B t K H"], v: Float[Array, "B t K H"], keys: FarKeys
-) -> tuple[Float[Array, "B t N H"], Float[Array, "B N t"]]:
+    q: Float[Array, "B t N H"], k: Float[Array, "B t K H"], v: Float[Array, "B t K Z"], keys: FarKeys
+) -> tuple[Float[Array, "B t N Z"], Float[Array, "B N t"]]:
     """Near attention of one device's tokens, with the halo and the sinks that it fetches, and log-sum-exp.
 
     Raises:
       NotImplementedError: the chosen implementation cannot do this call, with the reason.
     """
     sink_k, sink_v = first_tokens(k, v, keys.sinks, SEQUENCE)
-    k, v = with_halo(k, v, keys.window, SEQUENCE)
+    k, v = with_halo(k, v, keys.window, SEQUENCE, keys.halo)
     return near_attention(
         q,
         k,

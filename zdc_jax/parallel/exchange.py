@@ -1,20 +1,21 @@
 """Relayouts inside `jax.shard_map`: tokens divided over an axis of the mesh ↔ heads divided over it.
 
 U devices hold t = T/U tokens each. Whatever travels, travels as unsigned integers of the same width: the bits
-arrive as they were sent, and no backend widens them on the way. With scales numbers are rounded to float8 for
-the way, and are back in their own dtype right after it (`zdc_jax.parallel.payload`).
+arrive as they were sent, and no backend widens them on the way. A `Format` may round numbers for the way;
+they are back in their own dtype right after it (`zdc_jax.parallel.payload`).
 """
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 
-from zdc_jax.axes import AnyArray, Array
-from zdc_jax.parallel.payload import packed, unpacked
+from zdc_jax.axes import Array
+from zdc_jax.parallel.payload import AS_IS, Format
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
@@ -64,21 +65,29 @@ def _from_words(words: Array, like: Array) -> Array:
 
 
 def scatter_heads(
-    parts: Sequence[Float[Array, "B _ _ _"]], axis: str, scales: Sequence[AnyArray] | None = None
+    parts: Sequence[Float[Array, "B _ _ _"]], axis: str, formats: Sequence[Format] | None = None
 ) -> list[Float[Array, "B _ _ _"]]:
     """All tokens of one device's heads, from all heads of its tokens: one dense all-to-all (ZDC §5.3).
 
     parts: q, k and v, or others; each may have a t, N and R of its own. Heads that U does not divide are sent
-    `kv_copies` times. scales: of a float8 payload, [K, R] for each part.
+    `kv_copies` times. formats: how each of them travels; default `AS_IS`.
     """
     U = jax.lax.axis_size(axis)
-    parts = [jnp.repeat(x, kv_copies(x.shape[2], U), axis=2) for x in parts]
-    if scales is None:
-        return _scattered(parts, axis)
-    every = [_of_heads(scale, x.shape[2]) for x, scale in zip(parts, scales, strict=True)]
-    halves = [half for x, scale in zip(parts, every, strict=True) for half in packed(x, scale)]
-    halves, own = _scattered(halves, axis), [_own_heads(scale, axis) for scale in every]
-    return [unpacked(*pair) for pair in zip(halves[::2], halves[1::2], own, strict=True)]
+    formats = formats or [AS_IS] * len(parts)
+    copies = [kv_copies(x.shape[2], U) for x in parts]
+    every = [form.of_heads(x.shape[2]) for form, x in zip(formats, parts, strict=True)]
+    # Codes are of the heads themselves: copies are made of what is packed.
+    packed = [
+        [jnp.repeat(part, many, axis=2) for part in form.packed(x)]
+        for form, x, many in zip(every, parts, copies, strict=True)
+    ]
+    arrived = iter(_scattered([part for each in packed for part in each], axis))
+    heads = [x.shape[2] * many for x, many in zip(parts, copies, strict=True)]
+    own = [_own(form.of_heads(count), axis, count) for form, count in zip(formats, heads, strict=True)]
+    return [
+        form.unpacked(*itertools.islice(arrived, len(each)), dtype=x.dtype)
+        for form, each, x in zip(own, packed, parts, strict=True)
+    ]
 
 
 def _scattered(parts: list[Array], axis: str) -> list[Array]:
@@ -88,47 +97,39 @@ def _scattered(parts: list[Array], axis: str) -> list[Array]:
     return [jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in by_sender]
 
 
-def gather_heads(
-    o: Float[Array, "B T n Z"], axis: str, scale: Float[AnyArray, "K Z"] | None = None
-) -> Float[Array, "B t N Z"]:
-    """All heads of one device's tokens, from all tokens of its heads: the way back. scale: v's, of float8."""
-    if scale is None:
-        return _gathered([o], axis)[0]
-    every = _of_heads(scale, jax.lax.axis_size(axis) * o.shape[2])
-    exact, rest = _gathered(packed(o, _own_heads(every, axis)), axis)
-    return unpacked(exact, rest, every)
+def gather_heads(o: Float[Array, "B T n Z"], axis: str, form: Format = AS_IS) -> Float[Array, "B t N Z"]:
+    """All heads of one device's tokens, from all tokens of its heads: the way back."""
+    every, packed = _packed_own(o, axis, form)
+    return every.unpacked(*_gathered(packed, axis), dtype=o.dtype)
 
 
 def gather_heads_and_lse(
     o: Float[Array, "B T n Z"],
     lse: Float[Array, "B n T"],
     axis: str,
-    scale: Float[AnyArray, "K Z"] | None = None,
+    form: Format = AS_IS,
+    lse_dtype: Any = jnp.float32,
 ) -> tuple[Float[Array, "B t N Z"], Float[Array, "B N t"]]:
-    """`gather_heads` with the float32 log-sum-exp in the same message."""
-    of_lse = lse.swapaxes(1, 2)[..., None]
-    if scale is None:
-        o, of_lse = _gathered([o, of_lse], axis)
-    else:
-        every = _of_heads(scale, jax.lax.axis_size(axis) * o.shape[2])
-        exact, rest, of_lse = _gathered([*packed(o, _own_heads(every, axis)), of_lse], axis)
-        o = unpacked(exact, rest, every)
-    return o, of_lse[..., 0].swapaxes(1, 2)
+    """`gather_heads` with the float32 log-sum-exp in the same message, where it may be rounded."""
+    every, packed = _packed_own(o, axis, form)
+    *arrived, of_lse = _gathered([*packed, lse.swapaxes(1, 2)[..., None].astype(lse_dtype)], axis)
+    return every.unpacked(*arrived, dtype=o.dtype), of_lse[..., 0].swapaxes(1, 2).astype(lse.dtype)
 
 
-def _gathered(parts: Sequence[Float[Array, "B T n _"]], axis: str) -> list[Float[Array, "B t N _"]]:
+def _packed_own(o: Array, axis: str, form: Format) -> tuple[Format, tuple[Array, ...]]:
+    """The format of all heads, and what is sent of this device's."""
+    every = form.of_heads(count := jax.lax.axis_size(axis) * o.shape[2])
+    return every, _own(every, axis, count).packed(o)
+
+
+def _own(every: Format, axis: str, count: int) -> Format:
+    """Of `count` heads, those that this device has in the exchange."""
+    share = count // jax.lax.axis_size(axis)
+    return every.own(jax.lax.axis_index(axis) * share, share)
+
+
+def _gathered(parts: Sequence[Shaped[Array, "B T n _"]], axis: str) -> list[Shaped[Array, "B t N _"]]:
     U, (B, T, n, _) = jax.lax.axis_size(axis), parts[0].shape
     by_receiver = [jnp.moveaxis(x.reshape(B, U, T // U, n, x.shape[3]), 1, 0) for x in parts]
     by_sender = all_to_all(by_receiver, axis)
     return [jnp.moveaxis(x, 0, 2).reshape(B, T // U, U * n, x.shape[4]) for x in by_sender]
-
-
-def _of_heads(scale: Float[AnyArray, "K R"], heads: int) -> Float[Array, "N R"]:
-    """Of each query head, or copy of a KV head, that of its KV head."""
-    return jnp.repeat(scale, heads // scale.shape[0], axis=0)
-
-
-def _own_heads(scale: Float[AnyArray, "N R"], axis: str) -> Float[Array, "n R"]:
-    """Of the heads that this device has in the exchange."""
-    count = scale.shape[0] // jax.lax.axis_size(axis)
-    return jax.lax.dynamic_slice_in_dim(scale, jax.lax.axis_index(axis) * count, count)

@@ -15,17 +15,23 @@ from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.ops.attention import Implementation, far_attention, self_attention
 from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, scatter_heads
 from zdc_jax.parallel.mesh import SEQUENCE
-from zdc_jax.parallel.payload import Scales
+from zdc_jax.parallel.payload import NATIVE, Format, Formats
 
 
 @dataclass(frozen=True)
 class FarKeys:
-    """Which keys are far (all, where sinks and window are 0), and how attention on them is computed."""
+    """Which keys are far (all, where sinks and window are 0), and how attention on them is computed.
+
+    formats: how they travel. of_plan: whether the near set is that of a plan. If not, near keys have as many
+    coordinates as far ones, and their halo travels as `formats.halo`.
+    """
 
     scale: float
     sinks: int
     window: int
     implementation: Implementation | None
+    formats: Formats = NATIVE
+    of_plan: bool = True
 
     @classmethod
     def of(
@@ -36,14 +42,21 @@ class FarKeys:
         *,
         scale: float,
         implementation: Implementation | None,
+        formats: Formats = NATIVE,
     ) -> Self:
         """Of tokens divided over `sequence`, q [B, t, N, H], v [B, t, K, H]; inside `jax.shard_map`.
 
-        Sinks and window count where q or v is wider than what `spec` keeps of far keys; else all are far.
+        Sinks and window of `spec` count where q or v is wider than what it keeps of far keys; elsewhere all
+        are far, or those of `formats` count.
         """
-        near = q.shape[-1] > spec.R or v.shape[-1] > spec.Z
-        length = q.shape[1] * jax.lax.axis_size(SEQUENCE) if near else 0
-        return cls(scale, *spec.near(length), implementation)
+        length = q.shape[1] * jax.lax.axis_size(SEQUENCE)
+        of_plan, near = near_set(spec, formats, (q.shape[-1], v.shape[-1]), length)
+        return cls(scale, *near, implementation, formats, of_plan)
+
+    @property
+    def halo(self) -> tuple[Format, Format]:
+        """How near keys and values come from devices before."""
+        return NATIVE.halo if self.of_plan else self.formats.halo
 
     @property
     def are_all(self) -> bool:
@@ -66,6 +79,23 @@ class FarKeys:
         )
 
 
+def near_set(
+    spec: PrefixRing, formats: Formats, widths: tuple[int, int], length: int
+) -> tuple[bool, tuple[int, int]]:
+    """Whether a plan says which of `length` tokens are near, and how many: sinks and window.
+
+    It does where q and v have more coordinates, `widths`, than far keys. Elsewhere the formats say it, or the
+    plan where it has more: one of all coordinates may have a window.
+    """
+    own = spec.near(length)
+    if any(own) and (widths[0] > spec.R or widths[1] > spec.Z):
+        return True, own
+    if not any(formats.near):
+        return False, (0, 0)
+    sinks, window = (min(max(pair), length) for pair in zip(formats.near, own, strict=True))
+    return False, (sinks, window)
+
+
 Exchanged = tuple[Array, Array]
 """k [B, T, K/U, R] and v [B, T, K/U, Z] of all tokens for the heads of one device, as they arrived."""
 FarAttention = Callable[[Array, Array, Array, FarKeys], tuple[Array, Array | None, Exchanged | None]]
@@ -73,13 +103,11 @@ FarAttention = Callable[[Array, Array, Array, FarKeys], tuple[Array, Array | Non
 all keys are far; and what a cache by head can keep, None where nothing of that form has arrived."""
 
 
-def ulysses(
-    q: Array, k: Array, v: Array, keys: FarKeys, scales: Scales | None = None
-) -> tuple[Array, Array | None, Exchanged]:
+def ulysses(q: Array, k: Array, v: Array, keys: FarKeys) -> tuple[Array, Array | None, Exchanged]:
     """Heads for tokens and back, two all-to-alls (DeepSpeed-Ulysses, with what is truncated: ZDC §5.3)."""
-    q, k, v = scatter_heads((q, k, v), SEQUENCE, scales)
-    scale = None if scales is None else scales.v
+    sent = keys.formats
+    q, k, v = scatter_heads((q, k, v), SEQUENCE, (sent.q, sent.k, sent.v))
     if keys.are_all:
         o, _ = self_attention(q, k, v, scale=keys.scale, implementation=keys.implementation)
-        return gather_heads(o, SEQUENCE, scale), None, (k, v)
-    return *gather_heads_and_lse(*keys.attend(q, k, v), SEQUENCE, scale), (k, v)
+        return gather_heads(o, SEQUENCE, sent.o), None, (k, v)
+    return *gather_heads_and_lse(*keys.attend(q, k, v), SEQUENCE, sent.o, sent.lse), (k, v)

@@ -1,7 +1,8 @@
 """The cache of a prompt whose tokens were divided over devices: divided by head, for tensor-parallel decode.
 
 First coordinates of all tokens of a device's heads are what the exchange has brought there. Only trailing
-coordinates of the last window and of the sinks have to be sent, once (ours).
+coordinates of the last window and of the sinks have to be sent, once (ours); and, where the exchange rounded
+them to few bits, the first coordinates of these tokens: what is decoded next attends mostly to them.
 """
 
 import jax
@@ -9,10 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState, ring_of_piece
+from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState, ring_of_piece, ring_slots
 from zdc_jax.parallel.exchange import kv_copies
-from zdc_jax.parallel.far import Exchanged
+from zdc_jax.parallel.far import Exchanged, near_set
 from zdc_jax.parallel.mesh import SEQUENCE
+from zdc_jax.parallel.payload import NATIVE, Formats
 
 
 def prompt_state(
@@ -23,6 +25,7 @@ def prompt_state(
     positions: Int[Array, "B t"],
     end: Int[Array, " B"],
     capacity: int,
+    formats: Formats = NATIVE,
 ) -> PrefixRingState:
     """Cache of one layer on one device, for `capacity` tokens a row; inside `jax.shard_map`.
 
@@ -30,20 +33,53 @@ def prompt_state(
       k, v: of this device's tokens, which stand at `positions`; truncated where the plan has no near set.
       exchanged: first coordinates of all tokens for this device's heads; None without far attention.
       end: tokens that each row holds.
+      formats: how the first coordinates came; near ones are put there whole where `formats.near` says so.
     """
     trailing = jnp.concatenate([k[..., spec.R :], v[..., spec.Z :]], -1)
-    trailing = jnp.repeat(trailing, kv_copies(k.shape[2], jax.lax.axis_size(SEQUENCE)), axis=2)
-    (B, _, K, C), (sinks, window) = trailing.shape, spec.near(capacity)
-    # Each slot's token is on one device: a sum with the zeros of others, of which each keeps its heads.
-    ring = jnp.zeros((B, K, spec.ring_slots(capacity), C), k.dtype)
-    ring = ring_of_piece(ring, trailing, positions, end, sinks=sinks, window=window)
-    ring = jax.lax.psum_scatter(ring, SEQUENCE, scatter_dimension=1, tiled=True)
+    near, split = spec.near(capacity), k.shape[-1] - spec.R
+    ring = _scattered_ring(trailing, near, positions, end, capacity)
     if exchanged is None:
-        first_k = first_v = jnp.zeros((B, ring.shape[1], 1, 0), k.dtype)
+        first_k = first_v = jnp.zeros((k.shape[0], ring.shape[1], 1, 0), k.dtype)
     else:
         first_k, first_v = (stored(x.swapaxes(1, 2), capacity) for x in exchanged)
-    split = k.shape[-1] - spec.R
-    return PrefixRingState(first_k, first_v, ring[..., :split], ring[..., split:], (sinks, window))
+        if any(formats.near):
+            whole = jnp.concatenate([k[..., : spec.R], v[..., : spec.Z]], -1)
+            _, kept = near_set(spec, formats, (k.shape[-1], v.shape[-1]), capacity)
+            whole = _scattered_ring(whole, kept, positions, end, capacity)
+            first_k = _with_near(first_k, whole[..., : spec.R], kept, end)
+            first_v = _with_near(first_v, whole[..., spec.R :], kept, end)
+    return PrefixRingState(first_k, first_v, ring[..., :split], ring[..., split:], near)
+
+
+def _scattered_ring(
+    x: Float[Array, "B t K C"],
+    near: tuple[int, int],
+    positions: Int[Array, "B t"],
+    end: Int[Array, " B"],
+    capacity: int,
+) -> Float[Array, "B k M C"]:
+    """The ring of a prompt for this device's heads, from what each device has of its tokens."""
+    x = jnp.repeat(x, kv_copies(x.shape[2], jax.lax.axis_size(SEQUENCE)), axis=2)
+    (B, _, K, C), (sinks, window) = x.shape, near
+    # Each slot's token is on one device: a sum with the zeros of others, of which each keeps its heads.
+    ring = jnp.zeros((B, K, ring_slots(sinks, window, capacity), C), x.dtype)
+    ring = ring_of_piece(ring, x, positions, end, sinks=sinks, window=window)
+    return jax.lax.psum_scatter(ring, SEQUENCE, scatter_dimension=1, tiled=True)
+
+
+def _with_near(
+    first: Float[Array, "B k S R"],
+    ring: Float[Array, "B k M R"],
+    near: tuple[int, int],
+    end: Int[Array, " B"],
+) -> Float[Array, "B k S R"]:
+    """First coordinates of all tokens of rows of `end` tokens, with those that a ring has of near ones."""
+    (sinks, window), slots, last = near, jnp.arange(ring.shape[2]), end[:, None] - 1
+    recent = last - (last - slots) % max(window, 1)
+    held = jnp.where(slots < window, recent, slots - window)
+    is_there = jnp.where(slots < window, held >= sinks, held < sinks) & (held >= 0) & (held <= last)
+    at = jnp.where(is_there, held, first.shape[2])
+    return first.at[jnp.arange(len(first))[:, None], :, at].set(ring.swapaxes(1, 2), mode="drop")
 
 
 def stored(x: Float[Array, "B K T R"], slots: int) -> Float[Array, "B K S R"]:

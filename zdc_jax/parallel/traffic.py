@@ -13,10 +13,8 @@ from zdc_jax.config import ModelConfig
 from zdc_jax.parallel.classes import check_classes
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.near import halo_rows
-from zdc_jax.parallel.payload import Payload, row_bytes
+from zdc_jax.parallel.payload import NEAR, Kind, Payload, block_bytes, halo_blocks, lse_bytes, row_bytes
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
-
-_LSE_BYTES = 4
 
 
 def prefill_bytes(
@@ -68,16 +66,27 @@ def layer_bytes(
 
     Far keys, with K' = K · copies (`kv_copies`) and t = ⌈T/U⌉: N R + K' (R + Z) there and N Z back for each
     of t tokens, times (U-1)/U. A near set adds the log-sum-exp on the way back, and `near_bytes`. A
-    coordinate takes `itemsize` bytes; in `float8` only the first few far ones do, others 1 (`row_bytes`).
+    coordinate takes `itemsize` bytes, a far one in other payloads less (`row_bytes`). In `coded` a layer
+    without a near set gets one (`payload.NEAR`), of as many coordinates as far tokens have.
     """
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     U, t = degree, -(-length // degree)
-    token = sum(row_bytes(width, payload, itemsize) for width in (ranks.qk, ranks.v))
-    far = t * (U - 1) * token * (N + K * kv_copies(K, U)) // U
-    if not any(near) or (ranks.qk, ranks.v) == (H, H):
+
+    def sent(kind: Kind, width: int) -> int:
+        return row_bytes(kind, width, payload, itemsize)
+
+    of_query = sent("q", ranks.qk) + sent("o", ranks.v)
+    of_key = sent("k", ranks.qk) + sent("v", ranks.v)
+    far = t * (U - 1) * (N * of_query + K * kv_copies(K, U) * of_key) // U
+    lse = t * (U - 1) * N * lse_bytes(payload) // U if ranks.qk else 0
+    if any(near) and (ranks.qk, ranks.v) != (H, H):
+        return far + lse + near_bytes(config, near, t, U, itemsize)
+    if payload != "coded":
         return far
-    lse = t * (U - 1) * N * _LSE_BYTES // U if ranks.qk else 0
-    return far + lse + near_bytes(config, near, t, U, itemsize)
+    sinks, window = map(max, NEAR, near)
+    halo = sum(block_bytes(halo_blocks(width)) for width in (ranks.qk, ranks.v))
+    first = 2 * (U - 1) * min(sinks, U * t) * K * (ranks.qk + ranks.v) * itemsize // U
+    return far + lse + sum(halo_rows(min(window, U * t), t, U)) * K * halo + first
 
 
 def near_bytes(config: ModelConfig, near: tuple[int, int], t: int, U: int, itemsize: int) -> int:
@@ -108,7 +117,7 @@ def _class_bytes(
     """
     N, K, H, U = config.num_heads, config.num_kv_heads, config.head_dim, degree
     t = -(-length // (U * classes.block)) * classes.block
-    near, lse = (plan.sinks, plan.window), t * (U - 1) * N * _LSE_BYTES // U
+    near, lse = (plan.sinks, plan.window), t * (U - 1) * N * lse_bytes("native") // U
     total = len(classes.leaders) * 4 * t * (U - 1)
     for index, less in enumerate(plan.layers):
         if plan.has_classes(index):
@@ -133,20 +142,27 @@ def cache_bytes(
     *,
     capacity: int,
     degree: int,
+    payload: Payload = "native",
     batch: int = 1,
     itemsize: int = 2,
 ) -> int:
     """Bytes that one of `degree` devices sends once, after a prompt, to leave the cache divided by head.
 
     Trailing coordinates of the ring's slots, K' (M (2H - R - Z)) (U-1)/U a layer; first coordinates are where
-    the exchange has brought them. In layers with token classes the ring holds all 2H; each group adds the
-    float32 importance of one block, summed over the devices.
+    the exchange has brought them, but a `coded` payload sends R + Z of near tokens once more, whole. In
+    layers with token classes the ring holds all 2H; each group adds the float32 importance of one block,
+    summed over the devices.
     """
     heads = config.num_kv_heads * kv_copies(config.num_kv_heads, degree)
     ring = 0
     for index, ranks in enumerate(plan.layers):
         kept = 0 if plan.has_classes(index) else ranks.qk + ranks.v
-        ring += heads * ring_slots(*plan.near(index), capacity) * (2 * plan.head_dim - kept) * itemsize
+        near = plan.near(index)
+        ring += heads * ring_slots(*near, capacity) * (2 * plan.head_dim - kept) * itemsize
+        if payload == "coded" and kept:
+            own = any(near) and kept < 2 * plan.head_dim
+            sinks, window = near if own else map(max, NEAR, near)
+            ring += heads * ring_slots(sinks, window, capacity) * kept * itemsize
     blocks = 0 if plan.classes is None else 2 * 4 * len(plan.classes.leaders) * plan.classes.block
     return batch * (ring + blocks) * (degree - 1) // degree
 

@@ -27,7 +27,6 @@ from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.attention import ShardedAttention, check_attention, sharded_attention
 from zdc_jax.parallel.classes import check_classes, prompt_through_groups
 from zdc_jax.parallel.exchange import kv_copies
-from zdc_jax.parallel.far import ulysses
 from zdc_jax.parallel.mesh import (
     BY_HEAD,
     BY_TOKEN,
@@ -40,7 +39,7 @@ from zdc_jax.parallel.mesh import (
     positions_of,
     sum_over,
 )
-from zdc_jax.parallel.payload import Payload, Scales
+from zdc_jax.parallel.payload import Formats, Payload, check_payload
 from zdc_jax.parallel.prompt_cache import prompt_state, with_new_empties
 from zdc_jax.parallel.weights import (
     GATHERED_OVER,
@@ -59,9 +58,9 @@ class ShardedTransformer(nnx.Module):
 
     Every device along `sequence` holds all weights (of its share along `model`) for prompts, or gathers them
     layer by layer, and beside them its share by head for tokens that are decoded, for which `sequence`
-    divides heads as `model` does. Layers that have scales exchange q, k, v and o of prompts as float8
+    divides heads as `model` does. Prompts may exchange q, k, v and o in fewer bits
     (`zdc_jax.parallel.payload`); the cache then holds the first coordinates of keys and values as they
-    arrived, rounded.
+    arrived, rounded, but `coded` puts those of near tokens there whole.
     """
 
     def __init__(
@@ -73,6 +72,7 @@ class ShardedTransformer(nnx.Module):
         mesh: Mesh,
         *,
         weights: WeightPlacement = "replicated",
+        payload: Payload = "native",
         decodes: bool = True,
     ):
         """Puts weights, of numpy or on devices, where the mesh needs them.
@@ -80,12 +80,13 @@ class ShardedTransformer(nnx.Module):
         Args:
           layers: in order, consumed one at a time.
           weights: how those for prompts lie, see `zdc_jax.parallel.weights`.
+          payload: what prompts are exchanged as; `float8` wants layers prepared with it.
           decodes: whether weights for decoded tokens are made; without them there is no `extend`.
 
         Raises:
           MeshError: heads, feed-forward columns or (`gathered`) the embedding dim cannot be divided over this
             mesh; before a layer is taken.
-          ValueError: unknown `weights`.
+          ValueError: unknown `weights` or `payload`.
           NotImplementedError: a method whose caches cannot be divided by head after an exchange.
         """
         if plan.method != "zdc":
@@ -98,18 +99,28 @@ class ShardedTransformer(nnx.Module):
                 )
         if weights not in WEIGHT_PLACEMENTS:
             raise ValueError(f"{weights=} must be one of {WEIGHT_PLACEMENTS}")
+        check_payload(payload)
         if weights == "gathered" and config.embed_dim % (shares := degree(mesh, GATHERED_OVER)):
             raise MeshError(f"embed_dim={config.embed_dim} cannot be gathered from {shares} equal shares")
-        self.config, self.plan, self.mesh, self.weights = config, plan, mesh, weights
+        self.config, self.plan, self.mesh = config, plan, mesh
+        self.weights, self.payload = weights, payload
         self.embeddings = replicated(embeddings, mesh)
         self.prompt_layers = nnx.List([placed(block, mesh, BY_TOKEN, weights) for block in layers])
         shared = self.prompt_layers if decodes else []
         self.token_layers = nnx.List([placed(block, mesh, BY_HEAD) for block in shared])
 
     @classmethod
-    def of(cls, network: Transformer, mesh: Mesh, *, weights: WeightPlacement = "replicated") -> Self:
+    def of(
+        cls,
+        network: Transformer,
+        mesh: Mesh,
+        *,
+        weights: WeightPlacement = "replicated",
+        payload: Payload = "native",
+    ) -> Self:
         """A network that is on one device; raises what the constructor does."""
-        return cls(network.config, network.plan, network.embeddings, network.layers, mesh, weights=weights)
+        given = network.config, network.plan, network.embeddings, network.layers
+        return cls(*given, mesh, weights=weights, payload=payload)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -150,11 +161,6 @@ class ShardedTransformer(nnx.Module):
         laid_out = lambda leaf: NamedSharding(self.mesh, held_layout(leaf))
         return jax.jit(make, out_shardings=jax.tree.map(laid_out, jax.eval_shape(make)))()
 
-    @property
-    def payload(self) -> Payload:
-        """What prompts are exchanged as."""
-        return "native" if self.prompt_layers[0].attention.v_scale is None else "float8"
-
     def hidden(
         self,
         tokens: Int[Array, "B T"],
@@ -174,8 +180,9 @@ class ShardedTransformer(nnx.Module):
 
         Raises:
           MeshError: rows or tokens cannot be divided over this mesh; before anything is computed.
-          NotImplementedError: the implementation cannot do a call; a float8 payload or token classes with
-            another `attention` than `sharded_attention`, or both together.
+          NotImplementedError: the implementation cannot do a call; a payload that rounds or token classes
+            with another `attention` than `sharded_attention`, or both together.
+          CalibrationError: a `float8` payload, and layers without scales.
         """
         check_attention(attention, self.payload, self.plan.classes)
         if self.plan.classes is not None:
@@ -183,7 +190,8 @@ class ShardedTransformer(nnx.Module):
             return self._through_groups(tokens, end, None, implementation)[0]
         x = self._embedded(tokens)
         for block, spec in zip(self.prompt_layers, self.layer_caches, strict=True):
-            x = whole_layer(block, x, spec, self.mesh, attention, implementation, self.weights)
+            given = spec, self.mesh, attention, implementation, self.weights, self.payload
+            x = whole_layer(block, x, *given)
         return x
 
     def prefill(
@@ -210,9 +218,8 @@ class ShardedTransformer(nnx.Module):
         else:
             x, states = self._embedded(tokens), []
             for block, spec in zip(self.prompt_layers, self.layer_caches, strict=True):
-                x, state = _prompt_layer(
-                    block, x, end, spec, capacity, self.mesh, implementation, self.weights
-                )
+                given = spec, capacity, self.mesh, implementation, self.weights, self.payload
+                x, state = _prompt_layer(block, x, end, *given)
                 states.append(state)
         return last_token(x, end, self.mesh), KVCache(tuple(states), end, self.layer_caches, capacity)
 
@@ -278,7 +285,7 @@ def _embed(embeddings: Embeddings, tokens: Array, length: Array, mesh: Mesh) -> 
     return on_mesh(mesh, local, in_specs, layout("B T D"))(embeddings, tokens, length)
 
 
-@partial(jax.jit, static_argnames=("spec", "mesh", "attention", "implementation", "weights"))
+@partial(jax.jit, static_argnames=("spec", "mesh", "attention", "implementation", "weights", "payload"))
 def whole_layer(
     block: Block,
     x: Array,
@@ -287,22 +294,28 @@ def whole_layer(
     attention: ShardedAttention,
     implementation: Implementation | None,
     weights: WeightPlacement,
+    payload: Payload,
 ) -> Array:
     """One layer on whole sequences. Jitted, so that layers alike are traced and compiled once."""
     attend = partial(attention, scale=block.attention.scale, spec=spec, implementation=implementation)
-    if (scales := Scales.of(block.attention, spec.R, spec.Z)) is not None:
-        attend = partial(attend, far=partial(ulysses, scales=scales))
 
     def local(block: Block, x: Array) -> Array:
         block = whole_weights(block, weights)
+        # Other attention than `sharded_attention` takes no formats.
+        formats = {} if payload == "native" else {"formats": _formats(block, spec, payload)}
         reduce = sum_over(mesh, BY_TOKEN)
-        return block(x, positions_of(x), attend, implementation, reduce=reduce)[0]
+        return block(x, positions_of(x), partial(attend, **formats), implementation, reduce=reduce)[0]
 
     in_specs = (weight_specs(block, BY_TOKEN, weights), layout("B T D"))
     return on_mesh(mesh, local, in_specs, layout("B T D"))(block, x)
 
 
-@partial(jax.jit, static_argnames=("spec", "capacity", "mesh", "implementation", "weights"))
+def _formats(block: Block, spec: PrefixRing, payload: Payload) -> Formats:
+    """How far coordinates of one device's heads travel; raises what `Formats.of` does."""
+    return Formats.of(payload, block.attention, spec.R, spec.Z)
+
+
+@partial(jax.jit, static_argnames=("spec", "capacity", "mesh", "implementation", "weights", "payload"))
 def _prompt_layer(
     block: Block,
     x: Array,
@@ -312,11 +325,12 @@ def _prompt_layer(
     mesh: Mesh,
     implementation: Implementation | None,
     weights: WeightPlacement,
+    payload: Payload,
 ) -> tuple[Array, PrefixRingState]:
     """One layer on whole prompts, and its cache with them. Jitted as `whole_layer` is."""
 
     def local(block: Block, x: Array, end: Array) -> tuple[Array, PrefixRingState]:
-        positions = positions_of(x)
+        positions, formats = positions_of(x), _formats(block, spec, payload)
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, PrefixRingState]:
             o, exchanged = sharded_attention(
@@ -326,9 +340,9 @@ def _prompt_layer(
                 scale=block.attention.scale,
                 spec=spec,
                 implementation=implementation,
-                far=partial(ulysses, scales=Scales.of(block.attention, spec.R, spec.Z)),
+                formats=formats,
             )
-            return o, prompt_state(spec, k, v, exchanged, positions, end, capacity)
+            return o, prompt_state(spec, k, v, exchanged, positions, end, capacity, formats)
 
         block = whole_weights(block, weights)
         return block(x, positions, attend, implementation, reduce=sum_over(mesh, BY_TOKEN))

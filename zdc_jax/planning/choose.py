@@ -17,7 +17,7 @@ from zdc_jax.evaluation.perplexity import window_nll
 from zdc_jax.evaluation.text import read_documents, token_windows
 from zdc_jax.loading import LanguageModel, check_options, load, stored_basis
 from zdc_jax.parallel.mesh import DATA, MeshConfig
-from zdc_jax.parallel.payload import Payload, check_scales
+from zdc_jax.parallel.payload import Payload, check_basis
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.parallel.weights import WeightPlacement
 from zdc_jax.plan import CompressionPlan
@@ -68,7 +68,7 @@ def choose_plan(
 
     Returns:
       None where no plan measured on `check_text` holds the limit, with a warning: load the unmodified model
-      then, and exchange nothing as `float8`.
+      then, and exchange nothing in fewer bits.
 
     Raises:
       PlanError: no limit, an impossible one or both; `check_text` without `max_degradation`; another method;
@@ -99,8 +99,7 @@ def choose_plan(
     profile = stored_profile(checkpoint)
     if check_text is None:
         return _predicted(checkpoint, basis, profile, max_degradation)
-    if payload == "float8":
-        check_scales(basis)
+    check_basis(payload, basis)
     windows = _check_windows(checkpoint, basis.context_length, check_text)
     # The folder is read anew for each plan: at no time does the host hold the model.
     placed = partial(load, path, dtype=dtype, mesh=mesh, weights=weights)

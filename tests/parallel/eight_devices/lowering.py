@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +19,8 @@ from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.attention import sharded_attention
-from zdc_jax.parallel.far import ulysses
 from zdc_jax.parallel.mesh import MeshConfig
-from zdc_jax.parallel.payload import Scales
+from zdc_jax.parallel.payload import Formats
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
 
@@ -72,22 +70,32 @@ def test_prompt_and_decoded_token_lower_on_kernels(monkeypatch, plan):
 
 
 def test_float8_payload_lowers_beside_the_kernels(monkeypatch):
+    formats = Formats.float8(*(jnp.ones((4, 16), jnp.bfloat16),) * 3)
+    spec = PrefixRing(num_kv_heads=4, head_dim=32, dtype="bfloat16", R=16, Z=16, sinks=4, window=64)
+    # For each of 128 tokens q, k, v of one head go, 18 bytes each; o and its float32 log-sum-exp come back.
+    assert exchanged(monkeypatch, spec, formats) == [128 * 3 * 18, 128 * (18 + 4)]
+
+
+def test_coded_payload_lowers_beside_the_kernels(monkeypatch):
+    """8 coordinates of q and k in 6 bits, 24 in 4, v and o in 4, a byte a block, and two of a log-sum-exp."""
+    spec = PrefixRing(num_kv_heads=4, head_dim=32, dtype="bfloat16", R=32, Z=32)
+    sent = [128 * (2 * (6 + 1 + 12 + 1) + 17), 128 * (17 + 2)]
+    assert exchanged(monkeypatch, spec, Formats.coded(32, 32)) == sent
+
+
+def exchanged(monkeypatch, spec, formats):
+    """Bytes of the all-to-alls of attention on kernels, four heads and 512 tokens on four devices."""
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
-    width = 32
-    scales = Scales(*(jnp.ones((4, 16), jnp.bfloat16),) * 3)
-    spec = PrefixRing(num_kv_heads=4, head_dim=width, dtype="bfloat16", R=16, Z=16, sinks=4, window=64)
     options = {"scale": 1.0, "spec": spec, "implementation": "pallas"}
-    attend = lambda *qkv: sharded_attention(*qkv, **options, far=partial(ulysses, scales=scales))[0]
+    attend = lambda *qkv: sharded_attention(*qkv, **options, formats=formats)[0]
     specs, mesh = P(None, "sequence"), MeshConfig(sequence=4).create()
     program = jax.jit(
         jax.shard_map(attend, mesh=mesh, in_specs=(specs,) * 3, out_specs=specs, check_vma=False)
     )
-    arrays = [jax.ShapeDtypeStruct((1, 512, 4, width), jnp.bfloat16)] * 3
+    arrays = [jax.ShapeDtypeStruct((1, 512, 4, spec.head_dim), jnp.bfloat16)] * 3
     text = program.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert "zdc_prefill" in text
-    rows = re.findall(r"stablehlo.all_to_all.*-> tensor<4x(\d+)xui16>", text)
-    # For each of 128 tokens q, k, v of one head go, 18 bytes each; o and its float32 log-sum-exp come back.
-    assert [2 * int(words) for words in rows] == [128 * 3 * 18, 128 * (18 + 4)]
+    return [2 * int(words) for words in re.findall(r"stablehlo.all_to_all.*-> tensor<4x(\d+)xui16>", text)]
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -1,7 +1,6 @@
 """A float8 exchange: numbers that arrive, attention on them, the cache of a loaded model, refusals."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,8 @@ from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import CalibrationError, MeshError
 from zdc_jax.parallel.attention import sharded_attention
 from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, kv_copies, scatter_heads
-from zdc_jax.parallel.far import ulysses
 from zdc_jax.parallel.mesh import SEQUENCE, MeshConfig
-from zdc_jax.parallel.payload import EXACT, Scales, scale_weights
+from zdc_jax.parallel.payload import EXACT, Formats, scale_weights
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 B, T, U, H = 2, 24, 4, 16
@@ -36,7 +34,7 @@ def drawn(N, K, R=H, Z=H):
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(B, T, *shape)).astype(np.float32) for shape in ((N, R), (K, R), (K, Z)))
     exponents = (rng.integers(-8, 3, (K, width)) for width in (R, R, Z))
-    return (q, k, v), Scales(*(2.0 ** x.astype(np.float32) for x in exponents))
+    return (q, k, v), [2.0 ** x.astype(np.float32) for x in exponents]
 
 
 def emulated(x, scale):
@@ -49,7 +47,9 @@ def emulated(x, scale):
 @pytest.mark.parametrize(("N", "K"), [(8, 8), (8, 2), (12, 6)])
 def test_what_arrives_is_what_the_cast_gives(N, K):
     (q, k, v), scales = drawn(N, K, 5, 3)
-    got = sharded(lambda *x: scatter_heads(x, SEQUENCE, scales), (TOKENS,) * 3, [HEADS] * 3)(q, k, v)
+    sent = Formats.float8(*scales)
+    scatter = lambda *x: scatter_heads(x, SEQUENCE, (sent.q, sent.k, sent.v))
+    got = sharded(scatter, (TOKENS,) * 3, [HEADS] * 3)(q, k, v)
     copies = kv_copies(K, U)
     expected = [emulated(x, scale) for x, scale in zip((q, k, v), scales, strict=True)]
     np.testing.assert_array_equal(got[0], expected[0])
@@ -60,12 +60,12 @@ def test_what_arrives_is_what_the_cast_gives(N, K):
     o = np.random.default_rng(2).normal(size=(B, T, N, 3)).astype(np.float32)
 
     def back(o, lse):
-        alone = gather_heads(o, SEQUENCE, scales.v)
-        return alone, *gather_heads_and_lse(o, lse, SEQUENCE, scales.v)
+        alone = gather_heads(o, SEQUENCE, sent.o)
+        return alone, *gather_heads_and_lse(o, lse, SEQUENCE, sent.o)
 
     alone, o8, lse8 = sharded(back, (HEADS, HEADS_FIRST), (TOKENS, TOKENS, HEADS))(o, lse)
-    np.testing.assert_array_equal(alone, emulated(o, scales.v))
-    np.testing.assert_array_equal(o8, emulated(o, scales.v))
+    np.testing.assert_array_equal(alone, emulated(o, scales[2]))
+    np.testing.assert_array_equal(o8, emulated(o, scales[2]))
     np.testing.assert_array_equal(lse8, lse)
 
 
@@ -82,7 +82,7 @@ def far_and_near(qkv, scales, ranks, sinks, window, round_to):
     weights = scores(q, k) * near, scores(far_q, far_k) * ~near
     sums = [w.sum(-1).swapaxes(1, 2)[..., None] for w in weights]
     o = [np.einsum("BNTS,BSNZ->BTNZ", w, share(x)) for w, x in zip(weights, (v, far_v), strict=True)]
-    far_o = round_to(np.divide(o[1], sums[1], out=np.zeros_like(o[1]), where=sums[1] > 0), scales.v)
+    far_o = round_to(np.divide(o[1], sums[1], out=np.zeros_like(o[1]), where=sums[1] > 0), scales[2])
     o[0][..., : ranks.v] += far_o * sums[1]
     return o[0] / (sums[0] + sums[1])
 
@@ -93,12 +93,13 @@ def far_and_near(qkv, scales, ranks, sinks, window, round_to):
 )
 def test_attention_rounds_where_it_says(K, ranks, sinks, window):
     qkv, _ = drawn(8, K)
-    scales = Scales(*(np.full((K, r), 2.0**-4, np.float32) for r in (ranks.qk, ranks.qk, ranks.v)))
+    scales = [np.full((K, r), 2.0**-4, np.float32) for r in (ranks.qk, ranks.qk, ranks.v)]
+    formats = Formats.float8(*scales)
 
     def attend(q, k, v):
         kept = {"R": ranks.qk, "Z": ranks.v, "sinks": sinks, "window": window}
         spec = PrefixRing(num_kv_heads=k.shape[2], head_dim=H, dtype="float32", **kept)
-        return sharded_attention(q, k, v, scale=H**-0.5, spec=spec, far=partial(ulysses, scales=scales))[0]
+        return sharded_attention(q, k, v, scale=H**-0.5, spec=spec, formats=formats)[0]
 
     got = np.asarray(sharded(attend, (TOKENS,) * 3, TOKENS)(*qkv))
     expected = far_and_near(qkv, scales, ranks, sinks, window, emulated)
@@ -155,7 +156,7 @@ def test_refusals(tiny):
         load(folder, **options, weights="halved")
     with pytest.raises(ValueError, match=r"payload='int4' must be one of .*'float8'"):
         load(folder, **options, payload="int4")
-    with pytest.raises(CalibrationError, match="needs the scales of a calibrated basis; give plan="):
+    with pytest.raises(CalibrationError, match="needs the coordinates of a calibrated basis; give plan="):
         load(folder, mesh=options["mesh"], payload="float8")
     with pytest.raises(CalibrationError, match="this older basis has none, run zdc calibrate"):
         load(folder, **{**options, "basis": replace(options["basis"], v_rms=None)}, payload="float8")

@@ -92,6 +92,6 @@ def test_elements_are_not_widened_on_the_way(payload):
     plan = CompressionPlan.uniform(config, qk=16, v=16, window=9)
     mesh = MeshConfig(sequence=4).create()
     whole = network(config, plan, payload)
-    program = jax.jit(lambda tokens: ShardedTransformer.of(whole, mesh).hidden(tokens))
+    program = jax.jit(lambda tokens: ShardedTransformer.of(whole, mesh, payload=payload).hidden(tokens))
     text = program.lower(jax.ShapeDtypeStruct((1, 64), jnp.int32)).compile().as_text()
     assert hlo_bytes(text) == prefill_bytes(config, plan, length=64, degree=4, payload=payload)
