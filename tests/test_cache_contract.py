@@ -31,6 +31,7 @@ def assert_same(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-5
     assert error <= tolerance * np.abs(expected[there]).max(), error
 
 
+@pytest.mark.sampled
 def test_cached_is_uncached(it):
     # With seed 0 a coordinate of the coded methods stands where the order of a sum decides its level.
     x = it.inputs(seed=2)
@@ -45,6 +46,7 @@ def test_chunked_is_whole(it):
     )
 
 
+@pytest.mark.sampled
 def test_a_ragged_row_is_what_it_is_alone(it):
     """Alone: all other rows are empty."""
     it.declares("ragged")
@@ -95,6 +97,7 @@ def test_a_released_row_serves_the_next_request_as_a_new_one(it):
     assert_same(second[1, :1], expected[16:17], it.tolerance)
 
 
+@pytest.mark.sampled
 def test_rows_in_pages_are_rows(it):
     """Pages of all rows are mixed in one pool; those that a row has not reached are named by any number."""
     it.declares("pages")

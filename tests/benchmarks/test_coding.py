@@ -52,6 +52,7 @@ def kind(label: str) -> tuple[type, bool]:
 
 
 @pytest.mark.parametrize("label", {kind(label): label for label in PLANS}.values())
+@pytest.mark.sampled
 def test_what_is_tried_reads_alike_whole_and_in_pieces(label):
     """One of each kind of cache."""
     spec = PLANS[label].layer_caches("float32")[0]
@@ -66,6 +67,7 @@ def test_layers_follow_within_a_share():
     assert [(spec.index, spec.leads) for spec in specs] == [(16, True), (0, False), (16, False)]
 
 
+@pytest.mark.sampled
 def test_parts_are_what_each_code_says():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 1, 32)), jnp.float32)
     codes = Gaussian(8), Gaussian(2), Gaussian(3)
@@ -85,6 +87,7 @@ def test_scales_of_powers_of_two():
     np.testing.assert_allclose(scale, jnp.sqrt((x * x).mean(-1, keepdims=True)), rtol=0.42)
 
 
+@pytest.mark.sampled
 def test_choices_by_all_and_by_one_agree_where_there_is_one():
     """A layer's choice with one KV head, a head's with one query head, and the best token of pages of one."""
     own = run(CodedChoosing(**SHAPE, **FOUR, index=16, read=24), [S])
@@ -97,6 +100,7 @@ def test_choices_by_all_and_by_one_agree_where_there_is_one():
     np.testing.assert_allclose(run(layer, [S]), run(everything, [S]), atol=1e-6)
 
 
+@pytest.mark.sampled
 def test_a_copied_index_answers_with_whole_keys():
     copied = study.CopiedIndex(**SHAPE, **FOUR, index=16, read=S)
     store = CodedStore(**SHAPE, key_code=Gaussian(4), value_code=Gaussian(4))
@@ -107,6 +111,7 @@ def test_a_copied_index_answers_with_whole_keys():
     )
 
 
+@pytest.mark.sampled
 def test_important_tokens_keep_more():
     """With a share of all, or of none, the store is that of one code."""
     q, k, v = map(jnp.asarray, tokens())

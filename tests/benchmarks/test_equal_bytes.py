@@ -31,6 +31,7 @@ CONTEXT = 2048
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=[entry.name for entry in ENTRIES])
+@pytest.mark.sampled
 def test_a_plan_spends_its_budget(entry):
     """No more than it, and so much that one step more would be over it."""
     held, refused = 0, []
@@ -74,6 +75,7 @@ def test_groups_are_alike_and_lose_nothing(items, most):
 
 
 @pytest.mark.parametrize("reading", ["cached", "exact"])
+@pytest.mark.sampled
 def test_an_unmodified_model_retains_all(reading, monkeypatch):
     """Whatever the protocol: what is judged is the cache alone, and perplexity is that of a plain forward."""
     monkeypatch.setattr("benchmarks.quality.material.CONTINUATION", 128)

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from conftest import LLAMA, TinyModel
 
 from benchmarks.serving.first_differences import Options, first_differences, main
@@ -13,6 +14,7 @@ def test_tokens_behind_a_difference_do_not_count():
     assert found == {"differ": 1, "a_token": 1 / 7}
 
 
+@pytest.mark.sampled
 def test_in_32_bits_there_are_none(tmp_path):
     TinyModel(LLAMA).write(tmp_path / "tiny")
     (tmp_path / "a.txt").write_text(" ".join(f"w{i % 90}" for i in range(400)))

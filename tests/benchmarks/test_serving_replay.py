@@ -69,6 +69,7 @@ def test_objectives():
     assert not served.attained, "0.15 s a token"
 
 
+@pytest.mark.sampled
 def test_a_replay_counts_what_was_served(azure, tmp_path):
     TinyModel(LLAMA).write(tmp_path / "tiny")
     options = ReplayOptions(

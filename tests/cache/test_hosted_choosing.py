@@ -66,6 +66,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("shape", "schedule"), CASES, ids=str)
+@pytest.mark.sampled
 def test_equals_the_device(shape, schedule):
     pages, rng = None, np.random.default_rng(1)
     if not shape["index"]:
@@ -101,6 +102,7 @@ def test_tokens_are_put_where_they_stand(T, unrolled, monkeypatch):
     np.testing.assert_array_equal(np.asarray(put)[:, :-1], expected)
 
 
+@pytest.mark.sampled
 def test_a_decoded_token_copies_no_store():
     """Reading before writing would make XLA keep the store twice, were there no barrier."""
     spec = HostedChoosing(**GIVEN, index=8)
@@ -178,6 +180,7 @@ def models(tiny: TinyModel) -> list[zdc_jax.LanguageModel]:
     return [tiny.model(replace(plan, method="coded", settings=each)) for each in settings]
 
 
+@pytest.mark.sampled
 def test_the_same_tokens_are_generated(tiny_llama: TinyModel):
     """Prompts of unequal lengths, decoded in one loop on the device."""
     prompts = [tiny_llama.tokens(1, n, seed=n)[0].tolist() for n in (40, 23)]

@@ -81,6 +81,7 @@ def check(spec: LayerCacheSpec, singles: int = 12, *, before: int = 0) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
+@pytest.mark.sampled
 def test_pages_give_what_rows_give(name):
     check(SPECS[name])
 
@@ -113,6 +114,7 @@ def test_kernels_read_pages_behind_two_gigabytes(name):
 
 
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.sampled
 def test_a_piece_in_pages_is_where_it_is_in_rows(seed):
     """From anywhere to anywhere, with padding past the end; nothing else of the pool changes."""
     rng = np.random.default_rng(seed)
@@ -131,6 +133,7 @@ def test_a_piece_in_pages_is_where_it_is_in_rows(seed):
 
 
 @pytest.mark.parametrize("name", ["dense", "ranks", "ring"])
+@pytest.mark.sampled
 def test_pieces_are_read_in_pages_where_kernels_run(name, monkeypatch):
     """With a stand-in for the kernel, which sees what lies in pages, of all tokens alike."""
     spec, leading = SPECS[name], []
@@ -149,6 +152,7 @@ def test_pieces_are_read_in_pages_where_kernels_run(name, monkeypatch):
 
 
 @pytest.mark.parametrize("seen", [0, 1, 129, 384, 385, 512])
+@pytest.mark.sampled
 def test_codes_in_pages_are_read_as_far_as_queries_see(seen, monkeypatch):
     monkeypatch.setattr(coded_store, "TOGETHER", 3 * PAGE)  # Which does not divide a row.
     spec, rng = SPECS["coded"], np.random.default_rng(seen)
@@ -164,6 +168,7 @@ def test_codes_in_pages_are_read_as_far_as_queries_see(seen, monkeypatch):
 
 @pytest.mark.parametrize("T", [1, 40])
 @pytest.mark.parametrize("name", ["coded", "chosen"])
+@pytest.mark.sampled
 def test_codes_are_put_into_pages_without_a_kernel(name, T):
     """As where a pool is too large for the one that codes."""
     spec, rng = SPECS[name], np.random.default_rng(T)

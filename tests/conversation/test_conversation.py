@@ -113,6 +113,7 @@ _whole = jax.jit(lambda network, tokens: network(tokens))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2, top_k=30, seed=5)], ids=["greedy", "drawn"])
+@pytest.mark.sampled
 def test_a_kept_cache_gives_what_reading_all_again_gives(model, read, sampling):
     """Over turns that together are far longer than the window; replies end at their limit."""
     conversation = chat(model, system="hold on", max_new_tokens=9, stop_tokens=(), sampling=sampling)
@@ -139,6 +140,7 @@ def test_a_kept_cache_gives_what_reading_all_again_gives(model, read, sampling):
     assert keeps_cache(model) == (model.plan.classes is None)
 
 
+@pytest.mark.sampled
 def test_the_tokens_are_those_of_the_template_around_what_the_model_chose(plain, read):
     conversation = chat(plain, max_new_tokens=20, stop_tokens=(), sampling=Sampling(1.0, top_k=20))
     for message in MESSAGES:
@@ -190,6 +192,7 @@ def test_a_stop_token_is_part_of_the_text_that_the_template_writes(plain, read, 
     assert reply == anew(plain, read.prompts[2], 12, stop_tokens=chat_stop_tokens(model))
 
 
+@pytest.mark.sampled
 def test_a_full_cache_gives_way_to_one_with_room_for_as_much_again(plain, read):
     conversation = chat(plain, max_new_tokens=10, stop_tokens=())
     capacities = []
@@ -378,6 +381,7 @@ def test_text_of_tokens_where_they_stand():
     assert text_behind(tokenizer, prompt, [*chosen, end]) == " the man</s>"
 
 
+@pytest.mark.sampled
 def test_tokens_behind_a_beginning():
     tokenizer = chat_tokenizer()
     behind = lambda beginning, text: tokens_behind(tokenizer, beginning, text, tokenizer.encode(text).ids)

@@ -185,6 +185,7 @@ def held(plan) -> float:
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.sampled
 def test_the_smallest_plan_is_that_of_brute_force(seed, monkeypatch):
     """At limits that corners of the hull just hold, where the cheapest path is the best there is."""
     monkeypatch.setattr("convert.search.coded_search.CHOICES", ())
@@ -210,6 +211,7 @@ def fewest_bytes(book: TaskBook, options: SearchOptions) -> float:
     return min(size for size, *lost in sums if np.less_equal(lost, limits).all())
 
 
+@pytest.mark.sampled
 def test_gains_in_tasks_do_not_pay_for_perplexity(monkeypatch):
     """Little more is held than by the smallest plan within both limits; at a price of 1 much more."""
     monkeypatch.setattr("convert.search.coded_search.CHOICES", ())
@@ -239,6 +241,7 @@ def searched(seed: int, limit: float) -> tuple[FakeBook, Trial, Trial]:
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.sampled
 def test_no_layer_of_the_result_can_read_less(seed):
     limit, choices = 0.8, choices_for(TOKENS)
     book, best, whole = searched(seed, limit)
@@ -260,6 +263,7 @@ def test_no_layer_of_the_result_can_read_less(seed):
 
 
 @pytest.mark.parametrize(("objective", "left"), [("bytes", 1 / 5), ("read", 2 / 5)])
+@pytest.mark.sampled
 def test_time_ends_a_search_and_is_left_for_choices(objective, left, monkeypatch):
     """A plan takes a second here. The last one may be begun as time ends."""
     book, seen = FakeBook(0), []
@@ -281,6 +285,7 @@ def test_less_is_read_though_single_layers_were_not_all_measured():
     assert best.increase <= 0.8
 
 
+@pytest.mark.sampled
 def test_a_third_of_the_limits_may_be_left_to_what_is_read():
     """Then less is read in the mean, though more be held, and the limit holds as well."""
     shares = []
@@ -297,6 +302,7 @@ def test_a_third_of_the_limits_may_be_left_to_what_is_read():
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.sampled
 def test_reading_less_takes_no_more_bytes_but_the_indexs(seed):
     """Of the smallest plan that reads everything: scales of a byte, and levels of at least four bits."""
     book, best, whole = searched(seed, 0.8)
@@ -332,6 +338,7 @@ def test_choices_fall_in_both_numbers_and_in_bytes_read():
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128, 256])
+@pytest.mark.sampled
 def test_levels_are_grades_that_plans_may_have(head_dim):
     for levels in coded_levels(head_dim):
         sizes = [grade.size for grade in levels]
@@ -362,6 +369,7 @@ def test_a_layer_that_slides_keeps_its_window():
     assert best.plan.layers[0].window <= 256
 
 
+@pytest.mark.sampled
 def test_the_last_stage_has_trials_of_its_own():
     book = FakeBook(1)
     search = CodedSearch(book, SearchOptions(0.8, trials=40, objective="read"))
@@ -431,6 +439,7 @@ def test_four_bits_may_choose_on_kernels():
 
 
 @pytest.mark.parametrize("objective", ["bytes", "read"])
+@pytest.mark.sampled
 def test_a_search_on_kernels_finds_what_they_read(objective):
     found = CodedSearch(FakeBook(0), SearchOptions(0.8, objective=objective, on_kernels=True)).run()
     assert found.increase <= 0.8
@@ -514,6 +523,7 @@ def folder(tmp_path_factory) -> Path:
     return calibrated_folder(tmp_path_factory.mktemp("coded"), CONTEXT)
 
 
+@pytest.mark.sampled
 def test_trials_are_the_loaded_models(folder):
     """One after another, of which some share the weights of some layers."""
     windows = np.random.default_rng(1).integers(3, 96, (2, CONTEXT)).astype(np.int32)
@@ -537,6 +547,7 @@ def test_bytes_are_those_of_the_models_dtype(folder):
     assert books[0].share(plan) == size(plan) / size(CompressionPlan.full(books[0].config))
 
 
+@pytest.mark.sampled
 def test_command(folder, tmp_path, capsys, monkeypatch):
     """On a model that loses by its far tokens, so that only a price on layers without makes codes of use."""
     for name, few in (

@@ -33,6 +33,7 @@ def check(logits: np.ndarray, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.sampled
 def test_variants_equal_golden_logits(name, tmp_path):
     convert(write_variant(name, tmp_path / "hf"), tmp_path / "ours", progress=False)
     network = load(tmp_path / "ours", max_positions=VARIANTS[name].max_positions).network
@@ -47,6 +48,7 @@ FAMILIES = (
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled
 def test_cached_pieces_under_a_full_rank_plan_equal_golden_logits(name, tmp_path):
     """Folded into a random basis, and with the ring of each layer that slides."""
     checkpoint = convert(write_variant(name, tmp_path / "hf"), tmp_path / "ours", progress=False)
@@ -63,6 +65,7 @@ def test_cached_pieces_under_a_full_rank_plan_equal_golden_logits(name, tmp_path
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+@pytest.mark.sampled
 def test_rotary_pairs_are_refused_past_norms(name, tmp_path):
     checkpoint = convert(write_variant(name, tmp_path / "hf"), tmp_path / "ours", progress=False)
     basis = replace(random_basis(checkpoint), qk_kind="pairs")
@@ -73,6 +76,7 @@ def test_rotary_pairs_are_refused_past_norms(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "most"), [("llama-dynamic", 64), ("llama-yarn", 128), ("phi3-long", 128), ("opt", 128)]
 )
+@pytest.mark.sampled
 def test_contexts_go_as_far_as_the_rotary_scaling(name, most, tmp_path):
     convert(write_variant(name, tmp_path / "hf"), tmp_path / "ours", progress=False)
     assert load(tmp_path / "ours", max_positions=most).config.max_positions == most
@@ -92,6 +96,7 @@ def test_frequencies_other_than_those_of_calibration_are_said(tmp_path, caplog):
 
 @pytest.mark.parametrize("name", REFERENCES)
 @pytest.mark.usefixtures("optimised")
+@pytest.mark.sampled
 def test_reference_models_equal_golden_logits(name, data, tmp_path):
     convert(data / "models" / name, tmp_path / "ours", progress=False)
     network = load(tmp_path / "ours", dtype="float32").network

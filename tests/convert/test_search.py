@@ -90,6 +90,7 @@ def test_the_front_is_what_nothing_beats(points):
     assert front == {p for p in points if not beaten(p)}
 
 
+@pytest.mark.sampled
 def test_a_trial_is_the_loaded_model(folder, windows):
     book = TrialBook(folder / "model", windows)
     plan = CompressionPlan.uniform(book.config, qk=16, v=32, window=64, sinks=4)
@@ -107,6 +108,7 @@ def sheets() -> list[Sheet]:
     return [Sheet(tokens(64), {"recall": ask()}) for _ in range(3)]
 
 
+@pytest.mark.sampled
 def test_tasks_limit_the_search_too(folder, windows, tmp_path, monkeypatch):
     """Where the limit on perplexity is generous, that on tasks decides; the journal remembers both."""
     monkeypatch.setattr("convert.search.trials.LEAST_SCORE", 0.0)  # A tiny model recalls nothing.
@@ -134,6 +136,7 @@ def test_tasks_limit_the_search_too(folder, windows, tmp_path, monkeypatch):
         ("window+classes", 7, {"constrained": False}),
     ],
 )
+@pytest.mark.sampled
 def test_search_holds_the_limit_and_loses_nothing_when_broken_off(
     folder, windows, tmp_path, monkeypatch, mode, trials, more
 ):
@@ -278,6 +281,7 @@ def test_questions_begin_where_plans_can_begin_a_piece(folder, monkeypatch, mode
     assert [len(sheet.context) for sheet in sheets] == [length]
 
 
+@pytest.mark.sampled
 def test_command(folder, tmp_path, capsys):
     model, plan = str(folder / "model"), tmp_path / "plan.json"
     arguments = ["plan", model, str(plan), "--max-degradation", "0.1", "--texts", str(folder / "text")]

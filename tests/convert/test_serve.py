@@ -50,6 +50,7 @@ def test_replicas_on_a_mesh_are_refused(folder, capsys):
     assert capsys.readouterr().err == "error: mesh='model=2' and replicas=2: a replica has one device\n"
 
 
+@pytest.mark.sampled
 def test_a_client_gets_what_generate_gives_until_the_server_is_told_to_end(folder, served):
     process, address = served
     with openai.OpenAI(base_url=f"{address}/v1", api_key="sesame") as client:

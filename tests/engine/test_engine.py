@@ -92,6 +92,7 @@ def alone(model, request: EngineRequest, chunk: int = 32) -> tuple[int, ...]:
     return found.completions[0].tokens
 
 
+@pytest.mark.sampled
 def test_answers_are_those_of_generate(engine, model, tiny):
     requests = requests_of(tiny, 10)
     listeners = [ask(engine, request) for request in requests]
@@ -100,6 +101,7 @@ def test_answers_are_those_of_generate(engine, model, tiny):
     assert engine.stats().running == engine.stats().waiting == 0
 
 
+@pytest.mark.sampled
 def test_an_urgent_request_takes_a_row_and_nobody_notices(engine, model, tiny):
     before = engine.stats().preemptions
     long = [EngineRequest(tuple(range(3 + i, 40)), 100, priority=1, ignore_eos=True) for i in range(4)]
@@ -247,6 +249,7 @@ def test_a_step_that_fails_ends_its_requests_alone(engine, model, monkeypatch):
     assert ask(engine, request).tokens() == alone(model, request)
 
 
+@pytest.mark.sampled
 def test_an_engine_that_cannot_go_on_tells_everybody(model, monkeypatch):
     engine = Engine(model, EngineConfig(rows=1, max_model_len=160, chunk=32))
 
@@ -317,6 +320,7 @@ def test_a_prefix_is_shared_by_requests_at_once(engine, model):
     assert listeners[-1].events[0].cached_tokens == 48, "once two were the same, the window there was kept"
 
 
+@pytest.mark.sampled
 def test_requests_make_room_for_one_another_where_pages_run_out(model):
     """Room for one and a half requests; all of them grow."""
     config = replace(CONFIG, cache_tokens=240, reuse=False)
@@ -342,6 +346,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.sampled
 def test_answers_of_other_caches_are_those_of_generate(tiny, name):
     method, settings = PLANS[name]
     plan = CompressionPlan.uniform(LLAMA, qk=32, v=32, sinks=2, window=16)
@@ -367,6 +372,7 @@ def test_every_piece_is_waited_for(engine, monkeypatch):
     assert [count for count in waited if count] == [1, 1, 2], "the last in two, for the window is kept there"
 
 
+@pytest.mark.sampled
 def test_a_tokenizer_that_fails_ends_its_request_alone(tiny, model, monkeypatch):
     with Engine(model, CONFIG) as engine:
         listener, other = Listener(), Listener()
@@ -384,6 +390,7 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(tiny, model, monkeypatch)
         assert other.tokens() == alone(model, request)
 
 
+@pytest.mark.sampled
 def test_a_full_queue_and_a_closing_engine_refuse(model):
     engine = Engine(model, EngineConfig(rows=1, max_model_len=160, chunk=32, most_waiting=1))
     long = EngineRequest(tuple(range(3, 30)), 100, ignore_eos=True)

@@ -66,6 +66,7 @@ def resumed_at_each_token(engine: Engine, request: EngineRequest) -> list[Event]
 
 
 @pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.sampled
 def test_the_rest_of_an_answer_is_the_same_wherever_it_was_cut(engine, name):
     whole = resumed_at_each_token(engine, REQUESTS[name])
     assert len(told(whole)[0]) == 12

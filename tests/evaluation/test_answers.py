@@ -42,6 +42,7 @@ def check(network, contexts, asked, found):
 
 
 @pytest.mark.parametrize("reading", ["cached", "exact"])
+@pytest.mark.sampled
 def test_equals_whole_sequences(tiny: TinyModel, reading, monkeypatch):
     monkeypatch.setattr("zdc_jax.evaluation.answers.PREFILL_CHUNK", 32)
     contexts, asked = tiny.tokens(3, S), questions(tiny, 6)
@@ -51,6 +52,7 @@ def test_equals_whole_sequences(tiny: TinyModel, reading, monkeypatch):
         check(tiny.dense, contexts, some, answers(tiny.dense, cache, some))
 
 
+@pytest.mark.sampled
 def test_a_plan_sees_contexts_through_its_cache(tiny_llama: TinyModel):
     plan = CompressionPlan.uniform(tiny_llama.config, qk=16, v=16, window=16, sinks=2)
     network, contexts, asked = (

@@ -37,6 +37,7 @@ def tiny() -> TinyModel:
     return TinyModel(CONFIG)
 
 
+@pytest.mark.sampled
 def test_a_plan_equal_to_dense_loses_nothing(tiny: TinyModel, monkeypatch):
     monkeypatch.setattr(module, "FIRST_LOOK", 8)
     plan = CompressionPlan.full(CONFIG)
@@ -58,6 +59,7 @@ def test_a_plan_equal_to_dense_loses_nothing(tiny: TinyModel, monkeypatch):
 
 
 @pytest.mark.parametrize("reading", ["cached", "exact"])
+@pytest.mark.sampled
 def test_batches_do_not_matter_and_dense_is_read_once(tiny: TinyModel, reading, monkeypatch):
     plan = CompressionPlan.uniform(CONFIG, qk=16, v=16, window=32, sinks=4)
     network = tiny.model(plan).network

@@ -39,6 +39,7 @@ def plain_token_nll(network, windows: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("length", "block", "batch"), [(33, 512, 1), (33, 8, 2), (17, 16, 4), (30, 8, 3), (2, 8, 3)]
 )
+@pytest.mark.sampled
 def test_equals_plain_log_softmax(tiny: TinyModel, positions_per_block, length, block, batch):
     positions_per_block(block)
     windows = tiny.tokens(3, length)
@@ -47,6 +48,7 @@ def test_equals_plain_log_softmax(tiny: TinyModel, positions_per_block, length, 
     np.testing.assert_allclose(nll, plain_nll(tiny.dense, windows), rtol=1e-5)
 
 
+@pytest.mark.sampled
 def test_a_model_does_not_differ_from_itself(tiny: TinyModel):
     windows = tiny.tokens(3, 20)
     nll = window_nll(tiny.dense, windows)

@@ -40,6 +40,7 @@ def greedy_by_hand(model: LanguageModel, prompt: list[int], count: int) -> tuple
     return tuple(tokens[len(prompt) :])
 
 
+@pytest.mark.sampled
 def test_equals_greedy_decoding_without_a_cache(model, prompts):
     result = generate(model, prompts, 12, stop_tokens=(), prefill_chunk=32)
     for prompt, completion in zip(prompts, result.completions, strict=True):
@@ -52,6 +53,7 @@ MIXED = (Sampling(1.5, top_k=20, top_p=0.9, seed=3), Sampling(), Sampling(0.8, s
 
 
 @pytest.mark.parametrize("sampling", [None, MIXED])
+@pytest.mark.sampled
 def test_stream_equals_batch(model, prompts, sampling):
     options = {"sampling": sampling, "stop_tokens": ()}
     whole = generate(model, prompts, 30, **options)
@@ -68,6 +70,7 @@ def test_stream_equals_batch(model, prompts, sampling):
     assert ended == ["length"] * 3
 
 
+@pytest.mark.sampled
 def test_a_draw_depends_on_its_request_alone(model, prompts):
     """Not on other prompts, nor on where it stands; equal requests of one call draw on."""
     draw = lambda prompts, sampling: [

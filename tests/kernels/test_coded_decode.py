@@ -61,6 +61,7 @@ def lower(keys, values, N, K, S, n=0, page=0, **options):
 
 
 @pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
+@pytest.mark.sampled
 def test_lowers(keys, values, heads):
     o, lse = lower(keys, values, *heads, 640).out_info
     assert (o.shape, lse.shape) == ((2, heads[0], values[0]), (2, heads[0]))
@@ -68,17 +69,20 @@ def test_lowers(keys, values, heads):
 
 @pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
 @pytest.mark.parametrize("n", [64, 1000])
+@pytest.mark.sampled
 def test_lowers_with_slots(keys, values, heads, n):
     lower(keys, values, *heads, 640, n=n)
 
 
 @pytest.mark.parametrize(("page", "n"), [(64, 0), (320, 0), (64, 1000), (40, 1000)])
+@pytest.mark.sampled
 def test_lowers_with_pages(page, n):
     o, lse = lower(*SHAPES[1][:2], 6, 2, 640, n=n, page=page).out_info
     assert (o.shape, lse.shape) == ((2, 6, 64), (2, 6))
 
 
 @pytest.mark.parametrize("config", [CodedConfig(stages=1, splits=1), CodedConfig(stages=5, splits=7)])
+@pytest.mark.sampled
 def test_lowers_with_a_config(config):
     lower(((128, 4),), (128, 4), 8, 2, 640, config=config)
 
@@ -253,6 +257,7 @@ def interpreted():
 
 
 @pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
+@pytest.mark.sampled
 def test_is_attention(interpreted, keys, values, heads):
     Case(keys, values, heads, S=192).check(config=CodedConfig(stages=2, splits=2))
 
@@ -262,6 +267,7 @@ def test_more_stages_and_parts_than_blocks(interpreted):
 
 
 @pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
+@pytest.mark.sampled
 def test_is_attention_to_chosen_slots(interpreted, keys, values, heads):
     it = Case(keys, values, heads, S=192)
     it.choose(100)
@@ -290,6 +296,7 @@ def test_a_list_that_begins_with_what_does_not_count(interpreted):
 
 
 @pytest.mark.parametrize(("page", "splits"), [(64, 2), (192, 1)])
+@pytest.mark.sampled
 def test_pages_are_read_as_rows(interpreted, page, splits):
     it = Case(*SHAPES[1], S=384)
     it.begin, it.end = np.array([3, 70, 9]), np.array([300, 150, 9])
@@ -297,6 +304,7 @@ def test_pages_are_read_as_rows(interpreted, page, splits):
 
 
 @pytest.mark.parametrize("page", [64, 29])
+@pytest.mark.sampled
 def test_a_list_is_of_slots_in_pages(interpreted, page):
     """Of slots in pages that are there, in others, and in none."""
     it = Case(*SHAPES[1], S=6 * page)

@@ -45,6 +45,7 @@ def test_lowers(R, Z, N, K):
 
 @pytest.mark.parametrize(("R", "Z", "H"), TWO_RANKS)
 @pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.sampled
 def test_lowers_with_two_ranks(R, Z, H, block):
     f = lambda q, k, v, n, ring: decode_attention(
         q, k, v, n, scale=1.0, ring=ring, sinks=4, window=256, config=DecodeConfig(block=block, stages=1)

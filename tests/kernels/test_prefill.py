@@ -50,6 +50,7 @@ TABLE = shape(1, 4, dtype=jnp.int32)
 
 @pytest.mark.parametrize(("R", "Z"), ONE_RANK)
 @pytest.mark.parametrize(("T", "S", "N", "K"), [(256, 256, 4, 4), (1, 40, 8, 2), (203, 1001, 4, 1)])
+@pytest.mark.sampled
 def test_lowers(R, Z, T, S, N, K):
     f = lambda q, k, v: prefill_attention(q, k, v, scale=1.0)
     o, lse = lower(f, shape(2, T, N, R), shape(2, K, S, R), shape(2, K, S, Z)).out_info
@@ -58,6 +59,7 @@ def test_lowers(R, Z, T, S, N, K):
 
 @pytest.mark.parametrize(("R", "Z", "H"), TWO_RANKS)
 @pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.sampled
 def test_lowers_with_two_ranks(R, Z, H, dtype):
     f = lambda q, k, v, t: prefill_attention(q, k, v, scale=1.0, trailing=t, sinks=4, window=192)
     prefix = shape(1, 2, 300, R, dtype=dtype), shape(1, 2, 300, Z, dtype=dtype)
@@ -157,6 +159,7 @@ def test_lowers_with_each_config(warpgroups, overlap):
 
 @pytest.mark.parametrize("page", [64, 128, 192, 256])
 @pytest.mark.parametrize(("R", "Z", "H"), [(64, 96, 0), (32, 64, 128), (0, 0, 128)])
+@pytest.mark.sampled
 def test_lowers_paged(page, R, Z, H):
     trailing = trailing_shapes(2, 2, 512, H, R, Z) if H else None
     near = {"sinks": 4, "window": 192} if H else {}

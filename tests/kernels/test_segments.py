@@ -21,6 +21,7 @@ def classes(T, share, seed):
 
 
 @pytest.mark.parametrize(("T", "near"), [(90, {}), (90, {"sinks": 4, "window": 100}), (1, {})])
+@pytest.mark.sampled
 def test_lowers(T, near):
     integers = lambda n: shape(2, n, dtype=jnp.int32)
     sizes = zip((90, 700), RANKS, strict=True)

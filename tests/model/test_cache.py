@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from zdc_jax.cache.prefix_ring import PrefixRing, recent_rows
     new=st.sampled_from([2, 30]),
     alignment=st.sampled_from([8, 32]),
 )
+@pytest.mark.sampled
 def test_recent_rows_are_those_of_their_positions(sinks, window, pieces, new, alignment):
     """Every key near to a new token, sinks among them where rows begin at zero, has its own coordinates."""
     start, capacity = sum(pieces), sum(pieces) + new

@@ -36,6 +36,7 @@ def replay(network, tokens, pieces):
 
 
 @pytest.mark.parametrize("pieces", [(70,), (16, 48)])
+@pytest.mark.sampled
 def test_ranks_per_layer(tiny: TinyModel, pieces):
     ranks = (LayerRanks(16, 16), LayerRanks(16, 32), LayerRanks(32, 16))
     plan = CompressionPlan(ranks, tiny.config.num_kv_heads, 32, sinks=1, window=5)
@@ -54,6 +55,7 @@ def test_arrays_from_a_checkpoint_are_put_on_the_device(tiny_opt: TinyModel):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(network))
 
 
+@pytest.mark.sampled
 def test_a_row_does_not_see_its_batch(tiny: TinyModel):
     plan = CompressionPlan.uniform(tiny.config, qk=16, v=16, window=8, sinks=2)
     network = tiny.model(plan).network
@@ -86,6 +88,7 @@ def test_folded_at_full_rank_is_the_same_program(tiny_opt: TinyModel):
 
 @pytest.mark.parametrize("kind", ["balanced", "stacked", "pairs"])
 @pytest.mark.parametrize("center", [False, True])
+@pytest.mark.sampled
 def test_full_rank_in_another_basis_is_the_same_model(tiny: TinyModel, kind, center):
     if kind == "pairs" and not tiny.config.is_rotary:
         pytest.skip("pairs are for rotary models")
@@ -105,6 +108,7 @@ def test_full_rank_in_another_basis_is_the_same_model(tiny: TinyModel, kind, cen
     assert np.abs(cached_keys(rotated) - cached_keys(tiny.dense)).max() > 0.1
 
 
+@pytest.mark.sampled
 def test_truncation_costs_what_was_truncated(tiny: TinyModel):
     """Fewer coordinates, larger error; a window brings it down."""
     tokens = jnp.asarray(tiny.tokens(2, 64))

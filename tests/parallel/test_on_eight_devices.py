@@ -16,6 +16,7 @@ ENVIRONMENT = {
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.sampled
 def test_on_eight_devices(file):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
     run = subprocess.run(

@@ -25,6 +25,7 @@ SCALES = 2.0 ** np.array([[5, -7, -20, -3, 0, 9]])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.sampled
 def test_numbers_in_range_keep_four_bits(dtype):
     """Half a unit of 3 bits of mantissa, 2^-4 of a number; below 2^-6 half of 2^-9. All times the scale."""
     rng = np.random.default_rng(0)

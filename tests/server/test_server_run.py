@@ -134,6 +134,7 @@ print("ended")
 """
 
 
+@pytest.mark.sampled
 def test_signals_end_it():
     paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
     start = lambda: subprocess.Popen(
