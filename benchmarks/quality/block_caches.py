@@ -1,4 +1,4 @@
-"""A cache whose queries attend to lists of key blocks: what prompts read so are worth, at no kernel's speed."""
+"""A cache whose queries attend to lists of key blocks: for quality alone, its attention is plain XLA."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -44,9 +44,9 @@ class BlockChoice:
     """How blocks are chosen. Hashable, static under `jax.jit`.
 
     Attributes:
-      rule, amount: `mass`: blocks are taken, largest first, until they hold this share of the estimated mass,
-        in (0, 1]. `share`: of the blocks that the query block may see, in (0, 1], rounded up. `count`: so many
-        blocks. Sinks and window count in all three, and are in even where they are more.
+      rule, amount: `mass`: blocks are taken, largest first, until they hold this share of the estimated
+        mass, in (0, 1]. `share`: of the blocks that the query block may see, in (0, 1], rounded up. `count`:
+        so many blocks. Sinks and window count in all three, and are in even where they are more.
       coordinates: leading coordinates of q and k that the estimate reads.
       samples: queries of a block that the estimate reads, evenly spaced, its last query among them.
       estimate: `keys`: a softmax over all keys, summed by block. `means`: over the mean keys of blocks.

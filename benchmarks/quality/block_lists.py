@@ -1,0 +1,358 @@
+"""At which density of key blocks does a prompt keep perplexity and retrieval? A study of quality on a model.
+
+    python -m benchmarks.quality.block_lists --model CONVERTED --corpus CORPUS \
+        --name block-lists-smollm2-135m --part shares --contexts 8192 --split train
+    … --part judged --contexts 4096 --split heldout --choices "keys R=32 m=8 mass=0.95" "recent share=0.25"
+
+`CONVERTED` is calibrated on windows as long as the contexts. `shares` looks at the unmodified model: how much
+attention the listed blocks hold, of how many. `judged` reads contexts by lists, in every layer, and compares
+with the unmodified model: perplexity of the contexts of sheets, statements included, and the questions about
+them, read by lists too or with all blocks. Lists are real, their attention is plain XLA: no times.
+Each part adds to one JSON and replaces its own rows of the same choice, context, split and seed.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from benchmarks.common import commit, environment
+from benchmarks.quality import study_caches as study
+from benchmarks.quality.block_caches import ListedBlocks, list_attention
+from benchmarks.quality.equal_bytes import Bench, Options, save
+from benchmarks.quality.material import draw, read
+from zdc_jax.axes import Array
+from zdc_jax.evaluation.answers import Answer, sheet_answers
+from zdc_jax.evaluation.perplexity import bootstrap_interval, next_token_nll
+from zdc_jax.evaluation.retention import retention
+from zdc_jax.evaluation.sheets import Sheet
+from zdc_jax.model.block import Block
+from zdc_jax.model.transformer import Transformer
+from zdc_jax.ops.blocks import (
+    ESTIMATES,
+    RULES,
+    BlockChoice,
+    as_lists,
+    best_blocks,
+    blocks_of_mass,
+    estimated_mass,
+    near_blocks,
+    visible_blocks,
+)
+from zdc_jax.plan import CompressionPlan
+
+ESTIMATED = (
+    "keys R=64 m=128",
+    "keys R=32 m=128",
+    "keys R=64 m=8",
+    "keys R=32 m=8",
+    "keys R=16 m=8",
+    "keys R=32 m=16",
+    "keys R=32 m=4",
+    "keys R=32 m=8 worst",
+    "means R=64 m=8",
+    "means R=32 m=8",
+    "recent",
+    "keys R=32 m=8 P=64",
+    "keys R=64 m=64 Q=64 P=64",
+    "keys R=32 m=8 Q=64 P=64",
+    "keys R=32 m=4 Q=64 P=64",
+)
+"""Estimates whose blocks `shares` looks at; the first is the oracle."""
+AMOUNTS = {"mass": (0.8, 0.9, 0.95, 0.98, 0.99), "share": (0.5, 0.25, 0.125), "count": (4, 8, 16)}
+LENGTHS = (2048, 4096, 8192)
+"""Prompts whose density is told: a prompt's queries are the first ones of a longer one."""
+
+
+@dataclass(frozen=True)
+class BlockOptions(Options):
+    """choices: as `choice_of` reads them, in order. The first of `contexts` is taken. layers: of the count
+    of blocks, whether the JSON has them by layer, head and query block."""
+
+    part: Literal["shares", "judged"] = "judged"
+    split: Literal["train", "heldout"] = "heldout"
+    choices: tuple[str, ...] = ()
+    layers: bool = False
+    dtype: str = "float32"
+
+
+def choice_of(label: str) -> BlockChoice:
+    """`keys R=32 m=8 mass=0.95 Q=128 P=128 sinks=1 w=2 worst`: what is missing is the default.
+
+    Raises:
+      ValueError: a word that says nothing, or what `BlockChoice` refuses.
+    """
+    names = {"R": "coordinates", "m": "samples", "sinks": "sinks", "w": "window"}
+    given: dict[str, Any] = {"rule": "mass", "amount": 1.0}
+    blocks = {"Q": 128, "P": 128}
+    for word in label.split():
+        name, _, value = word.partition("=")
+        if word in ESTIMATES:
+            given["estimate"] = word
+        elif word == "worst":
+            given["worst"] = True
+        elif name in RULES:
+            given |= {"rule": name, "amount": float(value)}
+        elif name in blocks:
+            blocks[name] = int(value)
+        elif name in names:
+            given[names[name]] = int(value)
+        else:
+            raise ValueError(f"{label!r}: {word!r} says nothing about a choice")
+    return BlockChoice(**given, blocks=(blocks["Q"], blocks["P"]))
+
+
+class Reading(NamedTuple):
+    """One sheet: nats a token of its context, answers by how questions are read and task, and how many blocks
+    each block of the context's queries attended to, [L, K, nq]."""
+
+    nll: float
+    answers: dict[str, dict[str, list[tuple[Answer, ...]]]]
+    counts: np.ndarray
+
+
+class BlockBench(Bench):
+    """Networks by choice, what they are judged on, and the rows so far."""
+
+    options: BlockOptions
+
+    def sheets(self) -> tuple[Sheet, ...]:
+        """Of the first context, drawn from the split."""
+        given = self.options
+        drawn = draw(
+            self.checkpoint,
+            given.corpus,
+            given.split,
+            context=given.contexts[0],
+            windows=0,
+            sheets=given.sheets,
+            seed=given.seed,
+        )
+        return drawn.sheets
+
+    def by_lists(self, choice: BlockChoice | None) -> Transformer:
+        """The model in its basis, read by lists; the unmodified one without a choice."""
+        plan = replace(CompressionPlan.full(self.config), rotated=choice is not None)
+        blocks = choice.blocks if choice else ListedBlocks.blocks
+        return self.network(study.Varied.of(plan, partial(ListedBlocks, choice=choice, blocks=blocks)))
+
+    def readings(self, choice: BlockChoice | None, sheets: tuple[Sheet, ...]) -> list[Reading]:
+        """Sheet by sheet, as many at once as there are threads."""
+        network, context = self.by_lists(choice), self.options.contexts[0]
+        with ThreadPoolExecutor(self.options.threads) as pool:
+            return list(pool.map(lambda sheet: reading_of(network, sheet, context), sheets))
+
+    def judged(self) -> Iterator[dict[str, Any]]:
+        """A row for each choice."""
+        sheets = self.sheets()
+        began = time.perf_counter()
+        dense = self.readings(None, sheets)
+        print(f"dense: {time.perf_counter() - began:.0f} s", flush=True)
+        for label in self.options.choices:
+            began = time.perf_counter()
+            found = self.readings(choice_of(label), sheets)
+            yield self.row(label, dense, found) | {"seconds": time.perf_counter() - began}
+
+    def row(self, label: str, dense: list[Reading], found: list[Reading]) -> dict[str, Any]:
+        """What a choice costs beside the unmodified model, and its density."""
+        choice = choice_of(label)
+        difference = np.array([one.nll - other.nll for one, other in zip(found, dense, strict=True)])
+        counts = np.mean([one.counts for one in found], axis=0)
+        join = lambda readings, how, task: [one for each in readings for one in each.answers[how][task]]
+        tasks = {
+            how: {
+                task: asdict(retention(join(dense, "all", task), join(found, how, task)))
+                for task in found[0].answers[how]
+            }
+            for how in ("lists", "all")
+        }
+        return {
+            "part": "judged",
+            "choice": label,
+            **self.drawn_from(),
+            "sheets": len(found),
+            "dense_perplexity": float(np.exp(np.mean([one.nll for one in dense]))),
+            "increase": float(np.expm1(difference.mean())),
+            "interval": bootstrap_interval(difference),
+            "increases": np.expm1(difference).tolist(),
+            **densities(counts, choice.blocks),
+            "tasks": tasks,
+            "counts": np.round(counts, 2).tolist() if self.options.layers else None,
+            "commit": commit(),
+        }
+
+    def drawn_from(self) -> dict[str, Any]:
+        """What a row is of."""
+        given = self.options
+        return {"context": given.contexts[0], "split": given.split, "seed": given.seed, "dtype": given.dtype}
+
+    def shares(self) -> Iterator[dict[str, Any]]:
+        """A row for each estimate, rule and amount."""
+        choices = tuple(choice_of(label) for label in ESTIMATED)
+        plan = CompressionPlan.full(self.config)
+        network, given = self.network(plan), self.options
+        material = draw(
+            self.checkpoint,
+            given.corpus,
+            given.split,
+            context=given.contexts[0],
+            windows=given.windows,
+            sheets=1,
+            seed=given.seed,
+        )
+        masses = [masses_of(network, jnp.asarray(window[None]), choices) for window in material.windows]
+        finest = choice_of("keys R=64 m=64 Q=64 P=64")
+        exact = [each[choices.index(finest)] for each in masses]
+        for (label, choice), rule in product(zip(ESTIMATED, choices, strict=True), RULES):
+            for amount in AMOUNTS[rule] if choice.estimate != "recent" or rule == "share" else ():
+                of_windows = [
+                    listed_shares(
+                        each[choices.index(choice)], other, replace(choice, rule=rule, amount=amount)
+                    )
+                    for each, other in zip(masses, exact, strict=True)
+                ]
+                counts = np.mean([counts for counts, _ in of_windows], axis=0)
+                held = np.stack([held for _, held in of_windows])
+                yield {
+                    "part": "shares",
+                    "choice": f"{label} {rule}={amount:g}",
+                    **self.drawn_from(),
+                    "windows": len(masses),
+                    "held": float(held.mean()),
+                    "held_of_the_worst_twentieth": float(np.quantile(held, 0.05)),
+                    **densities(counts, choice.blocks),
+                    "commit": commit(),
+                }
+
+    def run(self) -> None:
+        """Adds the rows of the part to the JSON, one by one."""
+        key = lambda row: (row["part"], row["choice"], row["context"], row["split"], row["seed"])
+        rows = json.loads(self.path.read_text())["rows"] if self.path.exists() else []
+        for row in self.shares() if self.options.part == "shares" else self.judged():
+            rows = [other for other in rows if key(other) != key(row)] + [row]
+            if row["part"] == "judged":
+                print(line(row), flush=True)
+                self.save_rows(rows)
+        self.save_rows(rows)
+
+    def save_rows(self, rows: list[dict[str, Any]]) -> None:
+        """The JSON."""
+        basis = {"basis": self.basis_kind, "model": self.checkpoint.fingerprint}
+        save(self.path, {"benchmark": self.options.name, **environment(), "config": basis, "rows": rows})
+
+
+def reading_of(network: Transformer, sheet: Sheet, context: int) -> Reading:
+    """One sheet, read by the lists of the network; its questions by lists, and with all blocks."""
+    pieces, cache = read(network, sheet.context[None], context, "cached")
+    tokens = jnp.asarray(sheet.context[None])
+    nll = next_token_nll(network.embeddings, jnp.concatenate(pieces, 1), tokens)
+    whole = replace(cache, specs=tuple(replace(spec, choice=None) for spec in cache.specs))
+    answers = {"all": sheet_answers(network, whole, [sheet])}
+    if whole.specs != cache.specs:
+        answers["lists"] = sheet_answers(network, cache, [sheet])
+    counts = np.stack([np.asarray(state.listed[0]) for state in cache.layers])
+    queries = cache.specs[0].blocks[0]
+    return Reading(
+        float(np.mean(nll, dtype=np.float64)), answers, counts[..., : len(sheet.context) // queries]
+    )
+
+
+def densities(counts: np.ndarray, blocks: tuple[int, int]) -> dict[str, Any]:
+    """From blocks by layer, head and query block [L, K, nq]: the share of what is causal, in all, by layer,
+    for shorter prompts; and the mean number of blocks by query block."""
+    (Q, P), nq = blocks, counts.shape[-1]
+    visible = (np.arange(1, nq + 1) * Q - 1) // P + 1
+    share = lambda counts, upto: float(counts[..., :upto].mean((0, 1)).sum() / visible[:upto].sum())
+    return {
+        "density": share(counts, nq),
+        "density_by_length": {n: share(counts, n // Q) for n in LENGTHS if n // Q <= nq},
+        "density_by_layer": [round(share(layer[None], nq), 4) for layer in counts],
+        "blocks_by_query_block": np.round(counts.mean((0, 1)), 3).tolist(),
+    }
+
+
+def masses_of(
+    network: Transformer, tokens: Array, choices: tuple[BlockChoice, ...]
+) -> list[list[np.ndarray]]:
+    """What each choice estimates in each layer [L] of [K, nq, nk]."""
+    x = network.embeddings.embed(tokens, jnp.arange(tokens.shape[1])[None])
+    found: list[list[np.ndarray]] = [[] for _ in choices]
+    for block in network.layers:
+        x, masses = _layer(block, x, choices)
+        for held, mass in zip(found, masses, strict=True):
+            held.append(np.asarray(mass[0]))
+    return found
+
+
+@partial(jax.jit, static_argnames="choices")
+def _layer(block: Block, x: Array, choices: tuple[BlockChoice, ...]) -> tuple[Array, list[Array]]:
+    T = x.shape[1]
+    start, end = jnp.zeros(1, jnp.int32), jnp.full(1, T, jnp.int32)
+    scale = block.attention.scale
+
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, list[Array]]:
+        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+        every = visible_blocks(start, end, T, T, ListedBlocks.blocks)[:, None]
+        lists = as_lists(jnp.repeat(every, k.shape[1], axis=1))
+        o, _ = list_attention(q, k, v, lists, start, scale=scale, blocks=ListedBlocks.blocks)
+        estimate = partial(estimated_mass, q, k, start, end, scale=scale)
+        recent = lambda choice: jnp.broadcast_to(
+            jnp.arange(T // choice.blocks[1], dtype=jnp.float32),
+            (1, k.shape[1], T // choice.blocks[0], T // choice.blocks[1]),
+        )
+        return o, [recent(c) if c.estimate == "recent" else estimate(choice=c) for c in choices]
+
+    return block(x, jnp.arange(T)[None], attend)
+
+
+def listed_shares(
+    masses: list[np.ndarray], exact: list[np.ndarray], choice: BlockChoice
+) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks listed [L, K, nq], and the share of exact attention that they hold, likewise.
+
+    masses: what the choice estimates. exact: shares of blocks of 64 queries and 64 keys.
+    """
+    mass, (Q, P) = jnp.asarray(np.stack(masses)), choice.blocks
+    (L, K, nq, nk), T = mass.shape, mass.shape[2] * Q
+    true = np.stack(exact).reshape(L, K, nq, Q // 64, nk, P // 64).mean(3).sum(-1)
+    start, end = jnp.zeros(L, jnp.int32), jnp.full(L, T, jnp.int32)
+    visible = visible_blocks(start, end, T, T, choice.blocks)
+    always = visible & near_blocks(start, end, T, T, choice)
+    visible, always = (jnp.broadcast_to(x[:, None], mass.shape) for x in (visible, always))
+    if choice.rule == "mass":
+        listed = blocks_of_mass(mass, visible, always, choice.amount)
+    else:
+        count = choice.amount if choice.rule == "count" else jnp.ceil(choice.amount * visible.sum(-1) - 1e-4)
+        listed = best_blocks(mass, visible, always, jnp.asarray(count, jnp.int32))
+    return np.asarray(listed.sum(-1)), (true * np.asarray(listed)).sum(-1)
+
+
+def line(row: dict[str, Any]) -> str:
+    """A judged row, to be read; the lowest retention of a task that counts, questions by lists and by all."""
+    least = {
+        how: min((task["retention"], name) for name, task in tasks.items() if task["counts"])
+        for how, tasks in row["tasks"].items()
+    }
+    low, high = (100 * bound for bound in row["interval"])
+    return (
+        f"{row['choice']:40} {row['context']} density {row['density']:.3f} {100 * row['increase']:+.2f} % "
+        f"[{low:+.2f}, {high:+.2f}] {least} ({row['seconds']:.0f} s)"
+    )
+
+
+def main(options: BlockOptions) -> None:
+    """Measures a part."""
+    BlockBench(options).run()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(BlockOptions))

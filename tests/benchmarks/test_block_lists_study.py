@@ -1,0 +1,44 @@
+"""Choices from labels, and densities from counts."""
+
+import numpy as np
+import pytest
+
+from benchmarks.quality.block_lists import ESTIMATED, choice_of, densities, listed_shares
+from zdc_jax.ops.blocks import BlockChoice
+
+
+def test_labels_are_choices():
+    label = "means R=8 m=4 share=0.25 Q=64 P=32 sinks=2 w=3 worst"
+    settings = {"coordinates": 8, "samples": 4, "sinks": 2, "window": 3, "worst": True, "blocks": (64, 32)}
+    assert choice_of(label) == BlockChoice("share", 0.25, estimate="means", **settings)
+    assert len({choice_of(label) for label in ESTIMATED}) == len(ESTIMATED)
+
+
+def test_unknown_words_are_refused():
+    with pytest.raises(ValueError, match="'best' says nothing"):
+        choice_of("keys best")
+
+
+def test_density_is_a_share_of_causal_blocks():
+    """Two layers of one head: all blocks, and one block each. 4096 tokens see 32 · 33 / 2 blocks."""
+    every = np.arange(1, 33)[None]
+    found = densities(np.stack([every, np.ones_like(every)]), (128, 128))
+    assert found["density_by_layer"] == [1, round(32 / 528, 4)]
+    assert found["density"] == pytest.approx((528 + 32) / 2 / 528)
+    assert found["density_by_length"] == {
+        2048: pytest.approx((136 + 16) / 2 / 136),
+        4096: found["density"],
+    }
+    assert found["blocks_by_query_block"][:2] == [1, 1.5]
+
+
+def test_listed_blocks_hold_their_share_of_attention():
+    """Queries that attend to all alike, four blocks of two by two of 64 each."""
+    exact = np.tril(np.ones((8, 8))) / np.arange(1, 9)[:, None]
+    choice = choice_of("keys count=2 w=1")
+    mass = exact.reshape(4, 2, 4, 2).mean(1).sum(-1)
+    counts, held = listed_shares([mass[None]], [exact[None]], choice)
+    assert counts.tolist() == [[[1, 2, 2, 2]]]
+    np.testing.assert_allclose(held[0, 0, :2], 1)
+    # Block 0 and its own: of 7 and 8 equal blocks of 64 keys 3 and 4.
+    np.testing.assert_allclose(held[0, 0, 3], (3 / 7 + 4 / 8) / 2)
