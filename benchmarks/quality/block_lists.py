@@ -71,6 +71,8 @@ ESTIMATED = (
 AMOUNTS = {"mass": (0.8, 0.9, 0.95, 0.98, 0.99), "share": (0.5, 0.25, 0.125), "count": (4, 8, 16)}
 LENGTHS = (2048, 4096, 8192)
 """Prompts whose density is told: a prompt's queries are the first ones of a longer one."""
+EXTRAPOLATED = (32_768, 131_072)
+"""Prompts whose density is extrapolated."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,7 @@ class BlockBench(Bench):
             "interval": bootstrap_interval(difference),
             "increases": np.expm1(difference).tolist(),
             **densities(counts, choice.blocks),
+            **extrapolated(counts.mean((0, 1)), choice.blocks),
             "tasks": tasks,
             "counts": np.round(counts, 2).tolist() if self.options.layers else None,
             "commit": commit(),
@@ -277,6 +280,33 @@ def densities(counts: np.ndarray, blocks: tuple[int, int]) -> dict[str, Any]:
         "density_by_length": {n: share(counts, n // Q) for n in LENGTHS if n // Q <= nq},
         "density_by_layer": [round(share(layer[None], nq), 4) for layer in counts],
         "blocks_by_query_block": np.round(counts.mean((0, 1)), 3).tolist(),
+    }
+
+
+def extrapolated(counts: np.ndarray, blocks: tuple[int, int]) -> dict[str, Any]:
+    """The power of its position that the number of listed blocks grows by, from the mean counts [nq] of the
+    last three quarters of query blocks; and the density of longer prompts, if it goes on so.
+
+    Up to the last query block counts are as measured, behind it n_i = n (i / nq)^exponent, where n is what
+    the fitted line says of the last one. Beside it `constant`, of exponent 0, and `proportional`, of 1.
+    """
+    (Q, P), nq = blocks, len(counts)
+    fitted = np.arange(nq // 4, nq) + 1
+    exponent, offset = np.polyfit(np.log(fitted), np.log(counts[fitted - 1]), 1)
+    last = np.exp(offset + exponent * np.log(nq))
+
+    def density(tokens: int, exponent: float) -> float:
+        i = np.arange(1, tokens // Q + 1)
+        visible = (i * Q - 1) // P + 1
+        listed = np.concatenate([counts, last * (i[nq:] / nq) ** exponent])
+        return float(np.minimum(listed, visible).sum() / visible.sum())
+
+    rules = {"fitted": float(exponent), "constant": 0.0, "proportional": 1.0}
+    return {
+        "exponent": float(exponent),
+        "extrapolated": {
+            name: {tokens: density(tokens, power) for tokens in EXTRAPOLATED} for name, power in rules.items()
+        },
     }
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.quality.block_lists import ESTIMATED, choice_of, densities, listed_shares
+from benchmarks.quality.block_lists import ESTIMATED, choice_of, densities, extrapolated, listed_shares
 from zdc_jax.ops.blocks import BlockChoice
 
 
@@ -42,3 +42,15 @@ def test_listed_blocks_hold_their_share_of_attention():
     np.testing.assert_allclose(held[0, 0, :2], 1)
     # Block 0 and its own: of 7 and 8 equal blocks of 64 keys 3 and 4.
     np.testing.assert_allclose(held[0, 0, 3], (3 / 7 + 4 / 8) / 2)
+
+
+def test_counts_are_extrapolated_by_the_power_that_fits():
+    """Counts that grow as the root of the position."""
+    i = np.arange(1, 33)
+    found = extrapolated(3 * i**0.5, (128, 128))
+    assert found["exponent"] == pytest.approx(0.5)
+    i = np.arange(1, 257)
+    listed = {"fitted": 3 * i**0.5, "constant": np.minimum(3 * i**0.5, 3 * 32**0.5)}
+    for rule, counts in listed.items():
+        density = np.minimum(counts, i).sum() / i.sum()
+        assert found["extrapolated"][rule][32_768] == pytest.approx(density, rel=0.01), rule
