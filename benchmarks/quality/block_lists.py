@@ -31,8 +31,10 @@ from benchmarks.quality.block_caches import ListedBlocks, list_attention
 from benchmarks.quality.equal_bytes import Bench, Options, save
 from benchmarks.quality.material import draw, read
 from zdc_jax.axes import Array
-from zdc_jax.evaluation.answers import Answer, sheet_answers
+from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.evaluation.answers import Answer, answers
 from zdc_jax.evaluation.perplexity import bootstrap_interval, next_token_nll
+from zdc_jax.evaluation.questions import QUESTION_TOKENS
 from zdc_jax.evaluation.retention import retention
 from zdc_jax.evaluation.sheets import Sheet
 from zdc_jax.model.block import Block
@@ -71,6 +73,8 @@ ESTIMATED = (
 AMOUNTS = {"mass": (0.8, 0.9, 0.95, 0.98, 0.99), "share": (0.5, 0.25, 0.125), "count": (4, 8, 16)}
 LENGTHS = (2048, 4096, 8192)
 """Prompts whose density is told: a prompt's queries are the first ones of a longer one."""
+SHORT = 32
+"""Questions are padded to so many tokens, or to `QUESTION_TOKENS`."""
 EXTRAPOLATED = (32_768, 131_072)
 """Prompts whose density is extrapolated."""
 
@@ -259,14 +263,20 @@ def reading_of(network: Transformer, sheet: Sheet, context: int) -> Reading:
     tokens = jnp.asarray(sheet.context[None])
     nll = next_token_nll(network.embeddings, jnp.concatenate(pieces, 1), tokens)
     whole = replace(cache, specs=tuple(replace(spec, choice=None) for spec in cache.specs))
-    answers = {"all": sheet_answers(network, whole, [sheet])}
+    found = {"all": answers_of(network, whole, sheet)}
     if whole.specs != cache.specs:
-        answers["lists"] = sheet_answers(network, cache, [sheet])
+        found["lists"] = answers_of(network, cache, sheet)
     counts = np.stack([np.asarray(state.listed[0]) for state in cache.layers])
     queries = cache.specs[0].blocks[0]
-    return Reading(
-        float(np.mean(nll, dtype=np.float64)), answers, counts[..., : len(sheet.context) // queries]
-    )
+    each = float(np.asarray(nll).mean(dtype=np.float64))
+    return Reading(each, found, counts[..., : len(sheet.context) // queries])
+
+
+def answers_of(network: Transformer, cache: KVCache, sheet: Sheet) -> dict[str, list[tuple[Answer, ...]]]:
+    """The answers to all questions of a sheet by task, one question after another: no copies of the cache."""
+    width = lambda question: SHORT if len(question.tokens) <= SHORT else QUESTION_TOKENS
+    one = lambda question: answers(network, cache, [question], width=width(question))[0]
+    return {task: [tuple(map(one, asked))] for task, asked in sheet.questions.items()}
 
 
 def densities(counts: np.ndarray, blocks: tuple[int, int]) -> dict[str, Any]:
