@@ -118,10 +118,10 @@ def choice_of(label: str) -> BlockChoice:
 
 
 class Reading(NamedTuple):
-    """One sheet: nats a token of its context, answers by how questions are read and task, and how many blocks
+    """One sheet: nats of each token of its context but the first, answers by how questions are read and task, and how many blocks
     each block of the context's queries attended to, [L, K, nq]."""
 
-    nll: float
+    nll: np.ndarray
     answers: dict[str, dict[str, list[tuple[Answer, ...]]]]
     counts: np.ndarray
 
@@ -171,7 +171,9 @@ class BlockBench(Bench):
     def row(self, label: str, dense: list[Reading], found: list[Reading]) -> dict[str, Any]:
         """What a choice costs beside the unmodified model, and its density."""
         choice = choice_of(label)
-        difference = np.array([one.nll - other.nll for one, other in zip(found, dense, strict=True)])
+        by_token = np.stack([one.nll - other.nll for one, other in zip(found, dense, strict=True)])
+        difference = by_token.mean(1)
+        quarters = np.array_split(by_token, 4, axis=1)
         counts = np.mean([one.counts for one in found], axis=0)
         join = lambda readings, how, task: [one for each in readings for one in each.answers[how][task]]
         tasks = {
@@ -187,6 +189,7 @@ class BlockBench(Bench):
             **self.drawn_from(),
             "sheets": len(found),
             "dense_perplexity": float(np.exp(np.mean([one.nll for one in dense]))),
+            "increase_by_quarter": [float(np.expm1(quarter.mean())) for quarter in quarters],
             "increase": float(np.expm1(difference.mean())),
             "interval": bootstrap_interval(difference),
             "increases": np.expm1(difference).tolist(),
@@ -268,7 +271,7 @@ def reading_of(network: Transformer, sheet: Sheet, context: int) -> Reading:
         found["lists"] = answers_of(network, cache, sheet)
     counts = np.stack([np.asarray(state.listed[0]) for state in cache.layers])
     queries = cache.specs[0].blocks[0]
-    each = float(np.asarray(nll).mean(dtype=np.float64))
+    each = np.asarray(nll[0], np.float64)
     return Reading(each, found, counts[..., : len(sheet.context) // queries])
 
 
@@ -385,7 +388,8 @@ def line(row: dict[str, Any]) -> str:
     low, high = (100 * bound for bound in row["interval"])
     return (
         f"{row['choice']:40} {row['context']} density {row['density']:.3f} {100 * row['increase']:+.2f} % "
-        f"[{low:+.2f}, {high:+.2f}] {least} ({row['seconds']:.0f} s)"
+        f"[{low:+.2f}, {high:+.2f}] {least} {np.round(100 * np.array(row['increase_by_quarter']), 1)} "
+        f"({row['seconds']:.0f} s)"
     )
 
 
