@@ -118,8 +118,8 @@ def choice_of(label: str) -> BlockChoice:
 
 
 class Reading(NamedTuple):
-    """One sheet: nats of each token of its context but the first, answers by how questions are read and task, and how many blocks
-    each block of the context's queries attended to, [L, K, nq]."""
+    """One sheet: nats of each token of its context but the first; answers by how questions are read and task;
+    how many blocks each block of the context's queries attended to, [L, K, nq]."""
 
     nll: np.ndarray
     answers: dict[str, dict[str, list[tuple[Answer, ...]]]]
