@@ -8,6 +8,7 @@ from benchmarks.common import RESULTS
 NAME = "block-lists-smollm2-135m"
 HEADS = (
     "tokens",
+    "text",
     "chosen by",
     "blocks attended",
     "by layer",
@@ -27,6 +28,8 @@ GROWTH_HEADS = (
     "constant",
     "share",
 )
+SETS = (("heldout", 15), ("train", 15), ("heldout", 16))
+"""Texts in the order in which they were looked at; nothing was chosen by the last."""
 WORDS = {"keys": "keys", "means": "mean keys", "recent": "the last blocks"}
 
 
@@ -56,6 +59,8 @@ def name_of(label: str) -> str:
             parts.append(text.format(f"{amount:.0f}" if rule == "count" else f"{amount:.0%}"))
     if "worst" in said:
         parts.append("by the query that wants it most")
+    if "w" in said:
+        parts.append(f"window {said['w']}")
     if "Q" in said or "P" in said:
         parts.append(f"blocks of {said.get('Q', 128)} by {said.get('P', 128)}")
     return ", ".join(parts)
@@ -66,6 +71,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     layers = row["density_by_layer"]
     return [
         str(row["context"]),
+        f"{row['sheets']} of {row['split']}, {row['seed']}",
         name_of(row["choice"]),
         f"{row['density']:.1%}",
         f"{min(layers):.0%} to {max(layers):.0%}",
@@ -94,7 +100,8 @@ def _growth(row: dict[str, Any]) -> list[str]:
 
 def _rows() -> list[dict[str, Any]]:
     rows = json.loads((RESULTS / f"{NAME}.json").read_text())["rows"]
-    return sorted((row for row in rows if row["part"] == "judged"), key=lambda row: row["context"])
+    order = lambda row: (row["context"], SETS.index((row["split"], row["seed"])))
+    return sorted((row for row in rows if row["part"] == "judged"), key=order)
 
 
 def _table(heads: tuple[str, ...], rows: list[list[str]]) -> str:
