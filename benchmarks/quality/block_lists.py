@@ -1,14 +1,13 @@
 """At which density of key blocks does a prompt keep perplexity and retrieval? A study of quality on a model.
 
     python -m benchmarks.quality.block_lists --model CONVERTED --corpus CORPUS \
-        --name block-lists-smollm2-135m --part shares --contexts 8192 --split train
-    … --part judged --contexts 4096 --split heldout --choices "keys R=32 m=8 mass=0.95" "recent share=0.25"
+        --name block-lists-smollm2-135m --contexts 4096 --split heldout --sheets 4 \
+        --choices "keys R=32 m=8 mass=0.98 w=5 Q=64 P=64" "recent share=0.5"
 
-`CONVERTED` is calibrated on windows as long as the contexts. `shares` looks at the unmodified model: how much
-attention the listed blocks hold, of how many. `judged` reads contexts by lists, in every layer, and compares
-with the unmodified model: perplexity of the contexts of sheets, statements included, and the questions about
-them, read by lists too or with all blocks. Lists are real, their attention is plain XLA: no times.
-Each part adds to one JSON and replaces its own rows of the same choice, context, split and seed.
+`CONVERTED` is calibrated on windows as long as the contexts. Contexts are read by lists, in every layer, and
+compared with the unmodified model: perplexity of the contexts of sheets, statements included, and the
+questions about them, read by lists too or with all blocks. Lists are real, their attention is plain XLA: no
+times. A run adds to one JSON and replaces its own rows of the same choice, context, split and seed.
 """
 
 import json
@@ -17,60 +16,27 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import product
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
 
 from benchmarks.common import commit, environment
 from benchmarks.quality import study_caches as study
-from benchmarks.quality.block_caches import ListedBlocks, list_attention
+from benchmarks.quality.block_caches import ListedBlocks
 from benchmarks.quality.equal_bytes import Bench, Options, save
 from benchmarks.quality.material import draw, read
-from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.evaluation.answers import Answer, answers
 from zdc_jax.evaluation.perplexity import bootstrap_interval, next_token_nll
 from zdc_jax.evaluation.questions import QUESTION_TOKENS
 from zdc_jax.evaluation.retention import retention
 from zdc_jax.evaluation.sheets import Sheet
-from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Transformer
-from zdc_jax.ops.blocks import (
-    ESTIMATES,
-    RULES,
-    BlockChoice,
-    as_lists,
-    best_blocks,
-    blocks_of_mass,
-    estimated_mass,
-    near_blocks,
-    visible_blocks,
-)
+from zdc_jax.ops.blocks import ESTIMATES, RULES, BlockChoice
 from zdc_jax.plan import CompressionPlan
 
-ESTIMATED = (
-    "keys R=64 m=128",
-    "keys R=32 m=128",
-    "keys R=64 m=8",
-    "keys R=32 m=8",
-    "keys R=16 m=8",
-    "keys R=32 m=16",
-    "keys R=32 m=4",
-    "keys R=32 m=8 worst",
-    "means R=64 m=8",
-    "means R=32 m=8",
-    "recent",
-    "keys R=32 m=8 P=64",
-    "keys R=64 m=64 Q=64 P=64",
-    "keys R=32 m=8 Q=64 P=64",
-    "keys R=32 m=4 Q=64 P=64",
-)
-"""Estimates whose blocks `shares` looks at; the first is the oracle."""
-AMOUNTS = {"mass": (0.8, 0.9, 0.95, 0.98, 0.99), "share": (0.5, 0.25, 0.125), "count": (4, 8, 16)}
 LENGTHS = (2048, 4096, 8192)
 """Prompts whose density is told: a prompt's queries are the first ones of a longer one."""
 SHORT = 32
@@ -84,7 +50,6 @@ class BlockOptions(Options):
     """choices: as `choice_of` reads them, in order. The first of `contexts` is taken. layers: of the count
     of blocks, whether the JSON has them by layer, head and query block."""
 
-    part: Literal["shares", "judged"] = "judged"
     split: Literal["train", "heldout"] = "heldout"
     choices: tuple[str, ...] = ()
     layers: bool = False
@@ -184,7 +149,6 @@ class BlockBench(Bench):
             for how in ("lists", "all")
         }
         return {
-            "part": "judged",
             "choice": label,
             **self.drawn_from(),
             "sheets": len(found),
@@ -205,54 +169,14 @@ class BlockBench(Bench):
         given = self.options
         return {"context": given.contexts[0], "split": given.split, "seed": given.seed, "dtype": given.dtype}
 
-    def shares(self) -> Iterator[dict[str, Any]]:
-        """A row for each estimate, rule and amount."""
-        choices = tuple(choice_of(label) for label in ESTIMATED)
-        plan = CompressionPlan.full(self.config)
-        network, given = self.network(plan), self.options
-        material = draw(
-            self.checkpoint,
-            given.corpus,
-            given.split,
-            context=given.contexts[0],
-            windows=given.windows,
-            sheets=1,
-            seed=given.seed,
-        )
-        masses = [masses_of(network, jnp.asarray(window[None]), choices) for window in material.windows]
-        finest = choice_of("keys R=64 m=64 Q=64 P=64")
-        exact = [each[choices.index(finest)] for each in masses]
-        for (label, choice), rule in product(zip(ESTIMATED, choices, strict=True), RULES):
-            for amount in AMOUNTS[rule] if choice.estimate != "recent" or rule == "share" else ():
-                of_windows = [
-                    listed_shares(
-                        each[choices.index(choice)], other, replace(choice, rule=rule, amount=amount)
-                    )
-                    for each, other in zip(masses, exact, strict=True)
-                ]
-                counts = np.mean([counts for counts, _ in of_windows], axis=0)
-                held = np.stack([held for _, held in of_windows])
-                yield {
-                    "part": "shares",
-                    "choice": f"{label} {rule}={amount:g}",
-                    **self.drawn_from(),
-                    "windows": len(masses),
-                    "held": float(held.mean()),
-                    "held_of_the_worst_twentieth": float(np.quantile(held, 0.05)),
-                    **densities(counts, choice.blocks),
-                    "commit": commit(),
-                }
-
     def run(self) -> None:
-        """Adds the rows of the part to the JSON, one by one."""
-        key = lambda row: (row["part"], row["choice"], row["context"], row["split"], row["seed"])
+        """Adds the rows to the JSON, one by one."""
+        key = lambda row: (row["choice"], row["context"], row["split"], row["seed"])
         rows = json.loads(self.path.read_text())["rows"] if self.path.exists() else []
-        for row in self.shares() if self.options.part == "shares" else self.judged():
+        for row in self.judged():
             rows = [other for other in rows if key(other) != key(row)] + [row]
-            if row["part"] == "judged":
-                print(line(row), flush=True)
-                self.save_rows(rows)
-        self.save_rows(rows)
+            self.save_rows(rows)
+            print(line(row), flush=True)
 
     def save_rows(self, rows: list[dict[str, Any]]) -> None:
         """The JSON."""
@@ -323,62 +247,6 @@ def extrapolated(counts: np.ndarray, blocks: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def masses_of(
-    network: Transformer, tokens: Array, choices: tuple[BlockChoice, ...]
-) -> list[list[np.ndarray]]:
-    """What each choice estimates in each layer [L] of [K, nq, nk]."""
-    x = network.embeddings.embed(tokens, jnp.arange(tokens.shape[1])[None])
-    found: list[list[np.ndarray]] = [[] for _ in choices]
-    for block in network.layers:
-        x, masses = _layer(block, x, choices)
-        for held, mass in zip(found, masses, strict=True):
-            held.append(np.asarray(mass[0]))
-    return found
-
-
-@partial(jax.jit, static_argnames="choices")
-def _layer(block: Block, x: Array, choices: tuple[BlockChoice, ...]) -> tuple[Array, list[Array]]:
-    T = x.shape[1]
-    start, end = jnp.zeros(1, jnp.int32), jnp.full(1, T, jnp.int32)
-    scale = block.attention.scale
-
-    def attend(q: Array, k: Array, v: Array) -> tuple[Array, list[Array]]:
-        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-        every = visible_blocks(start, end, T, T, ListedBlocks.blocks)[:, None]
-        lists = as_lists(jnp.repeat(every, k.shape[1], axis=1))
-        o, _ = list_attention(q, k, v, lists, start, scale=scale, blocks=ListedBlocks.blocks)
-        estimate = partial(estimated_mass, q, k, start, end, scale=scale)
-        recent = lambda choice: jnp.broadcast_to(
-            jnp.arange(T // choice.blocks[1], dtype=jnp.float32),
-            (1, k.shape[1], T // choice.blocks[0], T // choice.blocks[1]),
-        )
-        return o, [recent(c) if c.estimate == "recent" else estimate(choice=c) for c in choices]
-
-    return block(x, jnp.arange(T)[None], attend)
-
-
-def listed_shares(
-    masses: list[np.ndarray], exact: list[np.ndarray], choice: BlockChoice
-) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks listed [L, K, nq], and the share of exact attention that they hold, likewise.
-
-    masses: what the choice estimates. exact: shares of blocks of 64 queries and 64 keys.
-    """
-    mass, (Q, P) = jnp.asarray(np.stack(masses)), choice.blocks
-    (L, K, nq, nk), T = mass.shape, mass.shape[2] * Q
-    true = np.stack(exact).reshape(L, K, nq, Q // 64, nk, P // 64).mean(3).sum(-1)
-    start, end = jnp.zeros(L, jnp.int32), jnp.full(L, T, jnp.int32)
-    visible = visible_blocks(start, end, T, T, choice.blocks)
-    always = visible & near_blocks(start, end, T, T, choice)
-    visible, always = (jnp.broadcast_to(x[:, None], mass.shape) for x in (visible, always))
-    if choice.rule == "mass":
-        listed = blocks_of_mass(mass, visible, always, choice.amount)
-    else:
-        count = choice.amount if choice.rule == "count" else jnp.ceil(choice.amount * visible.sum(-1) - 1e-4)
-        listed = best_blocks(mass, visible, always, jnp.asarray(count, jnp.int32))
-    return np.asarray(listed.sum(-1)), (true * np.asarray(listed)).sum(-1)
-
-
 def line(row: dict[str, Any]) -> str:
     """A judged row, to be read; the lowest retention of a task that counts, questions by lists and by all."""
     least = {
@@ -394,7 +262,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main(options: BlockOptions) -> None:
-    """Measures a part."""
+    """Measures the choices."""
     BlockBench(options).run()
 
 

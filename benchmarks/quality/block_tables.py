@@ -101,7 +101,7 @@ def _growth(row: dict[str, Any]) -> list[str]:
 def _rows() -> list[dict[str, Any]]:
     rows = json.loads((RESULTS / f"{NAME}.json").read_text())["rows"]
     order = lambda row: (row["context"], SETS.index((row["split"], row["seed"])))
-    return sorted((row for row in rows if row["part"] == "judged"), key=order)
+    return sorted(rows, key=order)
 
 
 def _table(heads: tuple[str, ...], rows: list[list[str]]) -> str:

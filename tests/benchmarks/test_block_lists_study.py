@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.quality.block_lists import ESTIMATED, choice_of, densities, extrapolated, listed_shares
+from benchmarks.quality.block_lists import choice_of, densities, extrapolated
 from zdc_jax.ops.blocks import BlockChoice
 
 
@@ -11,7 +11,6 @@ def test_labels_are_choices():
     label = "means R=8 m=4 share=0.25 Q=64 P=32 sinks=2 w=3 worst"
     settings = {"coordinates": 8, "samples": 4, "sinks": 2, "window": 3, "worst": True, "blocks": (64, 32)}
     assert choice_of(label) == BlockChoice("share", 0.25, estimate="means", **settings)
-    assert len({choice_of(label) for label in ESTIMATED}) == len(ESTIMATED)
 
 
 def test_unknown_words_are_refused():
@@ -30,18 +29,6 @@ def test_density_is_a_share_of_causal_blocks():
         4096: found["density"],
     }
     assert found["blocks_by_query_block"][:2] == [1, 1.5]
-
-
-def test_listed_blocks_hold_their_share_of_attention():
-    """Queries that attend to all alike, four blocks of two by two of 64 each."""
-    exact = np.tril(np.ones((8, 8))) / np.arange(1, 9)[:, None]
-    choice = choice_of("keys count=2 w=1")
-    mass = exact.reshape(4, 2, 4, 2).mean(1).sum(-1)
-    counts, held = listed_shares([mass[None]], [exact[None]], choice)
-    assert counts.tolist() == [[[1, 2, 2, 2]]]
-    np.testing.assert_allclose(held[0, 0, :2], 1)
-    # Block 0 and its own: of 7 and 8 equal blocks of 64 keys 3 and 4.
-    np.testing.assert_allclose(held[0, 0, 3], (3 / 7 + 4 / 8) / 2)
 
 
 def test_counts_are_extrapolated_by_the_power_that_fits():

@@ -8,7 +8,6 @@ from benchmarks.quality import block_tables
 
 TASK = {"retention": 0.98, "counts": True}
 ROW = {
-    "part": "judged",
     "context": 4096,
     "split": "heldout",
     "seed": 16,
@@ -48,7 +47,6 @@ def test_labels_in_words(label, name):
 def test_tables_show_rows_by_length_and_leave_windows_out_of_growth(monkeypatch, tmp_path):
     """A task that the unmodified model cannot do is not the lowest."""
     rows = [ROW | {"choice": choice} for choice in ("keys R=32 m=8 mass=0.95", "recent share=0.5")]
-    rows.append({"part": "shares"})
     (tmp_path / f"{block_tables.NAME}.json").write_text(json.dumps({"rows": rows}))
     monkeypatch.setattr(block_tables, "RESULTS", tmp_path)
     _, _, *lines = block_tables.judged_table().splitlines()
