@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks import coded_speed_tables
 from benchmarks.common import RESULTS
+from benchmarks.quality import block_tables
 from benchmarks.quality.coding_tables import coding_table, fetch_table, layers_table, memory_table
 from benchmarks.quality.rows import NAME, Row, family, in_order, least, missing, of, read_run, retentions
 from benchmarks.sequence_rows import LABELS, SEQUENCE_LENGTH, SEQUENCE_RESULTS, median, sent
@@ -480,6 +481,7 @@ TABLES = {
     "host fetch": fetch_table,
     "host memory": memory_table,
     **coded_speed_tables.TABLES,
+    **block_tables.TABLES,
 }
 
 

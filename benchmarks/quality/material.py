@@ -110,7 +110,7 @@ def _measure(network: Transformer, material: Material, reading: Reading) -> Meas
     found: dict[str, list[tuple[Answer, ...]]] = {name: [] for name in material.sheets[0].questions}
     for sheets in together(material.sheets):
         contexts = np.stack([sheet.context for sheet in sheets])
-        _, cache = _read(network, contexts, material.context, reading)
+        _, cache = read(network, contexts, material.context, reading)
         for name, given in sheet_answers(network, cache, sheets).items():
             found[name] += given
     return Measured(np.concatenate(windows), found)
@@ -126,7 +126,7 @@ def _group(count: int, most: int) -> int:
     return next(size for size in range(max(1, min(most, count)), 0, -1) if count % size == 0)
 
 
-def _read(
+def read(
     network: Transformer, contexts: Int[np.ndarray, "B S"], capacity: int, reading: Reading
 ) -> tuple[list[Array], KVCache]:
     """Hidden states of the pieces, and the cache of all."""
@@ -152,11 +152,11 @@ def _window_nll(
     tokens = np.stack(windows)
     T = tokens.shape[1]
     if reading == "cached":
-        pieces, _ = _read(network, tokens, T, reading)
+        pieces, _ = read(network, tokens, T, reading)
         nll = next_token_nll(network.embeddings, jnp.concatenate(pieces, 1), jnp.asarray(tokens))
         return np.asarray(nll).mean(1, dtype=np.float64)
     S = T - CONTINUATION
-    _, cache = _read(network, tokens[:, :S], T, reading)
+    _, cache = read(network, tokens[:, :S], T, reading)
     pieces = []
     for start in range(S, T, QUESTION_TOKENS):
         piece = jnp.asarray(tokens[:, start : start + QUESTION_TOKENS])

@@ -3,7 +3,7 @@
     zdc convert convert/demo_checkpoint model && python -m benchmarks.serving.soak --model model
 
 One process serves; clients ask over HTTP, more at once than may wait. Requests are drawn from a pool, greedy
-ones and such with a seed, of three priorities; what `generate` gives to each alone is the truth. Some clients
+ones and such with a seed, of three priorities; what `generate` gives to each alone, in float32, is the truth. Some clients
 read a stream, some leave in the middle of one, some before anything came. Refused ones come again. In the
 end nothing may be under way, every client who stayed must have the right text, and all rows must be free.
 """
@@ -140,7 +140,7 @@ async def soak(address: str, pool: list[Asked], options: Options) -> Counter[str
 
 def main(options: Options) -> None:
     """Writes one JSON; ends with status 1 if anything was wrong, unanswered or kept."""
-    model = load(options.model)
+    model = load(options.model, dtype="float32")
     pool = pool_of(model, options)
     config = EngineConfig(
         options.rows, 256, options.cache_tokens, page=16, chunk=64, most_waiting=options.waiting

@@ -1,0 +1,270 @@
+"""At which density of key blocks does a prompt keep perplexity and retrieval? A study of quality on a model.
+
+    python -m benchmarks.quality.block_lists --model CONVERTED --corpus CORPUS \
+        --name block-lists-smollm2-135m --contexts 4096 --split heldout --sheets 4 \
+        --choices "keys R=32 m=8 mass=0.98 w=5 Q=64 P=64" "recent share=0.5"
+
+`CONVERTED` is calibrated on windows as long as the contexts. Contexts are read by lists, in every layer, and
+compared with the unmodified model: perplexity of the contexts of sheets, statements included, and the
+questions about them, read by lists too or with all blocks. Lists are real, their attention is plain XLA: no
+times. A run adds to one JSON and replaces its own rows of the same choice, context, split and seed.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from benchmarks.common import commit, environment
+from benchmarks.quality import study_caches as study
+from benchmarks.quality.block_caches import ListedBlocks
+from benchmarks.quality.equal_bytes import Bench, Options, save
+from benchmarks.quality.key_blocks import ESTIMATES, RULES, BlockChoice
+from benchmarks.quality.material import draw, read
+from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.evaluation.answers import Answer, answers
+from zdc_jax.evaluation.perplexity import bootstrap_interval, next_token_nll
+from zdc_jax.evaluation.questions import QUESTION_TOKENS
+from zdc_jax.evaluation.retention import retention
+from zdc_jax.evaluation.sheets import Sheet
+from zdc_jax.model.transformer import Transformer
+from zdc_jax.plan import CompressionPlan
+
+LENGTHS = (2048, 4096, 8192)
+"""Prompts whose density is told: a prompt's queries are the first ones of a longer one."""
+SHORT = 32
+"""Questions are padded to so many tokens, or to `QUESTION_TOKENS`."""
+EXTRAPOLATED = (32_768, 131_072)
+"""Prompts whose density is extrapolated."""
+
+
+@dataclass(frozen=True)
+class BlockOptions(Options):
+    """choices: as `choice_of` reads them, in order. The first of `contexts` is taken. layers: of the count
+    of blocks, whether the JSON has them by layer, head and query block."""
+
+    split: Literal["train", "heldout"] = "heldout"
+    choices: tuple[str, ...] = ()
+    layers: bool = False
+    dtype: str = "float32"
+
+
+def choice_of(label: str) -> BlockChoice:
+    """`keys R=32 m=8 mass=0.95 Q=128 P=128 sinks=1 w=2 worst`: what is missing is the default.
+
+    Raises:
+      ValueError: a word that says nothing, or what `BlockChoice` refuses.
+    """
+    names = {"R": "coordinates", "m": "samples", "sinks": "sinks", "w": "window"}
+    given: dict[str, Any] = {"rule": "mass", "amount": 1.0}
+    blocks = {"Q": 128, "P": 128}
+    for word in label.split():
+        name, _, value = word.partition("=")
+        if word in ESTIMATES:
+            given["estimate"] = word
+        elif word == "worst":
+            given["worst"] = True
+        elif name in RULES:
+            given |= {"rule": name, "amount": float(value)}
+        elif name in blocks:
+            blocks[name] = int(value)
+        elif name in names:
+            given[names[name]] = int(value)
+        else:
+            raise ValueError(f"{label!r}: {word!r} says nothing about a choice")
+    return BlockChoice(**given, blocks=(blocks["Q"], blocks["P"]))
+
+
+class Reading(NamedTuple):
+    """One sheet: nats of each token of its context but the first; answers by how questions are read and task;
+    how many blocks each block of the context's queries attended to, [L, K, nq]."""
+
+    nll: np.ndarray
+    answers: dict[str, dict[str, list[tuple[Answer, ...]]]]
+    counts: np.ndarray
+
+
+class BlockBench(Bench):
+    """Networks by choice, what they are judged on, and the rows so far."""
+
+    options: BlockOptions
+
+    def sheets(self) -> tuple[Sheet, ...]:
+        """Of the first context, drawn from the split."""
+        given = self.options
+        drawn = draw(
+            self.checkpoint,
+            given.corpus,
+            given.split,
+            context=given.contexts[0],
+            windows=0,
+            sheets=given.sheets,
+            seed=given.seed,
+        )
+        return drawn.sheets
+
+    def by_lists(self, choice: BlockChoice | None) -> Transformer:
+        """The model in its basis, read by lists; the unmodified one without a choice."""
+        plan = replace(CompressionPlan.full(self.config), rotated=choice is not None)
+        blocks = choice.blocks if choice else ListedBlocks.blocks
+        return self.network(study.Varied.of(plan, partial(ListedBlocks, choice=choice, blocks=blocks)))
+
+    def readings(self, choice: BlockChoice | None, sheets: tuple[Sheet, ...]) -> list[Reading]:
+        """Sheet by sheet, as many at once as there are threads."""
+        network, context = self.by_lists(choice), self.options.contexts[0]
+        with ThreadPoolExecutor(self.options.threads) as pool:
+            return list(pool.map(lambda sheet: reading_of(network, sheet, context), sheets))
+
+    def judged(self) -> Iterator[dict[str, Any]]:
+        """A row for each choice."""
+        sheets = self.sheets()
+        began = time.perf_counter()
+        dense = self.readings(None, sheets)
+        print(f"dense: {time.perf_counter() - began:.0f} s", flush=True)
+        for label in self.options.choices:
+            began = time.perf_counter()
+            found = self.readings(choice_of(label), sheets)
+            yield self.row(label, dense, found) | {"seconds": time.perf_counter() - began}
+
+    def row(self, label: str, dense: list[Reading], found: list[Reading]) -> dict[str, Any]:
+        """What a choice costs beside the unmodified model, and its density."""
+        choice = choice_of(label)
+        by_token = np.stack([one.nll - other.nll for one, other in zip(found, dense, strict=True)])
+        difference = by_token.mean(1)
+        quarters = np.array_split(by_token, 4, axis=1)
+        counts = np.mean([one.counts for one in found], axis=0)
+        join = lambda readings, how, task: [one for each in readings for one in each.answers[how][task]]
+        tasks = {
+            how: {
+                task: asdict(retention(join(dense, "all", task), join(found, how, task)))
+                for task in found[0].answers[how]
+            }
+            for how in ("lists", "all")
+        }
+        return {
+            "choice": label,
+            **self.drawn_from(),
+            "sheets": len(found),
+            "dense_perplexity": float(np.exp(np.mean([one.nll for one in dense]))),
+            "increase_by_quarter": [float(np.expm1(quarter.mean())) for quarter in quarters],
+            "increase": float(np.expm1(difference.mean())),
+            "interval": bootstrap_interval(difference),
+            "increases": np.expm1(difference).tolist(),
+            **densities(counts, choice.blocks),
+            **extrapolated(counts.mean((0, 1)), choice.blocks),
+            "tasks": tasks,
+            "counts": np.round(counts, 2).tolist() if self.options.layers else None,
+            "commit": commit(),
+        }
+
+    def drawn_from(self) -> dict[str, Any]:
+        """What a row is of."""
+        given = self.options
+        return {"context": given.contexts[0], "split": given.split, "seed": given.seed, "dtype": given.dtype}
+
+    def run(self) -> None:
+        """Adds the rows to the JSON, one by one."""
+        key = lambda row: (row["choice"], row["context"], row["split"], row["seed"])
+        rows = json.loads(self.path.read_text())["rows"] if self.path.exists() else []
+        for row in self.judged():
+            rows = [other for other in rows if key(other) != key(row)] + [row]
+            self.save_rows(rows)
+            print(line(row), flush=True)
+
+    def save_rows(self, rows: list[dict[str, Any]]) -> None:
+        """The JSON."""
+        basis = {"basis": self.basis_kind, "model": self.checkpoint.fingerprint}
+        save(self.path, {"benchmark": self.options.name, **environment(), "config": basis, "rows": rows})
+
+
+def reading_of(network: Transformer, sheet: Sheet, context: int) -> Reading:
+    """One sheet, read by the lists of the network; its questions by lists, and with all blocks."""
+    pieces, cache = read(network, sheet.context[None], context, "cached")
+    tokens = jnp.asarray(sheet.context[None])
+    nll = next_token_nll(network.embeddings, jnp.concatenate(pieces, 1), tokens)
+    whole = replace(cache, specs=tuple(replace(spec, choice=None) for spec in cache.specs))
+    found = {"all": answers_of(network, whole, sheet)}
+    if whole.specs != cache.specs:
+        found["lists"] = answers_of(network, cache, sheet)
+    counts = np.stack([np.asarray(state.listed[0]) for state in cache.layers])
+    queries = cache.specs[0].blocks[0]
+    each = np.asarray(nll[0], np.float64)
+    return Reading(each, found, counts[..., : len(sheet.context) // queries])
+
+
+def answers_of(network: Transformer, cache: KVCache, sheet: Sheet) -> dict[str, list[tuple[Answer, ...]]]:
+    """The answers to all questions of a sheet by task, one question after another: no copies of the cache."""
+    width = lambda question: SHORT if len(question.tokens) <= SHORT else QUESTION_TOKENS
+    one = lambda question: answers(network, cache, [question], width=width(question))[0]
+    return {task: [tuple(map(one, asked))] for task, asked in sheet.questions.items()}
+
+
+def densities(counts: np.ndarray, blocks: tuple[int, int]) -> dict[str, Any]:
+    """From blocks by layer, head and query block [L, K, nq]: the share of what is causal, in all, by layer,
+    for shorter prompts; and the mean number of blocks by query block."""
+    (Q, P), nq = blocks, counts.shape[-1]
+    visible = (np.arange(1, nq + 1) * Q - 1) // P + 1
+    share = lambda counts, upto: float(counts[..., :upto].mean((0, 1)).sum() / visible[:upto].sum())
+    return {
+        "density": share(counts, nq),
+        "density_by_length": {n: share(counts, n // Q) for n in LENGTHS if n // Q <= nq},
+        "density_by_layer": [round(share(layer[None], nq), 4) for layer in counts],
+        "blocks_by_query_block": np.round(counts.mean((0, 1)), 3).tolist(),
+    }
+
+
+def extrapolated(counts: np.ndarray, blocks: tuple[int, int]) -> dict[str, Any]:
+    """The power of its position that the number of listed blocks grows by, from the mean counts [nq] of the
+    last three quarters of query blocks; and the density of longer prompts, if it goes on so.
+
+    Up to the last query block counts are as measured, behind it n_i = n (i / nq)^exponent, where n is what
+    the fitted line says of the last one. Beside it `constant`, of exponent 0, and `proportional`, of 1.
+    """
+    (Q, P), nq = blocks, len(counts)
+    fitted = np.arange(nq // 4, nq) + 1
+    exponent, offset = np.polyfit(np.log(fitted), np.log(counts[fitted - 1]), 1)
+    last = np.exp(offset + exponent * np.log(nq))
+
+    def density(tokens: int, exponent: float) -> float:
+        i = np.arange(1, tokens // Q + 1)
+        visible = (i * Q - 1) // P + 1
+        listed = np.concatenate([counts, last * (i[nq:] / nq) ** exponent])
+        return float(np.minimum(listed, visible).sum() / visible.sum())
+
+    rules = {"fitted": float(exponent), "constant": 0.0, "proportional": 1.0}
+    return {
+        "exponent": float(exponent),
+        "extrapolated": {
+            name: {tokens: density(tokens, power) for tokens in EXTRAPOLATED} for name, power in rules.items()
+        },
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    """A judged row, to be read; the lowest retention of a task that counts, questions by lists and by all."""
+    least = {
+        how: min((task["retention"], name) for name, task in tasks.items() if task["counts"])
+        for how, tasks in row["tasks"].items()
+    }
+    low, high = (100 * bound for bound in row["interval"])
+    return (
+        f"{row['choice']:40} {row['context']} density {row['density']:.3f} {100 * row['increase']:+.2f} % "
+        f"[{low:+.2f}, {high:+.2f}] {least} {np.round(100 * np.array(row['increase_by_quarter']), 1)} "
+        f"({row['seconds']:.0f} s)"
+    )
+
+
+def main(options: BlockOptions) -> None:
+    """Measures the choices."""
+    BlockBench(options).run()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(BlockOptions))
