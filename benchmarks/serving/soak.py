@@ -3,9 +3,10 @@
     zdc convert convert/demo_checkpoint model && python -m benchmarks.serving.soak --model model
 
 One process serves; clients ask over HTTP, more at once than may wait. Requests are drawn from a pool, greedy
-ones and such with a seed, of three priorities; what `generate` gives to each alone, in float32, is the truth. Some clients
-read a stream, some leave in the middle of one, some before anything came. Refused ones come again. In the
-end nothing may be under way, every client who stayed must have the right text, and all rows must be free.
+ones and such with a seed, of three priorities; what `generate` gives to each alone, in float32, is the truth.
+Some clients read a stream, some leave in the middle of one, some before anything came. Refused ones come
+again. In the end nothing may be under way, every client who stayed must have the right text, and all rows
+must be free.
 """
 
 import asyncio
