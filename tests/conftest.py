@@ -70,8 +70,12 @@ OPT = replace(
 CONFIGS = {"llama": LLAMA, "opt": OPT}
 
 
+TURNS = 5
+"""Commits after which `make test` has run all `sampled` tests."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    help = "of `sampled` tests a third of all parameters, others at the next commit"
+    help = "of `sampled` tests a fifth of all parameters, others at the next commit"
     parser.addoption("--sample", action="store_true", help=help)
 
 
@@ -85,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def not_drawn(items: list[pytest.Item], turn: int) -> Iterator[pytest.Item]:
-    """All but every third of `sampled` tests, of each over its parameters; in three turns each is drawn once.
+    """All but every fifth of `sampled` tests, of each over its parameters; in five turns each is drawn once.
 
     Where a test begins depends on its name: tests of the same parameters draw different ones.
     """
@@ -93,7 +97,7 @@ def not_drawn(items: list[pytest.Item], turn: int) -> Iterator[pytest.Item]:
     for item in items:
         if item.get_closest_marker("sampled"):
             name = item.nodeid.split("[")[0]
-            if (zlib.crc32(name.encode()) + turn + places[name]) % 3:
+            if (zlib.crc32(name.encode()) + turn + places[name]) % TURNS:
                 yield item
             places[name] += 1
 

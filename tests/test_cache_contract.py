@@ -38,6 +38,7 @@ def test_cached_is_uncached(it):
     assert_same(it.run(x, WHOLE), it.whole(x), it.tolerance)
 
 
+@pytest.mark.sampled
 def test_chunked_is_whole(it):
     it.declares("chunked")
     x = it.inputs()
@@ -68,6 +69,7 @@ def test_a_piece_that_begins_elsewhere_gives_nan_in_its_row_alone(name):
     assert np.isfinite(found[2, :24]).all()
 
 
+@pytest.mark.sampled
 def test_a_row_does_not_depend_on_which_it_is(it):
     it.declares("order")
     x, turned = it.inputs(seed=2), [2, 0, 1]
@@ -109,6 +111,7 @@ def test_rows_in_pages_are_rows(it):
         assert_same(paged.run(x, schedule), it.run(x, schedule), it.tolerance)
 
 
+@pytest.mark.sampled
 def test_a_cache_can_be_filled_to_the_last_slot(it):
     """Also by a piece whose padding would stand past the end."""
     # With seed 7 a coordinate of int8 stands between two levels.

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from conftest import commits, not_drawn
+from conftest import TURNS, commits, not_drawn
 
 
 def item(nodeid: str, sampled: bool) -> SimpleNamespace:
@@ -13,18 +13,18 @@ def item(nodeid: str, sampled: bool) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_three_turns_draw_each_sampled_test_once_and_others_always(count):
+def test_all_turns_draw_each_sampled_test_once_and_others_always(count):
     sampled = [item(f"a.py::test_long[{i}]", True) for i in range(count)] + [item("a.py::test_one", True)]
     others = [item(f"a.py::test_short[{i}]", False) for i in range(count)]
-    turns = [list(not_drawn([*sampled, *others], turn)) for turn in (5, 6, 7)]
+    turns = [list(not_drawn([*sampled, *others], turn)) for turn in range(9, 9 + TURNS)]
     for each in sampled:
-        assert sum(each in left_out for left_out in turns) == 2
+        assert sum(each in left_out for left_out in turns) == TURNS - 1
     assert not any(each in left_out for each in others for left_out in turns)
 
 
-def test_a_turn_draws_a_third_of_a_test():
-    sampled = [item(f"a.py::test_long[{i}]", True) for i in range(12)]
-    assert len(list(not_drawn(sampled, 0))) == 8
+def test_a_turn_draws_a_share_of_a_test():
+    sampled = [item(f"a.py::test_long[{i}]", True) for i in range(4 * TURNS)]
+    assert len(list(not_drawn(sampled, 0))) == 4 * (TURNS - 1)
 
 
 def test_commits_are_counted():
