@@ -175,8 +175,8 @@ def measured(bench: Bench, label: str, plan: CompressionPlan, options: Options) 
             found["continuation"] = degradation(continuation_nll(other, bench.heldout, batch), later)
             found["divergence"] = divergence(native, other, bench.heldout[:batch])
         row[payload] = found
-        print(label, payload, *(f"{name} {percent(found[name])}" for name in ("whole", "continuation")
-                                if name in found), flush=True)  # fmt: skip
+        told = [f"{name} {percent(found[name])}" for name in ("whole", "continuation") if name in found]
+        print(label, payload, *told, flush=True)
     return row
 
 

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from conftest import TURNS, commits, not_drawn
+from conftest import TURNS, not_drawn
 
 
 def item(nodeid: str, sampled: bool) -> SimpleNamespace:
@@ -25,7 +25,3 @@ def test_all_turns_draw_each_sampled_test_once_and_others_always(count):
 def test_a_turn_draws_a_share_of_a_test():
     sampled = [item(f"a.py::test_long[{i}]", True) for i in range(4 * TURNS)]
     assert len(list(not_drawn(sampled, 0))) == 4 * (TURNS - 1)
-
-
-def test_commits_are_counted():
-    assert commits() >= 0

@@ -13,7 +13,7 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.errors import PromptError
 from zdc_jax.generation.request import capacity_for, check_chunk, encode, warn_beyond_calibration
-from zdc_jax.generation.steps import PREFILL_CHUNK, bucket
+from zdc_jax.generation.steps import PREFILL_CHUNK, bucket, padded
 from zdc_jax.loading import LanguageModel
 from zdc_jax.model.transformer import Transformer
 
@@ -105,25 +105,17 @@ def _score_batch(model: LanguageModel, rows: list[_Row], chunk: int) -> list[Tok
     found: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in rows]
     for start in range(0, longest, chunk):
         width = min(bucket(longest - start), chunk, capacity)
-        tokens = _padded([row.tokens[start:][:width] for row in rows], width)
+        tokens = padded([row.tokens[start:][:width] for row in rows], width)
         pieces = [row.targets[start:][:width] for row in rows]
         scored = [np.flatnonzero(piece >= 0) for piece in pieces]
         count = bucket(max(map(len, scored)), _SMALLEST_COUNT)
-        columns = _padded(scored, count)
-        targets = _padded([piece[at] for piece, at in zip(pieces, scored, strict=True)], count)
+        columns = padded(scored, count)
+        targets = padded([piece[at] for piece, at in zip(pieces, scored, strict=True)], count)
         end = np.array([min(len(row.tokens), start + width) for row in rows], np.int32)
         log_probs, is_greedy, cache = _score_piece(network, cache, tokens, end, columns, targets)
         for row, at in enumerate(scored):
             found[row].append((np.asarray(log_probs)[row, : len(at)], np.asarray(is_greedy)[row, : len(at)]))
     return [TokenScores(*map(np.concatenate, zip(*pieces, strict=True))) for pieces in found]
-
-
-def _padded(rows: Sequence[np.ndarray], width: int) -> np.ndarray:
-    """Rows of several lengths as one int32 array [B, width]."""
-    padded = np.zeros((len(rows), width), np.int32)
-    for index, row in enumerate(rows):
-        padded[index, : len(row)] = row
-    return padded
 
 
 @partial(jax.jit, donate_argnums=1)

@@ -1,7 +1,7 @@
 """One call of `generate` or `stream` on its way: prefill, then decode until every row has ended."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from zdc_jax.generation.request import Request, capacity_for
 from zdc_jax.generation.results import Delta, Generation, Timings
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import request_keys
-from zdc_jax.generation.steps import Chosen, DecodeState, bucket, decode, first, read
+from zdc_jax.generation.steps import Chosen, DecodeState, bucket, decode, first, padded, read
 from zdc_jax.generation.stopping import Row, StopStrings
 from zdc_jax.loading import LanguageModel
 from zdc_jax.ops.attention import Implementation
@@ -98,7 +98,9 @@ class Run:
         for start in range(0, longest, request.prefill_chunk):
             width = min(bucket(longest - start), request.prefill_chunk, cache.capacity)
             left = lengths - held - start
-            tokens = _padded(request.prompts, held + start, width)
+            tokens = padded(
+                [p[at:][:width] for p, at in zip(request.prompts, held + start, strict=True)], width
+            )
             count, ends = np.clip(left, 0, width), (left > 0) & (left <= width)
             state, chosen, _ = read(network, state, tokens, count, ends, self.numbers, **self.how)
             made.append(chosen)
@@ -111,7 +113,7 @@ class Run:
         request = self.request
         width = capacity_for(int(lengths.max()), self.model.config.max_positions)
         hidden, cache = network.prefill(
-            jnp.asarray(_padded(request.prompts, np.zeros_like(lengths), width)),
+            jnp.asarray(padded(request.prompts, width)),
             jnp.asarray(lengths),
             capacity=request.capacity,
             implementation=self.how["implementation"],
@@ -138,12 +140,3 @@ class Run:
                 delta = row.take(new, full=len(chosen) >= self.request.max_new_tokens)
                 if delta is not None:
                     yield delta
-
-
-def _padded(prompts: Sequence[np.ndarray], begin: np.ndarray, width: int) -> np.ndarray:
-    """Tokens [B, width] int32 of prompts from positions [B] on, with zeros behind their ends."""
-    tokens = np.zeros((len(prompts), width), np.int32)
-    for row, (prompt, first_token) in enumerate(zip(prompts, begin, strict=True)):
-        piece = prompt[first_token:][:width]
-        tokens[row, : len(piece)] = piece
-    return tokens

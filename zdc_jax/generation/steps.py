@@ -4,12 +4,14 @@
 them for rows that come and go.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import Bool, Float, Int
 
@@ -77,6 +79,14 @@ class Chosen(NamedTuple):
 def bucket(length: int, smallest: int = SMALLEST_BUCKET) -> int:
     """The next power of two, at least `smallest`."""
     return max(smallest, 1 << (length - 1).bit_length())
+
+
+def padded(rows: Sequence[np.ndarray], width: int) -> Int[np.ndarray, "B {width}"]:
+    """Rows of at most `width` tokens as one int32 array, with zeros behind them."""
+    tokens = np.zeros((len(rows), width), np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
+    return tokens
 
 
 @partial(jax.jit, donate_argnums=1, static_argnames=("choice", "implementation"))
