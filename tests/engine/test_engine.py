@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -25,17 +26,21 @@ CONFIG = EngineConfig(rows=3, max_model_len=160, page=16, chunk=32, steps=4)
 
 
 class Listener:
-    """All events of one request, in order."""
+    """All events of one request, in order. The engine stands still while `at_first` runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_first: Callable[[], object] = lambda: None) -> None:
         self.events: list[Event] = []
         self.ended = threading.Event()
+        self.at_first = at_first
 
     def __call__(self, event: Event) -> None:
         assert not self.ended.is_set(), "nothing follows the last event"
         self.events.append(event)
         if event.finish_reason:
+            self.ended_at = time.monotonic()
             self.ended.set()
+        if len(self.events) == 1:
+            self.at_first()
 
     def tokens(self) -> tuple[int, ...]:
         """Of the whole answer, once it has ended."""
@@ -106,15 +111,15 @@ def test_an_urgent_request_takes_a_row_and_nobody_notices(engine, model, tiny):
     before = engine.stats().preemptions
     long = [EngineRequest(tuple(range(3 + i, 40)), 100, priority=1, ignore_eos=True) for i in range(4)]
     drawn = [replace(request, sampling=Sampling(0.7, seed=i)) for i, request in enumerate(long)]
-    listeners = [ask(engine, request) for request in drawn]
-    until = time.monotonic() + 60
-    while not all(listener.events for listener in listeners[:3]) and time.monotonic() < until:
-        time.sleep(0.001)
-    urgent = EngineRequest((7, 8, 9), 5, ignore_eos=True)
-    assert ask(engine, urgent).tokens() == alone(model, urgent)
-    assert not listeners[0].ended.is_set(), "the urgent one did not wait for others to end"
+    urgent, hurried = EngineRequest((7, 8, 9), 5, ignore_eos=True), Listener()
+    # It comes when the third of three rows has its first token.
+    listeners = [Listener(), Listener(), Listener(lambda: engine.submit(urgent, hurried)), Listener()]
+    for request, listener in zip(drawn, listeners, strict=True):
+        engine.submit(request, listener)
     for request, listener in zip(drawn, listeners, strict=True):
         assert listener.tokens() == alone(model, request)
+    assert hurried.tokens() == alone(model, urgent)
+    assert all(hurried.ended_at < listener.ended_at for listener in listeners), "it waited for others to end"
     assert engine.stats().preemptions > before
 
 
@@ -394,13 +399,14 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(tiny, model, monkeypatch)
 def test_a_full_queue_and_a_closing_engine_refuse(model):
     engine = Engine(model, EngineConfig(rows=1, max_model_len=160, chunk=32, most_waiting=1))
     long = EngineRequest(tuple(range(3, 30)), 100, ignore_eos=True)
-    first, second = ask(engine, long), Listener()
-    until = time.monotonic() + 60
-    while engine.stats().running == 0 and time.monotonic() < until:
-        time.sleep(0.001)
+    began, full = threading.Event(), threading.Event()
+    first, second = Listener(lambda: began.set() or full.wait(60)), Listener()
+    engine.submit(long, first)
+    assert began.wait(60)
     engine.submit(long, second)
     with pytest.raises(Busy, match="1 requests wait"):
         ask(engine, long)
+    full.set()
     engine.close(drain=False, timeout=0)
     assert first.ended.wait(10)
     assert second.ended.wait(10)
