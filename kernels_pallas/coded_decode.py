@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -126,7 +127,8 @@ def _launch(
         grid=(B * K, g.parts),
         grid_names=("head", "part"),
         kernel_name="zdc_coded_decode",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # What a thread writes to shared memory it reads behind barriers that stand here.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(
         begin.astype(jnp.int32),
         end.astype(jnp.int32),
@@ -328,12 +330,16 @@ class _Source:
     def begin(self) -> None:
         """Before the first block."""
 
+    def place(self, step: Array) -> Array:
+        """What `ahead` wants to know of a step, asked for before its block is read."""
+        return jnp.int32(0)
+
     def block(self, step: Array) -> _Block:
         """Of a step."""
         raise NotImplementedError
 
-    def end(self, step: Array) -> None:
-        """After each block."""
+    def ahead(self, step: Array, place: Array) -> None:
+        """Asks for more, once all threads have read a step's block."""
 
 
 class _Stream(_Source):
@@ -344,7 +350,11 @@ class _Stream(_Source):
 
         @pl.loop(self.span.first, jnp.minimum(self.span.first + self.g.stages, self.span.last))
         def _fill(step: Array) -> None:
-            self._load(step)
+            self._load(step, self._lead(step))
+
+    def place(self, step: Array) -> Array:
+        """The page of the block that is asked for `ahead`: it comes while the step's own is computed with."""
+        return self._lead(jnp.minimum(step + self.g.stages, self.span.last - 1))
 
     def block(self, step: Array) -> _Block:
         """Waits for it."""
@@ -356,31 +366,35 @@ class _Stream(_Source):
             self.span.counts(_rows(self.g) + step * BLOCK),
         )
 
-    def end(self, step: Array) -> None:
+    def ahead(self, step: Array, place: Array) -> None:
         """Asks for the block that takes its place."""
 
         @pl.when(step + self.g.stages < self.span.last)
         def _() -> None:
-            self._load(step + self.g.stages)
+            self._load(step + self.g.stages, place)
 
     def _slot(self, step: Array) -> Array:
         return lax.rem(step - self.span.first, jnp.int32(self.g.stages))
 
-    def _place(self, step: Array) -> tuple[Array, Array, Array]:
-        """Indices of a step's block, through the block table if there is one."""
-        b, kv = self.head
+    def _lead(self, step: Array) -> Array:
+        """The row of a step's block, or its page."""
         if self.table is None:
-            return b, kv, step
-        per_page = jnp.int32(self.g.page // BLOCK)
-        return self.table[b, lax.div(step, per_page)], kv, lax.rem(step, per_page)
+            return self.head[0]
+        return self.table[self.head[0], lax.div(jnp.maximum(step, 0), jnp.int32(self.g.page // BLOCK))]
 
-    def _load(self, step: Array) -> None:
-        *head, block = self._place(step)
+    def _load(self, step: Array, lead: Array) -> None:
+        block = step if self.table is None else lax.rem(step, jnp.int32(self.g.page // BLOCK))
         rows, slot = pl.ds(pl.multiple_of(block * BLOCK, BLOCK), BLOCK), self._slot(step)
         levels = [(block, buffer.at[slot]) for buffer in self.at.levels]
         reach = [(rows, buffer.at[slot, pl.ds(0, BLOCK)]) for buffer in self.at.reach]
-        for source, (place, buffer) in zip(self.sources, (*levels, *reach), strict=True):
-            plgpu.copy_gmem_to_smem(source.at[*head, place], buffer, self.at.ready.at[slot])
+
+        @plgpu.warp_map
+        def _(warp: Array) -> None:
+            @pl.when(warp == 0)
+            def _() -> None:
+                for source, (place, buffer) in zip(self.sources, (*levels, *reach), strict=True):
+                    at = source.at[lead, self.head[1], place]
+                    plgpu.copy_gmem_to_smem(at, buffer, self.at.ready.at[slot])
 
 
 class _Chosen(_Source):
@@ -412,9 +426,8 @@ def _accumulate(
     source.begin()
 
     def body(step: Array, carry: Any, *, running: bool) -> Any:
-        carry = _add_block(g, at, source.block(step), carry, running=running)
-        source.end(step)
-        return carry
+        place = source.place(step)
+        return _add_block(g, at, source.block(step), lambda: source.ahead(step, place), carry, running)
 
     column = plgpu.Layout.WGMMA.reduce(0)
     carry = (
@@ -427,13 +440,19 @@ def _accumulate(
     return acc, m, l.sum(axis=0)
 
 
-def _add_block(g: _Geometry, at: _Buffers, block: _Block, carry: Any, *, running: bool) -> Any:
-    """Softmax over one block of keys more; `l` is summed over keys at the end."""
+def _add_block(
+    g: _Geometry, at: _Buffers, block: _Block, have_read: Callable[[], None], carry: Any, running: bool
+) -> Any:
+    """Softmax over one block of keys more; `l` is summed over keys at the end.
+
+    have_read: called when all threads have read the block, while tensor cores work.
+    """
     acc, m, l = carry
     shape, last = (BLOCK, g.columns), len(g.widths) - 1
     unpack = lambda i: unpacked(block.levels(i), g.widths[i], g.bits[i])
     steps = lambda i: _steps(block.reach(i), g.bits[i], shape)
     scores = sum(_product(unpack(i), at.q[i], shape) * steps(i) for i in range(last)) * (g.scale * LOG2_E)
+    _wait_for_all()
     at.values[...] = unpack(last)
     scores = jnp.where(block.visible, scores, -jnp.inf)
     if running:
@@ -446,14 +465,21 @@ def _add_block(g: _Geometry, at: _Buffers, block: _Block, carry: Any, *, running
     at.p.transpose((1, 0))[...] = plgpu.layout_cast(weights, plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.commit_smem()
 
-    return acc + _product(at.values.transpose((1, 0)), at.p, acc.shape), m, l + p
+    return acc + _product(at.values.transpose((1, 0)), at.p, acc.shape, have_read), m, l + p
 
 
-def _product(a: Any, b: Any, shape: tuple[int, int]) -> Array:
+@plgpu.inline_mgpu()
+def _wait_for_all(_: Any) -> None:
+    """Until all warps are here: they have read the block, and what they wrote for the one before."""
+    mgpu.warpgroup_barrier()
+
+
+def _product(a: Any, b: Any, shape: tuple[int, int], meanwhile: Callable[[], None] = lambda: None) -> Array:
     """a bᵀ in float32; a from registers or shared memory, b from shared memory."""
 
     def product(result: Any) -> Array:
         plgpu.wgmma(result, a, b.transpose((1, 0)))
+        meanwhile()
         return result[...]
 
     return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))

@@ -108,9 +108,10 @@ def test_kernels_read_no_further_than_codes_were_decoded(name, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["dense", "coded", "chosen"])
-def test_kernels_read_pages_behind_two_gigabytes(name):
+def test_kernels_read_pages_behind_four_gigabytes(name):
+    """Between two and four XLA codes (`kernels_pallas.encode`), which may round otherwise."""
     bytes_of_a_page = K * PAGE * (2 * H if name == "dense" else H // 2)
-    check(SPECS[name], before=2**31 // bytes_of_a_page)
+    check(SPECS[name], before=2**32 // bytes_of_a_page)
 
 
 @pytest.mark.parametrize("seed", range(8))

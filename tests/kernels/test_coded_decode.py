@@ -8,6 +8,7 @@ import re
 
 import interpreting
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numbers_as_registers
 import numpy as np
@@ -238,9 +239,11 @@ def _plain_unpacked(rows, C, bits):
     return found.transpose(0, 2, 4, 1, 3).reshape(len(rows), C).astype(jnp.bfloat16)
 
 
-def _plain_product(a, b, _):
+def _plain_product(a, b, _, meanwhile=lambda: None):
     a = a if isinstance(a, jax.Array) else a[...]
-    return jnp.dot(a.astype(jnp.float32), b[...].astype(jnp.float32).T, precision="highest")
+    product = jnp.dot(a.astype(jnp.float32), b[...].astype(jnp.float32).T, precision="highest")
+    meanwhile()
+    return product
 
 
 @pytest.fixture
@@ -249,6 +252,7 @@ def interpreted():
         coded_decode,
         unpacked=_plain_unpacked,
         _product=_plain_product,
+        _wait_for_all=plgpu.commit_smem,  # The interpreter's word for such a barrier.
         block_rows=lambda block, M, C, bits: block[...].reshape(M, C * bits // 8),
         gathered_rows=lambda store, slots, C, bits: store[...][slots],
         gathered_bytes=lambda store, slots: store[...][slots],
