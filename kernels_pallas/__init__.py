@@ -10,6 +10,7 @@ from kernels_pallas.coded_scan import index_scores as index_scores
 from kernels_pallas.decode import decode_attention as decode_attention
 from kernels_pallas.decode_inputs import DecodeConfig as DecodeConfig
 from kernels_pallas.decode_inputs import Ring as Ring
+from kernels_pallas.dequantise import dequantise as dequantise
 from kernels_pallas.encode import encode as encode
 from kernels_pallas.post_rope import TILE_TOKENS as TILE_TOKENS
 from kernels_pallas.post_rope import PostRopeConfig as PostRopeConfig
@@ -21,6 +22,7 @@ from kernels_pallas.prefill_inputs import Trailing as Trailing
 from kernels_pallas.reference import attention_reference as attention_reference
 from kernels_pallas.refusals import coded_refusal as coded_refusal
 from kernels_pallas.refusals import decode_refusal as decode_refusal
+from kernels_pallas.refusals import dequantise_refusal as dequantise_refusal
 from kernels_pallas.refusals import device_refusal as device_refusal
 from kernels_pallas.refusals import encode_refusal as encode_refusal
 from kernels_pallas.refusals import post_rope_refusal as post_rope_refusal

@@ -8,7 +8,6 @@ Pallas' Triton back end runs it, which JAX is to give up: then `check_encode` re
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,12 +22,8 @@ from jaxtyping import Float, Int
 from kernels_pallas import common
 from kernels_pallas.coded_inputs import Plane, check_plane, rows_of
 from kernels_pallas.common import Shaped
-from kernels_pallas.unpack import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, bit_planes, reaches
-
-try:
-    import jax.experimental.pallas.triton as plt
-except ImportError:
-    plt = None  # type: ignore[assignment]
+from kernels_pallas.triton import byte_places, check_back_end, check_offsets, in_pages, pieces, plt
+from kernels_pallas.unpack import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, reaches
 
 SMALLEST = 2.0**-40
 """What a reach of 0 is taken for where it divides: far below the next, and its square is a number."""
@@ -38,7 +33,6 @@ INFINITE = 0x7F800000
 """Bits of infinity as float32; those of what is no number are above."""
 TOKENS = 32
 """Of a program, at most."""
-OFFSETS = "must be at most 2^31, or above 2^32, where Triton takes offsets of 64 bits"
 
 
 def encode(
@@ -90,8 +84,7 @@ def check_encode(
 ) -> None:
     """Raises what `encode` says it raises; arrays are those given to it."""
     common.check_device()
-    if plt is None:
-        raise NotImplementedError("this JAX has no Triton back end of Pallas")
+    check_back_end()
     B, T, K, _ = x[0].shape
     lead, _, slots = planes[0][0].reach.shape
     if block_table is not None:
@@ -103,8 +96,7 @@ def check_encode(
             raise ValueError(f"x[{i}] has dtype {array.dtype}: must be a float")
         for j, plane in enumerate(each):
             check_plane(f"planes[{i}][{j}]", plane, tokens)
-            if 2**31 < (size := plane.levels.size) <= 2**32:
-                raise ValueError(f"planes[{i}][{j}] has {size} bytes: {OFFSETS}")
+            check_offsets(f"planes[{i}][{j}]", plane)
     for name, row in (("starts", starts), ("ends", ends)):
         common.check_shape(name, row, (B,), "B")
 
@@ -150,31 +142,23 @@ def _kernel(span_ref: Any, *refs: Any, bits: tuple[tuple[int, ...], ...], rows: 
     kept = (token < x_refs[0].shape[1]) & (start + token < end)
     lead, slot = b, start + first
     if paged:
-        table_ref, (pool, _, page) = refs[len(bits)], refs[-1].shape
-        lead = table_ref[b, jnp.clip(lax.div(slot, page), 0, table_ref.shape[1] - 1)]
-        kept &= (lead >= 0) & (lead < pool)
-        slot = lax.rem(slot, page)
+        lead, slot, there = in_pages(refs[len(bits)], b, slot, refs[-1].shape)
+        kept &= there
     slots = pl.ds(slot, rows)
     for x_ref, each in zip(x_refs, bits, strict=True):
         begin = 0
         for plane_bits in each:
             levels_ref, reach_ref = next(out), next(out)
             C = levels_ref.shape[-1] * 8 // plane_bits
-            at = [(b, pl.ds(first, rows), kv, pl.ds(jnp.int32(begin + i), width)) for i, width in _pieces(C)]
+            at = [(b, pl.ds(first, rows), kv, pl.ds(jnp.int32(begin + i), width)) for i, width in pieces(C)]
             x = [plt.load(x_ref.at[place], mask=kept, other=0.0).astype(jnp.float32) for place in at]
             levels, reach = _coded(x, plane_bits)
-            for (i, _), level in zip(_pieces(C), levels, strict=True):
+            for (i, _), level in zip(pieces(C), levels, strict=True):
                 for place, size, part in _packed(level, C, i, plane_bits):
                     taken = pl.ds(jnp.int32(place), size)
                     plt.store(levels_ref.at[lead, kv, slots, taken], part, mask=kept)
             plt.store(reach_ref.at[lead, kv, slots], reach, mask=kept[:, 0])
             begin += C
-
-
-def _pieces(C: int) -> list[tuple[int, int]]:
-    """Begins and widths of parts of C coordinates: powers of two, as Triton wants, the largest first."""
-    widths = [1 << i for i in reversed(range(C.bit_length())) if C >> i & 1]
-    return list(zip(itertools.accumulate(widths, initial=0), widths, strict=False))
 
 
 def reaches_tried(largest: Array, bits: int, C: int) -> list[Array]:
@@ -237,14 +221,12 @@ def _beyond(at: Array, half: int) -> tuple[Array, Array]:
 
 def _packed(level: Array, C: int, begin: int, bits: int) -> Iterator[tuple[int, int, Array]]:
     """Bytes of levels [rows, width] of the coordinates from `begin` on, of C: in each bit plane their place,
-    their number and they themselves, the first level of a byte lowest."""
-    width, place = level.shape[1], 0
-    for plane in bit_planes(bits):
+    their number and they themselves."""
+    for plane, place, size in byte_places(C, begin, level.shape[1], bits):
         bits -= plane
         part, each = level >> bits, 8 // plane
         level &= 2**bits - 1
         if each > 1:
-            parts = part.reshape(level.shape[0], width // each, each)
+            parts = part.reshape(level.shape[0], size, each)
             part = (parts << (plane * lax.broadcasted_iota(jnp.int32, parts.shape, 2))).sum(2)
-        yield place + begin // each, width // each, part.astype(jnp.uint8)
-        place += C // each
+        yield place, size, part.astype(jnp.uint8)

@@ -12,7 +12,9 @@ ROWS = 64
 """Query rows of one warpgroup: what one tensor-core instruction takes."""
 SMALLEST_BLOCK = 64
 """Of keys a step: pages are whole numbers of it."""
-TAIL_ALIGNMENT = 256
+LARGEST_BLOCK = 256
+"""Of keys a step: what is read behind the last key that counts ends at a multiple of it."""
+TAIL_ALIGNMENT = LARGEST_BLOCK
 """`Trailing.start` is a multiple of this, so that key blocks of every size begin at a row of the tail."""
 
 Keys = Literal["all", "far"]
@@ -33,7 +35,7 @@ class PrefillConfig:
     overlap: bool = False
 
     def __post_init__(self) -> None:
-        if self.block_kv not in (64, 128, 256):
+        if self.block_kv not in (SMALLEST_BLOCK, 128, LARGEST_BLOCK):
             raise ValueError(f"block_kv={self.block_kv}: must be 64, 128 or 256")
         if self.stages < 1:
             raise ValueError(f"stages={self.stages}: must be at least 1")

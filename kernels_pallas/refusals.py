@@ -13,6 +13,7 @@ from kernels_pallas.coded_inputs import check_coded
 from kernels_pallas.coded_scan import check_scan
 from kernels_pallas.common import Shaped
 from kernels_pallas.decode_inputs import check_decode
+from kernels_pallas.dequantise import check_dequantise
 from kernels_pallas.encode import check_encode
 from kernels_pallas.post_rope import checked_launch
 from kernels_pallas.prefill_inputs import check_prefill
@@ -45,6 +46,7 @@ def _check_here(q: Shaped) -> None:
 prefill_refusal = _refusal(check_prefill)
 decode_refusal = _refusal(check_decode)
 coded_refusal = _refusal(check_coded)
+dequantise_refusal = _refusal(check_dequantise)
 encode_refusal = _refusal(check_encode)
 scan_refusal = _refusal(check_scan)
 segment_refusal = _refusal(check_segments)

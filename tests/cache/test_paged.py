@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas import dequantise, triton
+from kernels_pallas.prefill_inputs import LARGEST_BLOCK
 from zdc_jax import methods
-from zdc_jax.cache import coded_store, prefix_ring
+from zdc_jax.cache import prefix_ring
 from zdc_jax.cache.coded_choosing import CodedChoosing
 from zdc_jax.cache.coded_store import CodedStore
 from zdc_jax.cache.fitted_integers import FittedIntegers
@@ -19,7 +21,7 @@ from zdc_jax.cache.pages import Pages
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.cache.spec import Call, LayerCacheSpec, put_rows
 from zdc_jax.errors import PlanError
-from zdc_jax.ops import attention
+from zdc_jax.ops import attention, stored
 from zdc_jax.ops.xla import xla_attention
 from zdc_jax.plan import CompressionPlan
 
@@ -41,7 +43,10 @@ SPECS = {
         value_code=FittedIntegers(4),
     ),
 }
-KINDS = {"coded": {"coded decode", "coding"}, "chosen": {"choice", "decode of chosen tokens", "coding"}}
+KINDS = {
+    "coded": {"coded decode", "far prompt", "dequantising", "coding"},
+    "chosen": {"choice", "decode of chosen tokens", "coding"},
+}
 """Calls that kernels are to serve, beside `prefill` and `decode` of near tokens."""
 
 
@@ -100,9 +105,8 @@ def test_kernels_read_pages(name, caplog):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["coded", "chosen"])
-def test_kernels_read_no_further_than_codes_were_decoded(name, monkeypatch):
-    monkeypatch.setattr(coded_store, "TOGETHER", PAGE)
-    jnp.full(2**28, jnp.nan).delete()  # What an empty buffer may hold.
+def test_kernels_read_no_further_than_codes_were_read(name):
+    jnp.full(2**28, jnp.nan).delete()  # What an array that is not written may hold.
     check(SPECS[name])
 
 
@@ -152,19 +156,48 @@ def test_pieces_are_read_in_pages_where_kernels_run(name, monkeypatch):
     assert leading == [POOL, B]
 
 
+def far_prefill(q, k, v, *, scale, starts, keys, sinks, window):
+    """A stand-in for the kernel: it reads whole blocks, as far as its last query sees, and nothing behind."""
+    assert keys == "far"
+    seen = starts + q.shape[1] - window
+    read = jnp.arange(k.shape[2]) < -(-seen // LARGEST_BLOCK)[:, None] * LARGEST_BLOCK
+    k, v = (jnp.where(read[:, None, :, None], x, 0) for x in (k, v))
+    positions, options = starts[:, None] + jnp.arange(q.shape[1]), {"sinks": sinks, "window": window}
+    return xla_attention(q, k, v, positions, scale=scale, near=None, **options)
+
+
+@pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("seen", [0, 1, 129, 384, 385, 512])
 @pytest.mark.sampled
-def test_codes_in_pages_are_read_as_far_as_queries_see(seen, monkeypatch):
-    monkeypatch.setattr(coded_store, "TOGETHER", 3 * PAGE)  # Which does not divide a row.
+def test_codes_are_read_as_far_as_queries_see(seen, paged, monkeypatch):
+    monkeypatch.setattr(stored, "device_refusal", lambda q: None)
+    monkeypatch.setattr(stored, "dequantise", partial(dequantise, interpret=True))
+    monkeypatch.setattr(stored, "prefill_attention", far_prefill)
     spec, rng = SPECS["coded"], np.random.default_rng(seen)
-    table = jnp.asarray(rng.permutation(POOL)[: B * CAPACITY // PAGE].reshape(B, -1), jnp.int32)
+    places = rng.permutation(POOL)[: B * CAPACITY // PAGE].reshape(B, -1)
     random = lambda x: jnp.asarray(rng.integers(0, 100, x.shape), x.dtype)
-    pools = jax.tree.map(random, Paged.of(spec, page=PAGE, pages=POOL).create(B, CAPACITY).far)
-    positions = jnp.full((B, 2), seen + spec.window - 1).at[1:].set(0)
-    found = spec._read_pages(pools, table, positions)
-    wanted = spec.read(jax.tree.map(lambda pool: Pages(pool, table).rows(), pools))
+    state = jax.tree.map(random, Paged.of(spec, page=PAGE, pages=POOL).create(B, CAPACITY))
+    pages = jax.tree.map(lambda pool: Pages(pool, jnp.asarray(places, jnp.int32)), state.far)
+    rows = jax.tree.map(lambda x: x.rows(), pages, is_leaf=lambda x: isinstance(x, Pages))
+    last = jnp.array([seen + spec.window - 1, 1, CAPACITY - 1])
+    positions, far = last[:, None] + jnp.arange(-1, 1), pages if paged else rows
+    q, call = jnp.asarray(rng.normal(size=(B, 2, K * G, H)), jnp.bfloat16), Call(H**-0.5)
+    assert spec.reads_pages(replace(state, far=far), q, None, call)
+    found = spec.attend_far(far, q, positions, call)
+    wanted = spec.attend_far(rows, q, positions, replace(call, implementation="xla"))
     for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(one[:, :, :seen], other[:, :, :seen])
+        np.testing.assert_array_equal(one, other)
+
+
+def test_codes_are_not_read_in_pages_without_a_kernel(monkeypatch):
+    monkeypatch.setattr(stored, "device_refusal", lambda q: None)
+    spec, table = SPECS["coded"], jnp.zeros((B, CAPACITY // PAGE), jnp.int32)
+    state = Paged.of(spec, page=PAGE, pages=POOL).create(B, CAPACITY)
+    state = replace(state, far=jax.tree.map(lambda pool: Pages(pool, table), state.far))
+    q, call = jnp.zeros((B, 2, K * G, H), jnp.bfloat16), Call(H**-0.5)
+    assert spec.reads_pages(state, q, None, call)
+    monkeypatch.setattr(triton, "plt", None)
+    assert not spec.reads_pages(state, q, None, call)
 
 
 @pytest.mark.parametrize("T", [1, 40])

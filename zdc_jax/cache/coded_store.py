@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Float, Int
 
+from kernels_pallas import Plane
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes import Code, Coded
 from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel
@@ -20,13 +20,11 @@ from zdc_jax.errors import PlanError
 from zdc_jax.ops.stored import (
     coded_decode,
     coded_decode_refusal,
+    numbers,
     slots_for,
-    stored_attention_refusal,
     takes_kernels,
+    takes_numbers,
 )
-
-TOGETHER = 8192
-"""Tokens of rows in pages that are decoded at once for a piece of a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,29 +93,28 @@ class CodedStore(NearFar):
         """`NearFar.attend_far`; kernels decode from the codes, and pieces of prompts from what they say."""
         pools, table = pools_of(far)
         if q.shape[1] > 1:
-            rows = self.read(far) if table is None else self._read_pages(pools, table, positions)
-            return self.attend_rows(q, *rows, positions, call)
-        planes = kernel_planes(self._stored(pools))
-        refusal = partial(coded_decode_refusal, q, planes, table=table)
+            if self._takes_numbers(pools, table, q, call):
+                planes = self._planes(pools)
+                k, v = numbers(planes, positions, window=self.window, dtype=self.dtype, table=table)
+            else:
+                k, v = self.read(far)
+            return self.attend_rows(q, k, v, positions, call)
+        stored = kernel_planes(self._stored(pools))
+        refusal = partial(coded_decode_refusal, q, stored, table=table)
         if takes_kernels("coded decode", call.implementation, refusal):
             sinks, window = self.sinks, self.window
             return coded_decode(
-                q, planes, positions, scale=call.scale, sinks=sinks, window=window, table=table
+                q, stored, positions, scale=call.scale, sinks=sinks, window=window, table=table
             )
         return self.attend_rows(q, *self.read(far), positions, replace(call, implementation="xla"))
 
     def reads_pages(self, state: NearFarState, q: Array, v: Any, call: Call) -> bool:
         """`LayerCacheSpec.reads_pages`: where kernels attend to codes, or to what they say."""
         (pools, table), q = pools_of(state.far), q[..., : self.R]
-        planes = kernel_planes(self._stored(pools))
-        if q.shape[1] == 1:
-            refusal = partial(coded_decode_refusal, q, planes, table=table)
-            return takes_kernels("coded decode", call.implementation, refusal)
-        if table is None or not planes:
-            return False
-        k, v = jax.eval_shape(self._read_pages, pools, table, jnp.zeros(q.shape[:2], jnp.int32))
-        refusal = partial(stored_attention_refusal, q, k, v, sinks=self.sinks, window=self.window)
-        return takes_kernels("far prompt", call.implementation, refusal)
+        if q.shape[1] > 1:
+            return self._takes_numbers(pools, table, q, call)
+        refusal = partial(coded_decode_refusal, q, kernel_planes(self._stored(pools)), table=table)
+        return takes_kernels("coded decode", call.implementation, refusal)
 
     def read(self, far: tuple[Coded, Coded]) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
         """All keys and values that the codes hold, slot = position."""
@@ -128,33 +125,23 @@ class CodedStore(NearFar):
 
         return decoded(self.key_code, far[0], self.R), decoded(self.value_code, far[1], self.Z)
 
-    def _read_pages(
-        self, pools: tuple[Coded, Coded], table: Int[Array, "B n"], positions: Int[Array, "B T"]
-    ) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
-        """`read` of rows in pages, as far as queries at these positions see; what is behind is any number.
+    def _takes_numbers(
+        self, pools: tuple[Coded, Coded], table: Int[Array, "B n"] | None, q: Array, call: Call
+    ) -> bool:
+        """Whether kernels read what the codes say for a piece of a prompt, and attend to it."""
+        return takes_numbers(
+            q,
+            self._planes(pools),
+            sinks=self.sinks,
+            window=self.window,
+            dtype=self.dtype,
+            implementation=call.implementation,
+            table=table,
+        )
 
-        Of codes of single tokens.
-        """
-        page, (B, n) = jax.tree.leaves(pools)[0].shape[2], table.shape
-        some = max(1, TOGETHER // page)
-        table = jnp.pad(table, ((0, 0), (0, -n % some)))
-        # Zeros would be written to all of a long row, each time.
-        buffers = [
-            lax.empty((B, self.num_kv_heads, table.shape[1] * page, width), self.dtype)
-            for width in (self.R, self.Z)
-        ]
-
-        def step(i: Array, buffers: list[Array]) -> list[Array]:
-            part = lax.dynamic_slice_in_dim(table, i * some, some, axis=1)
-            read = self.read(jax.tree.map(lambda pool: Pages(pool, part).rows(), pools))
-            return [
-                lax.dynamic_update_slice_in_dim(buffer, x, i * some * page, axis=2)
-                for buffer, x in zip(buffers, read, strict=True)
-            ]
-
-        seen = jnp.maximum(positions.max() + 1 - self.window, 0)
-        k, v = lax.fori_loop(0, -(-seen // (some * page)), step, buffers)
-        return k, v
+    def _planes(self, pools: tuple[Coded, Coded]) -> list[list[Plane]]:
+        """Planes of keys and of values."""
+        return [kernel_planes([each]) for each in self._stored(pools)]
 
     def _stored(self, far: tuple[Coded, Coded]) -> tuple[tuple[Code, Coded], ...]:
         return (self.key_code, far[0]), (self.value_code, far[1])

@@ -11,12 +11,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from kernels_pallas import (
     Plane,
     coded_attention,
     coded_refusal,
+    dequantise,
+    dequantise_refusal,
     device_refusal,
     encode,
     encode_refusal,
@@ -108,6 +111,54 @@ def stored_attention_refusal(
     return device_refusal(q) or prefill_refusal(
         q, k, v, starts=starts, keys="far", sinks=sinks, window=window
     )
+
+
+def takes_numbers(
+    q: Float[Array, "B T N R"],
+    planes: Sequence[Sequence[Plane]],
+    *,
+    sinks: int,
+    window: int,
+    dtype: DTypeLike,
+    implementation: Implementation | None = None,
+    table: Int[Array, "B pages"] | None = None,
+) -> bool:
+    """Whether `stored_attention` of q runs on kernels that read `numbers` of these planes.
+
+    planes: of keys and of values; empty if kernels do not know a code. With a table of pages they are pools.
+
+    Raises:
+      NotImplementedError: the chosen implementation cannot do this call, with the reason.
+    """
+    if not all(planes):
+        return False
+    k, v = (
+        jax.ShapeDtypeStruct((*rows_of(each[0].reach, table), sum(plane.width for plane in each)), dtype)
+        for each in planes
+    )
+    refusal = partial(stored_attention_refusal, q, k, v, sinks=sinks, window=window)
+    if not takes_kernels("far prompt", implementation, refusal):
+        return False
+    row = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
+    refusal = partial(dequantise_refusal, planes, row, dtype=dtype, block_table=table)
+    return takes_kernels("dequantising", None, refusal)
+
+
+def numbers(
+    planes: Sequence[Sequence[Plane]],
+    positions: Int[Array, "B T"],
+    *,
+    window: int,
+    dtype: DTypeLike,
+    table: Int[Array, "B pages"] | None = None,
+) -> list[Float[Array, "B K S _"]]:
+    """What planes of keys and of values say, as far as queries at `positions` see far tokens, by one kernel.
+
+    What is behind is any number, which attention on XLA would not do with: `takes_numbers` tells.
+
+    positions: consecutive in each row.
+    """
+    return dequantise(planes, positions[:, -1] + 1 - window, dtype=dtype, block_table=table)
 
 
 def coded_decode_refusal(

@@ -1,0 +1,158 @@
+"""Keys and values of rows out of planes of integers, as numbers for other kernels, in one launch (ours).
+
+A program has some tokens of one KV head: it unpacks their levels, multiplies them by what they stand for and
+writes them. Programs of tokens that nobody asks for do nothing. What a code says is what
+`zdc_jax.cache.fitted_integers.FittedIntegers` reads in it, bit by bit.
+
+Pallas' Triton back end runs it, which JAX is to give up: then `check_dequantise` refuses, and XLA reads.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from kernels_pallas import common
+from kernels_pallas.coded_inputs import Plane, check_plane, rows_of
+from kernels_pallas.common import Shaped
+from kernels_pallas.prefill_inputs import LARGEST_BLOCK
+from kernels_pallas.triton import byte_places, check_back_end, check_offsets, in_pages, pieces, plt
+from kernels_pallas.unpack import reaches
+
+TOKENS = 64
+"""Of a program, at most; it divides `LARGEST_BLOCK`."""
+DTYPES = (*common.DTYPES, jnp.float32)
+
+
+def dequantise(
+    planes: Sequence[Sequence[Plane]],
+    ends: Int[Array, " B"],
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    block_table: Int[Array, "B pages"] | None = None,
+    interpret: bool = False,
+) -> list[Float[Array, "B K S _"]]:
+    """What planes say of the tokens in slots below `ends`; then zeros, as far as prefill reads.
+
+    These end at a multiple of `LARGEST_BLOCK`, or at S. What is behind is not written: any number.
+
+    Args:
+      planes: for each array, keys and values, say, those that have its coordinates one after another.
+      ends: of each row, int32.
+      dtype: of the arrays: bfloat16, float16 or float32.
+      block_table: with it planes are a pool of pages (`Plane`), of any size; tokens whose entry is not one of
+        the pool's are zeros.
+      interpret: on any device, slowly.
+
+    Returns:
+      for each array its coordinates, rounded once from float32; those of a token with the reach of what is no
+      number are NaN.
+
+    Raises:
+      ValueError: a shape or dtype not allowed, named with its value, before launch.
+      NotImplementedError: JAX has no Triton back end.
+    """
+    check_dequantise(planes, ends, dtype=dtype, block_table=block_table)
+    arrays = [(plane.levels, plane.reach) for each in planes for plane in each]
+    bits = tuple(tuple(plane.bits for plane in each) for each in planes)
+    widths = tuple(sum(plane.width for plane in each) for each in planes)
+    dtype = jnp.dtype(dtype)
+    found = _launch(arrays, ends, block_table, bits=bits, widths=widths, dtype=dtype, interpret=interpret)
+    return list(found)
+
+
+def check_dequantise(
+    planes: Sequence[Sequence[Plane]],
+    ends: Shaped,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    block_table: Shaped | None = None,
+) -> None:
+    """Raises what `dequantise` says it raises; arrays are those given to it."""
+    common.check_device()
+    check_back_end()
+    lead, K, slots = (reach := planes[0][0].reach).shape
+    common.check_shape("ends", ends, (lead if block_table is None else None,), "B")
+    if block_table is not None:
+        common.check_table(block_table, ends.shape[0], reach, 1)
+    for i, each in enumerate(planes):
+        for j, plane in enumerate(each):
+            check_plane(f"planes[{i}][{j}]", plane, (lead, K, slots))
+            check_offsets(f"planes[{i}][{j}]", plane)
+    if jnp.dtype(dtype) not in DTYPES:
+        raise ValueError(f"dtype={jnp.dtype(dtype)}: must be bfloat16, float16 or float32")
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "widths", "dtype", "interpret"))
+def _launch(
+    arrays: Sequence[tuple[Array, Array]],
+    ends: Array,
+    block_table: Array | None,
+    *,
+    bits: tuple[tuple[int, ...], ...],
+    widths: tuple[int, ...],
+    dtype: Any,
+    interpret: bool,
+) -> Sequence[Array]:
+    """`dequantise`, checked; levels and reach of all planes."""
+    reach = arrays[0][1]
+    B, K, S = rows_of(reach, block_table)
+    # So that no program has tokens of two pages, or behind S.
+    rows = math.gcd(TOKENS, reach.shape[2])
+    table = [] if block_table is None else [block_table]
+    return pl.pallas_call(
+        functools.partial(_kernel, bits=bits, rows=rows, paged=bool(table)),
+        out_shape=[jax.ShapeDtypeStruct((B, K, S, width), dtype) for width in widths],
+        grid=(B, K, S // rows),
+        compiler_params=plt.CompilerParams(num_warps=4),
+        interpret=interpret,
+        name="zdc_dequantise",
+    )(ends.astype(jnp.int32), *table, *jax.tree.leaves(list(arrays)))
+
+
+def _kernel(ends_ref: Any, *refs: Any, bits: tuple[tuple[int, ...], ...], rows: int, paged: bool) -> None:
+    planes, out_refs = iter(refs[paged : -len(bits)]), refs[-len(bits) :]
+    b, kv, first = pl.program_id(0), pl.program_id(1), pl.program_id(2) * rows
+    end = ends_ref[b]
+
+    @pl.when((first & -LARGEST_BLOCK) < end)
+    def _() -> None:
+        lead, slot = b, first
+        kept = first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0) < end
+        if paged:
+            lead, slot, there = in_pages(refs[0], b, first, refs[1].shape)
+            kept &= there
+        slots = pl.ds(slot, rows)
+        for out_ref, each in zip(out_refs, bits, strict=True):
+            begin = 0
+            for plane_bits in each:
+                levels_ref, reach_ref = next(planes), next(planes)
+                C = levels_ref.shape[-1] * 8 // plane_bits
+                reach = reaches(plt.load(reach_ref.at[lead, kv, slots], mask=kept[:, 0], other=0))
+                step = (reach / 2**plane_bits)[:, None]
+                for i, width in pieces(C):
+                    level: Any = 0
+                    for plane, place, size in byte_places(C, i, width, plane_bits):
+                        at = levels_ref.at[lead, kv, slots, pl.ds(jnp.int32(place), size)]
+                        level = level << plane | _unpacked(plt.load(at, mask=kept, other=0), plane)
+                    odd = 2 * level.astype(jnp.float32) + (1 - 2**plane_bits)
+                    written = pl.ds(first, rows), pl.ds(jnp.int32(begin + i), width)
+                    plt.store(out_ref.at[b, kv, *written], (odd * step).astype(out_ref.dtype))
+                begin += C
+
+
+def _unpacked(part: Array, plane: int) -> Array:
+    """Parts int32 [rows, ·] of levels out of bytes [rows, ·] of a bit plane of so many bits."""
+    part, each = part.astype(jnp.int32), 8 // plane
+    if each == 1:
+        return part
+    apart = lax.broadcast_in_dim(part, (*part.shape, each), (0, 1))
+    shifts = plane * lax.broadcasted_iota(jnp.int32, apart.shape, 2)
+    return (apart >> shifts & (1 << plane) - 1).reshape(part.shape[0], -1)

@@ -1,0 +1,34 @@
+"""The kernel that reads codes as numbers compiles for an H200, and nothing is computed beside it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compiled import device
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from kernels_pallas import Plane, dequantise
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+B, K, S = 2, 8, 5120
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("bits", [(4, 4, 4), (6, 3, 5), (8, 2, 8)])
+@pytest.mark.parametrize("page", [0, 40, 256])
+def test_writes_numbers_alone(bits, page):
+    """Beside them are the pointers of a tuple."""
+    sharding = jax.sharding.SingleDeviceSharding(device())
+    shape = lambda *dims, dtype=jnp.uint8: jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+    tokens = (999, K, page) if page else (B, K, S)
+    arrays = [(shape(*tokens, C * b // 8), shape(*tokens)) for C, b in zip((32, 96, 128), bits, strict=True)]
+    table = shape(B, S // page, dtype=jnp.int32) if page else None
+
+    def read(arrays, ends, table):
+        index, rest, values = (Plane(*pair, b) for pair, b in zip(arrays, bits, strict=True))
+        return dequantise([[index, rest], [values]], ends, block_table=table)
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        traced = jax.jit(read).trace(arrays, shape(B, dtype=jnp.int32), table)
+        memory = traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
+    assert memory.output_size_in_bytes <= 2 * 2 * B * K * S * 128 + 64
+    assert memory.temp_size_in_bytes <= 1024

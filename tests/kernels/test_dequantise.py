@@ -1,0 +1,174 @@
+"""The kernel that reads codes as numbers, against the code itself; on a CPU Pallas' interpreter runs it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pages import Pool
+
+from kernels_pallas import Plane, dequantise, dequantise_refusal
+from kernels_pallas.dequantise import TOKENS
+from kernels_pallas.prefill_inputs import LARGEST_BLOCK
+from zdc_jax.cache.fitted_integers import FittedIntegers
+
+B, K, S = 5, 2, 640
+KINDS = {
+    # Coordinates and bits of planes, array by array.
+    "4 bits": [[(128, 4)], [(128, 4)]],
+    "index": [[(32, 6), (96, 3)], [(128, 4)]],
+    "2 and 8 bits": [[(16, 8), (64, 2)], [(64, 2)]],
+    "shares of half a byte": [[(16, 5), (48, 3)], [(240, 5)]],
+    "widest": [[(256, 4)], [(256, 8)]],
+}
+ENDS = (0, 1, LARGEST_BLOCK, 300, S + 9)
+
+
+def planes_of(kinds, S):
+    """Any bytes: also reaches of 0, and of what is no number."""
+    rng = np.random.default_rng(0)
+    random = lambda *shape: jnp.asarray(rng.integers(0, 256, shape), jnp.uint8)
+    return [[Plane(random(B, K, S, C * b // 8), random(B, K, S), b) for C, b in each] for each in kinds]
+
+
+def read(planes, dtype):
+    """What the code says, of the planes of one array."""
+    coded = lambda plane: (plane.levels[..., None, :], plane.reach[..., None, None])
+    parts = [FittedIntegers(plane.bits).decode(coded(plane), plane.width) for plane in planes]
+    return jnp.concatenate(parts, axis=-1)[..., 0, :].astype(dtype)
+
+
+def same_bits(one, other):
+    """What is no number has many."""
+    one, other = np.asarray(one), np.asarray(other)
+    assert one.dtype == other.dtype
+    no_number = np.isnan(one.astype(np.float32))
+    np.testing.assert_array_equal(no_number, np.isnan(other.astype(np.float32)))
+    integers = np.dtype(f"u{one.itemsize}")
+    np.testing.assert_array_equal(*(x.view(integers)[~no_number] for x in (one, other)))
+
+
+def check(kinds, page=0, *, S=S, ends=ENDS, dtype=jnp.bfloat16, **options):
+    """In rows, or in pages of a pool that has none of what is behind."""
+    planes, ends, table = planes_of(kinds, S), np.array(ends), None
+    expected = [read(each, dtype) for each in planes]
+    if page:
+        pool = Pool([plane for each in planes for plane in each], np.zeros(B, int), ends, page)
+        rest, table = iter(pool.planes), pool.table
+        planes = [[next(rest) for _ in each] for each in planes]
+    found = dequantise(planes, jnp.asarray(ends, jnp.int32), dtype=dtype, block_table=table, **options)
+    for x, wanted in zip(found, expected, strict=True):
+        for b, end in enumerate(np.minimum(ends, S)):
+            zeros = min(-(-max(end, 0) // LARGEST_BLOCK) * LARGEST_BLOCK, S)
+            same_bits(x[b, :, :end], wanted[b, :, :end])
+            assert not np.any(x[b, :, end:zeros])
+            # The interpreter begins with what is no number.
+            assert not options or np.isnan(np.asarray(x[b, :, zeros:], np.float32)).all()
+
+
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+@pytest.mark.sampled
+def test_reads_what_the_code_does(kinds):
+    check(kinds, interpret=True)
+
+
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("page", [16, 40, 128])
+@pytest.mark.sampled
+def test_reads_pages(kinds, page):
+    check(kinds, page, interpret=True)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+@pytest.mark.sampled
+def test_other_floats(dtype):
+    check(KINDS["index"], dtype=dtype, interpret=True)
+
+
+@pytest.mark.parametrize("S", [1, 48, 333])
+@pytest.mark.sampled
+def test_rows_of_any_length(S):
+    check([[(32, 4)]], S=S, ends=(0, 1, S // 2, S - 1, S), interpret=True)
+
+
+def check_pages_that_are_not_there(**options):
+    """Their tokens are zeros, and nobody reads beside the pool."""
+    ((plane,),) = planes_of([[(32, 4)]], 64)
+    table = jnp.asarray([[0, -1], [1 << 20, 1], [2**31 - 1, -(2**31)], [5, 2], [3, 4]], jnp.int32)
+    (found,) = dequantise([[plane]], jnp.full(B, 128), block_table=table, **options)
+    wanted = read([plane], jnp.bfloat16)
+    for b, half in np.ndindex(B, 2):
+        page, x = int(table[b, half]), found[b, :, 64 * half :][:, :64]
+        if 0 <= page < B:
+            same_bits(x, wanted[page])
+        else:
+            assert not np.any(x)
+
+
+def test_pages_that_are_not_there():
+    check_pages_that_are_not_there(interpret=True)
+
+
+@pytest.mark.gpu
+def test_pages_that_are_not_there_on_the_device():
+    check_pages_that_are_not_there()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("page", [0, 16, 40, TOKENS, 128])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_reads_what_the_code_does_on_the_device(kinds, page, dtype):
+    check(kinds, page, dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("S", [1, 48, 333])
+def test_rows_of_any_length_on_the_device(S):
+    check([[(32, 4)]], S=S, ends=(0, 1, S // 2, S - 1, S))
+
+
+def like(S, *, bits=4, width=32, dtype=jnp.uint8):
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, dtype)
+    return Plane(shape(16, 32, S, width * bits // 8), shape(16, 32, S), bits)
+
+
+ROW = jax.ShapeDtypeStruct((16,), jnp.int32)
+
+
+def test_planes_whose_offsets_triton_gets_wrong_are_refused():
+    reasons = [dequantise_refusal([[like(S, width=128)]], ROW) for S in (65536, 131072, 131136)]
+    assert reasons[::2] == [None, None]
+    assert "levels has 4294967296 bytes: must be at most 2^31, or above 2^32" in reasons[1]
+
+
+def test_reaches_whose_offsets_triton_gets_wrong_are_refused():
+    reason = dequantise_refusal([[like(5 * 2**20, width=16)]], ROW)
+    assert "reach has 2684354560 bytes: must be at most 2^31, or above 2^32" in reason
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bits": 7}, r"planes\[1\]\[0\].bits=7: must be one of"),
+        ({"width": 24}, r"planes\[1\]\[0\] has 24 coordinates: must be a multiple of 16"),
+        ({"S": 96}, r"planes\[1\]\[0\].levels has shape"),
+        ({"integers": jnp.int8}, r"planes\[1\]\[0\].levels has dtype int8: must be uint8"),
+        ({"rows": 2}, "ends has shape"),
+        ({"dtype": jnp.int8}, "dtype=int8: must be bfloat16, float16 or float32"),
+        ({"table": (2, 4)}, r"block_table has shape \(2, 4\): must be \[B, pages\] = \(16, any\)"),
+        ({"table": (16, 0)}, "block_table has 0 pages of a row, of 16 in all: must be at least 1"),
+    ],
+)
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_refusals(change, message):
+    it = {"bits": 4, "width": 32, "S": 64, "integers": jnp.uint8, "rows": 16, "dtype": jnp.bfloat16} | change
+    planes = [[like(64)], [like(it["S"], bits=it["bits"], width=it["width"], dtype=it["integers"])]]
+    ends = jax.ShapeDtypeStruct((it["rows"],), jnp.int32)
+    table = jax.ShapeDtypeStruct(it["table"], jnp.int32) if "table" in it else None
+    reason = dequantise_refusal(planes, ends, dtype=it["dtype"], block_table=table)
+    assert reason is not None
+    assert re.search(message, reason), reason
+    with pytest.raises(ValueError, match=message):
+        dequantise(planes, ends, dtype=it["dtype"], block_table=table)
