@@ -3,9 +3,9 @@
     python -m benchmarks.serving.bench_step --shape Llama-2-13B --layers 8 --rows 20 --held 12000
 
 A cache holds `--rows` texts of `--held` tokens of zeros. Steps that decode a token of each, and steps that
-read a piece of another text of that length, run under JAX's profiler. `ms` is a step by the host's clock,
-`busy_ms` what kernels took of it, and `parts` their times by operation, with the scopes of the model, the
-longest first. On the CPU there are no parts.
+read a piece of another text of that length, are timed: `ms` is a step by the host's clock. Then they run
+under JAX's profiler: `busy_ms` is what kernels took, and `parts` their times by operation, the longest first.
+On the CPU there are no parts.
 """
 
 import re
@@ -89,11 +89,12 @@ class Filled:
 def profiled(step: Callable[[], Any], count: int) -> dict[str, Any]:
     """Milliseconds of one of `count` steps, and of its parts."""
     jax.block_until_ready(step())
+    began = time.perf_counter()
+    jax.block_until_ready([step() for _ in range(count)])
+    seconds = time.perf_counter() - began
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            began = time.perf_counter()
             jax.block_until_ready([step() for _ in range(count)])
-            seconds = time.perf_counter() - began
         (path,) = Path(folder).rglob("*.xplane.pb")
         times, counts = kernels(path)
     longest = [
