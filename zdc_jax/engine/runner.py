@@ -17,6 +17,7 @@ import numpy as np
 from jax.stages import Lowered
 
 from zdc_jax.axes import Array
+from zdc_jax.cache.near_far import NearFar
 from zdc_jax.cache.paged import Paged
 from zdc_jax.engine.layout import Layout
 from zdc_jax.errors import MeshError, PlanError
@@ -32,9 +33,14 @@ CLAUSES = frozenset({"chunked", "ragged", "order", "reuse"})
 PIECE = 6
 """Numbers of a piece before those of its request: row, first position, tokens, whether it is the last of its
 text, whether the tokens behind each of its own are to be scored, and the token behind the piece."""
-READING = {"xla_gpu_dot_merger_threshold_mb": 0}
-"""Options of XLA for pieces. It would make one product of those that give q and k, and copy their weights
-together for it at each piece: 5 % of the time of 1024 tokens of Llama-2-13B."""
+NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
+"""Options of XLA for programs of many kernels of ours. It would put kernels together in CUDA graphs, and it
+seems to make these anew where arrays have moved since, our kernels one by one. On an H200 a piece in four
+layers of Llama-2-13B in codes takes 8.5 ms with them and 7.2 without, a decoded token 5.2 and 4.1; without
+codes a piece takes 6.4 and 5.8, a token 3.1 and 3.4."""
+READING = NO_GRAPHS | {"xla_gpu_dot_merger_threshold_mb": 0}
+"""Options for pieces. XLA would make one product of those that give q and k, and copy their weights together
+for it at each piece: 5 % of the time of 1024 tokens of Llama-2-13B."""
 
 
 class Runner:
@@ -70,7 +76,7 @@ class Runner:
         lowered = {f"read {width}": piece(_read_piece, width) for width in widths}
         for count in {1, steps}:
             step = partial(_decode, implementation, count)
-            lowered[f"decode {count}"] = self._lowered(step, {}, layout.rows, 1 + WIDTH)
+            lowered[f"decode {count}"] = self._lowered(step, _decoding(layout), layout.rows, 1 + WIDTH)
         if isinstance(network, ShardedTransformer) and network.mesh.shape[SEQUENCE] > 1 and layout.has_pages:
             self.whole = chunk
             widths = {self._width(chunk << i) for i in range(1, (layout.capacity // chunk).bit_length() + 1)}
@@ -172,6 +178,12 @@ class Runner:
     def _width(self, tokens: int) -> int:
         """Of the program that reads so many: a power of two, or the whole row."""
         return min(bucket(tokens), self.layout.capacity)
+
+
+def _decoding(layout: Layout) -> dict[str, Any]:
+    """Options of XLA for decoding: where near tokens and far ones are apart each have kernels of their own."""
+    apart = any(isinstance(spec, Paged) and isinstance(spec.spec, NearFar) for spec in layout.specs)
+    return NO_GRAPHS if apart else {}
 
 
 def _shardings(tree: Any) -> Any:
