@@ -181,7 +181,7 @@ class Runner:
 
 
 def _decoding(layout: Layout) -> dict[str, Any]:
-    """Options of XLA for decoding: where near tokens and far ones are apart each have kernels of their own."""
+    """Options of XLA for decoding: near tokens and far ones that are apart have kernels of their own."""
     apart = any(isinstance(spec, Paged) and isinstance(spec.spec, NearFar) for spec in layout.specs)
     return NO_GRAPHS if apart else {}
 
