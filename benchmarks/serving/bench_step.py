@@ -63,7 +63,7 @@ class Filled:
             cache_tokens=rows * each * PAGE,
             reuse=False,
         )
-        self.options, self.runner = options, Runner(network, layout, chunk=options.chunk, steps=1)
+        self.options, self.runner = options, Runner(network, layout, chunk=options.chunk)
         pages = np.random.default_rng(0).permutation(rows * each).reshape(rows, each)
         for row, own in enumerate(pages):
             self.runner.set_pages(row, own.tolist())
@@ -78,12 +78,14 @@ class Filled:
 
     def decode(self) -> Any:
         """A token of all rows."""
-        return self.runner.decode(self.numbers, self.active, 1)
+        return self.runner.decode(self.numbers, self.active, 1, "greedy")
 
     def read(self) -> Any:
         """A piece of the last row that ends where the others do."""
         chunk, row = self.options.chunk, self.options.rows
-        return self.runner.read(row, [5] * chunk, self.options.held - chunk, False, self.numbers[row])
+        return self.runner.read(
+            row, [5] * chunk, self.options.held - chunk, False, self.numbers[row], "greedy"
+        )
 
 
 def profiled(step: Callable[[], Any], count: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """An engine's steps compile for an H200: kernels read pages in place, and pools are written in place."""
 
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -30,8 +31,10 @@ CONFIG = replace(
     num_kv_heads=2,
     vocab_size=512,
 )
-ROWS, TOKENS, STEPS = 8, 8192, 2
+ROWS, TOKENS = 8, 8192
 NEAR = {"sinks": 4, "window": 512}
+WAITING = re.compile(r" (while|conditional)\(")
+"""Operations for which a GPU waits for the host."""
 
 
 def coded(**settings) -> CompressionPlan:
@@ -82,8 +85,8 @@ def program(plan: CompressionPlan, step, packed: tuple[int, ...]) -> tuple[set[s
 
     def run(leaves, state, table, packed):
         state = state._replace(cache=replace(state.cache, table=table))
-        state, found = step(jax.tree.unflatten(tree, leaves), state, packed)
-        return state._replace(cache=replace(state.cache, table=None)), found
+        cache, found = step(jax.tree.unflatten(tree, leaves), state, packed)
+        return state._replace(cache=replace(cache, table=None)), found
 
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         found = {kernel.name for kernel in compiled(run, *given)}
@@ -102,8 +105,9 @@ def has(found: set[str], kernels: set[str]) -> bool:
 @pytest.mark.parametrize("name", PLANS)
 def test_decoding_reads_and_writes_pages_where_they_lie(on_kernels, name):
     plan, kernels = PLANS[name]
-    found, step, state = program(plan, partial(runner._decode, None, STEPS), (ROWS, 1 + WIDTH))
+    found, step, state = program(plan, partial(runner._decode, None), (ROWS, 1 + WIDTH))
     assert has(found, kernels), found
+    assert not WAITING.search(step.as_text())
     memory = step.memory_analysis()
     pool = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert memory.alias_size_in_bytes >= pool
@@ -127,12 +131,12 @@ def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name,
     Nor is there a loop then, for which the host would wait.
     """
     plan, _ = PLANS[name]
-    numbers = runner.PIECE + WIDTH + width
+    numbers = runner.PIECE + width
     found, step, state = program(plan, partial(runner._read_piece, None), (numbers,))
     assert has(found, {"zdc_prefill"}), found
     memory, text = step.memory_analysis(), step.as_text()
     assert (name == "coded") == ("zdc_dequantise" in text)
-    assert width > 16 or " while(" not in text
+    assert width > 16 or not WAITING.search(text)
     pools = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)]
     assert memory.alias_size_in_bytes == sum(pools)
     assert memory.temp_size_in_bytes < share * max(pools), (memory.temp_size_in_bytes, max(pools))

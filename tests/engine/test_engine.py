@@ -15,9 +15,9 @@ from zdc_jax import methods
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.engine.job import Job
 from zdc_jax.engine.request import Busy, EngineRequest, Event
-from zdc_jax.engine.runner import Scores
 from zdc_jax.errors import CacheMemoryError, PlanError, PromptError
 from zdc_jax.generation.api import generate
+from zdc_jax.generation.next_token import Scores, Token
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import LanguageModel
 from zdc_jax.plan import CompressionPlan
@@ -217,7 +217,7 @@ def test_a_prompt_that_is_read_again_is_told_of_once(model):
 
     for begin, end in [(0, 4), (4, 8), (0, 6), (6, 10)]:
         job.score(begin, end, scores(begin, end))
-    job.take([7], *(np.zeros((1, *shape)) for shape in ((), (5,), (5,))))
+    job.take([7], Token(*(np.zeros((1, *shape)) for shape in ((), (), (5,), (5,)))))
     found = told[0].prompt_logprobs
     assert [each.token for each in found] == list(prompt)
     assert [each.logprob for each in found] == [None, *(-float(i) for i in range(1, 10))]

@@ -17,7 +17,7 @@ from zdc_jax.engine.request import Busy, Closing, EngineRequest, EngineStats, Ev
 from zdc_jax.engine.runner import Runner, servable
 from zdc_jax.engine.scheduler import Piece, Plan, Scheduler, Work
 from zdc_jax.errors import PromptError
-from zdc_jax.generation.next_token import Scores
+from zdc_jax.generation.next_token import Choice, Scores, Token
 from zdc_jax.generation.request import check_chunk, warn_beyond_calibration
 from zdc_jax.generation.steps import PREFILL_CHUNK, Chosen
 from zdc_jax.loading import LanguageModel
@@ -71,7 +71,7 @@ class _Result:
     scored: tuple[Job, Piece, Scores] | None = None
 
     def __post_init__(self) -> None:
-        for array in (*self.chosen, *(self.scored[2] if self.scored else ())):
+        for array in jax.tree.leaves((self.chosen, self.scored and self.scored[2])):
             array.copy_to_host_async()
 
 
@@ -112,7 +112,6 @@ class Engine:
             network,
             layout,
             chunk=self.config.chunk,
-            steps=self.config.steps,
             implementation=implementation,
         )
         self._scheduler = self._new_scheduler()
@@ -275,7 +274,9 @@ class Engine:
             for work in plan.decode:
                 numbers[work.row], active[work.row] = self._jobs[work].numbers, True
             rows = tuple((work.row, self._jobs[work]) for work in plan.decode if work.row is not None)
-            results.append(_Result(self._runner.decode(numbers, active, plan.steps), rows))
+            choice: Choice = "any" if any(job.choice == "any" for _, job in rows) else "greedy"
+            found = self._runner.decode(numbers, active, plan.steps, choice)
+            results += [_Result(chosen, rows) for chosen in found]
         return results
 
     def _read(self, piece: Piece) -> _Result:
@@ -288,7 +289,8 @@ class Engine:
             self._count(prompt_tokens=asked, prefix_queries=asked, prefix_hits=work.cached)
         tokens, following = work.text[piece.begin : piece.end], work.text[piece.end :][:1] or (0,)
         wanted = following[0] if job.wants_scores(piece.begin) else None
-        chosen, scores = self._runner.read(work.row, tokens, piece.begin, piece.last, job.numbers, wanted)
+        given = work.row, tokens, piece.begin, piece.last, job.numbers, job.choice, wanted
+        chosen, scores = self._runner.read(*given)
         if piece.tail is not None:
             self._runner.keep(work.row, piece.tail)
         return _Result(chosen, ((0, job),) if piece.last else (), scores and (job, piece, scores))
@@ -305,10 +307,9 @@ class Engine:
                 if job.ended or not count:
                     continue
                 self._count(generation_tokens=count)
-                tokens = chosen.tokens[place, :count].tolist()
+                tokens, parts = chosen.tokens[place, :count].tolist(), (chosen.tokens, *chosen[3:])
                 try:
-                    of_row = (part[place] for part in (chosen.logprob, chosen.likeliest, chosen.logprobs))
-                    known = job.take(tokens, *of_row)
+                    known = job.take(tokens, jax.tree.map(lambda x, at=place: x[at], Token(*parts)))
                 except PromptError as error:
                     job.tell(Event(finish_reason="error", error=str(error)))
                     known = False

@@ -12,7 +12,7 @@ from zdc_jax.engine.checks import stop_ids
 from zdc_jax.engine.request import EngineRequest, Event, TokenLogprobs
 from zdc_jax.engine.scheduler import Work
 from zdc_jax.errors import PromptError, foreign_errors_as
-from zdc_jax.generation.next_token import Scores
+from zdc_jax.generation.next_token import Choice, Scores, Token
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import request_keys
 from zdc_jax.generation.stopping import Row, StopStrings
@@ -59,6 +59,13 @@ class Job:
         self.ended = self._told_of_prompt = False
         self.came, self.queued = time.monotonic(), 0.0
 
+    @property
+    def choice(self) -> Choice:
+        """How its tokens must be chosen."""
+        request = self.request
+        simple = request.sampling.temperature == 0 and request.logprobs is None and not request.min_tokens
+        return "greedy" if simple else "any"
+
     def cancel(self) -> None:
         """`Ticket.cancel`."""
         self._cancel(self)
@@ -95,10 +102,10 @@ class Job:
         behind = self._logprobs(self.request.prompt[begin + 1 : end + 1], *scores)
         self._scores += behind[len(self._scores) - begin - 1 :]
 
-    def take(self, tokens: list[int], logprob: Array, likeliest: Array, logprobs: Array) -> bool:
+    def take(self, tokens: list[int], chosen: Token) -> bool:
         """Adds tokens and tells of them; whether the device knows, too, that they end the answer.
 
-        Arrays are a row's of `Chosen`.
+        chosen: arrays of a row; their log-probabilities are there if the request asked.
         """
         work = self.work
         work.output += tokens
@@ -106,15 +113,19 @@ class Job:
         with foreign_errors_as(PromptError, "the tokenizer cannot decode the answer"):
             delta = self.answer.take(tokens, full=full)
         if delta is not None:
-            shown = self._logprobs(delta.tokens, logprob, likeliest, logprobs)
+            shown = self._logprobs(delta.tokens, *chosen[1:])
             self.tell(Event(delta.tokens, delta.text, delta.finish_reason, tuple(shown)))
         return full or (len(work.output) >= self.answer.least and tokens[-1] in self.stop_ids)
 
     def _logprobs(
-        self, tokens: Sequence[int], logprob: Array, likeliest: Array, logprobs: Array
+        self,
+        tokens: Sequence[int],
+        logprob: Array | None,
+        likeliest: Array | None,
+        logprobs: Array | None,
     ) -> list[TokenLogprobs]:
         """Of as many tokens as there are numbers for, if the request asked."""
-        if self.request.logprobs is None:
+        if self.request.logprobs is None or logprob is None or likeliest is None or logprobs is None:
             return []
         given = zip(tokens, logprob.tolist(), likeliest.tolist(), logprobs.tolist(), strict=False)
         return [

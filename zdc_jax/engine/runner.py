@@ -3,13 +3,17 @@
 They are those of `generate` (`zdc_jax.generation.steps`), for rows that come and go. All programs are
 compiled before the first request. Results come back as arrays that are on their way; they are looked at while
 the next step runs.
+
+Layers and the choice of tokens are programs of their own, and no program has a condition that the host must
+know while it runs: a GPU would wait for the host then. So the host runs ahead, and says what is to be chosen.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,22 +21,23 @@ import numpy as np
 from jax.stages import Lowered
 
 from zdc_jax.axes import Array
+from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.near_far import NearFar
 from zdc_jax.cache.paged import Paged
 from zdc_jax.engine.layout import Layout
 from zdc_jax.errors import MeshError, PlanError
-from zdc_jax.generation.next_token import Scores
+from zdc_jax.generation.next_token import Choice, Scores, scores
 from zdc_jax.generation.row_numbers import WIDTH
-from zdc_jax.generation.steps import Chosen, DecodeState, Network, bucket, decode, first, read
+from zdc_jax.generation.steps import Chosen, DecodeState, Network, Turn, advance, at_end, bucket, choose
+from zdc_jax.model.transformer import Embeddings
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.mesh import DATA, SEQUENCE, whole_on
 from zdc_jax.parallel.transformer import ShardedTransformer
 
 CLAUSES = frozenset({"chunked", "ragged", "order", "reuse"})
 """Of the contract of caches: texts are read in pieces, beside others, in rows that served others before."""
-PIECE = 6
-"""Numbers of a piece before those of its request: row, first position, tokens, whether it is the last of its
-text, whether the tokens behind each of its own are to be scored, and the token behind the piece."""
+PIECE = 4
+"""Numbers of a piece before its tokens: row, first position, tokens, whether it is the last of its text."""
 NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
 """Options of XLA for programs of many kernels of ours. It would put kernels together in CUDA graphs, and it
 seems to make these anew where arrays have moved since, our kernels one by one. On an H200 a piece in four
@@ -46,9 +51,9 @@ for it at each piece: 5 % of the time of 1024 tokens of Llama-2-13B."""
 class Runner:
     """Arrays and compiled programs of one `servable` network.
 
-    layout: of its cache. chunk: longest piece, in tokens. steps: of decoding, beside one. whole: texts that
-    are longer are read at once where nothing of them is held, None if none are. On a mesh with an axis
-    `sequence` these are what does not fit into a piece: their tokens are divided.
+    layout: of its cache. chunk: longest piece, in tokens. whole: texts that are longer are read at once where
+    nothing of them is held, None if none are. On a mesh with an axis `sequence` these are what does not fit
+    into a piece: their tokens are divided.
 
     Raises:
       CacheMemoryError: the cache does not fit.
@@ -60,27 +65,26 @@ class Runner:
         layout: Layout,
         *,
         chunk: int,
-        steps: int,
         implementation: Implementation | None = None,
     ):
         self.layout, self._network = layout, network
         self._leaves, self._tree = jax.tree.flatten(network)
+        self._ends, self._ends_tree = jax.tree.flatten(network.embeddings)
+        self._where = whole_on(network.mesh) if isinstance(network, ShardedTransformer) else None
         self.whole: int | None = None
         self._state: DecodeState
         self._tails: list[Array]
         self.reset()
-        piece = lambda step, width: self._lowered(
-            partial(step, implementation), READING, PIECE + WIDTH + width
-        )
+        piece = lambda step, width: self._lowered(partial(step, implementation), READING, PIECE + width)
         widths = {self._width(1 << i) for i in range(chunk.bit_length())}
         lowered = {f"read {width}": piece(_read_piece, width) for width in widths}
-        for count in {1, steps}:
-            step = partial(_decode, implementation, count)
-            lowered[f"decode {count}"] = self._lowered(step, _decoding(layout), layout.rows, 1 + WIDTH)
         if isinstance(network, ShardedTransformer) and network.mesh.shape[SEQUENCE] > 1 and layout.has_pages:
             self.whole = chunk
-            widths = {self._width(chunk << i) for i in range(1, (layout.capacity // chunk).bit_length() + 1)}
-            lowered |= {f"read whole {width}": piece(_read_whole, width) for width in widths}
+            whole = {self._width(chunk << i) for i in range(1, (layout.capacity // chunk).bit_length() + 1)}
+            lowered |= {f"read whole {width}": piece(_read_whole, width) for width in whole}
+        rows = layout.rows, 1 + WIDTH
+        lowered["decode"] = self._lowered(partial(_decode, implementation), _decoding(layout), *rows)
+        lowered |= self._choosing(widths)
         if layout.tails:
             pair = jax.ShapeDtypeStruct((2,), jnp.int32)
             keep, restore = _donated(_keep, self._tails), _donated(_restore, self._state)
@@ -96,8 +100,7 @@ class Runner:
             del self._state, self._tails  # Two caches may not fit.
         layout, network = self.layout, self._network
         cache = network.new_cache(batch=layout.rows, capacity=layout.capacity, specs=layout.specs)
-        where = whole_on(network.mesh) if isinstance(network, ShardedTransformer) else None
-        self._state = DecodeState.of(cache, where)
+        self._state = DecodeState.of(cache, self._where)
         copies = lambda x: jnp.zeros((layout.tails or 0, *x.shape[1:]), x.dtype, device=x.sharding)
         self._tails = list(map(copies, cache.own)) if layout.tails else []
         self._pages = np.zeros((layout.rows, layout.capacity // layout.page), np.int32)
@@ -125,6 +128,7 @@ class Runner:
         begin: int,
         last: bool,
         numbers: np.ndarray,
+        choice: Choice = "any",
         following: int | None = None,
     ) -> tuple[Chosen, Scores | None]:
         """A row's tokens from position `begin` on; behind the `last` of its text one is generated.
@@ -132,23 +136,38 @@ class Runner:
         following: the token behind them, where those behind each are to be scored; None for no scores.
         """
         at_once = self.whole is not None and begin == 0 and following is None and len(tokens) > self.whole
-        width, scored = self._width(len(tokens)), following is not None
-        piece = np.zeros(PIECE + WIDTH + width, np.int32)
-        piece[:PIECE] = row, begin, len(tokens), last, scored, following or 0
-        piece[PIECE:][:WIDTH] = numbers
-        piece[PIECE + WIDTH :][: len(tokens)] = tokens
+        width = self._width(len(tokens))
+        piece = np.zeros(PIECE + width, np.int32)
+        piece[:PIECE] = row, begin, len(tokens), last
+        piece[PIECE:][: len(tokens)] = tokens
         program = self._programs[f"read whole {width}" if at_once else f"read {width}"]
-        self._state, (chosen, scores) = program(self._leaves, self._state, self._on_device(), piece)
-        return chosen, scores if scored else None
+        self._state, (turn, hidden) = program(self._leaves, self._state, self._on_device(), piece)
+        chosen = self._chosen(f"first {choice}", turn, np.concatenate([[np.int32(row)], numbers])[None])
+        if following is None:
+            return chosen, None
+        behind = np.zeros(width, np.int32)
+        behind[: len(tokens)] = *tokens[1:], following
+        return chosen, self._programs[f"score {width}"](self._ends, hidden, behind)
 
-    def decode(self, numbers: np.ndarray, active: np.ndarray, steps: int) -> Chosen:
-        """`steps` more tokens of the rows that are `active`, fewer where they end.
+    def decode(
+        self, numbers: np.ndarray, active: np.ndarray, steps: int, choice: Choice = "any"
+    ) -> list[Chosen]:
+        """`steps` times one more token of the rows that are `active` and have not ended.
 
         numbers [B, WIDTH] int32, active [B] bool.
         """
-        packed = np.concatenate([active[:, None].astype(np.int32), numbers], axis=1)
-        program = self._programs[f"decode {steps}"]
-        self._state, chosen = program(self._leaves, self._state, self._on_device(), packed)
+        packed = jnp.array(np.concatenate([active[:, None].astype(np.int32), numbers], axis=1))
+        found = []
+        for _ in range(steps):
+            program = self._programs["decode"]
+            self._state, turn = program(self._leaves, self._state, self._on_device(), packed)
+            found.append(self._chosen(f"next {choice}", turn, packed))
+        return found
+
+    def _chosen(self, name: str, turn: Turn, packed: np.ndarray | Array) -> Chosen:
+        given = self._ends, self._state.last, self._state.done, turn, packed
+        last, done, chosen = self._programs[name](*given)
+        self._state = self._state._replace(last=last, done=done)
         return chosen
 
     def no_numbers(self) -> tuple[np.ndarray, np.ndarray]:
@@ -166,14 +185,33 @@ class Runner:
         def run(
             leaves: list[Array], state: DecodeState, table: Array, packed: Array
         ) -> tuple[DecodeState, Any]:
-            state = state._replace(cache=replace(state.cache, table=table))
-            state, given = step(jax.tree.unflatten(self._tree, leaves), state, packed)
-            return state._replace(cache=replace(state.cache, table=None)), given
+            cache = replace(state.cache, table=table)
+            network = jax.tree.unflatten(self._tree, leaves)
+            cache, given = step(network, state._replace(cache=cache), packed)
+            return state._replace(cache=replace(cache, table=None)), given
 
         table, like = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (self._pages.shape, packed))
-        shardings = _shardings(self._state), None
+        shardings = _shardings(self._state), self._where
         program = jax.jit(run, donate_argnums=1, out_shardings=shardings, compiler_options=options)
         return program.lower(self._leaves, self._state, table, like)
+
+    def _choosing(self, widths: set[int]) -> dict[str, Lowered]:
+        """Programs that choose tokens, and that score those of a piece."""
+        lower = lambda run, *given: jax.jit(run, out_shardings=self._where).lower(self._ends, *given)
+        embeddings = lambda leaves: jax.tree.unflatten(self._ends_tree, leaves)
+        like = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=self._where)
+        hidden = partial(like, self._network.dtype)
+        D, lowered = self._network.config.embed_dim, {}
+        steps = ("first", _first, 1), ("next", _next, self.layout.rows)
+        for (name, step, count), choice in itertools.product(steps, get_args(Choice)):
+            run = lambda leaves, *given, step=step, choice=choice: step(embeddings(leaves), *given, choice)
+            turn: Any = hidden(count, D), like(bool, count), like(jnp.int32, count)
+            given = self._state.last, self._state.done, Turn(*turn), like(jnp.int32, count, 1 + WIDTH)
+            lowered[f"{name} {choice}"] = lower(run, *given)
+        for width in widths:
+            run = lambda leaves, *given: scores(embeddings(leaves).unembed, *given)
+            lowered[f"score {width}"] = lower(run, hidden(width, D), like(jnp.int32, width))
+        return lowered
 
     def _width(self, tokens: int) -> int:
         """Of the program that reads so many: a power of two, or the whole row."""
@@ -221,41 +259,55 @@ def servable(network: Network) -> Network:
 
 def _read_piece(
     implementation: Implementation | None, network: Network, state: DecodeState, packed: Array
-) -> tuple[DecodeState, tuple[Chosen, Scores | None]]:
-    """One piece of one row, whose own part of the cache is taken out and put back."""
-    row, begin, count, last, scored, following = packed[:PIECE]
-    numbers, tokens = packed[PIECE:][:WIDTH], packed[PIECE + WIDTH :]
-    one = state.row(row)
-    cache = replace(one.cache, lengths=begin[None]).release(begin[None] == 0)
-    behind = jnp.where(scored, jnp.roll(tokens, -1).at[count - 1].set(following), -1)
-    given = tokens[None], count[None], last[None].astype(bool), numbers[None], behind[None]
-    one, chosen, scores = read(network, one._replace(cache=cache), *given, implementation=implementation)
-    return state.with_row(row, one), (chosen, jax.tree.map(lambda x: x[0], scores))
+) -> tuple[KVCache, tuple[Turn, Array]]:
+    """One piece of one row, whose own part of the cache is taken out and put back; its hidden states, too."""
+    row, begin, count, last = packed[:PIECE]
+    one, tokens, end = state.cache.row(row), packed[PIECE:], begin + count
+    one = replace(one, lengths=begin[None]).release(begin[None] == 0)
+    hidden, one = network.extend(one, tokens[None], end[None], implementation)
+    turn = Turn(at_end(hidden, count[None]), last[None].astype(bool), end[None])
+    return state.cache.with_row(row, one), (turn, hidden[0])
 
 
 def _read_whole(
     implementation: Implementation | None, network: ShardedTransformer, state: DecodeState, packed: Array
-) -> tuple[DecodeState, tuple[Chosen, None]]:
+) -> tuple[KVCache, tuple[Turn, None]]:
     """A text of one row, from its first token to its last, divided over `sequence`; then put into pages."""
-    row, _, count = packed[:3]
-    numbers, tokens, one = packed[PIECE:][:WIDTH], packed[PIECE + WIDTH :], state.row(row)
-    capacity, pages = state.cache.capacity, cast(Array, one.cache.table)
+    row, _, count = packed[: PIECE - 1]
+    tokens, one = packed[PIECE:], state.cache.row(row)
+    capacity, pages = state.cache.capacity, cast(Array, one.table)
     end, new = network.prefill(tokens[None], count[None], capacity=capacity, implementation=implementation)
     layers = tuple(
         cast(Paged, spec).put_prompt(held, read, len(tokens), count[None], pages)
-        for spec, held, read in zip(one.cache.specs, one.cache.layers, new.layers, strict=True)
+        for spec, held, read in zip(one.specs, one.layers, new.layers, strict=True)
     )
-    one = one._replace(cache=replace(one.cache, layers=layers, lengths=count[None]))
-    one, chosen = first(network, one, end, jnp.ones(1, bool), numbers[None])
-    return state.with_row(row, one), (chosen, None)
+    one = replace(one, layers=layers, lengths=count[None])
+    return state.cache.with_row(row, one), (Turn(end, jnp.ones(1, bool), count[None]), None)
 
 
 def _decode(
-    implementation: Implementation | None, steps: int, network: Network, state: DecodeState, packed: Array
-) -> tuple[DecodeState, Chosen]:
-    """So many steps of all rows that are active."""
-    given = packed[:, 0].astype(bool), packed[:, 1:], steps
-    return decode(network, state, *given, steps=steps, implementation=implementation)
+    implementation: Implementation | None, network: Network, state: DecodeState, packed: Array
+) -> tuple[KVCache, Turn]:
+    """One step of all rows that are active."""
+    return advance(network, state, packed[:, 0].astype(bool), packed[:, 1:], implementation)
+
+
+def _next(
+    embeddings: Embeddings, last: Array, done: Array, turn: Turn, packed: Array, choice: Choice
+) -> tuple[Array, Array, Chosen]:
+    """Tokens of all rows that get one."""
+    return choose(embeddings, last, done, turn, packed[:, 1:], choice)
+
+
+def _first(
+    embeddings: Embeddings, last: Array, done: Array, turn: Turn, packed: Array, choice: Choice
+) -> tuple[Array, Array, Chosen]:
+    """The first token of one row."""
+    row = packed[0, 0]
+    given = jax.lax.dynamic_slice_in_dim(last, row, 1), jax.lax.dynamic_slice_in_dim(done, row, 1)
+    *new, chosen = _next(embeddings, *given, turn, packed, choice)
+    put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, row, 0)
+    return put(last, new[0]), put(done, new[1]), chosen
 
 
 def _keep(tails: list[Array], own: list[Array], pair: Array) -> list[Array]:

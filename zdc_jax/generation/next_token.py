@@ -23,7 +23,7 @@ Choice = Literal["greedy", "any"]
 class Token(NamedTuple):
     """token [*B] int32, its logprob [*B], the likeliest [*B, 5] int32 and their logprobs: natural logarithms.
 
-    Likeliest ones say nothing where no row asked; a `greedy` choice knows no logarithms: None.
+    A `greedy` choice knows no logarithms: None.
     """
 
     token: Array
@@ -52,11 +52,8 @@ class Scores(NamedTuple):
 def next_token(logits: Float[Array, "B V"], rows: RowNumbers, held: Int[Array, " B"]) -> Token:
     """Greedy or drawn, by each row's numbers; held: tokens of each row before it."""
     allowed = _without_stops(logits, rows, held)
-    drawn = (rows.sampling.temperature > 0).any()
-    token = jax.lax.cond(drawn, lambda: draw(allowed, rows.sampling, held), lambda: greedy(allowed).token)
-    shape = (len(token), MOST_LOGPROBS)
-    nothing = lambda logits: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, logits.dtype))
-    ids, values = jax.lax.cond(rows.logprobs.any(), likeliest, nothing, logits)
+    token = draw(allowed, rows.sampling, held)
+    ids, values = likeliest(logits)
     total = jax.nn.logsumexp(logits, axis=-1)
     logprob = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - total
     return Token(token, logprob, ids, values - total[:, None])
@@ -68,22 +65,15 @@ def greedy(logits: Float[Array, "B V"]) -> Token:
 
 
 def scores(
-    unembed: Callable[[Array], Array], hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"]
+    unembed: Callable[[Array], Array], hidden: Float[Array, "T D"], tokens: Int[Array, " T"]
 ) -> Scores:
-    """Of tokens that stand behind hidden states, where they are asked for: any is no -1. Else zeros."""
+    """Of tokens that stand behind hidden states, a few at a time."""
 
     def one(pair: tuple[Array, Array]) -> Scores:
         logprobs = jax.nn.log_softmax(unembed(pair[0]))
         return Scores(logprobs[pair[1]], *likeliest(logprobs))
 
-    def found(hidden: Array, tokens: Array) -> Scores:
-        pairs = hidden.reshape(-1, hidden.shape[-1]), tokens.ravel()
-        each = jax.lax.map(one, pairs, batch_size=SCORED)
-        return jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), each)
-
-    like = jax.eval_shape(found, hidden, tokens)
-    nothing = lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-    return jax.lax.cond((tokens >= 0).any(), found, nothing, hidden, tokens)
+    return jax.lax.map(one, (hidden, tokens), batch_size=SCORED)
 
 
 def likeliest(values: Float[Array, "*B V"]) -> tuple[Int[Array, "*B 5"], Float[Array, "*B 5"]]:

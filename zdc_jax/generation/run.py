@@ -102,7 +102,7 @@ class Run:
                 [p[at:][:width] for p, at in zip(request.prompts, held + start, strict=True)], width
             )
             count, ends = np.clip(left, 0, width), (left > 0) & (left <= width)
-            state, chosen, _ = read(network, state, tokens, count, ends, self.numbers, **self.how)
+            state, chosen = read(network, state, tokens, count, ends, self.numbers, **self.how)
             made.append(chosen)
         return state, made
 
