@@ -53,22 +53,18 @@ class Cost:
 
 
 _DENSE = Cost(
-    token=3.4e-5, seen=1.33e-9, earlier=0.0, piece=6e-3, step=10.9e-3, held=2.03e-7, cache_tokens=110_000
+    token=3.4e-5, seen=1.33e-9, earlier=0.0, piece=0.0, step=7.6e-3, held=2.03e-7, cache_tokens=110_000
 )
 _CODED = Cost(
-    token=4e-5, seen=1.21e-9, earlier=2.6e-7, piece=9e-3, step=20e-3, held=7.2e-8, cache_tokens=400_000
+    token=4.4e-5, seen=1.21e-9, earlier=2.6e-7, piece=0.0, step=10.4e-3, held=7.2e-8, cache_tokens=400_000
 )
-_NO_GAPS = replace(_CODED, piece=0.0, step=9.2e-3)
 COSTS = {
     "dense": _DENSE,
     "coded": _CODED,
-    "coded, no gaps between kernels": _NO_GAPS,
-    "coded, no gaps, at the speed of its bytes": replace(_NO_GAPS, held=4.7e-8),
+    "coded, at the speed of its bytes": replace(_CODED, held=4.7e-8),
     "near": replace(_DENSE, seen=0.0, held=0.0, cache_tokens=2_000_000),
 }
-"""Llama-2-13B on an H200: kernels of ten layers and gaps between those of four, times 4 and 10
-(`step-llama-2-13b-*.json`). The third has the times of kernels alone; the fourth reads codes at 80 % of the
-speed of 16 bits."""
+"""Llama-2-13B on an H200 (`step-llama-2-13b-*.json`). The third reads codes at 80 % of the speed of 16 bits."""
 
 
 @dataclass(frozen=True)
