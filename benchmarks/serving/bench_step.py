@@ -2,9 +2,10 @@
 
     python -m benchmarks.serving.bench_step --shape Llama-2-13B --layers 8 --rows 20 --held 12000
 
-A cache holds `--rows` texts of `--held` tokens of zeros. Steps that decode a token of each, and steps that
-read a piece of another text of that length, are timed: `ms` is a step by the host's clock. Then they run
-under JAX's profiler: `busy_ms` is what kernels took, and `parts` their times by operation, the longest first.
+A cache holds `--rows` texts of `--held` tokens of zeros. Steps that decode a token of each, steps that
+read a piece of another text of that length, and those that do both in one are timed: `ms` is a step by the
+host's clock. Then they run under JAX's profiler: `busy_ms` is what kernels took, and `parts` their times by
+operation, the longest first.
 On the CPU there are no parts.
 """
 
@@ -26,7 +27,7 @@ from jax.profiler import ProfileData
 from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.serving.models import ServedFlags
 from zdc_jax.engine.layout import Layout
-from zdc_jax.engine.runner import Runner, servable
+from zdc_jax.engine.runner import Decoding, Runner, servable
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import Sampling
 
@@ -67,25 +68,28 @@ class Filled:
         pages = np.random.default_rng(0).permutation(rows * each).reshape(rows, each)
         for row, own in enumerate(pages):
             self.runner.set_pages(row, own.tolist())
-        self.numbers, self.active = self.runner.no_numbers()
-        numbers = options.held + 1, 2 * options.chunk, (), Sampling(), np.zeros(2, np.uint32)
-        self.numbers[:] = row_numbers(*numbers)
-        self.active[: options.rows] = True
+        self.decoding, given = self.runner.nobody(), (options.held + 1, 2 * options.chunk, (), Sampling())
+        self.numbers = row_numbers(*given, np.zeros(2, np.uint32))
+        for row in range(options.rows):
+            self.decoding.put(row, self.numbers, "greedy")
         state = self.runner._state
-        lengths = jnp.where(jnp.asarray(self.active), options.held, 0).astype(jnp.int32)
+        lengths = jnp.where(jnp.asarray(self.decoding.active), options.held, 0).astype(jnp.int32)
         cache = replace(state.cache, lengths=lengths)
         self.runner._state = state._replace(cache=cache, done=jnp.zeros(rows, bool))
 
     def decode(self) -> Any:
         """A token of all rows."""
-        return self.runner.decode(self.numbers, self.active, 1, "greedy")
+        return self.runner.decode(self.decoding, 1)
 
-    def read(self) -> Any:
+    def read(self, beside: Decoding | None = None) -> Any:
         """A piece of the last row that ends where the others do."""
         chunk, row = self.options.chunk, self.options.rows
-        return self.runner.read(
-            row, [5] * chunk, self.options.held - chunk, False, self.numbers[row], "greedy"
-        )
+        given = row, [5] * chunk, self.options.held - chunk, False, self.numbers, "greedy", None, beside
+        return self.runner.read(*given)
+
+    def both(self) -> Any:
+        """That piece and a token of all other rows, in one program."""
+        return self.read(self.decoding)
 
 
 def profiled(step: Callable[[], Any], count: int) -> dict[str, Any]:
@@ -131,7 +135,7 @@ def main(options: Options) -> None:
     filled = Filled(options)
     results = [
         {"served": options.served.name, "step": name, **profiled(step, options.steps), "commit": commit()}
-        for name, step in (("decode", filled.decode), ("read", filled.read))
+        for name, step in (("decode", filled.decode), ("read", filled.read), ("both", filled.both))
     ]
     for found in results:
         print(found["step"], *(f"{found[name]:.2f}" for name in ("ms", "busy_ms", "kernels")))

@@ -64,7 +64,8 @@ COSTS = {
     "coded, at the speed of its bytes": replace(_CODED, held=4.7e-8),
     "near": replace(_DENSE, seen=0.0, held=0.0, cache_tokens=2_000_000),
 }
-"""Llama-2-13B on an H200 (`step-llama-2-13b-*.json`). The third reads codes at 80 % of the speed of 16 bits."""
+"""Llama-2-13B on an H200 (`step-llama-2-13b-*.json`). The third reads codes at 80 % of the
+speed of 16 bits."""
 
 
 @dataclass(frozen=True)

@@ -140,3 +140,19 @@ def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name,
     pools = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)]
     assert memory.alias_size_in_bytes == sum(pools)
     assert memory.temp_size_in_bytes < share * max(pools), (memory.temp_size_in_bytes, max(pools))
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("name", "share"), [("dense", 1 / 2), ("ranks", 1 / 2), ("coded", 5 / 4)])
+def test_a_piece_and_tokens_beside_it_take_the_kernels_of_both(on_kernels, name, share):
+    plan, kernels = PLANS[name]
+    width, rows = 512, ROWS * (1 + WIDTH)
+    step = partial(runner._read_beside, None, ROWS)
+    found, step, state = program(plan, step, (runner.PIECE + width + rows,))
+    assert has(found, kernels | {"zdc_prefill"}), found
+    memory, text = step.memory_analysis(), step.as_text()
+    assert (name == "coded") == ("zdc_dequantise" in text)
+    assert not WAITING.search(text)
+    pools = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)]
+    assert memory.alias_size_in_bytes == sum(pools)
+    assert memory.temp_size_in_bytes < share * max(pools), (memory.temp_size_in_bytes, max(pools))

@@ -69,13 +69,15 @@ class KVCache:
         """The cache of one row, beside the pools of all."""
         take = lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, index, 1)
         table = None if self.table is None else take(self.table)
-        return replace(self.with_own(list(map(take, self.own))), lengths=take(self.lengths), table=table)
+        layers = tuple(spec.row(state, index) for spec, state in zip(self.specs, self.layers, strict=True))
+        return replace(self, layers=layers, lengths=take(self.lengths), table=table)
 
     def with_row(self, index: Array, one: "KVCache") -> "KVCache":
         """With one row, and all pools, as they are in `one`, a cache of `row`."""
-        put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, index, 0)
-        layers = one.with_own(list(map(put, self.own, one.own))).layers
-        return replace(self, layers=layers, lengths=put(self.lengths, one.lengths))
+        layers = zip(self.specs, self.layers, one.layers, strict=True)
+        put = tuple(spec.with_row(state, index, own) for spec, state, own in layers)
+        lengths = jax.lax.dynamic_update_slice_in_dim(self.lengths, one.lengths, index, 0)
+        return replace(self, layers=put, lengths=lengths)
 
     def _leaves(self) -> list[tuple[Array, bool]]:
         layers = zip(self.specs, self.layers, strict=True)

@@ -166,6 +166,20 @@ class LayerCacheSpec(ABC):
         """Of each leaf, whether all rows share it: then it does not begin with the axis B."""
         return [False] * len(jax.tree.leaves(state))
 
+    def row(self, state: State, index: Int[Array, ""]) -> State:
+        """A state of one row, beside what all rows share."""
+        take = lambda leaf, shared: leaf if shared else jax.lax.dynamic_slice_in_dim(leaf, index, 1)
+        leaves, tree = jax.tree.flatten(state)
+        return jax.tree.unflatten(tree, map(take, leaves, self.pooled(state)))
+
+    def with_row(self, state: State, index: Int[Array, ""], one: State) -> State:
+        """With one row, and what all share, as they are in `one`, a state of `row`."""
+        put = lambda leaf, own, shared: (
+            own if shared else jax.lax.dynamic_update_slice_in_dim(leaf, own, index, 0)
+        )
+        leaves, tree = jax.tree.flatten(state)
+        return jax.tree.unflatten(tree, map(put, leaves, jax.tree.leaves(one), self.pooled(state)))
+
     def release(self, state: State, rows: Bool[Array, " B"]) -> State:
         """Makes `rows` hold nothing. Where positions alone say what is held there is nothing to do."""
         return state

@@ -14,10 +14,10 @@ from zdc_jax.engine.checks import check_request
 from zdc_jax.engine.job import Job
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.request import Busy, Closing, EngineRequest, EngineStats, Event
-from zdc_jax.engine.runner import Runner, servable
+from zdc_jax.engine.runner import Decoding, Runner, servable
 from zdc_jax.engine.scheduler import Piece, Plan, Scheduler, Work
 from zdc_jax.errors import PromptError
-from zdc_jax.generation.next_token import Choice, Scores, Token
+from zdc_jax.generation.next_token import Scores, Token
 from zdc_jax.generation.request import check_chunk, warn_beyond_calibration
 from zdc_jax.generation.steps import PREFILL_CHUNK, Chosen
 from zdc_jax.loading import LanguageModel
@@ -268,19 +268,28 @@ class Engine:
         for work, tail in plan.restored:
             assert work.row is not None
             self._runner.restore(work.row, tail)
-        results += [self._read(piece) for piece in plan.pieces]
-        if plan.decode:
-            numbers, active = self._runner.no_numbers()
-            for work in plan.decode:
-                numbers[work.row], active[work.row] = self._jobs[work].numbers, True
-            rows = tuple((work.row, self._jobs[work]) for work in plan.decode if work.row is not None)
-            choice: Choice = "any" if any(job.choice == "any" for _, job in rows) else "greedy"
-            found = self._runner.decode(numbers, active, plan.steps, choice)
-            results += [_Result(chosen, rows) for chosen in found]
+        decoding, jobs = self._runner.nobody(), []
+        for work in plan.decode:
+            assert work.row is not None
+            jobs.append((work.row, job := self._jobs[work]))
+            decoding.put(work.row, job.numbers, job.choice)
+        for piece in plan.pieces:
+            beside = decoding if jobs and self._runner.reads_beside(piece.end - piece.begin) else None
+            result, decoded = self._read(piece, beside)
+            results.append(result)
+            if decoded is not None:
+                results.append(_Result(decoded, tuple(jobs)))
+                jobs = []
+        if jobs:
+            found = self._runner.decode(decoding, plan.steps)
+            results += [_Result(chosen, tuple(jobs)) for chosen in found]
         return results
 
-    def _read(self, piece: Piece) -> _Result:
-        """Starts a piece. It is waited for, even where nothing is generated: else many would be started."""
+    def _read(self, piece: Piece, beside: Decoding | None) -> tuple[_Result, Chosen | None]:
+        """Starts a piece, and perhaps other rows' next tokens beside it.
+
+        It is waited for, even where nothing is generated: else many would be started.
+        """
         work, job = piece.work, self._jobs[piece.work]
         assert work.row is not None
         job.queued = job.queued or time.monotonic() - job.came
@@ -289,11 +298,12 @@ class Engine:
             self._count(prompt_tokens=asked, prefix_queries=asked, prefix_hits=work.cached)
         tokens, following = work.text[piece.begin : piece.end], work.text[piece.end :][:1] or (0,)
         wanted = following[0] if job.wants_scores(piece.begin) else None
-        given = work.row, tokens, piece.begin, piece.last, job.numbers, job.choice, wanted
-        chosen, scores = self._runner.read(*given)
+        given = work.row, tokens, piece.begin, piece.last, job.numbers, job.choice, wanted, beside
+        chosen, scores, decoded = self._runner.read(*given)
         if piece.tail is not None:
             self._runner.keep(work.row, piece.tail)
-        return _Result(chosen, ((0, job),) if piece.last else (), scores and (job, piece, scores))
+        result = _Result(chosen, ((0, job),) if piece.last else (), scores and (job, piece, scores))
+        return result, decoded
 
     def _hand_out(self, results: list[_Result]) -> None:
         """Waits for tokens and gives them to those who asked."""

@@ -11,7 +11,7 @@ know while it runs: a GPU would wait for the host then. So the host runs ahead, 
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast, get_args
 
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.stages import Lowered
+from jaxtyping import Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
@@ -28,8 +29,19 @@ from zdc_jax.engine.layout import Layout
 from zdc_jax.errors import MeshError, PlanError
 from zdc_jax.generation.next_token import Choice, Scores, scores
 from zdc_jax.generation.row_numbers import WIDTH
-from zdc_jax.generation.steps import Chosen, DecodeState, Network, Turn, advance, at_end, bucket, choose
-from zdc_jax.model.transformer import Embeddings
+from zdc_jax.generation.steps import (
+    Chosen,
+    DecodeState,
+    Network,
+    Turn,
+    advance,
+    advance_beside,
+    at_end,
+    bucket,
+    choose,
+)
+from zdc_jax.model.together import Place
+from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.mesh import DATA, SEQUENCE, whole_on
 from zdc_jax.parallel.transformer import ShardedTransformer
@@ -48,12 +60,32 @@ READING = NO_GRAPHS | {"xla_gpu_dot_merger_threshold_mb": 0}
 for it at each piece: 5 % of the time of 1024 tokens of Llama-2-13B."""
 
 
+@dataclass
+class Decoding:
+    """Rows that get a token each: numbers [B, WIDTH] int32 of `row_numbers`, active [B] bool, and how these
+    tokens are chosen."""
+
+    numbers: np.ndarray
+    active: np.ndarray
+    choice: Choice
+
+    def put(self, row: int, numbers: np.ndarray, choice: Choice) -> None:
+        """A row more."""
+        self.numbers[row], self.active[row] = numbers, True
+        self.choice = "any" if "any" in (choice, self.choice) else "greedy"
+
+    def packed(self) -> Int[np.ndarray, "B 1+WIDTH"]:
+        """As programs take them."""
+        return np.concatenate([self.active[:, None].astype(np.int32), self.numbers], axis=1)
+
+
 class Runner:
     """Arrays and compiled programs of one `servable` network.
 
     layout: of its cache. chunk: longest piece, in tokens. whole: texts that are longer are read at once where
     nothing of them is held, None if none are. On a mesh with an axis `sequence` these are what does not fit
-    into a piece: their tokens are divided.
+    into a piece: their tokens are divided. together: pieces for so many tokens are read in one program with
+    the next tokens of other rows, None if none are.
 
     Raises:
       CacheMemoryError: the cache does not fit.
@@ -72,6 +104,7 @@ class Runner:
         self._ends, self._ends_tree = jax.tree.flatten(network.embeddings)
         self._where = whole_on(network.mesh) if isinstance(network, ShardedTransformer) else None
         self.whole: int | None = None
+        self.together: int | None = None
         self._state: DecodeState
         self._tails: list[Array]
         self.reset()
@@ -84,6 +117,11 @@ class Runner:
             lowered |= {f"read whole {width}": piece(_read_whole, width) for width in whole}
         rows = layout.rows, 1 + WIDTH
         lowered["decode"] = self._lowered(partial(_decode, implementation), _decoding(layout), *rows)
+        if isinstance(network, Transformer) and layout.has_pages:
+            self.together = max(widths)
+            step = partial(_read_beside, implementation, layout.rows)
+            numbers = PIECE + self.together + layout.rows * (1 + WIDTH)
+            lowered["read beside"] = self._lowered(step, READING, numbers)
         lowered |= self._choosing(widths)
         if layout.tails:
             pair = jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -130,38 +168,44 @@ class Runner:
         numbers: np.ndarray,
         choice: Choice = "any",
         following: int | None = None,
-    ) -> tuple[Chosen, Scores | None]:
+        beside: "Decoding | None" = None,
+    ) -> tuple[Chosen, Scores | None, Chosen | None]:
         """A row's tokens from position `begin` on; behind the `last` of its text one is generated.
 
         following: the token behind them, where those behind each are to be scored; None for no scores.
+        beside: other rows that decode a token each in the same step, where it `reads_beside`.
         """
         at_once = self.whole is not None and begin == 0 and following is None and len(tokens) > self.whole
         width = self._width(len(tokens))
         piece = np.zeros(PIECE + width, np.int32)
         piece[:PIECE] = row, begin, len(tokens), last
         piece[PIECE:][: len(tokens)] = tokens
-        program = self._programs[f"read whole {width}" if at_once else f"read {width}"]
-        self._state, (turn, hidden) = program(self._leaves, self._state, self._on_device(), piece)
+        name = f"read whole {width}" if at_once else f"read {width}"
+        if beside is not None:
+            name, piece = "read beside", np.concatenate([piece, beside.packed().ravel()])
+        given = self._leaves, self._state, self._on_device(), piece
+        self._state, (turn, hidden, decoded) = self._programs[name](*given)
         chosen = self._chosen(f"first {choice}", turn, np.concatenate([[np.int32(row)], numbers])[None])
+        found = None
+        if beside is not None:
+            found = self._chosen(f"next {beside.choice}", decoded, beside.packed())
         if following is None:
-            return chosen, None
+            return chosen, None, found
         behind = np.zeros(width, np.int32)
         behind[: len(tokens)] = *tokens[1:], following
-        return chosen, self._programs[f"score {width}"](self._ends, hidden, behind)
+        return chosen, self._programs[f"score {width}"](self._ends, hidden, behind), found
 
-    def decode(
-        self, numbers: np.ndarray, active: np.ndarray, steps: int, choice: Choice = "any"
-    ) -> list[Chosen]:
-        """`steps` times one more token of the rows that are `active` and have not ended.
+    def reads_beside(self, tokens: int) -> bool:
+        """Whether a piece of so many tokens is read in one program with the next tokens of other rows."""
+        return self.together == self._width(tokens)
 
-        numbers [B, WIDTH] int32, active [B] bool.
-        """
-        packed = jnp.array(np.concatenate([active[:, None].astype(np.int32), numbers], axis=1))
-        found = []
+    def decode(self, rows: "Decoding", steps: int) -> list[Chosen]:
+        """`steps` times one more token of rows that have not ended."""
+        packed, found = jnp.array(rows.packed()), []
         for _ in range(steps):
             program = self._programs["decode"]
             self._state, turn = program(self._leaves, self._state, self._on_device(), packed)
-            found.append(self._chosen(f"next {choice}", turn, packed))
+            found.append(self._chosen(f"next {rows.choice}", turn, packed))
         return found
 
     def _chosen(self, name: str, turn: Turn, packed: np.ndarray | Array) -> Chosen:
@@ -170,10 +214,10 @@ class Runner:
         self._state = self._state._replace(last=last, done=done)
         return chosen
 
-    def no_numbers(self) -> tuple[np.ndarray, np.ndarray]:
-        """What `decode` takes where no row is active."""
+    def nobody(self) -> "Decoding":
+        """No rows; others are put in."""
         rows = self.layout.rows
-        return np.full((rows, WIDTH), -1, np.int32), np.zeros(rows, bool)
+        return Decoding(np.full((rows, WIDTH), -1, np.int32), np.zeros(rows, bool), "greedy")
 
     def _on_device(self) -> Array:
         """The table: sent anew only where it changed."""
@@ -259,19 +303,32 @@ def servable(network: Network) -> Network:
 
 def _read_piece(
     implementation: Implementation | None, network: Network, state: DecodeState, packed: Array
-) -> tuple[KVCache, tuple[Turn, Array]]:
+) -> tuple[KVCache, tuple[Turn, Array, None]]:
     """One piece of one row, whose own part of the cache is taken out and put back; its hidden states, too."""
     row, begin, count, last = packed[:PIECE]
     one, tokens, end = state.cache.row(row), packed[PIECE:], begin + count
     one = replace(one, lengths=begin[None]).release(begin[None] == 0)
     hidden, one = network.extend(one, tokens[None], end[None], implementation)
     turn = Turn(at_end(hidden, count[None]), last[None].astype(bool), end[None])
-    return state.cache.with_row(row, one), (turn, hidden[0])
+    return state.cache.with_row(row, one), (turn, hidden[0], None)
+
+
+def _read_beside(
+    implementation: Implementation | None, rows: int, network: Transformer, state: DecodeState, packed: Array
+) -> tuple[KVCache, tuple[Turn, Array, Turn]]:
+    """One piece of one row, and one step of all rows that are active."""
+    (row, begin, count, last), packed = packed[:PIECE], packed[PIECE:]
+    tokens, others = packed[: -rows * (1 + WIDTH)], packed[-rows * (1 + WIDTH) :].reshape(rows, 1 + WIDTH)
+    place = Place(row, begin, begin + count)
+    given = others[:, 0].astype(bool), others[:, 1:], place, tokens, implementation
+    cache, decoded, hidden = advance_beside(network, state, *given)
+    end = at_end(hidden[None], count[None])
+    return cache, (Turn(end, last[None].astype(bool), place.end[None]), hidden, decoded)
 
 
 def _read_whole(
     implementation: Implementation | None, network: ShardedTransformer, state: DecodeState, packed: Array
-) -> tuple[KVCache, tuple[Turn, None]]:
+) -> tuple[KVCache, tuple[Turn, None, None]]:
     """A text of one row, from its first token to its last, divided over `sequence`; then put into pages."""
     row, _, count = packed[: PIECE - 1]
     tokens, one = packed[PIECE:], state.cache.row(row)
@@ -282,7 +339,7 @@ def _read_whole(
         for spec, held, read in zip(one.specs, one.layers, new.layers, strict=True)
     )
     one = replace(one, layers=layers, lengths=count[None])
-    return state.cache.with_row(row, one), (Turn(end, jnp.ones(1, bool), count[None]), None)
+    return state.cache.with_row(row, one), (Turn(end, jnp.ones(1, bool), count[None]), None, None)
 
 
 def _decode(

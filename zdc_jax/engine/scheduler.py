@@ -166,7 +166,9 @@ class Scheduler:
         restored = tuple(self._admit())
         pieces = tuple(self._pieces())
         steps = 1 if pieces or self.waiting else self.steps
-        ready = sorted((work for work in self.running.values() if work.decodes), key=_order)
+        begun = {piece.work for piece in pieces}  # Their first tokens are not chosen before the step ends.
+        able = (work for work in self.running.values() if work.decodes and work not in begun)
+        ready = sorted(able, key=_order)
         decode = tuple(work for work in ready if self._grow(work, steps))
         if not pieces and not decode:
             return None
@@ -265,9 +267,7 @@ class Scheduler:
         """Pages that the next step needs beside those of its rows, at most."""
         running = self.running.values()
         steps = 1 if self.waiting or any(work.reads for work in running) else self.steps
-        decoding = sum(self._growth(work, steps) for work in running if work.decodes)
-        ending = (work for work in running if work.reads and len(work.text) - work.read <= self.budget)
-        return decoding + sum(self._growth(work, 1 + steps) for work in ending)
+        return sum(self._growth(work, steps) for work in running if work.decodes)
 
     def _growth(self, work: Work, tokens: int) -> int:
         """Pages that a request needs beside its own for so many more tokens."""

@@ -20,6 +20,7 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.generation.next_token import Choice, Token, greedy, next_token
 from zdc_jax.generation.row_numbers import RowNumbers
+from zdc_jax.model.together import Place, extend_together
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.mesh import whole_on
@@ -113,17 +114,40 @@ def advance(
     numbers: Int[Array, "B WIDTH"],
     implementation: Implementation | None = None,
 ) -> tuple[KVCache, Turn]:
-    """Adds the newest tokens of rows to the cache: of those that are wanted, and neither done nor full.
+    """Adds the newest tokens of rows to the cache: of those that are wanted, and neither done nor full."""
+    cache, gets, end = whose_turn(state, wanted, numbers)
+    hidden, longer = network.extend(cache, state.last[:, None], end, implementation)
+    lengths = jnp.where(wanted, end, state.cache.lengths)
+    return replace(longer, lengths=lengths), Turn(hidden[:, 0], gets, end)
+
+
+def advance_beside(
+    network: Transformer,
+    state: DecodeState,
+    wanted: Bool[Array, " B"],
+    numbers: Int[Array, "B WIDTH"],
+    place: Place,
+    piece: Int[Array, " T"],
+    implementation: Implementation | None = None,
+) -> tuple[KVCache, Turn, Float[Array, "T D"]]:
+    """`advance`, and a piece of a row that is not wanted; the hidden states of the piece, too."""
+    cache, gets, end = whose_turn(state, wanted, numbers)
+    read, hidden, longer = extend_together(network, cache, place, piece, state.last, end, implementation)
+    lengths = jnp.where(wanted, end, state.cache.lengths).at[place.row].set(place.end)
+    return replace(longer, lengths=lengths), Turn(hidden, gets, end), read
+
+
+def whose_turn(
+    state: DecodeState, wanted: Bool[Array, " B"], numbers: Int[Array, "B WIDTH"]
+) -> tuple[KVCache, Array, Array]:
+    """A cache where rows that are not wanted hold nothing, which rows get a token, and what they hold then.
 
     Of rows that are not wanted nothing is read, for their pages may be others' by now.
     """
     lengths = state.cache.lengths
     gets = wanted & ~state.done & (lengths < RowNumbers.of(numbers).limit)
     held = jnp.where(wanted, lengths, 0)
-    end = held + gets
-    cache = replace(state.cache, lengths=held)
-    hidden, cache = network.extend(cache, state.last[:, None], end, implementation)
-    return replace(cache, lengths=jnp.where(wanted, end, lengths)), Turn(hidden[:, 0], gets, end)
+    return replace(state.cache, lengths=held), gets, held + gets
 
 
 def at_end(hidden: Float[Array, "B T D"], count: Int[Array, " B"]) -> Float[Array, "B D"]:

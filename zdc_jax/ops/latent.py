@@ -1,5 +1,6 @@
 """Keys as latents, few coordinates from before the rotary embedding, and the way back (after Palu)."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -21,6 +22,10 @@ class LatentKeys(NamedTuple):
     latents: Array
     factor: Array
     frequencies: Array
+
+    def each(self, change: Callable[[Array], Array]) -> "LatentKeys":
+        """With what there is of each token changed."""
+        return self._replace(keys=change(self.keys), latents=change(self.latents))
 
 
 def reconstructed(
