@@ -81,9 +81,11 @@ def _layer(
     of_tokens = lambda x: x[:, T:].swapaxes(0, 1)
     cut = lambda part, q, k, v: (part(q), k.each(part) if isinstance(k, LatentKeys) else part(k), part(v))
     own = None if table is None else jax.lax.dynamic_slice_in_dim(table, place.row, 1)
+    # Else XLA reads rows and pages of several layers at once, and copies what is written before that.
+    x, row, state = jax.lax.optimization_barrier((x, spec.row(state, place.row), state))
 
     def attend(*qkv: Any) -> tuple[Array, tuple[State, Any]]:
-        one = spec.release(spec.row(state, place.row), place.begin[None] == 0)
+        one = spec.release(row, place.begin[None] == 0)
         given = *cut(of_piece, *qkv), of_piece(positions), place.end[None], aux[0]
         read = spec.attend(one, *given, call(table=own))
         held = spec.with_row(state, place.row, read.state)
