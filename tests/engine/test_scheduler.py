@@ -211,6 +211,14 @@ def test_rows_decode_while_a_prompt_is_read():
         assert (plan.decode, plan.steps) == ((first,), 1)
 
 
+def test_no_call_has_more_steps_than_any_row_has_tokens_left():
+    scheduler = scheduler_of(2, 8, steps=4)
+    for tokens in (4, 7):
+        scheduler.add(Work((1, 2), tokens))
+    scheduler.plan()
+    assert [(plan.steps, len(plan.decode)) for plan in iter(scheduler.plan, None)] == [(4, 2), (2, 1)]
+
+
 def after(scheduler: Scheduler, prompt: tuple[int, ...], output: list[int], salt: str = "") -> Work:
     """A request that was served."""
     work = Work(prompt, len(output), salt=salt)

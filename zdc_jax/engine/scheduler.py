@@ -165,10 +165,11 @@ class Scheduler:
         self._changed = {}
         restored = tuple(self._admit())
         pieces = tuple(self._pieces())
-        steps = 1 if pieces or self.waiting else self.steps
         begun = {piece.work for piece in pieces}  # Their first tokens are not chosen before the step ends.
         able = (work for work in self.running.values() if work.decodes and work not in begun)
         ready = sorted(able, key=_order)
+        left = max((work.max_tokens - work.promised for work in ready), default=1)
+        steps = 1 if pieces or self.waiting else min(self.steps, left)
         decode = tuple(work for work in ready if self._grow(work, steps))
         if not pieces and not decode:
             return None
