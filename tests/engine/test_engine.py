@@ -179,6 +179,31 @@ def test_logprobs_are_those_of_the_model(engine, model):
         np.testing.assert_allclose([value for _, value in each.top], true[step, best], atol=1e-3)
 
 
+def test_no_likeliest_ones_are_still_a_logprob(engine):
+    """Of each token; a neighbour that draws, and one that asks for nothing, change no number."""
+    request = EngineRequest(tuple(range(3, 40)), 6, logprobs=0, ignore_eos=True)
+    alone = ask(engine, request)
+    alone.tokens()
+    several = [ask(engine, each) for each in (request, replace(request, sampling=Sampling(1.0)))]
+    several.append(ask(engine, replace(request, logprobs=None)))
+    expected = [each for event in alone.events for each in event.logprobs]
+    assert several[0].tokens() == alone.tokens() == several[2].tokens()
+    several[1].tokens()
+    beside = [each for event in several[0].events for each in event.logprobs]
+    assert len(expected) == len(beside) == 6
+    assert not any(each.top for each in (*expected, *beside))
+    np.testing.assert_allclose([e.logprob for e in beside], [e.logprob for e in expected], atol=1e-5)
+    assert not any(event.logprobs for event in several[2].events)
+
+
+def test_a_piece_is_read_in_one_program_with_tokens_of_others(engine, tiny, monkeypatch):
+    read, beside = engine._runner.read, []
+    monkeypatch.setattr(engine._runner, "read", lambda *given: beside.append(given[-1]) or read(*given))
+    listeners = [ask(engine, request) for request in requests_of(tiny, 6, seed=1)]
+    assert all(listener.tokens() is not None for listener in listeners)
+    assert any(rows is not None and rows.active.any() for rows in beside)
+
+
 def test_logprobs_of_a_prompt_are_those_of_the_model(engine, model, tiny):
     prompt = tuple(np.random.default_rng(1).integers(3, LLAMA.vocab_size, 90).tolist())
     ask(engine, EngineRequest(prompt, 2)).tokens()  # Its pages are there, and must not be taken over.

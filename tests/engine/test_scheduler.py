@@ -37,10 +37,11 @@ class Device:
             made += self._read(piece, alignment)
         for work in plan.decode:
             text = work.prompt + tuple(work.output)
-            there = len(work.text) if any(work is one for one, _ in made) else len(text) - 1
+            there = len(text) - 1
+            assert all(work is not one for one, _ in made), "its first token is not chosen yet"
             assert self.held(work, there) == text[:there]
             assert not self.rings or self.ring[work.row] == text[:there]
-            steps = min(plan.steps, work.max_tokens - len(work.output) - (there == len(work.text)))
+            steps = min(plan.steps, work.max_tokens - len(work.output))
             self.write(work, there, [-1] * min(plan.steps, max(steps, 0)))
             made.append((work, plan.steps))
         return made

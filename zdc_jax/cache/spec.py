@@ -21,7 +21,8 @@ Clause = Literal["chunked", "ragged", "order", "reuse", "pages"]
 """`chunked`: a prompt read in pieces gives what it gives whole. `ragged`: rows of unequal starts and lengths
 give what each gives alone. `order`: a row does not depend on which row it is. `reuse`: a released row serves
 its next request as a new one would. `pages`: leaves [B, K, S/n, …] that grow with the capacity hold tokens by
-position, n in a slot, and nothing else says what is held (`zdc_jax.cache.paged`). Every method holds two
+position, n in a slot, and nothing else says what is held (`zdc_jax.cache.paged`); `project` treats all tokens
+alike, whatever was handed on, and gives arrays [B, T, …], or keys as `LatentKeys`. Every method holds two
 more: what it gives on a cache is what it gives on whole sequences, and `bytes` is what its arrays take."""
 
 State = Any

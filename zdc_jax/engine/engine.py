@@ -33,8 +33,9 @@ class EngineConfig:
     rows: requests that are under way at once. max_model_len: tokens of a prompt and its answer together,
     default the model's positions. cache_tokens: of all rows together; default room for `rows` of the longest,
     or what fits. page: tokens of a page of the cache. chunk: tokens of prompts that a step reads, a power of
-    two. steps: tokens that rows decode in one call where nobody reads or waits. most_waiting: requests.
-    reuse: whether requests share what the cache holds of texts that begin alike.
+    two. steps: of decoding that are started one after another, before results are looked at, where nobody
+    reads or waits. most_waiting: requests. reuse: whether requests share what the cache holds of texts that
+    begin alike.
 
     Raises:
       PromptError: a number below 1; a max_model_len below 2.

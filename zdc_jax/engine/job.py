@@ -63,8 +63,9 @@ class Job:
     def choice(self) -> Choice:
         """How its tokens must be chosen."""
         request = self.request
-        simple = request.sampling.temperature == 0 and request.logprobs is None and not request.min_tokens
-        return "greedy" if simple else "any"
+        if request.sampling.temperature > 0:
+            return "any"
+        return "greedy" if request.logprobs is None and not request.min_tokens else "scored"
 
     def cancel(self) -> None:
         """`Ticket.cancel`."""
@@ -125,8 +126,11 @@ class Job:
         logprobs: Array | None,
     ) -> list[TokenLogprobs]:
         """Of as many tokens as there are numbers for, if the request asked."""
-        if self.request.logprobs is None or logprob is None or likeliest is None or logprobs is None:
+        if self.request.logprobs is None:
             return []
+        assert logprob is not None, "they were asked for"
+        assert likeliest is not None
+        assert logprobs is not None
         given = zip(tokens, logprob.tolist(), likeliest.tolist(), logprobs.tolist(), strict=False)
         return [
             TokenLogprobs(token, value, tuple(zip(ids, values, strict=True))[: self.request.logprobs])

@@ -4,8 +4,8 @@ They are those of `generate` (`zdc_jax.generation.steps`), for rows that come an
 compiled before the first request. Results come back as arrays that are on their way; they are looked at while
 the next step runs.
 
-Layers and the choice of tokens are programs of their own, and no program has a condition that the host must
-know while it runs: a GPU would wait for the host then. So the host runs ahead, and says what is to be chosen.
+Layers and the choice of tokens are programs of their own, and in neither is a branch that the host must take
+while it runs: a GPU would wait for it. So the host runs ahead, and says what is to be chosen.
 """
 
 import itertools
@@ -72,7 +72,7 @@ class Decoding:
     def put(self, row: int, numbers: np.ndarray, choice: Choice) -> None:
         """A row more."""
         self.numbers[row], self.active[row] = numbers, True
-        self.choice = "any" if "any" in (choice, self.choice) else "greedy"
+        self.choice = max(choice, self.choice, key=get_args(Choice).index)
 
     def packed(self) -> Int[np.ndarray, "B 1+WIDTH"]:
         """As programs take them."""
@@ -185,6 +185,7 @@ class Runner:
             name, piece = "read beside", np.concatenate([piece, beside.packed().ravel()])
         given = self._leaves, self._state, self._on_device(), piece
         self._state, (turn, hidden, decoded) = self._programs[name](*given)
+        choice = choice if last else "greedy"  # Else the token is thrown away.
         chosen = self._chosen(f"first {choice}", turn, np.concatenate([[np.int32(row)], numbers])[None])
         found = None
         if beside is not None:

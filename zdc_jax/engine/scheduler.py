@@ -81,8 +81,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step: rows to be made as a tail's slot says, pieces to read one after another, then so many decode
-    steps of `decode`. changed: works that have other pages than before."""
+    """One step: rows to be made as a tail's slot says, pieces to read one after another, and so many decode
+    steps of `decode`, beside a piece or behind them. changed: works that have other pages than before."""
 
     restored: tuple[tuple[Work, int], ...]
     pieces: tuple[Piece, ...]

@@ -16,8 +16,9 @@ MOST_LOGPROBS = 5
 SCORED = 128
 """Tokens that are scored at once: their logits are of the whole vocabulary."""
 
-Choice = Literal["greedy", "any"]
-"""`greedy`: no row draws, has a least number of tokens, or asks for log-probabilities: a smaller program."""
+Choice = Literal["greedy", "scored", "any"]
+"""What rows ask for, the smallest program first. `greedy`: none draws, has a least number of tokens, or asks
+for log-probabilities; `scored`: none draws."""
 
 
 class Token(NamedTuple):
@@ -49,10 +50,14 @@ class Scores(NamedTuple):
     logprobs: Array
 
 
-def next_token(logits: Float[Array, "B V"], rows: RowNumbers, held: Int[Array, " B"]) -> Token:
-    """Greedy or drawn, by each row's numbers; held: tokens of each row before it."""
+def next_token(
+    logits: Float[Array, "B V"], rows: RowNumbers, held: Int[Array, " B"], choice: Choice = "any"
+) -> Token:
+    """By each row's numbers, of which `choice` says what they ask for; held: tokens of each row before it."""
+    if choice == "greedy":
+        return greedy(logits)
     allowed = _without_stops(logits, rows, held)
-    token = draw(allowed, rows.sampling, held)
+    token = draw(allowed, rows.sampling, held) if choice == "any" else greedy(allowed).token
     ids, values = likeliest(logits)
     total = jax.nn.logsumexp(logits, axis=-1)
     logprob = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - total

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.generation.next_token import Choice, Token, greedy, next_token
+from zdc_jax.generation.next_token import Choice, Token, next_token
 from zdc_jax.generation.row_numbers import RowNumbers
 from zdc_jax.model.together import Place, extend_together
 from zdc_jax.model.transformer import Embeddings, Transformer
@@ -100,7 +100,7 @@ def choose(
 ) -> tuple[Array, Array, Chosen]:
     """`last` and `done` of a `DecodeState` with a token more, and that token; numbers: of `row_numbers`."""
     rows, logits = RowNumbers.of(numbers), embeddings.unembed(turn.hidden)
-    found = greedy(logits) if choice == "greedy" else next_token(logits, rows, turn.held)
+    found = next_token(logits, rows, turn.held, choice)
     last = jnp.where(turn.gets, found.token, last)
     done = jnp.where(turn.gets, rows.stops(found.token, turn.held), done)
     one_step = jax.tree.map(lambda x: x[:, None], found)
@@ -205,7 +205,7 @@ def decode(
 ) -> tuple[DecodeState, Chosen]:
     """Up to `limit` tokens, at most `steps`, of the rows that are wanted, until all are done or full.
 
-    The device goes from token to token without the host.
+    The device goes from token to token, and asks the host only whether to go on.
     """
     room = RowNumbers.of(numbers).limit
 

@@ -42,7 +42,7 @@ def extend_together(
     """`Transformer.extend` of a piece of one row and then of one token of each other row.
 
     Methods that keep tokens by position alone can do it (`pages` in their clauses): their projections treat
-    all tokens alike.
+    all tokens alike, and a row that begins anew needs no `release`.
 
     Args:
       piece: padded on the right. tokens: of all rows; where `end` is what the row holds there is none, as in
@@ -85,9 +85,8 @@ def _layer(
     x, row, state = jax.lax.optimization_barrier((x, spec.row(state, place.row), state))
 
     def attend(*qkv: Any) -> tuple[Array, tuple[State, Any]]:
-        one = spec.release(row, place.begin[None] == 0)
         given = *cut(of_piece, *qkv), of_piece(positions), place.end[None], aux[0]
-        read = spec.attend(one, *given, call(table=own))
+        read = spec.attend(row, *given, call(table=own))
         held = spec.with_row(state, place.row, read.state)
         given = *cut(of_tokens, *qkv), of_tokens(positions), end, aux[1]
         decoded = spec.attend(held, *given, call(table=table))
