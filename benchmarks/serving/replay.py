@@ -13,7 +13,7 @@ with the prefixes that they share. Answers have the trace's lengths. Requests th
 import json
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -177,35 +177,40 @@ def plot(entries: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main(options: Options) -> None:
+def config(options: Options) -> EngineConfig:
+    """An engine's, with a queue for all requests."""
+    given = options.rows, options.max_model_len, options.cache_tokens
+    return EngineConfig(*given, chunk=options.chunk, most_waiting=len(_inside(options)) + 1)
+
+
+def measure(engine: Engine, options: Options) -> Path:
     """Writes one JSON and a plot beside it, anew after each speed; other models' rows stay."""
-    end = options.start + options.seconds
-    inside = [each for each in arrivals(options.trace) if options.start <= each.time < end]
-    model = options.served.load()
-    config = EngineConfig(
-        options.rows,
-        options.max_model_len,
-        options.cache_tokens,
-        chunk=options.chunk,
-        most_waiting=len(inside) + 1,
-    )
+    inside = _inside(options)
+    slice_ = [each for each in inside if each.prompt + each.answer <= engine.max_model_len]
+    entry: dict[str, Any] = {
+        "served": options.served.name,
+        "cache_tokens": engine.cache_tokens,
+        "left_out": len(inside) - len(slice_),
+    }
     rows: list[dict[str, Any]] = []
-    with Engine(model, config) as engine:
-        fitting = [each for each in inside if each.prompt + each.answer <= engine.max_model_len]
-        slice_ = [
-            Arrival(each.time - options.start, each.prompt, each.answer, each.blocks) for each in fitting
-        ]
-        entry: dict[str, Any] = {
-            "served": options.served.name,
-            "cache_tokens": engine.cache_tokens,
-            "left_out": len(inside) - len(slice_),
-        }
-        for speed in options.speeds:
-            rows.append(row(*replay(engine, slice_, speed), speed))
-            print({name: value for name, value in rows[-1].items() if name != "seen"}, flush=True)
-            enough = [found["rate"] for found in rows if found["attained"] >= ENOUGH]
-            path = _write(options, engine, entry | {"sustained": max(enough, default=None), "rows": rows})
-    print(path)
+    for speed in options.speeds:
+        rows.append(row(*replay(engine, slice_, speed), speed))
+        print({name: value for name, value in rows[-1].items() if name != "seen"}, flush=True)
+        enough = [found["rate"] for found in rows if found["attained"] >= ENOUGH]
+        path = _write(options, engine, entry | {"sustained": max(enough, default=None), "rows": rows})
+    return path
+
+
+def main(options: Options) -> None:
+    """One engine, one trace."""
+    with Engine(options.served.load(), config(options)) as engine:
+        print(measure(engine, options))
+
+
+def _inside(options: Options) -> list[Arrival]:
+    """The requests of the slice, by seconds since it began."""
+    moved = (replace(each, time=each.time - options.start) for each in arrivals(options.trace))
+    return [each for each in moved if 0 <= each.time < options.seconds]
 
 
 def _write(options: Options, engine: Engine, entry: dict[str, Any]) -> Path:
