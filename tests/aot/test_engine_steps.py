@@ -52,6 +52,7 @@ PLANS = {
     "ranks": (CompressionPlan.uniform(CONFIG, qk=64, v=96, **NEAR), {"zdc_decode"}),
     "coded": (coded(index=0, read=0), {"zdc_decode", "zdc_coded_decode"}),
     "chosen": (coded(index=32, read=512), {"zdc_decode", "zdc_coded_decode", "zdc_coded_scan"}),
+    "coded near": (coded(index=0, read=0, bits_near=8), {"zdc_coded_decode"}),
 }
 
 
@@ -63,12 +64,12 @@ def on_kernels(monkeypatch):
             monkeypatch.setattr(module, "device_refusal", lambda q: None)
 
 
-def arguments(plan: CompressionPlan):
+def arguments(plan: CompressionPlan, longest: int):
     """Leaves and structure of a network, its layout, and the state of an engine, as shapes."""
     network = build("post_rope", CONFIG)
     network.plan = plan
     leaves, tree = jax.tree.flatten(network)
-    given = {"rows": ROWS, "longest": TOKENS, "page": 128, "cache_tokens": ROWS * TOKENS, "reuse": True}
+    given = {"rows": ROWS, "longest": longest, "page": 128, "cache_tokens": ROWS * TOKENS, "reuse": True}
     layout = Layout.of(network.layer_caches, **given)
 
     def make() -> DecodeState:
@@ -79,10 +80,12 @@ def arguments(plan: CompressionPlan):
     return leaves, tree, jax.eval_shape(make)
 
 
-def program(plan: CompressionPlan, step, packed: tuple[int, ...]) -> tuple[set[str], Any, Any]:
+def program(
+    plan: CompressionPlan, step, packed: tuple[int, ...], longest: int = TOKENS
+) -> tuple[set[str], Any, Any]:
     """Names of the kernels of Mosaic in a step, the step compiled, and the state of the engine."""
-    leaves, tree, state = arguments(plan)
-    table = jax.ShapeDtypeStruct((ROWS, TOKENS // 128), jnp.int32)
+    leaves, tree, state = arguments(plan, longest)
+    table = jax.ShapeDtypeStruct((ROWS, longest // 128), jnp.int32)
     given = leaves, state, table, jax.ShapeDtypeStruct(packed, jnp.int32)
 
     def run(leaves, state, table, packed):
@@ -145,15 +148,23 @@ def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name,
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("name", "share"), [("dense", 1 / 2), ("ranks", 1 / 2), ("coded", 7 / 4)])
-def test_a_piece_and_tokens_beside_it_take_the_kernels_of_both(on_kernels, name, share):
+@pytest.mark.parametrize(
+    ("name", "longest", "share"),
+    [
+        ("dense", TOKENS, 1 / 2),
+        ("ranks", TOKENS, 1 / 2),
+        ("coded", TOKENS, 7 / 4),
+        ("coded near", 8 * TOKENS, 16),  # Numbers of a row are many times its codes.
+    ],
+)
+def test_a_piece_and_tokens_beside_it_take_the_kernels_of_both(on_kernels, name, longest, share):
     plan, kernels = PLANS[name]
     width, rows = 512, ROWS * (1 + WIDTH)
     step = partial(runner._read_beside, None, ROWS)
-    found, step, state = program(plan, step, (runner.PIECE + width + rows,))
+    found, step, state = program(plan, step, (runner.PIECE + width + rows,), longest)
     assert has(found, kernels | {"zdc_prefill"}), found
     memory, text = step.memory_analysis(), step.as_text()
-    assert (name == "coded") == ("zdc_dequantise" in text)
+    assert ("coded" in name) == ("zdc_dequantise" in text)
     assert not WAITING.search(text)
     sizes = [math.prod(map(int, shape.split(","))) for shape in COPY.findall(text)]
     assert max(sizes, default=0) <= ROWS, "neither pools nor rings are copied"

@@ -88,9 +88,11 @@ def _layer(
         given = *cut(of_piece, *qkv), of_piece(positions), place.end[None], aux[0]
         read = spec.attend(row, *given, call(table=own))
         held = spec.with_row(state, place.row, read.state)
+        # Else it may copy a pool: it does not know that the piece has read it before tokens are written.
+        o, held = jax.lax.optimization_barrier((read.o, held))
         given = *cut(of_tokens, *qkv), of_tokens(positions), end, aux[1]
         decoded = spec.attend(held, *given, call(table=table))
-        o = jnp.concatenate([read.o, decoded.o.swapaxes(0, 1)], axis=1)
+        o = jnp.concatenate([o, decoded.o.swapaxes(0, 1)], axis=1)
         return o, (decoded.state, (read.aux, decoded.aux))
 
     x, (state, aux) = block(x, positions, attend, implementation, partial(spec.project, aux=None))
