@@ -9,7 +9,7 @@ while it runs: a GPU would wait for it. So the host runs ahead, and says what is
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -108,29 +108,10 @@ class Runner:
         self._state: DecodeState
         self._tails: list[Array]
         self.reset()
-        piece = lambda step, width: self._lowered(partial(step, implementation), READING, PIECE + width)
-        widths = {self._width(1 << i) for i in range(chunk.bit_length())}
-        lowered = {f"read {width}": piece(_read_piece, width) for width in widths}
-        if isinstance(network, ShardedTransformer) and network.mesh.shape[SEQUENCE] > 1 and layout.has_pages:
-            self.whole = chunk
-            whole = {self._width(chunk << i) for i in range(1, (layout.capacity // chunk).bit_length() + 1)}
-            lowered |= {f"read whole {width}": piece(_read_whole, width) for width in whole}
-        rows = layout.rows, 1 + WIDTH
-        lowered["decode"] = self._lowered(partial(_decode, implementation), _decoding(layout), *rows)
-        if isinstance(network, Transformer) and layout.has_pages:
-            self.together = max(widths)
-            step = partial(_read_beside, implementation, layout.rows)
-            numbers = PIECE + self.together + layout.rows * (1 + WIDTH)
-            lowered["read beside"] = self._lowered(step, READING, numbers)
-        lowered |= self._choosing(widths)
-        if layout.tails:
-            pair = jax.ShapeDtypeStruct((2,), jnp.int32)
-            keep, restore = _donated(_keep, self._tails), _donated(_restore, self._state)
-            lowered["keep"] = keep.lower(self._tails, self._state.cache.own, pair)
-            lowered["restore"] = restore.lower(self._state, self._tails, pair)
-        with ThreadPoolExecutor() as threads:  # XLA compiles without Python's lock.
-            compiled = threads.map(Lowered.compile, lowered.values())
-            self._programs = dict(zip(lowered, compiled, strict=True))
+        with ThreadPoolExecutor() as threads:  # XLA compiles one without Python's lock; the next is lowered.
+            programs = self._lower_all(chunk, implementation)
+            compiled = {name: threads.submit(lowered.compile) for name, lowered in programs}
+        self._programs = {name: future.result() for name, future in compiled.items()}
 
     def reset(self) -> None:
         """All rows empty, in new arrays."""
@@ -226,6 +207,30 @@ class Runner:
             self._table = jnp.array(self._pages)
         return self._table
 
+    def _lower_all(self, chunk: int, implementation: Implementation | None) -> Iterator[tuple[str, Lowered]]:
+        """All programs, those first that take longest to compile; also tells what there is one for."""
+        layout, network = self.layout, self._network
+        piece = lambda step, width: self._lowered(partial(step, implementation), READING, PIECE + width)
+        widths = sorted({self._width(1 << i) for i in range(chunk.bit_length())}, reverse=True)
+        if isinstance(network, Transformer) and layout.has_pages:
+            self.together = widths[0]
+            step = partial(_read_beside, implementation, layout.rows)
+            numbers = PIECE + self.together + layout.rows * (1 + WIDTH)
+            yield "read beside", self._lowered(step, READING, numbers)
+        if isinstance(network, ShardedTransformer) and network.mesh.shape[SEQUENCE] > 1 and layout.has_pages:
+            self.whole = chunk
+            whole = {self._width(chunk << i) for i in range(1, (layout.capacity // chunk).bit_length() + 1)}
+            yield from ((f"read whole {width}", piece(_read_whole, width)) for width in whole)
+        yield from ((f"read {width}", piece(_read_piece, width)) for width in widths)
+        rows = layout.rows, 1 + WIDTH
+        yield "decode", self._lowered(partial(_decode, implementation), _decoding(layout), *rows)
+        yield from self._choosing(widths)
+        if layout.tails:
+            pair = jax.ShapeDtypeStruct((2,), jnp.int32)
+            keep, restore = _donated(_keep, self._tails), _donated(_restore, self._state)
+            yield "keep", keep.lower(self._tails, self._state.cache.own, pair)
+            yield "restore", restore.lower(self._state, self._tails, pair)
+
     def _lowered(self, step: Callable[..., Any], options: dict[str, Any], *packed: int) -> Lowered:
         def run(
             leaves: list[Array], state: DecodeState, table: Array, packed: Array
@@ -240,23 +245,22 @@ class Runner:
         program = jax.jit(run, donate_argnums=1, out_shardings=shardings, compiler_options=options)
         return program.lower(self._leaves, self._state, table, like)
 
-    def _choosing(self, widths: set[int]) -> dict[str, Lowered]:
+    def _choosing(self, widths: Sequence[int]) -> Iterator[tuple[str, Lowered]]:
         """Programs that choose tokens, and that score those of a piece."""
         lower = lambda run, *given: jax.jit(run, out_shardings=self._where).lower(self._ends, *given)
         embeddings = lambda leaves: jax.tree.unflatten(self._ends_tree, leaves)
         like = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=self._where)
         hidden = partial(like, self._network.dtype)
-        D, lowered = self._network.config.embed_dim, {}
+        D = self._network.config.embed_dim
         steps = ("first", _first, 1), ("next", _next, self.layout.rows)
         for (name, step, count), choice in itertools.product(steps, get_args(Choice)):
             run = lambda leaves, *given, step=step, choice=choice: step(embeddings(leaves), *given, choice)
             turn: Any = hidden(count, D), like(bool, count), like(jnp.int32, count)
             given = self._state.last, self._state.done, Turn(*turn), like(jnp.int32, count, 1 + WIDTH)
-            lowered[f"{name} {choice}"] = lower(run, *given)
+            yield f"{name} {choice}", lower(run, *given)
         for width in widths:
             run = lambda leaves, *given: scores(embeddings(leaves).unembed, *given)
-            lowered[f"score {width}"] = lower(run, hidden(width, D), like(jnp.int32, width))
-        return lowered
+            yield f"score {width}", lower(run, hidden(width, D), like(jnp.int32, width))
 
     def _width(self, tokens: int) -> int:
         """Of the program that reads so many: a power of two, or the whole row."""
