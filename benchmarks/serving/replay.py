@@ -63,6 +63,7 @@ class Served:
     last: float = 0.0
     queued: float = 0.0
     tokens: int = 0
+    error: str | None = None
     ended: threading.Event = field(default_factory=threading.Event)
 
     def take(self, began: float, event: Event) -> None:
@@ -72,7 +73,7 @@ class Served:
             self.first, self.queued = now, event.queued
         self.tokens += len(event.tokens)
         if event.finish_reason:
-            self.last = now
+            self.last, self.error = now, event.error
             self.ended.set()
 
     @property
@@ -120,7 +121,11 @@ class Watch(threading.Thread):
 def replay(
     engine: Engine, slice_: list[Arrival], speed: float
 ) -> tuple[list[Served], list[tuple[float, int, int]]]:
-    """Sends requests when they come, and waits for the last; also how many ran and waited over time."""
+    """Sends requests when they come, and waits for the last; also how many ran and waited over time.
+
+    Raises:
+      SystemExit: requests failed, so that there is nothing to tell.
+    """
     vocab = engine.model.config.vocab_size
     prompts = [arrival.tokens(index, vocab) for index, arrival in enumerate(slice_)]
     served = [Served(arrival) for arrival in slice_]
@@ -138,6 +143,8 @@ def replay(
         one.ended.wait()
     watch.done.set()
     watch.join()
+    if failed := [one.error for one in served if one.error]:
+        raise SystemExit(f"{len(failed)} of {len(served)} requests failed; the first: {failed[0]}")
     return served, watch.seen
 
 

@@ -92,3 +92,14 @@ def test_a_replay_counts_what_was_served(azure, tmp_path):
         assert row["requests"] == 2
         assert row["attained"] == 1
         assert row["queue"]["mean"] + row["prefill"]["mean"] == pytest.approx(row["first_token"]["mean"])
+
+
+def test_a_replay_whose_requests_fail_tells_no_times(azure, tmp_path, monkeypatch):
+    TinyModel(LLAMA).write(tmp_path / "tiny")
+    fail = lambda *_: (_ for _ in ()).throw(RuntimeError("no memory"))
+    monkeypatch.setattr("zdc_jax.engine.runner.Runner.decode", fail)
+    served = ServedModel(tmp_path / "tiny")
+    options = ReplayOptions(served, azure, rows=2, max_model_len=128, results=tmp_path)
+    with pytest.raises(SystemExit, match="2 of 2 requests failed; the first: RuntimeError: no memory"):
+        main(options)
+    assert not (tmp_path / "serving.json").exists()

@@ -12,6 +12,7 @@ import pytest
 from conftest import LLAMA, TinyModel
 
 from zdc_jax import methods
+from zdc_jax.engine import runner
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.engine.job import Job
 from zdc_jax.engine.request import Busy, EngineRequest, Event
@@ -366,6 +367,12 @@ def test_requests_make_room_for_one_another_where_pages_run_out(model):
 def test_a_cache_that_has_no_room_for_one_request_is_refused(model):
     with pytest.raises(CacheMemoryError, match="has room for 144 tokens, one request may have 160"):
         Engine(model, replace(CONFIG, cache_tokens=150))
+
+
+def test_steps_that_have_no_room_beside_the_cache_are_refused(model, monkeypatch):
+    monkeypatch.setattr(runner, "free_bytes", lambda: 1000)
+    with pytest.raises(CacheMemoryError, match=r"the step '.*' needs [\d,]+ bytes .*, 1,000 are free"):
+        Engine(model, CONFIG)
 
 
 PLANS = {

@@ -34,7 +34,8 @@ class EngineConfig:
     default the model's positions. cache_tokens: of all rows together; default room for `rows` of the longest,
     or what fits. page: tokens of a page of the cache. chunk: tokens of prompts that a step reads, a power of
     two. steps: of decoding that are started one after another, before results are looked at, where nobody
-    reads or waits. most_waiting: requests. reuse: whether requests share what the cache holds of texts that
+    reads or waits: no faster where it was measured, and behind a stop token they are for nobody.
+    most_waiting: requests. reuse: whether requests share what the cache holds of texts that
     begin alike.
 
     Raises:
@@ -46,7 +47,7 @@ class EngineConfig:
     cache_tokens: int | None = None
     page: int = 128
     chunk: int = PREFILL_CHUNK
-    steps: int = 4
+    steps: int = 1
     most_waiting: int = 256
     reuse: bool = True
 
@@ -85,7 +86,7 @@ class Engine:
     Raises:
       PlanError: the model cannot be served so, with the reason.
       PromptError: a chunk that the plan does not take.
-      CacheMemoryError: the cache of all rows does not fit.
+      CacheMemoryError: the cache of all rows does not fit, or what steps need beside it.
     """
 
     def __init__(

@@ -54,7 +54,6 @@ class Job:
             request.sampling,
             key,
             min_tokens=request.min_tokens,
-            logprobs=bool(request.logprobs),
         )
         self.ended = self._told_of_prompt = False
         self.came, self.queued = time.monotonic(), 0.0

@@ -22,11 +22,11 @@ from jax.stages import Lowered
 from jaxtyping import Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.cache.kv_cache import KVCache, free_bytes
 from zdc_jax.cache.near_far import NearFar
 from zdc_jax.cache.paged import Paged
 from zdc_jax.engine.layout import Layout
-from zdc_jax.errors import MeshError, PlanError
+from zdc_jax.errors import CacheMemoryError, MeshError, PlanError
 from zdc_jax.generation.next_token import Choice, Scores, scores
 from zdc_jax.generation.row_numbers import WIDTH
 from zdc_jax.generation.steps import (
@@ -88,7 +88,7 @@ class Runner:
     the next tokens of other rows, None if none are.
 
     Raises:
-      CacheMemoryError: the cache does not fit.
+      CacheMemoryError: the cache does not fit, or what steps need beside it.
     """
 
     def __init__(
@@ -112,6 +112,7 @@ class Runner:
             programs = self._lower_all(chunk, implementation)
             compiled = {name: threads.submit(lowered.compile) for name, lowered in programs}
         self._programs = {name: future.result() for name, future in compiled.items()}
+        self._check_memory()
 
     def reset(self) -> None:
         """All rows empty, in new arrays."""
@@ -244,6 +245,17 @@ class Runner:
         shardings = _shardings(self._state), self._where
         program = jax.jit(run, donate_argnums=1, out_shardings=shardings, compiler_options=options)
         return program.lower(self._leaves, self._state, table, like)
+
+    def _check_memory(self) -> None:
+        """Raises `CacheMemoryError` where a step's own arrays do not fit beside weights and cache."""
+        free = free_bytes()
+        for name, program in self._programs.items():
+            found = program.memory_analysis()
+            if free is not None and found is not None and found.temp_size_in_bytes > free:
+                raise CacheMemoryError(
+                    f"the step {name!r} needs {found.temp_size_in_bytes:,} bytes beside weights and cache, "
+                    f"{free:,} are free: need fewer rows, a smaller max_model_len or fewer cache_tokens"
+                )
 
     def _choosing(self, widths: Sequence[int]) -> Iterator[tuple[str, Lowered]]:
         """Programs that choose tokens, and that score those of a piece."""

@@ -12,9 +12,9 @@ from zdc_jax.axes import Array
 from zdc_jax.generation.sampling import Sampling, SamplingArrays
 
 MAX_STOP_TOKENS = 16
-FIELDS = ("limit", "least", "logprobs", "top_k", "key_0", "key_1", "temperature", "top_p")
-"""Of a row: tokens it may hold, tokens it must hold before a stop token ends it, whether likeliest tokens are
-asked for, and its sampling; the last two are bits of float32. Ids of stop tokens follow, -1 for none."""
+FIELDS = ("limit", "least", "top_k", "key_0", "key_1", "temperature", "top_p")
+"""Of a row: tokens it may hold, tokens it must hold before a stop token ends it, and its sampling; the last
+two are bits of float32. Ids of stop tokens follow, -1 for none."""
 WIDTH = len(FIELDS) + MAX_STOP_TOKENS
 AT = {name: column for column, name in enumerate(FIELDS)}
 _MOST = np.iinfo(np.int32).max
@@ -29,12 +29,11 @@ def row_numbers(
     key: np.ndarray,
     *,
     min_tokens: int = 0,
-    logprobs: bool = False,
 ) -> Int[np.ndarray, " WIDTH"]:
     """Numbers of a row whose prompt has so many tokens.
 
     max_tokens, min_tokens: of its answer. stop_ids: at most `MAX_STOP_TOKENS`. key: uint32 [2], of
-    `request_keys`. logprobs: whether likeliest tokens are asked for.
+    `request_keys`.
     """
     held = prompt_tokens - 1  # The newest token is not in the cache yet.
     temperature = sampling.temperature if sampling.temperature >= _SMALLEST_TEMPERATURE else 0.0
@@ -43,7 +42,6 @@ def row_numbers(
     numbers[: len(FIELDS)] = [
         held + max_tokens,
         held + min_tokens,
-        logprobs,
         min(sampling.top_k or _MOST, _MOST),
         *key.view(np.int32),
         *floats.view(np.int32),
@@ -55,12 +53,11 @@ def row_numbers(
 class RowNumbers(NamedTuple):
     """The numbers of B rows in a step.
 
-    limit, least [B] int32; logprobs [B] bool; stop_ids [B, MAX_STOP_TOKENS] int32.
+    limit, least [B] int32; stop_ids [B, MAX_STOP_TOKENS] int32.
     """
 
     limit: Array
     least: Array
-    logprobs: Array
     sampling: SamplingArrays
     stop_ids: Array
 
@@ -76,8 +73,7 @@ class RowNumbers(NamedTuple):
             floats("top_p"),
             jax.random.wrap_key_data(keys, impl="threefry2x32"),
         )
-        logprobs = column("logprobs") > 0
-        return cls(column("limit"), column("least"), logprobs, sampling, numbers[:, len(FIELDS) :])
+        return cls(column("limit"), column("least"), sampling, numbers[:, len(FIELDS) :])
 
     def stops(self, token: Int[Array, " B"], held: Int[Array, " B"]) -> Array:
         """Which rows [B] a token ends, where so many tokens are held before it."""
