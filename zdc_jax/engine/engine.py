@@ -314,12 +314,10 @@ class Engine:
             if result.scored is not None:
                 reader, piece, scores = result.scored
                 reader.score(piece.begin, piece.end, jax.device_get(scores))
-            for place, job in result.jobs:
-                count = int(chosen.made[place])
-                if job.ended or not count:
-                    continue
-                self._count(generation_tokens=count)
-                tokens, parts = chosen.tokens[place, :count].tolist(), (chosen.tokens, *chosen[3:])
+            takers = [(place, job) for place, job in result.jobs if not job.ended and chosen.made[place]]
+            self._count(generation_tokens=sum(int(chosen.made[place]) for place, _ in takers))
+            for place, job in takers:
+                tokens, parts = chosen.tokens[place].tolist(), (chosen.tokens, *chosen[3:])
                 try:
                     known = job.take(tokens, jax.tree.map(lambda x, at=place: x[at], Token(*parts)))
                 except PromptError as error:

@@ -125,6 +125,7 @@ class Runner:
         self._tails = list(map(copies, cache.own)) if layout.tails else []
         self._pages = np.zeros((layout.rows, layout.capacity // layout.page), np.int32)
         self._table: Array | None = None
+        self._packed: tuple[np.ndarray, Array] | None = None
 
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
         """Where the tokens of a row lie, in the steps from now on."""
@@ -164,14 +165,15 @@ class Runner:
         piece[PIECE:][: len(tokens)] = tokens
         name = f"read whole {width}" if at_once else f"read {width}"
         if beside is not None:
-            name, piece = "read beside", np.concatenate([piece, beside.packed().ravel()])
+            others = beside.packed()
+            name, piece = "read beside", np.concatenate([piece, others.ravel()])
         given = self._leaves, self._state, self._on_device(), piece
         self._state, (turn, hidden, decoded) = self._programs[name](*given)
         choice = choice if last else "greedy"  # Else the token is thrown away.
         chosen = self._chosen(f"first {choice}", turn, np.concatenate([[np.int32(row)], numbers])[None])
         found = None
         if beside is not None:
-            found = self._chosen(f"next {beside.choice}", decoded, beside.packed())
+            found = self._chosen(f"next {beside.choice}", decoded, self._sent(others))
         if following is None:
             return chosen, None, found
         behind = np.zeros(width, np.int32)
@@ -184,7 +186,7 @@ class Runner:
 
     def decode(self, rows: "Decoding", steps: int) -> list[Chosen]:
         """`steps` times one more token of rows that have not ended."""
-        packed, found = jnp.array(rows.packed()), []
+        packed, found = self._sent(rows.packed()), []
         for _ in range(steps):
             program = self._programs["decode"]
             self._state, turn = program(self._leaves, self._state, self._on_device(), packed)
@@ -201,6 +203,12 @@ class Runner:
         """No rows; others are put in."""
         rows = self.layout.rows
         return Decoding(np.full((rows, WIDTH), -1, np.int32), np.zeros(rows, bool), "greedy")
+
+    def _sent(self, packed: np.ndarray) -> Array:
+        """On the device: sent anew only where other rows decode than before."""
+        if self._packed is None or not np.array_equal(packed, self._packed[0]):
+            self._packed = packed, jax.device_put(packed)
+        return self._packed[1]
 
     def _on_device(self) -> Array:
         """The table: sent anew only where it changed."""
