@@ -1,13 +1,13 @@
 """Simulated requests take what their steps do."""
 
-from dataclasses import replace
-
 import pytest
 
 from benchmarks.serving.simulate import Cost, simulate
 from benchmarks.serving.traces import Arrival
 
-COST = Cost(token=1e-3, seen=1e-6, earlier=1e-5, weights=0.01, step=0.02, held=1e-4, cache_tokens=4096)
+COST = Cost(
+    token=1e-3, seen=1e-6, earlier=1e-5, weights=0.01, beside=4e-3, step=0.02, held=1e-4, cache_tokens=4096
+)
 CHUNK = 256
 
 
@@ -30,14 +30,13 @@ def test_one_request_takes_its_pieces_and_its_steps(tails):
     assert one.tokens == 4
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_second_request_is_read_while_the_first_decodes(shared):
-    requests, cost = [Arrival(0.0, 100, 4), Arrival(0.0, 250, 2)], replace(COST, shared=shared)
-    second, first = simulate(requests, cost, rows=2, chunk=CHUNK, tails=False)
+def test_a_second_request_is_read_while_the_first_decodes():
+    requests = [Arrival(0.0, 100, 4), Arrival(0.0, 250, 2)]
+    second, first = simulate(requests, COST, rows=2, chunk=CHUNK, tails=False)
     # What is left of the first step is read of the second prompt.
     step = piece(0, 100) + piece(0, CHUNK - 100)
     assert first.first == pytest.approx(step)
-    step += piece(156, 250) + decoding(101) - COST.weights * shared
+    step += piece(156, 250) + decoding(101) - COST.weights + COST.beside
     assert second.first == pytest.approx(step)
     assert second.last == pytest.approx(step + decoding(102, 251))
     assert first.last == pytest.approx(second.last + decoding(103))
