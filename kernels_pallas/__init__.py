@@ -17,6 +17,7 @@ from kernels_pallas.post_rope import PostRopeConfig as PostRopeConfig
 from kernels_pallas.post_rope import post_rope as post_rope
 from kernels_pallas.prefill import prefill_attention as prefill_attention
 from kernels_pallas.prefill_inputs import TAIL_ALIGNMENT as TAIL_ALIGNMENT
+from kernels_pallas.prefill_inputs import BlockLists as BlockLists
 from kernels_pallas.prefill_inputs import PrefillConfig as PrefillConfig
 from kernels_pallas.prefill_inputs import Trailing as Trailing
 from kernels_pallas.reference import attention_reference as attention_reference

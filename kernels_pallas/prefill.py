@@ -5,6 +5,9 @@ softmax keeps the running result in registers: the shape of FlashAttention-3 (Sh
 two ranks. Scores use R coordinates and values Z. Keys near a query (sinks and a window of recent ones) add
 their trailing H-R and H-Z coordinates to the same softmax. Unmasked far blocks, nearly all of them, come
 first, so that their loop holds no register for the trailing part; the last few blocks pay for it.
+
+With lists of blocks only the producer reads other rows: it looks up which block comes next. That queries need
+not attend to all blocks of keys is from MInference (Jiang et al., 2024).
 """
 
 import functools
@@ -21,7 +24,15 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import common
 from kernels_pallas.common import LOG2_E, NEVER, filled, scaled, tile_width, tiled
-from kernels_pallas.prefill_inputs import ROWS, Keys, PrefillConfig, Trailing, Widths, check_prefill
+from kernels_pallas.prefill_inputs import (
+    ROWS,
+    BlockLists,
+    Keys,
+    PrefillConfig,
+    Trailing,
+    Widths,
+    check_prefill,
+)
 from kernels_pallas.tuning import measured
 
 _L2_BYTES = 32 * 2**20
@@ -48,7 +59,17 @@ def default_config(R: int, Z: int, H: int, HV: int) -> PrefillConfig:
     raise ValueError(f"no tile fits in shared memory for {R=} {Z=} {H=} {HV=}")
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "sinks", "window", "keys", "config"))
+def _listed_config(R: int, Z: int, blocks: tuple[int, int]) -> PrefillConfig:
+    """Tiles that divide blocks of queries, steps of a block of keys."""
+    warpgroups = next(n for n in (3, 2, 1) if blocks[0] % (n * ROWS) == 0)
+    for stages in (2, 1):
+        config = PrefillConfig(blocks[1], stages, warpgroups, overlap=Z <= 64 and stages > 1)
+        if config.shared_memory(Widths(R, Z, R, Z)) <= common.SHARED_MEMORY:
+            return config
+    raise ValueError(f"{blocks=}: no tile of them fits in shared memory for {R=} {Z=}")
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "sinks", "window", "keys", "blocks", "config"))
 def prefill_attention(
     q: Float[Array, "B T N Hq"],
     k: Float[Array, "... K S R"],
@@ -63,6 +84,8 @@ def prefill_attention(
     keys: Keys = "all",
     block_table: Int[Array, "B pages"] | None = None,
     positions: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
+    lists: BlockLists | None = None,
+    blocks: tuple[int, int] = (128, 128),
     config: PrefillConfig | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
     """Attention of queries at positions starts … starts + T - 1 over keys at positions 0 … S - 1.
@@ -85,7 +108,10 @@ def prefill_attention(
       positions: of queries and of keys, where these are no runs (token classes), in any order; a key at a
         negative one is not there. Blocks that no query of a tile sees are skipped where only such follow, so
         that roughly ascending keys are fastest. Only with `keys="all"`, without `trailing` and `block_table`.
-      config: tile sizes; None takes the measured or default ones.
+      lists: which blocks of keys queries attend to, and no others. blocks: (Q, P), their queries, a multiple
+        of 64, and keys, 64, 128 or 256. Only with `keys="all"`, without `trailing` and `positions`.
+      config: tile sizes; None takes the measured or default ones. With lists warpgroups · 64 must divide Q,
+        and block_kv be P.
 
     Returns:
       o in the dtype of q, with Hv = Z, or H with `trailing`; and the natural log-sum-exp of each query's
@@ -108,12 +134,14 @@ def prefill_attention(
         keys=keys,
         block_table=block_table,
         positions=positions,
+        lists=lists,
+        blocks=blocks,
         config=config,
     )
     B, T, N, H = q.shape
     zeros = jnp.zeros(B, jnp.int32)
     starts = zeros if starts is None else starts
-    lengths = starts + T if lengths is None else lengths
+    lengths = starts + T if lengths is None else jnp.minimum(lengths, starts + T)
     base, tails, near_only = zeros, [], not k.shape[-1]
     if trailing is not None:
         base = trailing.start
@@ -127,6 +155,8 @@ def prefill_attention(
     H, HV = (H, H) if two_ranks else (R, Z)
     page = 0 if block_table is None else S
     S = S if block_table is None else block_table.shape[1] * page
+    if lists is not None:
+        config = config or _listed_config(R, Z, blocks)
     config = config or config_for(R, Z, H, HV, page=page)
     g = _Geometry(
         N=N,
@@ -138,18 +168,20 @@ def prefill_attention(
         tiles=pl.cdiv(T, config.warpgroups * ROWS),
         S=S,
         page=page,
-        sinks=sinks,
+        sinks=sinks if lists is None else 0,
         window=window,
         scale=scale,
         keys="near" if near_only else keys,
         two_ranks=two_ranks,
         positions=positions is not None,
+        listed=blocks[0] if lists is not None else 0,
         together=_together(B * N, N // K, S * (R + Z)),
     )
     operands = [jnp.stack([starts, lengths, base], 1).astype(jnp.int32), common.pad_rows(q, 1)]
     operands += [common.pad_rows(x, 2) for x in (k, v, *tails)]
     if positions is not None:
         operands += _bounds(positions, g.tiles, config)
+    operands += [] if lists is None else list(lists)
     operands += [] if block_table is None else [block_table]
     o, lse = plgpu.kernel(
         functools.partial(_kernel, g=g, config=config, dtype=q.dtype),
@@ -192,7 +224,8 @@ def _together(heads: int, groups: int, width: int) -> int:
 
 
 class _Geometry(NamedTuple):
-    """Static shape of a launch. page: tokens of one, 0 without a block table."""
+    """Static shape of a launch. page: tokens of one, 0 without a block table. listed: queries of a list, 0
+    without lists."""
 
     N: int
     groups: int
@@ -209,6 +242,7 @@ class _Geometry(NamedTuple):
     keys: Literal["all", "near", "far"]
     two_ranks: bool
     positions: bool
+    listed: int
     together: int
 
     def tails(self) -> list[str]:
@@ -258,12 +292,21 @@ def _item(g: _Geometry, config: PrefillConfig, scalars: Any, bounds: Any) -> _It
     b, head = lax.div(index, i32(g.N)), lax.rem(index, i32(g.N))
     start, length, base = (scalars[b, i] for i in range(3))
     first = start + tile * rows
-    end = jnp.minimum(first + rows, length)
+    end, zero = jnp.minimum(first + rows, length), jnp.int32(0)
     if g.positions:
-        zero, by_all, by_any = jnp.int32(0), bounds[b, tile, 0], bounds[b, tile, 1]
+        by_all, by_any = bounds[b, tile, 0], bounds[b, tile, 1]
         steps = (zero, by_all, zero, by_any - by_all, by_all, zero)
         return _Item(b, head, tile * rows, first, length, base, *steps)
-    return _Item(b, head, tile * rows, first, length, base, *_steps(g, config.block_kv, first, end, base))
+    begin, plain, mixed, inner, edge, sink_step = _steps(g, config.block_kv, first, end, base)
+    if g.listed:
+        which = lax.div(tile * rows, i32(g.listed))
+        # Of the list's last blocks, where its queries stand, those from `edge` on are no plain ones here.
+        list_end = jnp.minimum(start + (which + 1) * g.listed, length)
+        own = lax.div(list_end + (config.block_kv - 1), i32(config.block_kv)) - edge
+        listed = bounds[b, lax.div(head, i32(g.groups)), which]
+        begin, plain = zero, jnp.where(inner > 0, jnp.maximum(listed - own, 0), 0)
+    steps = begin, plain, mixed, inner, edge, sink_step
+    return _Item(b, head, tile * rows, first, length, base, *steps)
 
 
 def _steps(g: _Geometry, block: int, first: Array, end: Array, base: Array) -> tuple[Array, ...]:
@@ -292,6 +335,7 @@ def _kernel(*refs: Any, g: _Geometry, config: PrefillConfig, dtype: Any) -> None
     scalars, q_ref, k_ref, v_ref, *tails, o_ref, lse_ref = refs
     positions, bounds = (tails[:2], tails[2]) if g.positions else (None, None)
     table = tails.pop() if g.page else None
+    lists, bounds = (tails[0], tails[1]) if g.listed else (None, bounds)
 
     def run(**smem: Any) -> None:
         wg = lax.axis_index("wg")
@@ -300,7 +344,7 @@ def _kernel(*refs: Any, g: _Geometry, config: PrefillConfig, dtype: Any) -> None
         @pl.when(wg == config.warpgroups)
         def _() -> None:
             plgpu.set_max_registers(24, action="decrease")
-            _load_keys(g, config, smem, item, (k_ref, v_ref), tails, table)
+            _load_keys(g, config, smem, item, (k_ref, v_ref), tails, _Rows(table, lists))
 
         @pl.when(wg < config.warpgroups)
         def _() -> None:
@@ -345,7 +389,7 @@ def _load_keys(
     item: _Item,
     sources: tuple[Any, Any],
     tails: Any,
-    table: Any,
+    rows: "_Rows",
 ) -> None:
     """The producer: blocks of keys and values into their slots, as these become free."""
     block, kv_head = config.block_kv, lax.div(item.head, jnp.int32(g.groups))
@@ -369,9 +413,9 @@ def _load_keys(
 
     @pl.loop(0, item.plain + item.mixed + item.inner)
     def _step(step: Array) -> None:
-        slot, row = lax.rem(step, jnp.int32(config.stages)), item.block(step) * block
+        slot, row = lax.rem(step, jnp.int32(config.stages)), rows.block(g, item, step) * block
         at_sinks = (item.sink_step == 1) & (step == item.plain)
-        lead, within = _in_pages(g, item, table, row)
+        lead, within = rows.in_pages(g, item, row)
         for i, name in enumerate("kv"):
 
             @pl.when(step >= config.stages)
@@ -393,12 +437,26 @@ def _load_keys(
                     copy(at_sinks, tuple(pair), item.b, row - item.base, buffer, smem["tail_ready"])
 
 
-def _in_pages(g: _Geometry, item: _Item, table: Any, row: Array) -> tuple[Array, Array]:
-    """Leading index of a row of keys, and where it lies there: through the block table if there is one."""
-    if not g.page:
-        return item.b, row
-    page = jnp.int32(g.page)
-    return table[item.b, lax.div(row, page)], lax.rem(row, page)
+class _Rows(NamedTuple):
+    """Which rows of keys the producer reads: a block table and lists of blocks, None where there are none."""
+
+    table: Any
+    lists: Any
+
+    def block(self, g: _Geometry, item: _Item, step: Array) -> Array:
+        """Key block of a step."""
+        if not g.listed:
+            return item.block(step)
+        at = item.b, lax.div(item.head, jnp.int32(g.groups)), lax.div(item.row, jnp.int32(g.listed))
+        listed = self.lists[*at, jnp.minimum(step, self.lists.shape[-1] - 1)]
+        return jnp.where(step < item.plain, listed, item.block(step))
+
+    def in_pages(self, g: _Geometry, item: _Item, row: Array) -> tuple[Array, Array]:
+        """Leading index of a row of keys, and where it lies there."""
+        if not g.page:
+            return item.b, row
+        page = jnp.int32(g.page)
+        return self.table[item.b, lax.div(row, page)], lax.rem(row, page)
 
 
 class _State(NamedTuple):

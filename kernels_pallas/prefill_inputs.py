@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 
 from kernels_pallas import common
@@ -14,6 +15,8 @@ SMALLEST_BLOCK = 64
 """Of keys a step: pages are whole numbers of it."""
 LARGEST_BLOCK = 256
 """Of keys a step: what is read behind the last key that counts ends at a multiple of it."""
+BLOCKS = (SMALLEST_BLOCK, 128, LARGEST_BLOCK)
+"""Keys a step."""
 TAIL_ALIGNMENT = LARGEST_BLOCK
 """`Trailing.start` is a multiple of this, so that key blocks of every size begin at a row of the tail."""
 
@@ -35,7 +38,7 @@ class PrefillConfig:
     overlap: bool = False
 
     def __post_init__(self) -> None:
-        if self.block_kv not in (SMALLEST_BLOCK, 128, LARGEST_BLOCK):
+        if self.block_kv not in BLOCKS:
             raise ValueError(f"block_kv={self.block_kv}: must be 64, 128 or 256")
         if self.stages < 1:
             raise ValueError(f"stages={self.stages}: must be at least 1")
@@ -57,6 +60,17 @@ class Widths(NamedTuple):
     Z: int
     H: int
     HV: int
+
+
+class BlockLists(NamedTuple):
+    """Which blocks of P keys each block of Q queries attends to: key block j has positions j·P … (j+1)·P - 1.
+
+    blocks [B, K, ⌈T/Q⌉, most] int32: of each block of queries, by KV head, key blocks in ascending order, the
+    last of them all those that its own queries stand in; then anything. counts [B, K, ⌈T/Q⌉] int32: how many.
+    """
+
+    blocks: Array
+    counts: Array
 
 
 class Trailing(NamedTuple):
@@ -88,6 +102,8 @@ def check_prefill(
     keys: Keys = "all",
     block_table: Shaped | None = None,
     positions: tuple[Shaped, Shaped] | None = None,
+    lists: BlockLists | None = None,
+    blocks: tuple[int, int] = (128, 128),
     config: PrefillConfig | None = None,
 ) -> None:
     """Raises what `prefill_attention` says it raises; arrays and options are those given to it."""
@@ -120,6 +136,12 @@ def check_prefill(
         if block_table is not None:
             raise ValueError("positions are given with a block_table: need none")
         _check_positions(q, k, positions, keys, trailing)
+    if lists is not None:
+        if keys != "all" or trailing is not None or positions is not None:
+            raise ValueError(
+                f"lists are given with keys={keys!r}, trailing or positions: need 'all' and none"
+            )
+        _check_lists(q, K, lists, blocks, config)
 
 
 def _check_trailing(
@@ -155,3 +177,22 @@ def _check_positions(
         raise ValueError(f"positions are given with keys={keys!r} or trailing: need 'all' and none")
     common.check_shape("positions[0]", positions[0], q.shape[:2], "B, T")
     common.check_shape("positions[1]", positions[1], (q.shape[0], k.shape[2]), "B, S")
+
+
+def _check_lists(
+    q: Shaped, K: int, lists: BlockLists, blocks: tuple[int, int], config: PrefillConfig | None
+) -> None:
+    (B, T), (Q, P) = q.shape[:2], blocks
+    if Q < 1 or Q % ROWS or P not in BLOCKS:
+        raise ValueError(f"blocks={blocks}: must be a multiple of {ROWS} queries, and 64, 128 or 256 keys")
+    if config is not None and (config.block_kv != P or Q % (config.warpgroups * ROWS)):
+        raise ValueError(
+            f"{config} does not fit blocks={blocks}: block_kv must be {P}, {ROWS} · warpgroups divide {Q}"
+        )
+    common.check_shape("lists.blocks", lists.blocks, (B, K, -(-T // Q), None), "B, K, ⌈T/Q⌉, most")
+    common.check_shape("lists.counts", lists.counts, (B, K, -(-T // Q)), "B, K, ⌈T/Q⌉")
+    for name, x in zip(("blocks", "counts"), lists, strict=True):
+        if x.dtype != jnp.int32:
+            raise ValueError(f"lists.{name} has dtype {x.dtype}: must be int32")
+    if not lists.blocks.shape[-1]:
+        raise ValueError("lists.blocks has room for 0 blocks: must be at least 1")

@@ -13,6 +13,7 @@ import pytest
 from compiled import Kernel, assert_no_spills, compiled
 
 from kernels_pallas import (
+    BlockLists,
     DecodeConfig,
     PrefillConfig,
     Ring,
@@ -42,17 +43,19 @@ def integers(*dims: int) -> jax.ShapeDtypeStruct:
     return shape(*dims, dtype=jnp.int32)
 
 
-def prefill(R: int, Z: int, H: int = 0, page: int = 0, positions: Any = None, **options: Any) -> list[Kernel]:
+def prefill(
+    R: int, Z: int, H: int = 0, page: int = 0, positions: Any = None, lists: Any = None, **options: Any
+) -> list[Kernel]:
     """Prompts of S tokens, in pages where these have a size; two ranks where there is an H."""
     cache, table = ((99, N, page), integers(1, S // page)) if page else ((1, N, S), None)
     arrays = shape(1, S, N, H or R), shape(*cache, R), shape(*cache, Z)
     tails = [shape(1, N, tokens, H - rank) for tokens in (S, 8) for rank in (R, Z)] if H else []
     trailing = Trailing(*tails[:2], integers(1), *tails[2:]) if H else None
     options |= NEAR if H else {}
-    f = lambda q, k, v, trailing, positions, table: prefill_attention(
-        q, k, v, scale=0.1, trailing=trailing, positions=positions, block_table=table, **options
+    f = lambda q, k, v, trailing, positions, table, lists: prefill_attention(
+        q, k, v, scale=0.1, trailing=trailing, positions=positions, block_table=table, lists=lists, **options
     )
-    return compiled(f, *arrays, trailing, positions, table)
+    return compiled(f, *arrays, trailing, positions, table, lists)
 
 
 def decode(
@@ -108,6 +111,22 @@ def test_prefill(widths: dict[str, int], config: dict[str, Any], page: int) -> N
     assert plain.count("LDG", "LD", "UTMALDG") == 0, "another warpgroup loads"
     (producer,) = kernel.code.loops_with("UTMALDG")
     assert producer.count("SYNCS.PHASECHK") > 0
+
+
+@pytest.mark.parametrize(("R", "Z"), [(128, 128), (64, 96), (32, 64)])
+@pytest.mark.parametrize("blocks", [(128, 128), (64, 64)])
+def test_prefill_of_listed_blocks(R: int, Z: int, blocks: tuple[int, int]) -> None:
+    """Consumers do what they do without lists; the producer alone reads them."""
+    count = S // blocks[0]
+    lists = BlockLists(integers(1, N, count, count), integers(1, N, count))
+    (kernel,) = prefill(R, Z, lists=lists, blocks=blocks)
+    assert_no_spills([kernel])
+    assert kernel.ctas >= 1
+    plain = kernel.code.loops_with("HGMMA")[0]
+    assert plain.count("HGMMA") == R // 16 + blocks[1] // 16
+    assert plain.count("LDG", "LD", "UTMALDG") == 0, "another warpgroup loads"
+    (producer,) = kernel.code.loops_with("UTMALDG")
+    assert producer.count("LDG") == 1
 
 
 @pytest.mark.parametrize(("widths", "config"), tuned("decode"))

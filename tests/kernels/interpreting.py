@@ -7,20 +7,47 @@ from typing import Any
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as interpreter
+from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 
 
 @contextmanager
-def interpreted(module: Any, **plain: Callable[..., Any]) -> Iterator[None]:
-    """The kernel that `module._launch` launches is interpreted, and must race nowhere.
+def interpreted(module: Any, launch: str = "_launch", **plain: Callable[..., Any]) -> Iterator[None]:
+    """The kernel that `launch` of the module launches is interpreted, and must race nowhere.
 
     plain: functions of the module by name, for those that the interpreter has no word for.
     """
+    mode = plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True))
+    with _patched(module, launch, plain), mode:
+        yield
+    assert not interpreter.get_races().races_found
+    interpreter.reset_gpu_interpret_mode_state()
+
+
+@contextmanager
+def interpreted_warpgroups(module: Any, launch: str, **plain: Callable[..., Any]) -> Iterator[None]:
+    """The same for a kernel whose warpgroups have work of their own.
+
+    Races are not looked for: the interpreter takes it for one where a warpgroup waits for several others, and
+    demands that all of them see each phase of each barrier.
+    """
+    with _patched(module, launch, plain) as patch:
+        patch.setattr(shared_memory.Barrier, "deallocate", _given_up)
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=False)):
+            yield
+    interpreter.reset_gpu_interpret_mode_state()
+
+
+@contextmanager
+def _patched(module: Any, launch: str, plain: dict[str, Callable[..., Any]]) -> Iterator[pytest.MonkeyPatch]:
+    clear = getattr(module, launch).clear_cache
     with pytest.MonkeyPatch.context() as patch:
         for name, function in plain.items():
             patch.setattr(module, name, function)
-        module._launch.clear_cache()
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-            yield
-    assert not interpreter.get_races().races_found
-    interpreter.reset_gpu_interpret_mode_state()
-    module._launch.clear_cache()
+        clear()
+        yield patch
+    clear()
+
+
+def _given_up(barrier: shared_memory.Barrier) -> None:
+    with barrier.cv:
+        barrier.ref_count -= 1

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from brute_force import check, prefill
+from listed import lists_of, truth
 
-from kernels_pallas import PrefillConfig, Trailing, merge_partial, prefill_attention
+from kernels_pallas import BlockLists, PrefillConfig, Trailing, merge_partial, prefill_attention
 from kernels_pallas import prefill as prefill_kernel
 
 BF16, F16 = jnp.bfloat16, jnp.float16
@@ -46,6 +47,10 @@ def pool(pages, page):
 
 WIDE, NO_SCORES = shape(1, 64, 4, 64), trailing_shapes(1, 2, 64, 64, 0, 32)
 TABLE = shape(1, 4, dtype=jnp.int32)
+
+
+def lists(K, blocks, most=4, dtype=jnp.int32):
+    return BlockLists(shape(1, K, blocks, most, dtype=dtype), shape(1, K, blocks, dtype=jnp.int32))
 
 
 @pytest.mark.parametrize(("R", "Z"), ONE_RANK)
@@ -209,12 +214,21 @@ def test_blocks_divide_pages(monkeypatch):
         ({"block_table": TABLE, **pool(9, 192), "config": PrefillConfig()}, "must be a multiple of 128"),
         ({"block_table": TABLE, **pool(9, 64), "v": shape(8, 2, 64, 32)}, "v has shape"),
         (pool(9, 64), "k has shape"),
+        ({"lists": lists(2, 1), "blocks": (96, 64)}, r"blocks=\(96, 64\): must be a multiple of 64 queries"),
+        ({"lists": lists(2, 1), "blocks": (64, 96)}, r"blocks=\(64, 96\).*64, 128 or 256 keys"),
+        ({"lists": lists(2, 1), "config": PrefillConfig(64, 2, 2)}, "does not fit.*block_kv must be 128"),
+        ({"lists": lists(2, 1), "config": PrefillConfig(128, 2, 3)}, "does not fit.*warpgroups divide 128"),
+        ({"lists": lists(2, 2)}, "lists.blocks has shape"),
+        ({"lists": lists(4, 1)}, "lists.blocks has shape"),
+        ({"lists": lists(2, 1, dtype=jnp.int16)}, "lists.blocks has dtype int16: must be int32"),
+        ({"lists": lists(2, 1, most=0)}, "room for 0 blocks"),
+        ({"lists": lists(2, 1), "keys": "far"}, "lists are given with keys='far'"),
         ({"block_table": TABLE, "positions": (shape(1, 64, dtype=jnp.int32),) * 2}, "positions are given"),
     ],
 )  # fmt: skip
 def test_refuses(change, message):
     given = {"q": shape(1, 64, 4, 32), "k": shape(1, 2, 64, 32), "v": shape(1, 2, 64, 32)} | change
-    static = lambda x: isinstance(x, (int, str, PrefillConfig))
+    static = lambda x: isinstance(x, (int, str, PrefillConfig)) or x == given.get("blocks")
     arrays = {name: x for name, x in given.items() if not static(x)}
     options = {name: x for name, x in given.items() if static(x)}
     with pytest.raises(ValueError, match=message):
@@ -344,6 +358,31 @@ def test_paged_equals_contiguous_bit_by_bit(name, page):
     whole, found = f(k, v, None), f(paged(k), paged(v), jnp.asarray(table, jnp.int32))
     for one, other in zip(whole, found, strict=True):
         assert np.isfinite(np.asarray(one[0], np.float32)).all() or name == "far"
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("R", "Z"), [(128, 128), (64, 96), (32, 64), (64, 64), (16, 240)])
+@pytest.mark.parametrize("blocks", [(64, 64), (128, 128), (128, 64), (192, 128), (256, 256)])
+@pytest.mark.parametrize(("starts", "ends"), [((0, 0), (700, 333)), ((127, 1300), (900, 1500))])
+def test_listed_blocks(R, Z, blocks, starts, ends):
+    B, T, S, N, K = 2, 700, 2048, 4, 2
+    q, k, v = draw(0, B, T, N, R), draw(1, B, K, S, R), draw(2, B, K, S, Z)
+    starts, ends = np.array(starts), np.minimum(ends, np.array(starts) + T)
+    listed, lists = lists_of(np.random.default_rng(0), K, starts, ends, T, S, blocks, 0.3)
+    options = {"scale": R**-0.5, "starts": starts, "lengths": ends, "blocks": blocks}
+    found = prefill_attention(q, k, v, lists=lists, **options)
+    check(*found, *truth(q, k, v, listed, **options), BF16)
+
+
+@pytest.mark.gpu
+def test_all_blocks_listed_give_the_bits_of_no_lists():
+    T, blocks = 1000, (128, 128)
+    q, k, v = draw(0, 1, T, 4, 64), draw(1, 1, 2, T, 64), draw(2, 1, 2, T, 96)
+    _, lists = lists_of(np.random.default_rng(0), 2, [0], [T], T, T, blocks, 2.0)
+    options = {"scale": 0.1, "config": PrefillConfig(128, 2, 2)}
+    found = prefill_attention(q, k, v, lists=lists, blocks=blocks, **options)
+    for one, other in zip(found, prefill_attention(q, k, v, **options), strict=True):
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
 
 

@@ -1,0 +1,98 @@
+"""The prefill kernel in JAX's interpreter, on a CPU: numerics of what needs no GPU to be told.
+
+Its products are plain ones here, so that what is under test is which keys each query sees, through which
+buffers they come, and the softmax. Two things a GPU alone can test. Overlapped steps start a product and do
+not wait for it, for which the interpreter has no word; with two ranks it waits for ever.
+"""
+
+import interpreting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from brute_force import check, prefill
+from listed import lists_of, truth
+
+from kernels_pallas import PrefillConfig, prefill_attention
+from kernels_pallas import prefill as prefill_kernel
+
+BF16 = jnp.bfloat16
+F32 = jnp.float32
+
+
+def _product(*pairs):
+    dot = lambda q, k: jnp.dot(q[...].astype(F32), k[...].astype(F32).T, precision="highest")
+    return sum(dot(q, k) for q, k in pairs)
+
+
+def _accumulate(acc, p, values):
+    return acc + jnp.dot(p.astype(F32), values[...].astype(F32), precision="highest")
+
+
+@pytest.fixture
+def interpreted():
+    plain = {"_product": _product, "_accumulate": _accumulate}
+    with interpreting.interpreted_warpgroups(prefill_kernel, "prefill_attention", **plain):
+        yield
+
+
+def draw(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape, BF16)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    "config", [PrefillConfig(64, 2, 1), PrefillConfig(128, 1, 2), PrefillConfig(64, 2, 3)]
+)
+@pytest.mark.sampled
+def test_one_rank(config):
+    B, T, S, N, K, R, Z = 2, 150, 400, 4, 2, 32, 48
+    q, k, v = draw(0, B, T, N, R), draw(1, B, K, S, R), draw(2, B, K, S, Z)
+    options = {"scale": 0.2, "starts": np.array([0, 217]), "lengths": np.array([150, 300])}
+    check(*prefill_attention(q, k, v, config=config, **options), *prefill(q, k, v, **options), BF16)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.sampled
+def test_far_keys():
+    B, T, S, N, K = 2, 150, 300, 2, 2
+    q, k, v = draw(0, B, T, N, 32), draw(1, B, K, S, 32), draw(2, B, K, S, 16)
+    starts = np.array([100, 400])
+    options = {"scale": 0.2, "starts": starts, "sinks": 4, "window": 70, "keys": "far"}
+    found = prefill_attention(q, k, v, config=PrefillConfig(64, 2, 2), **options)
+    check(*found, *prefill(q, k, v, lengths=starts + T, **options), BF16)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("blocks", "warpgroups"), [((64, 64), 1), ((128, 64), 1), ((128, 128), 2), ((192, 64), 3)]
+)
+@pytest.mark.parametrize("starts", [(0, 333), (127, 128)])
+@pytest.mark.sampled
+def test_listed_blocks(blocks, warpgroups, starts):
+    """Rows that end early, and begin anywhere; tiles that are a whole block of queries or half of one."""
+    B, T, S, N, K = 2, 300, 700, 4, 2
+    q, k, v = draw(0, B, T, N, 32), draw(1, B, K, S, 32), draw(2, B, K, S, 48)
+    starts = np.array(starts)
+    lengths = starts + np.array([T + 50, 167])
+    listed, lists = lists_of(np.random.default_rng(0), K, starts, lengths, T, S, blocks, 0.4)
+    options = {"scale": 0.2, "starts": starts, "lengths": lengths, "blocks": blocks}
+    config = PrefillConfig(blocks[1], 2, warpgroups)
+    found = prefill_attention(q, k, v, lists=lists, config=config, **options)
+    lengths = np.minimum(lengths, starts + T)
+    check(*found, *truth(q, k, v, listed, **options | {"lengths": lengths}), BF16)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.sampled
+def test_listed_blocks_in_pages():
+    B, T, S, N, K, page, blocks = 1, 200, 512, 2, 1, 128, (64, 64)
+    q, k, v = draw(0, B, T, N, 32), draw(1, B, K, S, 32), draw(2, B, K, S, 32)
+    starts, order = np.array([300]), np.random.default_rng(1).permutation(S // page)
+    listed, lists = lists_of(np.random.default_rng(2), K, starts, starts + T, T, S, blocks, 0.5)
+    paged = lambda x: x[0].reshape(K, S // page, page, -1).swapaxes(0, 1)[np.argsort(order)]
+    options = {"scale": 0.2, "starts": starts, "blocks": blocks}
+    table = jnp.asarray(order[None], jnp.int32)
+    config = PrefillConfig(64, 2, 1)
+    found = prefill_attention(q, paged(k), paged(v), lists=lists, block_table=table, config=config, **options)
+    check(*found, *truth(q, k, v, listed, lengths=starts + T, **options), BF16)
