@@ -1,5 +1,6 @@
 """GPU kernels on plain arrays; `reference` holds the plain semantics that every implementation must meet."""
 
+from kernels_pallas.block_mass import block_mass as block_mass
 from kernels_pallas.coded_decode import coded_attention as coded_attention
 from kernels_pallas.coded_inputs import CodedConfig as CodedConfig
 from kernels_pallas.coded_inputs import Plane as Plane
@@ -21,6 +22,7 @@ from kernels_pallas.prefill_inputs import BlockLists as BlockLists
 from kernels_pallas.prefill_inputs import PrefillConfig as PrefillConfig
 from kernels_pallas.prefill_inputs import Trailing as Trailing
 from kernels_pallas.reference import attention_reference as attention_reference
+from kernels_pallas.refusals import block_mass_refusal as block_mass_refusal
 from kernels_pallas.refusals import coded_refusal as coded_refusal
 from kernels_pallas.refusals import decode_refusal as decode_refusal
 from kernels_pallas.refusals import dequantise_refusal as dequantise_refusal

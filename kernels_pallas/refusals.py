@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 
 from kernels_pallas import common
+from kernels_pallas.block_mass import check_block_mass
 from kernels_pallas.coded_inputs import check_coded
 from kernels_pallas.coded_scan import check_scan
 from kernels_pallas.common import Shaped
@@ -44,6 +45,7 @@ def _check_here(q: Shaped) -> None:
 
 
 prefill_refusal = _refusal(check_prefill)
+block_mass_refusal = _refusal(check_block_mass)
 decode_refusal = _refusal(check_decode)
 coded_refusal = _refusal(check_coded)
 dequantise_refusal = _refusal(check_dequantise)

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from benchmarks.quality.key_blocks import BlockChoice, BlockLists, as_lists, block_lists, visible_blocks
+from benchmarks.quality.key_blocks import BlockChoice, as_lists, block_lists, visible_blocks
+from kernels_pallas import BlockLists
 from zdc_jax.axes import Array
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
 from zdc_jax.cache.spec import Attended, Call

@@ -10,13 +10,15 @@ Query block i of a row holds positions start + i·Q … start + (i+1)·Q - 1, ke
 of blocks (Q, P). nq = ⌈T/Q⌉, nk = ⌈S/P⌉.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
+from kernels_pallas import BlockLists, block_mass, block_mass_refusal, device_refusal
 from zdc_jax.axes import Array
 from zdc_jax.ops.contract import einsum_f32
 
@@ -27,16 +29,6 @@ Rule = Literal["mass", "share", "count"]
 Estimate = Literal["keys", "means", "recent"]
 RULES: tuple[Rule, ...] = ("mass", "share", "count")
 ESTIMATES: tuple[Estimate, ...] = ("keys", "means", "recent")
-
-
-class BlockLists(NamedTuple):
-    """blocks [B, K, nq, nk] int32: of each query block the key blocks in ascending order, then `FILLER`.
-
-    counts [B, K, nq] int32: how many they are; 0 of a query block that lies past the end of its row.
-    """
-
-    blocks: Array
-    counts: Array
 
 
 @dataclass(frozen=True)
@@ -122,7 +114,7 @@ def listed_blocks(
     if choice.estimate == "recent":
         mass = jnp.broadcast_to(jnp.arange(visible.shape[-1], dtype=jnp.float32), visible.shape)
     else:
-        mass = estimated_mass(q, k, start, end, scale=scale, choice=choice)
+        mass = _mass(q, k, start, end, scale=scale, choice=choice)
     if choice.rule == "mass":
         return blocks_of_mass(mass, visible, always, choice.amount)
     if choice.rule == "count":
@@ -165,11 +157,7 @@ def estimated_mass(
     head. Of all coordinates and all queries it is the mean share itself.
     """
     (B, T, N, _), (K, S) = q.shape, k.shape[1:3]
-    Q, P = choice.blocks
-    R, m = choice.coordinates, choice.samples
-    first, last = _query_ends(start, end, T, Q)
-    at = first[..., None] + (last - first + 1)[..., None] * jnp.arange(1, m + 1) // m - 1
-    at = jnp.maximum(at, first[..., None])  # Fewer queries than samples: the first stands for the rest.
+    (Q, P), R, at = choice.blocks, choice.coordinates, _sampled(start, end, T, choice)
     k = jnp.pad(k[..., :R], ((0, 0), (0, 0), (0, -S % P), (0, 0)))
     keys = k.reshape(B, K, -1, P, R)
     if choice.estimate == "means":
@@ -190,6 +178,47 @@ def estimated_mass(
     return jnp.moveaxis(jax.lax.map(of_block, jnp.arange(-(-T // Q))), 0, 2)
 
 
+def kernel_mass(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    start: Int[Array, " B"],
+    end: Int[Array, " B"],
+    *,
+    scale: float,
+    choice: BlockChoice,
+    interpret: bool = False,
+) -> Float[Array, "B K nq nk"]:
+    """`estimated_mass` with the estimate `keys`, not `worst`, by one kernel; raises as `block_mass` does."""
+    queries, at, keys = _kernel_inputs(q, k, start, end, choice)
+    return block_mass(queries, at, keys, scale=scale, keys=choice.blocks[1], interpret=interpret)
+
+
+def _kernel_inputs(
+    q: Array, k: Array, start: Array, end: Array, choice: BlockChoice
+) -> tuple[Array, Array, Array]:
+    """Sampled queries [B, K, nq, m·G, R], their positions, and keys."""
+    (B, T, N, _), K, R = q.shape, k.shape[1], choice.coordinates
+    at = _sampled(start, end, T, choice)
+    _, nq, m = at.shape
+    place = jnp.clip(at - start[:, None, None], 0, T - 1).reshape(B, -1, 1, 1)
+    sampled = jnp.take_along_axis(q[..., :R], place, axis=1).reshape(B, nq, m, K, N // K, R)
+    queries = sampled.transpose(0, 3, 1, 2, 4, 5).reshape(B, K, nq, -1, R)
+    there = start[:, None, None] + jnp.arange(nq)[:, None] * choice.blocks[0] < end[:, None, None]
+    return queries, jnp.repeat(jnp.where(there, at, -1), N // K, axis=-1), k[..., :R]
+
+
+def _mass(
+    q: Array, k: Array, start: Array, end: Array, *, scale: float, choice: BlockChoice
+) -> Float[Array, "B K nq nk"]:
+    """`kernel_mass` where the kernel runs, else `estimated_mass`."""
+    given, options = (q, k, start, end), {"scale": scale, "choice": choice}
+    if choice.estimate == "keys" and not choice.worst and device_refusal(q) is None:
+        inputs = jax.eval_shape(lambda *given: _kernel_inputs(*given, choice), *given)
+        if block_mass_refusal(*inputs, keys=choice.blocks[1]) is None:
+            return kernel_mass(*given, **options)
+    return estimated_mass(*given, **options)
+
+
 def best_blocks(
     mass: Float[Array, "B K nq nk"],
     visible: Bool[Array, "B K nq nk"],
@@ -200,8 +229,11 @@ def best_blocks(
 
     count: broadcasts to [B, K, nq].
     """
-    rank, _ = _ranked(mass, visible, always)
-    return visible & (always | (rank < jnp.broadcast_to(count, mass.shape[:-1])[..., None]))
+    count = jnp.broadcast_to(count, mass.shape[:-1])[..., None]
+    taken = lambda above: visible & (always | above)
+    many = lambda above: taken(above).sum(-1, keepdims=True)
+    above, equal, _ = _at_threshold(mass, lambda above: many(above) >= count)
+    return taken(above | _first(equal & ~always, count - many(above)))
 
 
 def blocks_of_mass(
@@ -212,25 +244,48 @@ def blocks_of_mass(
 ) -> Bool[Array, "B K nq nk"]:
     """Those `always` in, and of the other visible ones the best, until they hold `share` of the mass."""
     mass = jnp.where(visible, mass, 0)
-    rank, order = _ranked(mass, visible, always)
-    ordered = jnp.take_along_axis(mass, order, axis=-1)
-    before = jnp.take_along_axis(jnp.cumsum(ordered, axis=-1) - ordered, rank, axis=-1)
-    return visible & (always | (before < share * mass.sum(-1, keepdims=True)))
+    wanted = share * mass.sum(-1, keepdims=True)
+    held = lambda above: jnp.where(always | above, mass, 0).sum(-1, keepdims=True)
+    above, equal, value = _at_threshold(mass, lambda above: held(above) >= wanted)
+    missing = jnp.where(value > 0, jnp.ceil((wanted - held(above)) / value), 0)
+    return visible & (always | above | _first(equal & ~always, missing))
 
 
 def as_lists(listed: Bool[Array, "B K nq nk"]) -> BlockLists:
     """Which blocks are in, as lists."""
-    counts = listed.sum(-1, dtype=jnp.int32)
-    order = jnp.argsort(~listed, axis=-1, stable=True).astype(jnp.int32)
-    inside = jnp.arange(listed.shape[-1]) < counts[..., None]
-    return BlockLists(jnp.where(inside, order, FILLER), counts)
+    *lead, nk = listed.shape
+    rows, j = listed.reshape(-1, nk), jnp.arange(nk, dtype=jnp.int32)
+    # Those that are not in go to places that there are not, each to another.
+    place = jnp.where(rows, jnp.cumsum(rows, axis=-1) - 1, nk + j)
+    empty, row = jnp.full(rows.shape, FILLER, jnp.int32), jnp.arange(len(rows))[:, None]
+    found = empty.at[row, place].set(jnp.broadcast_to(j, rows.shape), mode="drop", unique_indices=True)
+    return BlockLists(found.reshape(*lead, nk), rows.sum(-1, dtype=jnp.int32).reshape(lead))
 
 
-def _ranked(mass: Array, visible: Array, always: Array) -> tuple[Array, Array]:
-    """Place of each block in the order in which they are taken, and that order."""
-    first, then = ~always, jnp.where(visible, -mass, jnp.inf)
-    order = jnp.lexsort((then, first), axis=-1)  # Stable, so that of equals the lower position is taken.
-    return jnp.argsort(order, axis=-1), order
+def _at_threshold(mass: Array, enough: Callable[[Array], Array]) -> tuple[Array, Array, Array]:
+    """Which values ≥ 0 lie above the largest threshold that leaves `enough` at or above it, which are equal
+    to it, and it. No sort: a long prompt has tens of thousands of rows of a thousand blocks each."""
+    bits = jax.lax.bitcast_convert_type(mass.astype(jnp.float32), jnp.int32)
+
+    def lower(i: Array, threshold: Array) -> Array:
+        higher = threshold | (1 << (30 - i))
+        return jnp.where(enough(bits >= higher), higher, threshold)
+
+    threshold = jax.lax.fori_loop(0, 31, lower, jnp.zeros((*mass.shape[:-1], 1), jnp.int32))
+    value = jax.lax.bitcast_convert_type(threshold, jnp.float32)
+    return bits > threshold, bits == threshold, value
+
+
+def _first(candidates: Array, count: Array) -> Array:
+    """The first `count` of them in each row."""
+    return candidates & (jnp.cumsum(candidates, axis=-1) <= count)
+
+
+def _sampled(start: Array, end: Array, T: int, choice: BlockChoice) -> Int[Array, "B nq m"]:
+    """Positions of the sampled queries; of fewer real ones than samples the first stands for the rest."""
+    m, (first, last) = choice.samples, _query_ends(start, end, T, choice.blocks[0])
+    at = first[..., None] + (last - first + 1)[..., None] * jnp.arange(1, m + 1) // m - 1
+    return jnp.maximum(at, first[..., None])
 
 
 def _query_ends(start: Array, end: Array, T: int, Q: int) -> tuple[Array, Array]:

@@ -17,6 +17,7 @@ from benchmarks.quality.key_blocks import (
     block_lists,
     blocks_of_mass,
     estimated_mass,
+    kernel_mass,
 )
 
 B, K, G, H, T, S = 2, 2, 3, 8, 24, 52
@@ -117,6 +118,20 @@ def test_the_estimate_is_that_of_brute_force(name):
     for b, h, i in np.ndindex(*found.shape[:3]):
         if len(positions(b, i, choice)):
             np.testing.assert_allclose(found[b, h, i], mass_of(q, k, b, h, i, choice), rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_the_kernel_gives_the_same_estimate(heads):
+    """Rows of different starts and lengths; what no query of a block may see is nothing."""
+    rng = np.random.default_rng(3)
+    draw = lambda *shape: jnp.asarray(2 * rng.normal(size=shape), jnp.bfloat16)
+    q, k, start = draw(B, 300, K * heads, 40), draw(B, K, 640, 40), jnp.array([0, 130])
+    choice = BlockChoice("mass", 0.9, coordinates=32, samples=8, blocks=(128, 64))
+    given = q, k, start, jnp.array([200, 430])
+    expected = np.array(estimated_mass(*given, scale=0.1, choice=choice))
+    expected[0, :, 2] = 0  # A block past the end.
+    found = kernel_mass(*given, scale=0.1, choice=choice, interpret=True)
+    np.testing.assert_allclose(found, expected, atol=2e-6, rtol=2e-5)
 
 
 def test_what_lies_past_the_end_plays_no_part():

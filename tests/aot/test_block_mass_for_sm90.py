@@ -1,0 +1,27 @@
+"""The kernel that weighs blocks of keys compiles for an H200, and writes no scores."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compiled import device
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from kernels_pallas import block_mass
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+B, K, S = 1, 8, 32_768
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("m", "R"), [(8, 32), (32, 32), (64, 64)])
+def test_keeps_its_scores_to_itself(m, R):
+    sharding = jax.sharding.SingleDeviceSharding(device())
+    shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+    nq = S // 128
+    given = shape(B, K, nq, m, R), shape(B, nq, m, dtype=jnp.int32), shape(B, K, S, R)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        traced = jax.jit(lambda *given: block_mass(*given, scale=0.1)).trace(*given)
+        memory = traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
+    mass = B * K * nq * (S // 128) * 4
+    assert memory.output_size_in_bytes <= mass + 64
+    assert memory.temp_size_in_bytes <= 1.1 * mass
