@@ -1,0 +1,131 @@
+"""How long does a prompt take that attends to lists of key blocks, the choice of the blocks included?
+
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.8 python -m benchmarks.bench_block_lists
+
+Peers are cuDNN and our own kernel over all keys, at full rank, in the same run; calls take turns. Queries and
+keys are random, so that which blocks are chosen says nothing: how many is set by `--densities`. What a choice
+of so many costs in quality is measured on SmolLM2 by `benchmarks.quality.block_lists`; its rows also say
+which density a longer prompt would have. `ms` is attention alone, `choice_ms` the choice, `speedup` the
+peer's time over both. `error` is that of sampled rows of one head, against float64.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from benchmarks.bench_kernels import H, N, cudnn, error
+from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.quality.key_blocks import BlockChoice, block_lists
+from benchmarks.timing import costs_in_turns, normal
+from kernels_pallas import BlockLists, prefill_attention
+
+SCALE = H**-0.5
+CHOICES = {64: {"samples": 8, "window": 5}, 128: {"samples": 32, "window": 5}}
+"""By the size of blocks: what lost 0.8 and 0.3 % of perplexity on SmolLM2 at 4096 tokens."""
+COORDINATES = 32
+
+
+@dataclass(frozen=True)
+class Options:
+    """tokens: of prompts. kv_heads: of 32 query heads. ranks: R, Z of keys and values. blocks: their size.
+    densities: shares of the causal blocks that are in lists."""
+
+    tokens: tuple[int, ...] = (32_768, 131_072)
+    kv_heads: tuple[int, ...] = (32, 8)
+    ranks: tuple[tuple[int, int], ...] = ((128, 128), (64, 96))
+    blocks: tuple[int, ...] = (128, 64)
+    densities: tuple[float, ...] = (0.5, 0.25, 0.12)
+    rounds: int = 2
+    name: str = "block-lists-h200"
+    results: Path = RESULTS
+
+
+def exact_rows(
+    q: jax.Array, k: jax.Array, v: jax.Array, lists: BlockLists, positions: list[int], blocks: tuple[int, int]
+) -> np.ndarray:
+    """Float64 output [positions, Z] of the first row and head of q [1, T, N, R] to listed blocks alone."""
+    f64 = lambda x: np.asarray(x.astype(jnp.float32), np.float64)
+    keys, values, (Q, P) = f64(k[0, 0]), f64(v[0, 0]), blocks
+    found = []
+    for t in positions:
+        count = int(lists.counts[0, 0, t // Q])
+        listed = np.asarray(lists.blocks[0, 0, t // Q, :count])
+        j = (listed[:, None] * P + np.arange(P)).ravel()
+        j = j[(j <= t) & (j < len(keys))]
+        scores = SCALE * keys[j] @ f64(q[0, t, 0])
+        weights = np.exp(scores - scores.max())
+        found.append(weights @ values[j] / weights.sum())
+    return np.stack(found)
+
+
+def density(lists: BlockLists, blocks: tuple[int, int], tokens: int) -> float:
+    """Share of the causal blocks that are in the lists."""
+    nq = lists.counts.shape[-1]
+    visible = (np.minimum((np.arange(nq) + 1) * blocks[0], tokens) - 1) // blocks[1] + 1
+    return float(np.asarray(lists.counts).mean((0, 1)).sum() / visible.sum())
+
+
+def measured(options: Options, S: int, K: int) -> Iterator[dict[str, Any]]:
+    """Rows of one prompt: peers once, then each rank, size and density."""
+    q, k, v = normal(0, 1, S, N, H), normal(1, 1, K, S, H), normal(2, 1, K, S, H)
+    swapped = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    dense = lambda q, k, v: prefill_attention(q, k, v, scale=SCALE)[0]
+    peers = {
+        "cudnn": (lambda q, k, v: cudnn(q, k, v, causal=True), (q, *swapped)),
+        "dense": (dense, (q, k, v)),
+    }
+    start, end, sampled = jnp.zeros(1, jnp.int32), jnp.full(1, S, jnp.int32), [0, 777, S // 2, S - 1]
+    for size in options.blocks:
+        for share in options.densities:
+            blocks = size, size
+            choice = BlockChoice("share", share, coordinates=COORDINATES, blocks=blocks, **CHOICES[size])
+            choose = lambda q, k, choice=choice: block_lists(q, k, start, end, scale=SCALE, choice=choice)
+            lists = jax.jit(choose)(q, k)
+            attend = lambda q, k, v, lists, blocks=blocks: prefill_attention(
+                q, k, v, scale=SCALE, lists=lists, blocks=blocks
+            )[0]
+            parts = {(R, Z): (q[..., :R], k[..., :R], v[..., :Z], lists) for R, Z in options.ranks}
+            calls = (
+                peers | {"choice": (choose, (q, k))} | {str(rank): (attend, x) for rank, x in parts.items()}
+            )
+            costs = costs_in_turns(calls, rounds=options.rounds)
+            ms = {name: float(np.median(cost["ms"])) for name, cost in costs.items()}
+            for rank, given in parts.items():
+                out = jax.jit(attend)(*given)[0, jnp.array(sampled), 0]
+                yield {
+                    "S": S,
+                    "kv_heads": K,
+                    "ranks": rank,
+                    "blocks": blocks,
+                    "density": density(lists, blocks, S),
+                    "ms": ms[str(rank)],
+                    "choice_ms": ms["choice"],
+                    "cudnn_ms": ms["cudnn"],
+                    "dense_ms": ms["dense"],
+                    "speedup": ms["cudnn"] / (ms[str(rank)] + ms["choice"]),
+                    "error": error(out, exact_rows(*given, sampled, blocks)),
+                    "repeats": {name: cost["ms"] for name, cost in costs.items()},
+                    "commit": commit(),
+                }
+
+
+def main(options: Options) -> None:
+    """Writes one JSON, anew after each row."""
+    rows: list[dict[str, Any]] = []
+    for S in options.tokens:
+        for K in options.kv_heads:
+            for row in measured(options, S, K):
+                rows.append(row)
+                print({name: value for name, value in row.items() if name != "repeats"}, flush=True)
+                path = write_result(options.name, {"heads": N, "H": H}, rows, options.results)
+    print(path)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
