@@ -48,10 +48,10 @@ def classes(config: ModelConfig, **near: int) -> CompressionPlan:
     return replace(uniform(config, qk=16, v=16, **near), classes=divided)
 
 
-def coded_by_layer(config: ModelConfig) -> CompressionPlan:
-    """A layer that reads all, one that chooses pages, and one on the host that follows it."""
+def coded_by_layer(config: ModelConfig, memory: str) -> CompressionPlan:
+    """A layer that reads all, one that chooses pages, and one with such a memory that follows it."""
     everything = {"read": 0, "index": 8, "bits_index": 5}
-    follower = {"page": 4, "index": 0, "memory": "host", "bits_near": 8}
+    follower = {"page": 4, "index": 0, "memory": memory, "bits_near": 8}
     H, rows = config.head_dim, (everything, CODED | {"page": 4}, CODED | follower)
     own = (methods.settings_from_json("coded", row) for row in rows)
     layers = tuple(LayerRanks(H, 16, settings=settings) for settings in own)
@@ -91,7 +91,8 @@ METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
         SHORT_LLAMA,
         partial(method, name="coded", settings=CODED | {"read": 0, "bits_near": 8}, qk=16, **NEAR),
     ),
-    "coded by layer": (OPT, coded_by_layer),
+    "coded by layer": (OPT, partial(coded_by_layer, memory="device")),
+    "coded by layer, on the host": (OPT, partial(coded_by_layer, memory="host")),
     "duo of a rank": (SHORT_OPT, partial(method, name="duo", settings=DUO, qk=16, v=16, window=8)),
     "palu": (SHORT_LLAMA, partial(method, name="palu", qk=16, v=16, window=8, sinks=2)),
     "palu without a window": (SHORT_LLAMA, partial(method, name="palu", qk=16, v=16)),

@@ -5,7 +5,7 @@ import re
 import sys
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,9 @@ from zdc_jax import methods
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.engine import runner
 from zdc_jax.engine.layout import Layout
+from zdc_jax.generation.next_token import Choice
 from zdc_jax.generation.row_numbers import WIDTH
-from zdc_jax.generation.steps import DecodeState
+from zdc_jax.generation.steps import DecodeState, Turn
 from zdc_jax.plan import CompressionPlan
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -171,3 +172,19 @@ def test_a_piece_and_tokens_beside_it_take_the_kernels_of_both(on_kernels, name,
     pools = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)]
     assert memory.alias_size_in_bytes == sum(pools)
     assert memory.temp_size_in_bytes < share * max(pools), (memory.temp_size_in_bytes, max(pools))
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("choice", get_args(Choice))
+def test_choosing_tokens_never_waits_for_the_host(choice):
+    """Of a vocabulary that is sorted where somebody draws."""
+    network = build("post_rope", replace(CONFIG, vocab_size=32_000))
+    leaves, tree = jax.tree.flatten(network.embeddings)
+    sharding = jax.sharding.SingleDeviceSharding(device())
+    shape = lambda dtype, *dims: jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+    turn = Turn(shape(jnp.bfloat16, ROWS, CONFIG.embed_dim), shape(bool, ROWS), shape(jnp.int32, ROWS))
+    given = shape(jnp.int32, ROWS), shape(bool, ROWS), turn, shape(jnp.int32, ROWS, 1 + WIDTH)
+    placed = [shape(leaf.dtype, *leaf.shape) for leaf in leaves]
+    run = lambda leaves, *given: runner._next(jax.tree.unflatten(tree, leaves), *given, choice)
+    step = jax.jit(run).trace(placed, *given).lower(lowering_platforms=("cuda",)).compile()
+    assert not WAITING.search(step.as_text())
