@@ -27,7 +27,8 @@ from kernels_pallas import BlockLists, prefill_attention
 
 SCALE = H**-0.5
 CHOICES = {64: {"samples": 8, "window": 5}, 128: {"samples": 32, "window": 5}}
-"""By the size of blocks: what lost 0.8 and 0.3 % of perplexity on SmolLM2 at 4096 tokens."""
+"""By the size of blocks. With 98 % of the mass these lost 0.8 and 0.3 % of perplexity on SmolLM2 at 4096
+tokens; the same share of the blocks in every list, as here, loses more."""
 COORDINATES = 32
 
 
@@ -72,7 +73,7 @@ def density(lists: BlockLists, blocks: tuple[int, int], tokens: int) -> float:
 
 
 def measured(options: Options, S: int, K: int) -> Iterator[dict[str, Any]]:
-    """Rows of one prompt: peers once, then each rank, size and density."""
+    """Rows of one prompt, for each size, density and rank; peers are timed in turn with them."""
     q, k, v = normal(0, 1, S, N, H), normal(1, 1, K, S, H), normal(2, 1, K, S, H)
     swapped = k.swapaxes(1, 2), v.swapaxes(1, 2)
     dense = lambda q, k, v: prefill_attention(q, k, v, scale=SCALE)[0]

@@ -7,6 +7,7 @@ Pallas' Triton back end runs it, which JAX is to give up: then `check_block_mass
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -25,6 +26,8 @@ MOST_ROWS = 128
 """Of a block."""
 WIDTHS = (16, 32, 64, 128)
 KEYS = (32, 64, 128)
+MOST_BYTES = 2**31
+"""Of an array: Triton's offsets have 32 bits, and a sign."""
 
 
 def block_mass(
@@ -41,7 +44,8 @@ def block_mass(
     Args:
       q: sampled queries, bfloat16 or float16; those of all query heads of a KV head. R is 16, 32, 64 or 128,
         m a power of two, at most 128.
-      at: their positions; they see the keys 0 … at. Below 0: the query is not there and counts for nothing.
+      at: their positions; they see the keys 0 … at that there are. Below 0: the query is not there and
+        counts for nothing.
       k: of R coordinates, slot = position; what lies behind the last query is not read.
       scale: factor on the scores.
       keys: of a block: 32, 64 or 128.
@@ -76,13 +80,18 @@ def check_block_mass(q: Shaped, at: Shaped, k: Shaped, *, keys: int) -> None:
         raise ValueError(f"m={m} queries of a block: must be a power of two, at most {MOST_ROWS}")
     if keys not in KEYS:
         raise ValueError(f"keys={keys}: must be one of {KEYS}")
+    sizes = {"q": 2 * math.prod(q.shape), "k": 2 * math.prod(k.shape)}
+    sizes["the result"] = 4 * B * K * nq * pl.cdiv(k.shape[2], keys)
+    for name, size in sizes.items():
+        if size > MOST_BYTES:
+            raise ValueError(f"{name} has {size} bytes: must be at most {MOST_BYTES}, fewer rows or heads")
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "keys", "interpret"))
 def _launch(q: Array, at: Array, k: Array, *, scale: float, keys: int, interpret: bool) -> Array:
     """`block_mass`, checked, but for blocks that no query of a program sees."""
     B, K, nq, m, R = q.shape
-    together = max(1, ROWS // m)
+    together, at = max(1, ROWS // m), jnp.minimum(at, k.shape[2] - 1)
     missing = -nq % together
     q = jnp.pad(q, ((0, 0), (0, 0), (0, missing), (0, 0), (0, 0))).reshape(B, K, -1, R)
     at = jnp.pad(at.astype(jnp.int32), ((0, 0), (0, missing), (0, 0)), constant_values=-1)

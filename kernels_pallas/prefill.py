@@ -32,6 +32,7 @@ from kernels_pallas.prefill_inputs import (
     Trailing,
     Widths,
     check_prefill,
+    listed_config,
 )
 from kernels_pallas.tuning import measured
 
@@ -57,16 +58,6 @@ def default_config(R: int, Z: int, H: int, HV: int) -> PrefillConfig:
         if config.shared_memory(widths) <= common.SHARED_MEMORY:
             return config
     raise ValueError(f"no tile fits in shared memory for {R=} {Z=} {H=} {HV=}")
-
-
-def _listed_config(R: int, Z: int, blocks: tuple[int, int]) -> PrefillConfig:
-    """Tiles that divide blocks of queries, steps of a block of keys."""
-    warpgroups = next(n for n in (3, 2, 1) if blocks[0] % (n * ROWS) == 0)
-    for stages in (2, 1):
-        config = PrefillConfig(blocks[1], stages, warpgroups, overlap=Z <= 64 and stages > 1)
-        if config.shared_memory(Widths(R, Z, R, Z)) <= common.SHARED_MEMORY:
-            return config
-    raise ValueError(f"{blocks=}: no tile of them fits in shared memory for {R=} {Z=}")
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "sinks", "window", "keys", "blocks", "config"))
@@ -156,7 +147,7 @@ def prefill_attention(
     page = 0 if block_table is None else S
     S = S if block_table is None else block_table.shape[1] * page
     if lists is not None:
-        config = config or _listed_config(R, Z, blocks)
+        config = config or listed_config(R, Z, blocks)
     config = config or config_for(R, Z, H, HV, page=page)
     g = _Geometry(
         N=N,
@@ -304,7 +295,7 @@ def _item(g: _Geometry, config: PrefillConfig, scalars: Any, bounds: Any) -> _It
         list_end = jnp.minimum(start + (which + 1) * g.listed, length)
         own = lax.div(list_end + (config.block_kv - 1), i32(config.block_kv)) - edge
         listed = bounds[b, lax.div(head, i32(g.groups)), which]
-        begin, plain = zero, jnp.where(inner > 0, jnp.maximum(listed - own, 0), 0)
+        begin, plain = zero, jnp.where(end > first, jnp.maximum(listed - own, 0), 0)
     steps = begin, plain, mixed, inner, edge, sink_step
     return _Item(b, head, tile * rows, first, length, base, *steps)
 

@@ -1,5 +1,6 @@
 """What the prefill kernel takes beside q, k and v, and its refusals before launch."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -131,7 +132,8 @@ def check_prefill(
     if trailing is not None:
         _check_trailing(q, k, v, trailing, sinks, window, keys)
     if block_table is not None:
-        common.check_table(block_table, B, k, SMALLEST_BLOCK if config is None else config.block_kv)
+        least = blocks[1] if lists is not None else SMALLEST_BLOCK
+        common.check_table(block_table, B, k, least if config is None else config.block_kv)
     if positions is not None:
         if block_table is not None:
             raise ValueError("positions are given with a block_table: need none")
@@ -141,7 +143,13 @@ def check_prefill(
             raise ValueError(
                 f"lists are given with keys={keys!r}, trailing or positions: need 'all' and none"
             )
-        _check_lists(q, K, lists, blocks, config)
+        _check_lists(q, K, lists, blocks)
+        config = config or listed_config(R, Z, blocks)
+        if config.block_kv != blocks[1] or blocks[0] % (config.warpgroups * ROWS):
+            raise ValueError(
+                f"{config} does not fit {blocks=}: block_kv must be {blocks[1]}, {ROWS} · warpgroups divide "
+                f"{blocks[0]}"
+            )
 
 
 def _check_trailing(
@@ -179,16 +187,10 @@ def _check_positions(
     common.check_shape("positions[1]", positions[1], (q.shape[0], k.shape[2]), "B, S")
 
 
-def _check_lists(
-    q: Shaped, K: int, lists: BlockLists, blocks: tuple[int, int], config: PrefillConfig | None
-) -> None:
+def _check_lists(q: Shaped, K: int, lists: BlockLists, blocks: tuple[int, int]) -> None:
     (B, T), (Q, P) = q.shape[:2], blocks
     if Q < 1 or Q % ROWS or P not in BLOCKS:
-        raise ValueError(f"blocks={blocks}: must be a multiple of {ROWS} queries, and 64, 128 or 256 keys")
-    if config is not None and (config.block_kv != P or Q % (config.warpgroups * ROWS)):
-        raise ValueError(
-            f"{config} does not fit blocks={blocks}: block_kv must be {P}, {ROWS} · warpgroups divide {Q}"
-        )
+        raise ValueError(f"{blocks=}: must be a multiple of {ROWS} queries, and 64, 128 or 256 keys")
     common.check_shape("lists.blocks", lists.blocks, (B, K, -(-T // Q), None), "B, K, ⌈T/Q⌉, most")
     common.check_shape("lists.counts", lists.counts, (B, K, -(-T // Q)), "B, K, ⌈T/Q⌉")
     for name, x in zip(("blocks", "counts"), lists, strict=True):
@@ -196,3 +198,17 @@ def _check_lists(
             raise ValueError(f"lists.{name} has dtype {x.dtype}: must be int32")
     if not lists.blocks.shape[-1]:
         raise ValueError("lists.blocks has room for 0 blocks: must be at least 1")
+
+
+def listed_config(R: int, Z: int, blocks: tuple[int, int]) -> PrefillConfig:
+    """The largest tile that divides blocks of queries and fits; a step is a block of keys.
+
+    Raises:
+      ValueError: none fits.
+    """
+    Q, P = blocks
+    for warpgroups, stages in itertools.product((3, 2, 1), (2, 1)):
+        config = PrefillConfig(P, stages, warpgroups, overlap=Z <= 64 and stages > 1)
+        if Q % (warpgroups * ROWS) == 0 and config.shared_memory(Widths(R, Z, R, Z)) <= common.SHARED_MEMORY:
+            return config
+    raise ValueError(f"{blocks=}: no tile of them fits in shared memory for {R=} {Z=}")

@@ -233,7 +233,7 @@ def best_blocks(
     taken = lambda above: visible & (always | above)
     many = lambda above: taken(above).sum(-1, keepdims=True)
     above, equal, _ = _at_threshold(mass, lambda above: many(above) >= count)
-    return taken(above | _first(equal & ~always, count - many(above)))
+    return taken(above | _first(equal & visible & ~always, count - many(above)))
 
 
 def blocks_of_mass(
@@ -248,7 +248,7 @@ def blocks_of_mass(
     held = lambda above: jnp.where(always | above, mass, 0).sum(-1, keepdims=True)
     above, equal, value = _at_threshold(mass, lambda above: held(above) >= wanted)
     missing = jnp.where(value > 0, jnp.ceil((wanted - held(above)) / value), 0)
-    return visible & (always | above | _first(equal & ~always, missing))
+    return visible & (always | above | _first(equal & visible & ~always, missing))
 
 
 def as_lists(listed: Bool[Array, "B K nq nk"]) -> BlockLists:

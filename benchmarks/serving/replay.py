@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -129,6 +130,7 @@ def replay(
     vocab = engine.model.config.vocab_size
     prompts = [arrival.tokens(index, vocab) for index, arrival in enumerate(slice_)]
     served = [Served(arrival) for arrival in slice_]
+    salt = uuid4().hex  # Nothing is found of a replay before this one.
     began = time.perf_counter()
     watch = Watch(engine, began)
     watch.start()
@@ -136,8 +138,7 @@ def replay(
         if (left := one.arrival.time / speed - (time.perf_counter() - began)) > 0:
             time.sleep(left)
         one.came = time.perf_counter() - began
-        # Nothing is left of the replay before this one.
-        request = EngineRequest(prompt, one.arrival.answer, ignore_eos=True, salt=str(speed))
+        request = EngineRequest(prompt, one.arrival.answer, ignore_eos=True, salt=salt)
         engine.submit(request, partial(one.take, began))
     for one in served:
         one.ended.wait()

@@ -29,8 +29,8 @@ class Cost:
 
     token: of a piece, without attention. seen: of a piece's token and one that it attends to. earlier: of a
     token that stands before a piece, to decode its codes. weights: read by a step that decodes, whatever its
-    rows hold; beside: instead, where a piece reads them anyway; step: beside these; held: of each token that
-    rows hold. cache_tokens: what fits beside the weights.
+    rows hold; beside: instead, where a piece of more than half a chunk reads them anyway; step: beside
+    these; held: of each token that rows hold. cache_tokens: what fits beside the weights.
     """
 
     token: float
@@ -42,7 +42,7 @@ class Cost:
     held: float
     cache_tokens: int
 
-    def seconds(self, plan: Plan) -> float:
+    def seconds(self, plan: Plan, chunk: int) -> float:
         """Of one step."""
         reading = sum(
             (piece.end - piece.begin) * (self.token + self.seen * (piece.begin + piece.end) / 2)
@@ -52,7 +52,8 @@ class Cost:
         held = sum(len(work.prompt) + work.promised - 1 for work in plan.decode)
         if not plan.decode:
             return reading
-        weights = self.beside if plan.pieces else self.weights
+        shared = any(2 * (piece.end - piece.begin) > chunk for piece in plan.pieces)
+        weights = self.beside if shared else self.weights
         return reading + weights + self.step + self.held * held
 
 
@@ -95,7 +96,7 @@ class Options:
     trace: Path
     start: float = 0.0
     seconds: float = 120.0
-    rates: tuple[float, ...] = (0.55, 0.6, 0.65, 0.7, 0.95, 1.06, 1.2, 1.25, 1.3, 1.4, 1.6)
+    rates: tuple[float, ...] = (0.55, 0.6, 0.65, 0.7, 0.95, 1.06, 1.2, 1.25, 1.3, 1.4, 1.6, 1.8, 2.0)
     rows: int = 32
     max_model_len: int = 65_536
     chunks: tuple[int, ...] = (1024, 2048, 4096)
@@ -126,7 +127,7 @@ def simulate(requests: Sequence[Arrival], cost: Cost, *, rows: int, chunk: int, 
         if plan is None:
             now = todo[-1].came
             continue
-        now += cost.seconds(plan)
+        now += cost.seconds(plan, chunk)
         for work in (*(piece.work for piece in plan.pieces if piece.last), *plan.decode):
             _take(under_way[work], work, now)
             if len(work.output) == work.max_tokens:

@@ -30,15 +30,17 @@ def test_one_request_takes_its_pieces_and_its_steps(tails):
     assert one.tokens == 4
 
 
-def test_a_second_request_is_read_while_the_first_decodes():
-    requests = [Arrival(0.0, 100, 4), Arrival(0.0, 250, 2)]
+@pytest.mark.parametrize(("tokens", "weights"), [(250, COST.weights), (400, COST.beside)])
+def test_a_second_request_is_read_while_the_first_decodes(tokens, weights):
+    """Its piece shares weights with the token beside it where it is longer than half a chunk."""
+    requests = [Arrival(0.0, 100, 4), Arrival(0.0, tokens, 2)]
     second, first = simulate(requests, COST, rows=2, chunk=CHUNK, tails=False)
     # What is left of the first step is read of the second prompt.
     step = piece(0, 100) + piece(0, CHUNK - 100)
     assert first.first == pytest.approx(step)
-    step += piece(156, 250) + decoding(101) - COST.weights + COST.beside
+    step += piece(156, tokens) + decoding(101) - COST.weights + weights
     assert second.first == pytest.approx(step)
-    assert second.last == pytest.approx(step + decoding(102, 251))
+    assert second.last == pytest.approx(step + decoding(102, tokens + 1))
     assert first.last == pytest.approx(second.last + decoding(103))
 
 

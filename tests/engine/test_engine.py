@@ -369,8 +369,17 @@ def test_a_cache_that_has_no_room_for_one_request_is_refused(model):
         Engine(model, replace(CONFIG, cache_tokens=150))
 
 
+def test_rows_are_sent_to_the_device_where_they_changed(model):
+    with Engine(model, CONFIG) as engine:
+        send, rows = engine._runner._sent, engine._runner.nobody()
+        first = send(rows.packed())
+        assert send(rows.packed()) is first
+        rows.put(1, np.arange(rows.numbers.shape[1]), "greedy")
+        np.testing.assert_array_equal(send(rows.packed()), rows.packed())
+
+
 def test_steps_that_have_no_room_beside_the_cache_are_refused(model, monkeypatch):
-    monkeypatch.setattr(runner, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(runner, "free_device_bytes", lambda: 1000)
     with pytest.raises(CacheMemoryError, match=r"the step '.*' needs [\d,]+ bytes .*, 1,000 are free"):
         Engine(model, CONFIG)
 

@@ -48,6 +48,14 @@ def test_is_a_softmax_by_blocks(m, R, keys):
     check(m, R, keys, interpret=True)
 
 
+@pytest.mark.parametrize("past", [0, 300])
+def test_queries_past_all_keys_see_those_that_there_are(past):
+    q, k = draw(0, 1, 1, 9, 8, 16), draw(1, 1, 1, 100, 16)
+    at = jnp.full((1, 9, 8), 99)
+    found = block_mass(q, at + past + 1, k, scale=0.3, keys=32, interpret=True)
+    np.testing.assert_array_equal(found, block_mass(q, at, k, scale=0.3, keys=32, interpret=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 8, 16, 64, 128])
 @pytest.mark.parametrize(("R", "keys"), [(16, 64), (32, 128), (64, 128), (128, 32)])
@@ -67,6 +75,15 @@ def test_on_a_gpu(m, R, keys, dtype):
         ({"k": draw(0, 1, 2, 9, 16)}, "k has shape"),
         ({"k": draw(0, 1, 1, 9, 16, dtype=jnp.float16)}, "k has dtype float16"),
         ({"keys": 96}, "keys=96: must be one of"),
+        ({"k": jax.ShapeDtypeStruct((1, 1, 2**26 + 1, 16), BF16)}, "k has 2147483680 bytes: must be at most"),
+        (
+            {
+                "q": jax.ShapeDtypeStruct((1, 1, 2**15, 8, 16), BF16),
+                "at": jax.ShapeDtypeStruct((1, 2**15, 8), jnp.int32),
+                "k": jax.ShapeDtypeStruct((1, 1, 2**21 + 1, 16), BF16),
+            },
+            "the result has 2147614720 bytes",
+        ),
     ],
 )
 def test_refuses(change, message):

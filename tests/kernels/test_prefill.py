@@ -47,6 +47,7 @@ def pool(pages, page):
 
 WIDE, NO_SCORES = shape(1, 64, 4, 64), trailing_shapes(1, 2, 64, 64, 0, 32)
 TABLE = shape(1, 4, dtype=jnp.int32)
+WIDEST, WIDE_KEYS = shape(1, 64, 4, 256), shape(1, 2, 64, 256)
 
 
 def lists(K, blocks, most=4, dtype=jnp.int32):
@@ -218,6 +219,11 @@ def test_blocks_divide_pages(monkeypatch):
         ({"lists": lists(2, 1), "blocks": (64, 96)}, r"blocks=\(64, 96\).*64, 128 or 256 keys"),
         ({"lists": lists(2, 1), "config": PrefillConfig(64, 2, 2)}, "does not fit.*block_kv must be 128"),
         ({"lists": lists(2, 1), "config": PrefillConfig(128, 2, 3)}, "does not fit.*warpgroups divide 128"),
+        ({"lists": lists(2, 1), "block_table": TABLE, **pool(9, 64)}, "must be a multiple of 128"),
+        (
+            {"lists": lists(2, 1), "blocks": (64, 256), "q": WIDEST, "k": WIDE_KEYS, "v": WIDE_KEYS},
+            "no tile of them fits",
+        ),
         ({"lists": lists(2, 2)}, "lists.blocks has shape"),
         ({"lists": lists(4, 1)}, "lists.blocks has shape"),
         ({"lists": lists(2, 1, dtype=jnp.int16)}, "lists.blocks has dtype int16: must be int32"),

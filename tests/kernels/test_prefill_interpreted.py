@@ -84,6 +84,18 @@ def test_listed_blocks(blocks, warpgroups, starts):
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("T", "start"), [(65, 63), (1, 127), (66, 63), (64, 64)])
+def test_listed_blocks_of_a_query_that_ends_one(T, start):
+    """A tile whose only query stands last in a block of keys has no block with a mask."""
+    q, k, v = draw(0, 1, T, 2, 16), draw(1, 1, 1, 192, 16), draw(2, 1, 1, 192, 16)
+    starts, blocks = np.array([start]), (64, 64)
+    listed, lists = lists_of(np.random.default_rng(0), 1, starts, starts + T, T, 192, blocks, 0.9)
+    options = {"scale": 0.2, "starts": starts, "blocks": blocks}
+    found = prefill_attention(q, k, v, lists=lists, config=PrefillConfig(64, 2, 1), **options)
+    check(*found, *truth(q, k, v, listed, lengths=starts + T, **options), BF16)
+
+
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.sampled
 def test_listed_blocks_in_pages():
     B, T, S, N, K, page, blocks = 1, 200, 512, 2, 1, 128, (64, 64)

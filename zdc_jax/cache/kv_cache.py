@@ -98,10 +98,14 @@ def held_bytes(specs: Sequence[LayerCacheSpec], capacity: int, batch: int = 1) -
 
 def free_bytes() -> int | None:
     """Free memory of the first device (on CPU: of the host), None where it cannot be told."""
+    free = free_device_bytes()
+    return free_host_bytes() if free is None else free
+
+
+def free_device_bytes() -> int | None:
+    """Free memory of the first device, None where it does not tell, as on CPU."""
     stats = jax.local_devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    return free_host_bytes()
+    return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
 
 
 def free_host_bytes() -> int | None:

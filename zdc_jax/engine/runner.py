@@ -22,7 +22,7 @@ from jax.stages import Lowered
 from jaxtyping import Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.kv_cache import KVCache, free_bytes
+from zdc_jax.cache.kv_cache import KVCache, free_device_bytes
 from zdc_jax.cache.near_far import NearFar
 from zdc_jax.cache.paged import Paged
 from zdc_jax.engine.layout import Layout
@@ -103,13 +103,16 @@ class Runner:
         self._leaves, self._tree = jax.tree.flatten(network)
         self._ends, self._ends_tree = jax.tree.flatten(network.embeddings)
         self._where = whole_on(network.mesh) if isinstance(network, ShardedTransformer) else None
-        self.whole: int | None = None
-        self.together: int | None = None
+        self._widths = sorted({self._width(1 << i) for i in range(chunk.bit_length())}, reverse=True)
+        devices = network.mesh.shape[SEQUENCE] if isinstance(network, ShardedTransformer) else 1
+        self.whole = chunk if devices > 1 and layout.has_pages else None
+        alone = isinstance(network, Transformer) and layout.has_pages
+        self.together = self._widths[0] if alone else None
         self._state: DecodeState
         self._tails: list[Array]
         self.reset()
         with ThreadPoolExecutor() as threads:  # XLA compiles one without Python's lock; the next is lowered.
-            programs = self._lower_all(chunk, implementation)
+            programs = self._lower_all(implementation)
             compiled = {name: threads.submit(lowered.compile) for name, lowered in programs}
         self._programs = {name: future.result() for name, future in compiled.items()}
         self._check_memory()
@@ -216,24 +219,21 @@ class Runner:
             self._table = jnp.array(self._pages)
         return self._table
 
-    def _lower_all(self, chunk: int, implementation: Implementation | None) -> Iterator[tuple[str, Lowered]]:
-        """All programs, those first that take longest to compile; also tells what there is one for."""
-        layout, network = self.layout, self._network
+    def _lower_all(self, implementation: Implementation | None) -> Iterator[tuple[str, Lowered]]:
+        """All programs by name, those first that take longest to compile."""
+        layout = self.layout
         piece = lambda step, width: self._lowered(partial(step, implementation), READING, PIECE + width)
-        widths = sorted({self._width(1 << i) for i in range(chunk.bit_length())}, reverse=True)
-        if isinstance(network, Transformer) and layout.has_pages:
-            self.together = widths[0]
+        if self.together is not None:
             step = partial(_read_beside, implementation, layout.rows)
             numbers = PIECE + self.together + layout.rows * (1 + WIDTH)
             yield "read beside", self._lowered(step, READING, numbers)
-        if isinstance(network, ShardedTransformer) and network.mesh.shape[SEQUENCE] > 1 and layout.has_pages:
-            self.whole = chunk
+        if (chunk := self.whole) is not None:
             whole = {self._width(chunk << i) for i in range(1, (layout.capacity // chunk).bit_length() + 1)}
             yield from ((f"read whole {width}", piece(_read_whole, width)) for width in whole)
-        yield from ((f"read {width}", piece(_read_piece, width)) for width in widths)
+        yield from ((f"read {width}", piece(_read_piece, width)) for width in self._widths)
         rows = layout.rows, 1 + WIDTH
         yield "decode", self._lowered(partial(_decode, implementation), _decoding(layout), *rows)
-        yield from self._choosing(widths)
+        yield from self._choosing()
         if layout.tails:
             pair = jax.ShapeDtypeStruct((2,), jnp.int32)
             keep, restore = _donated(_keep, self._tails), _donated(_restore, self._state)
@@ -256,16 +256,20 @@ class Runner:
 
     def _check_memory(self) -> None:
         """Raises `CacheMemoryError` where a step's own arrays do not fit beside weights and cache."""
-        free = free_bytes()
+        if (free := free_device_bytes()) is None:
+            return
         for name, program in self._programs.items():
-            found = program.memory_analysis()
-            if free is not None and found is not None and found.temp_size_in_bytes > free:
+            if (found := program.memory_analysis()) is None:
+                continue
+            # Results that take the place of arguments need no room of their own.
+            needed = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+            if needed > free:
                 raise CacheMemoryError(
-                    f"the step {name!r} needs {found.temp_size_in_bytes:,} bytes beside weights and cache, "
-                    f"{free:,} are free: need fewer rows, a smaller max_model_len or fewer cache_tokens"
+                    f"the step {name!r} needs {needed:,} bytes beside weights and cache, {free:,} are free: "
+                    "need fewer rows, a smaller max_model_len or fewer cache_tokens"
                 )
 
-    def _choosing(self, widths: Sequence[int]) -> Iterator[tuple[str, Lowered]]:
+    def _choosing(self) -> Iterator[tuple[str, Lowered]]:
         """Programs that choose tokens, and that score those of a piece."""
         lower = lambda run, *given: jax.jit(run, out_shardings=self._where).lower(self._ends, *given)
         embeddings = lambda leaves: jax.tree.unflatten(self._ends_tree, leaves)
@@ -278,7 +282,7 @@ class Runner:
             turn: Any = hidden(count, D), like(bool, count), like(jnp.int32, count)
             given = self._state.last, self._state.done, Turn(*turn), like(jnp.int32, count, 1 + WIDTH)
             yield f"{name} {choice}", lower(run, *given)
-        for width in widths:
+        for width in self._widths:
             run = lambda leaves, *given: scores(embeddings(leaves).unembed, *given)
             yield f"score {width}", lower(run, hidden(width, D), like(jnp.int32, width))
 

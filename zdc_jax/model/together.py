@@ -88,7 +88,7 @@ def _layer(
         given = *cut(of_piece, *qkv), of_piece(positions), place.end[None], aux[0]
         read = spec.attend(row, *given, call(table=own))
         held = spec.with_row(state, place.row, read.state)
-        # Else it may copy a pool: it does not know that the piece has read it before tokens are written.
+        # Else XLA may copy a pool: it does not know that the piece reads it before tokens are written.
         o, held = jax.lax.optimization_barrier((read.o, held))
         given = *cut(of_tokens, *qkv), of_tokens(positions), end, aux[1]
         decoded = spec.attend(held, *given, call(table=table))
