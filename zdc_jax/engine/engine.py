@@ -34,7 +34,7 @@ class EngineConfig:
     default the model's positions. cache_tokens: of all rows together; default room for `rows` of the longest,
     or what fits. page: tokens of a page of the cache. chunk: tokens of prompts that a step reads, a power of
     two. steps: of decoding that are started one after another, before results are looked at, where nobody
-    reads or waits: no faster where it was measured, and behind a stop token they are for nobody.
+    reads or waits: no faster on a CPU, and behind a stop token they are for nobody.
     most_waiting: requests. reuse: whether requests share what the cache holds of texts that
     begin alike.
 
