@@ -100,7 +100,7 @@ def prefill_attention(
         negative one is not there. Blocks that no query of a tile sees are skipped where only such follow, so
         that roughly ascending keys are fastest. Only with `keys="all"`, without `trailing` and `block_table`.
       lists: which blocks of keys queries attend to, and no others. blocks: (Q, P), their queries, a multiple
-        of 64, and keys, 64, 128 or 256. Only with `keys="all"`, without `trailing` and `positions`.
+        of 64, and keys, 64 or 128. Only with `keys="all"`, without `trailing` and `positions`.
       config: tile sizes; None takes the measured or default ones. With lists warpgroups · 64 must divide Q,
         and block_kv be P.
 

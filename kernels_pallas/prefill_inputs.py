@@ -18,6 +18,8 @@ LARGEST_BLOCK = 256
 """Of keys a step: what is read behind the last key that counts ends at a multiple of it."""
 BLOCKS = (SMALLEST_BLOCK, 128, LARGEST_BLOCK)
 """Keys a step."""
+LISTED = (SMALLEST_BLOCK, 128)
+"""Keys of a block of a list: 256 a step do not fit into registers."""
 TAIL_ALIGNMENT = LARGEST_BLOCK
 """`Trailing.start` is a multiple of this, so that key blocks of every size begin at a row of the tail."""
 
@@ -189,8 +191,8 @@ def _check_positions(
 
 def _check_lists(q: Shaped, K: int, lists: BlockLists, blocks: tuple[int, int]) -> None:
     (B, T), (Q, P) = q.shape[:2], blocks
-    if Q < 1 or Q % ROWS or P not in BLOCKS:
-        raise ValueError(f"{blocks=}: must be a multiple of {ROWS} queries, and 64, 128 or 256 keys")
+    if Q < 1 or Q % ROWS or P not in LISTED:
+        raise ValueError(f"{blocks=}: must be a multiple of {ROWS} queries, and 64 or 128 keys")
     common.check_shape("lists.blocks", lists.blocks, (B, K, -(-T // Q), None), "B, K, ⌈T/Q⌉, most")
     common.check_shape("lists.counts", lists.counts, (B, K, -(-T // Q)), "B, K, ⌈T/Q⌉")
     for name, x in zip(("blocks", "counts"), lists, strict=True):
@@ -201,14 +203,9 @@ def _check_lists(q: Shaped, K: int, lists: BlockLists, blocks: tuple[int, int]) 
 
 
 def listed_config(R: int, Z: int, blocks: tuple[int, int]) -> PrefillConfig:
-    """The largest tile that divides blocks of queries and fits; a step is a block of keys.
-
-    Raises:
-      ValueError: none fits.
-    """
+    """The largest tile that divides blocks of queries and fits, as the smallest always does."""
     Q, P = blocks
-    for warpgroups, stages in itertools.product((3, 2, 1), (2, 1)):
-        config = PrefillConfig(P, stages, warpgroups, overlap=Z <= 64 and stages > 1)
-        if Q % (warpgroups * ROWS) == 0 and config.shared_memory(Widths(R, Z, R, Z)) <= common.SHARED_MEMORY:
-            return config
-    raise ValueError(f"{blocks=}: no tile of them fits in shared memory for {R=} {Z=}")
+    sizes = itertools.product((3, 2, 1), (2, 1))
+    configs = (PrefillConfig(P, stages, n, overlap=Z <= 64 and stages > 1) for n, stages in sizes)
+    fits = lambda config: config.shared_memory(Widths(R, Z, R, Z)) <= common.SHARED_MEMORY
+    return next(each for each in configs if Q % (each.warpgroups * ROWS) == 0 and fits(each))
