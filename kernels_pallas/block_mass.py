@@ -1,13 +1,16 @@
 """What share of its attention a block of queries gives each block of keys, by a few of them (ours).
 
-A program has the sampled queries of some blocks, of one KV head, and goes over the keys twice: for the
-denominators of their softmax, and for the shares. Scores are computed in both, and never written.
+A program has the sampled queries of some blocks, of one KV head, and goes over the keys once. Of each query
+and block of keys it writes down one number, log2 of the sum of exp2 of the scores, into a part of memory that
+is its own; the share of a block is what these numbers say, once their sum is known. Scores are never written.
+There are as many programs as run at once, each with work for many, so that what is written stays few.
 
 Pallas' Triton back end runs it, which JAX is to give up: then `check_block_mass` refuses.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,13 +20,16 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.common import LOG2_E, NEVER, Shaped
+from kernels_pallas.common import LOG2_E, NEVER, SMS, Shaped
 from kernels_pallas.triton import check_back_end, plt
 
-ROWS = 64
-"""Sampled queries of a program, at least."""
-MOST_ROWS = 128
-"""Of a block."""
+ROWS = 128
+"""Sampled queries of a program at a time, of one block or several."""
+ROWS_OF_A_WARP = 16
+PROGRAMS = 2 * SMS
+"""That run at once, of 8 warps with up to 128 registers a thread."""
+READ_BACK = 32
+"""Blocks of keys whose numbers are read again in one go."""
 WIDTHS = (16, 32, 64, 128)
 KEYS = (32, 64, 128)
 MOST_BYTES = 2**31
@@ -47,7 +53,7 @@ def block_mass(
       at: their positions; they see the keys 0 … at that there are. Below 0: the query is not there and
         counts for nothing.
       k: of R coordinates, slot = position; what lies behind the last query is not read.
-      scale: factor on the scores.
+      scale: factor on the scores, above 0.
       keys: of a block: 32, 64 or 128.
       interpret: on any device, slowly.
 
@@ -58,14 +64,11 @@ def block_mass(
       ValueError: a shape or dtype not allowed, named with its value, before launch.
       NotImplementedError: JAX has no Triton back end.
     """
-    check_block_mass(q, at, k, keys=keys)
-    mass = _launch(q, at, k, scale=scale, keys=keys, interpret=interpret)
-    begins = jnp.arange(mass.shape[-1]) * keys
-    seen = begins <= at.max(-1)[:, None, :, None]
-    return jnp.where(seen, mass, 0)  # The others were not written.
+    check_block_mass(q, at, k, scale=scale, keys=keys)
+    return _launch(q, at, k, scale=scale, keys=keys, interpret=interpret)
 
 
-def check_block_mass(q: Shaped, at: Shaped, k: Shaped, *, keys: int) -> None:
+def check_block_mass(q: Shaped, at: Shaped, k: Shaped, *, scale: float, keys: int) -> None:
     """Raises what `block_mass` says it raises; arrays are those given to it."""
     common.check_device()
     check_back_end()
@@ -76,8 +79,10 @@ def check_block_mass(q: Shaped, at: Shaped, k: Shaped, *, keys: int) -> None:
     common.check_shape("k", k, (B, K, None, R), "B, K, S, R")
     if R not in WIDTHS:
         raise ValueError(f"R={R}: must be one of {WIDTHS}")
-    if m != pl.next_power_of_2(m) or m > MOST_ROWS:
-        raise ValueError(f"m={m} queries of a block: must be a power of two, at most {MOST_ROWS}")
+    if m != pl.next_power_of_2(m) or m > ROWS:
+        raise ValueError(f"m={m} queries of a block: must be a power of two, at most {ROWS}")
+    if not scale > 0:
+        raise ValueError(f"scale={scale}: must be above 0")
     if keys not in KEYS:
         raise ValueError(f"keys={keys}: must be one of {KEYS}")
     sizes = {"q": 2 * math.prod(q.shape), "k": 2 * math.prod(k.shape)}
@@ -89,22 +94,45 @@ def check_block_mass(q: Shaped, at: Shaped, k: Shaped, *, keys: int) -> None:
 
 @functools.partial(jax.jit, static_argnames=("scale", "keys", "interpret"))
 def _launch(q: Array, at: Array, k: Array, *, scale: float, keys: int, interpret: bool) -> Array:
-    """`block_mass`, checked, but for blocks that no query of a program sees."""
+    """`block_mass`, checked."""
     B, K, nq, m, R = q.shape
     together, at = max(1, ROWS // m), jnp.minimum(at, k.shape[2] - 1)
-    missing = -nq % together
+    missing, nk = -nq % together, pl.cdiv(k.shape[2], keys)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, missing), (0, 0), (0, 0))).reshape(B, K, -1, R)
     at = jnp.pad(at.astype(jnp.int32), ((0, 0), (0, missing), (0, 0)), constant_values=-1)
     share = (at >= 0) / jnp.maximum((at >= 0).sum(-1, keepdims=True), 1)
-    found = pl.pallas_call(
-        functools.partial(_kernel, scale=scale * LOG2_E, keys=keys, rows=together * m, together=together),
-        out_shape=jax.ShapeDtypeStruct((B, K, nq + missing, pl.cdiv(k.shape[2], keys)), jnp.float32),
-        grid=(B, K, (nq + missing) // together),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
+    tiles = B, K, (nq + missing) // together
+    programs = min(PROGRAMS, math.prod(tiles))
+    read = min(READ_BACK, pl.next_power_of_2(nk))
+    logs = jax.ShapeDtypeStruct((programs, pl.cdiv(nk, read) * read, ROWS), jnp.float32)
+    mass = jax.ShapeDtypeStruct((B, K, nq + missing, nk), jnp.float32)
+    kernel = functools.partial(
+        _kernel, scale=scale * LOG2_E, keys=keys, together=together, tiles=tiles, read=read
+    )
+    hardware = {"exp2": _exp2, "synchronise": plt.debug_barrier}
+    if interpret:
+        hardware = {"exp2": jnp.exp2, "synchronise": lambda: None}
+    found, _ = pl.pallas_call(
+        functools.partial(kernel, **hardware),
+        out_shape=(mass, logs),
+        grid=(programs,),
+        compiler_params=plt.CompilerParams(num_warps=ROWS // ROWS_OF_A_WARP, num_stages=3),
         interpret=interpret,
         name="zdc_block_mass",
     )(q, at.reshape(B, -1), share.astype(jnp.float32).reshape(B, -1), k)
     return found[:, :, :nq]
+
+
+def _exp2(x: Array) -> Array:
+    """One instruction, where Triton's own has four for the sake of numbers below 2^-126."""
+    (found,) = plt.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+    )
+    return found
 
 
 def _kernel(
@@ -112,41 +140,88 @@ def _kernel(
     at_ref: Any,
     share_ref: Any,
     k_ref: Any,
-    out_ref: Any,
+    mass_ref: Any,
+    logs_ref: Any,
     *,
     scale: float,
     keys: int,
-    rows: int,
     together: int,
+    tiles: tuple[int, int, int],
+    read: int,
+    exp2: Callable[[Array], Array],
+    synchronise: Callable[[], None],
 ) -> None:
-    b, kv, first = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    own = pl.ds(first * rows, rows)
-    q, at = plt.load(q_ref.at[b, kv, own]), plt.load(at_ref.at[b, own])
+    """Tiles of `ROWS` queries, one after another, every so many as there are programs."""
+    program, programs = pl.program_id(0), logs_ref.shape[0]
+    _, K, of_head = tiles
+
+    @pl.loop(0, lax.div(math.prod(tiles) - program + programs - 1, programs))
+    def _(turn: Array) -> None:
+        tile = turn * programs + program
+        head, place = lax.div(tile, of_head), lax.rem(tile, of_head)
+        # Of one head the last tile, which has the most keys, comes first, of the next one last.
+        place = jnp.where(lax.rem(head, 2) == 0, of_head - 1 - place, place)
+        b, kv = lax.div(head, K), lax.rem(head, K)
+        rows = pl.ds(place * ROWS, ROWS)
+        q, at = plt.load(q_ref.at[b, kv, rows]), plt.load(at_ref.at[b, rows])
+        blocks = lax.div(at.max() + keys, keys)
+        total = _weigh(q, at, k_ref, (b, kv), logs_ref, program, scale=scale, keys=keys, exp2=exp2)
+        synchronise()  # What other threads have written.
+        share, own = plt.load(share_ref.at[b, rows]), pl.ds(place * together, together)
+
+        @pl.loop(0, pl.cdiv(mass_ref.shape[3], read))
+        def _(piece: Array) -> None:
+            j = piece * read + lax.iota(jnp.int32, read)
+            written = plt.load(
+                logs_ref.at[program, pl.ds(piece * read, read)],
+                mask=jnp.broadcast_to((j < blocks)[:, None], (read, ROWS)),
+                other=NEVER,
+            )
+            shares = jnp.exp2(written - total[None]) * share[None]
+            mass = shares.reshape(read, together, ROWS // together).sum(2)
+            there = jnp.broadcast_to(j < mass_ref.shape[3], (together, read))
+            plt.store(mass_ref.at[b, kv, own, pl.ds(piece * read, read)], mass.T, mask=there)
+
+        synchronise()  # Before the next tile writes there.
+
+
+def _weigh(
+    q: Array,
+    at: Array,
+    k_ref: Any,
+    head: tuple[Array, Array],
+    logs_ref: Any,
+    program: Array,
+    *,
+    scale: float,
+    keys: int,
+    exp2: Callable[[Array], Array],
+) -> Array:
+    """Writes of each block of keys of a head (b, kv), for each of the queries q [ROWS, R], log2 of the sum of
+    exp2 of the scores; returns that of all blocks."""
     S = k_ref.shape[2]
 
-    def scores(j: Array) -> Array:
-        """Of a block of keys, in powers of two."""
+    def with_block(so_far: tuple[Array, Array], j: Array, *, masked: bool) -> tuple[Array, Array]:
         at_key = j * keys + lax.broadcasted_iota(jnp.int32, (keys, 1), 0)
-        block = plt.load(k_ref.at[b, kv, pl.ds(j * keys, keys)], mask=at_key < S, other=0.0)
-        found = (
-            lax.dot_general(q, block, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * scale
-        )
-        position = j * keys + lax.broadcasted_iota(jnp.int32, (rows, keys), 1)
-        return jnp.where(position <= at[:, None], found, NEVER)
-
-    def denominators(j: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+        bound = {"mask": jnp.broadcast_to(at_key < S, (keys, q.shape[1])), "other": 0.0} if masked else {}
+        block = plt.load(k_ref.at[*head, pl.ds(j * keys, keys)], **bound)
+        scores = lax.dot_general(q, block, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        if masked:
+            position = j * keys + lax.broadcasted_iota(jnp.int32, (ROWS, keys), 1)
+            scores = jnp.where(position <= at[:, None], scores, NEVER)
         highest, total = so_far
-        found = scores(j)
-        higher = jnp.maximum(highest, found.max(1))
-        return higher, total * jnp.exp2(highest - higher) + jnp.exp2(found - higher[:, None]).sum(1)
+        top = scores.max(1) * scale
+        added = exp2(scores * scale - top[:, None]).sum(1)
+        plt.store(logs_ref.at[program, j], top + jnp.log2(added))
+        higher = jnp.maximum(highest, top)
+        return higher, total * jnp.exp2(highest - higher) + added * jnp.exp2(top - higher)
 
-    blocks = lax.div(at.max() + keys, keys)
-    nothing = jnp.full(rows, NEVER, jnp.float32), jnp.zeros(rows, jnp.float32)
-    highest, total = lax.fori_loop(0, blocks, denominators, nothing)
-    factor = plt.load(share_ref.at[b, own]) / jnp.maximum(total, 1.0)
-
-    @pl.loop(0, blocks)
-    def _(j: Array) -> None:
-        shares = jnp.exp2(scores(j) - highest[:, None]).sum(1) * factor
-        mass = shares.reshape(together, rows // together).sum(1)
-        plt.store(out_ref.at[b, kv, pl.ds(first * together, together), j], mass)
+    nothing = jnp.full(ROWS, NEVER, jnp.float32), jnp.zeros(ROWS, jnp.float32)
+    # Queries that are not there see what the others see, and count for nothing.
+    seen_by_all = lax.div(jnp.where(at < 0, S, at).min() + 1, keys)
+    seen = lax.div(at.max() + keys, keys)
+    unmasked = lambda j, so_far: with_block(so_far, j, masked=False)
+    masked = lambda j, so_far: with_block(so_far, j, masked=True)
+    so_far = lax.fori_loop(0, jnp.minimum(seen_by_all, seen), unmasked, nothing)
+    highest, total = lax.fori_loop(jnp.minimum(seen_by_all, seen), seen, masked, so_far)
+    return highest + jnp.log2(jnp.maximum(total, 1.0))  # Less than 1 is the sum of none.

@@ -214,7 +214,7 @@ def _mass(
     given, options = (q, k, start, end), {"scale": scale, "choice": choice}
     if choice.estimate == "keys" and not choice.worst and device_refusal(q) is None:
         inputs = jax.eval_shape(lambda *given: _kernel_inputs(*given, choice), *given)
-        if block_mass_refusal(*inputs, keys=choice.blocks[1]) is None:
+        if block_mass_refusal(*inputs, scale=scale, keys=choice.blocks[1]) is None:
             return kernel_mass(*given, **options)
     return estimated_mass(*given, **options)
 

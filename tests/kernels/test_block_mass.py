@@ -75,6 +75,7 @@ def test_on_a_gpu(m, R, keys, dtype):
         ({"k": draw(0, 1, 2, 9, 16)}, "k has shape"),
         ({"k": draw(0, 1, 1, 9, 16, dtype=jnp.float16)}, "k has dtype float16"),
         ({"keys": 96}, "keys=96: must be one of"),
+        ({"scale": -1.0}, "scale=-1.0: must be above 0"),
         ({"k": jax.ShapeDtypeStruct((1, 1, 2**26 + 1, 16), BF16)}, "k has 2147483680 bytes: must be at most"),
         (
             {
@@ -89,4 +90,4 @@ def test_on_a_gpu(m, R, keys, dtype):
 def test_refuses(change, message):
     given = {"q": draw(0, 1, 1, 2, 8, 16), "at": jnp.zeros((1, 2, 8), int), "k": draw(0, 1, 1, 9, 16)}
     with pytest.raises(ValueError, match=message):
-        block_mass(scale=1.0, **given | change)
+        block_mass(**{"scale": 1.0} | given | change)
