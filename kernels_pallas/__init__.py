@@ -33,8 +33,12 @@ from kernels_pallas.refusals import prefill_refusal as prefill_refusal
 from kernels_pallas.refusals import scan_refusal as scan_refusal
 from kernels_pallas.refusals import segment_refusal as segment_refusal
 from kernels_pallas.refusals import select_refusal as select_refusal
+from kernels_pallas.refusals import turn_and_store_refusal as turn_and_store_refusal
 from kernels_pallas.segments import Segment as Segment
 from kernels_pallas.segments import merge_partial as merge_partial
 from kernels_pallas.segments import segment_attention as segment_attention
 from kernels_pallas.select import largest as largest
 from kernels_pallas.select import largest_reference as largest_reference
+from kernels_pallas.turn_and_store import Stored as Stored
+from kernels_pallas.turn_and_store import Turning as Turning
+from kernels_pallas.turn_and_store import turn_and_store as turn_and_store

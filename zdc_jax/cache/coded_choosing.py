@@ -5,6 +5,7 @@ index, and part of the answer. The other coordinates of keys, and values, are pl
 chosen tokens alone. What is chosen answers with all its coordinates.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,8 +19,9 @@ from kernels_pallas import Plane
 from kernels_pallas.coded_scan import in_sample
 from zdc_jax.axes import Array
 from zdc_jax.cache.choosing import Choosing, FarTokens
+from zdc_jax.cache.coded_far import CodedFar, Parts
 from zdc_jax.cache.codes import Code, Coded, decode_tokens, encode_tokens
-from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel
+from zdc_jax.cache.fitted_integers import kernel_planes
 from zdc_jax.cache.near_far import NearFarState
 from zdc_jax.cache.pages import Pages, pools_of
 from zdc_jax.cache.prefix_ring import put_tokens
@@ -38,7 +40,7 @@ from zdc_jax.ops.xla import by_query_blocks, query_block
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodedChoosing(Choosing):
+class CodedChoosing(CodedFar, Choosing):
     """`Choosing` by the first `index` coordinates of keys, of tokens in codes. Each is coded when it comes.
 
     The store is `FarTokens` of coded [B, K, S, …] arrays: k of the coordinates from `index` on, v, and the
@@ -77,14 +79,19 @@ class CodedChoosing(Choosing):
         index, k, v = (empty(code, width) if width else () for code, width in self._planes())
         return FarTokens(k, v, index)
 
-    def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
-        """`NearFar.write_far`."""
-        far, codes = state.far, [code for code, _ in self._planes()]
-        index = [(codes[0], far.index)] if self.index else []
-        groups = (k[..., : self.R], [*index, (codes[1], far.k)]), (v[..., : self.Z], [(codes[2], far.v)])
-        if done := put_by_kernel(groups, positions, end):
-            (*coded_index, coded_k), (coded_v,) = done
-            return FarTokens(coded_k, coded_v, *coded_index)
+    def parts(self, far: FarTokens) -> Parts:
+        """`CodedFar.parts`."""
+        index = [(self.index_code, far.index)] if self.index else []
+        return [*index, (self.key_code, far.k)], [(self.value_code, far.v)]
+
+    def of_parts(self, keys: Sequence[Coded], values: Sequence[Coded]) -> FarTokens:
+        """`CodedFar.of_parts`."""
+        (*index, coded_k), (coded_v,) = keys, values
+        return FarTokens(coded_k, coded_v, *index)
+
+    def code_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
+        """`CodedFar.code_far`."""
+        far = state.far
         put = partial(put_coded, positions=positions, end=end)
         return FarTokens(
             put(far.k, self.key_code, k[..., self.index : self.R]),

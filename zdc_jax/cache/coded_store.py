@@ -1,5 +1,6 @@
 """A store of far tokens in codes, every token coded when its block of tokens is complete (ours)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,9 +11,10 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import Plane
 from zdc_jax.axes import Array
+from zdc_jax.cache.coded_far import CodedFar, Parts
 from zdc_jax.cache.codes import Code, Coded
-from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel
-from zdc_jax.cache.near_far import NearFar, NearFarState
+from zdc_jax.cache.fitted_integers import kernel_planes
+from zdc_jax.cache.near_far import NearFarState
 from zdc_jax.cache.pages import Pages, pools_of
 from zdc_jax.cache.prefix_ring import put_tokens, recent_rows
 from zdc_jax.cache.spec import Call, put_rows
@@ -28,7 +30,7 @@ from zdc_jax.ops.stored import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodedStore(NearFar):
+class CodedStore(CodedFar):
     """`NearFar` whose far keys and values are read through `key_code` and `value_code`.
 
     The store is a pair of trees of leaves [B, K, S/block, …], of as many tokens as both codes complete; the
@@ -68,14 +70,21 @@ class CodedStore(NearFar):
 
         return empty(self.key_code, self.R), empty(self.value_code, self.Z)
 
-    def write_far(
+    def parts(self, far: tuple[Coded, Coded]) -> Parts:
+        """`CodedFar.parts`."""
+        keys, values = self._stored(far)
+        return [keys], [values]
+
+    def of_parts(self, keys: Sequence[Coded], values: Sequence[Coded]) -> tuple[Coded, Coded]:
+        """`CodedFar.of_parts`."""
+        (coded_k,), (coded_v,) = keys, values
+        return coded_k, coded_v
+
+    def code_far(
         self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array
     ) -> tuple[Coded, Coded]:
-        """`NearFar.write_far`."""
+        """`CodedFar.code_far`."""
         stored, new = self._stored(state.far), (k[..., : self.R], v[..., : self.Z])
-        if done := put_by_kernel([(x, [each]) for x, each in zip(new, stored, strict=True)], positions, end):
-            (coded_k,), (coded_v,) = done
-            return coded_k, coded_v
         if pools_of(state.far)[1] is not None:
             put = partial(_put_in_pages, positions=positions, end=end)
             coded_k, coded_v = (put(*each, x) for each, x in zip(stored, new, strict=True))

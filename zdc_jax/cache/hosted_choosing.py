@@ -23,6 +23,7 @@ from zdc_jax.cache.codes import Code, Coded, encode_tokens
 from zdc_jax.cache.near_far import NearFarState
 from zdc_jax.cache.spec import Call
 from zdc_jax.errors import CacheMemoryError, PlanError
+from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.stored import slots_for, takes_kernels
 
 HOST_MEMORY = "pinned_host"
@@ -67,6 +68,12 @@ class HostedChoosing(CodedChoosing):
             lambda leaf: jnp.zeros((*leaf.shape[:2], capacity, leaf.shape[3]), leaf.dtype), index
         )
         return FarTokens(_host_zeros((batch, capacity + 1, self.num_kv_heads, self._width)), (), index)
+
+    def project(
+        self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
+    ) -> tuple[Array, Array, Array]:
+        """`LayerCacheSpec.project`: no kernel writes to the host."""
+        return attention.project(x, positions, implementation)
 
     def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
         """`NearFar.write_far`."""

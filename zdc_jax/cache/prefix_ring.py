@@ -108,6 +108,20 @@ class PrefixRing(LayerCacheSpec):
         """`LayerCacheSpec.reads_pages`: on kernels."""
         return self._implementation(state, q, v, call) == "pallas"
 
+    def kernel_rings(self, state: PrefixRingState) -> tuple[Any, Any] | None:
+        """What kernels write near tokens of R = Z = 0 to; None where they do not know its form."""
+        return state.ring_k, state.ring_v
+
+    def decodes_held(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
+        """Whether `decode_held` can run; raises as `attend` does."""
+        return self._implementation(state, q, v, call) == "pallas"
+
+    def decode_held(
+        self, state: PrefixRingState, q: Float[Array, "B 1 N H"], positions: Int[Array, "B 1"], call: Call
+    ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B N 1"]]:
+        """`attend` of single tokens that the cache holds already, on kernels; and the log-sum-exp."""
+        return _decode_held(state, q, positions, call.scale, *state.near)
+
     def _sees_near(self, q: Array, v: Array) -> bool:
         return q.shape[-1] > self.R or v.shape[-1] > self.Z
 
@@ -287,7 +301,12 @@ def _on_xla(step: _Step) -> tuple[Array, Array]:
 
 def _decode(step: _Step) -> tuple[Array, Array]:
     """One token a row, on the kernel: it is in the cache already."""
-    _, written, q, _, _, positions, _, scale, sinks, window = step
+    return _decode_held(step.written, step.q, step.positions, step.scale, step.sinks, step.window)
+
+
+def _decode_held(
+    written: PrefixRingState, q: Array, positions: Array, scale: float, sinks: int, window: int
+) -> tuple[Array, Array]:
     ring = Ring(written.ring_k, written.ring_v) if sinks or window else None
     (k, v), table = pools_of((written.k, written.v))
     o, lse = decode_attention(

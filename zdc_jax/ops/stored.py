@@ -16,6 +16,8 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import (
     Plane,
+    Stored,
+    Turning,
     coded_attention,
     coded_refusal,
     dequantise,
@@ -29,10 +31,13 @@ from kernels_pallas import (
     prefill_refusal,
     scan_refusal,
     select_refusal,
+    turn_and_store,
+    turn_and_store_refusal,
 )
 from kernels_pallas.coded_inputs import rows_of
 from zdc_jax.axes import Array
 from zdc_jax.ops.attention import Implementation, choose_implementation
+from zdc_jax.ops.rotary import UnturnedKeys
 from zdc_jax.ops.xla import xla_attention
 
 SLOTS = 128
@@ -292,3 +297,40 @@ def encoded(
     if not takes_kernels("coding", None, refusal):
         return None
     return encode(x, planes, positions[:, 0], end, block_table=table)
+
+
+def turned_and_stored(
+    q: Float[Array, "B 1 N H"],
+    k: UnturnedKeys,
+    v: Float[Array, "B 1 K Hv"],
+    stored: tuple[Stored, Stored],
+    positions: Int[Array, "B 1"],
+    end: Int[Array, " B"],
+    implementation: Implementation | None,
+    sinks: int,
+    window: int,
+    table: Int[Array, "B pages"] | None = None,
+) -> tuple[Float[Array, "B 1 N H"], Stored, Stored] | None:
+    """Turned queries of single tokens, and what keeps keys and values with these, written by one kernel; None
+    where it cannot, or XLA is to turn them.
+
+    stored: of keys and of values, with rings; planes are none if kernels do not know a code. With a table of
+    pages they are pools.
+    """
+    shapes = jax.eval_shape(k.angles)
+    row = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
+    options: dict[str, Any] = {"sinks": sinks, "window": window, "block_table": table}
+    turning = partial(Turning, q=k.q_basis, k=k.k_basis, shift=k.k_shift)
+
+    def refusal() -> str | None:
+        if not all(each.planes for each in stored):
+            return NOT_INTEGERS
+        keys = k.keys, v, turning(*shapes)
+        return device_refusal(q) or turn_and_store_refusal(q, *keys, *stored, row, row, **options)
+
+    if implementation not in (None, "pallas") or not takes_kernels("new token", None, refusal):
+        return None
+    keys = k.keys, v, turning(*k.angles())
+    turned, _, kept_k, kept_v = turn_and_store(q, *keys, *stored, positions[:, 0], end, **options)
+    assert turned is not None
+    return turned, kept_k, kept_v
