@@ -47,7 +47,7 @@ from benchmarks.coded_shapes import (
 )
 from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.timing import copy_bandwidth, device_ms, normal
-from kernels_pallas import Ring, coded_attention, decode_attention, index_scores, largest, merge_partial
+from kernels_pallas import Ring, coded_parts, decode_parts, index_scores, largest, merged_at_once
 from zdc_jax.cache.fitted_integers import FittedIntegers
 
 
@@ -90,11 +90,11 @@ def step(q: jax.Array, far: Coded, ring: Ring, begin: jax.Array, end: jax.Array,
     """One token of each row: near and far tokens under one softmax, [B, N, H]; begin and end: see `span`."""
     B, K, S = far[0][1].shape
     nothing, lengths = jnp.zeros((B, K, S, 0), q.dtype), end + WINDOW
-    near = decode_attention(q, nothing, nothing, lengths, scale=SCALE, ring=ring, sinks=SINKS, window=WINDOW)
+    near = decode_parts(q, nothing, nothing, lengths, scale=SCALE, ring=ring, sinks=SINKS, window=WINDOW)
     slots = choose(q, far, begin, end, plan=plan) if plan.read else None
     *keys, values = planes(far, plan)
-    found = coded_attention(q, keys, values, begin, end, scale=SCALE, slots=slots)
-    return merge_partial([(o[:, None], lse[..., None]) for o, lse in (near, found)])[0][:, 0]
+    found = coded_parts(q, keys, values, begin, end, scale=SCALE, slots=slots)
+    return merged_at_once([near, found], N // K, q.dtype)[0]
 
 
 class Head(NamedTuple):

@@ -83,6 +83,8 @@ class _Geometry(NamedTuple):
     shifted: bool
     with_q: bool
     gives_k: bool
+    together: bool
+    """q, k and v are heads of one array."""
     k: _Form
     v: _Form
 
@@ -273,11 +275,15 @@ def _launch(
         shifted=turning.shift is not None,
         with_q=q is not None,
         gives_k=T > 1,
+        # Where products with weights were one, XLA gives their results as one without a copy.
+        together=T == 1 and q is not None and v.shape[3] == H,
         k=forms[0],
         v=forms[1],
     )
-    given = [] if q is None else [q, turning.q]
-    given += [k, turning.k, v, turning.cos, turning.sin, starts.astype(jnp.int32), ends.astype(jnp.int32)]
+    new = [x for x in (q, k, v) if x is not None]
+    given = [jnp.concatenate(new, axis=2)] if g.together else new
+    given += [] if q is None else [turning.q]
+    given += [turning.k, turning.cos, turning.sin, starts.astype(jnp.int32), ends.astype(jnp.int32)]
     given += [] if block_table is None else [block_table]
     given += [] if turning.shift is None else [turning.shift.astype(jnp.float32)]
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -302,15 +308,17 @@ def _launch(
 def _kernel(*refs: Any, g: _Geometry) -> None:
     rest = iter(refs)
     take = lambda count: [next(rest) for _ in range(count)]
-    q_ref, q_basis = take(2) if g.with_q else (None, None)
-    k_ref, k_basis, v_ref, cos_ref, sin_ref, starts, ends = take(7)
+    q_ref, k_ref, v_ref = take(1) * 3 if g.together else [None] * (not g.with_q) + take(2 + g.with_q)
+    (q_basis,) = take(1) if g.with_q else (None,)
+    k_basis, cos_ref, sin_ref, starts, ends = take(5)
     (table,) = take(1) if g.paged else (None,)
     (shift,) = take(1) if g.shifted else (None,)
     take(g.k.arrays + g.v.arrays)  # The same memory as results.
     (q_out,) = take(1) if g.with_q else (None,)
     (k_out,) = take(1) if g.gives_k else (None,)
     k_held, v_held = take(g.k.arrays), take(g.v.arrays)
-    kv, part = pl.program_id(0), pl.program_id(2)
+    kv, K, part = pl.program_id(0), pl.num_programs(0), pl.program_id(2)
+    first_k, first_v = (K * g.G, K * (g.G + 1)) if g.together else (0, 0)
     tokens = _Tokens(g, pl.program_id(1) * g.rows + lax.broadcasted_iota(jnp.int32, (g.rows, 1), 0))
     angles = cos_ref, sin_ref
 
@@ -325,7 +333,7 @@ def _kernel(*refs: Any, g: _Geometry) -> None:
 
     @pl.when(part == g.G)
     def _keys() -> None:
-        turned = tokens.turned(k_ref, kv, angles, k_basis, kv)
+        turned = tokens.turned(k_ref, first_k + kv, angles, k_basis, kv)
 
         def piece(begin: int, width: int) -> Array:
             y = turned(begin, width)
@@ -341,7 +349,7 @@ def _kernel(*refs: Any, g: _Geometry) -> None:
 
     @pl.when(part == g.G + 1)
     def _values() -> None:
-        piece = lambda begin, width: tokens.get(v_ref, kv, begin, width)
+        piece = lambda begin, width: tokens.get(v_ref, first_v + kv, begin, width)
         _keep(tokens, kv, _by_planes(g.v, v_ref.shape[-1], piece), g.v, v_held, (starts, ends, table))
 
 

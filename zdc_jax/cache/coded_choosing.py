@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax.nn import logsumexp
 from jaxtyping import Float, Int
 
-from kernels_pallas import Plane
+from kernels_pallas import Parts, Plane
 from kernels_pallas.coded_scan import in_sample
 from zdc_jax.axes import Array
 from zdc_jax.cache.choosing import Choosing, FarTokens
-from zdc_jax.cache.coded_far import CodedFar, Parts
+from zdc_jax.cache.coded_far import CodedFar, Made
 from zdc_jax.cache.codes import Code, Coded, decode_tokens, encode_tokens
 from zdc_jax.cache.fitted_integers import kernel_planes
 from zdc_jax.cache.near_far import NearFarState
@@ -33,6 +33,7 @@ from zdc_jax.ops.stored import (
     choose_by_index,
     coded_decode,
     coded_decode_refusal,
+    of_parts,
     slots_for,
     takes_kernels,
 )
@@ -79,13 +80,13 @@ class CodedChoosing(CodedFar, Choosing):
         index, k, v = (empty(code, width) if width else () for code, width in self._planes())
         return FarTokens(k, v, index)
 
-    def parts(self, far: FarTokens) -> Parts:
-        """`CodedFar.parts`."""
+    def made(self, far: FarTokens) -> Made:
+        """`CodedFar.made`."""
         index = [(self.index_code, far.index)] if self.index else []
         return [*index, (self.key_code, far.k)], [(self.value_code, far.v)]
 
-    def of_parts(self, keys: Sequence[Coded], values: Sequence[Coded]) -> FarTokens:
-        """`CodedFar.of_parts`."""
+    def of_made(self, keys: Sequence[Coded], values: Sequence[Coded]) -> FarTokens:
+        """`CodedFar.of_made`."""
         (*index, coded_k), (coded_v,) = keys, values
         return FarTokens(coded_k, coded_v, *index)
 
@@ -134,6 +135,18 @@ class CodedChoosing(CodedFar, Choosing):
         slots = pages[:, 0]
         if not self._reads_on_kernels(far, q, slots, call):
             return super().attend_pages(far, q, positions, pages, replace(call, implementation="xla"))
+        return of_parts(q, self._parts(far, q, positions, slots, call))
+
+    def decode_parts(
+        self, far: FarTokens, q: Array, positions: Array, call: Call, aux: Any
+    ) -> tuple[Parts, Any]:
+        """`CodedFar.decode_parts`."""
+        pages = self.chosen(far, q, positions, call) if self.index else aux
+        parts = self._parts(far, q, positions, pages[:, 0], call)
+        return parts, pages if self.leads or not self.index else aux
+
+    def _parts(self, far: FarTokens, q: Array, positions: Array, slots: Array, call: Call) -> Parts:
+        """What single queries get of the tokens in `slots`, on the kernel."""
         pools, table = pools_of(far)
         return coded_decode(
             q,

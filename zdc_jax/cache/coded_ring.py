@@ -7,14 +7,14 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import Plane
+from kernels_pallas import Parts, Plane
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes import Code, Coded, decode_tokens, encode_tokens
 from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState, put_ring
 from zdc_jax.cache.spec import Attended, Call
 from zdc_jax.errors import PlanError
-from zdc_jax.ops.stored import coded_decode_refusal, coded_ring_decode, takes_kernels
+from zdc_jax.ops.stored import coded_decode_refusal, coded_ring_decode, of_parts, takes_kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class CodedRing(PrefixRing):
         """`LayerCacheSpec.attend`; kernels decode from the codes."""
         if q.shape[1] == 1 and self.decodes_held(state, q, v, call):
             written = self.write(state, k, v, positions, end)
-            return Attended(written, *self.decode_held(written, q, positions, call), aux)
+            return Attended(written, *of_parts(q, self.decode_held(written, q, positions, call)), aux)
         whole = replace(state, ring_k=self._decode(state.ring_k), ring_v=self._decode(state.ring_v))
         seen = self._seen(k), self._seen(v)
         done = self.plain.attend(whole, q, *seen, positions, end, aux, call)
@@ -102,9 +102,7 @@ class CodedRing(PrefixRing):
         # What is refused here may run on kernels yet, once it is decoded.
         return call.implementation != "xla" and takes_kernels("near decode", None, refusal)
 
-    def decode_held(
-        self, state: PrefixRingState, q: Array, positions: Array, call: Call
-    ) -> tuple[Array, Array]:
+    def decode_held(self, state: PrefixRingState, q: Array, positions: Array, call: Call) -> Parts:
         """`PrefixRing.decode_held`."""
         planes, (sinks, window) = [*(self.kernel_rings(state) or ())], state.near
         return coded_ring_decode(q, planes, positions, scale=call.scale, sinks=sinks, window=window)

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from kernels_pallas import Plane
+from kernels_pallas import Parts, Plane
 from zdc_jax.axes import Array
-from zdc_jax.cache.coded_far import CodedFar, Parts
+from zdc_jax.cache.coded_far import CodedFar, Made
 from zdc_jax.cache.codes import Code, Coded
 from zdc_jax.cache.fitted_integers import kernel_planes
 from zdc_jax.cache.near_far import NearFarState
@@ -23,6 +23,7 @@ from zdc_jax.ops.stored import (
     coded_decode,
     coded_decode_refusal,
     numbers,
+    of_parts,
     slots_for,
     takes_kernels,
     takes_numbers,
@@ -70,13 +71,13 @@ class CodedStore(CodedFar):
 
         return empty(self.key_code, self.R), empty(self.value_code, self.Z)
 
-    def parts(self, far: tuple[Coded, Coded]) -> Parts:
-        """`CodedFar.parts`."""
+    def made(self, far: tuple[Coded, Coded]) -> Made:
+        """`CodedFar.made`."""
         keys, values = self._stored(far)
         return [keys], [values]
 
-    def of_parts(self, keys: Sequence[Coded], values: Sequence[Coded]) -> tuple[Coded, Coded]:
-        """`CodedFar.of_parts`."""
+    def of_made(self, keys: Sequence[Coded], values: Sequence[Coded]) -> tuple[Coded, Coded]:
+        """`CodedFar.of_made`."""
         (coded_k,), (coded_v,) = keys, values
         return coded_k, coded_v
 
@@ -111,11 +112,17 @@ class CodedStore(CodedFar):
         stored = kernel_planes(self._stored(pools))
         refusal = partial(coded_decode_refusal, q, stored, table=table)
         if takes_kernels("coded decode", call.implementation, refusal):
-            sinks, window = self.sinks, self.window
-            return coded_decode(
-                q, stored, positions, scale=call.scale, sinks=sinks, window=window, table=table
-            )
+            return of_parts(q, self.decode_parts(far, q, positions, call, None)[0])
         return self.attend_rows(q, *self.read(far), positions, replace(call, implementation="xla"))
+
+    def decode_parts(
+        self, far: tuple[Coded, Coded], q: Array, positions: Array, call: Call, aux: Any
+    ) -> tuple[Parts, Any]:
+        """`CodedFar.decode_parts`."""
+        pools, table = pools_of(far)
+        stored, sinks, window = kernel_planes(self._stored(pools)), self.sinks, self.window
+        parts = coded_decode(q, stored, positions, scale=call.scale, sinks=sinks, window=window, table=table)
+        return parts, aux
 
     def reads_pages(self, state: NearFarState, q: Array, v: Any, call: Call) -> bool:
         """`LayerCacheSpec.reads_pages`: where kernels attend to codes, or to what they say."""

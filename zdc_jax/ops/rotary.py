@@ -18,13 +18,13 @@ from zdc_jax.ops.attention import Implementation
 class UnturnedKeys(NamedTuple):
     """Keys of new tokens before rotary embedding and basis, and what turns them, and their queries.
 
-    keys: [B, T, K, H]. positions: [B, T]. frequencies: of the rotary embedding, float64 [H/2]. q_basis,
+    keys: [B, T, K, H]. positions: [B, T]. frequencies: of the rotary embedding [H/2]. q_basis,
     k_basis: [K, H, C], k_shift [K, C] or None: as `rope_and_basis` takes them.
     """
 
     keys: Array
     positions: Array
-    frequencies: np.ndarray
+    frequencies: np.ndarray | Array
     q_basis: Array
     k_basis: Array
     k_shift: Array | None
@@ -40,8 +40,8 @@ class UnturnedKeys(NamedTuple):
         basis = self.q_basis, self.k_basis, self.k_shift
         return rope_and_basis(q, self.keys, self.positions, self.frequencies, *basis, implementation)
 
-    def angles(self) -> tuple[Float[Array, "B T H/2"], Float[Array, "B T H/2"]]:
-        """Cosines and sines, float32."""
+    def angles(self) -> tuple[Float[Array, "B T h"], Float[Array, "B T h"]]:
+        """Cosines and sines of the rotary embedding, float32."""
         return _angles(self.positions, self.frequencies)
 
 
@@ -116,7 +116,7 @@ def rope_and_basis(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     positions: Int[Array, "B T"],
-    frequencies: Float[np.ndarray, "H/2"],
+    frequencies: Float[np.ndarray | Array, "H/2"],
     q_rotation: Float[Array, "K H C"],
     k_rotation: Float[Array, "K H C"],
     k_shift: Float[Array, "K C"] | None,
@@ -151,7 +151,7 @@ def _operands(
     k_rotation: Array,
     k_shift: Array | None,
     *,
-    frequencies: np.ndarray,
+    frequencies: np.ndarray | Array,
 ) -> dict[str, Any]:
     """What `post_rope` takes. A tile is of one row's tokens: few in each are better taken as one row."""
     B, T = q.shape[:2]
@@ -162,7 +162,9 @@ def _operands(
     return {name: rows(x) for name, x in by_token.items()} | rotations
 
 
-def _angles(positions: Int[Array, "B T"], frequencies: np.ndarray) -> tuple[Array, Array]:
-    """Cosines and sines of the rotary embedding, float32 [B, T, H/2]."""
+def _angles(
+    positions: Int[Array, "B T"], frequencies: Float[np.ndarray | Array, " h"]
+) -> tuple[Float[Array, "B T h"], Float[Array, "B T h"]]:
+    """Cosines and sines of the rotary embedding, float32."""
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
     return jnp.cos(angles), jnp.sin(angles)

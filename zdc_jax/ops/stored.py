@@ -15,10 +15,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from kernels_pallas import (
+    Parts,
     Plane,
     Stored,
     Turning,
-    coded_attention,
+    coded_parts,
     coded_refusal,
     dequantise,
     dequantise_refusal,
@@ -27,6 +28,8 @@ from kernels_pallas import (
     encode_refusal,
     index_scores,
     largest,
+    merged,
+    merged_at_once,
     prefill_attention,
     prefill_refusal,
     scan_refusal,
@@ -192,14 +195,22 @@ def coded_decode(
     window: int,
     slots: Int[Array, "B K n"] | None = None,
     table: Int[Array, "B pages"] | None = None,
-) -> tuple[Float[Array, "B 1 N Z"], Float[Array, "B N 1"]]:
+) -> Parts:
     """Attention of one query a row to far tokens in integers on the kernel, all or those in `slots`.
 
     planes: of keys, then one of values; with a table of pages, pools of them.
     """
     *keys, values = planes
     span = far_span(positions, sinks, window)
-    o, lse = coded_attention(q[:, 0], keys, values, *span, scale=scale, slots=slots, block_table=table)
+    return coded_parts(q[:, 0], keys, values, *span, scale=scale, slots=slots, block_table=table)
+
+
+def of_parts(
+    q: Float[Array, "B 1 N R"], *parts: Parts
+) -> tuple[Float[Array, "B 1 N Z"], Float[Array, "B N 1"]]:
+    """What single queries get from parts of their keys, and the log-sum-exp."""
+    G = q.shape[2] // parts[0].o.shape[1]
+    o, lse = merged(*parts, G, q.dtype) if len(parts) == 1 else merged_at_once(parts, G, q.dtype)
     return o[:, None], lse[..., None]
 
 
@@ -211,7 +222,7 @@ def coded_ring_decode(
     scale: float,
     sinks: int,
     window: int,
-) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B N 1"]]:
+) -> Parts:
     """Attention of one query a row to near tokens in integers on the kernel, the query's own among them.
 
     planes: of keys and of values, as a ring stands: position p of the window in slot p mod window, sink p in
@@ -224,8 +235,7 @@ def coded_ring_decode(
     sink = slot - window
     held = jnp.where(slot < window, recent >= sinks, (sink < sinks) & (sink <= positions))
     slots = jnp.broadcast_to(jnp.where(held, slot, M)[:, None], (B, K, M))
-    o, lse = coded_attention(q[:, 0], [keys], values, row, row + M, scale=scale, slots=slots)
-    return o[:, None], lse[..., None]
+    return coded_parts(q[:, 0], [keys], values, row, row + M, scale=scale, slots=slots)
 
 
 def choice_refusal(
