@@ -13,8 +13,9 @@ float64 on the same integers and the same choice.
 
 `encode`: keys and values of a prompt of 8192 tokens, the kernel alone, its bytes beside those that a copy
 moves in that time. `prompt chunk`: 1024 new tokens and their far ones behind 31,744, all in 4 bits, as the
-product reads them; the peer is the same attention to bfloat16. `selection`: 1024 scores of each row; the peer
-is XLA's.
+product reads them; the peer is the same attention to bfloat16. `new tokens`: queries, keys and values turned,
+coded and stored in one launch; the peer turns, then codes, then puts into the ring. `selection`: 1024 scores
+of each row; the peer is XLA's.
 """
 
 import itertools
@@ -30,7 +31,7 @@ import numpy as np
 import tyro
 
 from benchmarks.bench_kernels import cudnn
-from benchmarks.coded_rows import SELECTIONS, chunk_row, encode_row, selection_row
+from benchmarks.coded_rows import SELECTIONS, chunk_row, encode_row, new_tokens_row, selection_row
 from benchmarks.coded_shapes import (
     HEADS,
     PLANS,
@@ -59,7 +60,9 @@ class Shape(NamedTuple):
 
 
 OF_HEADS = ("encode", "prompt chunk")
-KINDS = (*OF_HEADS, "selection", *PLANS)
+NEW = ((8, 1), (1, 8192))
+"""Rows and new tokens of each."""
+KINDS = (*OF_HEADS, "new tokens", "selection", *PLANS)
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,8 @@ def rows(options: Options, reading: float, copying: float) -> Iterator[dict[str,
         if kind in options.kinds:
             make = partial(encode_row, rate=copying) if kind == "encode" else chunk_row
             yield make(heads, options.repeats)
+    for (B, T), heads in itertools.product(NEW if "new tokens" in options.kinds else (), HEADS):
+        yield new_tokens_row(heads, B, T, options.repeats)
     for scores in SELECTIONS if "selection" in options.kinds else ():
         yield selection_row(scores, options.repeats)
     decoding = [kind for kind in options.kinds if kind in PLANS]

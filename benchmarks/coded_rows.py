@@ -21,9 +21,10 @@ from benchmarks.coded_shapes import (
 )
 from benchmarks.common import commit
 from benchmarks.timing import device_ms, kernel_times, normal
-from kernels_pallas import encode, largest
+from kernels_pallas import Stored, Turning, encode, largest, post_rope, turn_and_store
 from zdc_jax.cache.coded_store import CodedStore
 from zdc_jax.cache.fitted_integers import FittedIntegers
+from zdc_jax.cache.prefix_ring import put_ring
 from zdc_jax.cache.spec import Call
 
 PROMPT = 8192
@@ -72,6 +73,69 @@ def encode_row(heads: str, repeats: int, rate: float) -> dict[str, Any]:
         "repeats": {"ms": times},
         "commit": commit(),
     }
+
+
+def new_tokens_row(heads: str, B: int, T: int, repeats: int) -> dict[str, Any]:
+    """Queries, keys and values of new tokens turned, coded and stored: in one launch, and turned first and
+    then coded; those of prompts have no ring here, single ones the near tokens' in 16 bits."""
+    K, plan, start = HEADS[heads], PLANS["chosen"], jnp.full(B, WINDOW, jnp.int32)
+    zeros = lambda *shape: jnp.zeros((B, K, WINDOW + max(T, 128), *shape), jnp.uint8)
+    empty = tuple((zeros(width), zeros()) for width in plan.nbytes)
+    q, (k, v) = normal(0, B, T, N, H), (normal(i, B, T, K, H) for i in (1, 2))
+    angles = (start[:, None] + jnp.arange(T))[..., None] * 1e4 ** -jnp.arange(0, 1, 2 / H)
+    bases = [jnp.linalg.qr(normal(i, K, H, H, dtype=jnp.float32))[0].astype(jnp.float16) for i in (3, 4)]
+    turning = Turning(jnp.cos(angles), jnp.sin(angles), *bases)
+    rings = [normal(i, B, K, WINDOW + 8, H) if T == 1 else None for i in (5, 6)]
+
+    def at_once(held: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        empty, rings = held
+        index, rest, values = planes(empty, plan)
+        stored = Stored([index, rest], rings[0]), Stored([values], rings[1])
+        near = {"sinks": SINKS, "window": WINDOW}
+        q, k, *stored = turn_and_store(q, k, v, turning, *stored, start, start + T, **near)
+        keys, values = stored
+        written = tuple(plane[:2] for plane in (*keys.planes, *values.planes))
+        return (written, [keys.ring, values.ring]), (q, k)
+
+    def turned(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q, k, _ = post_rope(q, k, *turning[:4], qk_rank=H, keep_tail=False)
+        return q, k.swapaxes(1, 2)
+
+    def apart(held: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        (empty, rings), (q, k) = held, turned(q, k)
+        near = {"positions": start[:, None] + jnp.arange(T), "end": start + T, "sinks": SINKS}
+        if T == 1:
+            rings = [put_ring(x, x=new, window=WINDOW, **near) for x, new in zip(rings, (k, v), strict=True)]
+        written = tuple(plane[:2] for each in put(k, v, empty, start) for plane in each)
+        return (written, rings), (q, k)
+
+    times, peer = (_in_place(f, (empty, rings), (q, k, v), repeats) for f in (at_once, apart))
+    turning_times = device_ms(turned, q, k, iterations=repeats)
+    return {
+        "kind": "new tokens",
+        "heads": heads,
+        "B": B,
+        "T": T,
+        "plan": plan._asdict(),
+        "ms": float(np.median(times)),
+        "peer_ms": min(peer),
+        "turning_ms": min(turning_times),
+        "repeats": {"ms": times, "peer_ms": peer, "turning_ms": turning_times},
+        "commit": commit(),
+    }
+
+
+def _in_place(f: Any, held: Any, given: tuple[jax.Array, ...], repeats: int) -> list[float]:
+    """Milliseconds of all kernels of f(held, *given), which gives what is held next and other things."""
+    call, held = jax.jit(f, donate_argnums=0), jax.tree.map(jnp.copy, held)
+    held, _ = call(held, *given)
+
+    def run() -> Any:
+        nonlocal held
+        held, found = call(held, *given)
+        return found
+
+    return [sum(ms for _, ms in kernel_times(run)) for _ in range(repeats)]
 
 
 def whole_store(heads: str) -> CodedStore:
