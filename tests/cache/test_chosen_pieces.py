@@ -156,6 +156,27 @@ def test_no_row_is_copied_out_of_pages_where_kernels_run(plain, T):
         assert not layer.reads_pages(state, q, None, Call(0.2, "xla"))
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("layer", [ALONE, LEADER])
+@pytest.mark.sampled
+def test_lowers_in_several_blocks(monkeypatch, layer, paged, groups):
+    """For CUDA, on any machine."""
+    monkeypatch.setattr(stored, "device_refusal", lambda q: None)
+    monkeypatch.setattr(stored, "AT_ONCE", 4 * B * K * stored.LEAST_NUMBERS * 16)
+    shape = lambda dtype, *dims: jax.ShapeDtypeStruct(dims, dtype)
+    far = jax.eval_shape(lambda: layer.create_far(9 if paged else B, PAGE if paged else S))
+    table, call = shape(jnp.int32, B, S // PAGE), Call(0.2, "pallas")
+
+    def attend(far, table, q, positions):
+        far = jax.tree.map(lambda pool: Pages(pool, table), far) if paged else far
+        return layer.far_part(far, q, None, positions, call, None)[:2]
+
+    given = shape(jnp.bfloat16, B, LONGEST, K * groups, H), shape(jnp.int32, B, LONGEST)
+    o, lse = jax.jit(attend).trace(far, table, *given).lower(lowering_platforms=("cuda",)).out_info
+    assert (o.shape, lse.shape) == ((B, LONGEST, K * groups, H), (B, K * groups, LONGEST))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

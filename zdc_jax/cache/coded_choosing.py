@@ -3,6 +3,9 @@
 The first coordinates of keys, which a calibrated basis orders by energy, have a plane of their own: it is the
 index, and part of the answer. The other coordinates of keys, and values, are planes that decoding reads of
 chosen tokens alone. What is chosen answers with all its coordinates.
+
+On kernels queries of a piece of a prompt are as many decoded tokens that share one store: each has a row of
+its own in a block table. A piece thus chooses and gives what its tokens would one by one, up to rounding.
 """
 
 from dataclasses import dataclass, replace

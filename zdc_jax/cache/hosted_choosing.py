@@ -39,8 +39,9 @@ class HostedChoosing(CodedChoosing):
     """`CodedChoosing` whose keys and values lie in host memory, uint8 [B, S + 1, K, bytes of a token].
 
     They are `k` of `FarTokens`; `v` is empty. The last slot takes what is not to be kept. Decoded tokens
-    fetch what they read. Pieces of prompts fetch the whole layer, and a new cache is made by way of the
-    device: a layer must find room there for a time, which is not counted. The codes' arrays are bytes.
+    fetch what they read. Pieces of prompts fetch the whole layer, and attend to it on XLA. A new cache is
+    made by way of the device. In both a layer must find room there for a time, which is not counted. The
+    codes' arrays are bytes.
 
     Raises:
       PlanError: codes whose arrays are not bytes, or what `CodedChoosing` refuses.
