@@ -176,9 +176,7 @@ def chosen_chunk_row(heads: str, repeats: int) -> dict[str, Any]:
     error, agreement: the worst of `SAMPLED`, see `Query`. xla_ms: of the same call on XLA, which reads all.
     """
     K, S, plan, store = HEADS[heads], BEHIND + CHUNK, PLANS["chosen"], choosing_store(heads)
-    index, k, v = (
-        (levels[..., None, :], reach[..., None, None]) for levels, reach in random_tokens(plan, 1, K, S)
-    )
+    index, k, v = ((levels, reach[..., None]) for levels, reach in random_tokens(plan, 1, K, S))
     far = FarTokens(k, v, index)
     q, positions = normal(0, 1, CHUNK, N, H), BEHIND + jnp.arange(CHUNK, dtype=jnp.int32)[None]
     given, on_kernels = (far, q, positions), Call(SCALE, "pallas")
