@@ -158,6 +158,7 @@ def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name,
         ("dense", TOKENS, 1 / 2),
         ("ranks", TOKENS, 1 / 2),
         ("coded", TOKENS, 7 / 4),
+        ("chosen", TOKENS, 5),
         ("coded near", 8 * TOKENS, 16),  # Numbers of a row are many times its codes.
     ],
 )

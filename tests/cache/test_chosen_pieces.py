@@ -89,19 +89,19 @@ def run(layers, groups, implementation, *, singly=False, table=None):
 
 
 def errors(found, expected):
-    """Of each token, layer, row and head; 0 where there is none."""
+    """Of each token, layer, row and head; NaN where there is none."""
     size = np.linalg.norm(expected, axis=-1)
-    return np.linalg.norm(found - expected, axis=-1) / np.where(size > 0, size, 1)
+    return np.linalg.norm(found - expected, axis=-1) / np.where(size > 0, size, np.nan)
 
 
-def check_xla(layers, groups, **options):
-    """Of every layer, row and head: a choice between tokens as good as equal may fall otherwise, of few."""
-    error = errors(run(layers, groups, None, **options), run(layers, groups, "xla"))
-    there = error > 0
-    for at in np.ndindex(error.shape[1:]):
-        of_tokens = error[:, *at]
-        assert np.median(of_tokens[of_tokens > 0]) < 0.01
-    assert np.quantile(error[there], 0.9) < 0.03
+def check_xla(layers, groups, share):
+    """Of every layer, row and head so large a share of tokens agrees; all, where nothing is left out.
+
+    Kernels round queries of the index, and of tokens as good as equal they may take another.
+    """
+    error = errors(run(layers, groups, None), run(layers, groups, "xla"))
+    share = 1.0 if all(layer.read >= S for layer in layers) else share
+    assert np.nanquantile(error, share, axis=0).max() < 0.02
 
 
 @pytest.fixture
@@ -120,14 +120,14 @@ def on_kernels(caplog):
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.sampled
 def test_a_piece_is_what_xla_makes_of_it(plain, on_kernels, name, heads):
-    check_xla(LAYERS[name], HEADS[heads])
+    check_xla(LAYERS[name], HEADS[heads], share=0.7)
 
 
 @pytest.mark.parametrize("name", ["alone", "in order"])
 @pytest.mark.sampled
 def test_a_piece_is_what_each_token_gives_alone(plain, name):
     pieces, tokens = (run(LAYERS[name], G, None, singly=singly) for singly in (False, True))
-    assert errors(pieces, tokens).max() < 0.01
+    assert np.nanmax(errors(pieces, tokens)) < 0.01
 
 
 def in_pages(layers):
@@ -202,11 +202,19 @@ def test_a_piece_of_tokens_on_the_host_is_read_on_xla(plain):
     np.testing.assert_array_equal(run(layers, G, None), run((ALONE,), G, "xla"))
 
 
+@pytest.mark.sampled
+def test_what_kernels_choose_for_a_piece_serves_xla(plain):
+    """A leader's index is on the device, its tokens are on the host; of the last row few are far."""
+    given = {name: getattr(LEADER, name) for name in ("index", "read", "leads", *CHOOSING, *NEAR)}
+    found, expected = run((HostedChoosing(**given),), G, None), run((LEADER,), G, "xla")
+    assert np.nanquantile(errors(found, expected), 0.9) < 0.03
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_piece_on_the_device_is_what_xla_makes_of_it(on_kernels, name, heads):
-    check_xla(LAYERS[name], HEADS[heads])
+    check_xla(LAYERS[name], HEADS[heads], share=0.2)
 
 
 @pytest.mark.gpu
@@ -218,7 +226,7 @@ def test_a_piece_on_the_device_is_what_each_token_gives_alone(on_kernels, name, 
     attend.clear_cache()
     pieces, tokens = (run(LAYERS[name], HEADS[heads], None, singly=singly) for singly in (False, True))
     attend.clear_cache()
-    assert errors(pieces, tokens).max() < 0.02
+    assert np.nanmax(errors(pieces, tokens)) < 0.02
 
 
 @pytest.mark.gpu

@@ -109,11 +109,9 @@ class CodedChoosing(Choosing):
     def attend_far(self, far: FarTokens, q: Array, positions: Array, call: Call) -> tuple[Array, Array]:
         """`Choosing.attend_far`; on kernels, where these choose and read, block by block of queries."""
         if not self._is_on_kernels(far, q, call):
-            # Which kernels cannot, and why, is said.
-            single = q.shape[1] == 1
-            return super().attend_far(
-                far, q, positions, call if single else replace(call, implementation="xla")
-            )
+            # The log has the reason by now. For a single token kernels may still choose.
+            on_xla = replace(call, implementation="xla")
+            return super().attend_far(far, q, positions, call if q.shape[1] == 1 else on_xla)
 
         def one_block(q: Array, positions: Array) -> tuple[Array, Array]:
             return self.attend_pages(far, q, positions, self.chosen(far, q, positions, call), call)
