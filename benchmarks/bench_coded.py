@@ -13,9 +13,11 @@ float64 on the same integers and the same choice.
 
 `encode`: keys and values of a prompt of 8192 tokens, the kernel alone, its bytes beside those that a copy
 moves in that time. `prompt chunk`: 1024 new tokens and their far ones behind 31,744, all in 4 bits, as the
-product reads them; the peer is the same attention to bfloat16. `new tokens`: queries, keys and values turned,
-coded and stored in one launch; the peer turns, then codes, then puts into the ring. `selection`: 1024 scores
-of each row; the peer is XLA's.
+product reads them; the peer is the same attention to bfloat16. `prompt chunk chosen`: the same new tokens, of
+which each reads 1024 far ones by the index, beside the same peer; `xla_ms` is what XLA takes, and `agreement`
+how much of what kernels choose it chooses, too. `new tokens`: queries, keys and values turned, coded and
+stored in one launch; the peer turns, then codes, then puts into the ring. `selection`: 1024 scores of each
+row; the peer is XLA's.
 """
 
 import itertools
@@ -31,7 +33,14 @@ import numpy as np
 import tyro
 
 from benchmarks.bench_kernels import cudnn
-from benchmarks.coded_rows import SELECTIONS, chunk_row, encode_row, new_tokens_row, selection_row
+from benchmarks.coded_rows import (
+    SELECTIONS,
+    chosen_chunk_row,
+    chunk_row,
+    encode_row,
+    new_tokens_row,
+    selection_row,
+)
 from benchmarks.coded_shapes import (
     HEADS,
     PLANS,
@@ -59,7 +68,7 @@ class Shape(NamedTuple):
     S: int
 
 
-OF_HEADS = ("encode", "prompt chunk")
+OF_HEADS = ("encode", "prompt chunk", "prompt chunk chosen")
 NEW = ((8, 1), (1, 8192))
 """Rows and new tokens of each."""
 KINDS = (*OF_HEADS, "new tokens", "selection", *PLANS)
@@ -176,9 +185,9 @@ def row(kind: str, heads: str, shape: Shape, peer: list[float], repeats: int, ra
 
 def rows(options: Options, reading: float, copying: float) -> Iterator[dict[str, Any]]:
     """Of all kinds but decoding, and of decoding at all shapes, its kinds beside the same peer."""
-    for kind, heads in itertools.product(OF_HEADS, HEADS):
+    makers = partial(encode_row, rate=copying), chunk_row, chosen_chunk_row
+    for (kind, make), heads in itertools.product(zip(OF_HEADS, makers, strict=True), HEADS):
         if kind in options.kinds:
-            make = partial(encode_row, rate=copying) if kind == "encode" else chunk_row
             yield make(heads, options.repeats)
     for (B, T), heads in itertools.product(NEW if "new tokens" in options.kinds else (), HEADS):
         yield new_tokens_row(heads, B, T, options.repeats)

@@ -1,5 +1,6 @@
-"""Rows of `bench_coded` beside those of decoding: coding a prompt, a piece of a prompt, and selecting."""
+"""Rows of `bench_coded` beside those of decoding: coding a prompt, pieces of a prompt, and selecting."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,8 @@ from benchmarks.coded_shapes import (
 from benchmarks.common import commit
 from benchmarks.timing import device_ms, kernel_times, normal
 from kernels_pallas import Stored, Turning, encode, largest, post_rope, turn_and_store
+from zdc_jax.cache.choosing import FarTokens
+from zdc_jax.cache.coded_choosing import CodedChoosing
 from zdc_jax.cache.coded_store import CodedStore
 from zdc_jax.cache.fitted_integers import FittedIntegers
 from zdc_jax.cache.prefix_ring import put_ring
@@ -32,6 +35,8 @@ BEHIND, CHUNK = 31744, 1024
 """Tokens that are there, and new ones."""
 COUNT = 1024
 """Scores that are selected of a row."""
+XLA_REPEATS = 2
+"""Of what takes many times as long as kernels."""
 
 
 class Scores(NamedTuple):
@@ -178,6 +183,94 @@ def chunk_row(heads: str, repeats: int) -> dict[str, Any]:
         "peer_ms": peer_ms,
         "cost": ms / peer_ms,
         "repeats": {"ms": times, "peer_ms": peer},
+        "commit": commit(),
+    }
+
+
+def choosing_store(heads: str) -> CodedChoosing:
+    """The product's store of plan `chosen`."""
+    plan = PLANS["chosen"]
+    (index, index_bits), (_, bits_k), (_, bits_v) = *plan.keys, plan.values
+    return CodedChoosing(
+        num_kv_heads=HEADS[heads],
+        head_dim=H,
+        dtype="bfloat16",
+        R=H,
+        Z=H,
+        sinks=SINKS,
+        window=WINDOW,
+        index=index,
+        index_code=FittedIntegers(index_bits),
+        key_code=FittedIntegers(bits_k),
+        value_code=FittedIntegers(bits_v),
+        read=plan.read,
+    )
+
+
+class Query(NamedTuple):
+    """One query head at one place of a piece, for the truth."""
+
+    t: int
+    n: int
+
+    def error(self, o: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> float:
+        """Of o [1, T, N, H], relative to float64 on k, v [1, K, S, H] in its `slots` [1, T, K, n]."""
+        f64 = lambda x: np.asarray(x.astype(jnp.float32), np.float64)
+        kv = self.n // (N // k.shape[1])
+        at = slots[0, self.t, kv]
+        scores = SCALE * f64(k[0, kv, at]) @ f64(q[0, self.t, self.n])
+        weights = np.exp(scores - scores.max())
+        true = weights / weights.sum() @ f64(v[0, kv, at])
+        return float(np.linalg.norm(f64(o[0, self.t, self.n]) - true) / np.linalg.norm(true))
+
+    def agreement(self, store: CodedChoosing, far: FarTokens, q: jax.Array, slots: jax.Array) -> float:
+        """Share of its slots that XLA chooses, too, which does not round queries."""
+        here, kv = slice(self.t, self.t + 1), self.n // (N // store.num_kv_heads)
+        positions = jnp.full((1, 1), BEHIND + self.t, jnp.int32)
+        chosen = store.chosen(far, q[:, here], positions, Call(SCALE, "xla"))[0, 0, kv]
+        return float(np.isin(slots[0, self.t, kv], chosen).mean())
+
+
+SAMPLED = Query(0, 0), Query(517, N // 2), Query(CHUNK - 1, N - 1)
+
+
+def chosen_chunk_row(heads: str, repeats: int) -> dict[str, Any]:
+    """A piece of a prompt whose tokens each choose what they read, beside attention to all in bfloat16.
+
+    error, agreement: the worst of `SAMPLED`, see `Query`. xla_ms: of the same call on XLA, which reads all.
+    """
+    K, S, plan, store = HEADS[heads], BEHIND + CHUNK, PLANS["chosen"], choosing_store(heads)
+    index, k, v = ((levels, reach[..., None]) for levels, reach in random_tokens(plan, 1, K, S))
+    far = FarTokens(k, v, index)
+    q, positions = normal(0, 1, CHUNK, N, H), BEHIND + jnp.arange(CHUNK, dtype=jnp.int32)[None]
+    given, on_kernels = (far, q, positions), Call(SCALE, "pallas")
+    attend = lambda far, q, positions: store.attend_far(far, q, positions, on_kernels)
+    # What a leader hands on, alone: its attention is dropped by the compiler.
+    leader = replace(store, leads=True)
+    choose = lambda far, q, positions: leader.far_part(far, q, None, positions, on_kernels, None)[2]
+    on_xla = lambda far, q, positions: store.attend_far(far, q, positions, Call(SCALE, "xla"))
+    exact = lambda k, v, q, positions: store.attend_rows(q, k, v, positions, on_kernels)
+    times, delay = (device_ms(call, *given, iterations=repeats) for call in (attend, choose))
+    rows = jax.jit(store.all_rows)(far)
+    peer = device_ms(exact, *rows, q, positions, iterations=repeats)
+    masked = device_ms(on_xla, *given, iterations=XLA_REPEATS)
+    (o, _), slots = jax.jit(attend)(*given), jax.jit(choose)(*given)
+    ms, peer_ms = float(np.median(times)), min(peer)
+    return {
+        "kind": "prompt chunk chosen",
+        "heads": heads,
+        "B": 1,
+        "T": CHUNK,
+        "S": S,
+        "plan": plan._asdict() | {"window": WINDOW, "sinks": SINKS},
+        "ms": ms,
+        "delay": float(np.median(delay)),
+        "peer_ms": peer_ms,
+        "xla_ms": min(masked),
+        "cost": ms / peer_ms,
+        "error": max(each.error(o, q, *rows, slots) for each in SAMPLED),
+        "agreement": min(each.agreement(store, far, q, slots) for each in SAMPLED),
+        "repeats": {"ms": times, "peer_ms": peer, "delay": delay, "xla_ms": masked},
         "commit": commit(),
     }
 

@@ -196,7 +196,7 @@ def check(spec, caplog, unturned=False, in_pages=False):
         held = Paged.of(spec, page=PAGE, pages=B * pages)
     with caplog.at_level(logging.INFO, logger="zdc_jax.ops"):
         found, _ = run(held, None, table=table, unturned=unturned)
-    kinds = {"choice", "decode of chosen tokens"} if isinstance(spec, CodedChoosing) else {"coded decode"}
+    kinds = {"choice", "attention to chosen tokens"} if isinstance(spec, CodedChoosing) else {"coded decode"}
     kinds |= {"new token"} if unturned else {"coding"}
     kinds |= {"near decode"} if spec.near_code else set()
     assert {f"{kind} runs on pallas" for kind in kinds} <= {record.getMessage() for record in caplog.records}
@@ -237,7 +237,7 @@ def test_what_kernels_do_not_read_says_why(plain, change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"page": 4}, "kernels choose single tokens, not pages of 4"),
+        ({"page": 4}, "kernels read single tokens, not pages of 4"),
         ({"read": 96}, "k=96: must be a multiple of 128"),
         (
             {"index_code": FittedIntegers(3)},

@@ -132,8 +132,11 @@ def _slot(positions: Array, end: Array, sinks: int, window: int) -> tuple[Array,
 
 
 def _slots_of(planes: list[Plane]) -> jax.ShapeDtypeStruct | None:
-    """The shape of a list of all slots."""
-    return jax.ShapeDtypeStruct(planes[0].reach.shape, jnp.int32) if planes else None
+    """The shape of a list of all slots, of one query a row."""
+    if not planes:
+        return None
+    B, K, M = planes[0].reach.shape
+    return jax.ShapeDtypeStruct((B, 1, K, M), jnp.int32)
 
 
 def _shape(ring: PrefixRing) -> dict[str, Any]:

@@ -119,10 +119,9 @@ class CodedStore(CodedFar):
         self, far: tuple[Coded, Coded], q: Array, positions: Array, call: Call, aux: Any
     ) -> tuple[Parts, Any]:
         """`CodedFar.decode_parts`."""
-        pools, table = pools_of(far)
-        stored, sinks, window = kernel_planes(self._stored(pools)), self.sinks, self.window
-        parts = coded_decode(q, stored, positions, scale=call.scale, sinks=sinks, window=window, table=table)
-        return parts, aux
+        (pools, table), near = pools_of(far), (self.sinks, self.window)
+        stored = kernel_planes(self._stored(pools))
+        return coded_decode(q, stored, positions, near, scale=call.scale, table=table), aux
 
     def reads_pages(self, state: NearFarState, q: Array, v: Any, call: Call) -> bool:
         """`LayerCacheSpec.reads_pages`: where kernels attend to codes, or to what they say."""
