@@ -41,7 +41,7 @@ HEADS = {"MHA": 1, "GQA": G}
 def plain(monkeypatch):
     """Plain functions in the kernels' place, and few queries at once."""
     monkeypatch.setattr(stored, "device_refusal", lambda q: None)
-    monkeypatch.setattr(stored, "coded_attention", decoding.plain_attention)
+    monkeypatch.setattr(stored, "coded_parts", decoding.plain_parts)
     monkeypatch.setattr(stored, "index_scores", decoding.plain_scores)
     monkeypatch.setattr(stored, "largest", decoding.largest_reference)
     monkeypatch.setattr(stored, "encode_refusal", lambda *_, **__: "none here")

@@ -38,10 +38,11 @@ class Case:
         if page:
             pool = Pool(planes, np.full(B, SINKS), self.positions[:, -1] + 1, page)
             planes, table = pool.planes, pool.table
-        given = {"scale": SCALE, "sinks": SINKS, "window": WINDOW, "table": table}
+        given, near = {"scale": SCALE, "table": table}, {"sinks": SINKS, "window": WINDOW}
         positions = jnp.asarray(self.positions)
-        slots = stored.choose_by_index(self.q[..., :32], planes[:1], positions, count=COUNT, **given)
-        o, lse = stored.coded_decode(self.q, planes, positions, slots=slots, **given)
+        slots = stored.choose_by_index(self.q[..., :32], planes[:1], positions, count=COUNT, **given, **near)
+        parts = stored.coded_decode(self.q, planes, positions, (SINKS, WINDOW), slots=slots, **given)
+        o, lse = stored.of_parts(self.q, parts)
         return np.asarray(slots), np.asarray(o, np.float64), np.asarray(lse, np.float64)
 
     def truth(self):
