@@ -69,8 +69,8 @@ class Shape(NamedTuple):
 
 
 OF_HEADS = ("encode", "prompt chunk", "prompt chunk chosen")
-NEW = ((8, 1), (1, 8192))
-"""Rows and new tokens of each."""
+ROWS = 8
+"""Of new tokens."""
 KINDS = (*OF_HEADS, "new tokens", "selection", *PLANS)
 
 
@@ -189,8 +189,8 @@ def rows(options: Options, reading: float, copying: float) -> Iterator[dict[str,
     for (kind, make), heads in itertools.product(zip(OF_HEADS, makers, strict=True), HEADS):
         if kind in options.kinds:
             yield make(heads, options.repeats)
-    for (B, T), heads in itertools.product(NEW if "new tokens" in options.kinds else (), HEADS):
-        yield new_tokens_row(heads, B, T, options.repeats)
+    for heads in HEADS if "new tokens" in options.kinds else ():
+        yield new_tokens_row(heads, ROWS, options.repeats)
     for scores in SELECTIONS if "selection" in options.kinds else ():
         yield selection_row(scores, options.repeats)
     decoding = [kind for kind in options.kinds if kind in PLANS]

@@ -80,39 +80,38 @@ def encode_row(heads: str, repeats: int, rate: float) -> dict[str, Any]:
     }
 
 
-def new_tokens_row(heads: str, B: int, T: int, repeats: int) -> dict[str, Any]:
-    """Queries, keys and values of new tokens turned, coded and stored: in one launch, and turned first and
-    then coded; those of prompts have no ring here, single ones the near tokens' in 16 bits."""
+def new_tokens_row(heads: str, B: int, repeats: int) -> dict[str, Any]:
+    """One new token of each row turned, coded and put into store and ring: in one launch, and one after the
+    other."""
     K, plan, start = HEADS[heads], PLANS["chosen"], jnp.full(B, WINDOW, jnp.int32)
-    zeros = lambda *shape: jnp.zeros((B, K, WINDOW + max(T, 128), *shape), jnp.uint8)
+    zeros = lambda *shape: jnp.zeros((B, K, WINDOW + 128, *shape), jnp.uint8)
     empty = tuple((zeros(width), zeros()) for width in plan.nbytes)
-    q, (k, v) = normal(0, B, T, N, H), (normal(i, B, T, K, H) for i in (1, 2))
-    angles = (start[:, None] + jnp.arange(T))[..., None] * 1e4 ** -jnp.arange(0, 1, 2 / H)
+    q, (k, v) = normal(0, B, 1, N, H), (normal(i, B, 1, K, H) for i in (1, 2))
+    angles = start[:, None] * 1e4 ** -jnp.arange(0, 1, 2 / H)
     bases = [jnp.linalg.qr(normal(i, K, H, H, dtype=jnp.float32))[0].astype(jnp.float16) for i in (3, 4)]
     turning = Turning(jnp.cos(angles), jnp.sin(angles), *bases)
-    rings = [normal(i, B, K, WINDOW + 8, H) if T == 1 else None for i in (5, 6)]
+    rings = [normal(i, B, K, WINDOW + 8, H) for i in (5, 6)]
+    near = {"sinks": SINKS, "window": WINDOW}
 
-    def at_once(held: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    def at_once(held: Any, *new: jax.Array) -> Any:
         empty, rings = held
         index, rest, values = planes(empty, plan)
         stored = Stored([index, rest], rings[0]), Stored([values], rings[1])
-        near = {"sinks": SINKS, "window": WINDOW}
-        q, k, *stored = turn_and_store(q, k, v, turning, *stored, start, start + T, **near)
-        keys, values = stored
+        q, keys, values = turn_and_store(*(x[:, 0] for x in new), turning, *stored, start, start + 1, **near)
         written = tuple(plane[:2] for plane in (*keys.planes, *values.planes))
-        return (written, [keys.ring, values.ring]), (q, k)
+        return (written, [keys.ring, values.ring]), q
 
     def turned(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        q, k, _ = post_rope(q, k, *turning[:4], qk_rank=H, keep_tail=False)
-        return q, k.swapaxes(1, 2)
+        rows = [x.swapaxes(0, 1) for x in (q, k)]  # A tile is of one row's tokens.
+        q, k, _ = post_rope(*rows, *(x[None] for x in turning[:2]), *bases, qk_rank=H, keep_tail=False)
+        return q.swapaxes(0, 1), k.transpose(2, 0, 1, 3)
 
     def apart(held: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
         (empty, rings), (q, k) = held, turned(q, k)
-        near = {"positions": start[:, None] + jnp.arange(T), "end": start + T, "sinks": SINKS}
-        if T == 1:
-            rings = [put_ring(x, x=new, window=WINDOW, **near) for x, new in zip(rings, (k, v), strict=True)]
+        at = near | {"positions": start[:, None], "end": start + 1}
+        rings = [put_ring(ring, x=x, **at) for ring, x in zip(rings, (k, v), strict=True)]
         written = tuple(plane[:2] for each in put(k, v, empty, start) for plane in each)
-        return (written, rings), (q, k)
+        return (written, rings), q
 
     times, peer = (_in_place(f, (empty, rings), (q, k, v), repeats) for f in (at_once, apart))
     turning_times = device_ms(turned, q, k, iterations=repeats)
@@ -120,7 +119,6 @@ def new_tokens_row(heads: str, B: int, T: int, repeats: int) -> dict[str, Any]:
         "kind": "new tokens",
         "heads": heads,
         "B": B,
-        "T": T,
         "plan": plan._asdict(),
         "ms": float(np.median(times)),
         "peer_ms": min(peer),

@@ -52,18 +52,11 @@ def encode_table() -> str:
 
 def new_tokens_table() -> str:
     """Turning, coding and storing in one launch, and in several."""
-    heads = (
-        "heads",
-        "rows",
-        "new tokens of each",
-        "at once, ms",
-        "one after the other, ms",
-        "turning alone, ms",
-    )
+    heads = ("heads", "rows", "at once, ms", "apart, ms", "turning alone, ms")
 
     def cells(row: dict[str, Any]) -> Cells:
         times = (f"{row[name]:.4f}" for name in ("ms", "peer_ms", "turning_ms"))
-        return row["heads"], f"{row['B']}", f"{row['T']:,}", *times
+        return row["heads"], f"{row['B']}", *times
 
     return _table(heads, map(cells, _of_kind("new tokens")))
 

@@ -96,10 +96,11 @@ class CodedFar(NearFar):
             return None
         if not self.reads_pages(state, q, v, call):
             return None
-        (far, table), (sinks, window) = pools_of(state.far), state.near.near
+        far, table = pools_of(state.far)
         keys, values = self.made(far)
         stored = Stored(kernel_planes(keys), rings[0]), Stored(kernel_planes(values), rings[1])
-        found = turned_and_stored(q, k, v, stored, positions, end, call.implementation, sinks, window, table)
+        given = q, k, v, stored, positions, end, state.near.near
+        found = turned_and_stored(*given, call.implementation, table)
         if found is None:
             return None
         q, *written = found
@@ -108,7 +109,7 @@ class CodedFar(NearFar):
             for part, each in zip((keys, values), written, strict=True)
         ]
         ring_k, ring_v = (
-            as_before(held, () if each.ring is None else [each.ring])
+            as_before(held, [each.ring])
             for held, each in zip((state.near.ring_k, state.near.ring_v), written, strict=True)
         )
         near = replace(state.near, ring_k=ring_k, ring_v=ring_v)

@@ -370,31 +370,33 @@ def turned_and_stored(
     stored: tuple[Stored, Stored],
     positions: Int[Array, "B 1"],
     end: Int[Array, " B"],
+    near: tuple[int, int],
     implementation: Implementation | None,
-    sinks: int,
-    window: int,
     table: Int[Array, "B pages"] | None = None,
 ) -> tuple[Float[Array, "B 1 N H"], Stored, Stored] | None:
     """Turned queries of single tokens, and what keeps keys and values with these, written by one kernel; None
     where it cannot, or XLA is to turn them.
 
-    stored: of keys and of values, with rings; planes are none if kernels do not know a code. With a table of
-    pages they are pools.
+    stored: of keys and of values; planes are none if kernels do not know a code. With a table of pages they
+    are pools. near: sinks and window.
     """
-    shapes = jax.eval_shape(k.angles)
-    row = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
-    options: dict[str, Any] = {"sinks": sinks, "window": window, "block_table": table}
-    turning = partial(Turning, q=k.q_basis, k=k.k_basis, shift=k.k_shift)
+    options: dict[str, Any] = dict(zip(("sinks", "window"), near, strict=True), block_table=table)
+
+    def given(q: Array, k: UnturnedKeys, v: Array) -> tuple[Array, Array, Array, Turning]:
+        cos, sin = k.angles()
+        turning = Turning(cos[:, 0], sin[:, 0], k.q_basis, k.k_basis, k.k_shift)
+        return q[:, 0], k.keys[:, 0], v[:, 0], turning
 
     def refusal() -> str | None:
         if not all(each.planes for each in stored):
             return NOT_INTEGERS
-        keys = k.keys, v, turning(*shapes)
-        return device_refusal(q) or turn_and_store_refusal(q, *keys, *stored, row, row, **options)
+        new, keys, values, turning = jax.eval_shape(given, q, k, v)
+        row = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
+        return device_refusal(q) or turn_and_store_refusal(
+            new, keys, values, turning, *stored, row, row, **options
+        )
 
     if implementation not in (None, "pallas") or not takes_kernels("new token", None, refusal):
         return None
-    keys = k.keys, v, turning(*k.angles())
-    turned, _, kept_k, kept_v = turn_and_store(q, *keys, *stored, positions[:, 0], end, **options)
-    assert turned is not None
-    return turned, kept_k, kept_v
+    turned, kept_k, kept_v = turn_and_store(*given(q, k, v), *stored, positions[:, 0], end, **options)
+    return turned[:, None], kept_k, kept_v
