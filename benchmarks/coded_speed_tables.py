@@ -72,6 +72,25 @@ def chunk_table() -> str:
     return _table(heads, map(cells, _of_kind("prompt chunk")))
 
 
+def chosen_chunk_table() -> str:
+    """A piece of a prompt of which each token chooses, on kernels and on XLA, and one that attends to all."""
+    heads = (
+        "heads",
+        "new tokens",
+        "tokens in all",
+        "ms",
+        "choosing of it",
+        "on XLA, ms",
+        "all in 16 bits, ms",
+    )
+
+    def cells(row: dict[str, Any]) -> Cells:
+        times = (f"{row[name]:.2f}" for name in ("ms", "delay", "xla_ms", "peer_ms"))
+        return row["heads"], f"{row['T']:,}", f"{row['S']:,}", *times
+
+    return _table(heads, map(cells, _of_kind("prompt chunk chosen")))
+
+
 def selection_table() -> str:
     """Selecting the largest scores of each row, and XLA's way."""
     heads = ("rows", "scores of each", "selected", "ms", "XLA, ms", "")
@@ -122,6 +141,7 @@ def _model_lines() -> Iterator[str]:
 TABLES = {
     "coded kernels": kernels_table,
     "coded chunks": chunk_table,
+    "chosen chunks": chosen_chunk_table,
     "coded selection": selection_table,
     "coded models": models_table,
     "coded prompts": encode_table,

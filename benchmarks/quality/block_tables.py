@@ -28,6 +28,19 @@ GROWTH_HEADS = (
     "constant",
     "share",
 )
+TIMES = "block-lists-h200"
+TIMES_HEADS = (
+    "tokens",
+    "KV heads",
+    "R, Z",
+    "blocks",
+    "attended",
+    "attention, ms",
+    "choice, ms",
+    "cuDNN, ms",
+    "all blocks on our kernel, ms",
+    "",
+)
 SETS = (("heldout", 15), ("train", 15), ("heldout", 16))
 """Texts in the order in which they were looked at; nothing was chosen by the last."""
 WORDS = {"keys": "keys", "means": "mean keys", "recent": "the last blocks"}
@@ -43,7 +56,24 @@ def growth_table() -> str:
     return _table(GROWTH_HEADS, [_growth(row) for row in _rows() if "recent" not in row["choice"]])
 
 
-TABLES = {"block lists": judged_table, "block lists growth": growth_table}
+def times_table() -> str:
+    """How long a prompt of random keys takes by lists of so many blocks, their choice included."""
+    rows = json.loads((RESULTS / f"{TIMES}.json").read_text())["results"]
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        (R, Z), (Q, P) = row["ranks"], row["blocks"]
+        sizes = [f"{row['S']:,}", str(row["kv_heads"]), f"{R}, {Z}", f"{Q} by {P}", f"{row['density']:.0%}"]
+        times = [f"{row[name]:.1f}" for name in ("ms", "choice_ms", "cudnn_ms", "dense_ms")]
+        return [*sizes, *times, f"{row['speedup']:.2f}x"]
+
+    return _table(TIMES_HEADS, [cells(row) for row in rows])
+
+
+TABLES = {
+    "block lists": judged_table,
+    "block lists growth": growth_table,
+    "block lists times": times_table,
+}
 
 
 def name_of(label: str) -> str:

@@ -9,12 +9,21 @@ from benchmarks import coded_speed_tables as tables
 TIMES = {"ms": 0.5, "peer_ms": 1.0}
 ROWS = {
     "coded chunks": {"kind": "prompt chunk", "heads": "MHA", "T": 1024, "S": 32768, "cost": 0.5},
+    "chosen chunks": {
+        "kind": "prompt chunk chosen",
+        "heads": "MHA",
+        "T": 1024,
+        "S": 32768,
+        "delay": 0.25,
+        "xla_ms": 9.0,
+    },
     "coded selection": {"kind": "selection", "B": 16, "K": 8, "S": 32768, "k": 1024, "speedup": 2.0},
     "coded prompts": {"kind": "encode", "heads": "GQA-4", "S": 8192, "bandwidth": 0.5},
     "new tokens": {"kind": "new tokens", "heads": "MHA", "B": 8, "turning_ms": 0.25},
 }
 LINES = {
     "coded chunks": "| MHA | 1,024 | 32,768 | 0.500 | 1.000 | 0.50x |",
+    "chosen chunks": "| MHA | 1,024 | 32,768 | 0.50 | 0.25 | 9.00 | 1.00 |",
     "coded selection": "| 128 | 32,768 | 1,024 | 0.500 | 1.000 | 2.00x |",
     "coded prompts": "| GQA-4 | 8,192 | 0.500 | 50% |",
     "new tokens": "| MHA | 8 | 0.5000 | 1.0000 | 0.2500 |",
