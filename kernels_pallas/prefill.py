@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from kernels_pallas import common
+from kernels_pallas import common, prefill_orders
 from kernels_pallas.common import LOG2_E, NEVER, filled, scaled, tile_width, tiled
 from kernels_pallas.prefill_inputs import (
     ROWS,
@@ -364,6 +364,8 @@ def _scratch(g: _Geometry, config: PrefillConfig, dtype: Any) -> dict[str, Any]:
     if g.two_ranks:
         scratch["tail_ready"] = plgpu.Barrier(num_arrivals=len(g.tails()))
         scratch["tail_free"] = plgpu.Barrier(num_arrivals=wgs)
+    if config.order == "fa3_shared":
+        scratch["p"] = buffer(wgs, ROWS, block, width=vo)
     if g.H > g.R:
         scratch["q_tail"] = buffer(wgs, ROWS, g.H - g.R, width=qk)
         scratch["k_tail"] = buffer(block, g.H - g.R, width=qk)
@@ -519,6 +521,8 @@ class _Consumer(NamedTuple):
 
     def plain(self, state: _State) -> _State:
         """All unmasked blocks, at least one."""
+        if self.config.reordered:
+            return prefill_orders.attend(self, state)
         if not self.config.overlap:
             return lax.fori_loop(0, self.item.plain, self._plain_step, state)
         last = self.item.plain - 1
@@ -659,7 +663,7 @@ class _Consumer(NamedTuple):
         p, state, _ = self._softmax(scores, state)
         return self._add_values(step, state, p.astype(self.dtype))
 
-    def _add_values(self, step: Array, state: _State, p: Array) -> _State:
+    def _add_values(self, step: Array, state: _State, p: Any) -> _State:
         slot = self._slot(step)
         plgpu.barrier_wait(self.smem["v_ready"].at[slot])
         acc = _accumulate(state.acc, p, self.smem["v"].at[slot])
@@ -678,5 +682,5 @@ def _product(*pairs: tuple[Any, Any]) -> Array:
     return pl.run_scoped(body, plgpu.ACC((ROWS, pairs[0][1].shape[0]), jnp.float32))
 
 
-def _accumulate(acc: Array, p: Array, values: Any) -> Array:
+def _accumulate(acc: Array, p: Any, values: Any) -> Array:
     return pl.run_state(lambda ref: plgpu.wgmma(ref, p, values))(plgpu.ACC.init(acc))

@@ -13,7 +13,7 @@ import pytest
 from brute_force import check, prefill
 from listed import lists_of, truth
 
-from kernels_pallas import PrefillConfig, prefill_attention
+from kernels_pallas import PrefillConfig, prefill_attention, prefill_orders
 from kernels_pallas import prefill as prefill_kernel
 
 BF16 = jnp.bfloat16
@@ -26,7 +26,13 @@ def _product(*pairs):
 
 
 def _accumulate(acc, p, values):
-    return acc + jnp.dot(p.astype(F32), values[...].astype(F32), precision="highest")
+    return acc + jnp.dot(p[...].astype(F32), values[...].astype(F32), precision="highest")
+
+
+def _during_products(keys, values, ready, f):
+    scores, (acc, p, v) = _product(keys), values
+    ready()
+    return f(scores), _accumulate(acc, p, v)
 
 
 @pytest.fixture
@@ -49,6 +55,29 @@ def test_one_rank(config):
     B, T, S, N, K, R, Z = 2, 150, 400, 4, 2, 32, 48
     q, k, v = draw(0, B, T, N, R), draw(1, B, K, S, R), draw(2, B, K, S, Z)
     options = {"scale": 0.2, "starts": np.array([0, 217]), "lengths": np.array([150, 300])}
+    check(*prefill_attention(q, k, v, config=config, **options), *prefill(q, k, v, **options), BF16)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    "config",
+    [
+        PrefillConfig(64, 2, 1, lanes=True),
+        PrefillConfig(128, 2, 2, lanes=True, turns=112),
+        PrefillConfig(64, 2, 1, order="fa3"),
+        PrefillConfig(96, 4, 2, order="fa3", lanes=True, turns=96),
+        PrefillConfig(64, 2, 3, order="fa3", lanes=True),
+        PrefillConfig(64, 2, 1, order="fa3_shared", lanes=True),
+    ],
+)
+def test_orders(config, monkeypatch):
+    """What the orders compute; that they keep to their turns a GPU alone can test."""
+    monkeypatch.setattr(prefill_orders, "_take_turn", lambda c, m: m)
+    monkeypatch.setattr(prefill_orders, "_hand_on", lambda c, l: None)
+    monkeypatch.setattr(prefill_orders, "_during_products", _during_products)
+    B, T, S, N, K, R, Z = 1, 190, 600, 2, 2, 32, 48
+    q, k, v = draw(0, B, T, N, R), draw(1, B, K, S, R), draw(2, B, K, S, Z)
+    options = {"scale": 0.2, "starts": np.array([387]), "lengths": np.array([570])}
     check(*prefill_attention(q, k, v, config=config, **options), *prefill(q, k, v, **options), BF16)
 
 
