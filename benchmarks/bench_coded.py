@@ -13,8 +13,11 @@ float64 on the same integers and the same choice.
 
 `encode`: keys and values of a prompt of 8192 tokens, the kernel alone, its bytes beside those that a copy
 moves in that time. `prompt chunk`: 1024 new tokens and their far ones behind 31,744, all in 4 bits, as the
-product reads them; the peer is the same attention to bfloat16. `selection`: 1024 scores of each row; the peer
-is XLA's.
+product reads them; the peer is the same attention to bfloat16. `prompt chunk chosen`: the same new tokens, of
+which each reads 1024 far ones by the index, beside the same peer; `xla_ms` is what XLA takes, and `agreement`
+how much of what kernels choose it chooses, too. `new tokens`: queries, keys and values turned, coded and
+stored in one launch; the peer turns, then codes, then puts into the ring. `selection`: 1024 scores of each
+row; the peer is XLA's.
 """
 
 import itertools
@@ -30,7 +33,14 @@ import numpy as np
 import tyro
 
 from benchmarks.bench_kernels import cudnn
-from benchmarks.coded_rows import SELECTIONS, chunk_row, encode_row, selection_row
+from benchmarks.coded_rows import (
+    SELECTIONS,
+    chosen_chunk_row,
+    chunk_row,
+    encode_row,
+    new_tokens_row,
+    selection_row,
+)
 from benchmarks.coded_shapes import (
     HEADS,
     PLANS,
@@ -47,7 +57,7 @@ from benchmarks.coded_shapes import (
 )
 from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.timing import copy_bandwidth, device_ms, normal
-from kernels_pallas import Ring, coded_attention, decode_attention, index_scores, largest, merge_partial
+from kernels_pallas import Ring, coded_parts, decode_parts, index_scores, largest, merged_at_once
 from zdc_jax.cache.fitted_integers import FittedIntegers
 
 
@@ -58,8 +68,10 @@ class Shape(NamedTuple):
     S: int
 
 
-OF_HEADS = ("encode", "prompt chunk")
-KINDS = (*OF_HEADS, "selection", *PLANS)
+OF_HEADS = ("encode", "prompt chunk", "prompt chunk chosen")
+NEW = ((8, 1), (1, 8192))
+"""Rows and new tokens of each."""
+KINDS = (*OF_HEADS, "new tokens", "selection", *PLANS)
 
 
 @dataclass(frozen=True)
@@ -90,11 +102,11 @@ def step(q: jax.Array, far: Coded, ring: Ring, begin: jax.Array, end: jax.Array,
     """One token of each row: near and far tokens under one softmax, [B, N, H]; begin and end: see `span`."""
     B, K, S = far[0][1].shape
     nothing, lengths = jnp.zeros((B, K, S, 0), q.dtype), end + WINDOW
-    near = decode_attention(q, nothing, nothing, lengths, scale=SCALE, ring=ring, sinks=SINKS, window=WINDOW)
+    near = decode_parts(q, nothing, nothing, lengths, scale=SCALE, ring=ring, sinks=SINKS, window=WINDOW)
     slots = choose(q, far, begin, end, plan=plan) if plan.read else None
     *keys, values = planes(far, plan)
-    found = coded_attention(q, keys, values, begin, end, scale=SCALE, slots=slots)
-    return merge_partial([(o[:, None], lse[..., None]) for o, lse in (near, found)])[0][:, 0]
+    found = coded_parts(q, keys, values, begin, end, scale=SCALE, slots=slots)
+    return merged_at_once([near, found], N // K, q.dtype)[0]
 
 
 class Head(NamedTuple):
@@ -173,10 +185,12 @@ def row(kind: str, heads: str, shape: Shape, peer: list[float], repeats: int, ra
 
 def rows(options: Options, reading: float, copying: float) -> Iterator[dict[str, Any]]:
     """Of all kinds but decoding, and of decoding at all shapes, its kinds beside the same peer."""
-    for kind, heads in itertools.product(OF_HEADS, HEADS):
+    makers = partial(encode_row, rate=copying), chunk_row, chosen_chunk_row
+    for (kind, make), heads in itertools.product(zip(OF_HEADS, makers, strict=True), HEADS):
         if kind in options.kinds:
-            make = partial(encode_row, rate=copying) if kind == "encode" else chunk_row
             yield make(heads, options.repeats)
+    for (B, T), heads in itertools.product(NEW if "new tokens" in options.kinds else (), HEADS):
+        yield new_tokens_row(heads, B, T, options.repeats)
     for scores in SELECTIONS if "selection" in options.kinds else ():
         yield selection_row(scores, options.repeats)
     decoding = [kind for kind in options.kinds if kind in PLANS]

@@ -8,11 +8,12 @@ reads all of them, `chosen` a sixteenth, chosen by the first quarter of the coor
 bits` an eighth, by an index of 8 bits a coordinate. `searched` is the plan of a file, found for a small model
 (`benchmarks.transferred_plans`).
 
-`delay` is what of a token's time the GPU spends on kernels that choose and on the one that codes; `kernels`
-says which takes how long, by CUPTI. `quality` is that of the same plan on a real model, by shares of the
-head dim and of the context: from the JSON of judged plans, none where it was not judged. `tokens` says how
-many the memory of this GPU holds beside the weights, by bytes. Models of coded rows turn keys and queries
-after the rotary embedding, as plans with a basis do.
+`delay` is what of a token's time the GPU spends on kernels that choose and on the one that turns, codes and
+stores new tokens, though turning is no compression; `kernels` says which takes how long, by CUPTI. `quality`
+is that of the same plan on a real model, by shares of the head dim and of the context: from the JSON of
+judged plans, none where it was not judged. `tokens` says how many the memory of this GPU holds beside the
+weights, by bytes. Models of coded rows turn keys and queries after the rotary embedding, as plans with a
+basis do.
 """
 
 import itertools
@@ -50,7 +51,8 @@ PARTS = {
     "choosing": "zdc_coded_scan|zdc_largest",
     "far tokens": "zdc_coded_decode",
     "near tokens": "zdc_decode",
-    "coding": "zdc_encode",
+    "new tokens": "zdc_turn_and_store|zdc_encode|zdc_post_rope",
+    "merging": "zdc_merge",
     "matrix products": "gemm|cutlass|nvjet|xmma|splitK|sm90_",
 }
 """Kernels by what they do, as patterns of their names; all others are small operations. Near tokens of 8 bits
@@ -227,7 +229,7 @@ def rows(shape: str, options: Options) -> Iterator[dict[str, Any]]:
             "plan": plan.to_json() if kind == SEARCHED else asdict(plan.settings),
             "ms": [1e3 * t for t in times],
             "speedup": float(np.median(peer) / np.median(times)),
-            "delay": parts["choosing"] + parts["coding"],
+            "delay": parts["choosing"] + parts["new tokens"],
             "kernels": parts,
             "tokens": held,
             "tokens_beside_dense": held / dense,

@@ -50,6 +50,24 @@ def encode_table() -> str:
     return _table(heads, map(cells, _of_kind("encode")))
 
 
+def new_tokens_table() -> str:
+    """Turning, coding and storing in one launch, and in several."""
+    heads = (
+        "heads",
+        "rows",
+        "new tokens of each",
+        "at once, ms",
+        "one after the other, ms",
+        "turning alone, ms",
+    )
+
+    def cells(row: dict[str, Any]) -> Cells:
+        times = (f"{row[name]:.4f}" for name in ("ms", "peer_ms", "turning_ms"))
+        return row["heads"], f"{row['B']}", f"{row['T']:,}", *times
+
+    return _table(heads, map(cells, _of_kind("new tokens")))
+
+
 def chunk_table() -> str:
     """A piece of a prompt on far tokens in codes, and on the same in 16 bits."""
     heads = ("heads", "new tokens", "tokens in all", "ms", "in 16 bits, ms", "")
@@ -84,7 +102,7 @@ def _table(heads: Cells, rows: Iterable[Cells]) -> str:
 
 def models_table() -> str:
     """A decoded token of whole models beside cuDNN, and what the same plan costs a real model."""
-    heads = ("shape", "far tokens read", "ms a token", "", "choosing, coding, ms", "tokens held")
+    heads = ("shape", "far tokens read", "ms a token", "", "choosing, new tokens, ms", "tokens held")
     heads += ("perplexity", "least retention")
     return "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *_model_lines()])
 
@@ -103,8 +121,8 @@ def _model_lines() -> Iterator[str]:
         )
         yield (
             f"| {cells[0]} | {READS[row['kind']]} | {cells[1]} | {row['speedup']:.2f}x "
-            f"| {parts['choosing']:.2f}, {parts['coding']:.2f} | {tokens}, {row['tokens_beside_dense']:.2f}x "
-            f"| {of_model} |"
+            f"| {parts['choosing']:.2f}, {parts['new tokens']:.2f} "
+            f"| {tokens}, {row['tokens_beside_dense']:.2f}x | {of_model} |"
         )
 
 
@@ -114,4 +132,5 @@ TABLES = {
     "coded selection": selection_table,
     "coded models": models_table,
     "coded prompts": encode_table,
+    "new tokens": new_tokens_table,
 }

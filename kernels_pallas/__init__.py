@@ -2,6 +2,7 @@
 
 from kernels_pallas.block_mass import block_mass as block_mass
 from kernels_pallas.coded_decode import coded_attention as coded_attention
+from kernels_pallas.coded_decode import coded_parts as coded_parts
 from kernels_pallas.coded_inputs import CodedConfig as CodedConfig
 from kernels_pallas.coded_inputs import Plane as Plane
 from kernels_pallas.coded_inputs import plane_fits as plane_fits
@@ -9,10 +10,14 @@ from kernels_pallas.coded_scan import ScanConfig as ScanConfig
 from kernels_pallas.coded_scan import index_fits as index_fits
 from kernels_pallas.coded_scan import index_scores as index_scores
 from kernels_pallas.decode import decode_attention as decode_attention
+from kernels_pallas.decode import decode_parts as decode_parts
 from kernels_pallas.decode_inputs import DecodeConfig as DecodeConfig
 from kernels_pallas.decode_inputs import Ring as Ring
 from kernels_pallas.dequantise import dequantise as dequantise
 from kernels_pallas.encode import encode as encode
+from kernels_pallas.parts import Parts as Parts
+from kernels_pallas.parts import merged as merged
+from kernels_pallas.parts import merged_at_once as merged_at_once
 from kernels_pallas.post_rope import TILE_TOKENS as TILE_TOKENS
 from kernels_pallas.post_rope import PostRopeConfig as PostRopeConfig
 from kernels_pallas.post_rope import post_rope as post_rope
@@ -33,8 +38,12 @@ from kernels_pallas.refusals import prefill_refusal as prefill_refusal
 from kernels_pallas.refusals import scan_refusal as scan_refusal
 from kernels_pallas.refusals import segment_refusal as segment_refusal
 from kernels_pallas.refusals import select_refusal as select_refusal
+from kernels_pallas.refusals import turn_and_store_refusal as turn_and_store_refusal
 from kernels_pallas.segments import Segment as Segment
 from kernels_pallas.segments import merge_partial as merge_partial
 from kernels_pallas.segments import segment_attention as segment_attention
 from kernels_pallas.select import largest as largest
 from kernels_pallas.select import largest_reference as largest_reference
+from kernels_pallas.turn_and_store import Stored as Stored
+from kernels_pallas.turn_and_store import Turning as Turning
+from kernels_pallas.turn_and_store import turn_and_store as turn_and_store

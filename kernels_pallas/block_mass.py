@@ -156,7 +156,7 @@ def _kernel(
     _, K, of_head = tiles
 
     @pl.loop(0, lax.div(math.prod(tiles) - program + programs - 1, programs))
-    def _(turn: Array) -> None:
+    def _tile(turn: Array) -> None:
         tile = turn * programs + program
         head, place = lax.div(tile, of_head), lax.rem(tile, of_head)
         # Of one head the last tile, which has the most keys, comes first, of the next one last.
@@ -170,7 +170,7 @@ def _kernel(
         share, own = plt.load(share_ref.at[b, rows]), pl.ds(place * together, together)
 
         @pl.loop(0, pl.cdiv(mass_ref.shape[3], read))
-        def _(piece: Array) -> None:
+        def _read_back(piece: Array) -> None:
             j = piece * read + lax.iota(jnp.int32, read)
             written = plt.load(
                 logs_ref.at[program, pl.ds(piece * read, read)],
@@ -203,7 +203,8 @@ def _weigh(
 
     def with_block(so_far: tuple[Array, Array], j: Array, *, masked: bool) -> tuple[Array, Array]:
         at_key = j * keys + lax.broadcasted_iota(jnp.int32, (keys, 1), 0)
-        bound = {"mask": jnp.broadcast_to(at_key < S, (keys, q.shape[1])), "other": 0.0} if masked else {}
+        there = jnp.broadcast_to(at_key < S, (keys, q.shape[1]))
+        bound: dict[str, Any] = {"mask": there, "other": 0.0} if masked else {}
         block = plt.load(k_ref.at[*head, pl.ds(j * keys, keys)], **bound)
         scores = lax.dot_general(q, block, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         if masked:

@@ -26,9 +26,9 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from kernels_pallas import common
 from kernels_pallas.coded_inputs import BLOCK, CodedConfig, Plane, check_coded, config_for, rows_of
 from kernels_pallas.common import LOG2_E, NEVER, filled, tile_width, tiled
+from kernels_pallas.parts import Parts, merged
 from kernels_pallas.rows import PER_ROW, block_rows, gathered_bytes, gathered_rows
 from kernels_pallas.unpack import columns, reaches, unpacked
 
@@ -72,6 +72,25 @@ def coded_attention(
       ValueError: a shape, dtype or number of bits not allowed, named with its value, before launch.
       NotImplementedError: on a GPU not of compute capability 9.0.
     """
+    parts = coded_parts(
+        q, keys, values, begin, end, scale=scale, slots=slots, block_table=block_table, config=config
+    )
+    return merged(parts, q.shape[1] // parts.o.shape[1], q.dtype)
+
+
+def coded_parts(
+    q: Float[Array, "B N R"],
+    keys: Sequence[Plane],
+    values: Plane,
+    begin: Int[Array, " B"],
+    end: Int[Array, " B"],
+    *,
+    scale: float,
+    slots: Int[Array, "B K n"] | None = None,
+    block_table: Int[Array, "B pages"] | None = None,
+    config: CodedConfig | None = None,
+) -> Parts:
+    """`coded_attention` before its parts are merged; raises as it does."""
     check_coded(q, keys, values, begin, end, slots=slots, block_table=block_table, config=config)
     config = config or config_for(keys, values, 0 if slots is None else slots.shape[2], block_table)
     planes = [(plane.levels, plane.reach) for plane in (*keys, values)]
@@ -91,8 +110,8 @@ def _launch(
     bits: tuple[int, ...],
     scale: float,
     config: CodedConfig,
-) -> tuple[Array, Array]:
-    """`coded_attention`, checked; levels and reach of the planes of keys, then of values."""
+) -> Parts:
+    """`coded_parts`, checked; levels and reach of the planes of keys, then of values."""
     widths = tuple(levels.shape[-1] * 8 // b for (levels, _), b in zip(planes, bits, strict=True))
     B, K, S = rows_of(planes[0][1], block_table)
     N, Z, page = q.shape[1], widths[-1], planes[0][1].shape[2]
@@ -137,9 +156,7 @@ def _launch(
         *(reach for _, reach in planes),
         *more,
     )
-    o, total = common.merge_parts(partial[..., :G].swapaxes(3, 4), lse[..., :G])
-    o = o[..., g.order(-1).argsort()]
-    return o.reshape(B, N, Z).astype(q.dtype), total.reshape(B, N)
+    return Parts(partial, lse, order=tuple(map(int, g.order(-1))), transposed=True)
 
 
 def _in_pool(

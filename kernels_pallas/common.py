@@ -43,15 +43,6 @@ def scaled(rows: Array, factor: Array) -> Array:
     return rows * lax.broadcast_in_dim(factor, rows.shape, [0])
 
 
-def merge_parts(partial: Array, lse: Array) -> tuple[Array, Array]:
-    """Partial results [B, K, P, G, Z] and their log-sum-exp [B, K, P, G] as one."""
-    highest = jnp.maximum(lse.max(2, keepdims=True), NEVER)
-    weight = jnp.exp(lse - highest)
-    total = weight.sum(2)
-    o = (partial * weight[..., None]).sum(2) / jnp.where(total > 0, total, 1.0)[..., None]
-    return o, jnp.log(total) + highest[:, :, 0]
-
-
 def pad_rows(x: Array, axis: int) -> Array:
     """`x` with zeros up to a multiple of 8 along `axis`, the granule of tiled copies; copied if needed."""
     missing = -x.shape[axis] % 8

@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 from kernels_pallas import common
 from kernels_pallas.common import LOG2_E, NEVER, filled, scaled, tile_width, tiled
 from kernels_pallas.decode_inputs import ROWS, DecodeConfig, Ring, check_decode
+from kernels_pallas.parts import Parts, merged
 from kernels_pallas.tuning import measured
 
 
@@ -48,7 +49,6 @@ def default_config(rows: int, S: int, R: int, window: int) -> DecodeConfig:
     return DecodeConfig(splits=max(1, min(wanted, S // 256)))
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "sinks", "window", "config"))
 def decode_attention(
     q: Float[Array, "B N Hq"],
     k: Float[Array, "... K S R"],
@@ -87,6 +87,38 @@ def decode_attention(
       ValueError: a rank, dtype, shape or option not allowed, named with its value, before launch.
       NotImplementedError: on a GPU not of compute capability 9.0.
     """
+    parts = decode_parts(
+        q,
+        k,
+        v,
+        lengths,
+        scale=scale,
+        ring=ring,
+        sinks=sinks,
+        window=window,
+        block_table=block_table,
+        positions=positions,
+        config=config,
+    )
+    return merged(parts, q.shape[1] // parts.o.shape[1], q.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "sinks", "window", "config"))
+def decode_parts(
+    q: Float[Array, "B N Hq"],
+    k: Float[Array, "... K S R"],
+    v: Float[Array, "... K S Z"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    ring: Ring | None = None,
+    sinks: int = 0,
+    window: int = 0,
+    block_table: Int[Array, "B pages"] | None = None,
+    positions: Int[Array, "B S"] | None = None,
+    config: DecodeConfig | None = None,
+) -> Parts:
+    """`decode_attention` before its parts are merged; raises as it does."""
     check_decode(
         q,
         k,
@@ -143,10 +175,7 @@ def decode_attention(
         kernel_name="zdc_decode",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*operands)
-    rows = (jnp.arange(K) * pitch % 8)[:, None] + jnp.arange(g.groups)
-    of_heads = jnp.take_along_axis(lse, rows[None, :, None], axis=3, mode="promise_in_bounds")
-    o, total = common.merge_parts(partial, of_heads)
-    return o.reshape(B, N, HV).astype(q.dtype), total.reshape(B, N)
+    return Parts(partial, lse, pitch=pitch)
 
 
 def _scalars(lengths: Array, positions: Array | None) -> tuple[Array, Array]:

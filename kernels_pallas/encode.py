@@ -152,9 +152,9 @@ def _kernel(span_ref: Any, *refs: Any, bits: tuple[tuple[int, ...], ...], rows: 
             C = levels_ref.shape[-1] * 8 // plane_bits
             at = [(b, pl.ds(first, rows), kv, pl.ds(jnp.int32(begin + i), width)) for i, width in pieces(C)]
             x = [plt.load(x_ref.at[place], mask=kept, other=0.0).astype(jnp.float32) for place in at]
-            levels, reach = _coded(x, plane_bits)
+            levels, reach = coded(x, plane_bits)
             for (i, _), level in zip(pieces(C), levels, strict=True):
-                for place, size, part in _packed(level, C, i, plane_bits):
+                for place, size, part in packed(level, C, i, plane_bits):
                     taken = pl.ds(jnp.int32(place), size)
                     plt.store(levels_ref.at[lead, kv, slots, taken], part, mask=kept)
             plt.store(reach_ref.at[lead, kv, slots], reach, mask=kept[:, 0])
@@ -179,7 +179,7 @@ def reaches_tried(largest: Array, bits: int, C: int) -> list[Array]:
     return [jnp.clip(widest - i, 0, NAN_CODE - 1) for i in range(count)]
 
 
-def _coded(x: Sequence[Array], bits: int) -> tuple[list[Array], Array]:
+def coded(x: Sequence[Array], bits: int) -> tuple[list[Array], Array]:
     """Levels int32 [rows, ·] of pieces [rows, ·] of the same tokens, and reaches uint8 [rows]."""
     raw = [lax.bitcast_convert_type(piece, jnp.int32) for piece in x]
     positive = [piece & 0x7FFFFFFF for piece in raw]
@@ -219,7 +219,7 @@ def _beyond(at: Array, half: int) -> tuple[Array, Array]:
     return integer, at - (integer - INTEGERS)
 
 
-def _packed(level: Array, C: int, begin: int, bits: int) -> Iterator[tuple[int, int, Array]]:
+def packed(level: Array, C: int, begin: int, bits: int) -> Iterator[tuple[int, int, Array]]:
     """Bytes of levels [rows, width] of the coordinates from `begin` on, of C: in each bit plane their place,
     their number and they themselves."""
     for plane, place, size in byte_places(C, begin, level.shape[1], bits):

@@ -20,6 +20,7 @@ from kernels_pallas.post_rope import checked_launch
 from kernels_pallas.prefill_inputs import check_prefill
 from kernels_pallas.segments import check_segments
 from kernels_pallas.select_inputs import check_largest
+from kernels_pallas.turn_and_store import check_turn_and_store
 
 
 def _refusal[**P](check: Callable[P, object]) -> Callable[P, str | None]:
@@ -54,6 +55,7 @@ scan_refusal = _refusal(check_scan)
 segment_refusal = _refusal(check_segments)
 select_refusal = _refusal(check_largest)
 post_rope_refusal = _refusal(checked_launch)
+turn_and_store_refusal = _refusal(check_turn_and_store)
 device_refusal = _refusal(_check_here)
 """Why no kernel can run here on arrays of q's dtype.
 

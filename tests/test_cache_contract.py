@@ -74,7 +74,8 @@ def test_a_row_does_not_depend_on_which_it_is(it):
     it.declares("order")
     x, turned = it.inputs(seed=2), [2, 0, 1]
     schedule = [[new[row] for row in turned] for new in RAGGED]
-    np.testing.assert_array_equal(it.run(x[turned], schedule), it.run(x, RAGGED)[turned])
+    # Not to the last bit: on some processors a product's rows are summed in another order where they stand.
+    assert_same(it.run(x[turned], schedule), it.run(x, RAGGED)[turned], it.tolerance)
 
 
 def test_bytes_are_those_of_the_arrays(it):

@@ -129,6 +129,8 @@ def test_decoding_reads_and_writes_pages_where_they_lie(on_kernels, name):
         ("ranks", 16, 1 / ROWS),
         ("ranks", 512, 1 / 2),
         ("coded", 16, 5 / 4),  # One row's far tokens in 16 bits are as large as the pool of all rows in 4.
+        ("chosen", 16, 1 / 2),
+        ("chosen", 512, 5),  # Scores by the index of all far tokens, for each token of the piece.
     ],
 )
 def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name, width, share):
@@ -139,7 +141,8 @@ def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name,
     plan, _ = PLANS[name]
     numbers = runner.PIECE + width
     found, step, state = program(plan, partial(runner._read_piece, None), (numbers,))
-    assert has(found, {"zdc_prefill"}), found
+    chooses = {"zdc_coded_scan", "zdc_largest", "zdc_coded_decode"} if name == "chosen" else set()
+    assert has(found, {"zdc_prefill"} | chooses), found
     memory, text = step.memory_analysis(), step.as_text()
     assert (name == "coded") == ("zdc_dequantise" in text)
     assert width > 16 or not WAITING.search(text)
@@ -155,6 +158,7 @@ def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name,
         ("dense", TOKENS, 1 / 2),
         ("ranks", TOKENS, 1 / 2),
         ("coded", TOKENS, 7 / 4),
+        ("chosen", TOKENS, 5),
         ("coded near", 8 * TOKENS, 16),  # Numbers of a row are many times its codes.
     ],
 )

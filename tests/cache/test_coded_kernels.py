@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas import Plane, encode, largest_reference
+from kernels_pallas import Parts, Plane, encode, largest_reference, merged_at_once, turn_and_store
 from zdc_jax.cache.coded_choosing import CodedChoosing
 from zdc_jax.cache.coded_store import CodedStore
 from zdc_jax.cache.codes import Split
@@ -18,6 +18,7 @@ from zdc_jax.cache.paged import Paged
 from zdc_jax.cache.pages import Pages
 from zdc_jax.cache.spec import Call
 from zdc_jax.ops import attention, stored
+from zdc_jax.ops.rotary import UnturnedKeys
 
 B, K, G, H, S, PAGE = 3, 2, 4, 64, 512, 128
 PROMPT, STEPS = (300, 290, 40), 6
@@ -44,6 +45,9 @@ SPECS = {
     ),
     "chosen": CodedChoosing(**NEAR, **CHOOSING, index=32, read=128),
     "all chosen": CodedChoosing(**NEAR, **CHOOSING, index=32, read=512),
+    "chosen, near tokens, too": CodedChoosing(
+        **NEAR, **CHOOSING, near_code=FittedIntegers(8), index=32, read=128
+    ),
     "handed on": CodedChoosing(**NEAR, **CHOOSING, index=32, read=128, leads=True),
 }
 
@@ -61,8 +65,8 @@ def in_rows(plane, table):
     return plane if table is None else Plane(*(Pages(x, table).rows() for x in plane[:2]), plane.bits)
 
 
-def plain_attention(q, keys, values, begin, end, *, scale, slots=None, block_table=None):
-    """`coded_attention`, from its docstring."""
+def plain_parts(q, keys, values, begin, end, *, scale, slots=None, block_table=None):
+    """`coded_parts` of one part, from the docstring of `coded_attention`."""
     *keys, values = (in_rows(plane, block_table) for plane in (*keys, values))
     k, v, j = numbers(keys), numbers([values]), jnp.arange(keys[0].reach.shape[2])
     times = (j >= begin[:, None]) & (j < end[:, None])
@@ -73,8 +77,7 @@ def plain_attention(q, keys, values, begin, end, *, scale, slots=None, block_tab
     scores = scale * jnp.einsum("bkgr,bksr->bkgs", group, k) + jnp.log(times)[:, :, None]
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = jnp.where(jnp.isneginf(lse)[..., None], 0, jnp.exp(scores - lse[..., None]))
-    o = jnp.einsum("bkgs,bksz->bkgz", weights, v)
-    return o.reshape(*q.shape[:2], -1).astype(q.dtype), lse.reshape(q.shape[:2])
+    return Parts(jnp.einsum("bkgs,bksz->bkgz", weights, v)[:, :, None], lse[:, :, None])
 
 
 def plain_scores(q, index, begin, end, *, scale, block_table=None):
@@ -94,10 +97,11 @@ def plain_scores(q, index, begin, end, *, scale, block_table=None):
 def plain(monkeypatch):
     """Plain functions in the kernels' place; decode alone, for pieces of prompts have none."""
     monkeypatch.setattr(stored, "device_refusal", lambda q: None if q.ndim == 4 and q.shape[1] == 1 else "no")
-    monkeypatch.setattr(stored, "coded_attention", plain_attention)
+    monkeypatch.setattr(stored, "coded_parts", plain_parts)
     monkeypatch.setattr(stored, "index_scores", plain_scores)
     monkeypatch.setattr(stored, "largest", largest_reference)
-    monkeypatch.setattr(stored, "encode", partial(encode, interpret=True))
+    for kernel in (encode, turn_and_store, merged_at_once):
+        monkeypatch.setattr(stored, kernel.__name__, partial(kernel, interpret=True))
     attend.clear_cache()
     yield
     attend.clear_cache()
@@ -109,8 +113,19 @@ def attend(spec, implementation, state, q, k, v, positions, end, aux, table=None
     return spec.attend(state, q, k, v, positions, end, aux, call)
 
 
-def run(spec, implementation, seed=0, table=None):
-    """A ragged prompt on XLA, then tokens on `implementation`: results [STEPS, B, N, H], and what goes on."""
+def turned_later(k, positions):
+    """Keys that rotary embedding and a basis are to turn yet."""
+    rng, frequencies = np.random.default_rng(9), 1e4 ** -(np.arange(H // 2) / (H // 2))
+    basis = [np.linalg.qr(rng.normal(size=(K, H, H)))[0] for _ in range(2)]
+    shift = rng.normal(size=(K, H))
+    return UnturnedKeys(k, positions, frequencies, *(jnp.asarray(x, k.dtype) for x in (*basis, shift)))
+
+
+def run(spec, implementation, seed=0, table=None, unturned=False):
+    """A ragged prompt on XLA, then tokens on `implementation`: results [STEPS, B, N, H], and what goes on.
+
+    unturned: of the tokens come queries and keys before they are turned.
+    """
     rng, T = np.random.default_rng(seed), max(PROMPT)
     draw = lambda T: (jnp.asarray(rng.normal(size=(B, T, heads, H)), jnp.bfloat16) for heads in (K * G, K, K))
     state, length = spec.create(B, S), np.array(PROMPT)
@@ -119,7 +134,9 @@ def run(spec, implementation, seed=0, table=None):
     found, aux = [], []
     for step in range(STEPS):
         at = jnp.asarray(length + step)
-        done = attend(spec, implementation, done.state, *draw(1), at[:, None], at + 1, None, table)
+        q, k, v = draw(1)
+        k = turned_later(k, at[:, None]) if unturned else k
+        done = attend(spec, implementation, done.state, q, k, v, at[:, None], at + 1, None, table)
         found.append(np.asarray(done.o[:, 0], np.float64))
         aux.append(done.aux)
     return np.stack(found), aux
@@ -155,19 +172,40 @@ def test_decoding_on_the_device_s_kernels_is_decoding_on_xla(caplog, name):
     check(SPECS[name], caplog)
 
 
-def check(spec, caplog):
+@pytest.mark.parametrize("name", ["near tokens, too", "chosen, near tokens, too"])
+@pytest.mark.parametrize("in_pages", [False, True])
+@pytest.mark.sampled
+def test_a_token_that_one_kernel_turns_codes_and_puts(plain, caplog, name, in_pages):
+    check(SPECS[name], caplog, unturned=True, in_pages=in_pages)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "all far"])
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_a_token_that_one_kernel_turns_codes_and_puts_on_the_device(caplog, name, in_pages):
+    check(SPECS[name], caplog, unturned=True, in_pages=in_pages)
+
+
+def check(spec, caplog, unturned=False, in_pages=False):
     """No head of a row differs by more than bfloat16 does."""
     attention._log_choice.cache_clear()
+    held, table = spec, None
+    if in_pages:
+        pages = S // PAGE
+        table = jnp.asarray(np.random.default_rng(0).permutation(B * pages).reshape(B, pages))
+        held = Paged.of(spec, page=PAGE, pages=B * pages)
     with caplog.at_level(logging.INFO, logger="zdc_jax.ops"):
-        found, _ = run(spec, None)
-    kinds = {"choice", "decode of chosen tokens"} if isinstance(spec, CodedChoosing) else {"coded decode"}
-    kinds |= {"coding"} | ({"near decode"} if spec.near_code else set())
+        found, _ = run(held, None, table=table, unturned=unturned)
+    kinds = {"choice", "attention to chosen tokens"} if isinstance(spec, CodedChoosing) else {"coded decode"}
+    kinds |= {"new token"} if unturned else {"coding"}
+    kinds |= {"near decode"} if spec.near_code else set()
     assert {f"{kind} runs on pallas" for kind in kinds} <= {record.getMessage() for record in caplog.records}
-    expected, _ = run(spec, "xla")
+    expected, _ = run(spec, "xla", unturned=unturned)
     error = np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
     # Of every head and row: a choice between tokens as good as equal may fall otherwise at a few steps.
     few = isinstance(spec, CodedChoosing) and spec.read < S
-    assert (np.median(error, axis=0) if few else error).max() < 0.02
+    # XLA rounds what the rotary embedding gives to 16 bits, and scores are as far apart as 10.
+    assert (np.median(error, axis=0) if few else error).max() < (0.08 if unturned else 0.02)
 
 
 @pytest.mark.sampled
@@ -199,7 +237,7 @@ def test_what_kernels_do_not_read_says_why(plain, change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"page": 4}, "kernels choose single tokens, not pages of 4"),
+        ({"page": 4}, "kernels read single tokens, not pages of 4"),
         ({"read": 96}, "k=96: must be a multiple of 128"),
         (
             {"index_code": FittedIntegers(3)},

@@ -45,7 +45,7 @@ SPECS = {
 }
 KINDS = {
     "coded": {"coded decode", "far prompt", "dequantising", "coding"},
-    "chosen": {"choice", "decode of chosen tokens", "coding"},
+    "chosen": {"choice", "attention to chosen tokens", "coding"},
 }
 """Calls that kernels are to serve, beside `prefill` and `decode` of near tokens."""
 

@@ -1,7 +1,7 @@
 """Kernels in JAX's interpreter of GPU kernels, on a CPU."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -16,8 +16,18 @@ def interpreted(module: Any, launch: str = "_launch", **plain: Callable[..., Any
 
     plain: functions of the module by name, for those that the interpreter has no word for.
     """
+    with all_interpreted((module, launch, plain)):
+        yield
+
+
+@contextmanager
+def all_interpreted(*kernels: tuple[Any, str, dict[str, Callable[..., Any]]]) -> Iterator[None]:
+    """The same for kernels of several modules, each with the name of its launch and its plain functions."""
     mode = plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True))
-    with _patched(module, launch, plain), mode:
+    with ExitStack() as stack:
+        for kernel in kernels:
+            stack.enter_context(_patched(*kernel))
+        stack.enter_context(mode)
         yield
     assert not interpreter.get_races().races_found
     interpreter.reset_gpu_interpret_mode_state()

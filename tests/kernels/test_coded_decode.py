@@ -246,17 +246,19 @@ def _plain_product(a, b, _, meanwhile=lambda: None):
     return product
 
 
+PLAIN = {
+    "unpacked": _plain_unpacked,
+    "_product": _plain_product,
+    "_wait_for_all": plgpu.commit_smem,  # The interpreter's word for such a barrier.
+    "block_rows": lambda block, M, C, bits: block[...].reshape(M, C * bits // 8),
+    "gathered_rows": lambda store, slots, C, bits: store[...][slots],
+    "gathered_bytes": lambda store, slots: store[...][slots],
+}
+
+
 @pytest.fixture
 def interpreted():
-    with interpreting.interpreted(
-        coded_decode,
-        unpacked=_plain_unpacked,
-        _product=_plain_product,
-        _wait_for_all=plgpu.commit_smem,  # The interpreter's word for such a barrier.
-        block_rows=lambda block, M, C, bits: block[...].reshape(M, C * bits // 8),
-        gathered_rows=lambda store, slots, C, bits: store[...][slots],
-        gathered_bytes=lambda store, slots: store[...][slots],
-    ):
+    with interpreting.interpreted(coded_decode, **PLAIN):
         yield
 
 

@@ -212,14 +212,16 @@ def _plain_dots(fields, queries, starts):
     return dots + starts[0]
 
 
+PLAIN = {
+    "_dots": _plain_dots,
+    "_read_levels": lambda rows: rows[...],
+    "_read_codes": lambda codes: codes[...].astype(jnp.int32),
+}
+
+
 @pytest.fixture
 def interpreted():
-    plain = {
-        "_dots": _plain_dots,
-        "_read_levels": lambda rows: rows[...],
-        "_read_codes": lambda codes: codes[...].astype(jnp.int32),
-    }
-    with interpreting.interpreted(coded_scan, **plain):
+    with interpreting.interpreted(coded_scan, **PLAIN):
         yield
 
 

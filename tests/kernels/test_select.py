@@ -147,17 +147,18 @@ def _plain_the_one(here, values, *_):
     return tuple(jnp.where(here, x, 0).sum() for x in values)
 
 
+PLAIN = {
+    "add_ones": _plain_add_ones,
+    "gather": _plain_gather,
+    "append": _plain_append,
+    "sums_before": _plain_sums_before,
+    "the_one": _plain_the_one,
+}
+
+
 @pytest.fixture(scope="module", params=[1, 3], ids=["whole rows", "parts"])
 def interpreted(request):
-    with interpreting.interpreted(
-        select,
-        add_ones=_plain_add_ones,
-        gather=_plain_gather,
-        append=_plain_append,
-        sums_before=_plain_sums_before,
-        the_one=_plain_the_one,
-        _parts=lambda *_: request.param,
-    ):
+    with interpreting.interpreted(select, **PLAIN, _parts=lambda *_: request.param):
         yield
 
 

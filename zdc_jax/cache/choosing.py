@@ -7,8 +7,9 @@ in attention itself, and no head drowns the others. With one query head a KV hea
 scores. Of equal pages the lower is taken. Attention to what is chosen is exact; what is not chosen counts as
 if it were not there.
 
-One decoded token reads the index, and of keys and values only what is chosen. Pieces of prompts read
-everything, and drop what each of their queries did not choose: they give the same and save nothing.
+One decoded token reads the index, and of keys and values only what is chosen. On XLA pieces of prompts read
+everything, and drop what each of their queries did not choose: they give the same and save nothing. Where
+kernels choose and read (`zdc_jax.cache.coded_choosing`), each query of a piece reads what it would alone.
 """
 
 from abc import abstractmethod
@@ -32,7 +33,7 @@ from zdc_jax.ops.stored import takes_kernels
 from zdc_jax.ops.xla import chosen_attention, in_query_blocks, query_block
 
 GATHERED = "kernels read single tokens in codes"
-MASKED = "pieces of prompts read all, and drop what is not chosen"
+MASKED = "pieces of prompts read all on xla, and drop what is not chosen"
 
 
 class FarTokens(NamedTuple):

@@ -3,8 +3,12 @@
 The first coordinates of keys, which a calibrated basis orders by energy, have a plane of their own: it is the
 index, and part of the answer. The other coordinates of keys, and values, are planes that decoding reads of
 chosen tokens alone. What is chosen answers with all its coordinates.
+
+On kernels queries of a piece of a prompt are as many decoded tokens that share one store: each has a row of
+its own in a block table. A piece thus chooses and gives what its tokens would one by one, up to rounding.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,12 +18,13 @@ import jax.numpy as jnp
 from jax.nn import logsumexp
 from jaxtyping import Float, Int
 
-from kernels_pallas import Plane
+from kernels_pallas import Parts, Plane
 from kernels_pallas.coded_scan import in_sample
 from zdc_jax.axes import Array
 from zdc_jax.cache.choosing import Choosing, FarTokens
+from zdc_jax.cache.coded_far import CodedFar, Made
 from zdc_jax.cache.codes import Code, Coded, decode_tokens, encode_tokens
-from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel
+from zdc_jax.cache.fitted_integers import kernel_planes
 from zdc_jax.cache.near_far import NearFarState
 from zdc_jax.cache.pages import Pages, pools_of
 from zdc_jax.cache.prefix_ring import put_tokens
@@ -31,14 +36,16 @@ from zdc_jax.ops.stored import (
     choose_by_index,
     coded_decode,
     coded_decode_refusal,
+    of_parts,
+    queries_at_once,
     slots_for,
     takes_kernels,
 )
-from zdc_jax.ops.xla import by_query_blocks, query_block
+from zdc_jax.ops.xla import by_query_blocks, in_query_blocks, query_block
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodedChoosing(Choosing):
+class CodedChoosing(CodedFar, Choosing):
     """`Choosing` by the first `index` coordinates of keys, of tokens in codes. Each is coded when it comes.
 
     The store is `FarTokens` of coded [B, K, S, …] arrays: k of the coordinates from `index` on, v, and the
@@ -77,14 +84,19 @@ class CodedChoosing(Choosing):
         index, k, v = (empty(code, width) if width else () for code, width in self._planes())
         return FarTokens(k, v, index)
 
-    def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
-        """`NearFar.write_far`."""
-        far, codes = state.far, [code for code, _ in self._planes()]
-        index = [(codes[0], far.index)] if self.index else []
-        groups = (k[..., : self.R], [*index, (codes[1], far.k)]), (v[..., : self.Z], [(codes[2], far.v)])
-        if done := put_by_kernel(groups, positions, end):
-            (*coded_index, coded_k), (coded_v,) = done
-            return FarTokens(coded_k, coded_v, *coded_index)
+    def made(self, far: FarTokens) -> Made:
+        """`CodedFar.made`."""
+        index = [(self.index_code, far.index)] if self.index else []
+        return [*index, (self.key_code, far.k)], [(self.value_code, far.v)]
+
+    def of_made(self, keys: Sequence[Coded], values: Sequence[Coded]) -> FarTokens:
+        """`CodedFar.of_made`."""
+        (*index, coded_k), (coded_v,) = keys, values
+        return FarTokens(coded_k, coded_v, *index)
+
+    def code_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
+        """`CodedFar.code_far`."""
+        far = state.far
         put = partial(put_coded, positions=positions, end=end)
         return FarTokens(
             put(far.k, self.key_code, k[..., self.index : self.R]),
@@ -102,9 +114,21 @@ class CodedChoosing(Choosing):
         pages = self._all_chosen(far, q, positions, call) if self.index else aux
         return *self.attend_pages(far, q, positions, pages, call), pages
 
+    def attend_far(self, far: FarTokens, q: Array, positions: Array, call: Call) -> tuple[Array, Array]:
+        """`Choosing.attend_far`; on kernels, where these choose and read, block by block of queries."""
+        if not self._is_on_kernels(far, q, call):
+            # The log has the reason by now. For a single token kernels may still choose.
+            on_xla = replace(call, implementation="xla")
+            return super().attend_far(far, q, positions, call if q.shape[1] == 1 else on_xla)
+
+        def one_block(q: Array, positions: Array) -> tuple[Array, Array]:
+            return self.attend_pages(far, q, positions, self.chosen(far, q, positions, call), call)
+
+        return in_query_blocks(one_block, self._at_once(far, q), q, positions)
+
     def chosen(self, far: FarTokens, q: Array, positions: Array, call: Call) -> Int[Array, "B T K n"]:
-        """`Choosing.chosen`; kernels choose for a decoded token."""
-        if q.shape[1] > 1 or not self._chooses_on_kernels(far, q, call):
+        """`Choosing.chosen`, of all queries at once; kernels choose single tokens."""
+        if not self._chooses_on_kernels(far, q, call):
             return super().chosen(far, q, positions, call)
         index, table = pools_of(far.index)
         return choose_by_index(
@@ -116,40 +140,48 @@ class CodedChoosing(Choosing):
             sinks=self.sinks,
             window=self.window,
             table=table,
-        )[:, None]
+        )
 
     def attend_pages(
         self, far: FarTokens, q: Array, positions: Array, pages: Int[Array, "B T K n"], call: Call
     ) -> tuple[Array, Array]:
         """`Choosing.attend_pages`; kernels read tokens in codes."""
-        if q.shape[1] > 1:
-            return super().attend_pages(far, q, positions, pages, call)
-        slots = pages[:, 0]
-        if not self._reads_on_kernels(far, q, slots, call):
+        if not self._reads_on_kernels(far, q, pages, call):
             return super().attend_pages(far, q, positions, pages, replace(call, implementation="xla"))
+
+        def one_block(q: Array, positions: Array, pages: Array) -> tuple[Array, Array]:
+            return of_parts(q, self._parts(far, q, positions, pages, call))
+
+        return in_query_blocks(one_block, self._at_once(far, q), q, positions, pages)
+
+    def decode_parts(
+        self, far: FarTokens, q: Array, positions: Array, call: Call, aux: Any
+    ) -> tuple[Parts, Any]:
+        """`CodedFar.decode_parts`."""
+        pages = self.chosen(far, q, positions, call) if self.index else aux
+        parts = self._parts(far, q, positions, pages, call)
+        return parts, pages if self.leads or not self.index else aux
+
+    def _parts(
+        self, far: FarTokens, q: Array, positions: Array, slots: Int[Array, "B T K n"], call: Call
+    ) -> Parts:
+        """What each query gets of the tokens in its `slots`, on the kernel."""
         pools, table = pools_of(far)
-        return coded_decode(
-            q,
-            self._kernel_planes(pools),
-            positions,
-            slots=slots,
-            scale=call.scale,
-            sinks=self.sinks,
-            window=self.window,
-            table=table,
-        )
+        planes, near = self._kernel_planes(pools), (self.sinks, self.window)
+        return coded_decode(q, planes, positions, near, scale=call.scale, slots=slots, table=table)
 
     def reads_pages(self, state: NearFarState, q: Array, v: Any, call: Call) -> bool:
-        """`LayerCacheSpec.reads_pages`: single tokens, where kernels choose and decode."""
-        if q.shape[1] > 1:
-            return False
-        q = q[..., : self.R]
-        slots = jax.ShapeDtypeStruct((q.shape[0], self.num_kv_heads, self.read), jnp.int32)
-        chooses = not self.index or self._chooses_on_kernels(state.far, q, call)
-        return chooses and self._reads_on_kernels(state.far, q, slots, call)
+        """`LayerCacheSpec.reads_pages`: where kernels choose and read."""
+        return self._is_on_kernels(state.far, q[..., : self.R], call)
+
+    def _is_on_kernels(self, far: FarTokens, q: Array, call: Call) -> bool:
+        """Whether kernels choose, unless another layer does, and attend to what is chosen."""
+        slots = jax.ShapeDtypeStruct((*q.shape[:2], self.num_kv_heads, self.read), jnp.int32)
+        reads = self._reads_on_kernels(far, q, slots, call)
+        return reads and (not self.index or self._chooses_on_kernels(far, q, call))
 
     def _chooses_on_kernels(self, far: FarTokens, q: Array, call: Call) -> bool:
-        """Whether the index chooses there for single tokens q."""
+        """Whether the index chooses there."""
         index, table = pools_of(far.index)
 
         def refusal() -> str | None:
@@ -162,14 +194,25 @@ class CodedChoosing(Choosing):
 
     def _reads_on_kernels(self, far: FarTokens, q: Array, slots: Any, call: Call) -> bool:
         """Whether they attend there to what is in `slots`."""
+        refusal = partial(self._read_refusal, far, q, slots)
+        return takes_kernels("attention to chosen tokens", call.implementation, refusal)
+
+    def _read_refusal(self, far: FarTokens, q: Array, slots: Any) -> str | None:
+        """Why kernels cannot attend to what is in `slots`."""
+        if self.page > 1:
+            return f"kernels read single tokens, not pages of {self.page}"
         pools, table = pools_of(far)
+        return coded_decode_refusal(q, self._kernel_planes(pools), slots=slots, table=table)
 
-        def refusal() -> str | None:
-            if self.page > 1:
-                return f"kernels read single tokens, not pages of {self.page}"
-            return coded_decode_refusal(q, self._kernel_planes(pools), slots=slots, table=table)
+    def _at_once(self, far: FarTokens, q: Array) -> int:
+        """Queries of a row that kernels take at once."""
+        B, T = q.shape[:2]
+        return queries_at_once(B, self.num_kv_heads, self.capacity(far), T)
 
-        return takes_kernels("decode of chosen tokens", call.implementation, refusal)
+    def capacity(self, far: FarTokens) -> int:
+        """`Choosing.capacity`, of pages, too."""
+        first = jax.tree.leaves(far.v, is_leaf=lambda x: isinstance(x, Pages))[0]
+        return first.slots if isinstance(first, Pages) else first.shape[2]
 
     def rows(self, far: FarTokens, slots: Int[Array, "B K n"]) -> tuple[Array, Array]:
         """`Choosing.rows`."""
@@ -223,10 +266,12 @@ class CodedChoosing(Choosing):
         )
 
     def _all_chosen(self, far: FarTokens, q: Array, positions: Array, call: Call) -> Array:
+        """`chosen`, block by block of queries."""
         B, T, N, _ = q.shape
+        on_kernels = self._chooses_on_kernels(far, q, call)
+        block = self._at_once(far, q) if on_kernels else query_block(2 * B * N * self.capacity(far), T)
         chosen = lambda q, positions: self.chosen(far, q, positions, call)
-        block = query_block(2 * B * N * self.capacity(far), T)
-        return chosen(q, positions) if block >= T else by_query_blocks(chosen, block, q, positions)
+        return by_query_blocks(chosen, block, q, positions)
 
     def _planes(self) -> tuple[tuple[Code, int], ...]:
         """Codes of index, keys and values, and how many coordinates each has."""

@@ -7,14 +7,14 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import Plane
+from kernels_pallas import Parts, Plane
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes import Code, Coded, decode_tokens, encode_tokens
 from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState, put_ring
 from zdc_jax.cache.spec import Attended, Call
 from zdc_jax.errors import PlanError
-from zdc_jax.ops.stored import coded_decode_refusal, coded_ring_decode, takes_kernels
+from zdc_jax.ops.stored import coded_decode_refusal, coded_ring_decode, of_parts, takes_kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,18 +82,30 @@ class CodedRing(PrefixRing):
         call: Call,
     ) -> Attended:
         """`LayerCacheSpec.attend`; kernels decode from the codes."""
-        planes = kernel_planes([(self.code, state.ring_k), (self.code, state.ring_v)])
-        refusal = partial(coded_decode_refusal, q, planes, slots=_slots_of(planes))
-        # What is refused here may run on kernels yet, once it is decoded.
-        if q.shape[1] == 1 and call.implementation != "xla" and takes_kernels("near decode", None, refusal):
-            written, (sinks, window) = self.write(state, k, v, positions, end), state.near
-            planes = kernel_planes([(self.code, written.ring_k), (self.code, written.ring_v)])
-            o, lse = coded_ring_decode(q, planes, positions, scale=call.scale, sinks=sinks, window=window)
-            return Attended(written, o, lse, aux)
+        if q.shape[1] == 1 and self.decodes_held(state, q, v, call):
+            written = self.write(state, k, v, positions, end)
+            return Attended(written, *of_parts(q, self.decode_held(written, q, positions, call)), aux)
         whole = replace(state, ring_k=self._decode(state.ring_k), ring_v=self._decode(state.ring_v))
         seen = self._seen(k), self._seen(v)
         done = self.plain.attend(whole, q, *seen, positions, end, aux, call)
         return done._replace(state=self.write(state, k, v, positions, end))
+
+    def kernel_rings(self, state: PrefixRingState) -> tuple[Any, Any] | None:
+        """`PrefixRing.kernel_rings`."""
+        planes = kernel_planes([(self.code, state.ring_k), (self.code, state.ring_v)])
+        return (planes[0], planes[1]) if planes else None
+
+    def decodes_held(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
+        """`PrefixRing.decodes_held`: from the codes."""
+        planes = [*(self.kernel_rings(state) or ())]
+        refusal = partial(coded_decode_refusal, q, planes, slots=_slots_of(planes))
+        # What is refused here may run on kernels yet, once it is decoded.
+        return call.implementation != "xla" and takes_kernels("near decode", None, refusal)
+
+    def decode_held(self, state: PrefixRingState, q: Array, positions: Array, call: Call) -> Parts:
+        """`PrefixRing.decode_held`."""
+        planes, (sinks, window) = [*(self.kernel_rings(state) or ())], state.near
+        return coded_ring_decode(q, planes, positions, scale=call.scale, sinks=sinks, window=window)
 
     def attend_whole(
         self, q: Array, k: Array, v: Array, positions: Array, aux: object, call: Call
@@ -120,8 +132,11 @@ def _slot(positions: Array, end: Array, sinks: int, window: int) -> tuple[Array,
 
 
 def _slots_of(planes: list[Plane]) -> jax.ShapeDtypeStruct | None:
-    """The shape of a list of all slots."""
-    return jax.ShapeDtypeStruct(planes[0].reach.shape, jnp.int32) if planes else None
+    """The shape of a list of all slots, of one query a row."""
+    if not planes:
+        return None
+    B, K, M = planes[0].reach.shape
+    return jax.ShapeDtypeStruct((B, 1, K, M), jnp.int32)
 
 
 def _shape(ring: PrefixRing) -> dict[str, Any]:

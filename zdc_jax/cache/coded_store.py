@@ -1,5 +1,6 @@
 """A store of far tokens in codes, every token coded when its block of tokens is complete (ours)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -8,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from kernels_pallas import Plane
+from kernels_pallas import Parts, Plane
 from zdc_jax.axes import Array
+from zdc_jax.cache.coded_far import CodedFar, Made
 from zdc_jax.cache.codes import Code, Coded
-from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel
-from zdc_jax.cache.near_far import NearFar, NearFarState
+from zdc_jax.cache.fitted_integers import kernel_planes
+from zdc_jax.cache.near_far import NearFarState
 from zdc_jax.cache.pages import Pages, pools_of
 from zdc_jax.cache.prefix_ring import put_tokens, recent_rows
 from zdc_jax.cache.spec import Call, put_rows
@@ -21,6 +23,7 @@ from zdc_jax.ops.stored import (
     coded_decode,
     coded_decode_refusal,
     numbers,
+    of_parts,
     slots_for,
     takes_kernels,
     takes_numbers,
@@ -28,7 +31,7 @@ from zdc_jax.ops.stored import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodedStore(NearFar):
+class CodedStore(CodedFar):
     """`NearFar` whose far keys and values are read through `key_code` and `value_code`.
 
     The store is a pair of trees of leaves [B, K, S/block, …], of as many tokens as both codes complete; the
@@ -68,14 +71,21 @@ class CodedStore(NearFar):
 
         return empty(self.key_code, self.R), empty(self.value_code, self.Z)
 
-    def write_far(
+    def made(self, far: tuple[Coded, Coded]) -> Made:
+        """`CodedFar.made`."""
+        keys, values = self._stored(far)
+        return [keys], [values]
+
+    def of_made(self, keys: Sequence[Coded], values: Sequence[Coded]) -> tuple[Coded, Coded]:
+        """`CodedFar.of_made`."""
+        (coded_k,), (coded_v,) = keys, values
+        return coded_k, coded_v
+
+    def code_far(
         self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array
     ) -> tuple[Coded, Coded]:
-        """`NearFar.write_far`."""
+        """`CodedFar.code_far`."""
         stored, new = self._stored(state.far), (k[..., : self.R], v[..., : self.Z])
-        if done := put_by_kernel([(x, [each]) for x, each in zip(new, stored, strict=True)], positions, end):
-            (coded_k,), (coded_v,) = done
-            return coded_k, coded_v
         if pools_of(state.far)[1] is not None:
             put = partial(_put_in_pages, positions=positions, end=end)
             coded_k, coded_v = (put(*each, x) for each, x in zip(stored, new, strict=True))
@@ -102,11 +112,16 @@ class CodedStore(NearFar):
         stored = kernel_planes(self._stored(pools))
         refusal = partial(coded_decode_refusal, q, stored, table=table)
         if takes_kernels("coded decode", call.implementation, refusal):
-            sinks, window = self.sinks, self.window
-            return coded_decode(
-                q, stored, positions, scale=call.scale, sinks=sinks, window=window, table=table
-            )
+            return of_parts(q, self.decode_parts(far, q, positions, call, None)[0])
         return self.attend_rows(q, *self.read(far), positions, replace(call, implementation="xla"))
+
+    def decode_parts(
+        self, far: tuple[Coded, Coded], q: Array, positions: Array, call: Call, aux: Any
+    ) -> tuple[Parts, Any]:
+        """`CodedFar.decode_parts`."""
+        (pools, table), near = pools_of(far), (self.sinks, self.window)
+        stored = kernel_planes(self._stored(pools))
+        return coded_decode(q, stored, positions, near, scale=call.scale, table=table), aux
 
     def reads_pages(self, state: NearFarState, q: Array, v: Any, call: Call) -> bool:
         """`LayerCacheSpec.reads_pages`: where kernels attend to codes, or to what they say."""

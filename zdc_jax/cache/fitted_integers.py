@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,5 +102,10 @@ def put_by_kernel(
     found = encoded([x for x, _ in groups], planes, positions, end, table)
     if found is None:
         return None
-    leaves = iter(leaf for each in found for plane in each for leaf in (plane.levels, plane.reach))
-    return in_pages(jax.tree.map(lambda leaf: next(leaves).reshape(leaf.shape), arrays), table)
+    return in_pages([as_before(*pair) for pair in zip(arrays, found, strict=True)], table)
+
+
+def as_before(held: Any, written: Iterable[Plane | Array]) -> Any:
+    """A tree of arrays with what kernels made of them: planes that `kernel_planes` gave, or arrays."""
+    leaves = iter(leaf for each in written for leaf in (each[:2] if isinstance(each, Plane) else (each,)))
+    return jax.tree.map(lambda leaf: next(leaves).reshape(leaf.shape), held)

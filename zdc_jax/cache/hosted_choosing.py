@@ -6,7 +6,7 @@ by the host's processor and sent; nothing is dropped. (Hao et al. 2025, OmniKV: 
 Efficient Long-Context LLMs, keep their cache so; the format is ours.)
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.experimental.compute_on import compute_on
 from jaxtyping import Float, Int, UInt8
 
-from kernels_pallas import Plane
 from zdc_jax.axes import Array
 from zdc_jax.cache.choosing import FarTokens
 from zdc_jax.cache.coded_choosing import CodedChoosing, put_coded
@@ -23,7 +22,8 @@ from zdc_jax.cache.codes import Code, Coded, encode_tokens
 from zdc_jax.cache.near_far import NearFarState
 from zdc_jax.cache.spec import Call
 from zdc_jax.errors import CacheMemoryError, PlanError
-from zdc_jax.ops.stored import slots_for, takes_kernels
+from zdc_jax.ops.attention import Implementation
+from zdc_jax.ops.stored import slots_for
 
 HOST_MEMORY = "pinned_host"
 ON_HOST = "keys and values lie on the host"
@@ -40,8 +40,9 @@ class HostedChoosing(CodedChoosing):
     """`CodedChoosing` whose keys and values lie in host memory, uint8 [B, S + 1, K, bytes of a token].
 
     They are `k` of `FarTokens`; `v` is empty. The last slot takes what is not to be kept. Decoded tokens
-    fetch what they read. Pieces of prompts fetch the whole layer, and a new cache is made by way of the
-    device: a layer must find room there for a time, which is not counted. The codes' arrays are bytes.
+    fetch what they read. Pieces of prompts fetch the whole layer, and attend to it on XLA. A new cache is
+    made by way of the device. In both a layer must find room there for a time, which is not counted. The
+    codes' arrays are bytes.
 
     Raises:
       PlanError: codes whose arrays are not bytes, or what `CodedChoosing` refuses.
@@ -67,6 +68,12 @@ class HostedChoosing(CodedChoosing):
             lambda leaf: jnp.zeros((*leaf.shape[:2], capacity, leaf.shape[3]), leaf.dtype), index
         )
         return FarTokens(_host_zeros((batch, capacity + 1, self.num_kv_heads, self._width)), (), index)
+
+    def project(
+        self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
+    ) -> tuple[Array, Array, Array]:
+        """`LayerCacheSpec.project`: no kernel writes to the host."""
+        return attention.project(x, positions, implementation)
 
     def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
         """`NearFar.write_far`."""
@@ -105,18 +112,9 @@ class HostedChoosing(CodedChoosing):
         leaves = [leaf for code, x in parts for leaf in jax.tree.leaves(encode_tokens(code, x))]
         return far._replace(k=put_tokens(far.k, jnp.concatenate(leaves, axis=-1), positions, end))
 
-    def _kernel_planes(self, far: FarTokens) -> list[Plane]:
-        """None: kernels cannot reach what is on the host."""
-        return []
-
-    def attend_pages(
-        self, far: FarTokens, q: Array, positions: Array, pages: Array, call: Call
-    ) -> tuple[Array, Array]:
-        """`Choosing.attend_pages`, on XLA."""
-        if q.shape[1] == 1:
-            takes_kernels("decode of tokens on the host", call.implementation, lambda: ON_HOST)
-            call = replace(call, implementation="xla")
-        return super().attend_pages(far, q, positions, pages, call)
+    def _read_refusal(self, far: FarTokens, q: Array, slots: Any) -> str:
+        """Kernels cannot reach what is on the host."""
+        return ON_HOST
 
     def rows(self, far: FarTokens, slots: Int[Array, "B K n"]) -> tuple[Array, Array]:
         """`Choosing.rows`: the host gathers, the device decodes."""

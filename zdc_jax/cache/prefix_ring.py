@@ -14,7 +14,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, Shaped
 
-from kernels_pallas import TAIL_ALIGNMENT, Ring, Trailing, decode_attention, prefill_attention
+from kernels_pallas import (
+    TAIL_ALIGNMENT,
+    Parts,
+    Ring,
+    Trailing,
+    decode_attention,
+    decode_parts,
+    prefill_attention,
+)
 from zdc_jax.axes import Array
 from zdc_jax.cache.pages import Pages, pools_of
 from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, put_rows
@@ -107,6 +115,22 @@ class PrefixRing(LayerCacheSpec):
     def reads_pages(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
         """`LayerCacheSpec.reads_pages`: on kernels."""
         return self._implementation(state, q, v, call) == "pallas"
+
+    def kernel_rings(self, state: PrefixRingState) -> tuple[Any, Any] | None:
+        """What kernels write near tokens of R = Z = 0 to; None where they do not know its form."""
+        return state.ring_k, state.ring_v
+
+    def decodes_held(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
+        """Whether `decode_held` can run; raises as `attend` does."""
+        return self._implementation(state, q, v, call) == "pallas"
+
+    def decode_held(
+        self, state: PrefixRingState, q: Float[Array, "B 1 N H"], positions: Int[Array, "B 1"], call: Call
+    ) -> Parts:
+        """`attend` of single tokens that the cache holds already, on kernels."""
+        sinks, window = state.near
+        given, options = _held(state, q, positions, sinks, window)
+        return decode_parts(*given, scale=call.scale, **options)
 
     def _sees_near(self, q: Array, v: Array) -> bool:
         return q.shape[-1] > self.R or v.shape[-1] > self.Z
@@ -287,21 +311,19 @@ def _on_xla(step: _Step) -> tuple[Array, Array]:
 
 def _decode(step: _Step) -> tuple[Array, Array]:
     """One token a row, on the kernel: it is in the cache already."""
-    _, written, q, _, _, positions, _, scale, sinks, window = step
-    ring = Ring(written.ring_k, written.ring_v) if sinks or window else None
-    (k, v), table = pools_of((written.k, written.v))
-    o, lse = decode_attention(
-        q[:, 0],
-        k,
-        v,
-        positions[:, 0] + 1,
-        scale=scale,
-        ring=ring,
-        sinks=sinks,
-        window=window,
-        block_table=table,
-    )
+    given, options = _held(step.written, step.q, step.positions, step.sinks, step.window)
+    o, lse = decode_attention(*given, scale=step.scale, **options)
     return o[:, None], lse[..., None]
+
+
+def _held(
+    state: PrefixRingState, q: Array, positions: Array, sinks: int, window: int
+) -> tuple[tuple[Array, ...], dict[str, Any]]:
+    """What `decode_attention` takes of single tokens that a cache holds."""
+    ring = Ring(state.ring_k, state.ring_v) if sinks or window else None
+    (k, v), table = pools_of((state.k, state.v))
+    options = {"ring": ring, "sinks": sinks, "window": window, "block_table": table}
+    return (q[:, 0], k, v, positions[:, 0] + 1), options
 
 
 def _prefill(step: _Step) -> tuple[Array, Array]:

@@ -13,7 +13,7 @@ from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.model.layers import Reduce, add_bias, param, rms_norm, unreduced
 from zdc_jax.ops.attention import Implementation, self_attention
 from zdc_jax.ops.latent import LatentKeys
-from zdc_jax.ops.rotary import rope_and_basis, rope_frequencies, rotate
+from zdc_jax.ops.rotary import UnturnedKeys, rope_and_basis, rope_frequencies, rotate
 
 _BIASES = ("q_bias", "k_bias", "v_bias", "o_bias")
 _NORMS = ("q_norm", "k_norm")
@@ -74,22 +74,31 @@ class Attention(nnx.Module):
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T N R"], Float[Array, "B T K R"], Float[Array, "B T K Z"]]:
         """q, k, v as attention and the cache see them."""
-        q = self._normed(add_bias(jnp.einsum("BTD,DNH->BTNH", x, self.q[...]), self.q_bias), self.q_norm)
-        k = self._normed(add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.k[...]), self.k_bias), self.k_norm)
-        v = add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.v[...]), self.v_bias)
+        q, k, v = self._products(x)
         if self.frequencies is not None:
             per_head = self.frequencies[...]
             per_query = jnp.repeat(per_head, q.shape[2] // k.shape[2], axis=0)
             q = rotate(q, positions, per_query, interleaved=True)
             return q, rotate(k, positions, per_head, interleaved=True), v
-        if self.q_rotation is not None and self.k_rotation is not None:
-            shift = None if self.k_shift is None else self.k_shift[...]
-            basis = self.q_rotation[...], self.k_rotation[...], shift
+        if (basis := self._basis()) is not None:
             return *rope_and_basis(q, k, positions, self._angles(), *basis, implementation), v
         if self.spec.rope is not None:
             turned = jnp.asarray(self._angles(), jnp.float32)
             q, k = (rotate(each, positions, turned, interleaved=False) for each in (q, k))
         return q, k, v
+
+    def project_unturned(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B T N H"], UnturnedKeys | Float[Array, "B T K R"], Float[Array, "B T K Z"]]:
+        """`project` that leaves q and k as the weights give them where the basis acts behind the rotary
+        embedding (`post_rope`), for a cache that turns them itself; elsewhere `project`."""
+        if (basis := self._basis()) is None:
+            return self.project(x, positions, implementation)
+        q, k, v = self._products(x)
+        return q, UnturnedKeys(k, positions, self._angles(), *basis), v
 
     def project_latent(
         self,
@@ -124,6 +133,21 @@ class Attention(nnx.Module):
         if self.spec.window is None:
             return self_attention(q, k, v, scale=self.scale)
         return self_attention(q, k, v, scale=self.scale, qk_rank=0, v_rank=0, window=self.spec.window)
+
+    def _products(
+        self, x: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K Z"]]:
+        """q, k and v before anything turns them."""
+        q = self._normed(add_bias(jnp.einsum("BTD,DNH->BTNH", x, self.q[...]), self.q_bias), self.q_norm)
+        k = self._normed(add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.k[...]), self.k_bias), self.k_norm)
+        return q, k, add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.v[...]), self.v_bias)
+
+    def _basis(self) -> tuple[Array, Array, Array | None] | None:
+        """What acts behind the rotary embedding: of queries, of keys, and what is added to keys."""
+        if self.q_rotation is None or self.k_rotation is None:
+            return None
+        shift = None if self.k_shift is None else self.k_shift[...]
+        return self.q_rotation[...], self.k_rotation[...], shift
 
     def _normed(self, x: Array, norm: nnx.Param | None) -> Array:
         config = self.config

@@ -19,6 +19,7 @@ from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.latent import LatentKeys
+from zdc_jax.ops.rotary import UnturnedKeys
 
 
 class Place(NamedTuple):
@@ -79,7 +80,8 @@ def _layer(
     call = partial(Call, block.attention.scale, implementation)
     of_piece = lambda x: x[:, :T]
     of_tokens = lambda x: x[:, T:].swapaxes(0, 1)
-    cut = lambda part, q, k, v: (part(q), k.each(part) if isinstance(k, LatentKeys) else part(k), part(v))
+    keys = lambda part, k: k.each(part) if isinstance(k, LatentKeys | UnturnedKeys) else part(k)
+    cut = lambda part, q, k, v: (part(q), keys(part, k), part(v))
     own = None if table is None else jax.lax.dynamic_slice_in_dim(table, place.row, 1)
     # Else XLA reads rows and pages of several layers at once, and copies what is written before that.
     x, row, state = jax.lax.optimization_barrier((x, spec.row(state, place.row), state))

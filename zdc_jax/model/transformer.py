@@ -18,6 +18,7 @@ from zdc_jax.model.block import Block
 from zdc_jax.model.layers import Norm, Reduce, param, unreduced
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.contract import einsum_f32
+from zdc_jax.ops.rotary import UnturnedKeys
 from zdc_jax.plan import CompressionPlan
 
 
@@ -185,7 +186,9 @@ def _prompt_layer(
     """One layer on whole prompts that see themselves exactly, and what its cache keeps of them."""
     call = Call(block.attention.scale)
 
-    def attend(q: Array, k: Array, v: Array) -> tuple[Array, State]:
+    def attend(q: Array, k: Any, v: Array) -> tuple[Array, State]:
+        if isinstance(k, UnturnedKeys):
+            q, k = k.turned(q, None)
         o, lse = block.attention.attend(q, k, v)
         return o, spec.keep_prompt(q, k, v, lse, positions, end, capacity, call)
 

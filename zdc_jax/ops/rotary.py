@@ -1,7 +1,8 @@
 """Rotary embedding, and the basis of queries and keys after it (`post_rope`), in one kernel where it pays."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,36 @@ from zdc_jax.axes import Array
 from zdc_jax.config import RopeConfig
 from zdc_jax.ops import attention
 from zdc_jax.ops.attention import Implementation
+
+
+class UnturnedKeys(NamedTuple):
+    """Keys of new tokens before rotary embedding and basis, and what turns them, and their queries.
+
+    keys: [B, T, K, H]. positions: [B, T]. frequencies: of the rotary embedding [H/2]. q_basis,
+    k_basis: [K, H, C], k_shift [K, C] or None: as `rope_and_basis` takes them.
+    """
+
+    keys: Array
+    positions: Array
+    frequencies: np.ndarray | Array
+    q_basis: Array
+    k_basis: Array
+    k_shift: Array | None
+
+    def each(self, change: Callable[[Array], Array]) -> "UnturnedKeys":
+        """With what there is of each token changed."""
+        return self._replace(keys=change(self.keys), positions=change(self.positions))
+
+    def turned(
+        self, q: Float[Array, "B T N H"], implementation: Implementation | None
+    ) -> tuple[Float[Array, "B T N C"], Float[Array, "B T K C"]]:
+        """Queries and keys as `rope_and_basis` gives them."""
+        basis = self.q_basis, self.k_basis, self.k_shift
+        return rope_and_basis(q, self.keys, self.positions, self.frequencies, *basis, implementation)
+
+    def angles(self) -> tuple[Float[Array, "B T h"], Float[Array, "B T h"]]:
+        """Cosines and sines of the rotary embedding, float32."""
+        return _angles(self.positions, self.frequencies)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> np.ndarray:
@@ -85,7 +116,7 @@ def rope_and_basis(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     positions: Int[Array, "B T"],
-    frequencies: Float[np.ndarray, "H/2"],
+    frequencies: Float[np.ndarray | Array, "H/2"],
     q_rotation: Float[Array, "K H C"],
     k_rotation: Float[Array, "K H C"],
     k_shift: Float[Array, "K C"] | None,
@@ -120,12 +151,20 @@ def _operands(
     k_rotation: Array,
     k_shift: Array | None,
     *,
-    frequencies: np.ndarray,
+    frequencies: np.ndarray | Array,
 ) -> dict[str, Any]:
     """What `post_rope` takes. A tile is of one row's tokens: few in each are better taken as one row."""
-    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
     B, T = q.shape[:2]
+    cos, sin = _angles(positions, frequencies)
     rows = (lambda x: x.reshape(1, B * T, *x.shape[2:])) if T < TILE_TOKENS else (lambda x: x)
-    by_token = {"q": q, "k": k, "angles_cos": jnp.cos(angles), "angles_sin": jnp.sin(angles)}
+    by_token = {"q": q, "k": k, "angles_cos": cos, "angles_sin": sin}
     rotations = {"q_rotation": q_rotation, "k_rotation": k_rotation, "k_shift": k_shift}
     return {name: rows(x) for name, x in by_token.items()} | rotations
+
+
+def _angles(
+    positions: Int[Array, "B T"], frequencies: Float[np.ndarray | Array, " h"]
+) -> tuple[Float[Array, "B T h"], Float[Array, "B T h"]]:
+    """Cosines and sines of the rotary embedding, float32."""
+    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
+    return jnp.cos(angles), jnp.sin(angles)

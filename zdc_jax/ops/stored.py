@@ -12,11 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
 from kernels_pallas import (
+    Parts,
     Plane,
-    coded_attention,
+    Stored,
+    Turning,
+    coded_parts,
     coded_refusal,
     dequantise,
     dequantise_refusal,
@@ -25,18 +28,31 @@ from kernels_pallas import (
     encode_refusal,
     index_scores,
     largest,
+    merged,
+    merged_at_once,
     prefill_attention,
     prefill_refusal,
     scan_refusal,
     select_refusal,
+    turn_and_store,
+    turn_and_store_refusal,
 )
 from kernels_pallas.coded_inputs import rows_of
 from zdc_jax.axes import Array
 from zdc_jax.ops.attention import Implementation, choose_implementation
+from zdc_jax.ops.rotary import UnturnedKeys
 from zdc_jax.ops.xla import xla_attention
 
 SLOTS = 128
 """Kernels that choose take a multiple of so many, those that read a whole store of half as many."""
+AT_ONCE = 256 * 2**20
+"""Bytes of scores by an index that queries may have written at once.
+
+So many are work for an H100 several times over, beside which launches take little; fewer, that would stay in
+its second-level cache, are not.
+"""
+LEAST_NUMBERS = 4096
+"""Of a query and KV head where a store has fewer slots: results of 256 values in 16 heads, or a list."""
 NO_CUDNN = "it does not read this cache"
 NOT_INTEGERS = "kernels know only integers with one step a token"
 
@@ -60,10 +76,33 @@ def slots_for(tokens: int) -> int:
 
 def far_span(
     positions: Int[Array, "B T"], sinks: int, window: int
-) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """The far slots begin ≤ j < end of each row's first query."""
-    start = positions[:, 0]
-    return jnp.full_like(start, sinks), start + 1 - window
+) -> tuple[Int[Array, " B*T"], Int[Array, " B*T"]]:
+    """The far slots begin ≤ j < end of each query."""
+    t = positions.ravel()
+    return jnp.full_like(t, sinks), t + 1 - window
+
+
+def table_of_queries(
+    positions: Int[Array, "B T"], table: Int[Array, "B pages"] | None
+) -> Int[Array, "B*T _"] | None:
+    """The block table of kernels that take one query a row, where T queries of a row read the same tokens.
+
+    Without a table a store [B, K, S, …] is a pool of B pages of S slots, of which each query has one. One
+    query a row needs no other table than its row has.
+    """
+    B, T = positions.shape
+    if T == 1:
+        return table
+    return jnp.repeat(jnp.arange(B, dtype=jnp.int32)[:, None] if table is None else table, T, axis=0)
+
+
+def queries_at_once(B: int, K: int, S: int, T: int) -> int:
+    """How many of T queries of each row kernels take at once, a power of two unless all: see `AT_ONCE`.
+
+    All rows' are taken together, so that decoding, which has one query a row, is one launch.
+    """
+    most = AT_ONCE // (4 * B * K * max(S, LEAST_NUMBERS))
+    return min(T, 1 << max(0, most.bit_length() - 1))
 
 
 def stored_attention(
@@ -162,40 +201,57 @@ def numbers(
 
 
 def coded_decode_refusal(
-    q: Float[Array, "B 1 N R"],
+    q: Float[Array, "B T N R"],
     planes: Sequence[Plane],
     *,
-    slots: Int[Array, "B K n"] | jax.ShapeDtypeStruct | None = None,
+    slots: Int[Array, "B T K n"] | jax.ShapeDtypeStruct | None = None,
     table: Int[Array, "B pages"] | None = None,
 ) -> str | None:
     """Why `coded_decode` cannot run; `planes` are empty if kernels do not read one of the codes."""
     if not planes:
         return NOT_INTEGERS
     *keys, values = planes
+    queries, row, pages = _query_shapes(q, table)
+    listed = None if slots is None else jax.eval_shape(_flat, slots)
     return device_refusal(q) or coded_refusal(
-        q[:, 0], keys, values, *_rows(q), slots=slots, block_table=table
+        queries, keys, values, row, row, slots=listed, block_table=pages
     )
 
 
 def coded_decode(
-    q: Float[Array, "B 1 N R"],
+    q: Float[Array, "B T N R"],
     planes: Sequence[Plane],
-    positions: Int[Array, "B 1"],
+    positions: Int[Array, "B T"],
+    near: tuple[int, int],
     *,
     scale: float,
-    sinks: int,
-    window: int,
-    slots: Int[Array, "B K n"] | None = None,
+    slots: Int[Array, "B T K n"] | None = None,
     table: Int[Array, "B pages"] | None = None,
-) -> tuple[Float[Array, "B 1 N Z"], Float[Array, "B N 1"]]:
-    """Attention of one query a row to far tokens in integers on the kernel, all or those in `slots`.
+) -> Parts:
+    """Attention of each query by itself to far tokens in integers on the kernel, all or those in `slots`.
 
-    planes: of keys, then one of values; with a table of pages, pools of them.
+    planes: of keys, then one of values; with a table of pages, pools of them. near: sinks and window.
     """
     *keys, values = planes
-    span = far_span(positions, sinks, window)
-    o, lse = coded_attention(q[:, 0], keys, values, *span, scale=scale, slots=slots, block_table=table)
-    return o[:, None], lse[..., None]
+    return coded_parts(
+        _flat(q),
+        keys,
+        values,
+        *far_span(positions, *near),
+        scale=scale,
+        slots=None if slots is None else _flat(slots),
+        block_table=table_of_queries(positions, table),
+    )
+
+
+def of_parts(
+    q: Float[Array, "B T N R"], *parts: Parts
+) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
+    """What each query gets from parts of its keys, and the log-sum-exp."""
+    (B, T, N, _), K = q.shape, parts[0].o.shape[1]
+    given = N // K, q.dtype
+    o, lse = merged(*parts, *given) if len(parts) == 1 else merged_at_once(parts, *given)
+    return o.reshape(B, T, N, -1), lse.reshape(B, T, N).swapaxes(1, 2)
 
 
 def coded_ring_decode(
@@ -206,7 +262,7 @@ def coded_ring_decode(
     scale: float,
     sinks: int,
     window: int,
-) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B N 1"]]:
+) -> Parts:
     """Attention of one query a row to near tokens in integers on the kernel, the query's own among them.
 
     planes: of keys and of values, as a ring stands: position p of the window in slot p mod window, sink p in
@@ -219,12 +275,11 @@ def coded_ring_decode(
     sink = slot - window
     held = jnp.where(slot < window, recent >= sinks, (sink < sinks) & (sink <= positions))
     slots = jnp.broadcast_to(jnp.where(held, slot, M)[:, None], (B, K, M))
-    o, lse = coded_attention(q[:, 0], [keys], values, row, row + M, scale=scale, slots=slots)
-    return o[:, None], lse[..., None]
+    return coded_parts(q[:, 0], [keys], values, row, row + M, scale=scale, slots=slots)
 
 
 def choice_refusal(
-    q: Float[Array, "B 1 N C"],
+    q: Float[Array, "B T N C"],
     planes: Sequence[Plane],
     count: int,
     table: Int[Array, "B pages"] | None = None,
@@ -233,39 +288,53 @@ def choice_refusal(
     if not planes:
         return NOT_INTEGERS
     (index,) = planes
-    scores = jax.ShapeDtypeStruct(rows_of(index.reach, table), jnp.float32)
+    queries, row, pages = _query_shapes(q, table)
+    _, *slots = rows_of(index.reach, table)
+    scores = jax.ShapeDtypeStruct((*row.shape, *slots), jnp.float32)
     return (
         device_refusal(q)
-        or scan_refusal(q[:, 0], index, *_rows(q), block_table=table, config=None)
-        or select_refusal(scores, *_rows(q), k=count)
+        or scan_refusal(queries, index, row, row, block_table=pages, config=None)
+        or select_refusal(scores, row, row, k=count)
     )
 
 
 def choose_by_index(
-    q: Float[Array, "B 1 N C"],
+    q: Float[Array, "B T N C"],
     planes: Sequence[Plane],
-    positions: Int[Array, "B 1"],
+    positions: Int[Array, "B T"],
     *,
     count: int,
     scale: float,
     sinks: int,
     window: int,
     table: Int[Array, "B pages"] | None = None,
-) -> Int[Array, "B K {count}"]:
+) -> Int[Array, "B T K {count}"]:
     """The far slots of the largest probability by the index, summed over a KV head's queries, on the kernels.
 
-    They ascend, and are followed by S where fewer are far. Queries are rounded to 255 levels. Where queries
-    share a KV head, a sample of the slots gives their denominators (`kernels_pallas.coded_scan.in_sample`).
+    Each query has its own. They ascend, and are followed by S where fewer are far. Queries are rounded to 255
+    levels. Where query heads share a KV head, a sample of the slots gives their denominators
+    (`kernels_pallas.coded_scan.in_sample`). Scores of all are in memory at once: `queries_at_once` says how
+    many to give.
     """
     (index,), span = planes, far_span(positions, sinks, window)
-    scores, _ = index_scores(q[:, 0], index, *span, scale=scale, block_table=table)
-    return largest(scores, *span, k=count)
+    pages = table_of_queries(positions, table)
+    scores, _ = index_scores(_flat(q), index, *span, scale=scale, block_table=pages)
+    found = largest(scores, *span, k=count)
+    return found.reshape(*positions.shape, *found.shape[1:])
 
 
-def _rows(q: Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Shapes of begin and end."""
-    row = jax.ShapeDtypeStruct((q.shape[0],), jnp.int32)
-    return row, row
+def _flat(x: Shaped[Array, "B T *rest"]) -> Shaped[Array, "B*T *rest"]:
+    """Queries, or what each of them has, as rows of kernels that take one a row."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _query_shapes(
+    q: Array, table: Array | None
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct | None]:
+    """Shapes of queries as such rows, of where their tokens begin or end, and of their table."""
+    positions = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32)
+    row = jax.eval_shape(_flat, positions)
+    return jax.eval_shape(_flat, q), row, jax.eval_shape(table_of_queries, positions, table)
 
 
 def encoded(
@@ -292,3 +361,40 @@ def encoded(
     if not takes_kernels("coding", None, refusal):
         return None
     return encode(x, planes, positions[:, 0], end, block_table=table)
+
+
+def turned_and_stored(
+    q: Float[Array, "B 1 N H"],
+    k: UnturnedKeys,
+    v: Float[Array, "B 1 K Hv"],
+    stored: tuple[Stored, Stored],
+    positions: Int[Array, "B 1"],
+    end: Int[Array, " B"],
+    implementation: Implementation | None,
+    sinks: int,
+    window: int,
+    table: Int[Array, "B pages"] | None = None,
+) -> tuple[Float[Array, "B 1 N H"], Stored, Stored] | None:
+    """Turned queries of single tokens, and what keeps keys and values with these, written by one kernel; None
+    where it cannot, or XLA is to turn them.
+
+    stored: of keys and of values, with rings; planes are none if kernels do not know a code. With a table of
+    pages they are pools.
+    """
+    shapes = jax.eval_shape(k.angles)
+    row = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
+    options: dict[str, Any] = {"sinks": sinks, "window": window, "block_table": table}
+    turning = partial(Turning, q=k.q_basis, k=k.k_basis, shift=k.k_shift)
+
+    def refusal() -> str | None:
+        if not all(each.planes for each in stored):
+            return NOT_INTEGERS
+        keys = k.keys, v, turning(*shapes)
+        return device_refusal(q) or turn_and_store_refusal(q, *keys, *stored, row, row, **options)
+
+    if implementation not in (None, "pallas") or not takes_kernels("new token", None, refusal):
+        return None
+    keys = k.keys, v, turning(*k.angles())
+    turned, _, kept_k, kept_v = turn_and_store(q, *keys, *stored, positions[:, 0], end, **options)
+    assert turned is not None
+    return turned, kept_k, kept_v

@@ -133,8 +133,13 @@ def in_query_blocks(
 
 
 def by_query_blocks(found: Callable[..., Any], block: int, *of_queries: Shaped[Array, "B T *_"]) -> Any:
-    """`found(*of_queries)`, a tree of arrays [B, T, …], on blocks of queries one after another."""
+    """`found(*of_queries)`, a tree of arrays [B, T, …], on blocks of queries one after another.
+
+    Those that fill up the last block are zeros.
+    """
     B, T = of_queries[0].shape[:2]
+    if block >= T:
+        return found(*of_queries)
     pad = -T % block
     padded = [jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2))) for x in of_queries]
 

@@ -1,0 +1,87 @@
+"""Merging of partial results, against one softmax in float64; on a CPU Pallas' interpreter runs it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from kernels_pallas import Parts, merged, merged_at_once
+
+B, K, G = 2, 3, 4
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+
+
+def drawn(P, Z, *, order=False, pitch=0, transposed=False, seed=0):
+    """Parts as kernels leave them, and what they say: o [B, K·G, P, Z] and lse [B, K·G, P] in float64."""
+    rng = np.random.default_rng(seed)
+    o, lse = rng.normal(size=(B, K, P, G, Z)), 3 * rng.normal(size=(B, K, P, G))
+    # A part of a row saw nothing, and all parts of another head.
+    for at in ((0, 1, 0), (1, 2)):
+        o[at], lse[at] = 0, -np.inf
+    places = rng.permutation(Z) if order else np.arange(Z)
+    held = o[..., places]
+    if transposed:
+        held = np.concatenate([held, rng.normal(size=held.shape)], axis=3).swapaxes(3, 4)
+    rows = np.full((B, K, P, 64), np.nan)
+    for kv in range(K):
+        rows[:, kv, :, kv * pitch % 8 : kv * pitch % 8 + G] = lse[:, kv]
+    held, rows = (jnp.asarray(x, jnp.float32) for x in (held, rows))
+    parts = Parts(held, rows, tuple(map(int, places)) if order else None, pitch, transposed)
+    by_head = lambda x: np.moveaxis(x, 3, 2).reshape(B, K * G, P, *x.shape[4:])
+    return parts, (by_head(o), by_head(lse))
+
+
+def truth(said, width):
+    o = np.concatenate([np.pad(o, [(0, 0)] * 3 + [(0, width - o.shape[3])]) for o, _ in said], axis=2)
+    lse = np.concatenate([lse for _, lse in said], axis=2)
+    weight = np.exp(lse)
+    total = weight.sum(2)
+    with np.errstate(divide="ignore"):
+        return (weight[..., None] * o).sum(2) / np.where(total > 0, total, 1)[..., None], np.log(total)
+
+
+KINDS = {
+    "near and far": [{"P": 8, "Z": 128, "pitch": 4}, {"P": 5, "Z": 64, "order": True, "transposed": True}],
+    "many parts": [{"P": 37, "Z": 96}],
+    "two orders": [
+        {"P": 1, "Z": 64, "order": True, "transposed": True},
+        {"P": 17, "Z": 64, "order": True, "transposed": True, "seed": 1},
+    ],
+}
+
+
+def check(kinds, **options):
+    found = [drawn(**kind) for kind in kinds]
+    parts, said = zip(*found, strict=True)
+    width = max(part.Z for part in parts)
+    o, lse = merged_at_once(parts, G, jnp.float32, **options)
+    exact = truth(said, width)
+    np.testing.assert_allclose(o, exact[0], atol=2e-6)
+    np.testing.assert_allclose(lse, exact[1], atol=2e-6)
+
+
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+def test_is_one_softmax(kinds):
+    check(kinds, interpret=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+def test_is_one_softmax_on_the_device(kinds):
+    check(kinds)
+
+
+@pytest.mark.parametrize("kind", [kind for kinds in KINDS.values() for kind in kinds], ids=str)
+def test_on_xla(kind):
+    parts, said = drawn(**kind)
+    found, exact = merged(parts, G, jnp.float32), truth([said], parts.Z)
+    for x, y in zip(found, exact, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-6)
+
+
+def test_lowers_for_cuda():
+    parts = [drawn(**kind)[0] for kind in KINDS["near and far"]]
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        traced = jax.jit(lambda *parts: merged_at_once(parts, G, jnp.bfloat16)).trace(*parts)
+        assert "zdc_merge" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -1,0 +1,247 @@
+"""New tokens turned, coded and put in their places, against formulas and codes that do it one by one."""
+
+import re
+from itertools import chain
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+from pages import Pool
+
+from kernels_pallas import Plane, Stored, Turning, turn_and_store, turn_and_store_refusal
+from kernels_pallas.turn_and_store import ROWS
+from zdc_jax.cache.fitted_integers import FittedIntegers
+
+K, S, SINKS, WINDOW = 2, 192, 4, 64
+M = WINDOW + 8
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+KINDS = {
+    # Coordinates and bits of planes of keys and of values, bits of the ring.
+    "chosen": ([(32, 4), (96, 4)], [(128, 4)], 16),
+    "whole": ([(128, 4)], [(64, 2)], 16),
+    "bit planes, near tokens in 8 bits": ([(32, 6), (48, 3)], [(64, 5)], 8),
+    "half of the keys": ([(64, 8)], [(128, 3)], 16),
+}
+H = 128
+
+
+class Case:
+    """New tokens at ragged places, and stores and rings that hold anything before."""
+
+    def __init__(self, kinds, B=3, T=1, G=2, shift=False, dtype=jnp.bfloat16, rotation=jnp.float16, seed=0):
+        rng = np.random.default_rng(seed)
+        normal = lambda *shape: rng.normal(size=shape)
+        size = lambda: np.exp(normal(B, T, 1, 1))
+        self.q = jnp.asarray(normal(B, T, K * G, H), dtype)
+        self.k, self.v = (jnp.asarray(normal(B, T, K, H) * size(), dtype) for _ in range(2))
+        angles = rng.integers(0, 9999, (B, T, 1)) * 1e4 ** -(np.arange(H // 2) / (H // 2))
+        basis = [jnp.asarray(normal(K, H, H) / H**0.5, rotation) for _ in range(2)]
+        cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
+        self.turning = Turning(cos, sin, *basis, jnp.asarray(normal(K, H), dtype) if shift else None)
+        self.keys, self.values, self.ring_bits = kinds
+        byte = lambda *shape: jnp.asarray(rng.integers(0, 256, shape), jnp.uint8)
+        plane = lambda slots, C, bits: Plane(byte(B, K, slots, C * bits // 8), byte(B, K, slots), bits)
+        self.planes = [[plane(S, *each) for each in kind] for kind in (self.keys, self.values)]
+        ring = lambda: plane(M, H, 8) if self.ring_bits == 8 else jnp.asarray(normal(B, K, M, H), dtype)
+        self.rings = [None, None] if T > 1 else [ring(), ring()]
+        # The second row's token is padding; the third is a sink, if single.
+        self.starts = np.resize([5 + WINDOW, 100, 2], B)
+        self.ends = self.starts + np.resize([T, 0, T], B)
+
+    def run(self, page=0, without_q=False, **options):
+        planes, table, (starts, ends) = self.planes, None, self.span
+        if page:
+            pool = Pool([*chain(*planes)], np.zeros(len(self.ends), int), self.ends, page)
+            rest, table = iter(pool.planes), pool.table
+            planes = [[next(rest) for _ in each] for each in planes]
+        stored = [Stored(*pair) for pair in zip(planes, self.rings, strict=True)]
+        given = None if without_q else self.q, self.k, self.v, self.turning, *stored, starts, ends
+        q, k, *found = turn_and_store(*given, sinks=SINKS, window=WINDOW, block_table=table, **options)
+        if page:
+            rest = iter(pool.rows([*chain(*(each.planes for each in found))]))
+            found = [each._replace(planes=[next(rest) for _ in each.planes]) for each in found]
+        return q, k, found
+
+    @property
+    def span(self):
+        return [jnp.asarray(x, jnp.int32) for x in (self.starts, self.ends)]
+
+    def exact(self):
+        """q' [B, T, N, H] and k' [B, T, K, H] in float64, but for what the basis gets: it is rounded."""
+        turning = self.turning
+        basis = [np.asarray(x, np.float64) for x in (turning.q, turning.k)]
+
+        def turned(x, a):
+            low, high = np.split(np.asarray(x, np.float64), 2, axis=-1)
+            cos, sin = (np.asarray(each, np.float64)[:, :, None] for each in turning[:2])
+            y = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+            y = np.asarray(jnp.asarray(y, jnp.float32).astype(turning.q.dtype), np.float64)
+            y = y.reshape(*y.shape[:2], K, -1, H)
+            return np.einsum("BTKGH,KHC->BTKGC", y, a).reshape(x.shape)
+
+        k = turned(self.k, basis[1])
+        if turning.shift is not None:
+            k += np.asarray(turning.shift, np.float64)
+        return turned(self.q, basis[0]), k
+
+    def check(self, page=0, **options):
+        q, k, (keys, values) = self.run(page, **options)
+        exact_q, exact_k = self.exact()
+        near(q, exact_q, self.q.dtype)
+        if k is not None:
+            near(k, exact_k, self.q.dtype)
+        v = np.asarray(self.v, np.float64)
+        for found, x, planes, ring in zip((keys, values), (exact_k, v), self.planes, self.rings, strict=True):
+            begin = 0
+            for old, new in zip(planes, found.planes, strict=True):
+                self.check_plane(x[..., begin : begin + old.width], old, new, self.starts, self.ends)
+                begin += old.width
+            self.check_ring(x, ring, found.ring)
+
+    def check_ring(self, x, old, new):
+        slots = np.where(self.starts < SINKS, WINDOW + self.starts, self.starts % WINDOW)
+        ends = slots + (self.ends > self.starts)
+        if isinstance(old, Plane):
+            self.check_plane(x, old, new, slots, ends)
+        elif old is not None:
+            for b, (slot, end) in enumerate(zip(slots, ends, strict=True)):
+                near(new[b, :, slot:end], x[b, : end - slot].swapaxes(0, 1), new.dtype)
+                others = np.delete(np.arange(M), np.arange(slot, end))
+                np.testing.assert_array_equal(
+                    np.asarray(new, np.float32)[b, :, others], np.asarray(old, np.float32)[b, :, others]
+                )
+
+    def check_plane(self, x, old, new, starts, ends):
+        """New tokens read as near as the code comes; others hold what they did."""
+        code = FittedIntegers(old.bits)
+        best = read(code, code.encode(jnp.asarray(x, jnp.float32)[..., None, :]), old.width)
+        now = read(code, (new.levels[..., None, :], new.reach[..., None, None]), old.width).swapaxes(1, 2)
+        for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            true = x[b, : end - start]
+            wrong, least = (
+                np.linalg.norm(y - true, axis=-1) for y in (now[b, start:end], best[b, : end - start])
+            )
+            # What is coded was rounded to 16 bits before.
+            rounded = float(jnp.finfo(self.q.dtype).eps) / 2 * np.linalg.norm(true, axis=-1)
+            np.testing.assert_array_less(wrong, 1.01 * least + rounded + 1e-6)
+            others = np.delete(np.arange(old.reach.shape[2]), np.arange(start, end))
+            for one, other in ((new.levels, old.levels), (new.reach, old.reach)):
+                np.testing.assert_array_equal(np.asarray(one)[b][:, others], np.asarray(other)[b][:, others])
+
+
+def read(code, coded, C):
+    return np.asarray(code.decode(coded, C), np.float64)[..., 0, :]
+
+
+def near(found, exact, dtype):
+    """To what 16 bits round, by token and head."""
+    found = np.asarray(found, np.float64)
+    wrong = np.linalg.norm(found - exact, axis=-1)
+    np.testing.assert_array_less(wrong, float(jnp.finfo(dtype).eps) * np.linalg.norm(exact, axis=-1) + 1e-9)
+
+
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("page", [0, 32])
+@pytest.mark.sampled
+def test_single_tokens(kinds, page):
+    Case(kinds).check(page, interpret=True)
+
+
+@pytest.mark.sampled
+def test_more_rows_than_a_program_has():
+    Case(KINDS["chosen"], B=ROWS + 5, G=1, shift=True, rotation=jnp.bfloat16).check(interpret=True)
+
+
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.sampled
+def test_pieces_of_prompts(page):
+    it = Case(KINDS["chosen"], T=21, shift=True)
+    it.ends -= np.resize([0, 0, 7], 3)
+    it.check(page, interpret=True)
+    q, k, _ = it.run(without_q=True, interpret=True)
+    assert q is None
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (k, it.run(interpret=True)[1])))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("page", [0, 32])
+@pytest.mark.parametrize(("B", "G"), [(1, 1), (3, 4), (40, 2), (8, 16)])
+def test_single_tokens_on_the_device(kinds, page, B, G):
+    Case(kinds, B=B, G=G, shift=B > 8, rotation=jnp.bfloat16 if G == 4 else jnp.float16).check(page)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("page", [0, 16])
+def test_pieces_of_prompts_on_the_device(kinds, page):
+    it = Case(kinds, T=77, shift=True, dtype=jnp.float16)
+    it.ends -= np.resize([0, 0, 7], 3)
+    it.check(page)
+
+
+BAD = {
+    "k has 48 coordinates: must be one of": lambda a: a | {"k": a["k"][..., :48], "q": a["q"][..., :48]},
+    "q has shape": lambda a: a | {"q": a["q"][..., :64]},
+    "q has 3 heads: must be a multiple of the 2": lambda a: a | {"q": a["q"][:, :, :3]},
+    "q has dtype float16": lambda a: a | {"q": a["q"].astype(jnp.float16)},
+    "v has shape": lambda a: a | {"v": a["v"][:, :, :1]},
+    "turning.cos has shape": lambda a: a | {"turning": a["turning"]._replace(cos=a["turning"].cos[..., :3])},
+    "turning.q has shape": lambda a: a | {"turning": a["turning"]._replace(q=a["turning"].q[..., :64])},
+    "turning.shift has shape": lambda a: a | {"turning": a["turning"]._replace(shift=jnp.zeros((1, H)))},
+    "k_stored.planes take 160 coordinates: must be at most 128": lambda a: (
+        a | {"k_stored": a["k_stored"]._replace(planes=[a["k_stored"].planes[0], *a["k_stored"].planes])}
+    ),
+    "must both have a ring, or none": lambda a: a | {"v_stored": a["v_stored"]._replace(ring=None)},
+    "k_stored.ring has shape": lambda a: (
+        a | {"k_stored": a["k_stored"]._replace(ring=a["k_stored"].ring[..., :64])}
+    ),
+    "v_stored.ring has dtype float16": lambda a: (
+        a | {"v_stored": a["v_stored"]._replace(ring=a["v_stored"].ring.astype(jnp.float16))}
+    ),
+    "sinks=4, window=90": lambda a: a | {"window": 90},
+    "starts has shape": lambda a: a | {"starts": a["starts"][:1]},
+}
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("message", BAD)
+def test_refusals(message):
+    it = Case(KINDS["chosen"])
+    stored = [Stored(*pair) for pair in zip(it.planes, it.rings, strict=True)]
+    names = ("q", "k", "v", "turning", "k_stored", "v_stored", "starts", "ends")
+    given = dict(zip(names, (it.q, it.k, it.v, it.turning, *stored, *it.span), strict=True))
+    given |= {"sinks": SINKS, "window": WINDOW}
+    assert turn_and_store_refusal(**given) is None
+    reason = turn_and_store_refusal(**BAD[message](given))
+    assert reason is not None
+    assert re.search(re.escape(message), reason), reason
+
+
+def test_refuses_the_ring_of_a_piece():
+    it = Case(KINDS["chosen"], T=2)
+    ring = jnp.zeros((3, K, M, H), jnp.bfloat16)
+    stored = [Stored(planes, ring) for planes in it.planes]
+    reason = turn_and_store_refusal(it.q, it.k, it.v, it.turning, *stored, *it.span, window=WINDOW)
+    assert reason is not None
+    assert "k_stored.ring with T=2: must be 1" in reason
+
+
+def test_lowers_for_cuda():
+    it = Case(KINDS["chosen"], G=4)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (it.q, it.k, it.v, it.turning))
+    arrays = [[plane[:2] for plane in each] for each in it.planes], it.rings, it.span
+
+    def run(q, k, v, turning, arrays, rings, span):
+        planes = [
+            [Plane(*pair, bits) for pair, (_, bits) in zip(each, kind, strict=True)]
+            for each, kind in zip(arrays, (it.keys, it.values), strict=True)
+        ]
+        stored = [Stored(*pair) for pair in zip(planes, rings, strict=True)]
+        return turn_and_store(q, k, v, turning, *stored, *span, sinks=SINKS, window=WINDOW)[0]
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        lowered = jax.jit(run).trace(*shapes, *arrays).lower(lowering_platforms=("cuda",))
+    assert "zdc_turn_and_store" in lowered.as_text()
