@@ -18,8 +18,6 @@ LARGEST_BLOCK = 256
 """Of keys a step: what is read behind the last key that counts ends at a multiple of it."""
 BLOCKS = (SMALLEST_BLOCK, 128, LARGEST_BLOCK)
 """Keys a step."""
-ODD_BLOCKS = (96,)
-"""Keys a step, too, of `order="fa3"` to be measured: without trailing coordinates, lists and pages."""
 LISTED = (SMALLEST_BLOCK, 128)
 """Keys of a block of a list: 256 a step do not fit into registers."""
 TAIL_ALIGNMENT = LARGEST_BLOCK
@@ -34,44 +32,34 @@ class PrefillConfig:
 
     block_kv: keys a step, 64, 128 or 256. stages: blocks of keys in flight. warpgroups: query tiles of 64
     rows that share them. overlap: scores of the next block are computed during the softmax of this one, for
-    which registers must suffice.
-
-    To be measured: order `fa3`, this block's values beside the next one's scores (`fa3_shared`: weights go
-    through shared memory). lanes: sums of weights are added up over threads only in the end. turns: one
-    warpgroup at a time computes exponentials, and hands on after so many columns; needs lanes.
+    which registers must suffice. turns: one warpgroup at a time computes exponentials of an unmasked block,
+    and hands on after so many of its block_kv columns, a multiple of 8; 0 without turns.
     """
 
     block_kv: int = 128
     stages: int = 2
     warpgroups: int = 3
     overlap: bool = False
-    order: Literal["", "fa3", "fa3_shared"] = ""
     turns: int = 0
-    lanes: bool = False
 
     def __post_init__(self) -> None:
-        if self.block_kv not in BLOCKS + (ODD_BLOCKS if self.order else ()):
+        if self.block_kv not in BLOCKS:
             raise ValueError(f"block_kv={self.block_kv}: must be 64, 128 or 256")
         if self.stages < 1:
             raise ValueError(f"stages={self.stages}: must be at least 1")
-        if (self.overlap or self.order) and self.stages < 2:
+        if self.overlap and self.stages < 2:
             raise ValueError(f"stages={self.stages}: overlap needs at least 2")
-        if (self.turns and not self.lanes) or self.turns > self.block_kv or self.turns % 8:
-            raise ValueError(f"turns={self.turns}: needs lanes, and a multiple of 8 up to block_kv")
         if self.warpgroups not in (1, 2, 3):
             raise ValueError(f"warpgroups={self.warpgroups}: must be 1, 2 or 3")
+        if self.turns not in range(0, self.block_kv + 1, 8):
+            raise ValueError(f"turns={self.turns}: must be a multiple of 8 up to {self.block_kv} keys a step")
+        if self.turns and (self.overlap or self.warpgroups < 2):
+            raise ValueError(f"turns={self.turns}: needs at least 2 warpgroups, and no overlap")
 
     def shared_memory(self, widths: "Widths") -> int:
         """Bytes of the buffers of 16-bit elements, and of barriers, log-sum-exp and scratch."""
         keys = self.stages * (widths.R + widths.Z) + widths.H - widths.R + widths.HV - widths.Z
-        weights = self.block_kv if self.order == "fa3_shared" else 0
-        rows = self.warpgroups * ROWS * (widths.H + widths.HV + weights)
-        return 2 * (rows + self.block_kv * keys) + 2048
-
-    @property
-    def reordered(self) -> bool:
-        """Whether `prefill_orders` has its steps."""
-        return bool(self.order) or self.lanes
+        return 2 * (self.warpgroups * ROWS * (widths.H + widths.HV) + self.block_kv * keys) + 2048
 
 
 class Widths(NamedTuple):
@@ -149,12 +137,6 @@ def check_prefill(
     for name, x in (("starts", starts), ("lengths", lengths)):
         if x is not None:
             common.check_shape(name, x, (B,), "B")
-    if (
-        config is not None
-        and config.block_kv in ODD_BLOCKS
-        and (trailing is not None or block_table is not None)
-    ):
-        raise ValueError(f"block_kv={config.block_kv} is given with trailing or a block_table: need none")
     if trailing is not None:
         _check_trailing(q, k, v, trailing, sinks, window, keys)
     if block_table is not None:
