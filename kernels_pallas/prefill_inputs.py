@@ -32,13 +32,15 @@ class PrefillConfig:
 
     block_kv: keys a step, 64, 128 or 256. stages: blocks of keys in flight. warpgroups: query tiles of 64
     rows that share them. overlap: scores of the next block are computed during the softmax of this one, for
-    which registers must suffice.
+    which registers must suffice. turns: one warpgroup at a time computes exponentials of an unmasked block,
+    and hands on after so many of its block_kv columns, a multiple of 8; 0 without turns.
     """
 
     block_kv: int = 128
     stages: int = 2
     warpgroups: int = 3
     overlap: bool = False
+    turns: int = 0
 
     def __post_init__(self) -> None:
         if self.block_kv not in BLOCKS:
@@ -49,6 +51,10 @@ class PrefillConfig:
             raise ValueError(f"stages={self.stages}: overlap needs at least 2")
         if self.warpgroups not in (1, 2, 3):
             raise ValueError(f"warpgroups={self.warpgroups}: must be 1, 2 or 3")
+        if self.turns not in range(0, self.block_kv + 1, 8):
+            raise ValueError(f"turns={self.turns}: must be a multiple of 8 up to {self.block_kv} keys a step")
+        if self.turns and (self.overlap or self.warpgroups < 2):
+            raise ValueError(f"turns={self.turns}: needs at least 2 warpgroups, and no overlap")
 
     def shared_memory(self, widths: "Widths") -> int:
         """Bytes of the buffers of 16-bit elements, and of barriers, log-sum-exp and scratch."""

@@ -129,6 +129,32 @@ def test_prefill_of_listed_blocks(R: int, Z: int, blocks: tuple[int, int]) -> No
     assert producer.count("LDG") == 1
 
 
+@pytest.mark.parametrize("page", [0, 128])
+@pytest.mark.parametrize(("R", "Z", "H"), [(64, 96, 0), (48, 96, 0), (64, 96, 128), (48, 96, 128)])
+def test_prefill_in_turns(R: int, Z: int, H: int, page: int) -> None:
+    """Without a config: exponentials follow the take, and those of 112 of 128 columns precede the hand-on."""
+    (kernel,) = prefill(R, Z, H, page)
+    assert_no_spills([kernel])
+    assert kernel.ctas >= 1
+    code = kernel.code.loops_with("HGMMA")[0].instructions
+    (take,), (hand_on,) = ([x.index for x in code if x.has(name)] for name in ("BAR.SYNC", "BAR.ARV"))
+    exponentials = [x.index for x in code if x.has("MUFU")]
+    assert min(exponentials) > take
+    assert sum(x > hand_on for x in exponentials) <= 16 * 64 // WARPGROUP
+
+
+@pytest.mark.parametrize(("R", "Z", "H"), [(64, 96, 0), (48, 96, 0), (64, 96, 128)])
+def test_prefill_in_whole_turns(R: int, Z: int, H: int) -> None:
+    """Between taking a turn and handing it on lie all exponentials, and no wait for a product."""
+    (kernel,) = prefill(R, Z, H, config=PrefillConfig(turns=128))
+    assert_no_spills([kernel])
+    code = kernel.code.loops_with("HGMMA")[0].instructions
+    (take,), (hand_on,) = ([x.index for x in code if x.has(name)] for name in ("BAR.SYNC", "BAR.ARV"))
+    within = lambda name: [take < x.index < hand_on for x in code if x.has(name)]
+    assert all(within("MUFU"))
+    assert not any(within("WARPGROUP.DEPBAR") + within("HGMMA") + within("FMNMX"))
+
+
 @pytest.mark.parametrize(("widths", "config"), tuned("decode"))
 def test_decode(widths: dict[str, int], config: dict[str, Any]) -> None:
     R, Z, H = (widths[name] for name in "RZH")

@@ -1,6 +1,7 @@
 """The prefill kernel: lowers for CUDA everywhere, refuses what it cannot do, and is right on the device."""
 
 import itertools
+from dataclasses import asdict
 
 import jax
 import jax.numpy as jnp
@@ -198,6 +199,25 @@ def test_blocks_divide_pages(monkeypatch):
         assert config(page=page) == PrefillConfig(**found | {"block_kv": block})
 
 
+def test_turns_are_of_whole_blocks(monkeypatch):
+    """Measured or default, one rank or two; pages that a block does not fit have smaller ones, and no turns."""
+    config = prefill_kernel.config_for
+    won = PrefillConfig(128, 2, 3, turns=112)
+    for found in (None, asdict(won)):
+        monkeypatch.setattr(prefill_kernel, "measured", lambda kernel, found=found, **widths: found)
+        for R, H, page in itertools.product((48, 64), (0, 128), (0, 128, 256, 384)):
+            assert config(R, 96, H or R, H or 96, page=page) == won
+        for page in (64, 192, 320):
+            assert config(64, 96, 64, 96, page=page) == PrefillConfig(64, 2, 3)
+
+
+def test_by_default_turns_are_taken_where_they_won():
+    for R, Z in ((128, 128), (96, 96), (64, 128), (64, 64), (32, 64)):
+        assert prefill_kernel.default_config(R, Z, R, Z).turns == 0
+    assert prefill_kernel.default_config(48, 96, 48, 96).turns == 112
+    assert prefill_kernel.default_config(64, 96, 256, 256).turns == 0, "its tile does not fit"
+
+
 @pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -250,7 +270,16 @@ def test_refuses(change, message):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"block_kv": 96}, "block_kv=96"), ({"stages": 0}, "stages=0"), ({"warpgroups": 4}, "warpgroups=4")],
+    [
+        ({"block_kv": 96}, "block_kv=96"),
+        ({"stages": 0}, "stages=0"),
+        ({"warpgroups": 4}, "warpgroups=4"),
+        ({"turns": 60}, "turns=60: must be a multiple of 8 up to 128"),
+        ({"turns": -8}, "turns=-8: must be a multiple of 8 up to 128"),
+        ({"turns": 112, "block_kv": 64}, "turns=112: must be a multiple of 8 up to 64"),
+        ({"turns": 112, "warpgroups": 1}, "turns=112: needs at least 2 warpgroups"),
+        ({"turns": 112, "overlap": True}, "turns=112: needs at least 2 warpgroups, and no overlap"),
+    ],
 )
 def test_config_refuses(options, message):
     with pytest.raises(ValueError, match=message):

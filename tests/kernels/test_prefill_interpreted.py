@@ -13,7 +13,7 @@ import pytest
 from brute_force import check, prefill
 from listed import lists_of, truth
 
-from kernels_pallas import PrefillConfig, prefill_attention
+from kernels_pallas import PrefillConfig, prefill_attention, prefill_turns
 from kernels_pallas import prefill as prefill_kernel
 
 BF16 = jnp.bfloat16
@@ -50,6 +50,35 @@ def test_one_rank(config):
     q, k, v = draw(0, B, T, N, R), draw(1, B, K, S, R), draw(2, B, K, S, Z)
     options = {"scale": 0.2, "starts": np.array([0, 217]), "lengths": np.array([150, 300])}
     check(*prefill_attention(q, k, v, config=config, **options), *prefill(q, k, v, **options), BF16)
+
+
+@pytest.fixture
+def turns_ungated(monkeypatch):
+    """Turns that nobody waits for: the interpreter has no word for named barriers."""
+    monkeypatch.setattr(prefill_turns, "_take_turn", lambda c, m: m)
+    monkeypatch.setattr(prefill_turns, "_hand_on", lambda c, l: None)
+
+
+@pytest.mark.usefixtures("interpreted", "turns_ungated")
+@pytest.mark.parametrize("config", [PrefillConfig(64, 2, 2, turns=8), PrefillConfig(128, 2, 3, turns=112)])
+@pytest.mark.parametrize("starts", [0, 387])
+def test_in_turns(config, starts):
+    """What the steps compute; that warpgroups keep to their turns a GPU alone can test."""
+    B, T, S, N, K, R, Z = 1, 190, 600, 2, 2, 32, 48
+    q, k, v = draw(0, B, T, N, R), draw(1, B, K, S, R), draw(2, B, K, S, Z)
+    options = {"scale": 0.2, "starts": np.array([starts]), "lengths": np.array([starts + 183])}
+    check(*prefill_attention(q, k, v, config=config, **options), *prefill(q, k, v, **options), BF16)
+
+
+@pytest.mark.usefixtures("interpreted", "turns_ungated")
+def test_listed_blocks_in_turns():
+    B, T, S, N, K, blocks = 1, 200, 600, 2, 2, (128, 64)
+    q, k, v = draw(0, B, T, N, 32), draw(1, B, K, S, 32), draw(2, B, K, S, 48)
+    starts = np.array([333])
+    listed, lists = lists_of(np.random.default_rng(0), K, starts, starts + T, T, S, blocks, 0.4)
+    options = {"scale": 0.2, "starts": starts, "blocks": blocks}
+    found = prefill_attention(q, k, v, lists=lists, config=PrefillConfig(64, 2, 2, turns=56), **options)
+    check(*found, *truth(q, k, v, listed, lengths=starts + T, **options), BF16)
 
 
 @pytest.mark.usefixtures("interpreted")
