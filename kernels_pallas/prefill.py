@@ -43,12 +43,13 @@ IN_TURNS = PrefillConfig(128, 2, 3, turns=112)
 
 
 def config_for(R: int, Z: int, H: int, HV: int, *, page: int = 0) -> PrefillConfig:
-    """The measured config of these widths on this device, else the default one; its blocks divide pages.
+    """In turns where those won, else the measured config of these widths on this device, else the default.
 
-    page: tokens of one, a multiple of 64; 0 without pages. Turns are of whole blocks: smaller ones take none.
+    page: tokens of one, a multiple of 64, which blocks divide; 0 without pages. Blocks so cut take no turns.
     """
-    found = measured("prefill", R=R, Z=Z, H=H, HV=HV)
-    config = PrefillConfig(**found) if found else default_config(R, Z, H, HV)
+    config, found = default_config(R, Z, H, HV), measured("prefill", R=R, Z=Z, H=H, HV=HV)
+    if found and not config.turns:  # No candidate of the table took turns.
+        config = PrefillConfig(**found)
     block_kv = math.gcd(config.block_kv, page)
     return replace(config, block_kv=block_kv, turns=config.turns if block_kv == config.block_kv else 0)
 

@@ -31,7 +31,7 @@ from kernels_pallas.triton import check_back_end, check_offsets, pieces, plt
 
 ROWS = 16
 """Of a program, for products on tensor cores; those that are not there are masked."""
-WARPS = 4
+WARPS = 8
 """Of a program."""
 HEADS = (32, 64, 128, 256)
 """Head dimensions: halves that are powers of two, as Triton wants."""
