@@ -139,7 +139,8 @@ def prefill_attention(
     B, T, N, H = q.shape
     zeros = jnp.zeros(B, jnp.int32)
     starts = zeros if starts is None else starts
-    lengths = starts + T if lengths is None else jnp.minimum(lengths, starts + T)
+    # No less than 0: kernels in turns take a number's sign for one that they know and the compiler does not.
+    lengths = starts + T if lengths is None else jnp.clip(lengths, 0, starts + T)
     base, tails, near_only = zeros, [], not k.shape[-1]
     if trailing is not None:
         base = trailing.start

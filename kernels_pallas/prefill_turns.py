@@ -97,7 +97,7 @@ def _hand_on(c: Any, l: Array) -> None:
 
 
 def _nothing(c: Any) -> Array:
-    """0, of which the compiler does not know it."""
+    """0, of which the compiler does not know it: the sign of a length, which is not negative."""
     return lax.shift_right_arithmetic(c.item.length, jnp.int32(31))
 
 

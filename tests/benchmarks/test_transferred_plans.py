@@ -94,7 +94,7 @@ def test_kernels_decode_what_was_transferred(on_kernels):
 def test_the_layer_that_kernels_do_not_decode_is_named(on_kernels):
     layers = LayerRanks(64, 64), LayerRanks(64, 64, settings=replace(CHOOSES, page=16))
     plan = transferred(searched(*layers), LARGE, growth=1)
-    with pytest.raises(PlanError, match=r"layer 3 of 5: .*kernels choose single tokens, not pages of 16"):
+    with pytest.raises(PlanError, match=r"layer 3 of 5: .*kernels read single tokens, not pages of 16"):
         check_on_kernels(plan, LARGE, 2, 1024)
 
 

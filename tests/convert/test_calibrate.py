@@ -105,8 +105,8 @@ def test_bfloat16_activations_are_summed_in_float32():
     sums = _gram("q", x, jnp.ones(1), num_kv_heads=2)
     assert {value.dtype for value in sums.values()} == {jnp.dtype("float32")}
     exact = np.asarray(x, np.float64).reshape(2048, 2, 2, 8)
-    np.testing.assert_allclose(sums["q"], np.einsum("TKGH,TKGI->KHI", exact, exact), rtol=1e-5)
-    np.testing.assert_allclose(sums["q_sum"], exact.sum((0, 2)), rtol=1e-5)
+    np.testing.assert_allclose(sums["q"], np.einsum("TKGH,TKGI->KHI", exact, exact), rtol=5e-5)
+    np.testing.assert_allclose(sums["q_sum"], exact.sum((0, 2)), rtol=5e-5)
 
 
 def test_bfloat16_models_keep_running_sums_in_float32(tiny_opt: TinyModel):
