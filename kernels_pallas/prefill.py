@@ -48,17 +48,18 @@ def config_for(R: int, Z: int, H: int, HV: int, *, page: int = 0) -> PrefillConf
     page: tokens of one, a multiple of 64, which blocks divide; 0 without pages. Blocks so cut take no turns.
     """
     config, found = default_config(R, Z, H, HV), measured("prefill", R=R, Z=Z, H=H, HV=HV)
-    if found and not config.turns:  # No candidate of the table took turns.
+    if config.turns and math.gcd(config.block_kv, page) == config.block_kv:
+        return config
+    if found:  # No candidate of the table took turns.
         config = PrefillConfig(**found)
-    block_kv = math.gcd(config.block_kv, page)
-    return replace(config, block_kv=block_kv, turns=config.turns if block_kv == config.block_kv else 0)
+    return replace(config, block_kv=math.gcd(config.block_kv, page), turns=0)
 
 
 def default_config(R: int, Z: int, H: int, HV: int) -> PrefillConfig:
     """The largest tile that fits; overlap where its second block of scores finds registers (Z ≤ 64)."""
     widths = Widths(R, Z, H, HV)
     fits = lambda config: config.shared_memory(widths) <= common.SHARED_MEMORY
-    if R <= 64 and Z == 96 and fits(IN_TURNS):
+    if 48 <= R <= 64 and Z == 96 and fits(IN_TURNS):
         return IN_TURNS
     for warpgroups, block_kv, stages in ((3, 128, 2), (2, 128, 2), (2, 64, 2), (2, 64, 1), (1, 64, 1)):
         config = PrefillConfig(block_kv, stages, warpgroups, overlap=Z <= 64 and stages > 1)

@@ -174,9 +174,17 @@ def check_turn_and_store(
     for name in ("cos", "sin"):
         common.check_shape(f"turning.{name}", getattr(turning, name), (B, H // 2), "B, H/2")
     for name in ("q", "k"):
-        common.check_shape(f"turning.{name}", getattr(turning, name), (K, H, H), "K, H, H")
+        basis = getattr(turning, name)
+        common.check_shape(f"turning.{name}", basis, (K, H, H), "K, H, H")
+        if basis.dtype not in (jnp.float16, k.dtype):
+            raise ValueError(
+                f"turning.{name} has dtype {basis.dtype}: must be float16 or {k.dtype}, as k has"
+            )
     if turning.shift is not None:
         common.check_shape("turning.shift", turning.shift, (K, H), "K, H")
+    for name, stored in (("k_stored", k_stored), ("v_stored", v_stored)):
+        if not stored.planes:
+            raise ValueError(f"{name}.planes={stored.planes}: must be at least one")
     lead, _, slots = k_stored.planes[0].reach.shape
     if block_table is not None:
         common.check_table(block_table, B, k_stored.planes[0].reach, 1)
@@ -190,6 +198,8 @@ def check_turn_and_store(
         _check_ring(f"{name}.ring", stored.ring, (B, K, sinks, window, width), k)
     for name, row in (("starts", starts), ("ends", ends)):
         common.check_shape(name, row, (B,), "B")
+        if not jnp.issubdtype(row.dtype, jnp.integer):
+            raise ValueError(f"{name} has dtype {row.dtype}: must be integers")
 
 
 def _check_ring(name: str, ring: Any, sizes: tuple[int, int, int, int, int], k: Shaped) -> None:

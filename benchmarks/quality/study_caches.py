@@ -21,6 +21,7 @@ from zdc_jax.cache.near_far import NearFarState
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec
 from zdc_jax.methods import Turns, layer_shape
+from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.importance import received_attention, token_importance
 from zdc_jax.ops.xla import by_query_blocks, query_block
 from zdc_jax.plan import CompressionPlan
@@ -173,6 +174,12 @@ class CopiedIndex(CodedChoosing):
 @dataclass(frozen=True, kw_only=True)
 class RoundedNear(CodedStore):
     """Near tokens in 8 bits, as the ring would keep them; the ring here holds what those say."""
+
+    def project(
+        self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
+    ) -> tuple[Array, Array, Array]:
+        """`LayerCacheSpec.project`: keys are rounded once they are turned."""
+        return attention.project(x, positions, implementation)
 
     def write(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> NearFarState:
         """`LayerCacheSpec.write`."""

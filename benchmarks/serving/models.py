@@ -34,8 +34,8 @@ SINKS, WINDOW = 4, 512
 @dataclass(frozen=True)
 class ServedModel:
     """model: a converted folder; or shape: of `SHAPES`, random. plan: JSON. kind: of a shape without a plan;
-    `int8` has eight bits, as fp8 caches do, in the integers of `coded`, which kernels read; `near` keeps near
-    tokens alone, so that what it reads of the cache is next to nothing: a bound, no model.
+    `coded8` has eight bits, as fp8 caches do, in the integers of `coded`, which kernels read; `near` keeps
+    near tokens alone, so that what it reads of the cache is next to nothing: a bound, no model.
 
     growth: of the tokens that a plan reads. layers: shortens a shape for a trial.
     """
@@ -43,7 +43,7 @@ class ServedModel:
     model: Path | None = None
     shape: str | None = None
     plan: Path | None = None
-    kind: Literal["dense", "window", "int8", "near"] = "dense"
+    kind: Literal["dense", "window", "coded8", "near"] = "dense"
     growth: float = 1.0
     layers: int | None = None
 
@@ -80,7 +80,7 @@ class ServedModel:
             return CompressionPlan.uniform(config, qk=H, v=H // 2, window=WINDOW, sinks=SINKS)
         if self.kind == "near":
             return CompressionPlan.uniform(config, qk=0, v=0, window=WINDOW, sinks=SINKS)
-        if self.kind == "int8":
+        if self.kind == "coded8":
             settings = methods.settings_from_json("coded", {"bits_k": 8, "bits_v": 8, "index": 0, "read": 0})
             return replace(CompressionPlan.uniform(config, qk=H, v=H), method="coded", settings=settings)
         return CompressionPlan.full(config)

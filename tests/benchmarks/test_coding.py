@@ -46,6 +46,19 @@ def run(spec: LayerCacheSpec, pieces: list[int]) -> np.ndarray:
     return np.concatenate(found, 1)
 
 
+class Turned:
+    """A layer that gives turned keys, and no others."""
+
+    def project(self, x, positions, implementation):
+        return x, x, x
+
+
+def test_near_tokens_in_8_bits_are_of_turned_keys():
+    spec = study.RoundedNear(**SHAPE, key_code=Gaussian(4), value_code=Gaussian(4))
+    q, k, v = spec.project(Turned(), jnp.asarray(tokens()[1]), jnp.arange(S)[None], None, None)
+    assert jnp.isfinite(spec.attend_whole(q, k, v, jnp.tile(jnp.arange(S), (B, 1)), None, CALL).o).all()
+
+
 def kind(label: str) -> tuple[type, bool]:
     spec = PLANS[label].layer_caches("float32")[0]
     return type(spec), getattr(spec, "page", 1) > 1

@@ -208,7 +208,7 @@ def test_turns_are_of_whole_blocks(monkeypatch):
         for R, H, page in itertools.product((48, 64), (0, 128), (0, 128, 256, 384)):
             assert config(R, 96, H or R, H or 96, page=page) == won
         for page in (64, 192, 320):
-            assert config(64, 96, 64, 96, page=page) == PrefillConfig(64, 2, 3)
+            assert config(64, 96, 64, 96, page=page) == PrefillConfig(64, 3 if found else 2, 3)
 
 
 def test_by_default_turns_are_taken_where_they_won():

@@ -167,6 +167,11 @@ BAD = {
     "v has shape": lambda a: a | {"v": a["v"][:, :1]},
     "turning.cos has shape": lambda a: a | {"turning": a["turning"]._replace(cos=a["turning"].cos[..., :3])},
     "turning.q has shape": lambda a: a | {"turning": a["turning"]._replace(q=a["turning"].q[..., :64])},
+    "turning.k has dtype float32: must be float16 or bfloat16": lambda a: (
+        a | {"turning": a["turning"]._replace(k=a["turning"].k.astype(jnp.float32))}
+    ),
+    "k_stored.planes=[]: must be at least one": lambda a: a | {"k_stored": a["k_stored"]._replace(planes=[])},
+    "ends has dtype float32: must be integers": lambda a: a | {"ends": a["ends"].astype(jnp.float32)},
     "turning.shift has shape": lambda a: a | {"turning": a["turning"]._replace(shift=jnp.zeros((1, H)))},
     "k_stored.planes take 160 coordinates: must be at most 128": lambda a: (
         a | {"k_stored": a["k_stored"]._replace(planes=[a["k_stored"].planes[0], *a["k_stored"].planes])}

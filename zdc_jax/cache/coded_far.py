@@ -26,7 +26,11 @@ Made = tuple[Sequence[tuple[Code, Coded]], Sequence[tuple[Code, Coded]]]
 
 @dataclass(frozen=True, kw_only=True)
 class CodedFar(NearFar):
-    """`NearFar` whose store is codes."""
+    """`NearFar` whose store is codes.
+
+    On kernels a single token takes none of `NearFar`'s ways to write and to attend, but `decode_parts` and
+    the ring's `decode_held`. What changes the former overrides `project`, too, to get keys as stored.
+    """
 
     @abstractmethod
     def made(self, far: State) -> Made:

@@ -375,7 +375,7 @@ def turned_and_stored(
     table: Int[Array, "B pages"] | None = None,
 ) -> tuple[Float[Array, "B 1 N H"], Stored, Stored] | None:
     """Turned queries of single tokens, and what keeps keys and values with these, written by one kernel; None
-    where it cannot, or XLA is to turn them.
+    where it cannot, whatever the implementation, or XLA is to turn them.
 
     stored: of keys and of values; planes are none if kernels do not know a code. With a table of pages they
     are pools. near: sinks and window.
@@ -396,7 +396,9 @@ def turned_and_stored(
             new, keys, values, turning, *stored, row, row, **options
         )
 
-    if implementation not in (None, "pallas") or not takes_kernels("new token", None, refusal):
+    # Where it cannot, other kernels do its parts, and the log tells of them.
+    if implementation not in (None, "pallas") or refusal() is not None:
         return None
+    takes_kernels("new token", None, refusal)
     turned, kept_k, kept_v = turn_and_store(*given(q, k, v), *stored, positions[:, 0], end, **options)
     return turned[:, None], kept_k, kept_v
