@@ -18,7 +18,8 @@ from zdc_jax.plan import RANK_STEP, CompressionPlan, LayerRanks
 def transferred(plan: CompressionPlan, config: ModelConfig, growth: float) -> CompressionPlan:
     """What a layer at the same depth keeps in `plan`, with ranks and index by the head dim.
 
-    Tokens that are read grow by `growth`; near tokens, and all bits, are the plan's.
+    The plan is of method `zdc` or `coded`. Tokens that are read grow by `growth`; near tokens, and all bits,
+    are the plan's.
 
     Raises:
       PlanError: a layer of the plan has an index that kernels read at no such size.
@@ -32,8 +33,9 @@ def transferred(plan: CompressionPlan, config: ModelConfig, growth: float) -> Co
 def _layer(plan: CompressionPlan, layer: int, H: int, growth: float) -> LayerRanks:
     """Of a head dim of H, by one layer of the plan."""
     ranks, settings, wider = plan.layers[layer], plan.settings_of(layer), H / plan.head_dim
-    assert isinstance(settings, Settings)
     qk, v = (min(H, _multiple(rank * wider, RANK_STEP)) for rank in (ranks.qk, ranks.v))
+    if not isinstance(settings, Settings):
+        return replace(ranks, qk=qk, v=v)
     index = _index(settings, settings.index * wider, qk) if settings.index and qk else settings.index
     if index is None:
         raise PlanError(

@@ -43,6 +43,15 @@ def test_layers_take_what_is_kept_at_their_depth():
     )
 
 
+def test_ranks_of_a_plan_without_codes_go_by_the_head_dim():
+    config = replace(SMALL, layers=SMALL.layers[:1] * 3)
+    layers = (LayerRanks(48, 16), LayerRanks(0, 0), LayerRanks(64, 48))
+    plan = transferred(CompressionPlan.of_layers(config, layers, window=64, sinks=4), LARGE, growth=2)
+    first, far, last = LayerRanks(96, 32), LayerRanks(0, 0), LayerRanks(128, 96)
+    assert plan.layers == (first, first, far, far, last)
+    assert (plan.method, plan.window, plan.sinks) == ("zdc", 64, 4)
+
+
 @pytest.mark.parametrize(
     ("index", "bits", "read", "growth", "expected"),
     [
