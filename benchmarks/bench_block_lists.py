@@ -7,8 +7,15 @@ keys are random, so that which blocks are chosen says nothing: how many is set b
 of so many costs in quality is measured on SmolLM2 by `benchmarks.quality.block_lists`; its rows also say
 which density a longer prompt would have. `ms` is attention alone, `choice_ms` the choice, `speedup` the
 peer's time over both. `error` is that of sampled rows of one head, against float64.
+
+    … --judged benchmarks/results/block-lists-smollm2-135m.json
+
+times instead lists that are as long as those of judged choices were on the small model, head by head
+(`benchmarks.judged_lists`): `ms` is the mean over its layers, `ms_by_layer` says each, and choosing reads the
+same share of the coordinates.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +28,9 @@ import tyro
 
 from benchmarks.bench_kernels import H, N, cudnn, error
 from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.judged_lists import counts_at, random_lists
 from benchmarks.quality.key_blocks import BlockChoice, block_lists
-from benchmarks.timing import costs_in_turns, normal
+from benchmarks.timing import costs_in_turns, device_ms, normal
 from kernels_pallas import BlockLists, prefill_attention
 
 SCALE = H**-0.5
@@ -30,18 +38,25 @@ CHOICES = {64: {"samples": 8, "window": 5}, 128: {"samples": 32, "window": 5}}
 """By the size of blocks. With 98 % of the mass these lost 0.8 and 0.3 % of perplexity on SmolLM2 at 4096
 tokens; the same share of the blocks in every list, as here, loses more."""
 COORDINATES = 32
+JUDGED = {
+    128: "keys R=32 m=32 mass=0.98 w=5",
+    64: "keys R=32 m=8 mass=0.98 w=5 Q=64 P=64",
+}
+"""Names of those choices among the judged ones, at `JUDGED_CONTEXT` tokens; R is of 64 coordinates."""
+JUDGED_CONTEXT, JUDGED_H = 8192, 64
 
 
 @dataclass(frozen=True)
 class Options:
     """tokens: of prompts. kv_heads: of 32 query heads. ranks: R, Z of keys and values. blocks: their size.
-    densities: shares of the causal blocks that are in lists."""
+    densities: shares of the causal blocks that are in lists. judged: JSON of judged choices, instead."""
 
     tokens: tuple[int, ...] = (32_768, 131_072)
     kv_heads: tuple[int, ...] = (32, 8)
     ranks: tuple[tuple[int, int], ...] = ((128, 128), (64, 96))
     blocks: tuple[int, ...] = (128, 64)
     densities: tuple[float, ...] = (0.5, 0.25, 0.12)
+    judged: Path | None = None
     rounds: int = 2
     name: str = "block-lists-h200"
     results: Path = RESULTS
@@ -116,14 +131,83 @@ def measured(options: Options, S: int, K: int) -> Iterator[dict[str, Any]]:
                 }
 
 
+def judged_row(path: Path, size: int) -> dict[str, Any]:
+    """The row of the judged choice in blocks of that size."""
+    rows = json.loads(path.read_text())["rows"]
+    wanted = {"choice": JUDGED[size], "context": JUDGED_CONTEXT, "split": "heldout"}
+    return next(row for row in rows if wanted.items() <= row.items())
+
+
+def as_judged(options: Options, S: int, K: int) -> Iterator[dict[str, Any]]:
+    """Rows of one prompt with lists as long as judged ones, for each size and rank."""
+    assert options.judged is not None
+    q, k, v = normal(0, 1, S, N, H), normal(1, 1, K, S, H), normal(2, 1, K, S, H)
+    swapped = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    start, end = jnp.zeros(1, jnp.int32), jnp.full(1, S, jnp.int32)
+    for size in options.blocks:
+        judged, blocks = judged_row(options.judged, size), (size, size)
+        coordinates = 32 * H // JUDGED_H
+        choice = BlockChoice("mass", 0.98, coordinates=coordinates, blocks=blocks, **CHOICES[size])
+        choose = lambda q, k, choice=choice: block_lists(q, k, start, end, scale=SCALE, choice=choice)
+        peers = {
+            "cudnn": (lambda q, k, v: cudnn(q, k, v, causal=True), (q, *swapped)),
+            "dense": (lambda q, k, v: prefill_attention(q, k, v, scale=SCALE)[0], (q, k, v)),
+            "choice": (choose, (q, k)),
+        }
+        costs = costs_in_turns(peers, rounds=options.rounds)
+        ms = {name: float(np.median(cost["ms"])) for name, cost in costs.items()}
+        attend = jax.jit(
+            lambda q, k, v, lists, blocks=blocks: prefill_attention(
+                q, k, v, scale=SCALE, lists=lists, blocks=blocks
+            )[0]
+        )
+        draw = jax.jit(lambda key, counts, choice=choice: random_lists(key, counts, S, choice))
+        found: dict[tuple[int, int], list[list[float]]] = {rank: [] for rank in options.ranks}
+        shares = []
+        for layer, counts in enumerate(counts_at(judged, S, K, size)):
+            lists = draw(jax.random.key(layer), jnp.asarray(counts))
+            shares.append(density(lists, blocks, S))
+            for R, Z in options.ranks:
+                given = q[..., :R], k[..., :R], v[..., :Z], lists
+                found[R, Z].append(device_ms(attend, *given, iterations=5))
+        for rank, times in found.items():
+            layers = [float(np.median(each)) for each in times]
+            mean = float(np.mean(layers))
+            yield {
+                "S": S,
+                "kv_heads": K,
+                "ranks": rank,
+                "blocks": blocks,
+                "judged": {name: judged[name] for name in ("choice", "context", "increase", "interval")},
+                "density": float(np.mean(shares)),
+                "density_by_layer": shares,
+                "ms": mean,
+                "ms_by_layer": layers,
+                "choice_ms": ms["choice"],
+                "cudnn_ms": ms["cudnn"],
+                "dense_ms": ms["dense"],
+                "speedup": ms["cudnn"] / (mean + ms["choice"]),
+                "repeats": {name: cost["ms"] for name, cost in costs.items()} | {"layers": times},
+                "commit": commit(),
+            }
+
+
 def main(options: Options) -> None:
     """Writes one JSON, anew after each row."""
+    timed = as_judged if options.judged else measured
     rows: list[dict[str, Any]] = []
     for S in options.tokens:
         for K in options.kv_heads:
-            for row in measured(options, S, K):
+            for row in timed(options, S, K):
                 rows.append(row)
-                print({name: value for name, value in row.items() if name != "repeats"}, flush=True)
+                print(
+                    {
+                        name: value
+                        for name, value in row.items()
+                        if name not in ("repeats", "density_by_layer", "ms_by_layer")
+                    },
+                    flush=True,
+                )
                 path = write_result(options.name, {"heads": N, "H": H}, rows, options.results)
     print(path)
 
