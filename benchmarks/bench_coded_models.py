@@ -35,7 +35,7 @@ from benchmarks.bench_host_memory import LLAMA_3_8B
 from benchmarks.coded_shapes import REACHES
 from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.timing import kernel_times
-from benchmarks.transferred_plans import check_on_kernels, transferred
+from benchmarks.transferred_plans import check_on_kernels, is_judged, judged_quality, transferred
 from zdc_jax.cache.kv_cache import KVCache, held_bytes
 from zdc_jax.config import ModelConfig
 from zdc_jax.methods.coded import Settings
@@ -182,23 +182,12 @@ def kernel_ms(side: Any, options: Options, *, tokens: int = 4) -> dict[str, floa
 
 def quality(kind: str, options: Options) -> dict[str, Any] | None:
     """Of the same plan on the real model: bytes held and read, increase of perplexity, lowest retention."""
-    searched = kind == SEARCHED
-    path = options.judged if searched else options.results / "coded-uniform-smollm2-135m.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    fits = partial(is_judged, options) if searched else lambda row: row["method"] == f"coded, {kind}"
-    row = next((row for row in rows if row["protocol"] == "cached" and fits(row)), None)
-    if row is None:
-        return None
-    shown = ("method", "context", "bytes_share", "read_share", "increase", "interval")
-    retention = {task: found["retention"] for task, found in row["tasks"].items()}
-    return {name: row[name] for name in shown} | {"retention": retention}
-
-
-def is_judged(options: Options, row: dict[str, Any]) -> bool:
-    """Whether a row is of the searched plan itself, at the context at which it was judged."""
-    assert options.plan is not None
-    same = CompressionPlan.from_json(row["plan"], options.judged) == CompressionPlan.load(options.plan)
-    return same and row["context"] == options.judged_context
+    if kind == SEARCHED:
+        assert options.plan is not None
+        fits = is_judged(CompressionPlan.load(options.plan), options.judged, options.judged_context)
+        return judged_quality(options.judged, fits)
+    path = options.results / "coded-uniform-smollm2-135m.json"
+    return judged_quality(path, lambda row: row["method"] == f"coded, {kind}")
 
 
 def tokens_held(config: ModelConfig, plan: CompressionPlan, free: int) -> int:

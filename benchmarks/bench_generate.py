@@ -181,11 +181,11 @@ def prefill_times(side: Any, tokens: int, repeats: int) -> list[float]:
     return times[1:]
 
 
-def decode_times(side: Any, batch: int, tokens: int, steps: int) -> list[float]:
+def decode_times(side: Any, batch: int, tokens: int, steps: int, *, repeats: int = 4) -> list[float]:
     """Seconds per decoded token, `batch` rows of `tokens` each: means over `steps`, after one of 2."""
     cache = side.filled(side.cache(batch, tokens + 128), tokens)
     token, times = jnp.zeros((batch, 1), jnp.int32), []
-    for count in (2, *[steps] * 4):
+    for count in (2, *[steps] * repeats):
         jax.block_until_ready((token, cache))
         began = time.perf_counter()
         for _ in range(count):

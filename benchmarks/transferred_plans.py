@@ -1,7 +1,11 @@
 """A searched plan of a small model for the shape of a large one, by shares of layers and of the head dim."""
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,3 +83,23 @@ def _handed_on(spec: LayerCacheSpec, config: ModelConfig, rows: int, capacity: i
     positions = jnp.zeros((rows, 1), jnp.int32)
     state, call = spec.create(rows, capacity), Call(config.head_dim**-0.5, "pallas")
     return spec.attend(state, q, kv, kv, positions, positions[:, 0] + 1, aux, call).aux
+
+
+def judged_quality(path: Path, fits: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
+    """Of the first judged row that fits, cached: bytes held and read, increase of perplexity, retention.
+
+    path: of judged plans of the small model, which need not be there. None where no row fits.
+    """
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    row = next((row for row in rows if row["protocol"] == "cached" and fits(row)), None)
+    if row is None:
+        return None
+    shown = ("method", "context", "bytes_share", "read_share", "increase", "interval")
+    retention = {task: found["retention"] for task, found in row["tasks"].items()}
+    return {name: row[name] for name in shown} | {"retention": retention}
+
+
+def is_judged(plan: CompressionPlan, path: Path, context: int) -> Callable[[dict[str, Any]], bool]:
+    """Whether a row of that file is of the plan itself, at so many tokens."""
+    same = lambda row: CompressionPlan.from_json(row["plan"], path) == plan
+    return lambda row: row["context"] == context and same(row)

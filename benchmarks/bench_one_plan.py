@@ -1,0 +1,153 @@
+"""What does one plan gain, and what does it cost? A searched plan in large shapes, beside cuDNN in bfloat16.
+
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m benchmarks.bench_one_plan --plan plan.json
+
+The plan was found for a small model and keeps in a shape the same shares of layers and of the head dim
+(`benchmarks.transferred_plans`); `quality` is what it costs there. Random weights; codes are random. Wall
+clock. `first_token` is from a prompt of one row to its first token: the peer reads it at once, we in pieces
+of `chunk` tokens, as `generate` does. `token` is the time of one step of decoding, for one row, for
+`BATCH`, and for the largest number of rows that memory holds: `largest` is the number that decoded. A kind's
+rows are merged by shape and kind into the JSON file, which is written anew after each length.
+"""
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import tyro
+
+from benchmarks.bench_coded_models import SHAPES, OnKernels
+from benchmarks.bench_generate import OnCudnn, Ours, build, decode_times, prefill_times
+from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.transferred_plans import check_on_kernels, is_judged, judged_quality, transferred
+from zdc_jax.cache.kv_cache import held_bytes
+from zdc_jax.config import ModelConfig
+from zdc_jax.plan import CompressionPlan
+
+BATCH = 8
+KEPT = 0.03
+"""Share of the free memory that the largest batch leaves to what a step needs beside the cache."""
+Kind = Literal["cudnn", "searched"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """plan: a searched one. judged: JSON of judged plans, this one among them at judged_context tokens.
+
+    lengths: of prompts and of rows that decode, in tokens. layers shortens the models for a trial.
+    """
+
+    plan: Path
+    judged: Path = RESULTS / "coded-smollm2-135m.json"
+    judged_context: int = 8192
+    shapes: tuple[str, ...] = tuple(SHAPES)
+    kinds: tuple[Kind, ...] = ("cudnn", "searched")
+    lengths: tuple[int, ...] = (32768, 131072, 8192)
+    chunk: int = 16384
+    steps: int = 12
+    repeats: int = 5
+    layers: int = 32
+    name: str = "one-plan-h200"
+    results: Path = RESULTS
+
+
+def rows_that_fit(config: ModelConfig, plan: CompressionPlan, tokens: int) -> int:
+    """Rows of so many tokens in the memory that is free now, by bytes."""
+    stats = jax.local_devices()[0].memory_stats()
+    free = (1 - KEPT) * (stats["bytes_limit"] - stats["bytes_in_use"])
+    return int(free // held_bytes(plan.layer_caches("bfloat16"), tokens))
+
+
+def fitting(time: Callable[[int], list[float]], most: int) -> tuple[int, list[float]]:
+    """Seconds of a token of the largest batch of at most so many rows that memory really holds.
+
+    Raises:
+      Exception: what XLA raises for other reasons, or for one row.
+    """
+    batch = most
+    while True:
+        try:
+            return batch, time(batch)
+        except Exception as error:  # XLA raises its own type for memory that cannot be had.
+            if batch == 1 or not any(word in str(error) for word in ("RESOURCE_EXHAUSTED", "memory")):
+                raise
+        gc.collect()
+        batch = max(1, min(batch - 1, int(0.95 * batch)))
+
+
+def quality(options: Options) -> dict[str, Any]:
+    """Of the plan on the small model: shares of bytes, increase of perplexity, retention of each task.
+
+    Raises:
+      SystemExit: it was not judged.
+    """
+    fits = is_judged(CompressionPlan.load(options.plan), options.judged, options.judged_context)
+    if (found := judged_quality(options.judged, fits)) is None:
+        raise SystemExit(f"plan={options.plan} was not judged in {options.judged}")
+    return found
+
+
+def measured(kind: Kind, config: ModelConfig, options: Options) -> Iterator[dict[str, Any]]:
+    """A row for each length."""
+    network = build("folded" if kind == "cudnn" else "post_rope", config)
+    if kind == "searched":
+        network.plan = transferred(CompressionPlan.load(options.plan), config, growth=1)
+    reads: Any = OnCudnn(network) if kind == "cudnn" else Ours(network, options.chunk)
+    decodes: Any = reads if kind == "cudnn" else OnKernels(network)
+    for length in options.lengths:
+        time = lambda batch, length=length: decode_times(
+            decodes, batch, length, options.steps, repeats=options.repeats
+        )
+        most = rows_that_fit(config, network.plan, length + 128)
+        largest, times = fitting(time, most)
+        tokens = {largest: times} | {batch: time(batch) for batch in (1, BATCH) if batch < largest}
+        yield {
+            "length": length,
+            "bytes_a_row": held_bytes(network.plan.layer_caches("bfloat16"), length),
+            "largest": largest,
+            "token": {str(batch): tokens[batch] for batch in sorted(tokens)},
+            "first_token": prefill_times(reads, length, options.repeats),
+            "commit": commit(),
+        }
+        gc.collect()
+
+
+def shown(row: dict[str, Any]) -> dict[str, Any]:
+    """With medians in milliseconds instead of all repeats."""
+    ms = lambda times: round(1e3 * float(np.median(times)), 2)
+    token = {batch: ms(times) for batch, times in row["token"].items()}
+    return row | {"token": token, "first_token": ms(row["first_token"])}
+
+
+def main(options: Options) -> None:
+    """Nothing is timed before the plan is known to be judged, and kernels to decode it."""
+    judged = quality(options)
+    configs = {
+        name: replace(SHAPES[name], layers=SHAPES[name].layers[: options.layers]) for name in options.shapes
+    }
+    for config in configs.values():
+        plan = transferred(CompressionPlan.load(options.plan), config, growth=1)
+        check_on_kernels(plan, config, BATCH, max(options.lengths) + 128)
+    path = options.results / f"{options.name}.json"
+    entries = json.loads(path.read_text())["results"] if path.exists() else []
+    for shape, config in configs.items():
+        for kind in options.kinds:
+            rows: list[dict[str, Any]] = []
+            entries = [each for each in entries if (each["shape"], each["kind"]) != (shape, kind)]
+            for row in measured(kind, config, options):
+                rows.append(row)
+                print(shape, kind, shown(row), flush=True)
+                entry = {"shape": shape, "kind": kind, "rows": rows}
+                settings = {"chunk": options.chunk, "steps": options.steps, "quality": judged}
+                write_result(options.name, settings, [*entries, entry], options.results)
+            entries.append(entry)
+    print(path)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
