@@ -17,7 +17,6 @@ basis do.
 """
 
 import itertools
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
