@@ -132,10 +132,13 @@ def measured(options: Options, S: int, K: int) -> Iterator[dict[str, Any]]:
 
 
 def judged_row(path: Path, size: int) -> dict[str, Any]:
-    """The row of the judged choice in blocks of that size."""
+    """The row of the judged choice in blocks of that size; `SystemExit` where there is none."""
     rows = json.loads(path.read_text())["rows"]
     wanted = {"choice": JUDGED[size], "context": JUDGED_CONTEXT, "split": "heldout"}
-    return next(row for row in rows if wanted.items() <= row.items())
+    found = next((row for row in rows if wanted.items() <= row.items()), None)
+    if found is None:
+        raise SystemExit(f"judged={path} has no row of {wanted}")
+    return found
 
 
 def as_judged(options: Options, S: int, K: int) -> Iterator[dict[str, Any]]:

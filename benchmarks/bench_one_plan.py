@@ -104,8 +104,9 @@ def measured(kind: Kind, config: ModelConfig, options: Options) -> Iterator[dict
             decodes, batch, length, options.steps, repeats=options.repeats
         )
         most = rows_that_fit(config, network.plan, length + 128)
+        tokens = {batch: time(batch) for batch in (1, BATCH) if batch <= most}
         largest, times = fitting(time, most)
-        tokens = {largest: times} | {batch: time(batch) for batch in (1, BATCH) if batch < largest}
+        tokens[largest] = times
         yield {
             "length": length,
             "bytes_a_row": held_bytes(network.plan.layer_caches("bfloat16"), length),
