@@ -99,6 +99,7 @@ def check_coded(
     (lead, _, each), (B, K, S) = values.reach.shape, rows_of(values.reach, block_table)
     common.check_shape("q", q, (B, None, sum(plane.width for plane in keys)), "B, N, R")
     common.check_groups(q.shape[1], K)
+    common.check_caches(B, K)
     if q.shape[1] // K > MOST_HEADS:
         raise ValueError(f"q has {q.shape[1] // K} heads a KV head: must be at most {MOST_HEADS}")
     if S % multiple:

@@ -183,6 +183,7 @@ def check_scan(
     B, _, S = rows_of(index.reach, block_table)
     common.check_shape("q", q, (B, None, index.width), "B, N, C")
     common.check_groups(q.shape[1], K)
+    common.check_caches(B, K)
     if q.shape[1] // K > MOST_HEADS:
         raise ValueError(f"q has {q.shape[1] // K} heads a KV head: must be at most {MOST_HEADS}")
     if S % block:

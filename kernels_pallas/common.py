@@ -51,6 +51,8 @@ def pad_rows(x: Array, axis: int) -> Array:
 
 SMS = 132
 """Multiprocessors of an H100 or H200."""
+MOST_CACHES = 65535
+"""Of rows and KV heads in a launch whose other axis is parts of their keys: CUDA's limit for that axis."""
 
 
 def check_device() -> None:
@@ -104,6 +106,15 @@ def check_table(block_table: Shaped, rows: int, pool: Shaped, multiple: int) -> 
         raise ValueError(f"pages of {page} slots: must be a multiple of {multiple}")
     if not pages or not in_all:
         raise ValueError(f"block_table has {pages} pages of a row, of {in_all} in all: must be at least 1")
+
+
+def check_caches(rows: int, num_kv_heads: int) -> None:
+    """Raises `ValueError` unless a launch has a place in its grid for each KV head of each row."""
+    if rows * num_kv_heads > MOST_CACHES:
+        raise ValueError(
+            f"{rows} rows of {num_kv_heads} KV heads: must be at most {MOST_CACHES} caches, "
+            f"not {rows * num_kv_heads}"
+        )
 
 
 def check_groups(num_heads: int, num_kv_heads: int) -> None:

@@ -67,6 +67,7 @@ def check_decode(
     common.check_shape("lengths", lengths, (B,), "B")
     Z = v.shape[-1]
     common.check_groups(N, K)
+    common.check_caches(B, K)
     if ring is None or R or Z:
         common.check_rank("R", R)
         common.check_rank("Z", Z)

@@ -122,6 +122,7 @@ def test_columns_are_those_that_instructions_give(monkeypatch, C, bits):
         ({"S": 100}, "S=100 slots: must be a multiple of 64"),
         ({"N": 40, "K": 2}, "q has 20 heads a KV head: must be at most 16"),
         ({"N": 3, "K": 2}, "q has 3 heads: must be a multiple of the 2"),
+        ({"N": 32768, "K": 32768}, "2 rows of 32768 KV heads: must be at most 65535 caches, not 65536"),
         ({"width": 64}, "q has shape"),
         ({"n": 10000}, "slots has 10000 of a KV head: must be 1 to 8192"),
         ({"table": (3, 4)}, r"block_table has shape \(3, 4\): must be \[B, pages\] = \(2, any\)"),

@@ -89,6 +89,7 @@ def test_lowers_with_a_config(config):
         ),
         ({"N": 40}, "q has 20 heads a KV head: must be at most 16"),
         ({"N": 3}, "q has 3 heads: must be a multiple of the 2"),
+        ({"N": 32768, "K": 32768}, "2 rows of 32768 KV heads: must be at most 65535 caches, not 65536"),
         ({"width": 64}, "q has shape"),
         ({"rows": 3}, "begin has shape"),
         ({"table": (3, 4)}, r"block_table has shape \(3, 4\): must be \[B, pages\] = \(2, any\)"),
@@ -99,12 +100,12 @@ def test_lowers_with_a_config(config):
     ],
 )
 def test_refusals(change, message):
-    defaults = {"dtype": jnp.bfloat16, "kind": (32, 4), "S": 256, "N": 4, "rows": 2, "config": None}
-    it = defaults | change
+    defaults = {"dtype": jnp.bfloat16, "kind": (32, 4), "S": 256, "N": 4, "K": 2, "rows": 2}
+    it = defaults | {"config": None} | change
     q = shape(2, it["N"], it.get("width", it["kind"][0]), dtype=it["dtype"])
     row = shape(it["rows"], dtype=jnp.int32)
     table = shape(*it["table"], dtype=it.get("integers", jnp.int32)) if "table" in it else None
-    index = like(it["kind"], 2, 2, it["S"])
+    index = like(it["kind"], 2, it["K"], it["S"])
     reason = scan_refusal(q, index, row, row, block_table=table, config=it["config"])
     assert reason is not None
     assert re.search(message, reason), reason

@@ -89,6 +89,7 @@ def test_lowers_paged(page):
         ({"q": shape(2, 4, 32, dtype=jnp.float32)}, "q has dtype float32"),
         ({"q": shape(2, 5, 32)}, "5 heads"),
         ({"q": shape(2, 128, 32)}, "64 heads for each"),
+        ({"q": shape(2, 32768, 32), "k": shape(2, 32768, 64, 32), "v": shape(2, 32768, 64, 32)}, "65536"),
         ({"q": shape(2, 4, 64)}, "without a ring"),
         ({"window": 64}, "without a ring"),
         ({"ring": ring_shapes(72, F16), "q": shape(2, 4, 64), "window": 64}, "ring.k has dtype float16"),

@@ -150,6 +150,12 @@ def test_more_rows_than_a_program_has():
     Case(KINDS["chosen"], B=ROWS + 5, G=1, shift=True, rotation=jnp.bfloat16).check(interpret=True)
 
 
+@pytest.mark.sampled
+def test_one_row():
+    """q, k and v of several heads are three arrays there."""
+    Case(KINDS["chosen"], B=1, G=2, shift=True).check(interpret=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("page", [0, 32])
