@@ -13,24 +13,27 @@ from kernels_pallas import merge_partial
 from zdc_jax.axes import Array
 from zdc_jax.parallel.attention import sharded_attention
 from zdc_jax.parallel.exchange import moved
-from zdc_jax.parallel.far import FarKeys
+from zdc_jax.parallel.far import FarKeys, Near
 from zdc_jax.parallel.mesh import SEQUENCE
 
 
-def all_gather(q: Array, k: Array, v: Array, keys: FarKeys) -> tuple[Array, Array | None, None]:
+def all_gather(
+    q: Array, k: Array, v: Array, keys: FarKeys, near: Near | None
+) -> tuple[Array, Array | None, None]:
     """Keys and values of all tokens on every device, queries stay (Megatron-LM's context parallelism)."""
     gather = lambda x: jax.lax.all_gather(x, SEQUENCE, axis=1, tiled=True)
-    both = moved(gather, jnp.concatenate([k, v], -1))
+    both, _ = jax.lax.optimization_barrier((moved(gather, jnp.concatenate([k, v], -1)), near))
     k, v = jnp.split(both, [k.shape[-1]], axis=-1)
     return *keys.attend(q, k, v, jax.lax.axis_index(SEQUENCE) * q.shape[1]), None
 
 
-def ring(q: Array, k: Array, v: Array, keys: FarKeys) -> tuple[Array, Array | None, None]:
+def ring(q: Array, k: Array, v: Array, keys: FarKeys, near: Near | None) -> tuple[Array, Array | None, None]:
     """Keys and values go round, partial results are merged in float32 (Ring Attention, Liu et al., 2023).
 
     Tokens are divided in order, so that the last device has most to do; keys later than all queries of a
     device pass it by.
     """
+    del near  # Far attention hides the way of the next keys alone.
     U, me = jax.lax.axis_size(SEQUENCE), jax.lax.axis_index(SEQUENCE)
     onward = [(source, (source + 1) % U) for source in range(U)]
     (B, t, N, R), Z = q.shape, v.shape[-1]

@@ -81,12 +81,19 @@ def assert_no_spills(kernels: list[Kernel]) -> None:
         assert not kernel.serialized, kernel.report
 
 
-@functools.cache
 def device() -> Any:
     """An H200 that is not there."""
+    return devices(1)[0]
+
+
+@functools.cache
+def devices(count: int) -> Any:
+    """So many of them, in one host."""
     config = Path(__file__).with_name("h200.txtpb").read_text()
     try:
-        return topologies.get_topology_desc("h200", "cuda", target_config=config, topology="1x1x1").devices[0]
+        return topologies.get_topology_desc(
+            "h200", "cuda", target_config=config, topology=f"1x1x{count}"
+        ).devices
     except NotImplementedError:
         pytest.skip("CUDA's plugin is absent or does not start: install the extra aot, set JAX_PLATFORMS=cpu")
 

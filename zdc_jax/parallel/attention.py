@@ -34,8 +34,8 @@ def sharded_attention(
 ) -> tuple[Float[Array, "B t N Hv"], Exchanged | None]:
     """`self_attention` of all tokens, for those of one device: inside `jax.shard_map`, T over `sequence`.
 
-    Near keys are attended to on the device, at full rank, with a halo from the devices before it; that does
-    not depend on what is exchanged for far keys, so that both may go on at once (ours). A `coded` payload has
+    Near keys are attended to on the device, at full rank, with a halo from the devices before it, while far
+    keys are on their way (ours). A `coded` payload has
     near keys also where the plan has none, with the coordinates that the plan keeps.
 
     Args:
@@ -54,17 +54,19 @@ def sharded_attention(
       NotImplementedError: the chosen implementation cannot do this call, with the reason.
     """
     keys = FarKeys.of(q, v, spec, scale=scale, implementation=implementation, formats=formats)
-    cut = q[..., : spec.R], k[..., : spec.R], v[..., : spec.Z]
+    cut = lambda q, k, v: (q[..., : spec.R], k[..., : spec.R], v[..., : spec.Z])
     if keys.are_all:
-        o, _, exchanged = far(*cut, keys)
+        o, _, exchanged = far(*cut(q, k, v), keys, None)
         return widened(o, v.shape[-1]), exchanged
-    near = (q, k, v) if keys.of_plan else cut
-    parts, exchanged = [attend_near(*near, keys)], None
-    if spec.R:
-        o, lse, exchanged = far(*cut, keys)
-        assert lse is not None  # It is there where there is a near set.
-        parts.append((o, lse))
-    return widened(merged(parts)[0], v.shape[-1]), exchanged
+    own_q, own_k, own_v = (q, k, v) if keys.of_plan else cut(q, k, v)
+    # What near attention needs of other devices goes first: it is little, and near attention hides the rest.
+    (q, k, v), fetched = jax.lax.optimization_barrier(((q, k, v), fetched_near(own_k, own_v, keys)))
+    near = attend_fetched(own_q, fetched, keys)
+    if not spec.R:
+        return widened(near[0], v.shape[-1]), None
+    o, lse, exchanged = far(*cut(q, k, v), keys, near)
+    assert lse is not None  # It is there where there is a near set.
+    return widened(merge_partial([near, (o, lse)])[0], v.shape[-1]), exchanged
 
 
 def check_attention(attention: ShardedAttention, payload: Payload, classes: TokenClasses | None) -> None:
@@ -85,6 +87,10 @@ def merged(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     return merge_partial(jax.lax.optimization_barrier(parts))
 
 
+Fetched = tuple[Array, Array, Array, Array]
+"""Near keys and values of one device's tokens with their halo, and those of the sinks."""
+
+
 def attend_near(
     q: Float[Array, "B t N H"], k: Float[Array, "B t K H"], v: Float[Array, "B t K Z"], keys: FarKeys
 ) -> tuple[Float[Array, "B t N Z"], Float[Array, "B N t"]]:
@@ -93,19 +99,22 @@ def attend_near(
     Raises:
       NotImplementedError: the chosen implementation cannot do this call, with the reason.
     """
-    sink_k, sink_v = first_tokens(k, v, keys.sinks, SEQUENCE)
-    k, v = with_halo(k, v, keys.window, SEQUENCE, keys.halo)
-    return near_attention(
-        q,
-        k,
-        v,
-        sink_k,
-        sink_v,
-        jax.lax.axis_index(SEQUENCE) * q.shape[1],
-        scale=keys.scale,
-        window=keys.window,
-        implementation=keys.implementation,
-    )
+    return attend_fetched(q, fetched_near(k, v, keys), keys)
+
+
+def fetched_near(k: Float[Array, "B t K H"], v: Float[Array, "B t K Z"], keys: FarKeys) -> Fetched:
+    """What near attention needs, from this device and from others."""
+    sinks = first_tokens(k, v, keys.sinks, SEQUENCE)
+    return *with_halo(k, v, keys.window, SEQUENCE, keys.halo), *sinks
+
+
+def attend_fetched(
+    q: Float[Array, "B t N H"], fetched: Fetched, keys: FarKeys
+) -> tuple[Float[Array, "B t N Z"], Float[Array, "B N t"]]:
+    """`attend_near` with what was fetched."""
+    start = jax.lax.axis_index(SEQUENCE) * q.shape[1]
+    options: Any = {"scale": keys.scale, "window": keys.window, "implementation": keys.implementation}
+    return near_attention(q, *fetched, start, **options)
 
 
 def widened(o: Float[Array, "B t N Z"], width: int) -> Float[Array, "B t N Hv"]:

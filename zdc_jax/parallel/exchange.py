@@ -64,6 +64,11 @@ def _from_words(words: Array, like: Array) -> Array:
     return jax.lax.bitcast_convert_type(words, like.dtype).reshape(like.shape)
 
 
+def head_groups(num_kv_heads: int, degree: int) -> int:
+    """Groups in which heads may be exchanged one after another: 2 where each device's KV heads are even."""
+    return 2 - num_kv_heads * kv_copies(num_kv_heads, degree) // degree % 2
+
+
 def scatter_heads(
     parts: Sequence[Float[Array, "B _ _ _"]], axis: str, formats: Sequence[Format] | None = None
 ) -> list[Float[Array, "B _ _ _"]]:
@@ -71,6 +76,22 @@ def scatter_heads(
 
     parts: q, k and v, or others; each may have a t, N and R of its own. Heads that U does not divide are sent
     `kv_copies` times. formats: how each of them travels; default `AS_IS`.
+    """
+    (heads,) = scatter_head_groups(parts, axis, formats)
+    return heads
+
+
+def scatter_head_groups(
+    parts: Sequence[Float[Array, "B _ _ _"]],
+    axis: str,
+    formats: Sequence[Format] | None = None,
+    groups: int = 1,
+    beside: Any = None,
+) -> list[list[Float[Array, "B _ _ _"]]]:
+    """`scatter_heads` with an all-to-all for each of so many equal groups of each device's heads, in order.
+
+    One is sent after the other: what is computed from the first goes on beside the second. beside: arrays
+    that are computed while the first is on its way, and before anything is from it (ours).
     """
     U = jax.lax.axis_size(axis)
     formats = formats or [AS_IS] * len(parts)
@@ -81,13 +102,27 @@ def scatter_heads(
         [jnp.repeat(part, many, axis=2) for part in form.packed(x)]
         for form, x, many in zip(every, parts, copies, strict=True)
     ]
-    arrived = iter(_scattered([part for each in packed for part in each], axis))
     heads = [x.shape[2] * many for x, many in zip(parts, copies, strict=True)]
-    own = [_own(form.of_heads(count), axis, count) for form, count in zip(formats, heads, strict=True)]
-    return [
-        form.unpacked(*itertools.islice(arrived, len(each)), dtype=x.dtype)
-        for form, each, x in zip(own, packed, parts, strict=True)
-    ]
+    waiting = [[_group(x, U, each, groups) for part in packed for x in part] for each in range(groups)]
+    found: list[list[Array]] = []
+    for group in range(groups):
+        arrived = iter(_scattered(waiting.pop(0), axis))
+        own = [_own(form.of_heads(n), axis, n, group, groups) for form, n in zip(formats, heads, strict=True)]
+        unpacked = [
+            form.unpacked(*itertools.islice(arrived, len(each)), dtype=x.dtype)
+            for form, each, x in zip(own, packed, parts, strict=True)
+        ]
+        if waiting or (beside is not None and group == 0):
+            # Else XLA's scheduler sends groups at once, and computes `beside` where it hides nothing.
+            unpacked, waiting, beside = jax.lax.optimization_barrier((unpacked, waiting, beside))
+        found.append(unpacked)
+    return found
+
+
+def _group(x: Shaped[Array, "B t N _"], degree: int, group: int, groups: int) -> Shaped[Array, "B t n _"]:
+    """Of each device's share of the heads, those of one group."""
+    B, t, _, C = x.shape
+    return x.reshape(B, t, degree, groups, -1, C)[:, :, :, group].reshape(B, t, -1, C)
 
 
 def _scattered(parts: list[Array], axis: str) -> list[Array]:
@@ -99,8 +134,7 @@ def _scattered(parts: list[Array], axis: str) -> list[Array]:
 
 def gather_heads(o: Float[Array, "B T n Z"], axis: str, form: Format = AS_IS) -> Float[Array, "B t N Z"]:
     """All heads of one device's tokens, from all tokens of its heads: the way back."""
-    every, packed = _packed_own(o, axis, form)
-    return every.unpacked(*_gathered(packed, axis), dtype=o.dtype)
+    return gather_head_groups([(o, None)], axis, form)[0]
 
 
 def gather_heads_and_lse(
@@ -111,25 +145,50 @@ def gather_heads_and_lse(
     lse_dtype: Any = jnp.float32,
 ) -> tuple[Float[Array, "B t N Z"], Float[Array, "B N t"]]:
     """`gather_heads` with the float32 log-sum-exp in the same message, where it may be rounded."""
-    every, packed = _packed_own(o, axis, form)
-    *arrived, of_lse = _gathered([*packed, lse.swapaxes(1, 2)[..., None].astype(lse_dtype)], axis)
-    return every.unpacked(*arrived, dtype=o.dtype), of_lse[..., 0].swapaxes(1, 2).astype(lse.dtype)
+    o, gathered = gather_head_groups([(o, lse)], axis, form, lse_dtype)
+    assert gathered is not None
+    return o, gathered
 
 
-def _packed_own(o: Array, axis: str, form: Format) -> tuple[Format, tuple[Array, ...]]:
-    """The format of all heads, and what is sent of this device's."""
-    every = form.of_heads(count := jax.lax.axis_size(axis) * o.shape[2])
-    return every, _own(every, axis, count).packed(o)
+def gather_head_groups(
+    parts: Sequence[tuple[Float[Array, "B T n Z"], Float[Array, "B n T"] | None]],
+    axis: str,
+    form: Format = AS_IS,
+    lse_dtype: Any = jnp.float32,
+) -> tuple[Float[Array, "B t N Z"], Float[Array, "B N t"] | None]:
+    """`gather_heads`, where there is one `gather_heads_and_lse`, of the groups of `scatter_head_groups`."""
+    U, groups, first = jax.lax.axis_size(axis), len(parts), parts[0][0]
+    every = form.of_heads(count := U * groups * first.shape[2])
+    gathered = []
+    for group, (o, lse) in enumerate(parts):
+        sent = [*_own(every, axis, count, group, groups).packed(o)]
+        if lse is not None:
+            sent.append(lse.swapaxes(1, 2)[..., None].astype(lse_dtype))
+        gathered.append(_gathered(sent, axis))
+    arrived = [_merged_groups(each) for each in zip(*gathered, strict=True)]
+    lse = parts[0][1]
+    if lse is None:
+        return every.unpacked(*arrived, dtype=first.dtype), None
+    *arrived, of_lse = arrived
+    return every.unpacked(*arrived, dtype=first.dtype), of_lse.reshape(of_lse.shape[:3]).swapaxes(
+        1, 2
+    ).astype(lse.dtype)
 
 
-def _own(every: Format, axis: str, count: int) -> Format:
-    """Of `count` heads, those that this device has in the exchange."""
+def _merged_groups(groups: Sequence[Shaped[Array, "B t U n _"]]) -> Shaped[Array, "B t N _"]:
+    """All heads in order."""
+    x = jnp.concatenate(groups, 3)
+    return x.reshape(*x.shape[:2], -1, x.shape[4])
+
+
+def _own(every: Format, axis: str, count: int, group: int = 0, groups: int = 1) -> Format:
+    """Of `count` heads, those of a group that this device has in the exchange."""
     share = count // jax.lax.axis_size(axis)
-    return every.own(jax.lax.axis_index(axis) * share, share)
+    each = share // groups
+    return every.own(jax.lax.axis_index(axis) * share + group * each, each)
 
 
-def _gathered(parts: Sequence[Shaped[Array, "B T n _"]], axis: str) -> list[Shaped[Array, "B t N _"]]:
+def _gathered(parts: Sequence[Shaped[Array, "B T n _"]], axis: str) -> list[Shaped[Array, "B t U n _"]]:
     U, (B, T, n, _) = jax.lax.axis_size(axis), parts[0].shape
     by_receiver = [jnp.moveaxis(x.reshape(B, U, T // U, n, x.shape[3]), 1, 0) for x in parts]
-    by_sender = all_to_all(by_receiver, axis)
-    return [jnp.moveaxis(x, 0, 2).reshape(B, T // U, U * n, x.shape[4]) for x in by_sender]
+    return [jnp.moveaxis(x, 0, 2) for x in all_to_all(by_receiver, axis)]

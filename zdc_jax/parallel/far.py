@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Self
 
 import jax
+import jax.numpy as jnp
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.ops.attention import Implementation, far_attention, self_attention
-from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, scatter_heads
+from zdc_jax.parallel.exchange import gather_head_groups, head_groups, scatter_head_groups
 from zdc_jax.parallel.mesh import SEQUENCE
 from zdc_jax.parallel.payload import NATIVE, Format, Formats
 
@@ -63,6 +64,13 @@ class FarKeys:
         """Whether no near set is left out."""
         return not (self.sinks or self.window)
 
+    def attend_to(self, q: Array, k: Array, v: Array) -> tuple[Array, Array | None]:
+        """Of all tokens of some heads on themselves; with the log-sum-exp where near keys are left out."""
+        if self.are_all:
+            o, _ = self_attention(q, k, v, scale=self.scale, implementation=self.implementation)
+            return o, None
+        return self.attend(q, k, v)
+
     def attend(
         self, q: Array, k: Array, v: Array, start: Array | int = 0, first: Array | int = 0
     ) -> tuple[Array, Array]:
@@ -98,16 +106,27 @@ def near_set(
 
 Exchanged = tuple[Array, Array]
 """k [B, T, K/U, R] and v [B, T, K/U, Z] of all tokens for the heads of one device, as they arrived."""
-FarAttention = Callable[[Array, Array, Array, FarKeys], tuple[Array, Array | None, Exchanged | None]]
-"""Takes q, k, v at the width that far keys count with. Gives o and its log-sum-exp, which may be None where
-all keys are far; and what a cache by head can keep, None where nothing of that form has arrived."""
+Near = tuple[Array, Array]
+"""Near attention of one device's tokens, o [B, t, N, Z] and log-sum-exp [B, N, t]."""
+FarAttention = Callable[
+    [Array, Array, Array, FarKeys, Near | None], tuple[Array, Array | None, Exchanged | None]
+]
+"""Takes q, k, v at the width that far keys count with, and near attention, to be done while they travel.
+Gives o and its log-sum-exp, which may be None where all keys are far; and what a cache by head can keep, None
+where nothing of that form has arrived."""
 
 
-def ulysses(q: Array, k: Array, v: Array, keys: FarKeys) -> tuple[Array, Array | None, Exchanged]:
-    """Heads for tokens and back, two all-to-alls (DeepSpeed-Ulysses, with what is truncated: ZDC §5.3)."""
-    sent = keys.formats
-    q, k, v = scatter_heads((q, k, v), SEQUENCE, (sent.q, sent.k, sent.v))
-    if keys.are_all:
-        o, _ = self_attention(q, k, v, scale=keys.scale, implementation=keys.implementation)
-        return gather_heads(o, SEQUENCE, sent.o), None, (k, v)
-    return *gather_heads_and_lse(*keys.attend(q, k, v), SEQUENCE, sent.o, sent.lse), (k, v)
+def ulysses(
+    q: Array, k: Array, v: Array, keys: FarKeys, near: Near | None
+) -> tuple[Array, Array | None, Exchanged]:
+    """Heads for tokens and back, by all-to-alls (DeepSpeed-Ulysses, with what is truncated: ZDC §5.3).
+
+    Heads go in two groups where each device has an even number: the second comes while the first is attended
+    to, and what the first gives goes back beside the second; near attention is beside the coming of the
+    first (ours). Only the way back of the second group is waited for.
+    """
+    sent, groups = keys.formats, head_groups(k.shape[2], jax.lax.axis_size(SEQUENCE))
+    arrived = scatter_head_groups((q, k, v), SEQUENCE, (sent.q, sent.k, sent.v), groups, beside=near)
+    o, lse = gather_head_groups([keys.attend_to(*each) for each in arrived], SEQUENCE, sent.o, sent.lse)
+    k, v = (jnp.concatenate(each, 2) for each in zip(*(kv for _, *kv in arrived), strict=True))
+    return o, lse, (k, v)

@@ -1,0 +1,75 @@
+"""On four H200 that are not there: what a layer computes while its heads are exchanged."""
+
+import re
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import devices
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zdc_jax.cache.prefix_ring import PrefixRing
+from zdc_jax.parallel.attention import sharded_attention
+from zdc_jax.parallel.mesh import SEQUENCE
+
+TOKENS = PartitionSpec(None, SEQUENCE)
+KINDS = {
+    r" all-to-all-start\(": "start",
+    r" all-to-all-done\(": "done",
+    r" all-to-all\(": "waited for",
+    r" collective-permute-start\(": "halo",
+    "__mosaic_gpu_v2|mosaic_gpu": "attention",
+}
+COMING = ["start", "attention", "done"]
+"""A group of heads, and what is computed while it comes or goes."""
+
+
+@pytest.fixture
+def on_kernels(monkeypatch):
+    """Kernels are chosen as on the machine that the program is compiled for."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("zdc_jax") and hasattr(module, "device_refusal"):
+            monkeypatch.setattr(module, "device_refusal", lambda q: None)
+
+
+@pytest.mark.aot
+@pytest.mark.usefixtures("on_kernels")
+@pytest.mark.parametrize("kv_heads", [32, 8])
+def test_attention_hides_the_exchange(kv_heads):
+    """Near attention beside the first group, each group's beside the other's way; one way back is left."""
+    spec = PrefixRing(num_kv_heads=kv_heads, head_dim=128, dtype="bfloat16", R=32, Z=64, sinks=4, window=512)
+    assert scheduled(spec, 32) == ["halo", *COMING * 3, "start", "done"]
+
+
+@pytest.mark.aot
+@pytest.mark.usefixtures("on_kernels")
+def test_without_near_attention_the_first_group_is_waited_for():
+    spec = PrefixRing(num_kv_heads=8, head_dim=128, dtype="bfloat16", R=128, Z=128, sinks=0, window=0)
+    assert scheduled(spec, 32) == ["start", "done", *COMING * 2, "waited for"]
+
+
+@pytest.mark.aot
+@pytest.mark.usefixtures("on_kernels")
+def test_a_single_kv_head_is_one_group():
+    spec = PrefixRing(num_kv_heads=4, head_dim=128, dtype="bfloat16", R=32, Z=64, sinks=4, window=512)
+    assert scheduled(spec, 32) == ["halo", *COMING, "attention", "waited for"]
+
+
+def scheduled(spec: PrefixRing, num_heads: int) -> list[str]:
+    """Parts of the exchange and our kernels, in the order of the compiled program."""
+    mesh = Mesh(np.array(devices(4)), (SEQUENCE,))
+    attend = partial(sharded_attention, scale=0.1, spec=spec, implementation="pallas")
+    one = lambda *qkv: attend(*qkv)[0]
+    program = jax.shard_map(one, mesh=mesh, in_specs=(TOKENS,) * 3, out_specs=TOKENS, check_vma=False)
+    placed = NamedSharding(mesh, TOKENS)
+    q, k = (
+        jax.ShapeDtypeStruct((1, 32768, n, 128), jnp.bfloat16, sharding=placed)
+        for n in (num_heads, spec.num_kv_heads)
+    )
+    lowered = jax.jit(program).trace(q, k, k).lower(lowering_platforms=("cuda",))
+    text = lowered.compile({"xla_gpu_enable_latency_hiding_scheduler": True}).as_text()
+    lines = text[text.index("\nENTRY") :].splitlines()
+    return [kind for line in lines for pattern, kind in KINDS.items() if re.search(pattern, line)]
