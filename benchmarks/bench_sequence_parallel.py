@@ -7,14 +7,18 @@ A row is a method of sequence parallelism on a plan, KV-Runahead, or one device 
 `dense` on cuDNN, others on our kernels; `plan` keeps a window and sinks at full rank and `far` coordinates of
 the rest. Random bf16 weights; times do not depend on the values. Wall clock: from call to the first token's
 logits, layer by layer as `generate` does, after a run of one layer that compiles; parts of one layer's
-attention as means over calls dispatched without waiting.
+attention as means over calls dispatched without waiting. Ulysses builds the cache on the way, as `generate`
+does, and KV-Runahead does in one process; other methods and one device leave none.
 
-Bytes that leave a device are counted in the compiled program of one layer, beside the formula; those of
-KV-Runahead, of the device that hands on most, in one process by the formula alone: no program has them. In
-several its pieces are padded, and `padding` are the rows that each device computes for nothing. The numerics
-check runs two layers on a short prompt in the same dtype and in float32: `error` of the row and `own_error`
-of one device with the same plan are against float32, relative to the largest logit. Rows are merged by name
-into the JSON file, which is written anew after each figure; a figure that fails becomes its error.
+Bytes that leave a device are counted in the compiled program of one layer, beside the formula; what Ulysses
+sends once for the cache is apart, as `cache`. Those of KV-Runahead, of the device that hands on most, are by
+the formula alone in one process: no program has them. In several its pieces are padded, and `padding` are the
+rows that each device computes for nothing.
+
+The numerics check runs two layers on a short prompt in the same dtype and in float32: `error` of the row and
+`own_error` of one device with the same plan are against float32, relative to the largest logit. `numerics`:
+one layer's attention at the timed length against float64, see `Parts.numerics`. Rows are merged by name into
+the JSON file, which is written anew after each figure; a figure that fails becomes its error.
 
 One process a GPU, over sockets as between hosts:
 
@@ -46,11 +50,12 @@ from jax.sharding import NamedSharding
 
 from benchmarks.bench_generate import seconds
 from benchmarks.common import RESULTS, commit, write_result
-from benchmarks.rivals.methods import ATTENTION
+from benchmarks.rivals.methods import ZIGZAG, attention_of, padded
 from benchmarks.rivals.partition import Partition, in_eights, interpolated
 from benchmarks.rivals.runahead import RunaheadTransformer
 from benchmarks.rivals.runahead_mesh import MeshRunahead, piece_layer
 from benchmarks.rivals.traffic import handed_bytes, method_bytes
+from benchmarks.rivals.zigzag import ZigzagTransformer, zigzag_layer
 from benchmarks.sequence_models import SHAPES, Model, ShapeName
 from benchmarks.sequence_parts import Parts, link_rate, searched_partition
 from benchmarks.sequence_rows import ROWS, TASKS, Row, Task, compare
@@ -60,7 +65,7 @@ from zdc_jax.model.transformer import Embeddings
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.mesh import MeshConfig, layout
 from zdc_jax.parallel.processes import initialize
-from zdc_jax.parallel.traffic import hlo_bytes
+from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes
 from zdc_jax.parallel.transformer import last_token, whole_layer
 from zdc_jax.parallel.weights import gathered_bytes
 from zdc_jax.plan import CompressionPlan
@@ -156,6 +161,8 @@ class Bench:
                 parts = self.parts(row, length)
                 for part in parts.names():
                     self.record(out, part, partial(parts.seconds, part))
+            case "numerics":
+                self.record(out, "numerics", lambda: self.parts(row, length).numerics())
             case "check":
                 self.record(out, "check", lambda: self.check(row))
             case _:
@@ -205,7 +212,13 @@ class Bench:
             ends = runahead.networks[-1].embeddings
             return lambda: _unembed(ends, prefill(tokens, end, implementation=implementation)[0])
         network = self.model.on_mesh(plan, row.weights, row.payload)
-        attention = ATTENTION[row.method]
+        if row.method == "ulysses":
+            fill = partial(network.prefill, tokens, end, capacity=in_eights(length))
+            return lambda: _unembed(network.embeddings, fill(implementation=implementation)[0])
+        attention = attention_of(row.method)
+        if row.method in ZIGZAG:
+            zigzag = ZigzagTransformer(network, attention)
+            return lambda: _unembed(network.embeddings, zigzag.last_hidden(tokens, end, implementation))
         hidden = partial(network.hidden, tokens, attention=attention, implementation=implementation)
         return lambda: _unembed(network.embeddings, last_token(hidden(), end, self.mesh))
 
@@ -242,13 +255,13 @@ class Bench:
 
     def parts(self, row: Row, length: int) -> Parts:
         """One layer's attention."""
-        assert row.method not in (None, "runahead")
-        padded = -(-length // self.degree) * self.degree
+        assert row.method is not None
+        assert row.method != "runahead"
         return Parts(
             self.config,
             self.plan(row),
             self.mesh,
-            length=padded,
+            length=padded(row.method, length, self.degree),
             method=row.method,
             implementation=self.implementation(row),
             payload=row.payload,
@@ -266,15 +279,20 @@ class Bench:
         how = {"length": length, "degree": self.degree, "method": row.method, "payload": row.payload}
         formula = method_bytes(self.config, plan, **how)
         network = self.model.on_mesh(self.plan(row, 1), row.weights, row.payload)
-        padded = -(-length // self.degree) * self.degree
-        x = self.by_token(padded, network.dtype)
+        x = self.by_token(padded(row.method, length, self.degree), network.dtype)
         block, spec = network.prompt_layers[0], network.layer_caches[0]
-        attention, implementation = ATTENTION[row.method], self.implementation(row)
-        options = (spec, self.mesh, attention, implementation, row.weights, row.payload)
-        compiled = layers * hlo_bytes(whole_layer.lower(block, x, *options).compile().as_text())
+        options = (spec, self.mesh, attention_of(row.method), self.implementation(row))
+        if row.method in ZIGZAG:
+            lowered = zigzag_layer.lower(block, x, *options)
+        else:
+            lowered = whole_layer.lower(block, x, *options, row.weights, row.payload)
+        out = {"formula": formula, "compiled": layers * hlo_bytes(lowered.compile().as_text())}
         if row.weights == "gathered":
-            formula += layers * gathered_bytes(block, self.mesh)
-        return {"formula": formula, "compiled": compiled}
+            out["formula"] += layers * gathered_bytes(block, self.mesh)
+        if row.method == "ulysses":
+            held = {"capacity": in_eights(length), "degree": self.degree, "payload": row.payload}
+            out["cache"] = cache_bytes(self.config, plan, **held)
+        return out
 
     def sent_in_pieces(self, row: Row, partition: Partition) -> dict[str, Any]:
         """Of one program for all: bytes in one layer's times layers; rows of padding by device."""

@@ -42,12 +42,18 @@ ROWS = {
     "plan_gathered": Row("ulysses", "window and sinks", weights="gathered"),
     "runahead_dense": Row("runahead", None),
     "runahead_searched": Row("runahead", "window and sinks", partition="searched"),
+    "all_gather_zigzag": Row("all_gather_zigzag", None),
+    "ring_zigzag": Row("ring_zigzag", None),
+    "dense_float8": Row("ulysses", None, "cudnn", payload="float8"),
+    "dense_coded": Row("ulysses", None, payload="coded"),
+    "plan_coded": Row("ulysses", "window and sinks", payload="coded"),
 }
-PARTS = tuple(f"{name}:parts" for name, row in ROWS.items() if row.method not in (None, "runahead"))
+SHARDED = tuple(name for name, row in ROWS.items() if row.method not in (None, "runahead"))
+PARTS, NUMERICS = (tuple(f"{name}:{kind}" for name in SHARDED) for kind in ("parts", "numerics"))
 CHECKS = tuple(f"{name}:check" for name in ROWS)
-Task = Literal[*ROWS, *PARTS, *CHECKS]
-"""A row's name alone: its time to the first token and bytes; with `:parts`, one layer's attention in parts;
-with `:check`, its numerics."""
+Task = Literal[*ROWS, *PARTS, *NUMERICS, *CHECKS]
+"""A row's name alone: its time to the first token and bytes; with `:parts`, one layer's attention in parts,
+with `:numerics`, its errors at the timed length; with `:check`, two layers' errors on a short prompt."""
 TASKS: tuple[Task, ...] = (
     *(
         "dense",
@@ -62,18 +68,28 @@ TASKS: tuple[Task, ...] = (
     *("late", "all_gather", "ring", "runahead", "all_gather_plan", "ring_plan", "one_device_dense"),
     *("dense_pallas", "plan_gathered", "runahead_dense", "runahead_searched"),
     *("late:parts", "dense:check", "plan_float8:check", "ring:check", "runahead:check"),
+    *("all_gather_zigzag", "ring_zigzag", "dense_float8", "dense_coded", "plan_coded"),
+    *("all_gather_zigzag:parts", "ring_zigzag:parts", "dense_float8:parts", "dense_coded:parts"),
+    *("plan_coded:parts", "all_gather_zigzag:check", "ring_zigzag:check", "dense_float8:check"),
+    *("dense_coded:check", "plan_coded:check"),
+    *NUMERICS,
 )
 
 LABELS = {
     "dense": "dense Ulysses (cuDNN)",
+    "dense_float8": "dense Ulysses (cuDNN), exchanged as float8",
     "dense_pallas": "dense Ulysses (our kernels)",
+    "dense_coded": "the same, exchanged as codes",
     "plan": "**Ulysses on truncated coordinates**",
     "plan_float8": "the same, exchanged as float8",
+    "plan_coded": "the same, exchanged as codes",
     "plan_gathered": "the same, weights gathered by layer",
     "late": "truncated after the exchange",
     "all_gather": "all-gather of keys and values, dense",
+    "all_gather_zigzag": "all-gather, dense, zigzag shards",
     "all_gather_plan": "all-gather, truncated",
     "ring": "ring attention, dense",
+    "ring_zigzag": "ring attention, dense, zigzag shards",
     "ring_plan": "ring attention, truncated, no sinks",
     "runahead_dense": "KV-Runahead, dense",
     "runahead": "KV-Runahead, truncated",

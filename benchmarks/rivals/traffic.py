@@ -1,6 +1,6 @@
 """Bytes that leave a device in a prefill by a rival, by formula; `zdc_jax.parallel.traffic` has our own."""
 
-from benchmarks.rivals.methods import ATTENTION, Method
+from benchmarks.rivals.methods import Method, attention_of, padded
 from benchmarks.rivals.partition import Partition, cache_slots
 from zdc_jax.cache.prefix_ring import ring_slots
 from zdc_jax.config import ModelConfig
@@ -24,17 +24,18 @@ def method_bytes(
     """`prefill_bytes` of any method; other arguments as there.
 
     `late_ulysses` sends what dense Ulysses does. `all_gather` and `ring` send K (R + Z) for each of t (U-1)
-    tokens, t = ⌈T/U⌉, of `itemsize` bytes, and the near set as `ulysses` does, without its log-sum-exp.
+    tokens, t = ⌈T/U⌉, of `itemsize` bytes, and the near set as `ulysses` does, without its log-sum-exp; on
+    zigzag shards t = 2 ⌈T/2U⌉, and there is no near set.
 
     Raises:
       NotImplementedError: the method cannot send this payload or token classes; what `prefill_bytes` raises.
     """
-    check_attention(ATTENTION[method], payload, plan.classes)
+    check_attention(attention_of(method), payload, plan.classes)
     if method in ("ulysses", "late_ulysses"):
         sent = plan if method == "ulysses" else CompressionPlan.full(config)
         how = {"length": length, "degree": degree, "batch": batch, "itemsize": itemsize}
         return prefill_bytes(config, sent, payload=payload, **how)
-    K, H, U, t = config.num_kv_heads, config.head_dim, degree, -(-length // degree)
+    K, H, U, t = config.num_kv_heads, config.head_dim, degree, padded(method, length, degree) // degree
     total = 0
     for index, ranks in enumerate(plan.layers):
         kept = ranks.qk + ranks.v

@@ -12,6 +12,7 @@ from benchmarks.rivals.partition_search import PieceCost, searched
 from benchmarks.rivals.runahead import RunaheadTransformer
 from benchmarks.sequence_models import SHAPES, Model
 from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
 
 OPTIONS = (
@@ -41,6 +42,39 @@ def test_tasks(tmp_path):
     expected = results["one_device 61"]["first_token"][0] / plan["first_token"][0]
     assert plan["compared"]["speedup_over_one_device"] == expected
     assert results["runahead 61"]["bytes"]["partition"] == [16, 15, 15, 15]
+
+
+def test_zigzag_shards_and_dense_plans_in_fewer_bits(tmp_path):
+    """Of 61 tokens zigzag shards hold 64: the check is of 40, which eight chunks divide."""
+    arguments = [*OPTIONS.split(), "--results", str(tmp_path), "--tasks"]
+    tasks = ("ring_zigzag", "ring_zigzag:check", "ring_zigzag:numerics", "dense_float8")
+    assert main([*arguments, *tasks, "dense_coded:parts", "all_gather_zigzag:parts"]) == 0
+    results = json.loads((tmp_path / "sequence-parallel-tiny-4.json").read_text())["results"]
+    ring, rounded = results["ring_zigzag 61"], results["dense_float8 61"]
+    for out in (ring, rounded):
+        assert out["first_token"][0] > 0
+        assert out["bytes"]["compiled"] == out["bytes"]["formula"]
+    assert "cache" not in ring["bytes"]
+    assert rounded["bytes"]["cache"] == 0  # No near set, so no coordinates beyond those that came.
+    assert ring["check"]["error"] <= 2 * ring["check"]["own_error"]
+    assert 0 < ring["numerics"]["head"] < 0.005
+    assert results["all_gather_zigzag 61"]["attention"][0] > 0
+    parts = ("attention", "near", "exchange", "near_and_exchange", "far")
+    assert all(results["dense_coded 61"][part][0] > 0 for part in parts)
+
+
+def test_ulysses_builds_the_cache_and_others_none(tmp_path, monkeypatch):
+    """One layer that compiles, then one run of both layers, for 64 tokens: 61 in whole eighths."""
+    calls = []
+    for name in ("prefill", "hidden"):
+        whole = getattr(ShardedTransformer, name)
+        record = lambda *args, name=name, whole=whole, **options: (
+            calls.append((name, options.get("capacity"))) or whole(*args, **options)
+        )
+        monkeypatch.setattr(ShardedTransformer, name, record)
+    tasks = ("dense", "all_gather")
+    assert main([*OPTIONS.split(), "--results", str(tmp_path), "--tasks", *tasks]) == 0
+    assert calls == [("prefill", 64)] * 2 + [("hidden", None)] * 2
 
 
 def test_a_figure_that_fails_leaves_the_others(tmp_path):

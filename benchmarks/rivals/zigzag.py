@@ -1,0 +1,209 @@
+"""All-gather and ring on zigzag shards: of 2U chunks of a prompt device i of U holds chunks i and 2U-1-i.
+
+So all devices have as much causal attention to do, as in Llama 3's context parallelism and in zigzag ring
+attention. Tokens are permuted once, before they are embedded; only attention depends on where they stand.
+
+`all_gather_zigzag` and `ring_zigzag` take what one device holds, q [B, 2c, N, H], k and v [B, 2c, K, H] in
+chunks of c tokens, as `sharded_attention` takes tokens in order. `ShardedTransformer.hidden` has tokens in
+order: these functions are for `ZigzagTransformer`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Float, Int
+
+from kernels_pallas import merge_partial
+from zdc_jax.axes import Array
+from zdc_jax.cache.prefix_ring import PrefixRing
+from zdc_jax.model.block import Block
+from zdc_jax.model.transformer import Embeddings
+from zdc_jax.ops.attention import Implementation
+from zdc_jax.parallel.attention import ShardedAttention, widened
+from zdc_jax.parallel.exchange import moved
+from zdc_jax.parallel.far import FarKeys
+from zdc_jax.parallel.mesh import BY_TOKEN, SEQUENCE, layout, on_mesh, sum_over
+from zdc_jax.parallel.transformer import ShardedTransformer, last_token
+from zdc_jax.parallel.weights import weight_specs
+
+
+def zigzag_order(length: int, degree: int) -> Int[np.ndarray, " T"]:
+    """The position of the token in each row of all devices; 2 `degree` divides `length` T."""
+    chunks = np.arange(length).reshape(2 * degree, -1)
+    return np.stack([chunks[:degree], chunks[: degree - 1 : -1]], 1).ravel()
+
+
+def all_gather_zigzag(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, None]:
+    """Keys and values of all tokens on every device, put in order; a query chunk reads those up to its own.
+
+    options: `scale`, `spec` and `implementation` of `sharded_attention`.
+
+    Raises:
+      NotImplementedError: the plan has a near set; the implementation cannot do this call.
+    """
+    return _attended(q, k, v, _all_gather, **options)
+
+
+def ring_zigzag(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, None]:
+    """Keys and values go round, partial results are merged in float32; options and errors as above.
+
+    Of a device before, all queries see the first chunk; of one behind, the second query chunk sees both.
+    """
+    return _attended(q, k, v, _ring, **options)
+
+
+def _attended(
+    q: Array,
+    k: Array,
+    v: Array,
+    far: Callable[[Array, Array, Array, FarKeys], Array],
+    *,
+    scale: float,
+    spec: PrefixRing,
+    implementation: Implementation | None = None,
+) -> tuple[Array, None]:
+    keys = FarKeys.of(q, v, spec, scale=scale, implementation=implementation)
+    if not keys.are_all:
+        raise NotImplementedError(f"zigzag shards have no near set, not {keys.sinks=}, {keys.window=}")
+    return widened(far(q[..., : spec.R], k[..., : spec.R], v[..., : spec.Z], keys), v.shape[-1]), None
+
+
+def _all_gather(q: Array, k: Array, v: Array, keys: FarKeys) -> Array:
+    U, c = jax.lax.axis_size(SEQUENCE), q.shape[1] // 2
+    gather = lambda x: jax.lax.all_gather(x, SEQUENCE, axis=1)
+    both = moved(gather, jnp.concatenate([k, v], -1))  # [B, U, 2c, K, R+Z]
+    in_order = [both[:, device, :c] for device in range(U)]
+    in_order += [both[:, device, c:] for device in reversed(range(U))]
+    k, v = jnp.split(jnp.concatenate(in_order, 1), [k.shape[-1]], axis=-1)
+    chunks = zip((q[:, :c], q[:, c:]), _chunks(), strict=True)
+    return jnp.concatenate([keys.attend(chunk, k, v, index * c)[0] for chunk, index in chunks], 1)
+
+
+def _ring(q: Array, k: Array, v: Array, keys: FarKeys) -> Array:
+    U, me = jax.lax.axis_size(SEQUENCE), jax.lax.axis_index(SEQUENCE)
+    onward = [(source, (source + 1) % U) for source in range(U)]
+    (_, T, N, R), c = q.shape, q.shape[1] // 2
+
+    def attend(q: Array, both: Array, start: int) -> tuple[Array, Array]:
+        o, lse = keys.attend(q, both[..., :R], both[..., R:], start)
+        return o.astype(jnp.float32), lse
+
+    def of_one_before(both: Array) -> tuple[Array, Array]:
+        return attend(q, both[:, :c], c)
+
+    def of_one_behind(both: Array) -> tuple[Array, Array]:
+        o, lse = attend(q[:, c:], both, T)
+        unseen = jnp.zeros_like(o), jnp.full((len(q), N, c), -jnp.inf, lse.dtype)
+        return jnp.concatenate([unseen[0], o], 1), jnp.concatenate([unseen[1], lse], 2)
+
+    both = jnp.concatenate([k, v], -1)
+    # Between its own two chunks there is nothing: they are as one sequence to each other.
+    result = attend(q, both, 0)
+    for distance in range(1, U):
+        both = moved(lambda x: jax.lax.ppermute(x, SEQUENCE, onward), both)
+        part = jax.lax.cond((me - distance) % U < me, of_one_before, of_one_behind, both)
+        result = merge_partial([result, part])
+    return result[0].astype(v.dtype)
+
+
+def _chunks() -> tuple[Array, Array]:
+    """Which of the 2U chunks this device holds."""
+    me = jax.lax.axis_index(SEQUENCE)
+    return me, 2 * jax.lax.axis_size(SEQUENCE) - 1 - me
+
+
+class ZigzagTransformer:
+    """Prompts in zigzag shards over the devices of a network along `sequence`.
+
+    attention: `all_gather_zigzag` or `ring_zigzag`.
+
+    Raises:
+      NotImplementedError: the plan has token classes; weights are gathered; the payload is not native.
+    """
+
+    def __init__(self, network: ShardedTransformer, attention: ShardedAttention):
+        if network.plan.classes is not None:
+            raise NotImplementedError("plans with token classes do not run in zigzag shards")
+        for name, allowed in (("weights", "replicated"), ("payload", "native")):
+            if (value := getattr(network, name)) != allowed:
+                raise NotImplementedError(f"{name}={value!r} does not run in zigzag shards, {allowed!r} does")
+        self.network, self.attention = network, attention
+
+    def hidden(
+        self, tokens: Int[Array, "B T"], implementation: Implementation | None = None
+    ) -> Float[Array, "B T' D"]:
+        """Last hidden states, padded to T', a multiple of 2U; row r is of position `zigzag_order(T', U)[r]`.
+
+        Raises:
+          NotImplementedError: the plan has a near set; the implementation cannot do a call.
+        """
+        network, length = self.network, tokens.shape[1]
+        tokens = jnp.pad(tokens, ((0, 0), (0, self.padded(length) - length)))[:, self.order(length)]
+        x = _embed(network.embeddings, tokens, jnp.int32(length), network.mesh)
+        for block, spec in zip(network.prompt_layers, network.layer_caches, strict=True):
+            x = zigzag_layer(block, x, spec, network.mesh, self.attention, implementation)
+        return x
+
+    def last_hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        end: Int[Array, " B"],
+        implementation: Implementation | None = None,
+    ) -> Float[Array, "B D"]:
+        """Of the last of `end` tokens of each prompt, on every device; raises what `hidden` does."""
+        row = jnp.asarray(np.argsort(self.order(tokens.shape[1])))[end - 1]
+        return last_token(self.hidden(tokens, implementation), row + 1, self.network.mesh)
+
+    def padded(self, length: int) -> int:
+        """T' of `length` T."""
+        chunks = 2 * self.network.mesh.shape[SEQUENCE]
+        return -(-length // chunks) * chunks
+
+    def order(self, length: int) -> Int[np.ndarray, " T'"]:
+        """`zigzag_order` of a prompt of `length` tokens."""
+        return zigzag_order(self.padded(length), self.network.mesh.shape[SEQUENCE])
+
+
+def _positions(x: Array) -> Int[Array, "B t"]:
+    """Of this device's tokens, for x [B, t, ...]; inside `on_mesh`."""
+    B, c = x.shape[0], x.shape[1] // 2
+    positions = jnp.concatenate([index * c + jnp.arange(c) for index in _chunks()])
+    return jnp.broadcast_to(positions, (B, 2 * c))
+
+
+@partial(jax.jit, static_argnames="mesh")
+def _embed(embeddings: Embeddings, tokens: Array, length: Array, mesh: Mesh) -> Array:
+    def local(embeddings: Embeddings, tokens: Array, length: Array) -> Array:
+        # Padding takes the last position, so that it stays within the table of learned positions.
+        return embeddings.embed(tokens, jnp.minimum(_positions(tokens), length - 1))
+
+    in_specs = (PartitionSpec(), layout("B T"), PartitionSpec())
+    return on_mesh(mesh, local, in_specs, layout("B T D"))(embeddings, tokens, length)
+
+
+@partial(jax.jit, static_argnames=("spec", "mesh", "attention", "implementation"))
+def zigzag_layer(
+    block: Block,
+    x: Float[Array, "B T' D"],
+    spec: PrefixRing,
+    mesh: Mesh,
+    attention: ShardedAttention,
+    implementation: Implementation | None,
+) -> Float[Array, "B T' D"]:
+    """`whole_layer` on zigzag shards. Jitted, so that layers alike are traced and compiled once.
+
+    Raises:
+      NotImplementedError: what `attention` raises.
+    """
+    attend = partial(attention, scale=block.attention.scale, spec=spec, implementation=implementation)
+
+    def local(block: Block, x: Array) -> Array:
+        return block(x, _positions(x), attend, implementation, reduce=sum_over(mesh, BY_TOKEN))[0]
+
+    in_specs = (weight_specs(block, BY_TOKEN), layout("B T D"))
+    return on_mesh(mesh, local, in_specs, layout("B T D"))(block, x)
