@@ -1,8 +1,9 @@
 """Tables of how fast coded caches are, from the JSON of `bench_coded` and `bench_coded_models`."""
 
 import json
+import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.common import RESULTS
@@ -112,6 +113,40 @@ def _table(heads: Cells, rows: Iterable[Cells]) -> str:
     return "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *lines]) if lines else ""
 
 
+def one_plan_table() -> str:
+    """A searched plan on both axes: times, tokens a second and rows beside cuDNN's, and what it costs."""
+    run = json.loads((RESULTS / "one-plan-h200.json").read_text())
+    found = {(entry["shape"], entry["kind"]): entry["rows"] for entry in run["results"]}
+    heads = ("shape, tokens", "first token, s", "a token of 1 row, ms", "of 8 rows, ms")
+    heads = (*heads, "most rows", "their tokens a second", "perplexity", "least retention")
+    lines: list[Cells] = []
+    for (shape, kind), rows in found.items():
+        if kind == "cudnn":
+            ours = {row["length"]: row for row in found.get((shape, "searched"), [])}
+            peers = [row for row in rows if row["length"] in ours]
+            pairs = [(ours[peer["length"]], peer) for peer in sorted(peers, key=lambda row: row["length"])]
+            lines += [_one_plan_cells(shape, *pair, run["config"]["quality"]) for pair in pairs]
+    return _table(heads, lines)
+
+
+def _one_plan_cells(shape: str, ours: dict[str, Any], peer: dict[str, Any], quality: dict[str, Any]) -> Cells:
+    """Of one length: ours and the peer's."""
+    seconds = lambda row: statistics.median(row["first_token"])
+    token = lambda row, batch: statistics.median(row["token"].get(str(batch), [math.nan]))
+    rate = lambda row: row["largest"] / token(row, row["largest"])
+    pairs: list[tuple[Callable[[dict[str, Any]], float], str]] = [
+        (seconds, "{:.2f}"),
+        (lambda row: 1e3 * token(row, 1), "{:.2f}"),
+        (lambda row: 1e3 * token(row, 8), "{:.2f}"),
+        (lambda row: row["largest"], "{}"),
+        (rate, "{:,.0f}"),
+    ]
+    show = lambda form, value: "–" if math.isnan(value) else form.format(value)
+    cells = [f"{show(form, f(ours))} ({show(form, f(peer))})" for f, form in pairs]
+    judged = f"{100 * quality['increase']:+.2f} %", f"{min(quality['retention'].values()):.2f}"
+    return (f"{shape}, {peer['length']:,}", *cells, *judged)
+
+
 def models_table() -> str:
     """A decoded token of whole models beside cuDNN, and what the same plan costs a real model."""
     heads = ("shape", "far tokens read", "ms a token", "", "choosing, new tokens, ms", "tokens held")
@@ -144,6 +179,7 @@ TABLES = {
     "chosen chunks": chosen_chunk_table,
     "coded selection": selection_table,
     "coded models": models_table,
+    "one plan": one_plan_table,
     "coded prompts": encode_table,
     "new tokens": new_tokens_table,
 }

@@ -16,7 +16,8 @@ from benchmarks.common import RESULTS
 from benchmarks.quality import block_tables
 from benchmarks.quality.coding_tables import coding_table, fetch_table, layers_table, memory_table
 from benchmarks.quality.rows import NAME, Row, family, in_order, least, missing, of, read_run, retentions
-from benchmarks.sequence_rows import LABELS, SEQUENCE_LENGTH, SEQUENCE_RESULTS, median, sent
+from benchmarks.sequence_rows import SEQUENCE_LENGTH, SEQUENCE_RESULTS
+from benchmarks.sequence_tables import first_token_cells, sequence_table, two_devices_table
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "measurements.md", ROOT / "docs" / "coding.md")
@@ -364,49 +365,6 @@ def generate_table() -> str:
     return "\n".join(lines)
 
 
-def sequence_table() -> str:
-    """Prompts divided over GPUs by method, on NVLink and over sockets; empty where nothing was measured."""
-    names = SEQUENCE_RESULTS.values()
-    links = [read(name)["results"] if (RESULTS / f"{name}.json").exists() else {} for name in names]
-    if not any(links):
-        return ""
-    lines = [
-        "| method | NVLink: first token | beside dense | GB that leave a GPU | exchange, a layer "
-        "| near + exchange, apart from a layer | sockets: first token | beside dense |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row, label in LABELS.items():
-        nvlink, sockets = (results.get(f"{row} {SEQUENCE_LENGTH}", {}) for results in links)
-        cells = [*first_token_cells(nvlink), *exchange_cells(nvlink), *first_token_cells(sockets)]
-        if any(cell != "–" for cell in cells):
-            lines.append(f"| {label} | {' | '.join(cells)} |")
-    rates = [results.get("link_rate") for results in links]
-    lines.append("| link, GB/s | {} | | | | | {} | |".format(*map(rate_cell, rates)))
-    return "\n".join(lines)
-
-
-def first_token_cells(out: dict[str, Any]) -> list[str]:
-    """Time to the first token, and dense Ulysses' over it."""
-    seconds, speedup = median(out, "first_token"), out.get("compared", {}).get("speedup_over_dense")
-    return ["–" if seconds is None else f"{seconds:.2f} s", "–" if speedup is None else f"{speedup:.2f}x"]
-
-
-def exchange_cells(out: dict[str, Any]) -> list[str]:
-    """Bytes of a prompt; the exchange alone; near attention and exchange in one program over their sum."""
-    count, seconds = sent(out), median(out, "exchange")
-    share = out.get("compared", {}).get("together_over_sum")
-    return [
-        "–" if count is None else f"{count / 1e9:.2f}",
-        "–" if seconds is None else f"{1e3 * seconds:.2f} ms",
-        "–" if share is None else f"{share:.2f} of their sum",
-    ]
-
-
-def rate_cell(rate: Any) -> str:
-    """Bytes a second, as measured."""
-    return f"{rate / 1e9:.1f}" if isinstance(rate, float) else "–"
-
-
 def summary_table() -> str:
     """The figures of speed that a reader asks for first."""
     rows = [*_summary_of_models(), *_summary_of_links(), *_summary_of_kernels()]
@@ -470,6 +428,7 @@ TABLES = {
     "calibration": calibration_table,
     "kernels": kernel_table,
     "sequence": sequence_table,
+    "two devices": two_devices_table,
     **{
         f"coding {part}": partial(coding_table, part)
         for part in ("bases", "codes", "near", "choice", "growth")

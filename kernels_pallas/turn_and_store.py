@@ -265,8 +265,8 @@ def _launch(
         near=near,
         paged=block_table is not None,
         shifted=turning.shift is not None,
-        # Where products with weights were one, XLA gives their results as one without a copy. Those of one row
-        # it may compute where they are put together, each number in one thread: slow (`tests/aot`).
+        # Where products with weights were one, XLA gives their results as one without a copy. Those of one
+        # row it may compute where they are put together, each number in one thread: slow (`tests/aot`).
         together=v.shape[2] == H and B > 1,
         k=forms[0],
         v=forms[1],
