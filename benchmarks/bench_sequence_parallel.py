@@ -17,8 +17,8 @@ rows that each device computes for nothing.
 
 The numerics check runs two layers on a short prompt in the same dtype and in float32: `error` of the row and
 `own_error` of one device with the same plan are against float32, relative to the largest logit. `numerics`:
-one layer's attention at the timed length against float64, see `Parts.numerics`. Rows are merged by name into
-the JSON file, which is written anew after each figure; a figure that fails becomes its error.
+one layer's attention at the timed length against float64, see `AttentionParts.numerics`. Rows are merged by
+name into the JSON file, which is written anew after each figure; a figure that fails becomes its error.
 
 One process a GPU, over sockets as between hosts:
 
@@ -57,7 +57,7 @@ from benchmarks.rivals.runahead_mesh import MeshRunahead, piece_layer
 from benchmarks.rivals.traffic import handed_bytes, method_bytes
 from benchmarks.rivals.zigzag import ZigzagTransformer, zigzag_layer
 from benchmarks.sequence_models import SHAPES, Model, ShapeName
-from benchmarks.sequence_parts import Parts, link_rate, searched_partition
+from benchmarks.sequence_parts import AttentionParts, link_rate, searched_partition
 from benchmarks.sequence_rows import ROWS, TASKS, Row, Task, compare
 from zdc_jax.axes import Array
 from zdc_jax.errors import MeshError
@@ -253,11 +253,11 @@ class Bench:
         tokens = self.tokens(max(self.options.lengths))
         return searched_partition(runahead, tokens, self.config.num_layers, self.implementation(row))
 
-    def parts(self, row: Row, length: int) -> Parts:
+    def parts(self, row: Row, length: int) -> AttentionParts:
         """One layer's attention."""
         assert row.method is not None
         assert row.method != "runahead"
-        return Parts(
+        return AttentionParts(
             self.config,
             self.plan(row),
             self.mesh,

@@ -101,7 +101,7 @@ def _normal(sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> Call
     return jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), shape, dtype), out_shardings=sharding)
 
 
-class Parts:
+class AttentionParts:
     """Times of one layer's attention and its parts, on random arrays that lie on the mesh as a layer's do.
 
     `length` T is a multiple of the devices along `sequence`, the only axis with several; all layers of `plan`

@@ -30,12 +30,14 @@ H = 128
 class Case:
     """New tokens at ragged places, and stores and rings that hold anything before."""
 
-    def __init__(self, kinds, B=3, G=2, shift=False, dtype=jnp.bfloat16, rotation=jnp.float16, seed=0):
+    def __init__(
+        self, kinds, B=3, G=2, shift=False, dtype=jnp.bfloat16, rotation=jnp.float16, seed=0, H=H, Hv=H
+    ):
         rng = np.random.default_rng(seed)
         normal = lambda *shape: rng.normal(size=shape)
         size = lambda: np.exp(normal(B, 1, 1))
         self.q = jnp.asarray(normal(B, K * G, H), dtype)
-        self.k, self.v = (jnp.asarray(normal(B, K, H) * size(), dtype) for _ in range(2))
+        self.k, self.v = (jnp.asarray(normal(B, K, C) * size(), dtype) for C in (H, Hv))
         angles = rng.integers(0, 9999, (B, 1)) * 1e4 ** -(np.arange(H // 2) / (H // 2))
         basis = [jnp.asarray(normal(K, H, H) / H**0.5, rotation) for _ in range(2)]
         cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
@@ -44,8 +46,8 @@ class Case:
         byte = lambda *shape: jnp.asarray(rng.integers(0, 256, shape), jnp.uint8)
         plane = lambda slots, C, bits: Plane(byte(B, K, slots, C * bits // 8), byte(B, K, slots), bits)
         self.planes = [[plane(S, *each) for each in kind] for kind in (self.keys, self.values)]
-        ring = lambda: plane(M, H, 8) if self.ring_bits == 8 else jnp.asarray(normal(B, K, M, H), dtype)
-        self.rings = [ring(), ring()]
+        ring = lambda C: plane(M, C, 8) if self.ring_bits == 8 else jnp.asarray(normal(B, K, M, C), dtype)
+        self.rings = [ring(H), ring(Hv)]
         # The second row's token is padding; the third is a sink.
         self.starts = np.resize([5 + WINDOW, 100, 2], B)
         self.ends = self.starts + np.resize([1, 0, 1], B)
@@ -78,7 +80,7 @@ class Case:
             cos, sin = (np.asarray(each, np.float64)[:, None] for each in turning[:2])
             y = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
             y = np.asarray(jnp.asarray(y, jnp.float32).astype(turning.q.dtype), np.float64)
-            return np.einsum("BKGH,KHC->BKGC", y.reshape(len(y), K, -1, H), a).reshape(x.shape)
+            return np.einsum("BKGH,KHC->BKGC", y.reshape(len(y), K, -1, len(a[0])), a).reshape(x.shape)
 
         k = turned(self.k, basis[1])
         if turning.shift is not None:
@@ -148,6 +150,20 @@ def test_in_rows_and_in_pages(kinds, page):
 @pytest.mark.sampled
 def test_more_rows_than_a_program_has():
     Case(KINDS["chosen"], B=ROWS + 5, G=1, shift=True, rotation=jnp.bfloat16).check(interpret=True)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("H", "Hv", "kinds"),
+    [
+        (64, 128, ([(16, 4), (48, 3)], [(128, 4)], 16)),
+        (256, 64, ([(128, 4), (128, 2)], [(64, 5)], 8)),
+        (32, 32, ([(32, 8)], [(16, 4)], 16)),
+    ],
+)
+def test_other_head_dims(H, Hv, kinds):
+    """Values may have another than keys; then q, k and v are three arrays."""
+    Case(kinds, H=H, Hv=Hv).check(interpret=True)
 
 
 @pytest.mark.sampled

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.exact_attention import exact_rows
 from benchmarks.rivals.methods import padded
 from benchmarks.sequence_models import SHAPES
-from benchmarks.sequence_parts import TOLERANCE, Parts
+from benchmarks.sequence_parts import TOLERANCE, AttentionParts
 from benchmarks.sequence_rows import ROWS, SHARDED
 from zdc_jax.ops.attention import self_attention
 from zdc_jax.parallel.mesh import MeshConfig
@@ -24,7 +24,7 @@ def parts(name):
     if row.near is not None:
         sinks = 4 if row.near == "window and sinks" else 0
         plan = CompressionPlan.uniform(CONFIG, qk=16, v=16, window=20, sinks=sinks)
-    return Parts(
+    return AttentionParts(
         CONFIG,
         plan,
         MeshConfig(sequence=4).create(),
@@ -43,9 +43,9 @@ def test_within_tolerance(name):
 
 @pytest.mark.parametrize("name", ["plan", "ring_zigzag"])
 def test_a_head_that_is_off_by_a_hundredth(name, monkeypatch):
-    attend = Parts._attention
+    attend = AttentionParts._attention
     off = lambda self, *qkv: (attend(self, *qkv) * jnp.ones((8, 1)).at[5].set(1.01)).astype(jnp.bfloat16)
-    monkeypatch.setattr(Parts, "_attention", off)
+    monkeypatch.setattr(AttentionParts, "_attention", off)
     with pytest.raises(ArithmeticError, match=r"head 5 is off by 1\.\d+%, 0\.5% is allowed"):
         parts(name).numerics()
 
