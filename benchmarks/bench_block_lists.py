@@ -16,7 +16,7 @@ same share of the coordinates.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,34 +145,12 @@ def as_judged(options: Options, S: int, K: int) -> Iterator[dict[str, Any]]:
     """Rows of one prompt with lists as long as judged ones, for each size and rank."""
     assert options.judged is not None
     q, k, v = normal(0, 1, S, N, H), normal(1, 1, K, S, H), normal(2, 1, K, S, H)
-    swapped = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    start, end = jnp.zeros(1, jnp.int32), jnp.full(1, S, jnp.int32)
     for size in options.blocks:
-        judged, blocks = judged_row(options.judged, size), (size, size)
-        coordinates = 32 * H // JUDGED_H
-        choice = BlockChoice("mass", 0.98, coordinates=coordinates, blocks=blocks, **CHOICES[size])
-        choose = lambda q, k, choice=choice: block_lists(q, k, start, end, scale=SCALE, choice=choice)
-        peers = {
-            "cudnn": (lambda q, k, v: cudnn(q, k, v, causal=True), (q, *swapped)),
-            "dense": (lambda q, k, v: prefill_attention(q, k, v, scale=SCALE)[0], (q, k, v)),
-            "choice": (choose, (q, k)),
-        }
-        costs = costs_in_turns(peers, rounds=options.rounds)
+        judged, coordinates = judged_row(options.judged, size), 32 * H // JUDGED_H
+        choice = BlockChoice("mass", 0.98, coordinates=coordinates, blocks=(size, size), **CHOICES[size])
+        costs = beside_lists(q, k, v, choice, options.rounds)
         ms = {name: float(np.median(cost["ms"])) for name, cost in costs.items()}
-        attend = jax.jit(
-            lambda q, k, v, lists, blocks=blocks: prefill_attention(
-                q, k, v, scale=SCALE, lists=lists, blocks=blocks
-            )[0]
-        )
-        draw = jax.jit(lambda key, counts, choice=choice: random_lists(key, counts, S, choice))
-        found: dict[tuple[int, int], list[list[float]]] = {rank: [] for rank in options.ranks}
-        shares = []
-        for layer, counts in enumerate(counts_at(judged, S, K, size)):
-            lists = draw(jax.random.key(layer), jnp.asarray(counts))
-            shares.append(density(lists, blocks, S))
-            for R, Z in options.ranks:
-                given = q[..., :R], k[..., :R], v[..., :Z], lists
-                found[R, Z].append(device_ms(attend, *given, iterations=5))
+        shares, found = by_layer(q, k, v, counts_at(judged, S, K, size), choice, options.ranks)
         for rank, times in found.items():
             layers = [float(np.median(each)) for each in times]
             mean = float(np.mean(layers))
@@ -180,7 +158,7 @@ def as_judged(options: Options, S: int, K: int) -> Iterator[dict[str, Any]]:
                 "S": S,
                 "kv_heads": K,
                 "ranks": rank,
-                "blocks": blocks,
+                "blocks": (size, size),
                 "judged": {name: judged[name] for name in ("choice", "context", "increase", "interval")},
                 "density": float(np.mean(shares)),
                 "density_by_layer": shares,
@@ -193,6 +171,47 @@ def as_judged(options: Options, S: int, K: int) -> Iterator[dict[str, Any]]:
                 "repeats": {name: cost["ms"] for name, cost in costs.items()} | {"layers": times},
                 "commit": commit(),
             }
+
+
+def beside_lists(
+    q: jax.Array, k: jax.Array, v: jax.Array, choice: BlockChoice, rounds: int
+) -> dict[str, dict[str, Any]]:
+    """Costs of dense attention, cuDNN's and ours, and of the choice of blocks."""
+    S = q.shape[1]
+    swapped = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    start, end = jnp.zeros(1, jnp.int32), jnp.full(1, S, jnp.int32)
+    calls = {
+        "cudnn": (lambda q, k, v: cudnn(q, k, v, causal=True), (q, *swapped)),
+        "dense": (lambda q, k, v: prefill_attention(q, k, v, scale=SCALE)[0], (q, k, v)),
+        "choice": (lambda q, k: block_lists(q, k, start, end, scale=SCALE, choice=choice), (q, k)),
+    }
+    return costs_in_turns(calls, rounds=rounds)
+
+
+def by_layer(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    counts: np.ndarray,
+    choice: BlockChoice,
+    ranks: Sequence[tuple[int, int]],
+) -> tuple[list[float], dict[tuple[int, int], list[list[float]]]]:
+    """Density of each layer's lists and, by rank, its times in ms.
+
+    counts: blocks of each list [L, K, blocks of queries].
+    """
+    S = q.shape[1]
+    options: Any = {"scale": SCALE, "blocks": choice.blocks}
+    attend = jax.jit(lambda q, k, v, lists: prefill_attention(q, k, v, lists=lists, **options)[0])
+    draw = jax.jit(lambda key, counts: random_lists(key, counts, S, choice))
+    shares, found = [], {rank: [] for rank in ranks}
+    for layer, each in enumerate(counts):
+        lists = draw(jax.random.key(layer), jnp.asarray(each))
+        shares.append(density(lists, choice.blocks, S))
+        for R, Z in ranks:
+            given = q[..., :R], k[..., :R], v[..., :Z], lists
+            found[R, Z].append(device_ms(attend, *given, iterations=5))
+    return shares, found
 
 
 def main(options: Options) -> None:

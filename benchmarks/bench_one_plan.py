@@ -6,8 +6,8 @@ The plan was found for a small model and keeps in a shape the same shares of lay
 (`benchmarks.transferred_plans`); `quality` is what it costs there. Random weights; codes are random. Wall
 clock. `first_token` is from a prompt of one row to its first token: the peer reads it at once, we in pieces
 of `chunk` tokens, as `generate` does. `token` is the time of one step of decoding, for one row, for
-`BATCH`, and for the largest number of rows that memory holds: `largest` is the number that decoded. A kind's
-rows are merged by shape and kind into the JSON file, which is written anew after each length.
+`BATCH`, and for the largest number of rows that memory holds: `largest` is the number that decoded. Rows are
+merged by shape, kind and length into the JSON file, which is written anew after each figure.
 """
 
 import gc
@@ -93,7 +93,7 @@ def quality(options: Options) -> dict[str, Any]:
 
 
 def measured(kind: Kind, config: ModelConfig, options: Options) -> Iterator[dict[str, Any]]:
-    """A row for each length."""
+    """The row of each length as far as it has come, after each of its figures."""
     network = build("folded" if kind == "cudnn" else "post_rope", config)
     if kind == "searched":
         network.plan = transferred(CompressionPlan.load(options.plan), config, growth=1)
@@ -104,17 +104,17 @@ def measured(kind: Kind, config: ModelConfig, options: Options) -> Iterator[dict
             decodes, batch, length, options.steps, repeats=options.repeats
         )
         most = rows_that_fit(config, network.plan, length + 128)
-        tokens = {batch: time(batch) for batch in (1, BATCH) if batch <= most}
-        largest, times = fitting(time, most)
-        tokens[largest] = times
-        yield {
-            "length": length,
-            "bytes_a_row": held_bytes(network.plan.layer_caches("bfloat16"), length),
-            "largest": largest,
-            "token": {str(batch): tokens[batch] for batch in sorted(tokens)},
-            "first_token": prefill_times(reads, length, options.repeats),
-            "commit": commit(),
-        }
+        held = held_bytes(network.plan.layer_caches("bfloat16"), length)
+        row: dict[str, Any] = {"length": length, "bytes_a_row": held, "token": {}, "commit": commit()}
+        for batch in (1, BATCH):
+            if batch <= most:
+                row["token"][str(batch)] = time(batch)
+                yield row
+        row["first_token"] = prefill_times(reads, length, options.repeats)
+        yield row
+        row["largest"], times = fitting(time, most)
+        row["token"][str(row["largest"])] = times
+        yield row
         gc.collect()
 
 
@@ -122,7 +122,8 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
     """With medians in milliseconds instead of all repeats."""
     ms = lambda times: round(1e3 * float(np.median(times)), 2)
     token = {batch: ms(times) for batch, times in row["token"].items()}
-    return row | {"token": token, "first_token": ms(row["first_token"])}
+    first = {"first_token": ms(row["first_token"])} if "first_token" in row else {}
+    return row | {"token": token} | first
 
 
 def main(options: Options) -> None:
@@ -136,18 +137,24 @@ def main(options: Options) -> None:
         check_on_kernels(plan, config, BATCH, max(options.lengths) + 128)
     path = options.results / f"{options.name}.json"
     entries = json.loads(path.read_text())["results"] if path.exists() else []
+    settings = {"chunk": options.chunk, "steps": options.steps, "quality": judged}
     for shape, config in configs.items():
         for kind in options.kinds:
-            rows: list[dict[str, Any]] = []
-            entries = [each for each in entries if (each["shape"], each["kind"]) != (shape, kind)]
+            rows = rows_of(entries, shape, kind)
             for row in measured(kind, config, options):
-                rows.append(row)
+                rows[:] = [each for each in rows if each["length"] != row["length"]] + [row]
                 print(shape, kind, shown(row), flush=True)
-                entry = {"shape": shape, "kind": kind, "rows": rows}
-                settings = {"chunk": options.chunk, "steps": options.steps, "quality": judged}
-                write_result(options.name, settings, [*entries, entry], options.results)
-            entries.append(entry)
+                write_result(options.name, settings, entries, options.results)
     print(path)
+
+
+def rows_of(entries: list[dict[str, Any]], shape: str, kind: Kind) -> list[dict[str, Any]]:
+    """The list of rows of a shape and kind in these results, where one is made if there is none."""
+    for entry in entries:
+        if (entry["shape"], entry["kind"]) == (shape, kind):
+            return entry["rows"]
+    entries.append({"shape": shape, "kind": kind, "rows": []})
+    return entries[-1]["rows"]
 
 
 if __name__ == "__main__":

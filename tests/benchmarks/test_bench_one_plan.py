@@ -1,0 +1,135 @@
+"""One plan on both axes: how many rows fit, whose quality it is, and what a cut run leaves."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from benchmarks import bench_one_plan as bench
+from benchmarks.bench_generate import LLAMA_2_7B
+from benchmarks.common import RESULTS
+from zdc_jax.plan import CompressionPlan
+
+CONFIG = replace(LLAMA_2_7B, layers=LLAMA_2_7B.layers[:2], num_heads=4, num_kv_heads=4)
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """A device that holds a gigabyte and uses a tenth of it."""
+    stats = {"bytes_limit": 10**9, "bytes_in_use": 10**8}
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
+    return stats
+
+
+@pytest.mark.usefixtures("memory")
+def test_rows_fit_by_their_bytes():
+    a_row = 2 * 2 * 4 * 128 * 2 * 1000  # Keys and values, layers, heads, coordinates, bytes, tokens.
+    fit = bench.rows_that_fit(CONFIG, CompressionPlan.full(CONFIG), 1000)
+    assert fit == int(0.97 * 9 * 10**8 // a_row)
+
+
+@pytest.mark.parametrize(("most", "holds"), [(100, 100), (100, 61), (7, 1), (1, 1)])
+def test_the_largest_batch_is_one_that_memory_holds(most, holds):
+    tried = []
+
+    def time(batch):
+        tried.append(batch)
+        if batch > holds:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return [float(batch)]
+
+    batch, times = bench.fitting(time, most)
+    assert times == [batch]
+    assert 0.95 * holds - 1 <= batch <= holds
+    assert tried == sorted(tried, reverse=True)
+
+
+def test_other_errors_are_not_taken_for_lack_of_memory():
+    def broken(batch):
+        raise RuntimeError("INTERNAL: a kernel failed")
+
+    def full(batch):
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        bench.fitting(broken, 8)
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        bench.fitting(full, 8)
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """A judged plan, as a file."""
+    path = RESULTS / "coded-smollm2-135m.json"
+    rows = json.loads(path.read_text())["rows"]
+    row = next(row for row in rows if row["method"] == "coded, 8192, 0.3 %" and row["protocol"] == "cached")
+    found = CompressionPlan.from_json(row["plan"], path)
+    found.save(tmp_path / "plan.json")
+    return tmp_path / "plan.json", row
+
+
+def test_quality_is_that_of_the_plan(plan, tmp_path):
+    path, row = plan
+    found = bench.quality(bench.Options(path))
+    assert (found["increase"], found["bytes_share"]) == (row["increase"], row["bytes_share"])
+    other = CompressionPlan.load(path)
+    replace(other, window=other.window + 16).save(tmp_path / "other.json")
+    with pytest.raises(SystemExit, match="was not judged"):
+        bench.quality(bench.Options(tmp_path / "other.json"))
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """All that needs a GPU, with times that tell of what they are; the batches that are asked for."""
+    asked = []
+
+    def decode_times(side, batch, length, steps, repeats):
+        asked.append((length, batch))
+        return [batch * length * 1e-6] * repeats
+
+    network = SimpleNamespace(plan=CompressionPlan.full(CONFIG))
+    fakes = {
+        "build": lambda name, config: network,
+        "transferred": lambda plan, config, growth: network.plan,
+        "check_on_kernels": lambda *args: None,
+        "rows_that_fit": lambda config, plan, tokens: {1128: 20, 4128: 5}[tokens],
+        "decode_times": decode_times,
+        "prefill_times": lambda side, length, repeats: [length * 1e-5] * repeats,
+        "OnCudnn": lambda network: "peer",
+        "Ours": lambda network, chunk: "ours",
+        "OnKernels": lambda network: "kernels",
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(bench, name, fake)
+    return asked
+
+
+def test_batches_that_memory_has_not_are_left_out(plan, timed):
+    options = bench.Options(plan[0], lengths=(1000, 4000))
+    last = {row["length"]: row for row in bench.measured("searched", CONFIG, options)}
+    assert [*last] == [1000, 4000]
+    assert timed == [(1000, 1), (1000, 8), (1000, 20), (4000, 1), (4000, 5)]
+    assert {length: row["largest"] for length, row in last.items()} == {1000: 20, 4000: 5}
+    assert last[4000]["token"]["5"] == [0.02] * options.repeats
+
+
+def test_a_cut_run_leaves_what_it_measured(plan, timed, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "SHAPES", {"Llama-2-7B": CONFIG, "Llama-3-8B": CONFIG})
+    options = bench.Options(plan[0], lengths=(4000, 1000), kinds=("cudnn",), results=tmp_path)
+    bench.main(options)
+
+    def cut(side, length, repeats):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "prefill_times", cut)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(replace(options, shapes=("Llama-3-8B",), lengths=(1000,), repeats=2))
+    entries = json.loads((tmp_path / "one-plan-h200.json").read_text())["results"]
+    assert [entry["shape"] for entry in entries] == ["Llama-2-7B", "Llama-3-8B"]
+    first, second = ({row["length"]: row for row in entry["rows"]} for entry in entries)
+    assert all(row["largest"] for row in first.values())
+    assert second[4000] == first[4000]
+    assert second[1000]["token"] == {"1": [0.001] * 2, "8": [0.008] * 2}
+    assert "first_token" not in second[1000]
