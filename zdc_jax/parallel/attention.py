@@ -35,8 +35,8 @@ def sharded_attention(
     """`self_attention` of all tokens, for those of one device: inside `jax.shard_map`, T over `sequence`.
 
     Near keys are attended to on the device, at full rank, with a halo from the devices before it, while far
-    keys are on their way (ours). A `coded` payload has
-    near keys also where the plan has none, with the coordinates that the plan keeps.
+    keys are on their way (ours). A `coded` payload has near keys also where the plan has none, with the
+    coordinates that the plan keeps.
 
     Args:
       q, k, v: as `self_attention` takes them, of this device's t tokens; coordinates past R and Z are dropped

@@ -65,7 +65,7 @@ def _from_words(words: Array, like: Array) -> Array:
 
 
 def head_groups(num_kv_heads: int, degree: int) -> int:
-    """Groups in which heads may be exchanged one after another: 2 where each device's KV heads are even."""
+    """Groups of heads that may travel one by one: 2 where each device has an even number of KV heads."""
     return 2 - num_kv_heads * kv_copies(num_kv_heads, degree) // degree % 2
 
 
@@ -170,9 +170,8 @@ def gather_head_groups(
     if lse is None:
         return every.unpacked(*arrived, dtype=first.dtype), None
     *arrived, of_lse = arrived
-    return every.unpacked(*arrived, dtype=first.dtype), of_lse.reshape(of_lse.shape[:3]).swapaxes(
-        1, 2
-    ).astype(lse.dtype)
+    of_lse = of_lse[..., 0].swapaxes(1, 2).astype(lse.dtype)
+    return every.unpacked(*arrived, dtype=first.dtype), of_lse
 
 
 def _merged_groups(groups: Sequence[Shaped[Array, "B t U n _"]]) -> Shaped[Array, "B t N _"]:
