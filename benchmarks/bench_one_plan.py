@@ -103,11 +103,11 @@ def measured(kind: Kind, config: ModelConfig, options: Options) -> Iterator[dict
         time = lambda batch, length=length: decode_times(
             decodes, batch, length, options.steps, repeats=options.repeats
         )
-        most = rows_that_fit(config, network.plan, length + 128)
+        most = max(1, rows_that_fit(config, network.plan, length + 128))
         held = held_bytes(network.plan.layer_caches("bfloat16"), length)
         row: dict[str, Any] = {"length": length, "bytes_a_row": held, "token": {}, "commit": commit()}
         for batch in (1, BATCH):
-            if batch <= most:
+            if batch < most:
                 row["token"][str(batch)] = time(batch)
                 yield row
         row["first_token"] = prefill_times(reads, length, options.repeats)
@@ -136,8 +136,8 @@ def main(options: Options) -> None:
         plan = transferred(CompressionPlan.load(options.plan), config, growth=1)
         check_on_kernels(plan, config, BATCH, max(options.lengths) + 128)
     path = options.results / f"{options.name}.json"
-    entries = json.loads(path.read_text())["results"] if path.exists() else []
     settings = {"chunk": options.chunk, "steps": options.steps, "quality": judged}
+    entries = earlier(path, settings)
     for shape, config in configs.items():
         for kind in options.kinds:
             rows = rows_of(entries, shape, kind)
@@ -146,6 +146,20 @@ def main(options: Options) -> None:
                 print(shape, kind, shown(row), flush=True)
                 write_result(options.name, settings, entries, options.results)
     print(path)
+
+
+def earlier(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is in the file already, to go on from.
+
+    Raises:
+      SystemExit: it is of another plan or of other settings.
+    """
+    if not path.exists():
+        return []
+    run = json.loads(path.read_text())
+    if run["config"] != settings:
+        raise SystemExit(f"{path} holds rows of other settings or of another plan; give another --name")
+    return run["results"]
 
 
 def rows_of(entries: list[dict[str, Any]], shape: str, kind: Kind) -> list[dict[str, Any]]:

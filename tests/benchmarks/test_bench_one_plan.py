@@ -10,7 +10,9 @@ import pytest
 from benchmarks import bench_one_plan as bench
 from benchmarks.bench_generate import LLAMA_2_7B
 from benchmarks.common import RESULTS
-from zdc_jax.plan import CompressionPlan
+from zdc_jax.errors import PlanError
+from zdc_jax.methods.coded import Settings
+from zdc_jax.plan import CompressionPlan, LayerRanks
 
 CONFIG = replace(LLAMA_2_7B, layers=LLAMA_2_7B.layers[:2], num_heads=4, num_kv_heads=4)
 
@@ -28,6 +30,16 @@ def test_rows_fit_by_their_bytes():
     a_row = 2 * 2 * 4 * 128 * 2 * 1000  # Keys and values, layers, heads, coordinates, bytes, tokens.
     fit = bench.rows_that_fit(CONFIG, CompressionPlan.full(CONFIG), 1000)
     assert fit == int(0.97 * 9 * 10**8 // a_row)
+
+
+@pytest.mark.usefixtures("memory")
+def test_coded_rows_fit_by_the_bytes_of_their_codes():
+    settings = Settings(bits_k=2, bits_v=4, index=0, read=0)
+    plan = CompressionPlan.of_layers(CONFIG, [LayerRanks(128, 128)] * 2, method="coded", settings=settings)
+    a_token = (
+        2 * 4 * (128 * 2 // 8 + 128 * 4 // 8 + 2)
+    )  # Layers, heads, codes of keys and values, a reach of each.
+    assert bench.rows_that_fit(CONFIG, plan, 1024) == int(0.97 * 9 * 10**8 // (1024 * a_token + 4))
 
 
 @pytest.mark.parametrize(("most", "holds"), [(100, 100), (100, 61), (7, 1), (1, 1)])
@@ -133,3 +145,62 @@ def test_a_cut_run_leaves_what_it_measured(plan, timed, tmp_path, monkeypatch):
     assert second[4000] == first[4000]
     assert second[1000]["token"] == {"1": [0.001] * 2, "8": [0.008] * 2}
     assert "first_token" not in second[1000]
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights", "share", "reads", "decodes"),
+    [("cudnn", "folded", 1, "peer", "peer"), ("searched", "post_rope", 0.5, "ours", "kernels")],
+)
+def test_each_kind_has_its_own_plan_and_path(plan, timed, monkeypatch, kind, weights, share, reads, decodes):
+    half = CompressionPlan.uniform(CONFIG, qk=64, v=64)
+    built, sides = [], []
+
+    def build(name, config):
+        built.append(name)
+        return SimpleNamespace(plan=CompressionPlan.full(config))
+
+    monkeypatch.setattr(bench, "build", build)
+    monkeypatch.setattr(bench, "transferred", lambda plan, config, growth: half)
+    monkeypatch.setattr(bench, "decode_times", lambda side, *args, **named: sides.append(("token", side)))
+    monkeypatch.setattr(bench, "prefill_times", lambda side, *args: sides.append(("first", side)))
+    *_, row = bench.measured(kind, CONFIG, bench.Options(plan[0], lengths=(1000,)))
+    assert built == [weights]
+    assert set(sides) == {("token", decodes), ("first", reads)}
+    dense = 2 * 2 * 4 * 128 * 2 * 1000  # Keys and values, layers, heads, coordinates, bytes, tokens.
+    assert row["bytes_a_row"] == share * dense + 4, "the length of a row takes 4 bytes"
+
+
+@pytest.mark.usefixtures("timed")
+def test_a_run_replaces_its_own_rows_alone(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "SHAPES", {"Llama-2-7B": CONFIG})
+    options = bench.Options(plan[0], shapes=("Llama-2-7B",), lengths=(1000, 4000), results=tmp_path)
+    bench.main(options)
+    bench.main(replace(options, kinds=("searched",), lengths=(1000,), repeats=2))
+    entries = json.loads((tmp_path / "one-plan-h200.json").read_text())["results"]
+    repeats = {
+        entry["kind"]: sorted((row["length"], len(row["first_token"])) for row in entry["rows"])
+        for entry in entries
+    }
+    assert len(entries) == 2
+    assert repeats == {"cudnn": [(1000, 5), (4000, 5)], "searched": [(1000, 2), (4000, 5)]}
+
+
+def test_nothing_is_timed_where_kernels_do_not_decode_the_plan(plan, timed, tmp_path, monkeypatch):
+    def refuses(plan, config, rows, capacity):
+        raise PlanError(f"not {rows} rows of {capacity}")
+
+    monkeypatch.setattr(bench, "SHAPES", {"Llama-2-7B": CONFIG})
+    monkeypatch.setattr(bench, "check_on_kernels", refuses)
+    options = bench.Options(plan[0], shapes=("Llama-2-7B",), lengths=(1000, 4000), results=tmp_path)
+    with pytest.raises(PlanError, match="not 8 rows of 4128"):
+        bench.main(options)
+    assert not timed
+
+
+def test_rows_of_another_plan_are_not_mixed(plan, timed, tmp_path):
+    options = bench.Options(plan[0], lengths=(1000,), shapes=("Llama-2-7B",), results=tmp_path)
+    bench.main(options)
+    asked = len(timed)
+    with pytest.raises(SystemExit, match="holds rows of other settings"):
+        bench.main(replace(options, steps=options.steps + 1))
+    assert len(timed) == asked
