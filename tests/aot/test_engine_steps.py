@@ -2,7 +2,6 @@
 
 import math
 import re
-import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
@@ -55,14 +54,6 @@ PLANS = {
     "chosen": (coded(index=32, read=512), {"zdc_decode", "zdc_coded_decode", "zdc_coded_scan"}),
     "coded near": (coded(index=0, read=0, bits_near=8), {"zdc_coded_decode"}),
 }
-
-
-@pytest.fixture
-def on_kernels(monkeypatch):
-    """Kernels are chosen as on the machine that the steps are compiled for."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("zdc_jax") and hasattr(module, "device_refusal"):
-            monkeypatch.setattr(module, "device_refusal", lambda q: None)
 
 
 def arguments(plan: CompressionPlan, longest: int):

@@ -1,7 +1,6 @@
 """On four H200 that are not there: what a layer computes while its heads are exchanged."""
 
 import re
-import sys
 from functools import partial
 
 import jax
@@ -25,14 +24,6 @@ KINDS = {
 }
 COMING = ["start", "attention", "done"]
 """A group of heads, and what is computed while it comes or goes."""
-
-
-@pytest.fixture
-def on_kernels(monkeypatch):
-    """Kernels are chosen as on the machine that the program is compiled for."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("zdc_jax") and hasattr(module, "device_refusal"):
-            monkeypatch.setattr(module, "device_refusal", lambda q: None)
 
 
 @pytest.mark.aot

@@ -2,7 +2,6 @@
 
 import math
 import re
-import sys
 from dataclasses import replace
 
 import jax
@@ -11,40 +10,23 @@ import pytest
 from compiled import device
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from benchmarks.bench_coded_models import coded_plan
 from benchmarks.bench_generate import LLAMA_2_7B, build
-from zdc_jax import methods
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.plan import CompressionPlan
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 CONFIG = replace(LLAMA_2_7B, layers=LLAMA_2_7B.layers[:2], num_kv_heads=8, vocab_size=512)
-NEAR = {"sinks": 4, "window": 128}
+TOKENS = 8192
 LONG = 512
 """Terms that one thread may add up."""
 
 
-def coded(**settings) -> CompressionPlan:
-    """All coordinates, in 4 bits."""
-    made = methods.named("coded").Settings(index=0, read=0, **settings)
-    plan = CompressionPlan.uniform(CONFIG, qk=128, v=128, **NEAR)
-    layers = tuple(replace(ranks, settings=made) for ranks in plan.layers)
-    return replace(plan, method="coded", settings=made, layers=layers)
-
-
 PLANS = {
     "dense": CompressionPlan.full(CONFIG),
-    "ranks": CompressionPlan.uniform(CONFIG, qk=64, v=96, **NEAR),
-    "coded": coded(),
-    "coded near": coded(bits_near=8),
+    "ranks": CompressionPlan.uniform(CONFIG, qk=64, v=96, sinks=4, window=128),
+    "coded": coded_plan(CONFIG, "whole", TOKENS),
 }
-
-
-@pytest.fixture
-def on_kernels(monkeypatch):
-    """Kernels are chosen as on the machine that the step is compiled for."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("zdc_jax") and hasattr(module, "device_refusal"):
-            monkeypatch.setattr(module, "device_refusal", lambda q: None)
 
 
 @pytest.mark.aot
@@ -56,7 +38,7 @@ def test_products_with_weights_are_reductions(name):
 
 
 def compiled_step(plan: CompressionPlan) -> str:
-    """A step of one row at 8192 tokens."""
+    """A step of one row."""
     specs = plan.layer_caches("bfloat16")
 
     def network():
@@ -65,8 +47,8 @@ def compiled_step(plan: CompressionPlan) -> str:
         return made
 
     def cache():
-        states = tuple(spec.create(1, 8192) for spec in specs)
-        return KVCache(states, jnp.zeros(1, jnp.int32), specs, 8192)
+        states = tuple(spec.create(1, TOKENS) for spec in specs)
+        return KVCache(states, jnp.zeros(1, jnp.int32), specs, TOKENS)
 
     def step(network, cache, token):
         hidden, cache = network.extend(cache, token, cache.lengths + 1, "pallas")

@@ -79,14 +79,6 @@ def check_attention(attention: ShardedAttention, payload: Payload, classes: Toke
         raise NotImplementedError(f"{attention=} cannot do this call: token classes need sharded_attention")
 
 
-def merged(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
-    """`merge_partial` of near attention and of what an exchange brings back, or of one of them alone."""
-    if len(parts) == 1:
-        return parts[0]
-    # Wanted at once: else XLA's scheduler puts near attention behind the exchange instead of beside it.
-    return merge_partial(jax.lax.optimization_barrier(parts))
-
-
 Fetched = tuple[Array, Array, Array, Array]
 """Near keys and values of one device's tokens with their halo, and those of the sinks."""
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
-from kernels_pallas import Segment
+from kernels_pallas import Segment, merge_partial
 from zdc_jax.axes import Array
 from zdc_jax.cache.classes import (
     EMPTY,
@@ -34,7 +34,7 @@ from zdc_jax.cache.spec import State
 from zdc_jax.model.block import Block
 from zdc_jax.ops.attention import Implementation, segment_attention
 from zdc_jax.ops.importance import token_importance
-from zdc_jax.parallel.attention import attend_near, merged
+from zdc_jax.parallel.attention import attend_near
 from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, scatter_heads
 from zdc_jax.parallel.far import FarKeys
 from zdc_jax.parallel.mesh import (
@@ -138,7 +138,7 @@ def _leader_layer(
                 parts.append(gather_heads_and_lse(*keys.attend(*cut), SEQUENCE))
             if capacity is not None:
                 state = prompt_state(kept, k, v, exchanged, positions, end, capacity)
-            o, lse = merged(parts)
+            o, lse = _merged(parts)
             return o, (lse, state)
 
         block = whole_weights(block, weights)
@@ -224,7 +224,7 @@ def _member_layer(
                 own_k, own_v = (order.restored(jnp.concatenate(each, 1)) for each in (k, v))
                 o, lse = attend_near(order.restored(q), own_k, own_v, keys)
                 lse = order.sorted(lse.swapaxes(1, 2)).swapaxes(1, 2)
-                o, _ = merged([(order.sorted(o), lse), gather_heads_and_lse(*far, SEQUENCE)])
+                o, _ = _merged([(order.sorted(o), lse), gather_heads_and_lse(*far, SEQUENCE)])
             if capacity is None:
                 return o, None
             ring = prompt_state(spec.near, own_k, own_v, None, positions, end, capacity)
@@ -289,3 +289,11 @@ def _restored(x: Array, arrangement: Arrangement, mesh: Mesh) -> Array:
     """x [B, T, D], in class order on each device, by position again."""
     restore = lambda x, arrangement: arrangement.restored(x)
     return on_mesh(mesh, restore, (_TOKENS, _ARRANGEMENT), _TOKENS)(x, arrangement)
+
+
+def _merged(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """`merge_partial` of near attention and of what an exchange brings back, or of one of them alone."""
+    if len(parts) == 1:
+        return parts[0]
+    # Wanted at once: else XLA's scheduler puts near attention behind the exchange instead of beside it.
+    return merge_partial(jax.lax.optimization_barrier(parts))
