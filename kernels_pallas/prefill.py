@@ -58,12 +58,11 @@ def config_for(R: int, Z: int, H: int, HV: int, *, page: int = 0) -> PrefillConf
 def default_config(R: int, Z: int, H: int, HV: int) -> PrefillConfig:
     """The largest tile that fits; overlap where its second block of scores finds registers (Z ≤ 64)."""
     widths = Widths(R, Z, H, HV)
-    fits = lambda config: config.shared_memory(widths) <= common.SHARED_MEMORY
-    if 48 <= R <= 64 and Z == 96 and fits(IN_TURNS):
+    if 48 <= R <= 64 and Z == 96 and IN_TURNS.fits(widths):
         return IN_TURNS
     for warpgroups, block_kv, stages in ((3, 128, 2), (2, 128, 2), (2, 64, 2), (2, 64, 1), (1, 64, 1)):
         config = PrefillConfig(block_kv, stages, warpgroups, overlap=Z <= 64 and stages > 1)
-        if fits(config):
+        if config.fits(widths):
             return config
     raise ValueError(f"no tile fits in shared memory for {R=} {Z=} {H=} {HV=}")
 

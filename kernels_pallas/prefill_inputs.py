@@ -61,6 +61,15 @@ class PrefillConfig:
         keys = self.stages * (widths.R + widths.Z) + widths.H - widths.R + widths.HV - widths.Z
         return 2 * (self.warpgroups * ROWS * (widths.H + widths.HV) + self.block_kv * keys) + 2048
 
+    def fits(self, widths: "Widths") -> bool:
+        """Whether a multiprocessor has the shared memory, and a thread the registers.
+
+        With three warpgroups ptxas has 128 registers a thread. Half of HV and of block_kv are those of its
+        outputs and scores: beyond 128 in all it spills, and with 208 values a query it gives up.
+        """
+        registers = self.warpgroups < 3 or widths.HV + self.block_kv <= 256
+        return registers and self.shared_memory(widths) <= common.SHARED_MEMORY
+
 
 class Widths(NamedTuple):
     """Kept and full widths: R of H query/key coordinates, Z of HV value coordinates."""
@@ -213,5 +222,5 @@ def listed_config(R: int, Z: int, blocks: tuple[int, int]) -> PrefillConfig:
     Q, P = blocks
     sizes = itertools.product((3, 2, 1), (2, 1))
     configs = (PrefillConfig(P, stages, n, overlap=Z <= 64 and stages > 1) for n, stages in sizes)
-    fits = lambda config: config.shared_memory(Widths(R, Z, R, Z)) <= common.SHARED_MEMORY
-    return next(each for each in configs if Q % (each.warpgroups * ROWS) == 0 and fits(each))
+    widths = Widths(R, Z, R, Z)
+    return next(each for each in configs if Q % (each.warpgroups * ROWS) == 0 and each.fits(widths))

@@ -113,6 +113,14 @@ def test_prefill(widths: dict[str, int], config: dict[str, Any], page: int) -> N
     assert producer.count("SYNCS.PHASECHK") > 0
 
 
+@pytest.mark.parametrize(("R", "Z"), [(16, 144), (16, 192), (16, 208), (16, 240), (128, 144), (256, 256)])
+def test_prefill_of_wide_values(R: int, Z: int) -> None:
+    """Outputs of many registers a thread: the default config and that of lists leave room for them."""
+    assert_no_spills(prefill(R, Z))
+    lists = BlockLists(integers(1, N, S // 192 + 1, 9), integers(1, N, S // 192 + 1))
+    assert_no_spills(prefill(R, Z, lists=lists, blocks=(192, 64)))
+
+
 @pytest.mark.parametrize(("R", "Z"), [(128, 128), (64, 96), (32, 64)])
 @pytest.mark.parametrize("blocks", [(128, 128), (64, 64), (192, 128), (256, 64)])
 def test_prefill_of_listed_blocks(R: int, Z: int, blocks: tuple[int, int]) -> None:

@@ -164,6 +164,7 @@ def test_a_tile_of_lists_fits_whatever_the_widths(blocks):
     for R, Z in itertools.product(range(16, 257, 48), repeat=2):
         config = listed_config(R, Z, blocks)
         assert config.shared_memory(Widths(R, Z, R, Z)) <= SHARED_MEMORY
+        assert config.warpgroups < 3 or Z + config.block_kv <= 256, "registers"
         assert (blocks[0] % (64 * config.warpgroups), config.block_kv) == (0, blocks[1])
 
 
