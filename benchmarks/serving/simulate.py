@@ -1,6 +1,6 @@
 """What rate would be sustained if steps took other times? The engine's scheduler on a trace, without a model.
 
-    python -m benchmarks.serving.simulate --trace conv.jsonl.gz --start 600 --seconds 17
+    python -m benchmarks.serving.simulate --shape Llama-2-13B --trace conv.jsonl.gz --start 600 --seconds 17
 
 A prediction, no measurement. The real scheduler plans the steps; each takes the time that `Cost` says, and
 the next one begins with its end. Requests, objectives and rates are those of `replay`. It tells which setting
@@ -77,22 +77,43 @@ _CODED = Cost(
     held=7.9e-8,
     cache_tokens=400_000,
 )
+_DENSE_8B = Cost(
+    token=2.4e-5,
+    seen=1.0e-9,
+    earlier=0.0,
+    weights=5.4e-3,
+    beside=1.2e-3,
+    step=0.8e-3,
+    held=3.3e-8,
+    cache_tokens=820_608,
+)
+_CODED_8B = replace(_DENSE_8B, earlier=4.6e-8, step=1.1e-3, held=1.5e-8, cache_tokens=1_499_904)
 COSTS = {
-    "dense": _DENSE,
-    "coded": _CODED,
-    "coded, pieces as fast as dense": replace(_CODED, token=_DENSE.token),
-    "coded, at the speed of its bytes": replace(_CODED, held=5.2e-8),
-    "coded, read for nothing": replace(_CODED, held=0.0),
+    "Llama-2-13B": {
+        "dense": _DENSE,
+        "coded": _CODED,
+        "coded, pieces as fast as dense": replace(_CODED, token=_DENSE.token),
+        "coded, at the speed of its bytes": replace(_CODED, held=5.2e-8),
+        "coded, read for nothing": replace(_CODED, held=0.0),
+    },
+    "Llama-3-8B": {
+        "dense": _DENSE_8B,
+        "dense, read for nothing": replace(_DENSE_8B, held=0.0),
+        "coded": _CODED_8B,
+        "coded, read for nothing": replace(_CODED_8B, held=0.0),
+    },
 }
-"""Llama-2-13B on an H200: kernels of ten layers (`step-llama-2-13b-*.json`) times 4, which is what steps of
-40 take, and times 1.1, for a GPU under load: then tokens take 6 to 11 % less than in the replays, and first
-ones come a fifth earlier. Codes at the speed of their bytes are read at 80 % of the speed of 16 bits."""
+"""On an H200, times 1.1, for a GPU under load. 13B: kernels of ten layers (`step-llama-2-13b-*.json`) times 4,
+which is what steps of 40 take: then tokens take 6 to 11 % less than in the replays, and first ones come a
+fifth earlier. Codes at the speed of their bytes are read at 80 % of the speed of 16 bits. 8B: lines through
+the steps and first tokens of `one-plan-h200.json`; `earlier` and `beside` are those of 13B by bytes."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """trace: see `arrivals`; from `start` on, `seconds` of it. rates: requests a second."""
+    """shape: of `COSTS`. trace: see `arrivals`; from `start` on, `seconds` of it. rates: requests a second."""
 
+    shape: str
     trace: Path
     start: float = 0.0
     seconds: float = 120.0
@@ -156,11 +177,14 @@ def row(ended: list[Served]) -> dict[str, float]:
 
 def main(options: Options) -> None:
     """Writes one JSON."""
+    if options.shape not in COSTS:
+        raise SystemExit(f"shape={options.shape!r}: must be one of {sorted(COSTS)}")
+    costs = COSTS[options.shape]
     end = options.start + options.seconds
     inside = [each for each in arrivals(options.trace) if options.start <= each.time < end]
     inside = [each for each in inside if each.prompt + each.answer <= options.max_model_len]
     results: list[dict[str, Any]] = []
-    for kind, cost in COSTS.items():
+    for kind, cost in costs.items():
         for chunk in options.chunks:
             found = []
             for rate in options.rates:
@@ -172,8 +196,8 @@ def main(options: Options) -> None:
             sustained = max(enough, default=None)
             print(kind, chunk, sustained, *(f"{each['attained']:.2f}" for each in found), flush=True)
             results.append({"kind": kind, "chunk": chunk, "sustained": sustained, "rates": found})
-    settings = {"requests": len(inside), "costs": {kind: asdict(cost) for kind, cost in COSTS.items()}}
-    settings |= {"start": options.start, "seconds": options.seconds, "rows": options.rows}
+    settings = {"requests": len(inside), "costs": {kind: asdict(cost) for kind, cost in costs.items()}}
+    settings |= {"shape": options.shape, "start": options.start, "seconds": options.seconds, "rows": options.rows}
     settings |= {"trace": options.trace.name, "simulated": True, "commit": commit()}
     print(write_result(options.name, settings, results, options.results))
 
