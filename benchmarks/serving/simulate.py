@@ -103,15 +103,18 @@ COSTS = {
         "coded, read for nothing": replace(_CODED_8B, held=0.0),
     },
 }
-"""On an H200, times 1.1, for a GPU under load. 13B: kernels of ten layers (`step-llama-2-13b-*.json`) times 4,
-which is what steps of 40 take: then tokens take 6 to 11 % less than in the replays, and first ones come a
-fifth earlier. Codes at the speed of their bytes are read at 80 % of the speed of 16 bits. 8B: lines through
-the steps and first tokens of `one-plan-h200.json`; `earlier` and `beside` are those of 13B by bytes."""
+"""On an H200, times 1.1, for a GPU under load.
+
+13B: kernels of ten layers (`step-llama-2-13b-*.json`) times 4, as in steps of 40: then tokens take
+6 to 11 % less than in the replays, and first ones come a fifth earlier. Codes at the speed of their bytes are
+read at 80 % of the speed of 16 bits. 8B: lines through the steps and first tokens of `one-plan-h200.json`;
+`earlier` and `beside` are those of 13B by bytes.
+"""
 
 
 @dataclass(frozen=True)
 class Options:
-    """shape: of `COSTS`. trace: see `arrivals`; from `start` on, `seconds` of it. rates: requests a second."""
+    """shape: of `COSTS`. trace: see `arrivals`; `seconds` of it from `start` on. rates: requests a second."""
 
     shape: str
     trace: Path
@@ -197,7 +200,8 @@ def main(options: Options) -> None:
             print(kind, chunk, sustained, *(f"{each['attained']:.2f}" for each in found), flush=True)
             results.append({"kind": kind, "chunk": chunk, "sustained": sustained, "rates": found})
     settings = {"requests": len(inside), "costs": {kind: asdict(cost) for kind, cost in costs.items()}}
-    settings |= {"shape": options.shape, "start": options.start, "seconds": options.seconds, "rows": options.rows}
+    settings |= {"shape": options.shape, "rows": options.rows}
+    settings |= {"start": options.start, "seconds": options.seconds}
     settings |= {"trace": options.trace.name, "simulated": True, "commit": commit()}
     print(write_result(options.name, settings, results, options.results))
 
