@@ -108,7 +108,7 @@ COSTS = {
 13B: kernels of ten layers (`step-llama-2-13b-*.json`) times 4, as in steps of 40: then tokens take
 6 to 11 % less than in the replays, and first ones come a fifth earlier. Codes at the speed of their bytes are
 read at 80 % of the speed of 16 bits. 8B: lines through the steps and first tokens of `one-plan-h200.json`;
-`earlier` and `beside` are those of 13B by bytes.
+`weights` and `step` share what no token costs as in 13B; `earlier` and `beside` are those of 13B by bytes.
 """
 
 
