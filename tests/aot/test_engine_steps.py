@@ -144,20 +144,23 @@ def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name,
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
-    ("name", "longest", "share"),
+    ("name", "pieces", "longest", "share"),
     [
-        ("dense", TOKENS, 1 / 2),
-        ("ranks", TOKENS, 1 / 2),
-        ("coded", TOKENS, 7 / 4),
-        ("chosen", TOKENS, 5),
-        ("coded near", 8 * TOKENS, 16),  # Numbers of a row are many times its codes.
+        ("dense", 1, TOKENS, 1 / 2),
+        ("ranks", 1, TOKENS, 1 / 2),
+        ("coded", 1, TOKENS, 7 / 4),
+        ("chosen", 1, TOKENS, 5),
+        ("coded near", 1, 8 * TOKENS, 16),  # Numbers of a row are many times its codes.
+        ("dense", runner.SEVERAL, TOKENS, 1),
+        ("ranks", runner.SEVERAL, TOKENS, 1),
+        ("coded", runner.SEVERAL, TOKENS, 5),
     ],
 )
-def test_a_piece_and_tokens_beside_it_take_the_kernels_of_both(on_kernels, name, longest, share):
+def test_pieces_and_tokens_beside_them_take_the_kernels_of_both(on_kernels, name, pieces, longest, share):
     plan, kernels = PLANS[name]
     width, rows = 512, ROWS * (1 + WIDTH)
-    step = partial(runner._read_beside, None, ROWS)
-    found, step, state = program(plan, step, (runner.PIECE + width + rows,), longest)
+    step = partial(runner._read_beside, None, pieces, ROWS)
+    found, step, state = program(plan, step, (pieces * runner.PIECE + width + rows,), longest)
     assert has(found, kernels | {"zdc_prefill"}), found
     memory, text = step.memory_analysis(), step.as_text()
     assert ("coded" in name) == ("zdc_dequantise" in text)

@@ -197,12 +197,18 @@ def test_no_likeliest_ones_are_still_a_logprob(engine):
     assert not any(event.logprobs for event in several[2].events)
 
 
-def test_a_piece_is_read_in_one_program_with_tokens_of_others(engine, tiny, monkeypatch):
-    read, beside = engine._runner.read, []
-    monkeypatch.setattr(engine._runner, "read", lambda *given: beside.append(given[-1]) or read(*given))
+def test_pieces_are_read_in_one_program_with_one_another_and_tokens_of_others(engine, tiny, monkeypatch):
+    read, groups = engine._runner.read_together, []
+
+    def noted(pieces, beside):
+        groups.append((len(pieces), beside.active.any()))
+        return read(pieces, beside)
+
+    monkeypatch.setattr(engine._runner, "read_together", noted)
     listeners = [ask(engine, request) for request in requests_of(tiny, 6, seed=1)]
     assert all(listener.tokens() is not None for listener in listeners)
-    assert any(rows is not None and rows.active.any() for rows in beside)
+    assert any(active for _, active in groups)
+    assert any(count > 1 for count, _ in groups)
 
 
 def test_logprobs_of_a_prompt_are_those_of_the_model(engine, model, tiny):

@@ -1,4 +1,4 @@
-"""A piece of one row beside tokens of the others gives what one after the other gives."""
+"""Pieces of some rows beside tokens of the others give what one after the other gives."""
 
 from dataclasses import replace
 
@@ -12,8 +12,16 @@ from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.paged import Paged
 from zdc_jax.model.together import Place, extend_together
 
-PAGE = 16
-READER = 1
+PAGE, NOWHERE = 16, ROWS
+"""Tokens of a page; the row of a piece that is none."""
+STEPS = {
+    "one piece": [[(1, 0, PIECE)], [(1, PIECE, PIECE - 5)]],
+    "two pieces and none": [
+        [(1, 0, PIECE // 2), (0, 0, 7), (NOWHERE, 0, 0)],
+        [(0, 7, 5), (1, PIECE // 2, PIECE // 2 + 3), (NOWHERE, 0, 0)],
+    ],
+}
+"""Rows, first positions and tokens of the pieces of two steps, one after the other."""
 PAGED = [
     name
     for name in METHODS
@@ -21,18 +29,24 @@ PAGED = [
 ]
 
 
-def alone(network, cache: KVCache, place: Place, piece, tokens, end):
-    """The piece, and then the tokens."""
-    one = replace(cache.row(place.row), lengths=place.begin[None]).release(place.begin[None] == 0)
-    hidden, one = network.extend(one, piece[None], place.end[None])
-    cache = replace(cache.with_row(place.row, one), lengths=cache.lengths)
-    decoded, cache = network.extend(cache, tokens[:, None], end)
-    return hidden[0], decoded[:, 0], replace(cache, lengths=end.at[place.row].set(place.end))
+def alone(network, cache: KVCache, place: Place, pieces, tokens, end):
+    """Each piece, and then the tokens."""
+    states, first, lengths = [], 0, cache.lengths
+    for row, begin, last in zip(*place, strict=True):
+        if row == NOWHERE:
+            continue
+        one = replace(cache.row(row), lengths=begin[None]).release(begin[None] == 0)
+        hidden, one = network.extend(one, pieces[None, first : first + last - begin], last[None])
+        cache, first = cache.with_row(row, one), first + last - begin
+        states.append(hidden[0])
+    decoded, cache = network.extend(replace(cache, lengths=lengths), tokens[:, None], end)
+    return np.concatenate(states), decoded[:, 0], replace(cache, lengths=place.held(end))
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("name", PAGED)
-def test_together_is_one_after_the_other(name):
+def test_together_is_one_after_the_other(name, steps):
     config, plan_of = METHODS[name]
     model = TinyModel(config)
     network = model.model(plan_of(config)).network
@@ -42,20 +56,23 @@ def test_together_is_one_after_the_other(name):
     text = jnp.asarray(model.tokens(ROWS, CAPACITY, seed=3))
     cache = KVCache.create(specs, batch=ROWS, capacity=CAPACITY)
     cache = replace(cache, table=jnp.asarray(table))
-    # The reader's row served another text before.
+    # The readers' rows served other texts before.
     _, cache = network.extend(cache, text[:, :PIECE], jnp.array([PIECE, 9, 5]))
 
     held = {"alone": cache, "together": cache}
-    for begin, count in ((0, PIECE), (PIECE, PIECE - 5)):
-        place = Place(*(jnp.int32(n) for n in (READER, begin, begin + count)))
-        piece, found = text[READER, begin : begin + PIECE], {}
+    for step in STEPS[steps]:
+        row, begin, count = jnp.array(step, jnp.int32).T
+        place, readers = Place(row, begin, begin + count), [row for row, _, _ in step if row != NOWHERE]
+        pieces = jnp.concatenate([text[row, begin : begin + count] for row, begin, count in step])
+        padded, found = jnp.pad(pieces, (0, PIECE - len(pieces))), {}
+        decode = np.array([row not in readers for row in range(ROWS)])
         for way, run in (("alone", alone), ("together", extend_together)):
             # A row that reads has no token of its own.
-            lengths = held[way].lengths.at[READER].set(0)
-            tokens, end = text[jnp.arange(ROWS), lengths], lengths + jnp.array([1, 0, 1])
-            given = replace(held[way], lengths=lengths), place, piece, tokens, end
+            lengths = jnp.where(decode, held[way].lengths, 0)
+            tokens, end = text[jnp.arange(ROWS), lengths], lengths + decode
+            given = replace(held[way], lengths=lengths), place, padded, tokens, end
             read, decoded, held[way] = run(network, *given)
-            found[way] = np.concatenate([read[:count], decoded[np.array([0, 2])]])
+            found[way] = np.concatenate([read[: len(pieces)], decoded[decode]])
         assert_same(specs, found)
         np.testing.assert_array_equal(held["together"].lengths, held["alone"].lengths)
     last = {way: network.extend(each, text[:, :1], each.lengths + 1)[0] for way, each in held.items()}

@@ -152,6 +152,11 @@ class Choosing(NearFar):
         """Slots of the store."""
         return jax.tree.leaves(far.v)[0].shape[2]
 
+    @property
+    def queries_apart(self) -> bool:
+        """`LayerCacheSpec.queries_apart`."""
+        return True
+
     def bytes_read(self, tokens: int) -> int:
         """`LayerCacheSpec.bytes_read`: the ring, the index, and the keys and values that are chosen."""
         chosen = min(self.read, tokens) * self.token_bytes

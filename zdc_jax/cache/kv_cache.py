@@ -67,15 +67,15 @@ class KVCache:
 
     def row(self, index: Array) -> "KVCache":
         """The cache of one row, beside the pools of all."""
-        take = lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, index, 1)
+        take, rows = lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, index, 1), index[None]
         table = None if self.table is None else take(self.table)
-        layers = tuple(spec.row(state, index) for spec, state in zip(self.specs, self.layers, strict=True))
+        layers = tuple(spec.of_rows(state, rows) for spec, state in zip(self.specs, self.layers, strict=True))
         return replace(self, layers=layers, lengths=take(self.lengths), table=table)
 
     def with_row(self, index: Array, one: "KVCache") -> "KVCache":
         """With one row, and all pools, as they are in `one`, a cache of `row`."""
         layers = zip(self.specs, self.layers, one.layers, strict=True)
-        put = tuple(spec.with_row(state, index, own) for spec, state, own in layers)
+        put = tuple(spec.with_rows(state, index[None], own) for spec, state, own in layers)
         lengths = jax.lax.dynamic_update_slice_in_dim(self.lengths, one.lengths, index, 0)
         return replace(self, layers=put, lengths=lengths)
 

@@ -124,6 +124,11 @@ class Paged(LayerCacheSpec):
         return self.spec.host_bytes(capacity, batch)
 
     @property
+    def queries_apart(self) -> bool:
+        """`LayerCacheSpec.queries_apart`."""
+        return self.spec.queries_apart
+
+    @property
     def fixed_bytes(self) -> int:
         """`LayerCacheSpec.fixed_bytes`."""
         return self.spec.fixed_bytes

@@ -160,6 +160,11 @@ class LayerCacheSpec(ABC):
         """q, k, v of a layer (`zdc_jax.model.attention.Attention`) in the form that `attend` takes."""
         return attention.project(x, positions, implementation)
 
+    @property
+    def queries_apart(self) -> bool:
+        """Whether each query of a piece reads the cache by itself, padding like others."""
+        return False
+
     def reads_pages(self, state: State, q: Array, v: Any, call: Call) -> bool:
         """Whether `attend` takes a state whose leaves by position are `Pages`: where kernels read them."""
         return False
@@ -168,19 +173,18 @@ class LayerCacheSpec(ABC):
         """Of each leaf, whether all rows share it: then it does not begin with the axis B."""
         return [False] * len(jax.tree.leaves(state))
 
-    def row(self, state: State, index: Int[Array, ""]) -> State:
-        """A state of one row, beside what all rows share."""
-        take = lambda leaf, shared: leaf if shared else jax.lax.dynamic_slice_in_dim(leaf, index, 1)
+    def of_rows(self, state: State, rows: Int[Array, " P"]) -> State:
+        """A state of those rows, beside what all rows share; of a number that is no row's, any row."""
+        take = lambda leaf, shared: leaf if shared else jnp.take(leaf, rows, axis=0, mode="clip")
         leaves, tree = jax.tree.flatten(state)
         return jax.tree.unflatten(tree, map(take, leaves, self.pooled(state)))
 
-    def with_row(self, state: State, index: Int[Array, ""], one: State) -> State:
-        """With one row, and what all share, as they are in `one`, a state of `row`."""
-        put = lambda leaf, own, shared: (
-            own if shared else jax.lax.dynamic_update_slice_in_dim(leaf, own, index, 0)
-        )
+    def with_rows(self, state: State, rows: Int[Array, " P"], some: State) -> State:
+        """With rows, and what all share, as they are in `some`, a state of `of_rows`; numbers that are no
+        row's are left out."""
+        put = lambda leaf, own, shared: own if shared else leaf.at[rows].set(own, mode="drop")
         leaves, tree = jax.tree.flatten(state)
-        return jax.tree.unflatten(tree, map(put, leaves, jax.tree.leaves(one), self.pooled(state)))
+        return jax.tree.unflatten(tree, map(put, leaves, jax.tree.leaves(some), self.pooled(state)))
 
     def release(self, state: State, rows: Bool[Array, " B"]) -> State:
         """Makes `rows` hold nothing. Where positions alone say what is held there is nothing to do."""

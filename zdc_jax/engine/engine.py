@@ -1,5 +1,6 @@
 """Requests in, tokens out: one thread that plans steps, starts them, and hands out what the last one gave."""
 
+import itertools
 import logging
 import math
 import threading
@@ -14,7 +15,7 @@ from zdc_jax.engine.checks import check_request
 from zdc_jax.engine.job import Job
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.request import Busy, Closing, EngineRequest, EngineStats, Event
-from zdc_jax.engine.runner import Decoding, Runner, servable
+from zdc_jax.engine.runner import Reading, Runner, servable
 from zdc_jax.engine.scheduler import Piece, Plan, Scheduler, Work
 from zdc_jax.errors import PromptError
 from zdc_jax.generation.next_token import Scores, Token
@@ -275,23 +276,22 @@ class Engine:
             assert work.row is not None
             jobs.append((work.row, job := self._jobs[work]))
             decoding.put(work.row, job.numbers, job.choice)
-        for piece in plan.pieces:
-            beside = decoding if jobs and self._runner.reads_beside(piece.end - piece.begin) else None
-            result, decoded = self._read(piece, beside)
-            results.append(result)
-            if decoded is not None:
+        pieces, readings = iter(plan.pieces), [self._reading(piece) for piece in plan.pieces]
+        for group, together in self._runner.grouped(readings):
+            if together and (jobs or len(group) > 1):
+                chosen, scores, decoded = self._runner.read_together(group, decoding)
                 results.append(_Result(decoded, tuple(jobs)))
-                jobs = []
+                decoding, jobs = self._runner.nobody(), []
+            else:
+                chosen, scores = self._runner.read(*group)
+            results += self._read(list(itertools.islice(pieces, len(group))), chosen, scores)
         if jobs:
             found = self._runner.decode(decoding, plan.steps)
             results += [_Result(chosen, tuple(jobs)) for chosen in found]
         return results
 
-    def _read(self, piece: Piece, beside: Decoding | None) -> tuple[_Result, Chosen | None]:
-        """Starts a piece, and perhaps other rows' next tokens beside it.
-
-        It is waited for, even where nothing is generated: else many would be started.
-        """
+    def _reading(self, piece: Piece) -> Reading:
+        """What the runner is to read."""
         work, job = piece.work, self._jobs[piece.work]
         assert work.row is not None
         job.queued = job.queued or time.monotonic() - job.came
@@ -300,12 +300,22 @@ class Engine:
             self._count(prompt_tokens=asked, prefix_queries=asked, prefix_hits=work.cached)
         tokens, following = work.text[piece.begin : piece.end], work.text[piece.end :][:1] or (0,)
         wanted = following[0] if job.wants_scores(piece.begin) else None
-        given = work.row, tokens, piece.begin, piece.last, job.numbers, job.choice, wanted, beside
-        chosen, scores, decoded = self._runner.read(*given)
-        if piece.tail is not None:
-            self._runner.keep(work.row, piece.tail)
-        result = _Result(chosen, ((0, job),) if piece.last else (), scores and (job, piece, scores))
-        return result, decoded
+        return Reading(work.row, tokens, piece.begin, piece.last, job.numbers, job.choice, wanted)
+
+    def _read(self, pieces: list[Piece], chosen: list[Chosen], scores: Scores | None) -> list[_Result]:
+        """Results of pieces that are being read.
+
+        They are waited for, even where nothing is generated: else many would be started.
+        """
+        results = []
+        for piece, found in zip(pieces, chosen, strict=True):
+            job = self._jobs[piece.work]
+            if piece.tail is not None:
+                assert piece.work.row is not None
+                self._runner.keep(piece.work.row, piece.tail)
+            scored = None if scores is None else (job, piece, scores)
+            results.append(_Result(found, ((0, job),) if piece.last else (), scored))
+        return results
 
     def _hand_out(self, results: list[_Result]) -> None:
         """Waits for tokens and gives them to those who asked."""

@@ -1,4 +1,4 @@
-"""The steps of an engine on a device: pieces of prompts, one row after another, and decoding of all rows.
+"""The steps of an engine on a device: pieces of prompts, and decoding of all rows.
 
 They are those of `generate` (`zdc_jax.generation.steps`), for rows that come and go. All programs are
 compiled before the first request. Results come back as arrays that are on their way; they are looked at while
@@ -50,6 +50,8 @@ CLAUSES = frozenset({"chunked", "ragged", "order", "reuse"})
 """Of the contract of caches: texts are read in pieces, beside others, in rows that served others before."""
 PIECE = 4
 """Numbers of a piece before its tokens: row, first position, tokens, whether it is the last of its text."""
+SEVERAL = 3
+"""Pieces of as many rows are read in one program at most. Attention is given each padded to all tokens."""
 NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
 """Options of XLA for programs of many kernels of ours. It would put kernels together in CUDA graphs, and it
 seems to make these anew where arrays have moved since, our kernels one by one. On an H200 a piece in four
@@ -58,6 +60,28 @@ codes a piece takes 6.4 and 5.8, a token 3.1 and 3.4."""
 READING = NO_GRAPHS | {"xla_gpu_dot_merger_threshold_mb": 0}
 """Options for pieces. XLA would make one product of those that give q and k, and copy their weights together
 for it at each piece: 5 % of the time of 1024 tokens of Llama-2-13B."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A piece of a row's text: tokens from position `begin` on; behind the `last` of a text one is generated.
+
+    numbers, choice: how that is chosen. following: the token behind the piece, where those behind each of
+    its tokens are to be scored; None for no scores.
+    """
+
+    row: int
+    tokens: Sequence[int]
+    begin: int
+    last: bool
+    numbers: np.ndarray
+    choice: Choice = "any"
+    following: int | None = None
+
+    @property
+    def packed(self) -> list[int]:
+        """As programs take it, before its tokens."""
+        return [self.row, self.begin, len(self.tokens), self.last]
 
 
 @dataclass
@@ -84,8 +108,8 @@ class Runner:
 
     layout: of its cache. chunk: longest piece, in tokens. whole: texts that are longer are read at once where
     nothing of them is held, None if none are. On a mesh with an axis `sequence` these are what does not fit
-    into a piece: their tokens are divided. together: pieces for so many tokens are read in one program with
-    the next tokens of other rows, None if none are.
+    into a piece: their tokens are divided. together: so many tokens of pieces are read in one program with
+    the next tokens of other rows, None if none are. several: pieces that such a program takes at most.
 
     Raises:
       CacheMemoryError: the cache does not fit, or what steps need beside it.
@@ -108,6 +132,7 @@ class Runner:
         self.whole = chunk if devices > 1 and layout.has_pages else None
         alone = isinstance(network, Transformer) and layout.has_pages
         self.together = self._widths[0] if alone else None
+        self.several = 1 if any(spec.queries_apart for spec in layout.specs) else SEVERAL
         self._state: DecodeState
         self._tails: list[Array]
         self.reset()
@@ -145,56 +170,75 @@ class Runner:
         pair = np.array([row, tail], np.int32)
         self._state = self._programs["restore"](self._state, self._tails, pair)
 
-    def read(
-        self,
-        row: int,
-        tokens: Sequence[int],
-        begin: int,
-        last: bool,
-        numbers: np.ndarray,
-        choice: Choice = "any",
-        following: int | None = None,
-        beside: "Decoding | None" = None,
-    ) -> tuple[Chosen, Scores | None, Chosen | None]:
-        """A row's tokens from position `begin` on; behind the `last` of its text one is generated.
-
-        following: the token behind them, where those behind each are to be scored; None for no scores.
-        beside: other rows that decode a token each in the same step, where it `reads_beside`.
-        """
-        at_once = self.whole is not None and begin == 0 and following is None and len(tokens) > self.whole
-        width = self._width(len(tokens))
-        piece = np.zeros(PIECE + width, np.int32)
-        piece[:PIECE] = row, begin, len(tokens), last
-        piece[PIECE:][: len(tokens)] = tokens
+    def read(self, piece: Reading) -> tuple[list[Chosen], Scores | None]:
+        """A piece by itself: one result, and scores of the tokens behind its own if it asks for them."""
+        count = len(piece.tokens)
+        at_once = (
+            self.whole is not None and piece.begin == 0 and piece.following is None and count > self.whole
+        )
+        width = self._width(count)
         name = f"read whole {width}" if at_once else f"read {width}"
-        if beside is not None:
-            others = beside.packed()
-            name, piece = "read beside", np.concatenate([piece, others.ravel()])
-        given = self._leaves, self._state, self._on_device(), piece
-        self._state, (turn, hidden, decoded) = self._programs[name](*given)
-        choice = choice if last else "greedy"  # Else the token is thrown away.
-        chosen = self._chosen(f"first {choice}", turn, np.concatenate([[np.int32(row)], numbers])[None])
-        found = None
-        if beside is not None:
-            found = self._chosen(f"next {beside.choice}", decoded, self._sent(others))
-        if following is None:
-            return chosen, None, found
-        behind = np.zeros(width, np.int32)
-        behind[: len(tokens)] = *tokens[1:], following
-        return chosen, self._programs[f"score {width}"](self._ends, hidden, behind), found
+        turn, hidden, _ = self._step(name, _packed([piece], 1, width, nowhere=0))
+        return [self._first(piece, turn)], self._scores(piece, hidden)
 
-    def reads_beside(self, tokens: int) -> bool:
-        """Whether a piece of so many tokens is read in one program with the next tokens of other rows."""
-        return self.together == self._width(tokens)
+    def read_together(
+        self, pieces: Sequence[Reading], beside: "Decoding"
+    ) -> tuple[list[Chosen], Scores | None, Chosen]:
+        """Pieces of a group that is read together, and other rows that decode a token each, in one step.
+
+        Scores are of the one piece that asks for them, by itself.
+        """
+        assert self.together is not None
+        others, count = beside.packed(), 1 if len(pieces) == 1 else self.several
+        packed = _packed(pieces, count, self.together, nowhere=self.layout.rows)
+        given = np.concatenate([packed, others.ravel()])
+        turns, hidden, decoded = self._step(f"read {count} beside", given)
+        chosen = [self._first(piece, turn) for piece, turn in zip(pieces, turns, strict=False)]
+        found = self._chosen(f"next {beside.choice}", decoded, self._sent(others))
+        return chosen, self._scores(pieces[0], hidden), found
+
+    def grouped(self, pieces: Sequence[Reading]) -> Iterator[tuple[Sequence[Reading], bool]]:
+        """Pieces in their order, those of one program together, and whether other rows can decode in it."""
+        while pieces:
+            counts = range(min(self.several, len(pieces)), 0, -1)
+            together = next((count for count in counts if self._fits_together(pieces[:count])), 0)
+            yield pieces[: together or 1], together > 0
+            pieces = pieces[together or 1 :]
+
+    def _fits_together(self, pieces: Sequence[Reading]) -> bool:
+        """Whether pieces can be read together, and one by one would be padded to as many tokens."""
+        counts, rows = [len(piece.tokens) for piece in pieces], {piece.row for piece in pieces}
+        scored = len(pieces) > 1 and any(piece.following is not None for piece in pieces)
+        if self.together is None or len(rows) < len(pieces) or scored:
+            return False
+        return sum(counts) <= self.together <= sum(map(self._width, counts))
 
     def decode(self, rows: "Decoding", steps: int) -> list[Chosen]:
         """`steps` times one more token of rows that have not ended."""
         packed, found = self._sent(rows.packed()), []
         for _ in range(steps):
-            program = self._programs["decode"]
-            self._state, turn = program(self._leaves, self._state, self._on_device(), packed)
+            turn = self._step("decode", packed)
             found.append(self._chosen(f"next {rows.choice}", turn, packed))
         return found
+
+    def _step(self, name: str, packed: np.ndarray | Array) -> Any:
+        given = self._leaves, self._state, self._on_device(), packed
+        self._state, found = self._programs[name](*given)
+        return found
+
+    def _first(self, piece: Reading, turn: Turn) -> Chosen:
+        """The token behind a piece; behind one that is not the last there is none, which also comes late."""
+        if not piece.last:
+            return Chosen(turn.held[:, None], turn.gets, turn.held, None, None, None)
+        packed = np.concatenate([[np.int32(piece.row)], piece.numbers])[None]
+        return self._chosen(f"first {piece.choice}", turn, packed)
+
+    def _scores(self, piece: Reading, hidden: Array) -> Scores | None:
+        if piece.following is None:
+            return None
+        behind = np.zeros(len(hidden), np.int32)
+        behind[: len(piece.tokens)] = *piece.tokens[1:], piece.following
+        return self._programs[f"score {len(hidden)}"](self._ends, hidden, behind)
 
     def _chosen(self, name: str, turn: Turn, packed: np.ndarray | Array) -> Chosen:
         given = self._ends, self._state.last, self._state.done, turn, packed
@@ -223,10 +267,11 @@ class Runner:
         """All programs by name, those first that take longest to compile."""
         layout = self.layout
         piece = lambda step, width: self._lowered(partial(step, implementation), READING, PIECE + width)
-        if self.together is not None:
-            step = partial(_read_beside, implementation, layout.rows)
-            numbers = PIECE + self.together + layout.rows * (1 + WIDTH)
-            yield "read beside", self._lowered(step, READING, numbers)
+        for pieces in sorted({1, self.several} if self.together else ()):
+            assert self.together is not None
+            step = partial(_read_beside, implementation, pieces, layout.rows)
+            numbers = pieces * PIECE + self.together + layout.rows * (1 + WIDTH)
+            yield f"read {pieces} beside", self._lowered(step, READING, numbers)
         if (chunk := self.whole) is not None:
             whole = {self._width(chunk << i) for i in range(1, (layout.capacity // chunk).bit_length() + 1)}
             yield from ((f"read whole {width}", piece(_read_whole, width)) for width in whole)
@@ -330,6 +375,13 @@ def servable(network: Network) -> Network:
     return network
 
 
+def _packed(pieces: Sequence[Reading], count: int, width: int, *, nowhere: int) -> np.ndarray:
+    """As programs take `count` pieces of `width` tokens; those that are none are of row `nowhere`."""
+    heads = [piece.packed for piece in pieces] + [[nowhere, 0, 0, False]] * (count - len(pieces))
+    tokens = [token for piece in pieces for token in piece.tokens]
+    return np.array([*itertools.chain(*heads), *tokens, *[0] * (width - len(tokens))], np.int32)
+
+
 def _read_piece(
     implementation: Implementation | None, network: Network, state: DecodeState, packed: Array
 ) -> tuple[KVCache, tuple[Turn, Array, None]]:
@@ -343,16 +395,26 @@ def _read_piece(
 
 
 def _read_beside(
-    implementation: Implementation | None, rows: int, network: Transformer, state: DecodeState, packed: Array
-) -> tuple[KVCache, tuple[Turn, Array, Turn]]:
-    """One piece of one row, and one step of all rows that are active."""
-    (row, begin, count, last), packed = packed[:PIECE], packed[PIECE:]
+    implementation: Implementation | None,
+    pieces: int,
+    rows: int,
+    network: Transformer,
+    state: DecodeState,
+    packed: Array,
+) -> tuple[KVCache, tuple[tuple[Turn, ...], Array, Turn]]:
+    """So many pieces, each of another row, and one step of all rows that are active."""
+    heads, packed = packed[: pieces * PIECE].reshape(pieces, PIECE), packed[pieces * PIECE :]
     tokens, others = packed[: -rows * (1 + WIDTH)], packed[-rows * (1 + WIDTH) :].reshape(rows, 1 + WIDTH)
+    row, begin, count, last = heads.T
     place = Place(row, begin, begin + count)
     given = others[:, 0].astype(bool), others[:, 1:], place, tokens, implementation
     cache, decoded, hidden = advance_beside(network, state, *given)
-    end = at_end(hidden[None], count[None])
-    return cache, (Turn(end, last[None].astype(bool), place.end[None]), hidden, decoded)
+    ends, behind = jnp.cumsum(count), lambda i: slice(i, i + 1)
+    turns = tuple(
+        Turn(at_end(hidden[None], ends[behind(i)]), last[behind(i)].astype(bool), place.end[behind(i)])
+        for i in range(pieces)
+    )
+    return cache, (turns, hidden, decoded)
 
 
 def _read_whole(

@@ -221,22 +221,28 @@ class Scheduler:
 
         A step in which it is passed over brings it on as much as one in which it reads. So a text waits for
         shorter ones, which came later, for as many steps as it takes itself, and not longer.
+        Each has one piece, and a second only where others leave room: pieces of different rows may be read
+        in one program, those of one row may not.
         """
-        readers = [work for work in self.running.values() if work.reads]
         missing = lambda work: len(work.text) - work.read - work.passed * self.budget
-        left = self.budget
-        for work in sorted(readers, key=lambda work: (work.priority, missing(work), work.arrival)):
-            begin = work.read
-            if left > 0 and self._at_once(work):
-                left -= len(work.text)
-                yield self._piece(work, len(work.text))
-            while (count := self._next_count(work, left)) > 0:
-                left -= count
-                yield self._piece(work, count)
-            work.passed += work.read == begin
+        urgency = lambda work: (work.priority, missing(work), work.arrival)
+        readers = sorted((work for work in self.running.values() if work.reads), key=urgency)
+        begun, left, able = {work: work.read for work in readers}, self.budget, readers
+        while able:
+            took = []
+            for work in able:
+                if (count := self._next_count(work, left)) > 0:
+                    left -= count
+                    took.append(work)
+                    yield self._piece(work, count)
+            able = took
+        for work, read in begun.items():
+            work.passed += work.read == read
 
     def _next_count(self, work: Work, most: int) -> int:
         """Tokens of a text's next piece."""
+        if most > 0 and self._at_once(work):
+            return len(work.text)
         count = min(most, len(work.text) - work.read)
         if work.marks:
             count = min(count, work.marks[0] - work.read)

@@ -127,13 +127,13 @@ def advance_beside(
     wanted: Bool[Array, " B"],
     numbers: Int[Array, "B WIDTH"],
     place: Place,
-    piece: Int[Array, " T"],
+    pieces: Int[Array, " T"],
     implementation: Implementation | None = None,
 ) -> tuple[KVCache, Turn, Float[Array, "T D"]]:
-    """`advance`, and a piece of a row that is not wanted; the hidden states of the piece, too."""
+    """`advance`, and pieces of rows that are not wanted; the hidden states of these, too."""
     cache, gets, end = whose_turn(state, wanted, numbers)
-    read, hidden, longer = extend_together(network, cache, place, piece, state.last, end, implementation)
-    lengths = jnp.where(wanted, end, state.cache.lengths).at[place.row].set(place.end)
+    read, hidden, longer = extend_together(network, cache, place, pieces, state.last, end, implementation)
+    lengths = place.held(jnp.where(wanted, end, state.cache.lengths))
     return replace(longer, lengths=lengths), Turn(hidden, gets, end), read
 
 
