@@ -2,10 +2,10 @@
 
     python -m benchmarks.serving.bench_step --shape Llama-2-13B --layers 8 --rows 20 --held 12000
 
-A cache holds `--rows` texts of `--held` tokens of zeros. Steps that decode a token of each, steps that
-read a piece of another text of that length, and those that do both in one are timed: `ms` is a step by the
-host's clock. Then they run under JAX's profiler: `busy_ms` is what kernels took, and `parts` their times by
-operation, the longest first.
+A cache holds `--rows` texts of `--held` tokens of zeros. Timed are steps that decode a token of each, that
+read a piece of another text of that length, that do both in one, and that read pieces of three texts in one,
+as many tokens together: `ms` is a step by the host's clock. Then they run under JAX's profiler: `busy_ms` is
+what kernels took, and `parts` their times by operation, the longest first.
 On the CPU there are no parts.
 """
 
@@ -27,7 +27,7 @@ from jax.profiler import ProfileData
 from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.serving.models import ServedFlags
 from zdc_jax.engine.layout import Layout
-from zdc_jax.engine.runner import Decoding, Runner, servable
+from zdc_jax.engine.runner import SEVERAL, Reading, Runner, servable
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import Sampling
 
@@ -50,11 +50,11 @@ class Options:
 
 
 class Filled:
-    """A runner whose rows, but for the last, hold so many tokens."""
+    """A runner whose rows, but for the last three, hold so many tokens."""
 
     def __init__(self, options: Options):
         model = options.served.load()
-        network, rows = servable(model.network), options.rows + 1
+        network, rows = servable(model.network), options.rows + SEVERAL
         each = -(-(options.held + 2 * options.chunk) // PAGE)
         layout = Layout.of(
             network.device_caches,
@@ -81,15 +81,23 @@ class Filled:
         """A token of all rows."""
         return self.runner.decode(self.decoding, 1)
 
-    def read(self, beside: Decoding | None = None) -> Any:
-        """A piece of the last row that ends where the others do."""
-        chunk, row = self.options.chunk, self.options.rows
-        given = row, [5] * chunk, self.options.held - chunk, False, self.numbers, "greedy", None, beside
-        return self.runner.read(*given)
+    def pieces(self, count: int) -> list[Reading]:
+        """Pieces of so many of the last rows, a chunk together, that end where the others do."""
+        tokens = self.options.chunk // count
+        given = [5] * tokens, self.options.held - tokens, False, self.numbers, "greedy"
+        return [Reading(self.options.rows + i, *given) for i in range(count)]
+
+    def read(self) -> Any:
+        """One piece."""
+        return self.runner.read(*self.pieces(1))
 
     def both(self) -> Any:
         """That piece and a token of all other rows, in one program."""
-        return self.read(self.decoding)
+        return self.runner.read_together(self.pieces(1), self.decoding)
+
+    def several(self) -> Any:
+        """Pieces of several rows, and these tokens."""
+        return self.runner.read_together(self.pieces(self.runner.several), self.decoding)
 
 
 def profiled(step: Callable[[], Any], count: int) -> dict[str, Any]:
@@ -134,8 +142,13 @@ def main(options: Options) -> None:
     """Writes one JSON."""
     filled = Filled(options)
     results = [
-        {"served": options.served.name, "step": name, **profiled(step, options.steps), "commit": commit()}
-        for name, step in (("decode", filled.decode), ("read", filled.read), ("both", filled.both))
+        {
+            "served": options.served.name,
+            "step": name,
+            **profiled(getattr(filled, name), options.steps),
+            "commit": commit(),
+        }
+        for name in ("decode", "read", "both", "several")
     ]
     for found in results:
         print(found["step"], *(f"{found[name]:.2f}" for name in ("ms", "busy_ms", "kernels")))
