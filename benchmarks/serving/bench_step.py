@@ -89,15 +89,15 @@ class Filled:
 
     def read(self) -> Any:
         """One piece."""
-        return self.runner.read(*self.pieces(1))
+        return self.runner.read(self.pieces(1), self.runner.nobody())
 
     def both(self) -> Any:
         """That piece and a token of all other rows, in one program."""
-        return self.runner.read_together(self.pieces(1), self.decoding)
+        return self.runner.read(self.pieces(1), self.decoding)
 
     def several(self) -> Any:
         """Pieces of several rows, and these tokens."""
-        return self.runner.read_together(self.pieces(self.runner.several), self.decoding)
+        return self.runner.read(self.pieces(self.runner.several), self.decoding)
 
 
 def profiled(step: Callable[[], Any], count: int) -> dict[str, Any]:

@@ -198,13 +198,13 @@ def test_no_likeliest_ones_are_still_a_logprob(engine):
 
 
 def test_pieces_are_read_in_one_program_with_one_another_and_tokens_of_others(engine, tiny, monkeypatch):
-    read, groups = engine._runner.read_together, []
+    read, groups = engine._runner.read, []
 
     def noted(pieces, beside):
         groups.append((len(pieces), beside.active.any()))
         return read(pieces, beside)
 
-    monkeypatch.setattr(engine._runner, "read_together", noted)
+    monkeypatch.setattr(engine._runner, "read", noted)
     listeners = [ask(engine, request) for request in requests_of(tiny, 6, seed=1)]
     assert all(listener.tokens() is not None for listener in listeners)
     assert any(active for _, active in groups)
@@ -421,7 +421,7 @@ def test_every_piece_is_waited_for(engine, monkeypatch):
     waited, hand_out = [], engine._hand_out
     monkeypatch.setattr(engine, "_hand_out", lambda results: (waited.append(len(results)), hand_out(results)))
     ask(engine, EngineRequest(tuple(range(96, 2, -1)), 1, ignore_eos=True)).tokens()
-    assert [count for count in waited if count] == [1, 1, 2], "the last in two, for the window is kept there"
+    assert [count for count in waited if count] == [1, 1, 1, 1], "the last in two, the window is kept there"
 
 
 @pytest.mark.sampled

@@ -139,6 +139,19 @@ def scheduler_of(rows: int, budget: int, pages: int = 64, **options) -> Schedule
     return Scheduler(rows, budget, pages=pages, page=PAGE, **options)
 
 
+def test_a_step_has_one_piece_of_a_text():
+    """What stops at a mark goes on in the next step, and others' texts have its room."""
+    scheduler = scheduler_of(3, 16, tails=4)
+    marked, other = Work(tuple(range(10)), 1), Work(tuple(range(20, 40)), 1)
+    for work in (marked, other):
+        scheduler.add(work)
+    assert [lengths(scheduler.plan()) for _ in range(3)] == [
+        [(0, 8), (0, 8)],
+        [(8, 10), (8, 16)],
+        [(16, 20)],
+    ]
+
+
 def lengths(plan: Plan) -> list[tuple[int, int]]:
     return [(piece.begin, piece.end) for piece in plan.pieces]
 
@@ -268,16 +281,16 @@ def test_with_rings_a_text_goes_on_where_one_was_kept():
     after(scheduler, (*range(10), 30), [1])
     second, third, fourth = (Work((*range(5), i, *range(5, 12)), 1) for i in (40, 41, 42))
     scheduler.add(second)
-    plan = scheduler.plan()
-    assert not plan.restored
+    plans = [scheduler.plan() for _ in range(3)]
+    assert not any(plan.restored for plan in plans)
     # Its first page was the same as before; it and the last are copied.
-    assert lengths(plan) == [(0, 4), (4, 12), (12, 13)]
-    assert [piece.tail is not None for piece in plan.pieces] == [True, True, False]
+    assert [lengths(plan) for plan in plans] == [[(0, 4)], [(4, 12)], [(12, 13)]]
+    assert [plan.pieces[0].tail is not None for plan in plans] == [True, True, False]
     scheduler.end(second)
     scheduler.add(third)
     plan = scheduler.plan()
     assert plan.restored == ((third, 2),)
-    assert lengths(plan) == [(4, 12), (12, 13)]
+    assert lengths(plan) == [(4, 12)]
     assert fourth.row is None
 
 

@@ -5,7 +5,7 @@ goes into the method's store when it comes, so that it leaves the window by bein
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -114,6 +114,7 @@ class NearFar(LayerCacheSpec):
             sinks=self.sinks,
             window=self.window,
             implementation=call.implementation,
+            end=call.end,
         )
 
     def far_step(
@@ -152,6 +153,7 @@ class NearFar(LayerCacheSpec):
         call: Call,
     ) -> Attended:
         """`LayerCacheSpec.attend`."""
+        call = replace(call, end=end)
         far, far_o, far_lse, aux = self.far_step(state, q, k, v, positions, end, call, aux)
         if not self.has_near:
             return Attended(NearFarState(state.near, far), far_o, far_lse, aux)

@@ -40,13 +40,15 @@ class Call:
     """How a layer attends: factor on the scores, choice of implementation, and heads on other devices.
 
     all_heads: from lse [B, N', T] of this device's heads, that of the heads of all devices; for methods that
-    choose by all of them. table: [B, n] int32, pages of rows whose tokens lie in pages.
+    choose by all of them. table: [B, n] int32, pages of rows whose tokens lie in pages. end: [B] int32, where
+    padding begins, if a method's parts are to know.
     """
 
     scale: float
     implementation: Implementation | None = None
     all_heads: Callable[[Array], Array] = own_heads
     table: Array | None = None
+    end: Array | None = None
 
 
 class Attended(NamedTuple):

@@ -277,14 +277,12 @@ class Engine:
             jobs.append((work.row, job := self._jobs[work]))
             decoding.put(work.row, job.numbers, job.choice)
         pieces, readings = iter(plan.pieces), [self._reading(piece) for piece in plan.pieces]
-        for group, together in self._runner.grouped(readings):
-            if together and (jobs or len(group) > 1):
-                chosen, scores, decoded = self._runner.read_together(group, decoding)
+        for group in self._runner.grouped(readings):
+            chosen, scores, decoded = self._runner.read(group, decoding)
+            results += self._read(list(itertools.islice(pieces, len(group))), chosen, scores)
+            if decoded is not None:
                 results.append(_Result(decoded, tuple(jobs)))
                 decoding, jobs = self._runner.nobody(), []
-            else:
-                chosen, scores = self._runner.read(*group)
-            results += self._read(list(itertools.islice(pieces, len(group))), chosen, scores)
         if jobs:
             found = self._runner.decode(decoding, plan.steps)
             results += [_Result(chosen, tuple(jobs)) for chosen in found]

@@ -108,8 +108,8 @@ class Runner:
 
     layout: of its cache. chunk: longest piece, in tokens. whole: texts that are longer are read at once where
     nothing of them is held, None if none are. On a mesh with an axis `sequence` these are what does not fit
-    into a piece: their tokens are divided. together: so many tokens of pieces are read in one program with
-    the next tokens of other rows, None if none are. several: pieces that such a program takes at most.
+    into a piece: their tokens are divided. together: whether pieces are read in one program with the next
+    tokens of other rows. several: pieces that such a program takes at most.
 
     Raises:
       CacheMemoryError: the cache does not fit, or what steps need beside it.
@@ -130,9 +130,9 @@ class Runner:
         self._widths = sorted({self._width(1 << i) for i in range(chunk.bit_length())}, reverse=True)
         devices = network.mesh.shape[SEQUENCE] if isinstance(network, ShardedTransformer) else 1
         self.whole = chunk if devices > 1 and layout.has_pages else None
-        alone = isinstance(network, Transformer) and layout.has_pages
-        self.together = self._widths[0] if alone else None
-        self.several = 1 if any(spec.queries_apart for spec in layout.specs) else SEVERAL
+        self.together = isinstance(network, Transformer) and layout.has_pages
+        apart = any(spec.queries_apart for spec in layout.specs)
+        self.several = SEVERAL if self.together and not apart else 1
         self._state: DecodeState
         self._tails: list[Array]
         self.reset()
@@ -170,48 +170,51 @@ class Runner:
         pair = np.array([row, tail], np.int32)
         self._state = self._programs["restore"](self._state, self._tails, pair)
 
-    def read(self, piece: Reading) -> tuple[list[Chosen], Scores | None]:
-        """A piece by itself: one result, and scores of the tokens behind its own if it asks for them."""
-        count = len(piece.tokens)
-        at_once = (
-            self.whole is not None and piece.begin == 0 and piece.following is None and count > self.whole
-        )
-        width = self._width(count)
-        name = f"read whole {width}" if at_once else f"read {width}"
-        turn, hidden, _ = self._step(name, _packed([piece], 1, width, nowhere=0))
-        return [self._first(piece, turn)], self._scores(piece, hidden)
-
-    def read_together(
+    def read(
         self, pieces: Sequence[Reading], beside: "Decoding"
-    ) -> tuple[list[Chosen], Scores | None, Chosen]:
-        """Pieces of a group that is read together, and other rows that decode a token each, in one step.
+    ) -> tuple[list[Chosen], Scores | None, Chosen | None]:
+        """Pieces of a group, and a token of each other row that decodes, in one program.
 
-        Scores are of the one piece that asks for them, by itself.
+        Returns:
+          what each piece gives; scores of the one piece that asks for them, which is by itself; tokens of
+          other rows, None where there are none or they are left to `decode`.
         """
-        assert self.together is not None
-        others, count = beside.packed(), 1 if len(pieces) == 1 else self.several
-        packed = _packed(pieces, count, self.together, nowhere=self.layout.rows)
-        given = np.concatenate([packed, others.ravel()])
-        turns, hidden, decoded = self._step(f"read {count} beside", given)
+        (first, *more), found = pieces, None
+        width, decodes = self._width(sum(len(each.tokens) for each in pieces)), beside.active.any()
+        if self.together and (more or decodes or width < self._widths[0]):
+            count, others = self.several if more else 1, beside.packed()
+            packed = _packed(pieces, count, width, nowhere=self.layout.rows)
+            step = f"read {count} beside {width}", np.concatenate([packed, others.ravel()])
+            turns, hidden, decoded = self._step(*step)
+            if decodes:
+                found = self._chosen(f"next {beside.choice}", decoded, self._sent(others))
+        else:
+            whole = " whole" if self._at_once(first) else ""
+            packed = _packed(pieces, 1, width, nowhere=0)
+            turn, hidden, _ = self._step(f"read{whole} {width}", packed)
+            turns = (turn,)
         chosen = [self._first(piece, turn) for piece, turn in zip(pieces, turns, strict=False)]
-        found = self._chosen(f"next {beside.choice}", decoded, self._sent(others))
-        return chosen, self._scores(pieces[0], hidden), found
+        return chosen, self._scores(first, hidden), found
 
-    def grouped(self, pieces: Sequence[Reading]) -> Iterator[tuple[Sequence[Reading], bool]]:
-        """Pieces in their order, those of one program together, and whether other rows can decode in it."""
+    def grouped(self, pieces: Sequence[Reading]) -> Iterator[Sequence[Reading]]:
+        """Pieces in their order, some at a time, as programs take them."""
         while pieces:
-            counts = range(min(self.several, len(pieces)), 0, -1)
-            together = next((count for count in counts if self._fits_together(pieces[:count])), 0)
-            yield pieces[: together or 1], together > 0
-            pieces = pieces[together or 1 :]
+            counts = range(min(self.several, len(pieces)), 1, -1)
+            count = next((count for count in counts if self._fit_together(pieces[:count])), 1)
+            yield pieces[:count]
+            pieces = pieces[count:]
 
-    def _fits_together(self, pieces: Sequence[Reading]) -> bool:
-        """Whether pieces can be read together, and one by one would be padded to as many tokens."""
+    def _fit_together(self, pieces: Sequence[Reading]) -> bool:
+        """Whether a program takes these, and by itself each would be padded to as many tokens or more."""
         counts, rows = [len(piece.tokens) for piece in pieces], {piece.row for piece in pieces}
-        scored = len(pieces) > 1 and any(piece.following is not None for piece in pieces)
-        if self.together is None or len(rows) < len(pieces) or scored:
-            return False
-        return sum(counts) <= self.together <= sum(map(self._width, counts))
+        scored = any(piece.following is not None for piece in pieces)
+        fits = sum(counts) <= self._widths[0] <= sum(map(self._width, counts))
+        return self.together and fits and not scored and len(rows) == len(pieces)
+
+    def _at_once(self, piece: Reading) -> bool:
+        """Whether it is a text that is read whole."""
+        long = self.whole is not None and len(piece.tokens) > self.whole
+        return long and piece.begin == 0 and piece.following is None
 
     def decode(self, rows: "Decoding", steps: int) -> list[Chosen]:
         """`steps` times one more token of rows that have not ended."""
@@ -267,15 +270,18 @@ class Runner:
         """All programs by name, those first that take longest to compile."""
         layout = self.layout
         piece = lambda step, width: self._lowered(partial(step, implementation), READING, PIECE + width)
-        for pieces in sorted({1, self.several} if self.together else ()):
-            assert self.together is not None
-            step = partial(_read_beside, implementation, pieces, layout.rows)
-            numbers = pieces * PIECE + self.together + layout.rows * (1 + WIDTH)
-            yield f"read {pieces} beside", self._lowered(step, READING, numbers)
+        widest = self._widths[0]
+        beside = {(self.several, widest): None} | {(1, width): None for width in self._widths}
+        for count, width in beside if self.together else ():
+            step = partial(_read_beside, implementation, count, layout.rows)
+            numbers = count * PIECE + width + layout.rows * (1 + WIDTH)
+            yield f"read {count} beside {width}", self._lowered(step, READING, numbers)
         if (chunk := self.whole) is not None:
             whole = {self._width(chunk << i) for i in range(1, (layout.capacity // chunk).bit_length() + 1)}
             yield from ((f"read whole {width}", piece(_read_whole, width)) for width in whole)
-        yield from ((f"read {width}", piece(_read_piece, width)) for width in self._widths)
+        # Where nobody decodes, only long pieces would suffer from the room for others' tokens.
+        alone = [widest] if self.together else self._widths
+        yield from ((f"read {width}", piece(_read_piece, width)) for width in alone)
         rows = layout.rows, 1 + WIDTH
         yield "decode", self._lowered(partial(_decode, implementation), _decoding(layout), *rows)
         yield from self._choosing()

@@ -221,23 +221,19 @@ class Scheduler:
 
         A step in which it is passed over brings it on as much as one in which it reads. So a text waits for
         shorter ones, which came later, for as many steps as it takes itself, and not longer.
-        Each has one piece, and a second only where others leave room: pieces of different rows may be read
-        in one program, those of one row may not.
+        Each has one piece: those of different rows may be read in one program, and what is left of a text is
+        read beside the next tokens of others.
         """
         missing = lambda work: len(work.text) - work.read - work.passed * self.budget
         urgency = lambda work: (work.priority, missing(work), work.arrival)
-        readers = sorted((work for work in self.running.values() if work.reads), key=urgency)
-        begun, left, able = {work: work.read for work in readers}, self.budget, readers
-        while able:
-            took = []
-            for work in able:
-                if (count := self._next_count(work, left)) > 0:
-                    left -= count
-                    took.append(work)
-                    yield self._piece(work, count)
-            able = took
-        for work, read in begun.items():
-            work.passed += work.read == read
+        left = self.budget
+        for work in sorted((work for work in self.running.values() if work.reads), key=urgency):
+            count = self._next_count(work, left)
+            if count > 0:
+                left -= count
+                yield self._piece(work, count)
+            else:
+                work.passed += 1
 
     def _next_count(self, work: Work, most: int) -> int:
         """Tokens of a text's next piece."""

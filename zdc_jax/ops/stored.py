@@ -115,12 +115,14 @@ def stored_attention(
     sinks: int,
     window: int,
     implementation: Implementation | None = None,
+    end: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
     """Attention to far keys that are read as numbers, and its log-sum-exp; kernels take pieces of prompts.
 
     Args:
       positions: consecutive in each row.
       scale, sinks, window, implementation: as in `zdc_jax.ops.attention.self_attention`.
+      end: queries at or past it are padding, whose results are unspecified; kernels leave them out.
 
     Returns:
       zeros and -inf for queries without far keys.
@@ -131,7 +133,8 @@ def stored_attention(
     near: dict[str, Any] = {"sinks": sinks, "window": window}
     refusal = partial(stored_attention_refusal, q, k, v, **near)
     if takes_kernels("far prompt", implementation, refusal):
-        return prefill_attention(q, k, v, scale=scale, starts=positions[:, 0], keys="far", **near)
+        rows = {"starts": positions[:, 0], "lengths": end}
+        return prefill_attention(q, k, v, scale=scale, keys="far", **rows, **near)
     return xla_attention(q, k, v, positions, scale=scale, near=None, **near)
 
 
