@@ -97,7 +97,7 @@ class Filled:
 
     def several(self) -> Any:
         """Pieces of several rows, and these tokens."""
-        return self.runner.read(self.pieces(self.runner.several), self.decoding)
+        return self.runner.read(self.pieces(self.runner.grouping.several), self.decoding)
 
 
 def profiled(step: Callable[[], Any], count: int) -> dict[str, Any]:

@@ -18,7 +18,9 @@ import tyro
 from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.serving.replay import ENOUGH, Served
 from benchmarks.serving.traces import Arrival, arrivals
-from zdc_jax.engine.scheduler import Plan, Scheduler, Work
+from zdc_jax.engine.runner import SEVERAL
+from zdc_jax.engine.scheduler import Grouping, Piece, Plan, Scheduler, Work
+from zdc_jax.generation.steps import bucket
 
 PAGE, TAILS_A_ROW, VOCAB = 128, 2, 32_000
 
@@ -27,40 +29,47 @@ PAGE, TAILS_A_ROW, VOCAB = 128, 2, 32_000
 class Cost:
     """Seconds of a step's parts.
 
-    token: of a piece, without attention. seen: of a piece's token and one that it attends to. earlier: of a
-    token that stands before a piece, to decode its codes. weights: read by a step that decodes, whatever its
-    rows hold; beside: instead, where a piece of more than half a chunk reads them anyway; step: beside
-    these; held: of each token that rows hold. cache_tokens: what fits beside the weights.
+    token: of a program that reads pieces, padding too, without attention. seen: of a piece's token and one
+    that it attends to. earlier: of a token that stands before a piece, to decode its codes. another: of a
+    piece after the first in a program. weights: that a program reads, whatever its rows hold; beside:
+    of tokens decoded in a program that reads pieces. step: of decoding, beside these; held: of each token
+    that rows hold. cache_tokens: what fits beside the weights.
     """
 
     token: float
     seen: float
     earlier: float
+    another: float
     weights: float
     beside: float
     step: float
     held: float
     cache_tokens: int
 
-    def seconds(self, plan: Plan, chunk: int) -> float:
-        """Of one step."""
-        reading = sum(
-            (piece.end - piece.begin) * (self.token + self.seen * (piece.begin + piece.end) / 2)
-            + self.earlier * piece.begin
-            for piece in plan.pieces
-        )
-        held = sum(len(work.prompt) + work.promised - 1 for work in plan.decode)
+    def seconds(self, plan: Plan, programs: Grouping) -> float:
+        """Of one step, whose rows decode in its first program."""
+        groups = list(programs.groups(plan.pieces, alone=lambda piece: False))
+        reading = sum(self._program(group, programs) for group in groups)
         if not plan.decode:
             return reading
-        shared = any(2 * (piece.end - piece.begin) > chunk for piece in plan.pieces)
-        weights = self.beside if shared else self.weights
-        return reading + weights + self.step + self.held * held
+        held = sum(len(work.prompt) + work.promised - 1 for work in plan.decode)
+        return reading + (self.beside if groups else self.weights) + self.step + self.held * held
+
+    def _program(self, pieces: Sequence[Piece], programs: Grouping) -> float:
+        """Of one that reads pieces."""
+        counts = [piece.end - piece.begin for piece in pieces]
+        width = programs.width(counts[0]) if len(pieces) == 1 else programs.widest
+        seen = sum(count * (piece.begin + piece.end) / 2 for count, piece in zip(counts, pieces, strict=True))
+        earlier = sum(piece.begin for piece in pieces)
+        products = max(self.weights, self.token * width)
+        return products + self.seen * seen + self.earlier * earlier + self.another * (len(pieces) - 1)
 
 
 _DENSE = Cost(
     token=3.7e-5,
     seen=1.46e-9,
     earlier=0.0,
+    another=0.7e-3,
     weights=7.7e-3,
     beside=1.9e-3,
     step=0.7e-3,
@@ -71,6 +80,7 @@ _CODED = Cost(
     token=4.8e-5,
     seen=1.33e-9,
     earlier=2.9e-7,
+    another=1.5e-3,
     weights=7.7e-3,
     beside=1.9e-3,
     step=3.7e-3,
@@ -81,13 +91,22 @@ _DENSE_8B = Cost(
     token=2.4e-5,
     seen=1.0e-9,
     earlier=0.0,
+    another=0.7e-3,
     weights=5.4e-3,
     beside=1.2e-3,
     step=0.8e-3,
     held=3.3e-8,
     cache_tokens=820_608,
 )
-_CODED_8B = replace(_DENSE_8B, earlier=4.6e-8, step=1.1e-3, held=1.5e-8, cache_tokens=1_499_904)
+_CODED_8B = replace(
+    _DENSE_8B,
+    token=2.7e-5,
+    earlier=4.6e-8,
+    another=1.5e-3,
+    step=1.1e-3,
+    held=1.5e-8,
+    cache_tokens=1_499_904,
+)
 COSTS = {
     "Llama-2-13B": {
         "dense": _DENSE,
@@ -130,6 +149,7 @@ class Options:
 
 def simulate(requests: Sequence[Arrival], cost: Cost, *, rows: int, chunk: int, tails: bool) -> list[Served]:
     """The requests, with their times; tails: whether rows hold something beside pages."""
+    programs = Grouping(SEVERAL, chunk, bucket)
     scheduler = Scheduler(
         rows,
         chunk,
@@ -151,7 +171,7 @@ def simulate(requests: Sequence[Arrival], cost: Cost, *, rows: int, chunk: int, 
         if plan is None:
             now = todo[-1].came
             continue
-        now += cost.seconds(plan, chunk)
+        now += cost.seconds(plan, programs)
         for work in (*(piece.work for piece in plan.pieces if piece.last), *plan.decode):
             _take(under_way[work], work, now)
             if len(work.output) == work.max_tokens:

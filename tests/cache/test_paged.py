@@ -156,9 +156,10 @@ def test_pieces_are_read_in_pages_where_kernels_run(name, monkeypatch):
     assert leading == [POOL, B]
 
 
-def far_prefill(q, k, v, *, scale, starts, keys, sinks, window):
+def far_prefill(q, k, v, *, scale, starts, lengths, keys, sinks, window):
     """A stand-in for the kernel: it reads whole blocks, as far as its last query sees, and nothing behind."""
     assert keys == "far"
+    assert lengths is None
     seen = starts + q.shape[1] - window
     read = jnp.arange(k.shape[2]) < -(-seen // LARGEST_BLOCK)[:, None] * LARGEST_BLOCK
     k, v = (jnp.where(read[:, None, :, None], x, 0) for x in (k, v))

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zdc_jax.engine.page_pool import PagePool, Tails, page_keys
-from zdc_jax.engine.scheduler import Piece, Plan, Scheduler, Work
+from zdc_jax.engine.scheduler import Grouping, Piece, Plan, Scheduler, Work
 
 PAGE = 4
 
@@ -375,3 +375,24 @@ def test_numbers_that_cannot_be(change, message):
     given = {"rows": 1, "budget": 8, "pages": 4, "page": 4} | change
     with pytest.raises(ValueError, match=message):
         Scheduler(given.pop("rows"), given.pop("budget"), **given)
+
+
+@given(
+    st.lists(st.integers(1, 70), max_size=8),
+    st.integers(1, 3),
+    st.sampled_from([32, 64, 128]),
+    st.sets(st.integers(0, 7)),
+)
+def test_groups_hold_all_pieces_in_order_and_pad_no_more_than_one_by_one(counts, several, widest, alone):
+    pieces = [Piece(Work((), 1), 0, min(count, widest)) for count in counts]
+    grouping = Grouping(several, widest, lambda tokens: max(32, 1 << (tokens - 1).bit_length()))
+    tokens = lambda group: [piece.end for piece in group]
+    padded = lambda group: sum(map(grouping.width, tokens(group)))
+    are_alone = [piece for place, piece in enumerate(pieces) if place in alone]
+    groups = list(grouping.groups(pieces, lambda piece: piece in are_alone))
+    assert [piece for group in groups for piece in group] == pieces
+    for group in groups:
+        assert len(group) <= several
+        if len(group) > 1:
+            assert not any(piece in are_alone for piece in group)
+            assert sum(tokens(group)) <= widest <= padded(group)

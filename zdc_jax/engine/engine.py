@@ -1,11 +1,10 @@
 """Requests in, tokens out: one thread that plans steps, starts them, and hands out what the last one gave."""
 
-import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -276,10 +275,10 @@ class Engine:
             assert work.row is not None
             jobs.append((work.row, job := self._jobs[work]))
             decoding.put(work.row, job.numbers, job.choice)
-        pieces, readings = iter(plan.pieces), [self._reading(piece) for piece in plan.pieces]
-        for group in self._runner.grouped(readings):
-            chosen, scores, decoded = self._runner.read(group, decoding)
-            results += self._read(list(itertools.islice(pieces, len(group))), chosen, scores)
+        scored = lambda piece: self._jobs[piece.work].wants_scores(piece.begin)
+        for group in self._runner.grouping.groups(plan.pieces, scored):
+            chosen, scores, decoded = self._runner.read([self._reading(piece) for piece in group], decoding)
+            results += self._read(group, chosen, scores)
             if decoded is not None:
                 results.append(_Result(decoded, tuple(jobs)))
                 decoding, jobs = self._runner.nobody(), []
@@ -300,7 +299,7 @@ class Engine:
         wanted = following[0] if job.wants_scores(piece.begin) else None
         return Reading(work.row, tokens, piece.begin, piece.last, job.numbers, job.choice, wanted)
 
-    def _read(self, pieces: list[Piece], chosen: list[Chosen], scores: Scores | None) -> list[_Result]:
+    def _read(self, pieces: Sequence[Piece], chosen: list[Chosen], scores: Scores | None) -> list[_Result]:
         """Results of pieces that are being read.
 
         They are waited for, even where nothing is generated: else many would be started.

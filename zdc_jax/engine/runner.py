@@ -26,6 +26,7 @@ from zdc_jax.cache.kv_cache import KVCache, free_device_bytes
 from zdc_jax.cache.near_far import NearFar
 from zdc_jax.cache.paged import Paged
 from zdc_jax.engine.layout import Layout
+from zdc_jax.engine.scheduler import Grouping
 from zdc_jax.errors import CacheMemoryError, MeshError, PlanError
 from zdc_jax.generation.next_token import Choice, Scores, scores
 from zdc_jax.generation.row_numbers import WIDTH
@@ -109,7 +110,7 @@ class Runner:
     layout: of its cache. chunk: longest piece, in tokens. whole: texts that are longer are read at once where
     nothing of them is held, None if none are. On a mesh with an axis `sequence` these are what does not fit
     into a piece: their tokens are divided. together: whether pieces are read in one program with the next
-    tokens of other rows. several: pieces that such a program takes at most.
+    tokens of other rows. grouping: of pieces.
 
     Raises:
       CacheMemoryError: the cache does not fit, or what steps need beside it.
@@ -132,7 +133,8 @@ class Runner:
         self.whole = chunk if devices > 1 and layout.has_pages else None
         self.together = isinstance(network, Transformer) and layout.has_pages
         apart = any(spec.queries_apart for spec in layout.specs)
-        self.several = SEVERAL if self.together and not apart else 1
+        several = SEVERAL if self.together and not apart else 1
+        self.grouping = Grouping(several, self._widths[0], self._width)
         self._state: DecodeState
         self._tails: list[Array]
         self.reset()
@@ -179,10 +181,10 @@ class Runner:
           what each piece gives; scores of the one piece that asks for them, which is by itself; tokens of
           other rows, None where there are none or they are left to `decode`.
         """
-        (first, *more), found = pieces, None
-        width, decodes = self._width(sum(len(each.tokens) for each in pieces)), beside.active.any()
+        (first, *more), found, decodes = pieces, None, beside.active.any()
+        width = self._widths[0] if more else self._width(len(first.tokens))
         if self.together and (more or decodes or width < self._widths[0]):
-            count, others = self.several if more else 1, beside.packed()
+            count, others = self.grouping.several if more else 1, beside.packed()
             packed = _packed(pieces, count, width, nowhere=self.layout.rows)
             step = f"read {count} beside {width}", np.concatenate([packed, others.ravel()])
             turns, hidden, decoded = self._step(*step)
@@ -195,21 +197,6 @@ class Runner:
             turns = (turn,)
         chosen = [self._first(piece, turn) for piece, turn in zip(pieces, turns, strict=False)]
         return chosen, self._scores(first, hidden), found
-
-    def grouped(self, pieces: Sequence[Reading]) -> Iterator[Sequence[Reading]]:
-        """Pieces in their order, some at a time, as programs take them."""
-        while pieces:
-            counts = range(min(self.several, len(pieces)), 1, -1)
-            count = next((count for count in counts if self._fit_together(pieces[:count])), 1)
-            yield pieces[:count]
-            pieces = pieces[count:]
-
-    def _fit_together(self, pieces: Sequence[Reading]) -> bool:
-        """Whether a program takes these, and by itself each would be padded to as many tokens or more."""
-        counts, rows = [len(piece.tokens) for piece in pieces], {piece.row for piece in pieces}
-        scored = any(piece.following is not None for piece in pieces)
-        fits = sum(counts) <= self._widths[0] <= sum(map(self._width, counts))
-        return self.together and fits and not scored and len(rows) == len(pieces)
 
     def _at_once(self, piece: Reading) -> bool:
         """Whether it is a text that is read whole."""
@@ -271,7 +258,7 @@ class Runner:
         layout = self.layout
         piece = lambda step, width: self._lowered(partial(step, implementation), READING, PIECE + width)
         widest = self._widths[0]
-        beside = {(self.several, widest): None} | {(1, width): None for width in self._widths}
+        beside = {(self.grouping.several, widest): None} | {(1, width): None for width in self._widths}
         for count, width in beside if self.together else ():
             step = partial(_read_beside, implementation, count, layout.rows)
             numbers = count * PIECE + width + layout.rows * (1 + WIDTH)

@@ -14,7 +14,7 @@ some pages, for a text can go on only from where there is such a copy.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from zdc_jax.engine.page_pool import PagePool, Tails, page_keys
@@ -89,6 +89,33 @@ class Plan:
     decode: tuple[Work, ...]
     steps: int
     changed: tuple[Work, ...]
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """How pieces are put into programs.
+
+    several: pieces that a program takes at most, of different texts; with `widest` tokens together at most.
+    width: of the program that reads so many tokens, padding included.
+    """
+
+    several: int
+    widest: int
+    width: Callable[[int], int]
+
+    def groups(self, pieces: Sequence[Piece], alone: Callable[[Piece], bool]) -> Iterator[Sequence[Piece]]:
+        """Pieces in their order, those of one program together; `alone`: which share none."""
+        while pieces:
+            counts = range(min(self.several, len(pieces)), 1, -1)
+            fit = (count for count in counts if self._fit(pieces[:count]))
+            count = next((count for count in fit if not any(map(alone, pieces[:count]))), 1)
+            yield pieces[:count]
+            pieces = pieces[count:]
+
+    def _fit(self, pieces: Sequence[Piece]) -> bool:
+        """Whether a program takes these, and one by one they would be padded to as many tokens or more."""
+        counts = [piece.end - piece.begin for piece in pieces]
+        return sum(counts) <= self.widest <= sum(map(self.width, counts))
 
 
 class Scheduler:
