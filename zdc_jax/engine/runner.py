@@ -217,9 +217,10 @@ class Runner:
         return found
 
     def _first(self, piece: Reading, turn: Turn) -> Chosen:
-        """The token behind a piece; behind one that is not the last there is none, which also comes late."""
+        """The token behind a piece; behind one that is not the last none is made, of which there is word
+        when the piece is read."""
         if not piece.last:
-            return Chosen(turn.held[:, None], turn.gets, turn.held, None, None, None)
+            return Chosen(turn.held, turn.gets, turn.held, None, None, None)
         packed = np.concatenate([[np.int32(piece.row)], piece.numbers])[None]
         return self._chosen(f"first {piece.choice}", turn, packed)
 
@@ -250,7 +251,7 @@ class Runner:
     def _on_device(self) -> Array:
         """The table: sent anew only where it changed."""
         if self._table is None:
-            self._table = jnp.array(self._pages)
+            self._table = jax.device_put(self._pages.copy())
         return self._table
 
     def _lower_all(self, implementation: Implementation | None) -> Iterator[tuple[str, Lowered]]:
