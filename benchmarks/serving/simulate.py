@@ -127,7 +127,8 @@ COSTS = {
 13B: kernels of ten layers (`step-llama-2-13b-*.json`) times 4, as in steps of 40: then tokens take
 6 to 11 % less than in the replays, and first ones come a fifth earlier. Codes at the speed of their bytes are
 read at 80 % of the speed of 16 bits. 8B: lines through the steps and first tokens of `one-plan-h200.json`;
-`weights` and `step` share what no token costs as in 13B; `earlier` and `beside` are those of 13B by bytes.
+`weights` and `step` share what no token costs as in 13B; `earlier` and `beside` are those of 13B by bytes;
+a coded `token`, and `another`, by `step-llama-3-8b-*.json`, the latter less what padding cost then.
 """
 
 
