@@ -1,5 +1,6 @@
 """Answers of an engine are those of `generate` for each request alone, whatever else is under way."""
 
+import copy
 import threading
 import time
 from collections.abc import Callable
@@ -389,6 +390,20 @@ def test_steps_that_have_no_room_beside_the_cache_are_refused(model, monkeypatch
     monkeypatch.setattr(runner, "free_device_bytes", lambda: 1000)
     with pytest.raises(CacheMemoryError, match=r"the step '.*' needs [\d,]+ bytes .*, 1,000 are free"):
         Engine(model, CONFIG)
+
+
+def test_pieces_are_read_one_by_one_where_several_have_no_room(engine, monkeypatch):
+    own = copy.copy(engine._runner)
+    needed = {name: runner.needed_bytes(program) for name, program in own._programs.items()}
+    largest, *others = sorted(needed.values(), reverse=True)
+    assert largest == needed["read 3 beside 32"]
+    assert largest > others[0]
+    monkeypatch.setattr(runner, "free_device_bytes", lambda: largest)
+    own._check_memory()
+    assert own.grouping.several == 3
+    monkeypatch.setattr(runner, "free_device_bytes", lambda: largest - 1)
+    own._check_memory()
+    assert own.grouping.several == 1
 
 
 PLANS = {

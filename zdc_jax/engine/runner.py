@@ -9,6 +9,7 @@ while it runs: a GPU would wait for it. So the host runs ahead, and says what is
 """
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from typing import Any, cast, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.stages import Lowered
+from jax.stages import Compiled, Lowered
 from jaxtyping import Int
 
 from zdc_jax.axes import Array
@@ -46,6 +47,8 @@ from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.mesh import DATA, SEQUENCE, whole_on
 from zdc_jax.parallel.transformer import ShardedTransformer
+
+logger = logging.getLogger("zdc_jax")
 
 CLAUSES = frozenset({"chunked", "ragged", "order", "reuse"})
 """Of the contract of caches: texts are read in pieces, beside others, in rows that served others before."""
@@ -186,8 +189,8 @@ class Runner:
         if self.together and (more or decodes or width < self._widths[0]):
             count, others = self.grouping.several if more else 1, beside.packed()
             packed = _packed(pieces, count, width, nowhere=self.layout.rows)
-            step = f"read {count} beside {width}", np.concatenate([packed, others.ravel()])
-            turns, hidden, decoded = self._step(*step)
+            given = np.concatenate([packed, others.ravel()])
+            turns, hidden, decoded = self._step(_beside(count, width), given)
             if decodes:
                 found = self._chosen(f"next {beside.choice}", decoded, self._sent(others))
         else:
@@ -259,11 +262,11 @@ class Runner:
         layout = self.layout
         piece = lambda step, width: self._lowered(partial(step, implementation), READING, PIECE + width)
         widest = self._widths[0]
-        beside = {(self.grouping.several, widest): None} | {(1, width): None for width in self._widths}
+        beside = dict.fromkeys([(self.grouping.several, widest), *((1, width) for width in self._widths)])
         for count, width in beside if self.together else ():
             step = partial(_read_beside, implementation, count, layout.rows)
             numbers = count * PIECE + width + layout.rows * (1 + WIDTH)
-            yield f"read {count} beside {width}", self._lowered(step, READING, numbers)
+            yield _beside(count, width), self._lowered(step, READING, numbers)
         if (chunk := self.whole) is not None:
             whole = {self._width(chunk << i) for i in range(1, (layout.capacity // chunk).bit_length() + 1)}
             yield from ((f"read whole {width}", piece(_read_whole, width)) for width in whole)
@@ -294,15 +297,19 @@ class Runner:
         return program.lower(self._leaves, self._state, table, like)
 
     def _check_memory(self) -> None:
-        """Raises `CacheMemoryError` where a step's own arrays do not fit beside weights and cache."""
+        """Raises `CacheMemoryError` where a step's own arrays do not fit beside weights and cache.
+
+        Where those of several pieces in one program do not, pieces are read one by one.
+        """
+        several = _beside(self.grouping.several, self._widths[0]) if self.grouping.several > 1 else None
         if (free := free_device_bytes()) is None:
             return
         for name, program in self._programs.items():
-            if (found := program.memory_analysis()) is None:
-                continue
-            # Results that take the place of arguments need no room of their own.
-            needed = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-            if needed > free:
+            needed = needed_bytes(program)
+            if needed > free and name == several:
+                logger.warning("pieces of prompts are read one by one: %r needs %d bytes", name, needed)
+                self.grouping = replace(self.grouping, several=1)
+            elif needed > free:
                 raise CacheMemoryError(
                     f"the step {name!r} needs {needed:,} bytes beside weights and cache, {free:,} are free: "
                     "need fewer rows, a smaller max_model_len or fewer cache_tokens"
@@ -346,6 +353,14 @@ def _donated(copy: Callable[..., Any], tree: Any) -> Any:
     return jax.jit(copy, donate_argnums=0, out_shardings=_shardings(tree))
 
 
+def needed_bytes(program: Compiled) -> int:
+    """Of memory that a program needs beside its arguments; 0 where a device does not tell."""
+    if (found := program.memory_analysis()) is None:
+        return 0
+    # Results that take the place of arguments need no room of their own.
+    return found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+
+
 def servable(network: Network) -> Network:
     """The network itself.
 
@@ -369,6 +384,11 @@ def servable(network: Network) -> Network:
     return network
 
 
+def _beside(several: int, width: int) -> str:
+    """Name of a program that reads so many pieces, of as many tokens together, and lets other rows decode."""
+    return f"read {several} beside {width}"
+
+
 def _packed(pieces: Sequence[Reading], count: int, width: int, *, nowhere: int) -> np.ndarray:
     """As programs take `count` pieces of `width` tokens; those that are none are of row `nowhere`."""
     heads = [piece.packed for piece in pieces] + [[nowhere, 0, 0, False]] * (count - len(pieces))
@@ -390,23 +410,23 @@ def _read_piece(
 
 def _read_beside(
     implementation: Implementation | None,
-    pieces: int,
+    several: int,
     rows: int,
     network: Transformer,
     state: DecodeState,
     packed: Array,
 ) -> tuple[KVCache, tuple[tuple[Turn, ...], Array, Turn]]:
-    """So many pieces, each of another row, and one step of all rows that are active."""
-    heads, packed = packed[: pieces * PIECE].reshape(pieces, PIECE), packed[pieces * PIECE :]
+    """Pieces of `several` rows, and one step of all rows that are active."""
+    heads, packed = packed[: several * PIECE].reshape(several, PIECE), packed[several * PIECE :]
     tokens, others = packed[: -rows * (1 + WIDTH)], packed[-rows * (1 + WIDTH) :].reshape(rows, 1 + WIDTH)
     row, begin, count, last = heads.T
     place = Place(row, begin, begin + count)
     given = others[:, 0].astype(bool), others[:, 1:], place, tokens, implementation
     cache, decoded, hidden = advance_beside(network, state, *given)
-    ends, behind = jnp.cumsum(count), lambda i: slice(i, i + 1)
+    each = [slice(i, i + 1) for i in range(several)]
+    ends = [at_end(hidden[None], jnp.cumsum(count)[one]) for one in each]
     turns = tuple(
-        Turn(at_end(hidden[None], ends[behind(i)]), last[behind(i)].astype(bool), place.end[behind(i)])
-        for i in range(pieces)
+        Turn(end, last[one].astype(bool), place.end[one]) for end, one in zip(ends, each, strict=True)
     )
     return cache, (turns, hidden, decoded)
 
