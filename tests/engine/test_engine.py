@@ -13,7 +13,7 @@ import pytest
 from conftest import LLAMA, TinyModel
 
 from zdc_jax import methods
-from zdc_jax.engine import runner
+from zdc_jax.engine import layout, runner
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.engine.job import Job
 from zdc_jax.engine.request import Busy, EngineRequest, Event
@@ -384,6 +384,20 @@ def test_rows_are_sent_to_the_device_where_they_changed(model):
         assert send(rows.packed()) is first
         rows.put(1, np.arange(rows.numbers.shape[1]), "greedy")
         np.testing.assert_array_equal(send(rows.packed()), rows.packed())
+
+
+def test_more_tokens_than_memory_holds_are_refused_with_the_number_that_fit(model, monkeypatch):
+    monkeypatch.setattr(layout, "free_bytes", lambda: 10_000_000)
+    with pytest.raises(
+        CacheMemoryError, match=r"cache_tokens=1000000: memory has room for \d+ beside"
+    ) as found:
+        Engine(model, replace(CONFIG, cache_tokens=1_000_000))
+    room = int(str(found.value).split("room for ")[1].split()[0])
+    specs, given = model.network.device_caches, {"rows": 3, "longest": 160, "page": 16, "reuse": True}
+    made = layout.Layout.of(specs, cache_tokens=room, **given)
+    assert made.pages * 16 == room
+    held = made.tails * made._own_bytes(specs) + sum(spec.bytes(160, 3) for spec in made.specs)
+    assert 0.99 * 10_000_000 < held <= 10_000_000
 
 
 def test_steps_that_have_no_room_beside_the_cache_are_refused(model, monkeypatch):

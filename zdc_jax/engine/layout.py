@@ -48,7 +48,7 @@ class Layout:
 
         Raises:
           PlanError: blocks of a method do not divide a page.
-          CacheMemoryError: not even one request of the longest fits.
+          CacheMemoryError: not even one request of the longest fits, or not so many `cache_tokens`.
         """
         if not all("pages" in spec.clauses for spec in specs):
             capacity = -(-longest // page) * page
@@ -58,8 +58,13 @@ class Layout:
         made = cls(rows, each * page, wanted, page, 0, tuple(specs))
         own = made._own_bytes(specs)
         made = replace(made, tails=(TAILS_A_ROW * rows if reuse else 0) if own else None)
-        if cache_tokens is None and (free := free_bytes()) is not None:
-            made = replace(made, pages=min(wanted, made._fitting(specs, int(SHARE * free))))
+        if (free := free_bytes()) is not None:
+            fitting = made._fitting(specs, free if cache_tokens else int(SHARE * free))
+            if cache_tokens and wanted > fitting:
+                raise CacheMemoryError(
+                    f"{cache_tokens=}: memory has room for {fitting * page} beside {rows=}"
+                )
+            made = replace(made, pages=min(wanted, fitting))
         if made.pages < each:
             raise CacheMemoryError(
                 f"the cache has room for {made.pages * page} tokens, one request may have {longest}: "
