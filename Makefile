@@ -30,7 +30,7 @@ $(SMOLLM2): | $(READY)
 demo-llm: $(READY) $(SMOLLM2)
 	$(BIN)/zdc demo --source $(SMOLLM2) --output demo-llm-output
 
-# Of the longest tests a tenth, another one at each commit.
+# Of the longest tests a fifth, another one at each commit.
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --sample
 

@@ -71,12 +71,12 @@ OPT = replace(
 CONFIGS = {"llama": LLAMA, "opt": OPT}
 
 
-TURNS = 10
+TURNS = 5
 """Commits after which `make test` has run all `sampled` tests."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    help = "of `sampled` tests a tenth of all parameters, others at the next commit"
+    help = "of `sampled` tests a fifth of all parameters, others at the next commit"
     parser.addoption("--sample", action="store_true", help=help)
 
 
@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def not_drawn(items: list[pytest.Item], turn: int) -> Iterator[pytest.Item]:
-    """All but every tenth of `sampled` tests, of each over its parameters; in ten turns each is drawn once.
+    """All but every fifth of `sampled` tests, of each over its parameters; in five turns each is drawn once.
 
     Where a test begins depends on its name: tests of the same parameters draw different ones.
     """

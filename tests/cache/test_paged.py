@@ -12,7 +12,7 @@ import pytest
 from kernels_pallas import dequantise, triton
 from kernels_pallas.prefill_inputs import LARGEST_BLOCK
 from zdc_jax import methods
-from zdc_jax.cache import prefix_ring
+from zdc_jax.cache import near_far, prefix_ring
 from zdc_jax.cache.coded_choosing import CodedChoosing
 from zdc_jax.cache.coded_store import CodedStore
 from zdc_jax.cache.fitted_integers import FittedIntegers
@@ -188,6 +188,18 @@ def test_codes_are_read_as_far_as_queries_see(seen, paged, monkeypatch):
     wanted = spec.attend_far(rows, q, positions, replace(call, implementation="xla"))
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_far_attention_is_told_where_padding_begins(monkeypatch):
+    attend, told = near_far.stored_attention, []
+    noted = lambda *given, end, **options: told.append(end) or attend(*given, **options)
+    monkeypatch.setattr(near_far, "stored_attention", noted)
+    spec, end = SPECS["coded"], jnp.array([PIECE, 9, 0])
+    q, k, v = (jnp.ones((B, PIECE, heads, H), jnp.bfloat16) for heads in (K * G, K, K))
+    positions = jnp.broadcast_to(jnp.arange(PIECE), (B, PIECE))
+    spec.attend(spec.create(B, CAPACITY), q, k, v, positions, end, None, Call(H**-0.5))
+    assert len(told) == 1
+    np.testing.assert_array_equal(told[0], end)
 
 
 def test_codes_are_not_read_in_pages_without_a_kernel(monkeypatch):
