@@ -5,8 +5,12 @@
 Prints the ceilings first. Rows that carry an `error` were checked in the same run, on the tensors that are
 timed: prefill and decode against float64, the epilogue against XLA. The paged and the segment rows are times
 only; their numbers are checked by `tests/kernels`. Peers run in the same process (cuDNN through JAX, JAX's
-own kernel), PyTorch's in a process of its own. Times are device times (CUPTI); a cached row's bytes are those
-it must read.
+own kernel), PyTorch's and FlashAttention-3 in processes of their own. Times are device times (CUPTI; CUDA
+events in those processes); a cached row's bytes are those it must read.
+
+    … --flash-attention-3 vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so
+
+adds FlashAttention-3, from the library that vLLM's wheel holds. A peer that fails has a row that says why.
 """
 
 import functools
@@ -20,8 +24,16 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from benchmarks.common import RESULTS, write_result
-from benchmarks.timing import copy_bandwidth, device_ms, matmul_rate, normal, torch_attention
+from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.rivals.flash_attention_3 import Call
+from benchmarks.timing import (
+    copy_bandwidth,
+    device_ms,
+    flash_attention_3,
+    matmul_rate,
+    normal,
+    torch_attention,
+)
 from kernels_pallas import (
     Ring,
     Segment,
@@ -41,9 +53,13 @@ PREFILL_RANKS = [(128, 128), (96, 96), (64, 128), (64, 96), (48, 96), (64, 64), 
 
 @dataclass(frozen=True)
 class Options:
-    """`sections` to run; `name` of the file in `results`."""
+    """`sections` to run; `name` of the file in `results`.
+
+    flash_attention_3: the library `_vllm_fa3_C.abi3.so` of vLLM's wheel; None leaves its rows out.
+    """
 
     sections: tuple[Section, ...] = SECTIONS
+    flash_attention_3: Path | None = None
     name: str = "kernels-h200"
     results: Path = RESULTS
 
@@ -84,9 +100,31 @@ def row(
     return out
 
 
-def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
-    """The peer: full rank, [B, T, N, H]."""
-    return jax.nn.dot_product_attention(q, k, v, scale=H**-0.5, is_causal=causal, implementation="cudnn")
+def refused(name: str, why: str) -> Row:
+    """The row of a peer that did not run, printed."""
+    print(f"{name:44} refused: {why[:200]}", flush=True)
+    return {"name": name, "refused": why[:200]}
+
+
+def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, window: int | None = None) -> jax.Array:
+    """The peer: full rank, [B, T, N, H]. window: the newest tokens that a query sees, itself among them."""
+    return jax.nn.dot_product_attention(
+        q, k, v, scale=H**-0.5, is_causal=causal, implementation="cudnn",
+        local_window_size=None if window is None else (window - 1, 0),
+    )  # fmt: skip
+
+
+def flash_rows(
+    library: Path | None, name: str, peer: list[float], bounds: dict[str, float], **call: Any
+) -> Iterator[Row]:
+    """The row of FlashAttention-3; none without its library."""
+    if library is None:
+        return
+    name, found = f"flash-attention-3 {name}", flash_attention_3(Call(library, heads=N, **call))
+    if "refused" in found:
+        yield refused(name, found["refused"])
+    else:
+        yield row(name, found["times"], peer, bounds, error=found["error"]) | {"torch": found["torch"]}
 
 
 def exact_rows(
@@ -115,13 +153,15 @@ def error(out: jax.Array, exact: np.ndarray) -> float:
     return float(np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact))
 
 
-def prefill(ceilings: Ceilings) -> Iterator[Row]:
+def prefill(ceilings: Ceilings, library: Path | None) -> Iterator[Row]:
     """Whole prompts, one rank: every head its own keys, and groups of four."""
-    yield from prefill_heads(ceilings, 32, PREFILL_RANKS)
-    yield from prefill_heads(ceilings, 8, [(128, 128), (64, 96)])
+    yield from prefill_heads(ceilings, library, 32, PREFILL_RANKS)
+    yield from prefill_heads(ceilings, library, 8, [(128, 128), (64, 96)])
 
 
-def prefill_heads(ceilings: Ceilings, K: int, ranks: list[tuple[int, int]]) -> Iterator[Row]:
+def prefill_heads(
+    ceilings: Ceilings, library: Path | None, K: int, ranks: list[tuple[int, int]]
+) -> Iterator[Row]:
     """S=16384 causal with K heads of keys; cuDNN at 128 is the peer of every rank."""
     S, positions = 16384, [0, 1, 777, 8191, 16383]
     pairs = N * S * (S + 1) / 2
@@ -132,7 +172,10 @@ def prefill_heads(ceilings: Ceilings, K: int, ranks: list[tuple[int, int]]) -> I
     for width in (128, 64):
         q, k, v = normal(0, 1, S, N, width), normal(1, 1, S, K, width), normal(2, 1, S, K, width)
         peers[width] = device_ms(lambda q, k, v: cudnn(q, k, v, causal=True), q, k, v)
-        yield row(f"cudnn H={width} K={K}", peers[width], None, bounds(width, width))
+        shape = f"H={width} K={K}"
+        yield row(f"cudnn {shape}", peers[width], None, bounds(width, width))
+        asked = {"tokens": S, "kv_heads": K, "head_dim": width}
+        yield from flash_rows(library, shape, peers[128], bounds(width, width), **asked)
     if K == N:
         yield from jax_kernel(S, bounds(H, H), peers[128])
         yield {"name": "torch H=128", **torch_attention(S, N, H)}
@@ -155,12 +198,12 @@ def jax_kernel(S: int, bounds: dict[str, float], peer: list[float]) -> Iterator[
     try:
         times = device_ms(lambda q, k, v: attention_mgpu.attention(q, k, v, config), q, k, v)
     except (ValueError, NotImplementedError, AssertionError) as refusal:
-        yield {"name": "jax attention_mgpu", "refused": str(refusal)[:200]}
+        yield refused("jax attention_mgpu", str(refusal))
         return
     yield row("jax attention_mgpu H=128", times, peer, bounds)
 
 
-def two_rank(ceilings: Ceilings) -> Iterator[Row]:
+def two_rank(ceilings: Ceilings, library: Path | None) -> Iterator[Row]:
     """Window 512 and 4 sinks at full rank, the rest at (32, 64), S=32768, beside (32, 64) alone."""
     S, R, Z, window, sinks, positions = 32768, 32, 64, 512, 4, [0, 600, 20000, 32767]
     pairs = N * S * (S + 1) / 2
@@ -171,7 +214,9 @@ def two_rank(ceilings: Ceilings) -> Iterator[Row]:
     q = normal(0, 1, S, N, H)
     full = [normal(i, 1, S, N, H) for i in (1, 2)]
     peer = device_ms(lambda q, k, v: cudnn(q, k, v, causal=True), q, *full)
-    yield row("cudnn H=128 S=32768", peer, None, ceilings.bounds(flops=4 * H * pairs, exps=pairs, nbytes=0.0))
+    whole = ceilings.bounds(flops=4 * H * pairs, exps=pairs, nbytes=0.0)
+    yield row("cudnn H=128 S=32768", peer, None, whole)
+    yield from flash_rows(library, "H=128 S=32768", peer, whole, tokens=S)
     del full
     k, v = normal(1, 1, N, S, R), normal(2, 1, N, S, Z)
     far = lambda q, k, v: prefill_attention(q, k, v, scale=H**-0.5)[0]
@@ -189,23 +234,57 @@ def two_rank(ceilings: Ceilings) -> Iterator[Row]:
     yield row("two ranks, window 512, far (32,64)", times, peer, bounds(1), error=wrong, over_alone=over)
 
 
-def window_alone(ceilings: Ceilings) -> Iterator[Row]:
+def window_alone(ceilings: Ceilings, library: Path | None) -> Iterator[Row]:
     """Layers without far attention: window 512 and 4 sinks at full rank, beside cuDNN on all tokens."""
-    sinks, window = 4, 512
     for S in (16384, 131072):
-        q, k, v = (normal(i, 1, S, N, H) for i in range(3))
-        peer = device_ms(lambda q, k, v: cudnn(q, k, v, causal=True), q, k, v)
-        k, v = (normal(i, 1, N, S, H) for i in (1, 2))
-        f = lambda q, k, v: prefill_attention(
-            q, k[..., :0], v[..., :0], scale=H**-0.5, sinks=sinks, window=window,
-            trailing=Trailing(k, v, jnp.zeros(1, jnp.int32), k[:, :, :8], v[:, :, :8]),
-        )[0]  # fmt: skip
-        positions, pairs = [0, 600, S // 2, S - 1], N * S * (window + sinks)
-        got = jax.jit(f)(q, k, v)[0, jnp.array(positions), 0]
-        wrong = error(got, exact_rows(q, k[..., :0], v[..., :0], positions, (k, v), sinks, window))
-        bounds = ceilings.bounds(flops=4 * H * pairs, exps=pairs, nbytes=2.0 * S * N * 4 * H)
-        yield row(f"window 512 alone S={S}", device_ms(f, q, k, v), peer, bounds, error=wrong)
+        yield from window_shape(ceilings, library, S)
     yield decode_window(ceilings, 16, 8192)
+
+
+def window_shape(ceilings: Ceilings, library: Path | None, S: int) -> Iterator[Row]:
+    """Our kernel beside cuDNN; cuDNN and FlashAttention-3 also with that window alone: they have no sinks.
+
+    `over_windowed`: our time over that of cuDNN's window.
+    """
+    sinks, window, positions = 4, 512, [0, 600, S // 2, S - 1]
+    bounds = lambda keys: ceilings.bounds(
+        flops=4 * H * N * S * keys, exps=N * S * keys, nbytes=2.0 * S * N * 4 * H
+    )
+    q, k, v = (normal(i, 1, S, N, H) for i in range(3))
+    peer = device_ms(lambda q, k, v: cudnn(q, k, v, causal=True), q, k, v)
+    yield (windowed := cudnn_window(q, k, v, window, peer, bounds(window)))
+    yield from flash_rows(library, f"window 512 S={S}", peer, bounds(window), tokens=S, window=window)
+    k, v = (normal(i, 1, N, S, H) for i in (1, 2))
+    f = lambda q, k, v: prefill_attention(
+        q, k[..., :0], v[..., :0], scale=H**-0.5, sinks=sinks, window=window,
+        trailing=Trailing(k, v, jnp.zeros(1, jnp.int32), k[:, :, :8], v[:, :, :8]),
+    )[0]  # fmt: skip
+    got = jax.jit(f)(q, k, v)[0, jnp.array(positions), 0]
+    more = {"error": error(got, exact_rows(q, k[..., :0], v[..., :0], positions, (k, v), sinks, window))}
+    times = device_ms(f, q, k, v)
+    if "ms" in windowed:
+        more["over_windowed"] = float(np.median(times)) / windowed["ms"]
+    yield row(f"window 512 alone S={S}", times, peer, bounds(window + sinks), **more)
+
+
+def cudnn_window(
+    q: jax.Array, k: jax.Array, v: jax.Array, window: int, peer: list[float], bounds: dict[str, float]
+) -> Row:
+    """cuDNN's own window, where it agrees to run; q, k, v [1, S, N, H].
+
+    `error` is of whole windows: beside a query of one key, whose output is large, theirs would not show.
+    """
+    S = q.shape[1]
+    name, positions = f"cudnn window {window} S={S}", [window, S // 2, S - 1]
+    f = functools.partial(cudnn, causal=True, window=window)
+    try:
+        got = jax.jit(f)(q, k, v)[0, jnp.array(positions), 0]
+        times = device_ms(f, q, k, v)
+    except (ValueError, RuntimeError) as refusal:
+        return refused(name, str(refusal))
+    k, v = (x[:, :, :1].swapaxes(1, 2) for x in (k, v))
+    wrong = error(got, exact_rows(q, k[..., :0], v[..., :0], positions, (k, v), 0, window))
+    return row(name, times, peer, bounds, error=wrong)
 
 
 def decode_window(ceilings: Ceilings, B: int, S: int) -> Row:
@@ -368,11 +447,18 @@ def main() -> None:
     print(
         f"copy {ceilings.copy / 1e12:.2f} TB/s, bf16 product {ceilings.matmul / 1e12:.0f} TFLOP/s", flush=True
     )
-    functions = {"prefill": prefill, "two-rank": two_rank, "decode": decode, "epilogue": epilogue}
-    functions |= {"window": window_alone, "segments": segments}
+    functions: dict[Section, Callable[[Ceilings], Iterator[Row]]] = {
+        "prefill": functools.partial(prefill, library=options.flash_attention_3),
+        "two-rank": functools.partial(two_rank, library=options.flash_attention_3),
+        "window": functools.partial(window_alone, library=options.flash_attention_3),
+        "decode": decode,
+        "epilogue": epilogue,
+        "segments": segments,
+    }
     results: dict[str, Any] = {"ceilings": asdict(ceilings)}
-    results |= {section: list(functions[section](ceilings)) for section in options.sections}
-    print(write_result(options.name, {"sections": options.sections}, results, options.results))
+    for section in options.sections:
+        results[section] = [found | {"commit": commit()} for found in functions[section](ceilings)]
+        print(write_result(options.name, {"sections": options.sections}, results, options.results))
 
 
 if __name__ == "__main__":

@@ -2,15 +2,19 @@
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
+
+from benchmarks.rivals.flash_attention_3 import Call
 
 
 def device_ms(f: Callable[..., Any], *args: Any, iterations: int = 7) -> list[float]:
@@ -95,9 +99,25 @@ print(json.dumps(out))
 
 
 def torch_attention(S: int, N: int, H: int) -> dict[str, Any]:
-    """Milliseconds of causal attention in PyTorch's FlashAttention and cuDNN back ends, by CUDA events."""
-    command = [sys.executable, "-c", _TORCH, str(S), str(N), str(H)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    """Milliseconds of causal attention in PyTorch's FlashAttention and cuDNN back ends, by CUDA events;
+    `refused` says why there are none.
+    """
+    return _answer([sys.executable, "-c", _TORCH, str(S), str(N), str(H)])
+
+
+def flash_attention_3(call: Call) -> dict[str, Any]:
+    """What `benchmarks.rivals.flash_attention_3` measures of a call; `refused` says why it does not."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(call).items()]
+    return _answer([sys.executable, "-m", Call.__module__, *flags])
+
+
+def _answer(command: list[str], seconds: float = 300.0) -> dict[str, Any]:
+    """The JSON that a process prints last; one that fails, or takes longer than `seconds`, has `refused`."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return {"refused": f"no answer in {seconds:.0f} s"}
     if done.returncode:
-        return {"error": done.stderr.strip().splitlines()[-1][:200] if done.stderr else "no output"}
+        errors = re.findall(r"^[\w.]*Error: .*", done.stderr, re.MULTILINE)
+        return {"refused": (errors or [f"exit status {done.returncode}"])[-1][:200]}
     return json.loads(done.stdout.splitlines()[-1])

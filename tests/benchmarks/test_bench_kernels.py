@@ -1,0 +1,35 @@
+"""Peers that do not run, and the truth that peers with a window are held to."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.bench_kernels import H, exact_rows, flash_rows
+
+
+def test_a_peer_that_fails_has_a_row_that_says_why(tmp_path):
+    """There is no library, and perhaps no PyTorch."""
+    (row,) = flash_rows(tmp_path / "absent.so", "H=128", [1.0], {"tensor": 1.0}, tokens=1024, window=512)
+    assert row["name"] == "flash-attention-3 H=128"
+    assert "Error: " in row["refused"]
+    assert not list(flash_rows(None, "H=128", [1.0], {"tensor": 1.0}, tokens=1024))
+
+
+def test_the_process_of_the_peer_has_no_jax():
+    command = "import sys, benchmarks.rivals.flash_attention_3; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_rows_of_a_window_without_sinks_are_those_of_jax():
+    S, window = 40, 8
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, S, 2, H)) for i in range(3))
+    expected = jax.nn.dot_product_attention(
+        q, k, v, scale=H**-0.5, is_causal=True, local_window_size=(window - 1, 0), implementation="xla"
+    )
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    found = exact_rows(q, k[..., :0], v[..., :0], list(range(S)), (k, v), 0, window)
+    np.testing.assert_allclose(found, jnp.asarray(expected[0, :, 0]), atol=1e-5)
