@@ -30,7 +30,7 @@ def method_bytes(
     Raises:
       NotImplementedError: the method cannot send this payload or token classes; what `prefill_bytes` raises.
     """
-    check_attention(attention_of(method), payload, plan.classes)
+    check_attention(attention_of(method), payload, plan)
     if method in ("ulysses", "late_ulysses"):
         sent = plan if method == "ulysses" else CompressionPlan.full(config)
         how = {"length": length, "degree": degree, "batch": batch, "itemsize": itemsize}

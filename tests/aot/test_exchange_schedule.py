@@ -1,7 +1,9 @@
 """On four H200 that are not there: what a layer computes while its heads are exchanged."""
 
 import re
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +12,14 @@ import pytest
 from compiled import devices
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zdc_jax.cache.coded_store import CodedStore
+from zdc_jax.cache.codes import Split
+from zdc_jax.cache.fitted_integers import FittedIntegers
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.parallel.attention import sharded_attention
+from zdc_jax.parallel.coded import coded_attention
 from zdc_jax.parallel.mesh import SEQUENCE
+from zdc_jax.parallel.payload import NATIVE
 
 TOKENS = PartitionSpec(None, SEQUENCE)
 KINDS = {
@@ -49,11 +56,30 @@ def test_a_single_kv_head_is_one_group():
     assert scheduled(spec, 32) == ["halo", *COMING, "attention", "waited for"]
 
 
-def scheduled(spec: PrefixRing, num_heads: int) -> list[str]:
+@pytest.mark.aot
+@pytest.mark.usefixtures("on_kernels")
+@pytest.mark.parametrize("kv_heads", [32, 8])
+def test_attention_hides_the_exchange_of_codes(kv_heads):
+    """As of numbers; kernels code keys and values before it, and read codes behind it."""
+    codes = {"key_code": Split(32, FittedIntegers(6), FittedIntegers(3)), "value_code": FittedIntegers(4)}
+    near = {"sinks": 4, "window": 128, "near_code": FittedIntegers(8)}
+    spec = CodedStore(num_kv_heads=kv_heads, head_dim=128, dtype="bfloat16", R=128, Z=128, **near, **codes)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        end = jnp.full(1, 32768, jnp.int32)
+        how: Any = {"scale": 0.1, "implementation": "pallas", "formats": NATIVE}
+        return coded_attention(q, k, v, end, None, spec=spec, **how)[0]
+
+    assert scheduled(spec, 32, attend) == ["halo", *COMING * 3, "start", "done"]
+
+
+def scheduled(
+    spec: PrefixRing | CodedStore, num_heads: int, attend: Callable[..., jax.Array] | None = None
+) -> list[str]:
     """Parts of the exchange and our kernels, in the order of the compiled program."""
     mesh = Mesh(np.array(devices(4)), (SEQUENCE,))
-    attend = partial(sharded_attention, scale=0.1, spec=spec, implementation="pallas")
-    one = lambda *qkv: attend(*qkv)[0]
+    native = partial(sharded_attention, scale=0.1, spec=spec, implementation="pallas")
+    one = attend or (lambda *qkv: native(*qkv)[0])
     program = jax.shard_map(one, mesh=mesh, in_specs=(TOKENS,) * 3, out_specs=TOKENS, check_vma=False)
     placed = NamedSharding(mesh, TOKENS)
     q, k = (

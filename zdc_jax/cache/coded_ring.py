@@ -86,7 +86,7 @@ class CodedRing(PrefixRing):
             written = self.write(state, k, v, positions, end)
             return Attended(written, *of_parts(q, self.decode_held(written, q, positions, call)), aux)
         whole = replace(state, ring_k=self._decode(state.ring_k), ring_v=self._decode(state.ring_v))
-        seen = self._seen(k), self._seen(v)
+        seen = self.seen(k), self.seen(v)
         done = self.plain.attend(whole, q, *seen, positions, end, aux, call)
         return done._replace(state=self.write(state, k, v, positions, end))
 
@@ -111,7 +111,7 @@ class CodedRing(PrefixRing):
         self, q: Array, k: Array, v: Array, positions: Array, aux: object, call: Call
     ) -> Attended:
         """`LayerCacheSpec.attend_whole`."""
-        return self.plain.attend_whole(q, self._seen(k), self._seen(v), positions, aux, call)
+        return self.plain.attend_whole(q, self.seen(k), self.seen(v), positions, aux, call)
 
     def _encode(self, x: Array) -> Coded:
         return encode_tokens(self.code, x)
@@ -119,8 +119,13 @@ class CodedRing(PrefixRing):
     def _decode(self, coded: Coded) -> Array:
         return decode_tokens(self.code, coded, self.head_dim).astype(self.dtype)
 
-    def _seen(self, x: Array) -> Array:
+    def seen(self, x: Array) -> Array:
+        """`PrefixRing.seen`: rounded."""
         return self._decode(self._encode(x))
+
+    def held(self, state: PrefixRingState) -> PrefixRingState:
+        """`PrefixRing.held`: coded."""
+        return replace(state, ring_k=self._encode(state.ring_k), ring_v=self._encode(state.ring_v))
 
 
 def _slot(positions: Array, end: Array, sinks: int, window: int) -> tuple[Array, Array]:

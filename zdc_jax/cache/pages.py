@@ -70,10 +70,12 @@ class Pages:
     ) -> Array:
         """The pool with those pages of `rows` that hold tokens from `start` to `end`.
 
-        tokens: of the longest span. page: tokens of a page. No two rows may have such a page together.
+        rows: of no fewer slots than the table. tokens: of the longest span. page: tokens of a page. No two
+        rows may have such a page together.
         """
         B, n = self.table.shape
         _, K, slots, *rest = self.pool.shape
+        rows = rows[:, :, : n * slots]
         which, at = self._written(start, end, tokens=tokens, page=page)
         index = which.reshape(B, 1, -1, *[1] * (1 + len(rest)))
         found = jnp.take_along_axis(rows.reshape(B, K, n, slots, *rest), index, axis=2).swapaxes(1, 2)

@@ -116,6 +116,14 @@ class PrefixRing(LayerCacheSpec):
         """`LayerCacheSpec.reads_pages`: on kernels."""
         return self._implementation(state, q, v, call) == "pallas"
 
+    def seen(self, x: Shaped[Array, "*B C"]) -> Shaped[Array, "*B C"]:
+        """Near keys or values as queries see them: as they are."""
+        return x
+
+    def held(self, state: PrefixRingState) -> PrefixRingState:
+        """A state of whole near tokens as this cache keeps it."""
+        return state
+
     def kernel_rings(self, state: PrefixRingState) -> tuple[Any, Any] | None:
         """What kernels write near tokens of R = Z = 0 to; None where they do not know its form."""
         return state.ring_k, state.ring_v

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -209,7 +209,7 @@ class LayerCacheSpec(ABC):
         """Bytes of the cache of a row of `tokens` that decoding one more reads: all, unless it chooses."""
         return self.bytes(tokens)
 
-    def on_heads(self, num_kv_heads: int) -> "LayerCacheSpec":
+    def on_heads(self, num_kv_heads: int) -> Self:
         """The same for a device with so many of the heads."""
         return replace(self, num_kv_heads=num_kv_heads)
 

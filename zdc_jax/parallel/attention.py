@@ -15,7 +15,7 @@ from zdc_jax.parallel.far import Exchanged, FarAttention, FarKeys, ulysses
 from zdc_jax.parallel.mesh import SEQUENCE
 from zdc_jax.parallel.near import first_tokens, with_halo
 from zdc_jax.parallel.payload import NATIVE, Formats, Payload
-from zdc_jax.plan import TokenClasses
+from zdc_jax.plan import CompressionPlan
 
 ShardedAttention = Callable[..., tuple[Array, Any]]
 """Is called as `sharded_attention`, and with `far` only where it is that very function."""
@@ -69,14 +69,16 @@ def sharded_attention(
     return widened(merge_partial([near, (o, lse)])[0], v.shape[-1]), exchanged
 
 
-def check_attention(attention: ShardedAttention, payload: Payload, classes: TokenClasses | None) -> None:
-    """Raises `NotImplementedError` where a payload or token classes need `sharded_attention`, not another."""
+def check_attention(attention: ShardedAttention, payload: Payload, plan: CompressionPlan) -> None:
+    """Raises `NotImplementedError` where a payload, token classes or codes need `sharded_attention`, not
+    another."""
     if attention is sharded_attention:
         return
     if payload != "native":
         raise NotImplementedError(f"{payload=} needs sharded_attention, {attention=} has none")
-    if classes is not None:
-        raise NotImplementedError(f"{attention=} cannot do this call: token classes need sharded_attention")
+    for needed, it_is in (("token classes", plan.classes is not None), ("codes", plan.method != "zdc")):
+        if it_is:
+            raise NotImplementedError(f"{attention=} cannot do this call: {needed} need sharded_attention")
 
 
 Fetched = tuple[Array, Array, Array, Array]

@@ -137,7 +137,7 @@ def _leader_layer(
                 exchanged = cut[1], cut[2]
                 parts.append(gather_heads_and_lse(*keys.attend(*cut), SEQUENCE))
             if capacity is not None:
-                state = prompt_state(kept, k, v, exchanged, positions, end, capacity)
+                state = prompt_state(kept, exchanged, k, v, positions, end, capacity)
             o, lse = _merged(parts)
             return o, (lse, state)
 
@@ -227,7 +227,7 @@ def _member_layer(
                 o, _ = _merged([(order.sorted(o), lse), gather_heads_and_lse(*far, SEQUENCE)])
             if capacity is None:
                 return o, None
-            ring = prompt_state(spec.near, own_k, own_v, None, positions, end, capacity)
+            ring = prompt_state(spec.near, None, own_k, own_v, positions, end, capacity)
             sized = zip(segments, spec.blocks.segment_slots(capacity), strict=True)
             return o, MemberState(ring, *(ClassArrays(stored(s.k, n), stored(s.v, n)) for s, n in sized))
 

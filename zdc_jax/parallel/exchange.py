@@ -82,12 +82,12 @@ def scatter_heads(
 
 
 def scatter_head_groups(
-    parts: Sequence[Float[Array, "B _ _ _"]],
+    parts: Sequence[Shaped[Array, "B _ _ _"]],
     axis: str,
     formats: Sequence[Format] | None = None,
     groups: int = 1,
     beside: Any = None,
-) -> list[list[Float[Array, "B _ _ _"]]]:
+) -> list[list[Shaped[Array, "B _ _ _"]]]:
     """`scatter_heads` with an all-to-all for each of so many equal groups of each device's heads, in order.
 
     One is sent after the other: what is computed from the first goes on beside the second. beside: arrays

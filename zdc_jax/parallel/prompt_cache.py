@@ -19,9 +19,9 @@ from zdc_jax.parallel.payload import NATIVE, Formats
 
 def prompt_state(
     spec: PrefixRing,
+    exchanged: Exchanged | None,
     k: Float[Array, "B t K Hq"],
     v: Float[Array, "B t K Hv"],
-    exchanged: Exchanged | None,
     positions: Int[Array, "B t"],
     end: Int[Array, " B"],
     capacity: int,
@@ -30,14 +30,14 @@ def prompt_state(
     """Cache of one layer on one device, for `capacity` tokens a row; inside `jax.shard_map`.
 
     Args:
-      k, v: of this device's tokens, which stand at `positions`; truncated where the plan has no near set.
       exchanged: first coordinates of all tokens for this device's heads; None without far attention.
+      k, v: of this device's tokens, which stand at `positions`; truncated where the plan has no near set.
       end: tokens that each row holds.
       formats: how the first coordinates came; near ones are put there whole where `formats.near` says so.
     """
     trailing = jnp.concatenate([k[..., spec.R :], v[..., spec.Z :]], -1)
     near, split = spec.near(capacity), k.shape[-1] - spec.R
-    ring = _scattered_ring(trailing, near, positions, end, capacity)
+    ring = scattered_ring(trailing, near, positions, end, capacity)
     if exchanged is None:
         first_k = first_v = jnp.zeros((k.shape[0], ring.shape[1], 1, 0), k.dtype)
     else:
@@ -45,20 +45,21 @@ def prompt_state(
         if any(formats.near):
             whole = jnp.concatenate([k[..., : spec.R], v[..., : spec.Z]], -1)
             _, kept = near_set(spec, formats, (k.shape[-1], v.shape[-1]), capacity)
-            whole = _scattered_ring(whole, kept, positions, end, capacity)
+            whole = scattered_ring(whole, kept, positions, end, capacity)
             first_k = _with_near(first_k, whole[..., : spec.R], kept, end)
             first_v = _with_near(first_v, whole[..., spec.R :], kept, end)
     return PrefixRingState(first_k, first_v, ring[..., :split], ring[..., split:], near)
 
 
-def _scattered_ring(
+def scattered_ring(
     x: Float[Array, "B t K C"],
     near: tuple[int, int],
     positions: Int[Array, "B t"],
     end: Int[Array, " B"],
     capacity: int,
 ) -> Float[Array, "B k M C"]:
-    """The ring of a prompt for this device's heads, from what each device has of its tokens."""
+    """The ring of a prompt for this device's heads, from what each device has of its tokens; near: sinks and
+    window."""
     x = jnp.repeat(x, kv_copies(x.shape[2], jax.lax.axis_size(SEQUENCE)), axis=2)
     (B, _, K, C), (sinks, window) = x.shape, near
     # Each slot's token is on one device: a sum with the zeros of others, of which each keeps its heads.

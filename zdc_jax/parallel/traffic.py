@@ -7,10 +7,12 @@ x (U-1), an all-reduce 2 x (U-1)/U. A device that does more than others is the o
 import math
 import re
 from collections import Counter
+from typing import Any
 
 from zdc_jax.cache.prefix_ring import ring_slots
 from zdc_jax.config import ModelConfig
 from zdc_jax.parallel.classes import check_classes
+from zdc_jax.parallel.coded import check_codes, stored_bytes
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.near import halo_rows
 from zdc_jax.parallel.payload import NEAR, Kind, Payload, block_bytes, halo_blocks, lse_bytes, row_bytes
@@ -33,8 +35,14 @@ def prefill_bytes(
     counted. A full plan is dense Ulysses. `itemsize`: bytes of a native element.
 
     Raises:
-      NotImplementedError: a payload that cannot exchange the plan's token classes.
+      NotImplementedError: a payload that cannot exchange the plan's token classes; a plan whose caches do not
+        run on a mesh.
     """
+    if plan.method != "zdc":
+        check_codes(plan, payload, degree)
+        how: Any = {"length": length, "degree": degree, "payload": payload, "itemsize": itemsize}
+        layers = range(len(plan.layers))
+        return batch * sum(_coded_bytes(config, plan, index, **how) for index in layers)
     layer = lambda index: layer_bytes(
         config,
         plan.layers[index],
@@ -87,6 +95,37 @@ def layer_bytes(
     halo = sum(block_bytes(halo_blocks(width)) for width in (ranks.qk, ranks.v))
     first = 2 * (U - 1) * min(sinks, U * t) * K * (ranks.qk + ranks.v) * itemsize // U
     return far + lse + sum(halo_rows(min(window, U * t), t, U)) * K * halo + first
+
+
+def _coded_bytes(
+    config: ModelConfig,
+    plan: CompressionPlan,
+    layer: int,
+    *,
+    length: int,
+    degree: int,
+    payload: Payload,
+    itemsize: int,
+) -> int:
+    """`prefill_bytes` of one layer and row of a plan whose caches are codes.
+
+    As `layer_bytes`, but of a key and value of each token and head the codes travel, `stored_bytes`.
+    """
+    N, U, t, ranks, near = (
+        config.num_heads,
+        degree,
+        -(-length // degree),
+        plan.layers[layer],
+        plan.near(layer),
+    )
+    around = near_bytes(config, near, t, U, itemsize) if any(near) else 0
+    if not ranks.qk:
+        return around
+    of_query = row_bytes("q", ranks.qk, payload, itemsize) + row_bytes("o", ranks.v, payload, itemsize)
+    of_query += lse_bytes(payload) if any(near) else 0
+    of_key = stored_bytes(plan.layer_caches(config.dtype)[layer])
+    heads = config.num_kv_heads * kv_copies(config.num_kv_heads, U)
+    return t * (U - 1) * (N * of_query + heads * of_key) // U + around
 
 
 def near_bytes(config: ModelConfig, near: tuple[int, int], t: int, U: int, itemsize: int) -> int:
@@ -151,12 +190,13 @@ def cache_bytes(
     Trailing coordinates of the ring's slots, K' (M (2H - R - Z)) (U-1)/U a layer; first coordinates are where
     the exchange has brought them, but a `coded` payload sends R + Z of near tokens once more, whole. In
     layers with token classes the ring holds all 2H; each group adds the float32 importance of one block,
-    summed over the devices.
+    summed over the devices. The ring of a cache in codes holds all 2H.
     """
     heads = config.num_kv_heads * kv_copies(config.num_kv_heads, degree)
     ring = 0
     for index, ranks in enumerate(plan.layers):
-        kept = 0 if plan.has_classes(index) else ranks.qk + ranks.v
+        whole = plan.has_classes(index) or plan.method != "zdc"
+        kept = 0 if whole else ranks.qk + ranks.v
         near = plan.near(index)
         ring += heads * ring_slots(*near, capacity) * (2 * plan.head_dim - kept) * itemsize
         if payload == "coded" and kept:

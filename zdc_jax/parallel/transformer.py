@@ -4,7 +4,7 @@ Prompts come whole, their tokens divided over `sequence`. Then tokens come one b
 the same devices, on the cache as the prompt has left it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -16,8 +16,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
+from zdc_jax.cache.classes import ClassLeader, ClassMember
+from zdc_jax.cache.coded_far import CodedFar
+from zdc_jax.cache.coded_ring import CodedRing
 from zdc_jax.cache.kv_cache import KVCache, check_fits, free_bytes
-from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
+from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.cache.spec import LayerCacheSpec, State
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import MeshError
@@ -26,6 +29,7 @@ from zdc_jax.model.transformer import Embeddings, Transformer, extend_layer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.attention import ShardedAttention, check_attention, sharded_attention
 from zdc_jax.parallel.classes import check_classes, prompt_through_groups
+from zdc_jax.parallel.coded import check_codes, coded_attention, coded_state
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.mesh import (
     BY_HEAD,
@@ -60,7 +64,8 @@ class ShardedTransformer(nnx.Module):
     layer by layer, and beside them its share by head for tokens that are decoded, for which `sequence`
     divides heads as `model` does. Prompts may exchange q, k, v and o in fewer bits
     (`zdc_jax.parallel.payload`); the cache then holds the first coordinates of keys and values as they
-    arrived, rounded, but `coded` puts those of near tokens there whole.
+    arrived, rounded, but `coded` puts those of near tokens there whole. Caches in codes have keys and values
+    exchanged as their own codes, and what arrives is the cache (`zdc_jax.parallel.coded`).
     """
 
     def __init__(
@@ -87,10 +92,12 @@ class ShardedTransformer(nnx.Module):
           MeshError: heads, feed-forward columns or (`gathered`) the embedding dim cannot be divided over this
             mesh; before a layer is taken.
           ValueError: unknown `weights` or `payload`.
-          NotImplementedError: a method whose caches cannot be divided by head after an exchange.
+          NotImplementedError: a method whose caches cannot be divided by head after an exchange; `float8`
+            with caches in codes.
         """
+        check_payload(payload)
         if plan.method != "zdc":
-            raise NotImplementedError(f"method={plan.method!r} does not run on a mesh, 'zdc' does")
+            check_codes(plan, payload, degree(mesh, BY_HEAD))
         for name, count in (("num_heads", config.num_heads), ("ffn_dim", config.ffn_dim)):
             if count % degree(mesh, BY_HEAD):
                 raise MeshError(
@@ -99,7 +106,6 @@ class ShardedTransformer(nnx.Module):
                 )
         if weights not in WEIGHT_PLACEMENTS:
             raise ValueError(f"{weights=} must be one of {WEIGHT_PLACEMENTS}")
-        check_payload(payload)
         if weights == "gathered" and config.embed_dim % (shares := degree(mesh, GATHERED_OVER)):
             raise MeshError(f"embed_dim={config.embed_dim} cannot be gathered from {shares} equal shares")
         self.config, self.plan, self.mesh = config, plan, mesh
@@ -184,10 +190,12 @@ class ShardedTransformer(nnx.Module):
             with another `attention` than `sharded_attention`, or both together.
           CalibrationError: a `float8` payload, and layers without scales.
         """
-        check_attention(attention, self.payload, self.plan.classes)
+        check_attention(attention, self.payload, self.plan)
+        end = jnp.full(len(tokens), tokens.shape[1])
         if self.plan.classes is not None:
-            end = jnp.full(len(tokens), tokens.shape[1])
             return self._through_groups(tokens, end, None, implementation)[0]
+        if self.plan.method != "zdc":
+            return self._through_layers(tokens, end, None, implementation)[0]
         x = self._embedded(tokens)
         for block, spec in zip(self.prompt_layers, self.layer_caches, strict=True):
             given = spec, self.mesh, attention, implementation, self.weights, self.payload
@@ -205,22 +213,16 @@ class ShardedTransformer(nnx.Module):
         """Hidden states of the last of `end` tokens of each prompt, and a cache of `capacity` tokens a row.
 
         The cache is divided by head over `model` and `sequence`; its KV heads are repeated where those do not
-        divide them. Its first coordinates are where the exchange has brought them; the trailing ones of the
-        last window and the sinks are scattered by head.
+        divide them. Its first coordinates, or codes, are where the exchange has brought them; the trailing
+        ones of the last window and the sinks, or their rings, are scattered by head.
 
         Raises:
           MeshError: T is more than `capacity`. What `hidden` raises.
         """
         if (length := tokens.shape[1]) > capacity:
             raise MeshError(f"{capacity=} must be >= the {length} tokens of the prompts, padding included")
-        if self.plan.classes is not None:
-            x, states = self._through_groups(tokens, end, capacity, implementation)
-        else:
-            x, states = self._embedded(tokens), []
-            for block, spec in zip(self.prompt_layers, self.layer_caches, strict=True):
-                given = spec, capacity, self.mesh, implementation, self.weights, self.payload
-                x, state = _prompt_layer(block, x, end, *given)
-                states.append(state)
+        through = self._through_layers if self.plan.classes is None else self._through_groups
+        x, states = through(tokens, end, capacity, implementation)
         return last_token(x, end, self.mesh), KVCache(tuple(states), end, self.layer_caches, capacity)
 
     def extend(
@@ -238,6 +240,21 @@ class ShardedTransformer(nnx.Module):
                 block, spec, x, states[index], aux, positions, end, cache.table, self.mesh, implementation
             )
         return x, replace(cache, layers=tuple(states), lengths=end)
+
+    def _through_layers(
+        self,
+        tokens: Array,
+        end: Array,
+        capacity: int | None,
+        implementation: Implementation | None,
+    ) -> tuple[Array, list[State]]:
+        """Last hidden states, and what layers keep for `capacity` tokens a row, None without."""
+        x, aux, states = self._embedded(tokens), None, []
+        for block, spec in zip(self.prompt_layers, self.layer_caches, strict=True):
+            given = spec, capacity, self.mesh, implementation, self.weights, self.payload
+            x, state, aux = _prompt_layer(block, x, end, aux, *given)
+            states.append(state)
+        return x, states
 
     def _through_groups(
         self,
@@ -310,7 +327,7 @@ def whole_layer(
     return on_mesh(mesh, local, in_specs, layout("B T D"))(block, x)
 
 
-def _formats(block: Block, spec: PrefixRing, payload: Payload) -> Formats:
+def _formats(block: Block, spec: Any, payload: Payload) -> Formats:
     """How far coordinates of one device's heads travel; raises what `Formats.of` does."""
     return Formats.of(payload, block.attention, spec.R, spec.Z)
 
@@ -320,35 +337,38 @@ def _prompt_layer(
     block: Block,
     x: Array,
     end: Array,
-    spec: PrefixRing,
-    capacity: int,
+    aux: Any,
+    spec: Any,
+    capacity: int | None,
     mesh: Mesh,
     implementation: Implementation | None,
     weights: WeightPlacement,
     payload: Payload,
-) -> tuple[Array, PrefixRingState]:
-    """One layer on whole prompts, and its cache with them. Jitted as `whole_layer` is."""
+) -> tuple[Array, State | None, Any]:
+    """One layer on whole prompts, its cache with them, and what it hands on. Jitted as `whole_layer` is."""
 
-    def local(block: Block, x: Array, end: Array) -> tuple[Array, PrefixRingState]:
+    def local(block: Block, x: Array, end: Array, aux: Any) -> tuple[Array, State | None, Any]:
         positions, formats = positions_of(x), _formats(block, spec, payload)
+        how: Any = {"scale": block.attention.scale, "implementation": implementation, "formats": formats}
 
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, PrefixRingState]:
-            o, exchanged = sharded_attention(
-                q,
-                k,
-                v,
-                scale=block.attention.scale,
-                spec=spec,
-                implementation=implementation,
-                formats=formats,
-            )
-            return o, prompt_state(spec, k, v, exchanged, positions, end, capacity, formats)
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[State | None, Any]]:
+            keep: Callable[..., State]
+            if isinstance(spec, CodedFar | CodedRing):
+                o, far, handed = coded_attention(q, k, v, end, aux, spec=spec, **how)
+                keep = partial(coded_state, spec, far)
+            else:
+                o, exchanged = sharded_attention(q, k, v, spec=spec, **how)
+                keep, handed = partial(prompt_state, spec, exchanged, formats=formats), aux
+            return o, (None if capacity is None else keep(k, v, positions, end, capacity), handed)
 
         block = whole_weights(block, weights)
-        return block(x, positions, attend, implementation, reduce=sum_over(mesh, BY_TOKEN))
+        x, kept = block(x, positions, attend, implementation, reduce=sum_over(mesh, BY_TOKEN))
+        return x, *kept
 
-    in_specs = (weight_specs(block, BY_TOKEN, weights), layout("B T D"), layout("B"))
-    return on_mesh(mesh, local, in_specs, (layout("B T D"), layout("B K S R")))(block, x, end)
+    tokens, heads = layout("B T D"), layout("B K S R")
+    handed = layout("B S K R")
+    in_specs = (weight_specs(block, BY_TOKEN, weights), tokens, layout("B"), handed)
+    return on_mesh(mesh, local, in_specs, (tokens, heads, handed))(block, x, end, aux)
 
 
 @partial(jax.jit, static_argnames="mesh")
@@ -388,11 +408,14 @@ def _token_layer(
 
     held = jax.tree.map(held_layout, state)
     token, rows = layout("B 1 D"), layout("B")
-    in_specs = (weight_specs(block, BY_HEAD), token, held, rows, layout("B 1"), rows, rows)
+    # Token classes hand on what is of all heads, codes what each KV head has chosen.
+    handed = rows if isinstance(spec, ClassLeader | ClassMember) else layout("B S K R")
+    in_specs = (weight_specs(block, BY_HEAD), token, held, handed, layout("B 1"), rows, rows)
     given = block, x, state, aux, positions, end, table
-    return on_mesh(mesh, local, in_specs, (token, held, rows))(*given)
+    return on_mesh(mesh, local, in_specs, (token, held, handed))(*given)
 
 
 def held_layout(leaf: Any) -> PartitionSpec:
-    """Of an array of a cache: those of four axes are divided by head, what says where tokens lie is whole."""
-    return layout("B K S R" if leaf.ndim == 4 else "B")
+    """Of an array of a cache: those of four axes and more are divided by head, what says where tokens lie is
+    whole."""
+    return layout("B K S R" if leaf.ndim >= 4 else "B")

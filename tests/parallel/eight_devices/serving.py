@@ -11,17 +11,27 @@ from zdc_jax import Sampling, generate
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.engine.request import EngineRequest
 from zdc_jax.errors import MeshError
+from zdc_jax.methods import coded
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 CONFIG = replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2)
 ENGINE = EngineConfig(rows=2, max_model_len=96, page=16, chunk=32, steps=2)
+CODES = coded.Settings(bits_k=4, bits_v=4, bits_index=6, index=8, read=0, bits_near=8)
 PLANS = {
     "full": CompressionPlan.full(CONFIG),
     "ranks and window": CompressionPlan(
         (LayerRanks(16, 32), LayerRanks(0, 0)), CONFIG.num_kv_heads, 32, window=9, sinks=3
     ),
+    "codes": CompressionPlan(
+        (LayerRanks(32, 32),) * 2, CONFIG.num_kv_heads, 32, window=9, sinks=3, method="coded", settings=CODES
+    ),
+}
+MESHES = {
+    "full": ("sequence=4", "sequence=2,model=2", "model=2"),
+    "ranks and window": ("sequence=4", "sequence=2,model=2", "model=2"),
+    "codes": ("sequence=2,model=2",),
 }
 
 
@@ -35,8 +45,7 @@ def requests() -> list[EngineRequest]:
     return [*found, replace(found[1], prompt=(*found[1].prompt[:50], 7, 8, 9))]
 
 
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("mesh", ["sequence=4", "sequence=2,model=2", "model=2"])
+@pytest.mark.parametrize(("name", "mesh"), [(name, mesh) for name in PLANS for mesh in MESHES[name]])
 def test_answers_are_those_of_one_device(name, mesh):
     on_one = TinyModel(CONFIG).model(PLANS[name])
     network = ShardedTransformer.of(on_one.network, MeshConfig.parse(mesh).create())
