@@ -128,7 +128,7 @@ def plan_of(kind: str, config: ModelConfig, options: Options) -> CompressionPlan
 
 
 @partial(jax.jit, donate_argnums=0)
-def _any_codes(codes: jax.Array, key: jax.Array) -> jax.Array:
+def any_codes(codes: jax.Array, key: jax.Array) -> jax.Array:
     """Random levels, or reaches if there is one of each token, in the place of zeros."""
     if codes.shape[-1] == 1:
         return codes * 0 + jax.random.randint(key, codes.shape, *REACHES).astype(jnp.uint8)
@@ -151,7 +151,7 @@ class OnKernels:
     def filled(self, cache: KVCache, length: int) -> KVCache:
         """As if `length` random tokens were held."""
         keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(cache))))
-        codes = lambda leaf: _any_codes(leaf, next(keys)) if leaf.dtype == jnp.uint8 else leaf
+        codes = lambda leaf: any_codes(leaf, next(keys)) if leaf.dtype == jnp.uint8 else leaf
         layers = jax.tree.map(codes, cache.layers)
         return replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, length))
 

@@ -8,6 +8,10 @@ clock. `first_token` is from a prompt of one row to its first token: the peer re
 of `chunk` tokens, as `generate` does. `token` is the time of one step of decoding, for one row, for
 `BATCH`, and for the largest number of rows that memory holds: `largest` is the number that decoded. Rows are
 merged by shape, kind and length into the JSON file, which is written anew after each figure.
+
+`dense` is full rank on our own kernels. With `--mesh sequence=2` prompts are divided by token over so many
+devices and read at once, and tokens are decoded with heads divided, as `generate` does on a mesh; `cudnn` is
+then dense Ulysses, which reads prompts only, and memory is that of each device.
 """
 
 import gc
@@ -15,7 +19,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -24,43 +28,74 @@ import tyro
 from benchmarks.bench_coded_models import SHAPES, OnKernels
 from benchmarks.bench_generate import OnCudnn, Ours, build, decode_times, prefill_times
 from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.on_mesh import OnMesh
+from benchmarks.sequence_models import Model
 from benchmarks.transferred_plans import check_on_kernels, is_judged, judged_quality, transferred
 from zdc_jax.cache.kv_cache import held_bytes
+from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.config import ModelConfig
+from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.plan import CompressionPlan
 
 BATCH = 8
 KEPT = 0.03
 """Share of the free memory that the largest batch leaves to what a step needs beside the cache."""
-Kind = Literal["cudnn", "searched"]
+Kind = Literal["cudnn", "dense", "searched"]
 
 
 @dataclass(frozen=True)
 class Options:
     """plan: a searched one. judged: JSON of judged plans, this one among them at judged_context tokens.
 
-    lengths: of prompts and of rows that decode, in tokens. layers shortens the models for a trial.
+    lengths: of prompts and of rows that decode, in tokens. layers shortens the models for a trial. mesh: as
+    `MeshConfig.parse` takes it, default one device.
     """
 
     plan: Path
     judged: Path = RESULTS / "coded-smollm2-135m.json"
     judged_context: int = 8192
     shapes: tuple[str, ...] = tuple(SHAPES)
-    kinds: tuple[Kind, ...] = ("cudnn", "searched")
+    kinds: tuple[Kind, ...] = get_args(Kind)
     lengths: tuple[int, ...] = (32768, 131072, 8192)
     chunk: int = 16384
     steps: int = 12
     repeats: int = 5
     layers: int = 32
+    mesh: str | None = None
     name: str = "one-plan-h200"
     results: Path = RESULTS
 
 
-def rows_that_fit(config: ModelConfig, plan: CompressionPlan, tokens: int) -> int:
+class Sides(NamedTuple):
+    """What reads prompts, what decodes tokens (None: nothing), and how layers of one device keep them."""
+
+    reads: Any
+    decodes: Any
+    caches: tuple[LayerCacheSpec, ...]
+
+
+def sides(kind: Kind, config: ModelConfig, options: Options) -> Sides:
+    """Of one kind, with random weights, on one device or on the mesh."""
+    plan = CompressionPlan.full(config)
+    if kind == "searched":
+        plan = transferred(CompressionPlan.load(options.plan), config, growth=1)
+    if options.mesh is not None:
+        decodes = kind != "cudnn"  # It does not read the cache that prompts leave.
+        mesh = MeshConfig.parse(options.mesh).create()
+        network = Model(config, mesh).on_mesh(plan, decodes=decodes)
+        side = OnMesh(network, "pallas" if decodes else "cudnn")
+        return Sides(side, side if decodes else None, network.device_caches)
+    whole = build("post_rope" if kind == "searched" else "folded", config)
+    whole.plan = plan
+    reads: Any = OnCudnn(whole) if kind == "cudnn" else Ours(whole, options.chunk)
+    return Sides(reads, reads if kind == "cudnn" else OnKernels(whole), plan.layer_caches("bfloat16"))
+
+
+def rows_that_fit(caches: tuple[LayerCacheSpec, ...], tokens: int) -> int:
     """Rows of so many tokens in the memory that is free now, by bytes."""
     stats = jax.local_devices()[0].memory_stats()
     free = (1 - KEPT) * (stats["bytes_limit"] - stats["bytes_in_use"])
-    return int(free // held_bytes(plan.layer_caches("bfloat16"), tokens))
+    return int(free // held_bytes(caches, tokens))
 
 
 def fitting(time: Callable[[int], list[float]], most: int) -> tuple[int, list[float]]:
@@ -94,18 +129,17 @@ def quality(options: Options) -> dict[str, Any]:
 
 def measured(kind: Kind, config: ModelConfig, options: Options) -> Iterator[dict[str, Any]]:
     """The row of each length as far as it has come, after each of its figures."""
-    network = build("folded" if kind == "cudnn" else "post_rope", config)
-    if kind == "searched":
-        network.plan = transferred(CompressionPlan.load(options.plan), config, growth=1)
-    reads: Any = OnCudnn(network) if kind == "cudnn" else Ours(network, options.chunk)
-    decodes: Any = reads if kind == "cudnn" else OnKernels(network)
+    reads, decodes, caches = sides(kind, config, options)
     for length in options.lengths:
+        row: dict[str, Any] = {"length": length, "token": {}, "commit": commit()}
+        row["bytes_a_row"] = held_bytes(caches, length)
+        if decodes is None:
+            yield row | {"first_token": prefill_times(reads, length, options.repeats)}
+            continue
         time = lambda batch, length=length: decode_times(
             decodes, batch, length, options.steps, repeats=options.repeats
         )
-        most = max(1, rows_that_fit(config, network.plan, length + 128))
-        held = held_bytes(network.plan.layer_caches("bfloat16"), length)
-        row: dict[str, Any] = {"length": length, "bytes_a_row": held, "token": {}, "commit": commit()}
+        most = max(1, rows_that_fit(caches, length + 128))
         for batch in (1, BATCH):
             if batch < most:
                 row["token"][str(batch)] = time(batch)
@@ -132,11 +166,15 @@ def main(options: Options) -> None:
     configs = {
         name: replace(SHAPES[name], layers=SHAPES[name].layers[: options.layers]) for name in options.shapes
     }
+    devices = 1 if options.mesh is None else MeshConfig.parse(options.mesh).sequence
     for config in configs.values():
-        plan = transferred(CompressionPlan.load(options.plan), config, growth=1)
-        check_on_kernels(plan, config, BATCH, max(options.lengths) + 128)
+        heads = {"num_heads": config.num_heads // devices, "num_kv_heads": config.num_kv_heads // devices}
+        own = replace(config, **heads)
+        plan = transferred(CompressionPlan.load(options.plan), own, growth=1)
+        check_on_kernels(plan, own, BATCH, max(options.lengths) + 128)
     path = options.results / f"{options.name}.json"
     settings = {"chunk": options.chunk, "steps": options.steps, "quality": judged}
+    settings |= {} if options.mesh is None else {"mesh": options.mesh}
     entries = earlier(path, settings)
     for shape, config in configs.items():
         for kind in options.kinds:

@@ -64,15 +64,21 @@ class Model:
         jax.block_until_ready(self.layers)
 
     def on_mesh(
-        self, plan: CompressionPlan, weights: WeightPlacement = "replicated", payload: Payload = "native"
+        self,
+        plan: CompressionPlan,
+        weights: WeightPlacement = "replicated",
+        payload: Payload = "native",
+        *,
+        decodes: bool = False,
     ) -> ShardedTransformer:
-        """For prompts only; `gathered` holds a further share of them, which lies beside the whole."""
+        """For prompts, and for single tokens if it `decodes`; what `gathered` and tokens need lies beside the
+        whole."""
         scales = random_scales(self.config) if payload == "float8" else {}
         scaled = ({**layer, "attention": layer["attention"] | scales} for layer in self._of(plan))
         spec = self.config.layers[0]
         layers = (Block(layer, self.config, spec) for layer in scaled)
         ends = Embeddings(self.embeddings, self.config)
-        options: Any = {"weights": weights, "payload": payload, "decodes": False}
+        options: Any = {"weights": weights, "payload": payload, "decodes": decodes}
         return ShardedTransformer(self.config, plan, ends, layers, self.mesh, **options)
 
     def on_each(self, plan: CompressionPlan) -> Transformer:

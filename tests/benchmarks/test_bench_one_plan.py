@@ -28,7 +28,7 @@ def memory(monkeypatch):
 @pytest.mark.usefixtures("memory")
 def test_rows_fit_by_their_bytes():
     a_row = 2 * 2 * 4 * 128 * 2 * 1000  # Keys and values, layers, heads, coordinates, bytes, tokens.
-    fit = bench.rows_that_fit(CONFIG, CompressionPlan.full(CONFIG), 1000)
+    fit = bench.rows_that_fit(CompressionPlan.full(CONFIG).layer_caches("bfloat16"), 1000)
     assert fit == int(0.97 * 9 * 10**8 // a_row)
 
 
@@ -39,7 +39,9 @@ def test_coded_rows_fit_by_the_bytes_of_their_codes():
     a_token = (
         2 * 4 * (128 * 2 // 8 + 128 * 4 // 8 + 2)
     )  # Layers, heads, codes of keys and values, a reach of each.
-    assert bench.rows_that_fit(CONFIG, plan, 1024) == int(0.97 * 9 * 10**8 // (1024 * a_token + 4))
+    assert bench.rows_that_fit(plan.layer_caches("bfloat16"), 1024) == int(
+        0.97 * 9 * 10**8 // (1024 * a_token + 4)
+    )
 
 
 @pytest.mark.parametrize(("most", "holds"), [(100, 100), (100, 61), (7, 1), (1, 1)])
@@ -106,7 +108,7 @@ def timed(monkeypatch):
         "build": lambda name, config: network,
         "transferred": lambda plan, config, growth: network.plan,
         "check_on_kernels": lambda *args: None,
-        "rows_that_fit": lambda config, plan, tokens: {1128: 20, 4128: 5}[tokens],
+        "rows_that_fit": lambda caches, tokens: {1128: 20, 4128: 5}[tokens],
         "decode_times": decode_times,
         "prefill_times": lambda side, length, repeats: [length * 1e-5] * repeats,
         "OnCudnn": lambda network: "peer",
@@ -149,7 +151,11 @@ def test_a_cut_run_leaves_what_it_measured(plan, timed, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "weights", "share", "reads", "decodes"),
-    [("cudnn", "folded", 1, "peer", "peer"), ("searched", "post_rope", 0.5, "ours", "kernels")],
+    [
+        ("cudnn", "folded", 1, "peer", "peer"),
+        ("dense", "folded", 1, "ours", "kernels"),
+        ("searched", "post_rope", 0.5, "ours", "kernels"),
+    ],
 )
 def test_each_kind_has_its_own_plan_and_path(plan, timed, monkeypatch, kind, weights, share, reads, decodes):
     half = CompressionPlan.uniform(CONFIG, qk=64, v=64)
@@ -174,6 +180,7 @@ def test_each_kind_has_its_own_plan_and_path(plan, timed, monkeypatch, kind, wei
 def test_a_run_replaces_its_own_rows_alone(plan, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "SHAPES", {"Llama-2-7B": CONFIG})
     options = bench.Options(plan[0], shapes=("Llama-2-7B",), lengths=(1000, 4000), results=tmp_path)
+    options = replace(options, kinds=("cudnn", "searched"))
     bench.main(options)
     bench.main(replace(options, kinds=("searched",), lengths=(1000,), repeats=2))
     entries = json.loads((tmp_path / "one-plan-h200.json").read_text())["results"]

@@ -1,16 +1,20 @@
 """The benchmark runs end to end on a tiny shape, and what it counts and checks is right."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import sequence_parts
 from benchmarks.bench_sequence_parallel import main
+from benchmarks.on_mesh import OnMesh
 from benchmarks.rivals.partition_search import PieceCost, searched
 from benchmarks.rivals.runahead import RunaheadTransformer
 from benchmarks.sequence_models import SHAPES, Model
+from zdc_jax.methods.coded import Settings
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
@@ -75,6 +79,22 @@ def test_ulysses_builds_the_cache_and_others_none(tmp_path, monkeypatch):
     tasks = ("dense", "all_gather")
     assert main([*OPTIONS.split(), "--results", str(tmp_path), "--tasks", *tasks]) == 0
     assert calls == [("prefill", 64)] * 2 + [("hidden", None)] * 2
+
+
+def test_a_model_on_a_mesh_reads_and_decodes_as_on_one_device():
+    """With a cache in codes: the tokens that it chooses."""
+    config, mesh = SHAPES["tiny"], MeshConfig(sequence=4).create()
+    near = CompressionPlan.uniform(config, qk=32, v=32, window=9, sinks=3)
+    plan = replace(near, method="coded", settings=Settings(bits_k=4, bits_v=4, index=8, read=0))
+    model, tokens = Model(config, mesh), jnp.arange(3, 64)[None]
+    side, alone = OnMesh(model.on_mesh(plan, decodes=True), "xla"), model.on_first(plan, config.dtype)
+    chosen, held = side.prefill(side.cache(1, 64), tokens)
+    after, _ = side.decode(held, chosen)
+    given = jnp.asarray(np.concatenate([tokens, chosen], 1))
+    assert [int(chosen[0, 0]), int(after[0, 0])] == alone(given)[0, -2:].argmax(-1).tolist()
+    drawn = side.filled(side.cache(1, 64), 50)
+    assert drawn.lengths.tolist() == [50]
+    assert all(np.asarray(x).any() for x in jax.tree.leaves(drawn.layers) if x.dtype == jnp.uint8)
 
 
 def test_a_figure_that_fails_leaves_the_others(tmp_path):
