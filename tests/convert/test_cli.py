@@ -274,7 +274,7 @@ def test_inspect_checks_hashes(folder, capsys):
         (["plan", "{}/model", "{}/plan.json", "--method", "kivi"], "window=0 must be at least 32"),
         (["plan", "{}/model", "{}/plan.json", "--set", "bits=4"], "add --method"),
         (["generate", "{}/model", "w3", "--plan", "{}/no.json", "--method", "fp8"], "drop --method"),
-        (["generate", "{}/model", "w3", "--method", "fp8", "--mesh", "sequence=1"], "not run on a mesh"),
+        (["generate", "{}/model", "w3", "--method", "h2o", "--mesh", "sequence=1"], "not run on a mesh"),
         (["calibrate", "{}/model", "{}/nowhere.txt"], "nowhere.txt"),
         (["calibrate", "{}/model"], "give text to calibrate on, or --from-moments"),
         (["calibrate", "{}/model", "{}/text", "--from-moments"], "--from-moments and no text"),

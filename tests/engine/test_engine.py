@@ -24,6 +24,8 @@ from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import LanguageModel
 from zdc_jax.plan import CompressionPlan
 
+TWO_LAYERS = replace(LLAMA, layers=LLAMA.layers[:2])
+"""Each program of an engine has all layers, and compiling it takes the time."""
 CONFIG = EngineConfig(rows=3, max_model_len=160, page=16, chunk=32, steps=4)
 
 
@@ -62,13 +64,13 @@ def ask(engine: Engine, request: EngineRequest) -> Listener:
 
 @pytest.fixture(scope="module")
 def tiny() -> TinyModel:
-    return TinyModel(LLAMA)
+    return TinyModel(TWO_LAYERS)
 
 
 @pytest.fixture(scope="module")
 def model(tiny) -> LanguageModel:
     """Window and ranks."""
-    plan = CompressionPlan.uniform(LLAMA, qk=16, v=16, sinks=2, window=16)
+    plan = CompressionPlan.uniform(TWO_LAYERS, qk=16, v=16, sinks=2, window=16)
     return replace(tiny.model(plan, tiny.basis()), basis=None)  # Whose context is short.
 
 
@@ -327,9 +329,9 @@ def test_what_cannot_be_served_is_refused_by_name(engine, change, message):
 
 
 def test_caches_that_are_not_on_the_device_are_refused_by_name(tiny):
-    model = tiny.model(CompressionPlan.full(LLAMA))
+    model = tiny.model(CompressionPlan.full(TWO_LAYERS))
     hosted = methods.named("coded").Settings(memory="host", index=16, read=16)
-    near = CompressionPlan.uniform(LLAMA, qk=32, v=32, sinks=2, window=16)
+    near = CompressionPlan.uniform(TWO_LAYERS, qk=32, v=32, sinks=2, window=16)
     layers = tuple(replace(ranks, settings=hosted) for ranks in near.layers)
     model.network.plan = replace(near, method="coded", settings=hosted, layers=layers)
     with pytest.raises(PlanError, match="layer 0: memory='host' is not served"):
@@ -377,13 +379,13 @@ def test_a_cache_that_has_no_room_for_one_request_is_refused(model):
         Engine(model, replace(CONFIG, cache_tokens=150))
 
 
-def test_rows_are_sent_to_the_device_where_they_changed(model):
-    with Engine(model, CONFIG) as engine:
-        send, rows = engine._runner._sent, engine._runner.nobody()
-        first = send(rows.packed())
-        assert send(rows.packed()) is first
-        rows.put(1, np.arange(rows.numbers.shape[1]), "greedy")
-        np.testing.assert_array_equal(send(rows.packed()), rows.packed())
+def test_rows_are_sent_to_the_device_where_they_changed(engine):
+    own = copy.copy(engine._runner)
+    send, rows = own._sent, own.nobody()
+    first = send(rows.packed())
+    assert send(rows.packed()) is first
+    rows.put(1, np.arange(rows.numbers.shape[1]), "greedy")
+    np.testing.assert_array_equal(send(rows.packed()), rows.packed())
 
 
 def test_more_tokens_than_memory_holds_are_refused_with_the_number_that_fit(model, monkeypatch):
@@ -403,7 +405,7 @@ def test_more_tokens_than_memory_holds_are_refused_with_the_number_that_fit(mode
 def test_steps_that_have_no_room_beside_the_cache_are_refused(model, monkeypatch):
     monkeypatch.setattr(runner, "free_device_bytes", lambda: 1000)
     with pytest.raises(CacheMemoryError, match=r"the step '.*' needs [\d,]+ bytes .*, 1,000 are free"):
-        Engine(model, CONFIG)
+        Engine(model, replace(CONFIG, rows=1))
 
 
 def test_pieces_are_read_one_by_one_where_several_have_no_room(engine, monkeypatch):
@@ -431,8 +433,8 @@ PLANS = {
 @pytest.mark.sampled
 def test_answers_of_other_caches_are_those_of_generate(tiny, name):
     method, settings = PLANS[name]
-    plan = CompressionPlan.uniform(LLAMA, qk=32, v=32, sinks=2, window=16)
-    model = tiny.model(CompressionPlan.full(LLAMA))
+    plan = CompressionPlan.uniform(TWO_LAYERS, qk=32, v=32, sinks=2, window=16)
+    model = tiny.model(CompressionPlan.full(TWO_LAYERS))
     if method != "zdc":
         made = methods.named(method).Settings(**settings)
         layers = tuple(replace(ranks, settings=made) for ranks in plan.layers)
@@ -454,22 +456,20 @@ def test_every_piece_is_waited_for(engine, monkeypatch):
     assert [count for count in waited if count] == [1, 1, 1, 1], "the last in two, the window is kept there"
 
 
-@pytest.mark.sampled
-def test_a_tokenizer_that_fails_ends_its_request_alone(tiny, model, monkeypatch):
-    with Engine(model, CONFIG) as engine:
-        listener, other = Listener(), Listener()
-        job = engine.submit(EngineRequest((5, 6, 7), 40, ignore_eos=True), listener)
+def test_a_tokenizer_that_fails_ends_its_request_alone(engine, model, monkeypatch):
+    listener, other = Listener(), Listener()
+    job = engine.submit(EngineRequest((5, 6, 7), 40, ignore_eos=True), listener)
 
-        def fails(*_, **__):
-            raise RuntimeError("half a character")
+    def fails(*_, **__):
+        raise RuntimeError("half a character")
 
-        monkeypatch.setattr(job.answer, "take", fails)
-        request = EngineRequest((8, 9), 12, ignore_eos=True)
-        engine.submit(request, other)
-        listener.tokens()
-        assert listener.reason == "error"
-        assert "cannot decode the answer" in listener.events[-1].error
-        assert other.tokens() == alone(model, request)
+    monkeypatch.setattr(job.answer, "take", fails)
+    request = EngineRequest((8, 9), 12, ignore_eos=True)
+    engine.submit(request, other)
+    listener.tokens()
+    assert listener.reason == "error"
+    assert "cannot decode the answer" in listener.events[-1].error
+    assert other.tokens() == alone(model, request)
 
 
 @pytest.mark.sampled

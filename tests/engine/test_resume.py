@@ -25,8 +25,9 @@ REQUESTS = {
 @pytest.fixture(scope="module")
 def engine():
     """Half characters at the end of most tokens, since each is a byte; an event has one token."""
-    tiny = TinyModel(LLAMA)
-    plan = CompressionPlan.uniform(LLAMA, qk=16, v=16, sinks=2, window=16)
+    config = replace(LLAMA, layers=LLAMA.layers[:2])
+    tiny = TinyModel(config)
+    plan = CompressionPlan.uniform(config, qk=16, v=16, sinks=2, window=16)
     model = replace(tiny.model(plan, tiny.basis()), basis=None, tokenizer=byte_tokenizer(LLAMA.vocab_size))
     with Engine(model, EngineConfig(rows=2, max_model_len=160, chunk=32, steps=1)) as engine:
         yield engine
