@@ -254,8 +254,9 @@ class _Item(NamedTuple):
 
     Steps 0 … plain-1 take unmasked blocks from `begin` on. Then come `mixed` steps, with both ranks among
     their keys: block 0 for the sinks (if `sink_step`) and the blocks from `edge` on. The last `inner` steps
-    go on from there; all their visible keys count alike. With near keys alone all steps are inner ones, of
-    the sinks' own array and of blocks whose row 0 is at position `base`.
+    go on from there; all their visible keys count alike. With near keys alone all masked steps are inner, of
+    the sinks' own array and of blocks from `edge` on, past the unmasked ones in their midst. Row 0 of these
+    blocks is at position `base`.
     """
 
     b: Array
@@ -271,13 +272,17 @@ class _Item(NamedTuple):
     edge: Array
     sink_step: Array
 
-    def block(self, step: Array) -> Array:
+    def block(self, g: _Geometry, step: Array) -> Array:
         """Key block of a step."""
-        index = step - self.plain
-        at_sinks = (self.sink_step == 1) & (index == 0)
-        return jnp.where(
-            index < 0, self.begin + step, jnp.where(at_sinks, 0, self.edge + index - self.sink_step)
-        )
+        masked = self.edge + step - self.plain - self.sink_step
+        if g.keys == "near":  # Unmasked blocks lie amid the masked ones.
+            masked = jnp.where(masked < self.begin, masked, masked + self.plain)
+        block = jnp.where(self.at_sinks(step), 0, masked)
+        return jnp.where(step < self.plain, self.begin + step, block)
+
+    def at_sinks(self, step: Array) -> Array:
+        """Whether a step is that of the sinks."""
+        return (self.sink_step == 1) & (step == self.plain)
 
 
 def _item(g: _Geometry, config: PrefillConfig, scalars: Any, bounds: Any) -> _Item:
@@ -315,8 +320,11 @@ def _steps(g: _Geometry, block: int, first: Array, end: Array, base: Array) -> t
     zero, empty = jnp.int32(0), end <= first
     if g.keys == "near":
         edge, sink_step = down(first - g.window + 1 - base), jnp.int32(g.sinks > 0)
-        count = jnp.where(empty, 0, up(end - base) - edge + sink_step)
-        return zero, zero, zero, count, edge, sink_step
+        # Unmasked blocks are within the windows of the first query and of the last, and hold no sink.
+        begin = up(jnp.maximum(end - g.window, g.sinks) - base)
+        plain = jnp.where(empty, 0, jnp.maximum(down(first + 1 - base) - begin, 0))
+        inner = jnp.where(empty, 0, up(end - base) - edge + sink_step - plain)
+        return begin, plain, zero, inner, edge, sink_step
     past = g.window if g.keys == "far" else 0
     last = jnp.where(empty, 0, up(end - past))
     # Unmasked blocks are those that every query sees in the same way: all their keys visible, or all far.
@@ -413,7 +421,7 @@ def _load_keys(
     @pl.loop(0, item.plain + item.mixed + item.inner)
     def _step(step: Array) -> None:
         slot, row = lax.rem(step, jnp.int32(config.stages)), rows.block(g, item, step) * block
-        at_sinks = (item.sink_step == 1) & (step == item.plain)
+        at_sinks = item.at_sinks(step)
         lead, within = rows.in_pages(g, item, row)
         for i, name in enumerate("kv"):
 
@@ -445,10 +453,10 @@ class _Rows(NamedTuple):
     def block(self, g: _Geometry, item: _Item, step: Array) -> Array:
         """Key block of a step."""
         if not g.listed:
-            return item.block(step)
+            return item.block(g, step)
         at = item.b, lax.div(item.head, jnp.int32(g.groups)), lax.div(item.row, jnp.int32(g.listed))
         listed = self.lists[*at, jnp.minimum(step, self.lists.shape[-1] - 1)]
-        return jnp.where(step < item.plain, listed, item.block(step))
+        return jnp.where(step < item.plain, listed, item.block(g, step))
 
     def in_pages(self, g: _Geometry, item: _Item, row: Array) -> tuple[Array, Array]:
         """Leading index of a row of keys, and where it lies there."""
@@ -541,15 +549,16 @@ class _Consumer(NamedTuple):
     ) -> tuple[_State, Array | None]:
         """One block in which visibility, and if `mixed` rank, differ from key to key.
 
-        With two ranks 64 keys at a time: registers that do not suffice here slow down every step.
+        With two ranks, or near keys alone, 64 keys at a time: registers that do not suffice here slow down
+        every step.
         """
         g, slot = self.g, self._slot(step)
-        width = ROWS if g.two_ranks else self.config.block_kv
+        width = ROWS if g.two_ranks or g.keys == "near" else self.config.block_kv
         for name in ["k_ready", "v_ready"]:
             plgpu.barrier_wait(self.smem[name].at[slot])
         if g.two_ranks:
             plgpu.barrier_wait(self.smem["tail_ready"])
-        first_key, at_sinks = self.item.block(step) * self.config.block_kv, step < self.item.sink_step
+        first_key, at_sinks = self.item.block(g, step) * self.config.block_kv, self.item.at_sinks(step)
         if g.keys == "near":
             first_key = first_key + jnp.where(at_sinks, 0, self.item.base)
 
@@ -558,12 +567,25 @@ class _Consumer(NamedTuple):
             state, tail = carry
             return self._masked_part(state, tail, slot, rows, first_key + i * width, at_sinks, mixed)
 
-        state, tail = lax.fori_loop(0, self.config.block_kv // width, part, (state, tail))
+        parts: tuple[Any, Any] = (0, self.config.block_kv // width)
+        if g.keys == "near":
+            parts = self._seen_parts(first_key, at_sinks)
+        state, tail = lax.fori_loop(*parts, part, (state, tail))
         for name in ["k_free", "v_free"]:
             plgpu.barrier_arrive(self.smem[name].at[slot])
         if g.two_ranks:
             plgpu.barrier_arrive(self.smem["tail_free"])
         return state, tail
+
+    def _seen_parts(self, first_key: Array, at_sinks: Array) -> tuple[Array, Array]:
+        """Which of a block's parts of 64 near keys queries of this warpgroup see: first, and behind the last.
+
+        All sinks are in the first part of theirs.
+        """
+        first, rows = self.item.first + self.wg * ROWS - first_key, jnp.int32(ROWS)
+        part = lambda key: lax.div(jnp.clip(key, 0, self.config.block_kv), rows)
+        begin, end = part(first - self.g.window + 1), part(first + 2 * ROWS - 1)
+        return jnp.where(at_sinks, 0, begin), jnp.where(at_sinks, 1, end)
 
     def _masked_part(
         self,

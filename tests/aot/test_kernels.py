@@ -51,7 +51,7 @@ def prefill(
     arrays = shape(1, S, N, H or R), shape(*cache, R), shape(*cache, Z)
     tails = [shape(1, N, tokens, H - rank) for tokens in (S, 8) for rank in (R, Z)] if H else []
     trailing = Trailing(*tails[:2], integers(1), *tails[2:]) if H else None
-    options |= NEAR if H else {}
+    options = (NEAR if H else {}) | options
     f = lambda q, k, v, trailing, positions, table, lists: prefill_attention(
         q, k, v, scale=0.1, trailing=trailing, positions=positions, block_table=table, lists=lists, **options
     )
@@ -163,6 +163,23 @@ def test_prefill_in_whole_turns(R: int, Z: int, H: int) -> None:
     assert not any(within("WARPGROUP.DEPBAR") + within("HGMMA") + within("FMNMX"))
 
 
+@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize("warpgroups", [1, 2, 3])
+@pytest.mark.parametrize(("block_kv", "overlap"), [(64, False), (64, True), (128, False)])
+def test_prefill_of_near_keys_alone(H: int, warpgroups: int, block_kv: int, overlap: bool) -> None:
+    """Blocks without a mask first, then masked ones, 64 keys at a time."""
+    config = PrefillConfig(block_kv, 2, warpgroups, overlap=overlap)
+    (kernel,) = prefill(0, 0, H, config=config)
+    assert_no_spills([kernel])
+    assert kernel.ctas >= 1
+    plain, masked = kernel.code.loops_with("HGMMA")
+    assert plain.count("HGMMA") == H // 16 + block_kv // 16
+    assert masked.count("HGMMA") == H // 16 + 64 // 16
+    assert plain.count("ISETP") < 8, "no element's key is compared with its query"
+    assert masked.count("ISETP") > 32
+    assert plain.count("LDG", "LD", "UTMALDG") == 0, "another warpgroup loads"
+
+
 @pytest.mark.parametrize(("widths", "config"), tuned("decode"))
 def test_decode(widths: dict[str, int], config: dict[str, Any]) -> None:
     R, Z, H = (widths[name] for name in "RZH")
@@ -199,6 +216,8 @@ OTHERS: dict[str, Callable[[], list[Kernel]]] = {
     "prefill wide": lambda: prefill(256, 256),
     "prefill far": lambda: prefill(64, 96, keys="far", **NEAR),
     "prefill near": lambda: prefill(0, 0, 64),
+    "prefill near 128": lambda: prefill(0, 0, 128),
+    "prefill near of no sinks": lambda: prefill(0, 0, 128, sinks=0),
     "prefill by position": lambda: prefill(64, 96, positions=(integers(1, S), integers(1, S))),
     "prefill paged small": lambda: prefill(64, 96, page=64),
     "decode wide": lambda: decode(256, 256),
@@ -217,8 +236,7 @@ def test_nothing_spills(name: str) -> None:
 SPILL: dict[str, tuple[str, Callable[[], list[Kernel]]]] = {
     "prefill 240-16": ("once, outside of its loops", lambda: prefill(240, 16)),
     "prefill 128-128-256": ("in blocks with near keys", lambda: prefill(128, 128, 256)),
-    "prefill near 128": ("in its only loop", lambda: prefill(0, 0, 128)),
-    "prefill near 256": ("in its only loop", lambda: prefill(0, 0, 256)),
+    "prefill near 256": ("once, outside of its loops", lambda: prefill(0, 0, 256)),
     "post_rope 256": ("at each head", lambda: rope(256, 128, keep_tail=True)),
 }
 """Default configs that are known to spill, and where."""

@@ -96,22 +96,43 @@ def geometry(**given):
     return prefill_kernel._Geometry(**dict.fromkeys(prefill_kernel._Geometry._fields, 0) | given)
 
 
-@pytest.mark.parametrize("seed", range(20))
+def near_item(g, block, first, end, base):
+    """An item of near keys alone."""
+    steps = prefill_kernel._steps(g, block, *(jnp.int32(x) for x in (first, end, base)))
+    return prefill_kernel._Item(0, 0, 0, first, end, base, *map(int, steps))
+
+
+@pytest.mark.parametrize("seed", range(40))
 def test_near_keys_alone_visit_their_blocks_and_no_more(seed):
-    """Of queries at first … end - 1: steps cover window and sinks once, however far from the beginning."""
+    """Of queries at first … end - 1: steps cover window and sinks once, however far from the beginning.
+
+    Unmasked blocks are seen by all queries, and none that could be one has a mask.
+    """
     rng = np.random.default_rng(seed)
-    block, sinks, window = int(rng.choice([64, 128])), int(rng.integers(0, 9)), int(rng.integers(1, 600))
-    first = int(rng.integers(0, 2**17))
+    block, sinks, window = int(rng.choice([64, 128])), int(rng.integers(0, 9)), int(rng.integers(1, 900))
+    first = int(rng.integers(0, rng.choice([300, 2**17])))
     end, base = first + int(rng.integers(1, 193)), first - int(rng.integers(0, window + 300))
     g = geometry(keys="near", sinks=sinks, window=window)
-    begin, plain, mixed, inner, edge, sink_step = map(
-        int, prefill_kernel._steps(g, block, *(jnp.int32(x) for x in (first, end, base)))
-    )
-    assert (begin, plain, mixed, sink_step) == (0, 0, 0, sinks > 0)
-    rows = np.arange(edge * block, (edge + inner - sink_step) * block)
+    item = near_item(g, block, first, end, base)
+    assert (item.mixed, item.sink_step) == (0, sinks > 0)
+    assert item.at_sinks(item.plain) == (sinks > 0)
+    visited = [int(item.block(g, i)) for i in range(item.plain + item.inner) if not item.at_sinks(i)]
+    rows = (np.array(visited)[:, None] * block + np.arange(block)).ravel() + base
     wanted = np.arange(max(first - window + 1, base, 0), end)
-    assert np.isin(wanted, rows + base).all()
-    assert len(rows) <= len(wanted) + 2 * block
+    assert np.isin(wanted, rows).all()
+    assert len(np.unique(rows)) == len(rows) <= len(wanted) + max(0, -base) + 2 * block
+    whole = np.arange(max(end - window, sinks, base), first + 1)
+    seen_by_all = [np.isin(np.arange(i * block, (i + 1) * block) + base, whole).all() for i in visited]
+    assert seen_by_all == [True] * item.plain + [False] * (len(visited) - item.plain)
+
+
+@pytest.mark.parametrize("base", [0, 300, -100])
+def test_near_keys_of_no_queries_are_not_visited(base):
+    """Tiles behind the end of a row, one of them at it."""
+    g = geometry(keys="near", sinks=4, window=700)
+    for first, end in ((512, 512), (1024, 900), (64, 0)):
+        item = near_item(g, 64, first, end, base)
+        assert (item.plain, item.mixed, item.inner) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -327,7 +348,7 @@ def test_two_ranks(R, Z, H, sinks, T, starts):
 @pytest.mark.gpu
 @pytest.mark.parametrize("H", [64, 128, 256])
 @pytest.mark.parametrize("sinks", [0, 4])
-@pytest.mark.parametrize("window", [64, 256, 333])
+@pytest.mark.parametrize("window", [64, 256, 333, 512])
 @pytest.mark.parametrize(("T", "starts"), [(400, (0, 400)), (77, (3, 650)), (700, (0, 1))])
 def test_near_keys_alone(H, sinks, window, T, starts):
     """With a halo that one row lacks; with far keys alone they merge to attention over all."""

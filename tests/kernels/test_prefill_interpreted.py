@@ -15,7 +15,7 @@ import pytest
 from brute_force import check, prefill
 from listed import lists_of, truth
 
-from kernels_pallas import PrefillConfig, prefill_attention, prefill_turns
+from kernels_pallas import PrefillConfig, Trailing, prefill_attention, prefill_turns
 from kernels_pallas import prefill as prefill_kernel
 
 BF16 = jnp.bfloat16
@@ -103,6 +103,63 @@ def test_far_keys(ends):
     options["lengths"] = np.array(ends)
     found = prefill_attention(q, k, v, config=PrefillConfig(64, 2, 2), **options)
     check(*found, *prefill(q, k, v, **options), BF16)
+
+
+NEAR_ALONE = {
+    "short rows, all in the window": (150, (0, 20), (100, 150), 512),
+    "long rows": (300, (0, 257), (300, 300), 333),
+    "unmasked blocks in each tile": (200, (900, 1033), (200, 131), 512),
+    "a row without queries": (130, (640, 700), (130, 0), 320),
+    "a window within a tile": (150, (500, 77), (150, 150), 40),
+    "a window of one": (70, (3, 700), (70, 65), 1),
+}
+"""T, starts, queries of each row that count, and the window."""
+
+
+def near_alone(T, starts, counts, window, sinks, halo, config):
+    """Checks attention to near keys alone, whose arrays begin `halo` tokens before the first query."""
+    B, H, starts = 2, 16, np.array(starts)
+    S = int(max(starts)) + T + halo
+    q, k, v = draw(0, B, T, 1, H), draw(1, B, 1, S, H), draw(2, B, 1, S, H)
+    base = starts - halo
+    cut = lambda x: jnp.stack([jnp.roll(x[b], -base[b], axis=1)[:, : halo + T] for b in range(B)])
+    of_sinks = (k[:, :, :8], v[:, :, :8]) if sinks else ()
+    trailing = Trailing(cut(k), cut(v), jnp.asarray(base, jnp.int32), *of_sinks)
+    options = {"scale": 0.3, "starts": starts, "lengths": starts + counts, "sinks": sinks, "window": window}
+    found = prefill_attention(q, k[..., :0], v[..., :0], trailing=trailing, config=config, **options)
+    check(*found, *prefill(q, k[..., :0], v[..., :0], tail=(k, v), **options), BF16)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.sampled
+@pytest.mark.parametrize("case", NEAR_ALONE)
+@pytest.mark.parametrize(
+    ("sinks", "config"),
+    [
+        (0, PrefillConfig(64, 2, 1)),
+        (4, PrefillConfig(64, 3, 2)),
+        (4, PrefillConfig(128, 2, 2)),
+        pytest.param(4, PrefillConfig(64, 2, 3), marks=NEEDS_CORES),
+    ],
+)
+def test_near_keys_alone(case, sinks, config):
+    """Arrays that begin before position 0 in some rows, and at a multiple of no block."""
+    T, starts, counts, window = NEAR_ALONE[case]
+    near_alone(T, starts, counts, window, sinks, window + 3, config)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.sampled
+@pytest.mark.parametrize(("sinks", "starts"), [(0, (800, 600)), (4, (640, 900)), (4, (7, 50))])
+def test_near_keys_alone_of_arrays_that_begin_long_before(sinks, starts):
+    """Blocks before all windows are not visited; arrays of the first tokens begin long before any."""
+    near_alone(140, starts, (140, 90), 400, sinks, 576, PrefillConfig(64, 2, 2))
+
+
+@pytest.mark.usefixtures("interpreted", "turns_ungated")
+@pytest.mark.parametrize("config", [PrefillConfig(64, 2, 2, turns=56), PrefillConfig(128, 2, 2, turns=112)])
+def test_near_keys_alone_in_turns(config):
+    near_alone(150, (900, 3), (150, 150), 600, 4, 600, config)
 
 
 @pytest.mark.usefixtures("interpreted")
