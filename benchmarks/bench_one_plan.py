@@ -41,13 +41,16 @@ BATCH = 8
 KEPT = 0.03
 """Share of the free memory that the largest batch leaves to what a step needs beside the cache."""
 Kind = Literal["cudnn", "dense", "searched"]
+Figure = Literal["token", "first_token", "largest"]
+FIGURES: tuple[Figure, ...] = get_args(Figure)
 
 
 @dataclass(frozen=True)
 class Options:
     """plan: a searched one. judged: JSON of judged plans, this one among them at judged_context tokens.
 
-    lengths: of prompts and of rows that decode, in tokens. layers shortens the models for a trial. mesh: as
+    lengths: of prompts and of rows that decode, in tokens. figures: those that are timed; others stay in the
+    file where they are of the same commit. layers shortens the models for a trial. mesh: as
     `MeshConfig.parse` takes it, default one device.
     """
 
@@ -57,6 +60,7 @@ class Options:
     shapes: tuple[str, ...] = tuple(SHAPES)
     kinds: tuple[Kind, ...] = get_args(Kind)
     lengths: tuple[int, ...] = (32768, 131072, 8192)
+    figures: tuple[Figure, ...] = FIGURES
     chunk: int = 16384
     steps: int = 12
     repeats: int = 5
@@ -127,29 +131,40 @@ def quality(options: Options) -> dict[str, Any]:
     return found
 
 
-def measured(kind: Kind, config: ModelConfig, options: Options) -> Iterator[dict[str, Any]]:
-    """The row of each length as far as it has come, after each of its figures."""
+def measured(
+    kind: Kind, config: ModelConfig, options: Options, rows: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """The row of each length as far as it has come, after each of its figures; rows: earlier ones."""
     reads, decodes, caches = sides(kind, config, options)
+    figures = options.figures if decodes is not None else ("first_token",)
     for length in options.lengths:
-        row: dict[str, Any] = {"length": length, "token": {}, "commit": commit()}
-        row["bytes_a_row"] = held_bytes(caches, length)
-        if decodes is None:
-            yield row | {"first_token": prefill_times(reads, length, options.repeats)}
-            continue
+        row = kept(rows, length, figures) | {"bytes_a_row": held_bytes(caches, length)}
         time = lambda batch, length=length: decode_times(
             decodes, batch, length, options.steps, repeats=options.repeats
         )
         most = max(1, rows_that_fit(caches, length + 128))
         for batch in (1, BATCH):
-            if batch < most:
+            if "token" in figures and batch < most:
                 row["token"][str(batch)] = time(batch)
                 yield row
-        row["first_token"] = prefill_times(reads, length, options.repeats)
-        yield row
-        row["largest"], times = fitting(time, most)
-        row["token"][str(row["largest"])] = times
-        yield row
+        if "first_token" in figures:
+            row["first_token"] = prefill_times(reads, length, options.repeats)
+            yield row
+        if "largest" in figures:
+            row["largest"], times = fitting(time, most)
+            row["token"][str(row["largest"])] = times
+            yield row
         gc.collect()
+
+
+def kept(rows: list[dict[str, Any]], length: int, figures: tuple[Figure, ...]) -> dict[str, Any]:
+    """The earlier row of that length and of this commit, without the figures that are to be timed."""
+    new: dict[str, Any] = {"length": length, "token": {}, "commit": commit()}
+    row = next((row for row in rows if (row["length"], row["commit"]) == (length, new["commit"])), new)
+    batches = {"token": {"1", str(BATCH)} - {str(row.get("largest"))}, "largest": {str(row.get("largest"))}}
+    gone = set().union(*(batches.get(figure, set()) for figure in figures))
+    token = {batch: times for batch, times in row["token"].items() if batch not in gone}
+    return {name: value for name, value in row.items() if name not in figures} | {"token": token}
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
@@ -179,7 +194,7 @@ def main(options: Options) -> None:
     for shape, config in configs.items():
         for kind in options.kinds:
             rows = rows_of(entries, shape, kind)
-            for row in measured(kind, config, options):
+            for row in measured(kind, config, options, list(rows)):
                 rows[:] = [each for each in rows if each["length"] != row["length"]] + [row]
                 print(shape, kind, shown(row), flush=True)
                 write_result(options.name, settings, entries, options.results)

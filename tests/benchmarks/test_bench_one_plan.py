@@ -122,7 +122,7 @@ def timed(monkeypatch):
 
 def test_batches_that_memory_has_not_are_left_out(plan, timed):
     options = bench.Options(plan[0], lengths=(1000, 4000))
-    last = {row["length"]: row for row in bench.measured("searched", CONFIG, options)}
+    last = {row["length"]: row for row in bench.measured("searched", CONFIG, options, [])}
     assert [*last] == [1000, 4000]
     assert timed == [(1000, 1), (1000, 8), (1000, 20), (4000, 1), (4000, 5)]
     assert {length: row["largest"] for length, row in last.items()} == {1000: 20, 4000: 5}
@@ -169,7 +169,7 @@ def test_each_kind_has_its_own_plan_and_path(plan, timed, monkeypatch, kind, wei
     monkeypatch.setattr(bench, "transferred", lambda plan, config, growth: half)
     monkeypatch.setattr(bench, "decode_times", lambda side, *args, **named: sides.append(("token", side)))
     monkeypatch.setattr(bench, "prefill_times", lambda side, *args: sides.append(("first", side)))
-    *_, row = bench.measured(kind, CONFIG, bench.Options(plan[0], lengths=(1000,)))
+    *_, row = bench.measured(kind, CONFIG, bench.Options(plan[0], lengths=(1000,)), [])
     assert built == [weights]
     assert set(sides) == {("token", decodes), ("first", reads)}
     dense = 2 * 2 * 4 * 128 * 2 * 1000  # Keys and values, layers, heads, coordinates, bytes, tokens.
@@ -190,6 +190,25 @@ def test_a_run_replaces_its_own_rows_alone(plan, tmp_path, monkeypatch):
     }
     assert len(entries) == 2
     assert repeats == {"cudnn": [(1000, 5), (4000, 5)], "searched": [(1000, 2), (4000, 5)]}
+
+
+@pytest.mark.usefixtures("timed")
+def test_figures_that_are_not_asked_for_stay_if_they_are_of_the_same_commit(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "SHAPES", {"Llama-2-7B": CONFIG})
+    monkeypatch.setattr(bench, "commit", lambda: "a")
+    options = bench.Options(
+        plan[0], kinds=("dense",), shapes=("Llama-2-7B",), lengths=(1000,), results=tmp_path
+    )
+    read = lambda: json.loads((tmp_path / "one-plan-h200.json").read_text())["results"][0]["rows"][0]
+    bench.main(options)
+    whole = read()
+    bench.main(replace(options, figures=("first_token",), repeats=2))
+    assert read() == whole | {"first_token": whole["first_token"][:2]}
+    bench.main(replace(options, figures=("largest",), repeats=3))
+    assert read()["token"] == whole["token"] | {"20": whole["token"]["20"][:3]}
+    monkeypatch.setattr(bench, "commit", lambda: "b")
+    bench.main(replace(options, figures=("first_token",)))
+    assert read()["token"] == {}
 
 
 def test_nothing_is_timed_where_kernels_do_not_decode_the_plan(plan, timed, tmp_path, monkeypatch):
