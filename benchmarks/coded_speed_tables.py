@@ -131,6 +131,39 @@ def one_plan_table() -> str:
     return _table(heads, lines)
 
 
+def one_plan_on_mesh_table() -> str:
+    """The same on two GPUs: each kind a line, with the figures that it has."""
+    run = json.loads((RESULTS / "one-plan-h200-2.json").read_text())
+    heads = (
+        "shape, tokens",
+        "",
+        "first token, s",
+        "a token of 1 row, ms",
+        "of 8 rows, ms",
+        "GB a row and GPU",
+    )
+    names = {
+        "cudnn": "dense Ulysses (cuDNN)",
+        "dense": "dense Ulysses (our kernels)",
+        "searched": "**searched**",
+    }
+    ms = lambda row, batch: (
+        f"{1e3 * statistics.median(row['token'][batch]):.2f}" if batch in row["token"] else "–"
+    )
+    lines = [
+        (
+            f"{entry['shape']}, {row['length']:,}",
+            names[entry["kind"]],
+            f"{statistics.median(row['first_token']):.2f}",
+            *(ms(row, batch) for batch in ("1", "8")),
+            f"{row['bytes_a_row'] / 1e9:.2f}",
+        )
+        for entry in run["results"]
+        for row in entry["rows"]
+    ]
+    return _table(heads, lines)
+
+
 def _one_plan_cells(shape: str, ours: dict[str, Any], peer: dict[str, Any], quality: dict[str, Any]) -> Cells:
     """Of one length: ours and the peer's."""
     seconds = lambda row: statistics.median(row["first_token"])
@@ -182,6 +215,7 @@ TABLES = {
     "coded selection": selection_table,
     "coded models": models_table,
     "one plan": one_plan_table,
+    "one plan on two": one_plan_on_mesh_table,
     "coded prompts": encode_table,
     "new tokens": new_tokens_table,
 }

@@ -5,7 +5,6 @@ python -m benchmarks.fit_costs
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -16,8 +15,7 @@ from benchmarks.common import RESULTS
 from zdc_jax.plan import LayerRanks
 from zdc_jax.planning.costs import AttentionCall, KernelCosts, Parts
 
-KERNELS = (RESULTS / "kernels-h200.json", RESULTS / "kernels-h200-window-classes.json")
-"""The later one wins where both have a row."""
+KERNELS = RESULTS / "kernels-h200.json"
 N, H = 32, 128
 """Query heads and head dim of every row (`bench_kernels`)."""
 
@@ -36,14 +34,12 @@ class Measured(NamedTuple):
         return (costs.decode if self.kind == "decode" else costs.prefill)(self.call, self.parts)
 
 
-def measured_rows(paths: Sequence[Path] = KERNELS) -> list[Measured]:
+def measured_rows(path: Path = KERNELS) -> list[Measured]:
     """The rows that the model describes: contiguous caches, our kernels."""
-    rows = {}
-    for results in (json.loads(path.read_text())["results"] for path in paths):
-        for row in (row for section in results.values() if isinstance(section, list) for row in section):
-            if (described := _describe(row["name"])) is not None:
-                rows[row["name"]] = Measured(row["name"], *described, 1e-3 * row["ms"])
-    return list(rows.values())
+    results = json.loads(path.read_text())["results"]
+    rows = (row for section in results.values() if isinstance(section, list) for row in section)
+    described = ((row, _describe(row["name"])) for row in rows)
+    return [Measured(row["name"], *found, 1e-3 * row["ms"]) for row, found in described if found is not None]
 
 
 def _describe(name: str) -> tuple[str, AttentionCall, Parts] | None:

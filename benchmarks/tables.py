@@ -336,8 +336,7 @@ def calibration_table() -> str:
 
 def kernel_table() -> str:
     """Every kernel beside the resource that bounds it and its peer."""
-    newer = read("kernels-h200-window-classes")["results"]
-    results = read("kernels-h200")["results"] | {name: newer[name] for name in ("window", "segments")}
+    results = read("kernels-h200")["results"]
     lines = ["| kernel | ms | of its bound | beside cuDNN (epilogue: XLA) |", "|---|---|---|---|"]
     for row in (row for rows in results.values() if isinstance(rows, list) for row in rows):
         if "ms" in row:

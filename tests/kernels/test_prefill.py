@@ -353,7 +353,7 @@ def test_two_ranks(R, Z, H, sinks, T, starts):
 def test_near_keys_alone(H, sinks, window, T, starts):
     """With a halo that one row lacks; with far keys alone they merge to attention over all."""
     B, N, K, starts = 2, 4, 2, np.array(starts)
-    q, k, v = draw(0, B, T, N, H), draw(1, B, K, 1100, H), draw(2, B, K, 1100, H)
+    q, k, v = draw(0, B, T, N, H), draw(1, B, K, 1300, H), draw(2, B, K, 1300, H)
     halo = starts - window
     cut = lambda x: jnp.stack([jnp.roll(x[b], -halo[b], axis=1)[:, : window + T] for b in range(B)])
     options = {"scale": H**-0.5, "starts": starts, "sinks": sinks, "window": window}

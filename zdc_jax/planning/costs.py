@@ -103,19 +103,19 @@ def layer_parts(plan: CompressionPlan, layer: int) -> Parts:
 
 
 H200 = KernelCosts(
-    pair=2.394e-13,
-    pair_qk=1.394e-15,
-    pair_v=2.179e-15,
-    near_pair=1.369e-12,
-    near_alone=1.913e-12,
-    launch=1.29e-05,
-    ring=1.136e-05,
-    byte=2.225e-13,
-    classes=1.225,
+    pair=2.37e-13,
+    pair_qk=1.44e-15,
+    pair_v=2.151e-15,
+    near_pair=1.444e-12,
+    near_alone=1.385e-12,
+    launch=1.283e-05,
+    ring=1.062e-05,
+    byte=2.226e-13,
+    classes=1.143,
 )
-"""Fitted by `benchmarks/fit_costs.py` to `benchmarks/results/kernels-h200*.json` (32 query heads, H = 128,
-4096 to 131072 tokens), within 7 % of every row but decode over two token classes (9 % too low); `near_pair`
-and `classes` rest on one row each, that of `classes` from before exponentials in turns."""
+"""Fitted by `benchmarks/fit_costs.py` to `benchmarks/results/kernels-h200.json` (32 query heads, H = 128,
+4096 to 131072 tokens), within 5 % of every row but decode over two token classes (8 % too low); `near_pair`
+and `classes` rest on one row each."""
 
 
 def request_seconds(plan: CompressionPlan, num_heads: int, tokens: int, costs: KernelCosts = H200) -> float:
