@@ -114,7 +114,8 @@ def load(
         (`zdc_jax.parallel.weights`).
       payload: what devices exchange of a prompt: `native`; or `float8`, which halves the bytes of 16 bits; or
         `coded`, integers of a quarter of them in the mean. The latter two round, with q and o, what the cache
-        holds of the prompt (`zdc_jax.parallel.payload`).
+        holds of the prompt (`zdc_jax.parallel.payload`). Caches in codes exchange keys and values as their
+        own codes, and only q and o as the payload says.
 
     Raises:
       CheckpointError: unreadable folder (or files of its chat template), unknown dtype, more positions than

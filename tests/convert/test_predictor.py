@@ -230,7 +230,7 @@ def test_plans_within_a_limit_on_calibrated_error(folder):
         (
             {"max_degradation": 0.1, "check_text": "x", "method": "coded", "mesh": "sequence=2"},
             PlanError,
-            "run on one device",
+            "checked on one device",
         ),
         ({"max_degradation": 0.1, "method": "int8"}, PlanError, "method='int8' must be one of"),
     ],

@@ -125,7 +125,7 @@ def _check_method(method: PlanMethod, *, checked: bool, on_mesh: bool) -> None:
     if method == "coded" and not checked:
         raise PlanError("method='coded' plans are measured: give max_degradation= and check_text=")
     if method == "coded" and on_mesh:
-        raise PlanError("method='coded' plans run on one device: mesh= must be None")
+        raise PlanError("method='coded': plans are checked on one device, mesh= must be None")
 
 
 def _predicted(
