@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import LLAMA, TinyModel
 
-from zdc_jax.methods import coded, fp8, int8, kivi
+from zdc_jax.methods import coded, fp8, int8, kivi, turboquant
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.traffic import cache_bytes, hlo_bytes, prefill_bytes
@@ -30,6 +30,8 @@ PLANS = {
     "a ring alone, a long window": ("coded", (NONE, FULL), (WHOLE, WHOLE), {"sinks": 20, "window": 37}),
     "chosen": ("coded", (FULL, FULL), (CHOOSING, CHOOSING), NEAR),
     "chosen by another layer": ("coded", (FULL, FULL), (CHOOSING, replace(CHOOSING, index=0)), NEAR),
+    "fp8": ("fp8", (FULL, FULL), (fp8.Settings(),) * 2, NEAR),
+    "turboquant": ("turboquant", (FULL, FULL), (turboquant.Settings(),) * 2, NEAR),
     "int8": ("int8", (FULL, FULL), (int8.Settings(),) * 2, {}),
 }
 
@@ -66,6 +68,8 @@ CASES = [
     ("a ring alone, a long window", "MHA", "sequence=4"),
     ("chosen by another layer", "GQA", "sequence=4"),
     ("int8", "GQA", "sequence=2,model=2"),
+    ("fp8", "GQA", "sequence=2"),
+    ("turboquant", "MHA", "sequence=2,model=2"),
 ]
 
 
