@@ -37,15 +37,9 @@ from kernels_pallas.coded_inputs import default_config as coded_rule
 from kernels_pallas.tuning import FOLDER, file_of
 
 N, S = 32, 8192
-ONE_RANK = [(128, 128), (96, 96), (64, 128), (64, 96), (48, 96), (64, 64), (32, 64)]
+PROMPT = 16384
+ONE_RANK = [(128, 128), (64, 96), (32, 64), (64, 64), (48, 96), (32, 96), (96, 128), (64, 128), (96, 96)]
 TWO_RANKS = [(32, 64, 128), (64, 96, 128), (16, 32, 64)]
-PREFILL = [
-    PrefillConfig(128, 2, 3, overlap=False),
-    PrefillConfig(128, 2, 3, overlap=True),
-    PrefillConfig(128, 2, 2, overlap=True),
-    PrefillConfig(128, 3, 3, overlap=False),
-    PrefillConfig(64, 3, 3, overlap=True),
-]
 DECODE = [(64, 2), (64, 3), (64, 4), (128, 2)]
 CODED = [
     *(coded.Plan(((coded.H, bits),), (coded.H, bits)) for bits in (2, 3, 4, 8)),
@@ -87,18 +81,33 @@ def fastest(
     return {"widths": widths, "config": asdict(best), "ms": listed, "commit": commit()}
 
 
+def prefill_candidates(Z: int) -> list[PrefillConfig]:
+    """One block after another, in turns, and overlapped, in smaller blocks where registers ask for it."""
+    block = 128 if Z <= 64 else 64
+    return [
+        PrefillConfig(128, 2, 3),
+        PrefillConfig(128, 3, 3),
+        PrefillConfig(128, 2, 3, turns=96),
+        PrefillConfig(128, 2, 3, turns=112),
+        PrefillConfig(128, 3, 3, turns=112),
+        PrefillConfig(block, 2, 3, overlap=True),
+        PrefillConfig(block, 3, 3, overlap=True),
+    ]
+
+
 def prefill() -> Iterator[dict[str, Any]]:
-    """Causal prompts of 8192 tokens, 32 heads."""
+    """Causal prompts of 16,384 tokens, 32 heads."""
     for R, Z in ONE_RANK:
-        arrays = normal(0, 1, S, N, R), normal(1, 1, N, S, R), normal(2, 1, N, S, Z)
+        arrays = normal(0, 1, PROMPT, N, R), normal(1, 1, N, PROMPT, R), normal(2, 1, N, PROMPT, Z)
         time = lambda config, arrays=arrays: device_ms(
             lambda q, k, v: prefill_attention(q, k, v, scale=0.1, config=config)[0], *arrays, iterations=5
         )
-        yield fastest({"R": R, "Z": Z, "H": R, "HV": Z}, PREFILL, time)
+        yield fastest({"R": R, "Z": Z, "H": R, "HV": Z}, prefill_candidates(Z), time)
     for R, Z, H in TWO_RANKS:
-        tails = normal(3, 1, N, S, H - R), normal(4, 1, N, S, H - Z)
+        tails = normal(3, 1, N, PROMPT, H - R), normal(4, 1, N, PROMPT, H - Z)
         trailing = Trailing(*tails, jnp.zeros(1, jnp.int32), *(x[:, :, :8] for x in tails))
-        arrays = normal(0, 1, S, N, H), normal(1, 1, N, S, R), normal(2, 1, N, S, Z), trailing
+        far = normal(1, 1, N, PROMPT, R), normal(2, 1, N, PROMPT, Z)
+        arrays = normal(0, 1, PROMPT, N, H), *far, trailing
         time = lambda config, arrays=arrays: device_ms(
             lambda q, k, v, t: prefill_attention(
                 q, k, v, scale=0.1, trailing=t, sinks=4, window=512, config=config
@@ -106,7 +115,7 @@ def prefill() -> Iterator[dict[str, Any]]:
             *arrays,
             iterations=5,
         )
-        yield fastest({"R": R, "Z": Z, "H": H, "HV": H}, PREFILL, time)
+        yield fastest({"R": R, "Z": Z, "H": H, "HV": H}, prefill_candidates(Z), time)
 
 
 def decode() -> Iterator[dict[str, Any]]:

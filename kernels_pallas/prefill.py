@@ -23,7 +23,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas import common, prefill_turns
-from kernels_pallas.common import LOG2_E, NEVER, filled, scaled, tile_width, tiled
+from kernels_pallas.common import LOG2_E, filled, scaled, tile_width, tiled
 from kernels_pallas.prefill_inputs import (
     ROWS,
     BlockLists,
@@ -34,6 +34,7 @@ from kernels_pallas.prefill_inputs import (
     check_prefill,
     listed_config,
 )
+from kernels_pallas.prefill_softmax import State, empty, lanes, raised, weights
 from kernels_pallas.tuning import measured
 
 _L2_BYTES = 32 * 2**20
@@ -43,16 +44,14 @@ IN_TURNS = PrefillConfig(128, 2, 3, turns=112)
 
 
 def config_for(R: int, Z: int, H: int, HV: int, *, page: int = 0) -> PrefillConfig:
-    """In turns where those won, else the measured config of these widths on this device, else the default.
+    """The measured config of these widths on this device, else the default.
 
     page: tokens of one, a multiple of 64, which blocks divide; 0 without pages. Blocks so cut take no turns.
     """
-    config, found = default_config(R, Z, H, HV), measured("prefill", R=R, Z=Z, H=H, HV=HV)
-    if config.turns and math.gcd(config.block_kv, page) == config.block_kv:
-        return config
-    if found:  # No candidate of the table took turns.
-        config = PrefillConfig(**found)
-    return replace(config, block_kv=math.gcd(config.block_kv, page), turns=0)
+    found = measured("prefill", R=R, Z=Z, H=H, HV=HV)
+    config = PrefillConfig(**found) if found else default_config(R, Z, H, HV)
+    block = math.gcd(config.block_kv, page)
+    return config if block == config.block_kv else replace(config, block_kv=block, turns=0)
 
 
 def default_config(R: int, Z: int, H: int, HV: int) -> PrefillConfig:
@@ -466,14 +465,6 @@ class _Rows(NamedTuple):
         return self.table[item.b, lax.div(row, page)], lax.rem(row, page)
 
 
-class _State(NamedTuple):
-    """Running result of 64 queries: weighted values, maximum (in powers of two) and sum of the weights."""
-
-    acc: Array
-    m: Array
-    l: Array
-
-
 def _attend(
     g: _Geometry,
     config: PrefillConfig,
@@ -494,25 +485,20 @@ def _attend(
         plgpu.copy_gmem_to_smem(source, smem[name].at[wg], smem["q_ready"].at[wg])
     plgpu.barrier_wait(smem["q_ready"].at[wg])
     column = plgpu.Layout.WGMMA.reduce(1)
-    state = _State(
-        filled((ROWS, g.Z), 0, plgpu.Layout.WGMMA), filled((ROWS,), NEVER, column), filled((ROWS,), 0, column)
-    )
     steps = _Consumer(g, config, smem, item, wg, dtype, positions)
-    state = lax.cond(item.plain > 0, steps.plain, lambda state: state, state)
-    tail = filled((ROWS, g.HV - g.Z), 0, plgpu.Layout.WGMMA) if g.HV > g.Z else None
-    carry, inner = (state, tail), item.plain + item.mixed
+    state = lax.cond(item.plain > 0, steps.plain, lambda state: state, empty(g.Z))
+    if g.HV > g.Z:
+        state = state._replace(tail=filled((ROWS, g.HV - g.Z), 0, plgpu.Layout.WGMMA))
+    inner = item.plain + item.mixed
     if g.two_ranks:
-        carry = lax.fori_loop(item.plain, inner, lambda step, c: steps.masked(step, *c, mixed=True), carry)
-    carry = lax.fori_loop(
-        inner, inner + item.inner, lambda step, c: steps.masked(step, *c, mixed=False), carry
-    )
-    state, tail = carry
+        state = lax.fori_loop(item.plain, inner, functools.partial(steps.masked, mixed=True), state)
+    state = lax.fori_loop(inner, inner + item.inner, functools.partial(steps.masked, mixed=False), state)
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=column)
-    l = jnp.where(row + item.first + wg * ROWS < item.length, state.l, 0.0)
+    l = jnp.where(row + item.first + wg * ROWS < item.length, state.l.sum(axis=1), 0.0)
     inverse = jnp.where(l > 0, 1.0 / l, 0.0)
     smem["o"].at[wg][...] = scaled(state.acc, inverse).astype(dtype)
-    if tail is not None:
-        smem["o_tail"].at[wg][...] = scaled(tail, inverse).astype(dtype)
+    if state.tail is not None:
+        smem["o_tail"].at[wg][...] = scaled(state.tail, inverse).astype(dtype)
     smem["lse"].at[wg][...] = jnp.where(l > 0, state.m / LOG2_E + jnp.log(l), -jnp.inf)
     plgpu.commit_smem()
     parts = (("o", pl.ds(0, g.Z)), ("o_tail", pl.ds(g.Z, g.HV - g.Z)))[: 2 if g.HV > g.Z else 1]
@@ -533,7 +519,7 @@ class _Consumer(NamedTuple):
     dtype: Any
     positions: Any
 
-    def plain(self, state: _State) -> _State:
+    def plain(self, state: State) -> State:
         """All unmasked blocks, at least one."""
         if self.config.turns:
             return prefill_turns.attend(self, state)
@@ -544,9 +530,7 @@ class _Consumer(NamedTuple):
         state, scores = lax.fori_loop(0, last, self._overlapped_step, carry)
         return self._add_block(last, state, scores)
 
-    def masked(
-        self, step: Array, state: _State, tail: Array | None, *, mixed: bool
-    ) -> tuple[_State, Array | None]:
+    def masked(self, step: Array, state: State, *, mixed: bool) -> State:
         """One block in which visibility, and if `mixed` rank, differ from key to key.
 
         With two ranks, or near keys alone, 64 keys at a time: registers that do not suffice here slow down
@@ -562,20 +546,19 @@ class _Consumer(NamedTuple):
         if g.keys == "near":
             first_key = first_key + jnp.where(at_sinks, 0, self.item.base)
 
-        def part(i: Array, carry: Any) -> tuple[_State, Array | None]:
+        def part(i: Array, state: State) -> State:
             rows = pl.ds(pl.multiple_of(i * width, 8), width)
-            state, tail = carry
-            return self._masked_part(state, tail, slot, rows, first_key + i * width, at_sinks, mixed)
+            return self._masked_part(state, slot, rows, first_key + i * width, at_sinks, mixed)
 
         parts: tuple[Any, Any] = (0, self.config.block_kv // width)
         if g.keys == "near":
             parts = self._seen_parts(first_key, at_sinks)
-        state, tail = lax.fori_loop(*parts, part, (state, tail))
+        state = lax.fori_loop(*parts, part, state)
         for name in ["k_free", "v_free"]:
             plgpu.barrier_arrive(self.smem[name].at[slot])
         if g.two_ranks:
             plgpu.barrier_arrive(self.smem["tail_free"])
-        return state, tail
+        return state
 
     def _seen_parts(self, first_key: Array, at_sinks: Array) -> tuple[Array, Array]:
         """Which of a block's parts of 64 near keys queries of this warpgroup see: first, and behind the last.
@@ -588,15 +571,8 @@ class _Consumer(NamedTuple):
         return jnp.where(at_sinks, 0, begin), jnp.where(at_sinks, 1, end)
 
     def _masked_part(
-        self,
-        state: _State,
-        tail: Array | None,
-        slot: Array,
-        part: Any,
-        first_key: Array,
-        at_sinks: Array,
-        mixed: bool,
-    ) -> tuple[_State, Array | None]:
+        self, state: State, slot: Array, part: Any, first_key: Array, at_sinks: Array, mixed: bool
+    ) -> State:
         g, smem, width = self.g, self.smem, part.size
         q, k, v = smem["q"].at[self.wg], smem["k"].at[slot, part], smem["v"].at[slot, part]
         q_tail = (smem["q_tail"].at[self.wg], smem["k_tail"].at[part]) if g.H > g.R else None
@@ -612,16 +588,17 @@ class _Consumer(NamedTuple):
                 scores = scores + jnp.where(near(t, j), _product(q_tail), 0.0)
         else:
             scores = _product((q, k), *([q_tail] if q_tail is not None else []))
-        p, state, alpha = self._softmax(jnp.where(self._visible(t, j, at_sinks), scores, -jnp.inf), state)
+        p, state = self._weighed(state, jnp.where(self._visible(t, j, at_sinks), scores, -jnp.inf))
         state = state._replace(acc=_accumulate(state.acc, p.astype(self.dtype), v))
-        if tail is not None:
+        if state.tail is not None:
             if mixed:
                 # The inner barrier has the mask computed again: kept across the softmax it fills registers.
                 # The outer one keeps the selection before the conversion, which then takes pairs.
                 far_zero = jnp.where(near(*lax.optimization_barrier((t, j))), p, 0.0)
                 p = lax.optimization_barrier(far_zero)
-            tail = _accumulate(scaled(tail, alpha), p.astype(self.dtype), smem["v_tail"].at[part])
-        return state, tail
+            tail = _accumulate(state.tail, p.astype(self.dtype), smem["v_tail"].at[part])
+            state = state._replace(tail=tail)
+        return state
 
     def _positions_of(self, first_key: Array, width: int) -> tuple[Array, Array]:
         """Positions of queries and of `width` keys, each [ROWS, width]."""
@@ -647,26 +624,29 @@ class _Consumer(NamedTuple):
         last = jnp.minimum(t, pick(g.sinks - 1, never))
         return (first <= j) & (j <= last)
 
-    def _plain_step(self, step: Array, state: _State) -> _State:
+    def _plain_step(self, step: Array, state: State) -> State:
         return self._add_block(step, state, self._scores(step))
 
-    def _overlapped_step(self, step: Array, carry: tuple[_State, Array]) -> tuple[_State, Array]:
-        """Adds the block whose scores are at hand while the tensor cores compute the next block's."""
-        state, scores = carry
-        slot = self._slot(step + 1)
-        plgpu.barrier_wait(self.smem["k_ready"].at[slot])
+    def _overlapped_step(self, step: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
+        """Adds the block whose scores are at hand while the tensor cores compute the next block's.
 
-        def body(next_scores: Any) -> tuple[_State, Array]:
-            plgpu.wgmma(next_scores, self.smem["q"].at[self.wg], self.smem["k"].at[slot].transpose((1, 0)))
-            p, new, _ = self._softmax(scores, state)
-            p = p.astype(self.dtype)  # Before the wait: 32-bit weights held across it would spill.
-            plgpu.barrier_wait(self.smem["v_ready"].at[self._slot(step)])
-            acc = _accumulate(new.acc, p, self.smem["v"].at[self._slot(step)])
-            return new._replace(acc=acc), next_scores[...]
+        Waits come first. Behind them the next product is issued as soon as there are registers for it: no
+        branch may lie between it and the weights of this block.
+        """
+        (state, scores), slot, ahead = carry, self._slot(step), self._slot(step + 1)
+        plgpu.barrier_wait(self.smem["k_ready"].at[ahead])
+        plgpu.barrier_wait(self.smem["v_ready"].at[slot])
+        p, state = self._weighed(state, scores)
+        p = p.astype(self.dtype)
+
+        def body(next_scores: Any) -> tuple[State, Array]:
+            plgpu.wgmma(next_scores, self.smem["q"].at[self.wg], self.smem["k"].at[ahead].transpose((1, 0)))
+            acc = _accumulate(state.acc, p, self.smem["v"].at[slot])
+            return state._replace(acc=acc), next_scores[...]
 
         result = pl.run_scoped(body, plgpu.ACC((ROWS, self.config.block_kv), jnp.float32))
-        plgpu.barrier_arrive(self.smem["k_free"].at[slot])
-        plgpu.barrier_arrive(self.smem["v_free"].at[self._slot(step)])
+        plgpu.barrier_arrive(self.smem["k_free"].at[ahead])
+        plgpu.barrier_arrive(self.smem["v_free"].at[slot])
         return result
 
     def _slot(self, step: Array) -> Array:
@@ -679,19 +659,18 @@ class _Consumer(NamedTuple):
         plgpu.barrier_arrive(self.smem["k_free"].at[slot])
         return scores
 
-    def _softmax(self, scores: Array, state: _State) -> tuple[Array, _State, Array]:
-        """Weights of a block, the state rescaled to the new maximum, and the factor of that."""
+    def _weighed(self, state: State, scores: Array) -> tuple[Array, State]:
+        """Weights of a block, and the state with their sums."""
         factor = self.g.scale * LOG2_E
-        m = jnp.maximum(state.m, scores.max(axis=1) * factor)
-        p = jnp.exp2(scores * factor - lax.broadcast_in_dim(m, scores.shape, [0]))
-        alpha = jnp.exp2(state.m - m)
-        return p, _State(scaled(state.acc, alpha), m, state.l * alpha + p.sum(axis=1)), alpha
+        state = raised(state, scores, factor)
+        p = weights(state, scores, factor)
+        return p, state._replace(l=sum(lanes(p), state.l))
 
-    def _add_block(self, step: Array, state: _State, scores: Array) -> _State:
-        p, state, _ = self._softmax(scores, state)
+    def _add_block(self, step: Array, state: State, scores: Array) -> State:
+        p, state = self._weighed(state, scores)
         return self._add_values(step, state, p.astype(self.dtype))
 
-    def _add_values(self, step: Array, state: _State, p: Array) -> _State:
+    def _add_values(self, step: Array, state: State, p: Array) -> State:
         slot = self._slot(step)
         plgpu.barrier_wait(self.smem["v_ready"].at[slot])
         acc = _accumulate(state.acc, p, self.smem["v"].at[slot])

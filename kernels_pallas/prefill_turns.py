@@ -17,46 +17,40 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from kernels_pallas.common import LOG2_E, filled, scaled
-from kernels_pallas.prefill_inputs import ROWS
+from kernels_pallas.common import LOG2_E
+from kernels_pallas.prefill_softmax import LANES, State, lanes, raised, weights
 
 _FIRST_BARRIER = 8
 """Of the hardware's 16 named barriers those that hand on turns; the compiler's own have lower numbers."""
 _SCALAR = plgpu.Layout.WG_SPLAT
-_LANES = 8
-"""Columns of a sum of which every thread holds its own part: two of each of its rows."""
 
 
-def attend(c: Any, state: Any) -> Any:
+def attend(c: Any, state: State) -> State:
     """All unmasked blocks, at least one and the first of all, by consumer `c`.
 
-    All warpgroups of the CTA call it, for as many blocks: each turn that is handed on is taken. Sums of
-    weights are added up over threads in the end alone: in each step that would lie within a turn.
+    All warpgroups of the CTA call it, for as many blocks: each turn that is handed on is taken.
     """
-    lanes = filled((ROWS, _LANES), 0, plgpu.Layout.WGMMA)
-    pl.when(c.wg == c.config.warpgroups - 1)(lambda: _hand_on(c, lanes))
-    state = lax.fori_loop(0, c.item.plain, functools.partial(_step, c), state._replace(l=lanes))
+    pl.when(c.wg == c.config.warpgroups - 1)(lambda: _hand_on(c, state.l))
+    state = lax.fori_loop(0, c.item.plain, functools.partial(_step, c), state)
 
     @pl.when(c.wg == 0)  # Takes the turn that was handed on last.
     def _() -> None:
         _take_turn(c, state.m)
 
-    return state._replace(l=state.l.sum(axis=1))
+    return state
 
 
-def _step(c: Any, step: Array, state: Any) -> Any:
-    """Adds one block to the state, whose `l` is sums of weights [ROWS, lanes]."""
+def _step(c: Any, step: Array, state: State) -> State:
+    """Adds one block to the state; the maximum is raised, where it must be, before the turn."""
     scores, factor = c._scores(step), c.g.scale * LOG2_E
-    m = _take_turn(c, jnp.maximum(state.m, scores.max(axis=1) * factor))
-    p = jnp.exp2(scores * factor - lax.broadcast_in_dim(m, scores.shape, [0]))
-    alpha = jnp.exp2(state.m - m)
-    l = scaled(state.l, alpha)
-    for column in range(0, p.shape[1], _LANES):
-        l = l + lax.slice(p, (0, column), (ROWS, column + _LANES))
-        if column + _LANES == c.config.turns:
+    state = raised(state, scores, factor)
+    state = state._replace(m=_take_turn(c, state.m))
+    p, l = weights(state, scores, factor), state.l
+    for i, part in enumerate(lanes(p), 1):
+        l = l + part
+        if i * LANES == c.config.turns:
             _hand_on(c, l)
-    state = state._replace(acc=scaled(state.acc, alpha), m=m, l=l)
-    return c._add_values(step, state, p.astype(c.dtype))
+    return c._add_values(step, state._replace(l=l), p.astype(c.dtype))
 
 
 def _take_turn(c: Any, m: Array) -> Array:

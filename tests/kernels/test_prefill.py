@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from brute_force import check, prefill
+from jumps import jumping
 from listed import lists_of, truth
 
 from kernels_pallas import BlockLists, PrefillConfig, Trailing, merge_partial, prefill_attention
@@ -222,15 +223,15 @@ def test_blocks_divide_pages(monkeypatch):
 
 
 def test_turns_are_of_whole_blocks(monkeypatch):
-    """Whatever a table says, one rank or two; pages that a block does not fit cut it, and have no turns."""
+    """By the default and by a table; pages that a block does not fit cut it, and have no turns."""
     config = prefill_kernel.config_for
-    won = PrefillConfig(128, 2, 3, turns=112)
-    for found in (None, asdict(PrefillConfig(128, 3, 3))):
-        monkeypatch.setattr(prefill_kernel, "measured", lambda kernel, found=found, **widths: found)
+    for found in (PrefillConfig(128, 2, 3, turns=112), PrefillConfig(128, 3, 3, turns=96)):
+        table = asdict(found) if found.stages == 3 else None
+        monkeypatch.setattr(prefill_kernel, "measured", lambda kernel, table=table, **widths: table)
         for R, H, page in itertools.product((48, 64), (0, 128), (0, 128, 256, 384)):
-            assert config(R, 96, H or R, H or 96, page=page) == won
+            assert config(R, 96, H or R, H or 96, page=page) == found
         for page in (64, 192, 320):
-            assert config(64, 96, 64, 96, page=page) == PrefillConfig(64, 3 if found else 2, 3)
+            assert config(64, 96, 64, 96, page=page) == PrefillConfig(64, found.stages, 3)
 
 
 def test_by_default_turns_are_taken_where_they_won():
@@ -324,6 +325,22 @@ def test_one_rank(R, Z, T, S, N, K, starts, dtype):
     options = {"scale": R**-0.5, "starts": np.array(starts), "lengths": lengths}
     o, lse = jax.jit(lambda q, k, v: prefill_attention(q, k, v, **options))(q, k, v)
     check(o, lse, *prefill(q, k, v, **options), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("R", "Z"), ONE_RANK)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("config", [
+    PrefillConfig(64, 2, 1), PrefillConfig(64, 2, 2, overlap=True), PrefillConfig(64, 2, 2, turns=48),
+])  # fmt: skip
+def test_scores_that_jump(R, Z, dtype, config):
+    """The maximum is raised for some warps and not for others, at some blocks."""
+    B, T, S, N, K, scale = 2, 256, 700, 4, 2, R**-0.5
+    q, k = jumping(B, T, S, N, K, R, scale, dtype)
+    v = draw(2, B, K, S, Z, dtype=dtype)
+    options = {"scale": scale, "starts": np.array([S - T, 77])}
+    found = prefill_attention(q, k, v, config=config, **options)
+    check(*found, *prefill(q, k, v, lengths=options["starts"] + T, **options), dtype)
 
 
 @pytest.mark.gpu

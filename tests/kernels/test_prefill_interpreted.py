@@ -1,8 +1,8 @@
 """The prefill kernel in JAX's interpreter, on a CPU: numerics of what needs no GPU to be told.
 
-Its products are plain ones here, so that what is under test is which keys each query sees, through which
-buffers they come, and the softmax. Two things a GPU alone can test. Overlapped steps start a product and do
-not wait for it, for which the interpreter has no word; with two ranks it waits for ever.
+Its products and its vote are plain ones here, so that what is under test is which keys each query sees,
+through which buffers they come, and the softmax. Two things a GPU alone can test. Overlapped steps start a
+product and do not wait for it, for which the interpreter has no word; with two ranks it waits for ever.
 """
 
 import os
@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from brute_force import check, prefill
+from jumps import jumping
 from listed import lists_of, truth
 
-from kernels_pallas import PrefillConfig, Trailing, prefill_attention, prefill_turns
+from kernels_pallas import PrefillConfig, Trailing, prefill_attention, prefill_softmax, prefill_turns
 from kernels_pallas import prefill as prefill_kernel
 
 BF16 = jnp.bfloat16
@@ -35,7 +36,8 @@ def _accumulate(acc, p, values):
 
 
 @pytest.fixture
-def interpreted():
+def interpreted(monkeypatch):
+    monkeypatch.setattr(prefill_softmax, "_any_positive", lambda x: (x > 0).any())
     plain = {"_product": _product, "_accumulate": _accumulate}
     with interpreting.interpreted_warpgroups(prefill_kernel, "prefill_attention", **plain):
         yield
@@ -60,6 +62,17 @@ def test_one_rank(config):
     q, k, v = draw(0, B, T, N, R), draw(1, B, K, S, R), draw(2, B, K, S, Z)
     options = {"scale": 0.2, "starts": np.array([0, 217]), "lengths": np.array([150, 300])}
     check(*prefill_attention(q, k, v, config=config, **options), *prefill(q, k, v, **options), BF16)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("dtype", [BF16, jnp.float16])
+def test_scores_that_jump(dtype):
+    B, T, S, N, R, Z, scale = 1, 128, 700, 1, 32, 48, 0.2
+    q, k = jumping(B, T, S, N, N, R, scale, dtype)
+    v = draw(2, B, N, S, Z).astype(dtype)
+    options = {"scale": scale, "starts": np.array([S - T])}
+    found = prefill_attention(q, k, v, config=PrefillConfig(64, 2, 2), **options)
+    check(*found, *prefill(q, k, v, lengths=np.array([S]), **options), dtype)
 
 
 @pytest.fixture

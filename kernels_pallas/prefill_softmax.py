@@ -1,0 +1,88 @@
+"""The running softmax of prefill: its maximum is raised only where weights would grow too large.
+
+Flash attention multiplies what it has added up by the factor between the old maximum and the new one at each
+block of keys. Nearly always that is 1. Here weights are relative to a maximum that may lie below the true
+one, by a factor of up to 2^8, as in FlashAttention-4 (Dao, 2025). Ours is that a block which stays below that
+needs no exchange between threads: each looks at its own scores, and a warp takes one vote.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+from kernels_pallas.common import NEVER, filled, scaled
+from kernels_pallas.prefill_inputs import ROWS
+
+LANES = 8
+"""Columns of a sum or maximum of which every thread holds its own part: two of each of its rows."""
+_SLACK = 8.0
+"""Powers of two by which a score may exceed the maximum that its weight is relative to. float16 holds 16."""
+
+
+class State(NamedTuple):
+    """Running result of 64 queries: weighted values, those of trailing coordinates (None without), maximum
+    (in powers of two), and sums of the weights by lane [ROWS, LANES]."""
+
+    acc: Array
+    tail: Array | None
+    m: Array
+    l: Array
+
+
+def empty(width: int) -> State:
+    """Of no keys yet, and no trailing coordinates."""
+    wide, column = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+    zeros = lambda width: filled((ROWS, width), 0, wide)
+    return State(zeros(width), None, filled((ROWS,), NEVER, column), zeros(LANES))
+
+
+def raised(state: State, scores: Array, factor: float) -> State:
+    """The state relative to a maximum that scores · factor exceed by no more than the slack."""
+    highest = functools.reduce(jnp.maximum, lanes(scores))
+    over = highest * factor - lax.broadcast_in_dim(state.m + _SLACK, highest.shape, [0])
+
+    def raise_() -> State:
+        m = jnp.maximum(state.m, highest.max(axis=1) * factor)
+        alpha = jnp.exp2(state.m - m)
+        tail = None if state.tail is None else scaled(state.tail, alpha)
+        return State(scaled(state.acc, alpha), tail, m, scaled(state.l, alpha))
+
+    return lax.cond(_any_positive(over), raise_, lambda: state)
+
+
+def weights(state: State, scores: Array, factor: float) -> Array:
+    """Of a block's keys, float32, relative to the state's maximum."""
+    return jnp.exp2(scores * factor - lax.broadcast_in_dim(state.m, scores.shape, [0]))
+
+
+def lanes(block: Array) -> list[Array]:
+    """A block's columns, LANES at a time: each thread has as many of each."""
+    rows, columns = block.shape
+    return [lax.slice(block, (0, i), (rows, i + LANES)) for i in range(0, columns, LANES)]
+
+
+def _any_positive(x: Array) -> Array:
+    """Whether one of a warp's numbers, 16 rows of x [ROWS, LANES], is positive; all its threads know."""
+    out = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=out)
+    def vote(_: Any, x: Any) -> Any:
+        own = [vector.extract(pair, [], [i]) for pair in x.registers.flat for i in range(2)]
+        highest = functools.reduce(arith.maximumf, own)
+        found = utils.inline_ptx(
+            "{.reg .pred p; setp.gt.f32 p, $1, 0f00000000; vote.sync.any.pred p, p, 0xffffffff;"
+            " selp.u32 $0, 1, 0, p;}",
+            highest,
+            result_types=ir.IntegerType.get_signless(32),
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return vote(x) != 0

@@ -1,0 +1,20 @@
+"""Scores that rise and fall from block to block, by less and by more than a softmax's slack."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+LEVELS = (0, 6, 6, 13, 30, 8, 31, 44, -20, 60, 59)
+"""Of 64 keys each, less 30: powers of two of their weights for the first query, 1.75 times as many for the fourth."""
+
+
+def jumping(
+    B: int, T: int, S: int, N: int, K: int, R: int, scale: float, dtype: jnp.dtype
+) -> tuple[Array, Array]:
+    """q [B, T, N, R] and k [B, K, S, R]: random, but for a coordinate of levels."""
+    q, k = (jax.random.normal(jax.random.key(i), x) for i, x in enumerate([(B, T, N, R), (B, K, S, R)]))
+    levels = (jnp.take(jnp.array(LEVELS), jnp.arange(S) // 64, mode="wrap") - 30) * math.log(2) / scale
+    rows = 1 + jnp.arange(T) % 4 / 4
+    return q.at[..., 0].set(rows[:, None]).astype(dtype), k.at[..., 0].set(levels).astype(dtype)
