@@ -7,7 +7,8 @@ The plan was found for a small model and keeps in a shape the same shares of lay
 clock. `first_token` is from a prompt of one row to its first token: the peer reads it at once, we in pieces
 of `chunk` tokens, as `generate` does. `token` is the time of one step of decoding, for one row, for
 `BATCH`, and for the largest number of rows that memory holds: `largest` is the number that decoded. Rows are
-merged by shape, kind and length into the JSON file, which is written anew after each figure.
+merged by shape, kind and length into the JSON file, which is written anew after each figure; `commits` are
+those of a row's figures, of `token` by batch.
 
 `dense` is full rank on our own kernels. With `--mesh sequence=2` prompts are divided by token over so many
 devices and read at once, and tokens are decoded with heads divided, as `generate` does on a mesh; `cudnn` is
@@ -50,8 +51,7 @@ class Options:
     """plan: a searched one. judged: JSON of judged plans, this one among them at judged_context tokens.
 
     lengths: of prompts and of rows that decode, in tokens. figures: those that are timed; others stay in the
-    file where they are of the same commit. layers shortens the models for a trial. mesh: as
-    `MeshConfig.parse` takes it, default one device.
+    file. layers shortens the models for a trial. mesh: as `MeshConfig.parse` takes it, default one device.
     """
 
     plan: Path
@@ -146,25 +146,31 @@ def measured(
         for batch in (1, BATCH):
             if "token" in figures and batch < most:
                 row["token"][str(batch)] = time(batch)
+                row["commits"][str(batch)] = commit()
                 yield row
         if "first_token" in figures:
             row["first_token"] = prefill_times(reads, length, options.repeats)
+            row["commits"]["first_token"] = commit()
             yield row
         if "largest" in figures:
             row["largest"], times = fitting(time, most)
             row["token"][str(row["largest"])] = times
+            row["commits"][str(row["largest"])] = commit()
             yield row
         gc.collect()
 
 
 def kept(rows: list[dict[str, Any]], length: int, figures: tuple[Figure, ...]) -> dict[str, Any]:
-    """The earlier row of that length and of this commit, without the figures that are to be timed."""
-    new: dict[str, Any] = {"length": length, "token": {}, "commit": commit()}
-    row = next((row for row in rows if (row["length"], row["commit"]) == (length, new["commit"])), new)
-    batches = {"token": {"1", str(BATCH)} - {str(row.get("largest"))}, "largest": {str(row.get("largest"))}}
-    gone = set().union(*(batches.get(figure, set()) for figure in figures))
-    token = {batch: times for batch, times in row["token"].items() if batch not in gone}
-    return {name: value for name, value in row.items() if name not in figures} | {"token": token}
+    """The earlier row of that length, without the figures that are to be timed."""
+    row = next(
+        (row for row in rows if row["length"] == length), {"length": length, "token": {}, "commits": {}}
+    )
+    largest = str(row.get("largest"))
+    names = {"token": {"1", str(BATCH)} - {largest}, "largest": {largest}, "first_token": {"first_token"}}
+    gone = set().union(*(names[figure] for figure in figures))
+    stays = lambda named: {name: value for name, value in named.items() if name not in gone}
+    rest = {name: value for name, value in row.items() if name not in figures}
+    return rest | {"token": stays(row["token"]), "commits": stays(row["commits"])}
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:

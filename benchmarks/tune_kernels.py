@@ -83,15 +83,11 @@ def fastest(
 
 def prefill_candidates(Z: int) -> list[PrefillConfig]:
     """One block after another, in turns, and overlapped, in smaller blocks where registers ask for it."""
-    block = 128 if Z <= 64 else 64
+    overlapped = ((128, 2), (128, 3)) if Z <= 64 else ((64, 3), (64, 4))
     return [
         PrefillConfig(128, 2, 3),
-        PrefillConfig(128, 3, 3),
-        PrefillConfig(128, 2, 3, turns=96),
-        PrefillConfig(128, 2, 3, turns=112),
-        PrefillConfig(128, 3, 3, turns=112),
-        PrefillConfig(block, 2, 3, overlap=True),
-        PrefillConfig(block, 3, 3, overlap=True),
+        *(PrefillConfig(128, 2, 3, turns=columns) for columns in (64, 80, 96)),
+        *(PrefillConfig(*each, 3, overlap=True) for each in overlapped),
     ]
 
 

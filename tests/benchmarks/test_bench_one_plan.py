@@ -193,7 +193,7 @@ def test_a_run_replaces_its_own_rows_alone(plan, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("timed")
-def test_figures_that_are_not_asked_for_stay_if_they_are_of_the_same_commit(plan, tmp_path, monkeypatch):
+def test_figures_that_are_not_asked_for_stay_with_their_commits(plan, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "SHAPES", {"Llama-2-7B": CONFIG})
     monkeypatch.setattr(bench, "commit", lambda: "a")
     options = bench.Options(
@@ -206,9 +206,11 @@ def test_figures_that_are_not_asked_for_stay_if_they_are_of_the_same_commit(plan
     assert read() == whole | {"first_token": whole["first_token"][:2]}
     bench.main(replace(options, figures=("largest",), repeats=3))
     assert read()["token"] == whole["token"] | {"20": whole["token"]["20"][:3]}
+    assert read()["commits"] == dict.fromkeys(("1", "8", "first_token", "20"), "a")
     monkeypatch.setattr(bench, "commit", lambda: "b")
     bench.main(replace(options, figures=("first_token",)))
-    assert read()["token"] == {}
+    assert read()["commits"] == dict.fromkeys(("1", "8", "20"), "a") | {"first_token": "b"}
+    assert read()["token"] == whole["token"] | {"20": whole["token"]["20"][:3]}
 
 
 def test_nothing_is_timed_where_kernels_do_not_decode_the_plan(plan, timed, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 LEVELS = (0, 6, 6, 13, 30, 8, 31, 44, -20, 60, 59)
-"""Of 64 keys each, less 30: powers of two of their weights for the first query, 1.75 times as many for the fourth."""
+"""Of 64 keys each, less 30: powers of two of the first query's weights; the fourth has 1.75 times these."""
 
 
 def jumping(
