@@ -204,24 +204,30 @@ def jax_kernel(S: int, bounds: dict[str, float], peer: list[float]) -> Iterator[
 
 
 def two_rank(ceilings: Ceilings, library: Path | None) -> Iterator[Row]:
-    """Window 512 and 4 sinks at full rank, the rest at (32, 64), S=32768, beside (32, 64) alone."""
-    S, R, Z, window, sinks, positions = 32768, 32, 64, 512, 4, [0, 600, 20000, 32767]
-    pairs = N * S * (S + 1) / 2
-    near = N * S * (window + sinks)
-    bounds = lambda extra: ceilings.bounds(
-        flops=2 * (R + Z) * pairs + extra * 2 * (2 * H - R - Z) * near, exps=pairs, nbytes=2.0 * S * N * 4 * H
-    )
-    q = normal(0, 1, S, N, H)
-    full = [normal(i, 1, S, N, H) for i in (1, 2)]
+    """Window 512 and 4 sinks at full rank, the rest at two ranks, S=32768, beside those ranks alone."""
+    S = 32768
+    q, *full = (normal(i, 1, S, N, H) for i in range(3))
     peer = device_ms(lambda q, k, v: cudnn(q, k, v, causal=True), q, *full)
+    pairs = N * S * (S + 1) / 2
     whole = ceilings.bounds(flops=4 * H * pairs, exps=pairs, nbytes=0.0)
     yield row("cudnn H=128 S=32768", peer, None, whole)
     yield from flash_rows(library, "H=128 S=32768", peer, whole, tokens=S)
     del full
+    for R, Z in ((32, 64), (64, 96)):
+        yield from two_rank_shape(ceilings, q, R, Z, peer)
+
+
+def two_rank_shape(ceilings: Ceilings, q: jax.Array, R: int, Z: int, peer: list[float]) -> Iterator[Row]:
+    """One pair of ranks alone, and beside near keys; `over_alone` is the ratio of their times."""
+    S, window, sinks, positions = q.shape[1], 512, 4, [0, 600, 20000, 32767]
+    pairs, near = N * S * (S + 1) / 2, N * S * (window + sinks)
+    bounds = lambda extra: ceilings.bounds(
+        flops=2 * (R + Z) * pairs + extra * 2 * (2 * H - R - Z) * near, exps=pairs, nbytes=2.0 * S * N * 4 * H
+    )
     k, v = normal(1, 1, N, S, R), normal(2, 1, N, S, Z)
     far = lambda q, k, v: prefill_attention(q, k, v, scale=H**-0.5)[0]
     alone = device_ms(far, q[..., :R], k, v)
-    yield row("(32,64) alone S=32768", alone, peer, bounds(0))
+    yield row(f"({R},{Z}) alone S={S}", alone, peer, bounds(0))
     tails = normal(3, 1, N, S, H - R), normal(4, 1, N, S, H - Z)
     both = lambda q, k, v, tails: prefill_attention(
         q, k, v, scale=H**-0.5, sinks=sinks, window=window,
@@ -231,7 +237,7 @@ def two_rank(ceilings: Ceilings, library: Path | None) -> Iterator[Row]:
     wrong = error(out, exact_rows(q, k, v, positions, tails, sinks, window))
     times = device_ms(both, q, k, v, tails)
     over = float(np.median(times) / np.median(alone))
-    yield row("two ranks, window 512, far (32,64)", times, peer, bounds(1), error=wrong, over_alone=over)
+    yield row(f"two ranks, window 512, far ({R},{Z})", times, peer, bounds(1), error=wrong, over_alone=over)
 
 
 def window_alone(ceilings: Ceilings, library: Path | None) -> Iterator[Row]:

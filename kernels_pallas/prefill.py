@@ -39,8 +39,8 @@ from kernels_pallas.tuning import measured
 
 _L2_BYTES = 32 * 2**20
 """Keys and values of heads worked on together: they stay in the second-level cache."""
-IN_TURNS = PrefillConfig(128, 2, 3, turns=112)
-"""Faster than without turns at Z = 96, measured at R of 64 and 48, and slower at Z = 64 and 128."""
+IN_TURNS = PrefillConfig(128, 2, 3, turns=80)
+"""Faster than without turns at Z = 96, measured at R of 32, 48 and 64."""
 
 
 def config_for(R: int, Z: int, H: int, HV: int, *, page: int = 0) -> PrefillConfig:
@@ -57,7 +57,7 @@ def config_for(R: int, Z: int, H: int, HV: int, *, page: int = 0) -> PrefillConf
 def default_config(R: int, Z: int, H: int, HV: int) -> PrefillConfig:
     """The largest tile that fits; overlap where its second block of scores finds registers (Z ≤ 64)."""
     widths = Widths(R, Z, H, HV)
-    if 48 <= R <= 64 and Z == 96 and IN_TURNS.fits(widths):
+    if 32 <= R <= 64 and Z == 96 and IN_TURNS.fits(widths):
         return IN_TURNS
     for warpgroups, block_kv, stages in ((3, 128, 2), (2, 128, 2), (2, 64, 2), (2, 64, 1), (1, 64, 1)):
         config = PrefillConfig(block_kv, stages, warpgroups, overlap=Z <= 64 and stages > 1)

@@ -113,7 +113,7 @@ def test_prefill(widths: dict[str, int], config: dict[str, Any], page: int) -> N
     assert producer.count("SYNCS.PHASECHK") > 0
 
 
-@pytest.mark.parametrize(("R", "Z"), [(16, 144), (16, 192), (16, 208), (16, 240), (128, 144), (256, 256)])
+@pytest.mark.parametrize(("R", "Z"), [(16, 144), (16, 192), (16, 208), (16, 240), (128, 144)])
 def test_prefill_of_wide_values(R: int, Z: int) -> None:
     """Outputs of many registers a thread: the default config and that of lists leave room for them."""
     assert_no_spills(prefill(R, Z))
@@ -140,27 +140,55 @@ def test_prefill_of_listed_blocks(R: int, Z: int, blocks: tuple[int, int]) -> No
 @pytest.mark.parametrize("page", [0, 128])
 @pytest.mark.parametrize(("R", "Z", "H"), [(64, 96, 0), (48, 96, 0), (64, 96, 128), (48, 96, 128)])
 def test_prefill_in_turns(R: int, Z: int, H: int, page: int) -> None:
-    """Without a config: exponentials follow the take, and those of 112 of 128 columns precede the hand-on."""
+    """Without a config: weights follow the take, and those of 80 of 128 columns precede the hand-on.
+
+    Two exponentials are no weights: where the maximum is raised, those of a thread's two rows.
+    """
     (kernel,) = prefill(R, Z, H, page)
     assert_no_spills([kernel])
     assert kernel.ctas >= 1
     code = kernel.code.loops_with("HGMMA")[0].instructions
     (take,), (hand_on,) = ([x.index for x in code if x.has(name)] for name in ("BAR.SYNC", "BAR.ARV"))
     exponentials = [x.index for x in code if x.has("MUFU")]
-    assert min(exponentials) > take
-    assert sum(x > hand_on for x in exponentials) <= 16 * 64 // WARPGROUP
+    assert sum(x < take for x in exponentials) == 2
+    assert sum(x > hand_on for x in exponentials) <= 48 * 64 // WARPGROUP
 
 
 @pytest.mark.parametrize(("R", "Z", "H"), [(64, 96, 0), (48, 96, 0), (64, 96, 128)])
 def test_prefill_in_whole_turns(R: int, Z: int, H: int) -> None:
-    """Between taking a turn and handing it on lie all exponentials, and no wait for a product."""
+    """Between taking a turn and handing it on lie all weights, and no wait for a product."""
     (kernel,) = prefill(R, Z, H, config=PrefillConfig(turns=128))
     assert_no_spills([kernel])
     code = kernel.code.loops_with("HGMMA")[0].instructions
     (take,), (hand_on,) = ([x.index for x in code if x.has(name)] for name in ("BAR.SYNC", "BAR.ARV"))
     within = lambda name: [take < x.index < hand_on for x in code if x.has(name)]
-    assert all(within("MUFU"))
+    assert within("MUFU").count(False) == 2, "where the maximum is raised"
     assert not any(within("WARPGROUP.DEPBAR") + within("HGMMA") + within("FMNMX"))
+
+
+@pytest.mark.parametrize(("R", "Z"), [(32, 64), (64, 64)])
+def test_prefill_overlapped(R: int, Z: int) -> None:
+    """The next block's product begins before the last weights of this one; both products share one wait."""
+    (kernel,) = prefill(R, Z, config=PrefillConfig(overlap=True))
+    assert_no_spills([kernel])
+    code = kernel.code.loops_with("HGMMA")[0].instructions
+    products, weights = ([x.index for x in code if x.has(name)] for name in ("HGMMA", "MUFU"))
+    assert products[0] < weights[-1] < products[R // 16]
+    waits = [x.index for x in code if x.has("WARPGROUP.DEPBAR")]
+    assert min(waits) > products[-1]
+
+
+@pytest.mark.parametrize(("R", "Z"), [(128, 128), (64, 96), (32, 64)])
+def test_blocks_that_raise_no_maximum_exchange_nothing(R: int, Z: int) -> None:
+    """Each takes one vote, which sends few of them to shuffles and products with what has been added up."""
+    (kernel,) = prefill(R, Z)
+    plain = kernel.code.loops_with("HGMMA")[0]
+    places = lambda name: [x.index for x in plain.instructions if x.has(name)]
+    *_, last_product = places("HGMMA")
+    always = lambda name: [kernel.code.on_every_path(x, last_product) for x in places(name)]
+    assert always("VOTE") == [True]
+    assert always("SHFL") == [False] * 4, "two rows, over four threads"
+    assert not any(always("FMUL"))
 
 
 @pytest.mark.parametrize("H", [64, 128])
@@ -213,7 +241,6 @@ def test_post_rope(H: int, R: int, keep_tail: bool, T: int) -> None:
 
 
 OTHERS: dict[str, Callable[[], list[Kernel]]] = {
-    "prefill wide": lambda: prefill(256, 256),
     "prefill far": lambda: prefill(64, 96, keys="far", **NEAR),
     "prefill near": lambda: prefill(0, 0, 64),
     "prefill near 128": lambda: prefill(0, 0, 128),
@@ -234,6 +261,7 @@ def test_nothing_spills(name: str) -> None:
 
 
 SPILL: dict[str, tuple[str, Callable[[], list[Kernel]]]] = {
+    "prefill 256-256": ("once, outside of its loops", lambda: prefill(256, 256)),
     "prefill 240-16": ("once, outside of its loops", lambda: prefill(240, 16)),
     "prefill 128-128-256": ("in blocks with near keys", lambda: prefill(128, 128, 256)),
     "prefill near 256": ("once, outside of its loops", lambda: prefill(0, 0, 256)),

@@ -225,7 +225,7 @@ def test_blocks_divide_pages(monkeypatch):
 def test_turns_are_of_whole_blocks(monkeypatch):
     """By the default and by a table; pages that a block does not fit cut it, and have no turns."""
     config = prefill_kernel.config_for
-    for found in (PrefillConfig(128, 2, 3, turns=112), PrefillConfig(128, 3, 3, turns=96)):
+    for found in (prefill_kernel.IN_TURNS, PrefillConfig(128, 3, 3, turns=96)):
         table = asdict(found) if found.stages == 3 else None
         monkeypatch.setattr(prefill_kernel, "measured", lambda kernel, table=table, **widths: table)
         for R, H, page in itertools.product((48, 64), (0, 128), (0, 128, 256, 384)):
