@@ -114,7 +114,10 @@ def _table(heads: Cells, rows: Iterable[Cells]) -> str:
 
 
 def one_plan_table() -> str:
-    """A searched plan on both axes: times, tokens a second and rows beside cuDNN's, and what it costs."""
+    """A searched plan on both axes: times, tokens a second and rows, and what it costs.
+
+    Beside each, in brackets, 16 bits on our kernels and on cuDNN.
+    """
     run = json.loads((RESULTS / "one-plan-h200.json").read_text())
     # A run that was cut leaves rows without all their figures.
     whole = lambda rows: [row for row in rows if "largest" in row]
@@ -122,13 +125,16 @@ def one_plan_table() -> str:
     heads = ("shape, tokens", "first token, s", "a token of 1 row, ms", "of 8 rows, ms")
     heads = (*heads, "most rows", "their tokens a second", "perplexity", "least retention")
     lines: list[Cells] = []
-    for (shape, kind), rows in found.items():
-        if kind == "cudnn":
-            ours = {row["length"]: row for row in found.get((shape, "searched"), [])}
-            peers = [row for row in rows if row["length"] in ours]
-            pairs = [(ours[peer["length"]], peer) for peer in sorted(peers, key=lambda row: row["length"])]
-            lines += [_one_plan_cells(shape, *pair, run["config"]["quality"]) for pair in pairs]
+    for shape in dict.fromkeys(shape for shape, _ in found):
+        kinds = [{row["length"]: row for row in found.get((shape, kind), [])} for kind in KINDS]
+        for length in sorted(set(kinds[0]) & set(kinds[-1])):
+            rows = [kind.get(length, {"token": {}}) for kind in kinds]
+            lines.append(_one_plan_cells(f"{shape}, {length:,}", rows, run["config"]["quality"]))
     return _table(heads, lines)
+
+
+KINDS = ("searched", "dense", "cudnn")
+"""Of `bench_one_plan`, in the order of the table."""
 
 
 def one_plan_on_mesh_table() -> str:
@@ -164,22 +170,24 @@ def one_plan_on_mesh_table() -> str:
     return _table(heads, lines)
 
 
-def _one_plan_cells(shape: str, ours: dict[str, Any], peer: dict[str, Any], quality: dict[str, Any]) -> Cells:
-    """Of one length: ours and the peer's."""
-    seconds = lambda row: statistics.median(row["first_token"])
+def _one_plan_cells(label: str, rows: list[dict[str, Any]], quality: dict[str, Any]) -> Cells:
+    """Of one shape and length: rows of the kinds, one after another."""
+    seconds = lambda row: statistics.median(row.get("first_token", [math.nan]))
     token = lambda row, batch: statistics.median(row["token"].get(str(batch), [math.nan]))
-    rate = lambda row: row["largest"] / token(row, row["largest"])
+    most = lambda row: row.get("largest", math.nan)
+    rate = lambda row: most(row) / token(row, most(row))
     pairs: list[tuple[Callable[[dict[str, Any]], float], str]] = [
         (seconds, "{:.2f}"),
         (lambda row: 1e3 * token(row, 1), "{:.2f}"),
         (lambda row: 1e3 * token(row, 8), "{:.2f}"),
-        (lambda row: row["largest"], "{}"),
+        (most, "{}"),
         (rate, "{:,.0f}"),
     ]
     show = lambda form, value: "–" if math.isnan(value) else form.format(value)
-    cells = [f"{show(form, f(ours))} ({show(form, f(peer))})" for f, form in pairs]
+    shown = [[show(form, f(row)) for row in rows] for f, form in pairs]
+    cells = [f"{ours} ({'; '.join(others)})" for ours, *others in shown]
     judged = f"{100 * quality['increase']:+.2f} %", f"{min(quality['retention'].values()):.2f}"
-    return (f"{shape}, {peer['length']:,}", *cells, *judged)
+    return (label, *cells, *judged)
 
 
 def models_table() -> str:

@@ -54,6 +54,10 @@ def _describe(name: str) -> tuple[str, AttentionCall, Parts] | None:
     if found := re.fullmatch(r"window 512 alone S=(\d+)", name):
         call = AttentionCall(N, N, H, int(found[1]), window=512, sinks=4)
         return "prefill", call, alike(0, 0)
+    if found := re.fullmatch(r"\((\d+),(\d+)\) alone S=(\d+)", name):
+        return "prefill", AttentionCall(N, N, H, int(found[3])), alike(found[1], found[2])
+    if found := re.fullmatch(r"two ranks, window 512, far \((\d+),(\d+)\)", name):
+        return "prefill", AttentionCall(N, N, H, 32768, window=512, sinks=4), alike(*found.groups())
     halves = [(0.5, LayerRanks(64, 96)), (0.5, LayerRanks(32, 64))]
     return {
         "decode window 512 alone B=16 S=8192 K=32": (
@@ -65,12 +69,6 @@ def _describe(name: str) -> tuple[str, AttentionCall, Parts] | None:
             "decode",
             AttentionCall(N, N, H, 8192, 16),
             halves,
-        ),
-        "(32,64) alone S=32768": ("prefill", AttentionCall(N, N, H, 32768), alike(32, 64)),
-        "two ranks, window 512, far (32,64)": (
-            "prefill",
-            AttentionCall(N, N, H, 32768, window=512, sinks=4),
-            alike(32, 64),
         ),
         "classes (64,96) and (32,64), halves": ("prefill", AttentionCall(N, N, H, 16384), halves),
     }.get(name)
