@@ -101,13 +101,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def not_drawn(items: list[pytest.Item], turn: int) -> Iterator[pytest.Item]:
     """All but every fifth of `sampled` tests, of each over its parameters; in five turns each is drawn once.
 
-    Where a test begins depends on its name: tests of the same parameters draw different ones.
+    Where a test begins depends on its name: tests of the same parameters draw different ones. Those whose
+    marks name what they share begin alike: they draw the same parameters, and compile their programs once.
     """
     places: Counter[str] = Counter()
     for item in items:
-        if item.get_closest_marker("sampled"):
+        if mark := item.get_closest_marker("sampled"):
             name = item.nodeid.split("[")[0]
-            if (zlib.crc32(name.encode()) + turn + places[name]) % TURNS:
+            begin = zlib.crc32((mark.args[0] if mark.args else name).encode())
+            if (begin + turn + places[name]) % TURNS:
                 yield item
             places[name] += 1
 

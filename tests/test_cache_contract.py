@@ -14,6 +14,8 @@ ANYWHERE = [[24, 3, 17], [0, 23, 1], [5, 20, 24], [1, 0, 1]]
 """Rows that begin and end anywhere, for methods that let them."""
 PAGE = 16
 """Tokens of a page: a multiple of what any method codes together."""
+SAMPLED = pytest.mark.sampled("methods")
+"""All tests draw the same methods: what a commit draws is compiled once, and tested in whole."""
 ALIGNED = [name for name in METHODS if is_aligned(specs_of(name))]
 
 
@@ -31,14 +33,14 @@ def assert_same(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-5
     assert error <= tolerance * np.abs(expected[there]).max(), error
 
 
-@pytest.mark.sampled
+@SAMPLED
 def test_cached_is_uncached(it):
     # With seed 0 a coordinate of the coded methods stands where the order of a sum decides its level.
     x = it.inputs(seed=2)
     assert_same(it.run(x, WHOLE), it.whole(x), it.tolerance)
 
 
-@pytest.mark.sampled
+@SAMPLED
 def test_chunked_is_whole(it):
     it.declares("chunked")
     x = it.inputs()
@@ -47,7 +49,7 @@ def test_chunked_is_whole(it):
     )
 
 
-@pytest.mark.sampled
+@SAMPLED
 def test_a_ragged_row_is_what_it_is_alone(it):
     """Alone: all other rows are empty."""
     it.declares("ragged")
@@ -69,7 +71,7 @@ def test_a_piece_that_begins_elsewhere_gives_nan_in_its_row_alone(name):
     assert np.isfinite(found[2, :24]).all()
 
 
-@pytest.mark.sampled
+@SAMPLED
 def test_a_row_does_not_depend_on_which_it_is(it):
     it.declares("order")
     x, turned = it.inputs(seed=2), [2, 0, 1]
@@ -86,6 +88,7 @@ def test_bytes_are_those_of_the_arrays(it):
     assert it.plan.bytes(CAPACITY, ROWS, "float32") == ROWS * one + fixed
 
 
+@SAMPLED
 def test_a_released_row_serves_the_next_request_as_a_new_one(it):
     it.declares("reuse")
     x, y, none = it.inputs(seed=3), it.inputs(seed=4), np.zeros(ROWS, int)
@@ -100,7 +103,7 @@ def test_a_released_row_serves_the_next_request_as_a_new_one(it):
     assert_same(second[1, :1], expected[16:17], it.tolerance)
 
 
-@pytest.mark.sampled
+@SAMPLED
 def test_rows_in_pages_are_rows(it):
     """Pages of all rows are mixed in one pool; those that a row has not reached are named by any number."""
     it.declares("pages")
@@ -112,7 +115,7 @@ def test_rows_in_pages_are_rows(it):
         assert_same(paged.run(x, schedule), it.run(x, schedule), it.tolerance)
 
 
-@pytest.mark.sampled
+@SAMPLED
 def test_a_cache_can_be_filled_to_the_last_slot(it):
     """Also by a piece whose padding would stand past the end."""
     # With seed 7 a coordinate of int8 stands between two levels.
@@ -125,6 +128,7 @@ def test_a_cache_can_be_filled_to_the_last_slot(it):
     assert np.isfinite(found).all()
 
 
+@SAMPLED
 def test_zeros_and_one_huge_outlier(it):
     """Tokens of zeros and one a thousand times larger than others are tokens like these."""
     x = it.inputs(seed=6)

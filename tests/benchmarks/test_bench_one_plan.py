@@ -17,6 +17,12 @@ from zdc_jax.plan import CompressionPlan, LayerRanks
 CONFIG = replace(LLAMA_2_7B, layers=LLAMA_2_7B.layers[:2], num_heads=4, num_kv_heads=4)
 
 
+@pytest.fixture(autouse=True)
+def garbage_stays(monkeypatch):
+    """Collecting it walks over all that other tests left, a second at a time."""
+    monkeypatch.setattr(bench, "gc", SimpleNamespace(collect=lambda: None))
+
+
 @pytest.fixture
 def memory(monkeypatch):
     """A device that holds a gigabyte and uses a tenth of it."""

@@ -4,8 +4,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
 import pytest
+from jax._src import callback as callbacks
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as interpreter
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 
@@ -53,9 +56,23 @@ def _patched(module: Any, launch: str, plain: dict[str, Callable[..., Any]]) -> 
     with pytest.MonkeyPatch.context() as patch:
         for name, function in plain.items():
             patch.setattr(module, name, function)
+        patch.setattr(callbacks, "io_callback_impl", _call_back)
+        patch.setattr(shared_memory, "_to_int", _to_int)
         clear()
         yield patch
     clear()
+
+
+def _call_back(*args: np.ndarray, callback: Callable[..., Any], **_: Any) -> Any:
+    """Calls the interpreter with numpy's arrays. JAX puts each on the device first, which takes longer than all
+    that the interpreter does with it.
+    """
+    return jax.tree.map(np.asarray, callback(*map(np.array, args)))
+
+
+def _to_int(x: Any) -> Any:
+    """The interpreter's own knows no arrays of numpy."""
+    return x.item() if isinstance(x, np.ndarray | jax.Array) and not isinstance(x, jax.core.Tracer) else x
 
 
 def _given_up(barrier: shared_memory.Barrier) -> None:

@@ -36,6 +36,7 @@ def lower(f, *args):
 
 @pytest.mark.parametrize(("R", "Z"), ONE_RANK)
 @pytest.mark.parametrize(("N", "K"), HEADS)
+@pytest.mark.sampled
 def test_lowers(R, Z, N, K):
     f = lambda q, k, v, n: decode_attention(q, k, v, n, scale=1.0)
     args = shape(3, N, R), shape(3, K, 300, R), shape(3, K, 300, Z), shape(3, dtype=jnp.int32)

@@ -22,6 +22,8 @@ KINDS = {
     "shares of half a byte": [[(16, 5), (48, 3)], [(240, 5)]],
     "widest": [[(256, 4)], [(256, 8)]],
 }
+FEW = 320
+"""Slots for Pallas' interpreter, which copies all arrays at each step; some lie behind blocks of zeros."""
 ENDS = (0, 1, LARGEST_BLOCK, 300, S + 9)
 
 
@@ -70,20 +72,20 @@ def check(kinds, page=0, *, S=S, ends=ENDS, dtype=jnp.bfloat16, **options):
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 @pytest.mark.sampled
 def test_reads_what_the_code_does(kinds):
-    check(kinds, interpret=True)
+    check(kinds, S=FEW, interpret=True)
 
 
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("page", [16, 40, 128])
 @pytest.mark.sampled
 def test_reads_pages(kinds, page):
-    check(kinds, page, interpret=True)
+    check(kinds, page, S=-(-FEW // page) * page, interpret=True)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
 @pytest.mark.sampled
 def test_other_floats(dtype):
-    check(KINDS["index"], dtype=dtype, interpret=True)
+    check(KINDS["index"], S=FEW, dtype=dtype, interpret=True)
 
 
 @pytest.mark.parametrize("S", [1, 48, 333])

@@ -30,15 +30,17 @@ PAGED = [
 
 
 def alone(network, cache: KVCache, place: Place, pieces, tokens, end):
-    """Each piece, and then the tokens."""
+    """Each piece, and then the tokens. Pieces are padded to one length, for one program."""
     states, first, lengths = [], 0, cache.lengths
     for row, begin, last in zip(*place, strict=True):
         if row == NOWHERE:
             continue
         one = replace(cache.row(row), lengths=begin[None]).release(begin[None] == 0)
-        hidden, one = network.extend(one, pieces[None, first : first + last - begin], last[None])
-        cache, first = cache.with_row(row, one), first + last - begin
-        states.append(hidden[0])
+        count = last - begin
+        piece = jnp.pad(pieces[first : first + count], (0, PIECE - count))
+        hidden, one = network.extend(one, piece[None], last[None])
+        cache, first = cache.with_row(row, one), first + count
+        states.append(hidden[0, :count])
     decoded, cache = network.extend(replace(cache, lengths=lengths), tokens[:, None], end)
     return np.concatenate(states), decoded[:, 0], replace(cache, lengths=place.held(end))
 
