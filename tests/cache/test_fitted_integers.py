@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled_codes import decode, encode
 
 from kernels_pallas.encode import reaches_tried
 from zdc_jax.cache.codes import pack
@@ -30,7 +31,7 @@ def fitted(x: np.ndarray, bits: int) -> np.ndarray:
 
 def there_and_back(x: np.ndarray, bits: int) -> np.ndarray:
     code = FittedIntegers(bits)
-    return np.asarray(code.decode(code.encode(jnp.asarray(x)), x.shape[-1]), np.float64)
+    return np.asarray(decode(code, encode(code, jnp.asarray(x)), x.shape[-1]), np.float64)
 
 
 @pytest.mark.parametrize(("bits", "C"), [(2, 48), (3, 64), (4, 80), (5, 24), (6, 16), (8, 16)])
@@ -38,7 +39,7 @@ def there_and_back(x: np.ndarray, bits: int) -> np.ndarray:
 def test_vectors_err_as_in_loops(bits, C):
     """Of two reaches that err alike either may be taken, so errors are compared, not levels."""
     x = np.random.default_rng(bits).standard_t(df=5, size=(60, 1, C)).astype(np.float32) * 3.1
-    levels, reach = FittedIntegers(bits).encode(jnp.asarray(x))
+    levels, reach = encode(FittedIntegers(bits), jnp.asarray(x))
     assert levels.nbytes * 8 == x.size * bits
     assert (reach.shape, reach.dtype) == ((60, 1, 1), jnp.uint8)
     errors = ((there_and_back(x, bits) - x) ** 2).sum((1, 2))

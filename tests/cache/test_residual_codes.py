@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled_codes import decode, encode
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +49,7 @@ def test_blocks_are_those_of_the_paper(C, bits, rank, each, by_channel):
     paper = np.array(
         [[turned(by_the_paper(turned(head), bits, rank, each)) for head in row] for row in x.astype(float)]
     )
-    decoded = code.decode(code.encode(jnp.asarray(x)), C)
+    decoded = decode(code, encode(code, jnp.asarray(x)), C)
     assert relative_error(decoded, x) <= 1.05 * relative_error(paper, x)
     # Roundings to the other side of a level differ from the paper's, but no worse on the whole.
     assert relative_error(decoded, x) >= 0.9 * relative_error(paper, x)
@@ -59,10 +60,10 @@ def test_outliers_cost_others_nothing():
     """The coordinates beside a huge one are as near as if it were not there."""
     x = np.random.default_rng(3).normal(size=(1, TOKENS, 32)).astype(np.float32)
     code = Gear(4, TOKENS, 0, 2 / TOKENS, by_channel=True)
-    plain = np.asarray(code.decode(code.encode(jnp.asarray(x)), 32))
+    plain = np.asarray(decode(code, encode(code, jnp.asarray(x)), 32))
     for channel, token in enumerate(x[0].argmax(0)):
         x[0, token, channel] *= 1e4
-    found = np.asarray(code.decode(code.encode(jnp.asarray(x)), 32))
+    found = np.asarray(decode(code, encode(code, jnp.asarray(x)), 32))
     same = x < 100
     np.testing.assert_array_equal(found[same], plain[same])
     np.testing.assert_allclose(found, x, rtol=2**-8, atol=0.3)
@@ -104,7 +105,7 @@ def test_low_rank_never_makes_it_worse(seed, exponent, kind):
 def test_blocks_of_one_value_keep_it(value, by_channel):
     x = jnp.full((1, TOKENS, 16), value, jnp.float32)
     code = Gear(4, TOKENS, 2, 0.2, by_channel)
-    np.testing.assert_allclose(code.decode(code.encode(x), 16), x, rtol=2**-8, atol=1e-37)
+    np.testing.assert_allclose(decode(code, encode(code, x), 16), x, rtol=2**-8, atol=1e-37)
 
 
 def test_zeros_can_be_read():

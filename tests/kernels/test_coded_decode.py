@@ -6,6 +6,7 @@ products of registers, is replaced by plain jax.numpy; it also looks for races. 
 
 import re
 
+import compiled_codes
 import interpreting
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -160,14 +161,15 @@ def test_configs_that_cannot_be():
 
 
 def coded(x: np.ndarray, bits: int) -> Plane:
-    levels, reach = FittedIntegers(bits).encode(jnp.asarray(x, jnp.float32)[..., None, :])
+    levels, reach = compiled_codes.encode(FittedIntegers(bits), jnp.asarray(x, jnp.float32)[..., None, :])
     return Plane(levels[..., 0, :], reach[..., 0, 0], bits)
 
 
 def read(plane: Plane) -> np.ndarray:
     """What the plane says, float64: exact, for a level is an odd number and a reach has four bits."""
     arrays = plane.levels[..., None, :], plane.reach[..., None, None]
-    return np.asarray(FittedIntegers(plane.bits).decode(arrays, plane.width), np.float64)[..., 0, :]
+    found = compiled_codes.decode(FittedIntegers(plane.bits), arrays, plane.width)
+    return np.asarray(found, np.float64)[..., 0, :]
 
 
 class Case:

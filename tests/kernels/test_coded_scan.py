@@ -7,6 +7,7 @@ by plain jax.numpy; it also looks for races. On a GPU all of it runs.
 import re
 from functools import partial
 
+import compiled_codes
 import interpreting
 import jax
 import jax.numpy as jnp
@@ -150,7 +151,7 @@ class Case:
     def __init__(self, kind, heads, S: int, seed: int = 0, length: float = 1.0):
         rng, (N, K), (C, bits), B = np.random.default_rng(seed), heads, kind, 4
         keys = rng.normal(size=(B, K, S, 1, C)) * np.exp(rng.normal(size=(B, K, S, 1, 1)) / 3)
-        levels, reach = FittedIntegers(bits).encode(jnp.asarray(keys, jnp.float32))
+        levels, reach = compiled_codes.encode(FittedIntegers(bits), jnp.asarray(keys, jnp.float32))
         self.q = jnp.asarray(length * rng.normal(size=(B, N, C)), jnp.bfloat16)
         self.index = Plane(levels[..., 0, :], reach[..., 0, 0], bits)
         self.begin, self.end = np.array([0, S // 3 + 5, 9, 70]), np.array([S, S // 2 + 43, 10, 70])
@@ -175,7 +176,7 @@ class Case:
             whole, unit = (np.asarray(x, np.float64) for x in rounded)
             q = whole * unit[..., None] / (SCALE * LOG2_E)
         arrays = self.index.levels[..., None, :], self.index.reach[..., None, None]
-        k = FittedIntegers(self.index.bits).decode(arrays, self.index.width)
+        k = compiled_codes.decode(FittedIntegers(self.index.bits), arrays, self.index.width)
         k = np.asarray(k, np.float64)[..., 0, :]
         (B, N, C), (_, K, S, _) = q.shape, k.shape
         dots = SCALE * np.einsum("bkgc,bksc->bkgs", q.reshape(B, K, N // K, C), k)

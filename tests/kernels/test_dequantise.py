@@ -2,6 +2,7 @@
 
 import re
 
+import compiled_codes
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +38,7 @@ def planes_of(kinds, S):
 def read(planes, dtype):
     """What the code says, of the planes of one array."""
     coded = lambda plane: (plane.levels[..., None, :], plane.reach[..., None, None])
-    parts = [FittedIntegers(plane.bits).decode(coded(plane), plane.width) for plane in planes]
+    parts = [compiled_codes.decode(FittedIntegers(plane.bits), coded(plane), plane.width) for plane in planes]
     return jnp.concatenate(parts, axis=-1)[..., 0, :].astype(dtype)
 
 

@@ -3,6 +3,7 @@
 import re
 from itertools import chain
 
+import compiled_codes
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,7 +76,7 @@ class Case:
     def check_plane(self, x, old, new):
         """As near as the code comes; it may take another reach where two err as much."""
         code = FittedIntegers(old.bits)
-        best = read(code, code.encode(jnp.asarray(x, jnp.float32)[..., None, :]), old.width)
+        best = read(code, compiled_codes.encode(code, jnp.asarray(x, jnp.float32)[..., None, :]), old.width)
         now = read(code, (new.levels[..., None, :], new.reach[..., None, None]), old.width).swapaxes(1, 2)
         for b in range(B):
             count = max(0, min(self.ends[b] - self.starts[b], x.shape[1]))
@@ -94,7 +95,7 @@ def same(one, other, at=...):
 
 
 def read(code, coded, C):
-    return np.asarray(code.decode(coded, C), np.float64)[..., 0, :]
+    return np.asarray(compiled_codes.decode(code, coded, C), np.float64)[..., 0, :]
 
 
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)

@@ -3,6 +3,7 @@
 import re
 from itertools import chain
 
+import compiled_codes
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,7 +116,7 @@ class Case:
     def check_plane(self, x, old, new, starts, ends):
         """New tokens read as near as the code comes; others hold what they did."""
         code = FittedIntegers(old.bits)
-        best = read(code, code.encode(jnp.asarray(x, jnp.float32)[..., None, :]), old.width)
+        best = read(code, compiled_codes.encode(code, jnp.asarray(x, jnp.float32)[..., None, :]), old.width)
         now = read(code, (new.levels[..., None, :], new.reach[..., None, None]), old.width)
         for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
             written, true = now[b, :, start:end], x[b, :, None][:, : end - start]
@@ -130,7 +131,7 @@ class Case:
 
 
 def read(code, coded, C):
-    return np.asarray(code.decode(coded, C), np.float64)[..., 0, :]
+    return np.asarray(compiled_codes.decode(code, coded, C), np.float64)[..., 0, :]
 
 
 def near(found, exact, dtype):
