@@ -37,6 +37,7 @@ CHOICES = {
     "no sinks": replace(MASS, sinks=0, amount=0.5),
 }
 lists_of = jax.jit(block_lists, static_argnames=("scale", "choice"))
+by_number, by_share = jax.jit(best_blocks), jax.jit(blocks_of_mass)
 
 
 def rows(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -159,9 +160,9 @@ def test_equal_blocks_are_taken_by_position(mass, always, seen, count):
     place = lambda x: jnp.asarray(x)[None, None, None]
     order = sorted(range(seen), key=lambda j: (not always[j], -mass[j], j))
     given = place(np.array(mass, np.float32)), place(visible), place(always)
-    by_count = np.asarray(best_blocks(*given, jnp.int32(count)))[0, 0, 0]
+    by_count = np.asarray(by_number(*given, jnp.int32(count)))[0, 0, 0]
     assert set(np.flatnonzero(by_count)) == set(order[: max(count, always.sum())])
-    by_mass = np.asarray(blocks_of_mass(*given, 0.5))[0, 0, 0]
+    by_mass = np.asarray(by_share(*given, 0.5))[0, 0, 0]
     needed = next(n for n in range(seen + 1) if sum(mass[j] for j in order[:n]) >= 0.5 * sum(mass[:seen]))
     assert set(np.flatnonzero(by_mass)) == set(order[: max(needed, always.sum())])
 

@@ -64,8 +64,9 @@ def _patched(module: Any, launch: str, plain: dict[str, Callable[..., Any]]) -> 
 
 
 def _call_back(*args: np.ndarray, callback: Callable[..., Any], **_: Any) -> Any:
-    """Calls the interpreter with numpy's arrays. JAX puts each on the device first, which takes longer than all
-    that the interpreter does with it.
+    """Calls the interpreter with numpy's arrays.
+
+    JAX puts each on the device before, which takes longer than all that the interpreter does with it.
     """
     return jax.tree.map(np.asarray, callback(*map(np.array, args)))
 
