@@ -79,6 +79,7 @@ def test_reads_what_the_code_does(kinds):
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("page", [16, 40, 128])
 @pytest.mark.sampled
+@pytest.mark.usefixtures("optimised")
 def test_reads_pages(kinds, page):
     check(kinds, page, S=-(-FEW // page) * page, interpret=True)
 
