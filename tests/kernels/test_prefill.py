@@ -237,7 +237,7 @@ def test_turns_are_of_whole_blocks(monkeypatch):
 def test_by_default_turns_are_taken_where_they_won():
     for R, Z in ((128, 128), (96, 96), (64, 128), (64, 64), (32, 64)):
         assert prefill_kernel.default_config(R, Z, R, Z).turns == 0
-    assert prefill_kernel.default_config(48, 96, 48, 96).turns == 112
+    assert prefill_kernel.default_config(48, 96, 48, 96).turns == 80
     assert prefill_kernel.default_config(64, 96, 256, 256).turns == 0, "its tile does not fit"
 
 

@@ -24,7 +24,7 @@ def test_every_measured_row_is_met(row):
 
 
 def test_the_constants_are_those_of_the_fit():
-    assert len(ROWS) == 28
+    assert len(ROWS) == 30
     assert asdict(H200) == pytest.approx(asdict(fit(ROWS)), rel=1e-3)
 
 

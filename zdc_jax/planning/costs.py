@@ -103,19 +103,19 @@ def layer_parts(plan: CompressionPlan, layer: int) -> Parts:
 
 
 H200 = KernelCosts(
-    pair=2.37e-13,
-    pair_qk=1.44e-15,
-    pair_v=2.151e-15,
-    near_pair=1.444e-12,
-    near_alone=1.385e-12,
-    launch=1.283e-05,
-    ring=1.062e-05,
-    byte=2.226e-13,
-    classes=1.143,
+    pair=2.357e-13,
+    pair_qk=1.574e-15,
+    pair_v=1.684e-15,
+    near_pair=1.129e-12,
+    near_alone=1.329e-12,
+    launch=1.298e-05,
+    ring=1.052e-05,
+    byte=2.222e-13,
+    classes=1.167,
 )
 """Fitted by `benchmarks/fit_costs.py` to `benchmarks/results/kernels-h200.json` (32 query heads, H = 128,
-4096 to 131072 tokens), within 5 % of every row but decode over two token classes (8 % too low); `near_pair`
-and `classes` rest on one row each."""
+4096 to 131072 tokens), within 6 % of every row but decode over two token classes (8 % too low); `classes` rests on
+one row, `near_pair` on two."""
 
 
 def request_seconds(plan: CompressionPlan, num_heads: int, tokens: int, costs: KernelCosts = H200) -> float:
