@@ -30,6 +30,9 @@ $(SMOLLM2): | $(READY)
 demo-llm: $(READY) $(SMOLLM2)
 	$(BIN)/zdc demo --source $(SMOLLM2) --output demo-llm-output
 
+# Tests start many processes, which begin in half the time where bytecode is kept.
+test test-all: export PYTHONDONTWRITEBYTECODE =
+
 # Of the longest tests a fifth, another one at each commit.
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --sample

@@ -114,8 +114,8 @@ H200 = KernelCosts(
     classes=1.167,
 )
 """Fitted by `benchmarks/fit_costs.py` to `benchmarks/results/kernels-h200.json` (32 query heads, H = 128,
-4096 to 131072 tokens), within 6 % of every row but decode over two token classes (8 % too low); `classes` rests on
-one row, `near_pair` on two."""
+4096 to 131072 tokens), within 6 % of every row but decode over two token classes (8 % too low); `classes`
+rests on one row, `near_pair` on two."""
 
 
 def request_seconds(plan: CompressionPlan, num_heads: int, tokens: int, costs: KernelCosts = H200) -> float:
