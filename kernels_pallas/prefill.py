@@ -1,10 +1,10 @@
 """Causal attention of many queries on truncated coordinates, two ranks under one softmax.
 
 A few warpgroups hold 64 query rows each, one more streams blocks of keys through shared memory, and an online
-softmax keeps the running result in registers: the shape of FlashAttention-3 (Shah et al., 2024). Ours are the
-two ranks. Scores use R coordinates and values Z. Keys near a query (sinks and a window of recent ones) add
-their trailing H-R and H-Z coordinates to the same softmax. Unmasked far blocks, nearly all of them, come
-first, so that their loop holds no register for the trailing part; the last few blocks pay for it.
+softmax (`prefill_softmax`) keeps the running result in registers: the shape of FlashAttention-3 (Shah et al.,
+2024). Ours are the two ranks. Scores use R coordinates and values Z. Keys near a query (sinks and a window of
+recent ones) add their trailing H-R and H-Z coordinates to the same softmax. Unmasked far blocks, nearly all
+of them, come first, so that their loop holds no register for the trailing part; the last few blocks pay.
 
 With lists of blocks only the producer reads other rows: it looks up which block comes next. That queries need
 not attend to all blocks of keys is from MInference (Jiang et al., 2024).
