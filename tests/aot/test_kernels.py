@@ -188,6 +188,7 @@ def test_blocks_that_raise_no_maximum_exchange_nothing(R: int, Z: int) -> None:
     always = lambda name: [kernel.code.on_every_path(x, last_product) for x in places(name)]
     assert always("VOTE") == [True]
     assert always("SHFL") == [False] * 4, "two rows, over four threads"
+    assert all(always("BAR")), "a warp that raises its own waits for no other"
     assert not any(always("FMUL"))
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 LEVELS = (0, 6, 6, 13, 30, 8, 31, 44, -20, 60, 59)
-"""Of 64 keys each, less 30: powers of two of the first query's weights; the fourth has 1.75 times these."""
+"""Of 64 keys each, less 30: powers of two of the first warp's weights; the fourth has 1.75 times these."""
 
 
 def jumping(
@@ -16,5 +16,5 @@ def jumping(
     """q [B, T, N, R] and k [B, K, S, R]: random, but for a coordinate of levels."""
     q, k = (jax.random.normal(jax.random.key(i), x) for i, x in enumerate([(B, T, N, R), (B, K, S, R)]))
     levels = (jnp.take(jnp.array(LEVELS), jnp.arange(S) // 64, mode="wrap") - 30) * math.log(2) / scale
-    rows = 1 + jnp.arange(T) % 4 / 4
+    rows = 1 + jnp.arange(T) // 16 % 4 / 4  # Warps, 16 rows each, raise their maxima at different blocks.
     return q.at[..., 0].set(rows[:, None]).astype(dtype), k.at[..., 0].set(levels).astype(dtype)
