@@ -23,16 +23,16 @@ FULL, MIXED, NONE = LayerRanks(32, 32), LayerRanks(16, 16), LayerRanks(0, 0)
 WHOLE = coded.Settings(bits_k=3, bits_v=4, bits_index=6, index=8, read=0, bits_near=8)
 PLAIN = coded.Settings(bits_k=4, bits_v=2, index=0, read=0)
 CHOOSING = coded.Settings(index=8, read=24)
-NEAR = {"sinks": 3, "window": 9}
+NEAR, LONG = {"sinks": 3, "window": 9}, {"sinks": 20, "window": 37}
 PLANS = {
     "all of an index and others": ("coded", (FULL, MIXED), (WHOLE, WHOLE), NEAR),
-    "no near set": ("coded", (FULL, FULL), (PLAIN, PLAIN), {}),
-    "a ring alone, a long window": ("coded", (NONE, FULL), (WHOLE, WHOLE), {"sinks": 20, "window": 37}),
-    "chosen": ("coded", (FULL, FULL), (CHOOSING, CHOOSING), NEAR),
+    "no near set": ("coded", (FULL,), (PLAIN,), {}),
+    "a ring alone, a long window": ("coded", (NONE,), (WHOLE,), LONG),
+    "chosen": ("coded", (FULL,), (CHOOSING,), NEAR),
     "chosen by another layer": ("coded", (FULL, FULL), (CHOOSING, replace(CHOOSING, index=0)), NEAR),
-    "fp8": ("fp8", (FULL, FULL), (fp8.Settings(),) * 2, NEAR),
-    "turboquant": ("turboquant", (FULL, FULL), (turboquant.Settings(),) * 2, NEAR),
-    "int8": ("int8", (FULL, FULL), (int8.Settings(),) * 2, {}),
+    "fp8": ("fp8", (FULL,), (fp8.Settings(),), NEAR),
+    "turboquant": ("turboquant", (FULL,), (turboquant.Settings(),), LONG),
+    "int8": ("int8", (FULL,), (int8.Settings(),), {}),
 }
 
 
@@ -43,15 +43,16 @@ def plan_of(name: str, num_kv_heads: int) -> CompressionPlan:
 
 
 @cache
-def tiny(heads: str) -> TinyModel:
+def tiny(heads: str, depth: int) -> TinyModel:
     N, K = HEADS[heads]
-    return TinyModel(replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=N, num_kv_heads=K))
+    return TinyModel(replace(LLAMA, layers=LLAMA.layers[:1] * depth, num_heads=N, num_kv_heads=K))
 
 
 @cache
 def network_of(name: str, heads: str) -> Transformer:
-    model = tiny(heads)
-    return model.model(plan_of(name, model.config.num_kv_heads)).network
+    """With as many layers as the plan has; two only where they differ, for each is compiled."""
+    plan = plan_of(name, HEADS[heads][1])
+    return tiny(heads, len(plan.layers)).model(plan).network
 
 
 def assert_close(got, expected):
@@ -62,12 +63,37 @@ def assert_close(got, expected):
     assert off.max() < 2e-3
 
 
+def decoded(network, held, tokens, ends):
+    """Hidden states of `tokens` [steps, rows], one after another, and the cache: one program for all."""
+
+    def step(held, given):
+        token, end = given
+        hidden, held = network.extend(held, token[:, None], end)
+        return held, hidden[:, 0]
+
+    return jax.lax.scan(step, held, (tokens, ends))
+
+
+def sent_bytes(name: str, heads: str, mesh: MeshConfig, payload: str = "native") -> int:
+    """By the formulas: of the prompts, of the cache that they leave, and of the last hidden states."""
+    config, plan = network_of(name, heads).config, plan_of(name, HEADS[heads][1])
+    batch, degree = 2 // mesh.data, mesh.sequence
+    how = {"degree": degree, "batch": batch, "itemsize": 4, "payload": payload}
+    last = batch * 2 * config.embed_dim * 4 * (degree - 1) // degree
+    length = int(LENGTHS.max())
+    return (
+        prefill_bytes(config, plan, length=length, **how)
+        + cache_bytes(config, plan, capacity=CAPACITY, **how)
+        + last
+    )
+
+
 CASES = [
-    ("all of an index and others", "K < U", "data=2,sequence=2,model=2"),
+    ("all of an index and others", "K < U", "data=2,sequence=4"),
     ("no near set", "MHA", "sequence=8"),
-    ("a ring alone, a long window", "MHA", "sequence=4"),
-    ("chosen by another layer", "GQA", "sequence=4"),
-    ("int8", "GQA", "sequence=2,model=2"),
+    ("a ring alone, a long window", "K < U", "sequence=4"),
+    ("chosen by another layer", "GQA", "sequence=2,model=2"),
+    ("int8", "K < U", "data=2,sequence=2,model=2"),
     ("fp8", "GQA", "sequence=2"),
     ("turboquant", "MHA", "sequence=2,model=2"),
 ]
@@ -75,53 +101,46 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "heads", "mesh"), CASES)
 def test_as_on_one_device(name, heads, mesh):
-    """Prompts of two lengths, tokens behind them; what a cache holds is what one device's does."""
-    network, rows = network_of(name, heads), np.arange(2)
+    """Prompts of two lengths, tokens behind them; what a cache holds is what one device's does.
+
+    Where a mesh divides tokens alone, the compiled program sends the bytes of the formulas."""
+    network, rows, steps = network_of(name, heads), np.arange(2)[:, None], np.arange(STEPS)
+    mesh = MeshConfig.parse(mesh)
     tokens = np.random.default_rng(0).integers(3, 90, (2, LENGTHS.max() + STEPS), dtype=np.int32)
     expected = np.asarray(network.hidden(jnp.asarray(tokens)))
-    sharded = ShardedTransformer.of(network, MeshConfig.parse(mesh).create())
+    sharded = ShardedTransformer.of(network, mesh.create())
     prompts, end = jnp.asarray(tokens[:, : LENGTHS.max()]), jnp.asarray(LENGTHS)
-    last, held = sharded.prefill(prompts, end, capacity=CAPACITY)
-    got, at = [np.asarray(last)], LENGTHS[:, None] - 1 + np.arange(1 + STEPS)
-    extend = jax.jit(lambda network, held, token, end: network.extend(held, token, end))
-    for step in range(STEPS):
-        token = jnp.asarray(tokens[rows, LENGTHS + step][:, None])
-        hidden, held = extend(sharded, held, token, end + step + 1)
-        got.append(np.asarray(hidden)[:, 0])
-    assert_close(np.stack(got, 1), expected[rows[:, None], at])
-    copies = max(1, sharded.mesh.shape["sequence"] * sharded.mesh.shape["model"] // HEADS[heads][1])
+    program = compiled_prefill(sharded, prompts, end)
+    last, held = program(prompts, end)
+    ahead = LENGTHS[:, None] + steps
+    held, got = jax.jit(decoded)(sharded, held, jnp.asarray(tokens[rows, ahead].T), jnp.asarray(ahead.T + 1))
+    at = LENGTHS[:, None] - 1 + np.arange(1 + STEPS)
+    assert_close(np.stack([last, *got], 1), expected[rows, at])
+    copies = max(1, mesh.sequence * mesh.model // HEADS[heads][1])
     arrays = lambda layers: sum(x.nbytes for x in jax.tree.leaves(layers))
     alone = sum(spec.bytes(CAPACITY, 2) for spec in network.layer_caches)
     assert arrays(held.layers) == copies * alone
+    if mesh.model == 1:
+        assert hlo_bytes(program.as_text()) == sent_bytes(name, heads, mesh)
     if name == "no near set":
         assert_close(np.asarray(sharded.hidden(prompts))[:, : LENGTHS.max()], expected[:, : LENGTHS.max()])
 
 
-@pytest.mark.parametrize(
-    ("name", "payload"),
-    [
-        ("all of an index and others", "native"),
-        ("a ring alone, a long window", "native"),
-        ("no near set", "coded"),
-    ],
-)
-def test_formula_is_what_is_compiled(name, payload):
-    """Of prompts and of the cache that they leave."""
-    model, plan = tiny("K < U"), plan_of(name, 2)
-    sharded = ShardedTransformer.of(
-        network_of(name, "K < U"), MeshConfig(sequence=4).create(), payload=payload
-    )
-    how = {"degree": 4, "batch": 2, "itemsize": 4, "payload": payload}
-    tokens, end = jax.ShapeDtypeStruct((2, 64), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
-    program = jax.jit(lambda tokens, end: sharded.prefill(tokens, end, capacity=CAPACITY))
-    expected = prefill_bytes(model.config, plan, length=64, **how)
-    expected += cache_bytes(model.config, plan, capacity=CAPACITY, **how)
-    expected += 2 * 2 * model.config.embed_dim * 4 * 3 // 4  # the last token's hidden states
-    assert hlo_bytes(program.lower(tokens, end).compile().as_text()) == expected
+def compiled_prefill(sharded: ShardedTransformer, prompts, end):
+    program = jax.jit(lambda prompts, end: sharded.prefill(prompts, end, capacity=CAPACITY))
+    return program.lower(prompts, end).compile()
+
+
+def test_formula_of_a_coded_payload_is_what_is_compiled():
+    name, heads, mesh = "no near set", "K < U", MeshConfig(sequence=4)
+    sharded = ShardedTransformer.of(network_of(name, heads), mesh.create(), payload="coded")
+    prompts = jax.ShapeDtypeStruct((2, LENGTHS.max()), jnp.int32)
+    program = compiled_prefill(sharded, prompts, jax.ShapeDtypeStruct((2,), jnp.int32))
+    assert hlo_bytes(program.as_text()) == sent_bytes(name, heads, mesh, "coded")
 
 
 def test_codes_are_fewer_bytes_than_numbers():
-    model, plan = tiny("MHA"), plan_of("all of an index and others", 8)
+    model, plan = tiny("MHA", 2), plan_of("all of an index and others", 8)
     how = {"length": 4096, "degree": 4, "itemsize": 2}
     t, (N, K) = 1024, HEADS["MHA"]
     halo = 9 * 2 * K * 32 * 2 + 2 * 3 * 3 * 2 * K * 32 * 2 // 4
@@ -135,7 +154,7 @@ def test_codes_are_fewer_bytes_than_numbers():
 
 
 def test_refusals():
-    model, mesh = tiny("MHA"), MeshConfig(sequence=2).create()
+    model, mesh = tiny("MHA", 2), MeshConfig(sequence=2).create()
     hosted = replace(CHOOSING, memory="host")
     window = LayerRanks(32, 32)
     refused = {

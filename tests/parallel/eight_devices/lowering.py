@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -37,36 +38,34 @@ def network(plan):
     return Transformer(CONFIG, plan, params["embeddings"], params["layers"])
 
 
-@pytest.mark.parametrize("method", ATTENTION)
 @pytest.mark.parametrize("plan", PLANS)
-def test_kernels_lower_inside_shard_map(monkeypatch, plan, method):
+def test_prompts_and_a_decoded_token_lower_on_kernels(monkeypatch, plan):
+    """Inside `shard_map`, by each method: one program, which lowers kernels of the same shapes once."""
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     model = ShardedTransformer.of(network(PLANS[plan]), MeshConfig(sequence=4).create())
-    options = {"attention": ATTENTION[method], "implementation": "pallas"}
-    program = jax.jit(lambda tokens: model.hidden(tokens, **options))
-    traced = lambda: program.trace(jax.ShapeDtypeStruct((1, 500), jnp.int32))
-    if method == "ring" and "sinks" in plan:
+    prompt, end = (jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((1, 500), (1,)))
+    hidden = {
+        method: partial(model.hidden, attention=attention, implementation="pallas")
+        for method, attention in ATTENTION.items()
+    }
+    if "sinks" in plan:
         with pytest.raises(NotImplementedError, match="number of sinks"):
-            traced()
-        return
-    assert "zdc_prefill" in traced().lower(lowering_platforms=("cuda",)).as_text()
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_prompt_and_decoded_token_lower_on_kernels(monkeypatch, plan):
-    monkeypatch.setattr(ops, "device_refusal", lambda x: None)
-    model = ShardedTransformer.of(network(PLANS[plan]), MeshConfig(sequence=4).create())
+            jax.eval_shape(hidden.pop("ring"), prompt)
+    for of_method in hidden.values():
+        assert "zdc_prefill" in str(jax.make_jaxpr(of_method)(prompt))
 
     def two_steps(tokens, end):
         last, cache = model.prefill(tokens, end, capacity=512, implementation="pallas")
         return last, model.extend(cache, tokens[:, :1], end + 1, "pallas")
 
-    integers = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
-    text = (
-        jax.jit(two_steps).trace(integers(1, 500), integers(1)).lower(lowering_platforms=("cuda",)).as_text()
-    )
-    assert "zdc_prefill" in text
-    assert "zdc_decode" in text
+    def whole(tokens, end):
+        return two_steps(tokens, end), [of_method(tokens) for of_method in hidden.values()]
+
+    traced = str(jax.make_jaxpr(two_steps)(prompt, end))
+    text = jax.jit(whole).trace(prompt, end).lower(lowering_platforms=("cuda",)).as_text()
+    for kernel in ("zdc_prefill", "zdc_decode"):
+        assert kernel in traced
+        assert kernel in text
 
 
 def test_float8_payload_lowers_beside_the_kernels(monkeypatch):
