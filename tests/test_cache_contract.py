@@ -63,6 +63,7 @@ def test_a_ragged_row_is_what_it_is_alone(it):
 
 
 @pytest.mark.parametrize("name", ALIGNED)
+@SAMPLED
 def test_a_piece_that_begins_elsewhere_gives_nan_in_its_row_alone(name):
     it = stack(name)
     found = it.run(it.inputs(), [[24, 3, 16], [8, 8, 8]])

@@ -9,6 +9,7 @@ from benchmarks.quality.block_caches import list_attention
 from benchmarks.quality.key_blocks import BlockChoice, block_lists
 
 
+@pytest.mark.sampled
 def test_rows_are_those_of_attention_to_lists():
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(2 * rng.normal(size=shape), jnp.float32)

@@ -23,6 +23,7 @@ def tokens(T: int = S) -> list[jax.Array]:
     return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
 
 
+@pytest.mark.sampled
 def test_attention_is_that_of_a_mask():
     """Random lists for queries that start anywhere; a list may be empty."""
     q, k, v = tokens()
@@ -39,6 +40,7 @@ def test_attention_is_that_of_a_mask():
 
 
 @pytest.mark.parametrize("choice", [None, CHOICE])
+@pytest.mark.sampled
 def test_pieces_give_what_the_whole_gives(choice):
     """And the state tells how many blocks were listed."""
     spec = ListedBlocks(

@@ -53,6 +53,7 @@ class Turned:
         return x, x, x
 
 
+@pytest.mark.sampled
 def test_near_tokens_in_8_bits_are_of_turned_keys():
     spec = study.RoundedNear(**SHAPE, key_code=Gaussian(4), value_code=Gaussian(4))
     q, k, v = spec.project(Turned(), jnp.asarray(tokens()[1]), jnp.arange(S)[None], None, None)

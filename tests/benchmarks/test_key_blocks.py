@@ -122,6 +122,7 @@ def test_the_estimate_is_that_of_brute_force(name):
 
 
 @pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.sampled
 def test_the_kernel_gives_the_same_estimate(heads):
     """Rows of different starts and lengths; what no query of a block may see is nothing."""
     rng = np.random.default_rng(3)

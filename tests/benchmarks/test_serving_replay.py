@@ -96,6 +96,7 @@ def test_a_replay_counts_what_was_served(azure, tmp_path):
         assert row["queue"]["mean"] + row["prefill"]["mean"] == pytest.approx(row["first_token"]["mean"])
 
 
+@pytest.mark.sampled
 def test_a_replay_whose_requests_fail_tells_no_times(azure, tmp_path, monkeypatch):
     TinyModel(ONE_LAYER).write(tmp_path / "tiny")
     fail = lambda *_: (_ for _ in ()).throw(RuntimeError("no memory"))

@@ -190,6 +190,7 @@ def test_codes_are_read_as_far_as_queries_see(seen, paged, monkeypatch):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.sampled
 def test_far_attention_is_told_where_padding_begins(monkeypatch):
     attend, told = near_far.stored_attention, []
     noted = lambda *given, end, **options: told.append(end) or attend(*given, **options)

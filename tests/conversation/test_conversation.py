@@ -206,6 +206,7 @@ def test_a_full_cache_gives_way_to_one_with_room_for_as_much_again(plain, read):
     assert completion.tokens == anew(plain, prompt, 10, stop_tokens=())
 
 
+@pytest.mark.sampled
 def test_replies_shorten_where_positions_end_and_then_there_are_none(plain):
     conversation = chat(plain, max_new_tokens=200, stop_tokens=())
     conversation.say("a")

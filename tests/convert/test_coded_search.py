@@ -276,6 +276,7 @@ def test_time_ends_a_search_and_is_left_for_choices(objective, left, monkeypatch
     assert best.increase <= 0.8
 
 
+@pytest.mark.sampled
 def test_less_is_read_though_single_layers_were_not_all_measured():
     """There is time for the path that was foretold, for a few layers, and for choices."""
     search = CodedSearch(FakeBook(0), SearchOptions(0.8, trials=12, objective="read"))
@@ -361,6 +362,7 @@ def test_levels_are_grades_that_plans_may_have(head_dim):
     assert Grade(64, 2, 16, 5).size == 24
 
 
+@pytest.mark.sampled
 def test_a_layer_that_slides_keeps_its_window():
     slides = replace(CONFIGS["llama"].layers[0], window=256)
     book = FakeBook(0, (slides, CONFIGS["llama"].layers[0]))
@@ -378,6 +380,7 @@ def test_the_last_stage_has_trials_of_its_own():
     assert book.measured <= 40
 
 
+@pytest.mark.sampled
 def test_a_prediction_is_measured_before_single_layers():
     """A few trials give a plan within the limit, and it is one of the foretold path."""
     book, seen = FakeBook(1), []
@@ -392,6 +395,7 @@ def test_a_prediction_is_measured_before_single_layers():
     assert size[order[0]] < size[order[-1]]
 
 
+@pytest.mark.sampled
 def test_a_profile_of_short_windows_foretells_nothing():
     """Calibration on a short context; the search measures layers, as ever."""
     book = FakeBook(1)
@@ -473,6 +477,7 @@ def test_foretold_costs_fall_with_the_error_of_scores():
     np.testing.assert_allclose(costs.v[-1], FORETOLD_VALUES * want, rtol=1e-3)
 
 
+@pytest.mark.sampled
 def test_a_context_too_short_for_any_choice_is_read_whole(monkeypatch):
     monkeypatch.setattr("convert.search.coded_search.CHOICES", ())
     best = CodedSearch(FakeBook(1), SearchOptions(0.8)).run()
@@ -523,7 +528,7 @@ def folder(tmp_path_factory) -> Path:
     return calibrated_folder(tmp_path_factory.mktemp("coded"), CONTEXT)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("coded folder")
 def test_trials_are_the_loaded_models(folder):
     """One after another, of which some share the weights of some layers."""
     windows = np.random.default_rng(1).integers(3, 96, (2, CONTEXT)).astype(np.int32)
@@ -537,6 +542,7 @@ def test_trials_are_the_loaded_models(folder):
         assert book.measure(plan).increase == pytest.approx(np.expm1(nll - dense), rel=1e-5)
 
 
+@pytest.mark.sampled("coded folder")
 def test_bytes_are_those_of_the_models_dtype(folder):
     windows = np.random.default_rng(1).integers(3, 96, (1, CONTEXT)).astype(np.int32)
     books = [TrialBook(folder / "model", windows, dtype=dtype) for dtype in ("float32", "bfloat16")]
@@ -547,7 +553,7 @@ def test_bytes_are_those_of_the_models_dtype(folder):
     assert books[0].share(plan) == size(plan) / size(CompressionPlan.full(books[0].config))
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("coded folder")
 def test_command(folder, tmp_path, capsys, monkeypatch):
     """On a model that loses by its far tokens, so that only a price on layers without makes codes of use."""
     for name, few in (
@@ -581,6 +587,7 @@ def test_command(folder, tmp_path, capsys, monkeypatch):
     assert CompressionPlan.load(plan) == found
 
 
+@pytest.mark.sampled("coded folder")
 def test_user_errors_are_one_line(folder, tmp_path, capsys):
     write_variant("llama-head-dim-80", tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "bare", progress=False)

@@ -160,6 +160,7 @@ def test_the_command_converts(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind", SUPPORTED, ids=lambda kind: kind.name)
+@pytest.mark.sampled
 def test_every_type_is_dequantised(kind, tmp_path):
     """To what the package makes of a whole tensor at once."""
     tensors = gguf_tensors(WIDE.config, weights(WIDE))

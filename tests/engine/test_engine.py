@@ -402,6 +402,7 @@ def test_more_tokens_than_memory_holds_are_refused_with_the_number_that_fit(mode
     assert 0.99 * 10_000_000 < held <= 10_000_000
 
 
+@pytest.mark.sampled
 def test_steps_that_have_no_room_beside_the_cache_are_refused(model, monkeypatch):
     monkeypatch.setattr(runner, "free_device_bytes", lambda: 1000)
     with pytest.raises(CacheMemoryError, match=r"the step '.*' needs [\d,]+ bytes .*, 1,000 are free"):

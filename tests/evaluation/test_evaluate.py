@@ -84,6 +84,7 @@ real = module.sheet_answers
     ("counts", "noise", "sheets"),
     [(True, 0.0, FIRST_LOOK), (True, 0.05, 40), (True, 1.0, 64), (False, 1.0, FIRST_LOOK)],
 )
+@pytest.mark.sampled
 def test_reading_stops_when_retention_is_known(tiny: TinyModel, monkeypatch, counts, noise, sheets):
     """Answers are made up, of known noise; a standard error of 0.05 / √40 is known within 0.02."""
     rng = np.random.default_rng(0)
@@ -104,6 +105,7 @@ def test_reading_stops_when_retention_is_known(tiny: TinyModel, monkeypatch, cou
         assert report.tasks["a"].known or not counts
 
 
+@pytest.mark.sampled
 def test_splits_and_seeds_choose_other_text():
     contexts = [
         material(tasks=("passkey",), max_sheets=8, split=split, seed=seed)[0].sheets[0].context.tobytes()

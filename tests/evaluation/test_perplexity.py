@@ -60,6 +60,7 @@ def test_a_model_does_not_differ_from_itself(tiny: TinyModel):
     assert report.kv_bytes == report.dense_kv_bytes == tiny.dense.plan.bytes(20, 1, "float32")
 
 
+@pytest.mark.sampled
 def test_a_plan_is_compared_window_by_window(tiny_opt: TinyModel):
     windows = tiny_opt.tokens(3, 24)
     plan = CompressionPlan.uniform(tiny_opt.config, qk=16, v=16)
@@ -84,6 +85,7 @@ def test_far_tokens_stand_earlier_but_not_nearby(seed, window):
     np.testing.assert_array_equal(is_far(windows, window), far)
 
 
+@pytest.mark.sampled
 def test_what_far_tokens_lose(tiny_llama: TinyModel):
     windows = tiny_llama.tokens(4, 96)
     plan = CompressionPlan.uniform(tiny_llama.config, qk=16, v=16, window=32)

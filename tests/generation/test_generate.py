@@ -87,6 +87,7 @@ def test_a_draw_depends_on_its_request_alone(model, prompts):
     assert len(set(thrice)) == 3
 
 
+@pytest.mark.sampled
 def test_stop_tokens_end_their_row_only(model, prompts):
     free = [c.tokens for c in generate(model, prompts, 20, stop_tokens=()).completions]
     stop = free[0][6]
@@ -99,6 +100,7 @@ def test_stop_tokens_end_their_row_only(model, prompts):
         assert (completion.finish_reason == "stop") == (stop in unstopped)
 
 
+@pytest.mark.sampled
 def test_stop_strings_are_trimmed(model, prompts):
     free = generate(model, prompts[0], 30, stop_tokens=()).completions[0]
     stop = free.text[17:20]
@@ -111,6 +113,7 @@ def test_stop_strings_are_trimmed(model, prompts):
     assert "".join(piece.text for piece in pieces) == free.text[:at]
 
 
+@pytest.mark.sampled
 def test_prefill_goes_on_where_a_cache_ends(model, prompts):
     """Rows hold unequal shares of their prompts, one nothing, and one all but its last token."""
     request, held = Request.checked(model, prompts, 20, None, (), (), 32), np.array([33, 0, 69])
@@ -135,6 +138,7 @@ def test_text_prompts(model):
     assert by_text.text == model.tokenizer.decode(list(by_text.tokens))
 
 
+@pytest.mark.sampled
 def test_new_lengths_and_samplings_do_not_recompile(model, prompts):
     generate(model, [prompts[0][:33]], 10, stop_tokens=(), sampling=Sampling(0.7, 5, 0.5, 1))
     sizes = steps.read._cache_size(), steps.decode._cache_size()

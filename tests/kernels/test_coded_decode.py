@@ -271,6 +271,7 @@ def test_is_attention(interpreted, keys, values, heads):
     Case(keys, values, heads, S=192).check(config=CodedConfig(stages=2, splits=2))
 
 
+@pytest.mark.sampled
 def test_more_stages_and_parts_than_blocks(interpreted):
     Case(*SHAPES[1], S=192).check(config=CodedConfig(stages=4, splits=5))
 
@@ -289,6 +290,7 @@ def test_a_list_reads_a_store_of_any_size(interpreted):
     it.check()
 
 
+@pytest.mark.sampled
 def test_slots_that_are_not_there_count_for_nothing(interpreted):
     it, config = Case(*SHAPES[1], S=192), CodedConfig(stages=2, splits=2)
     it.end[0] = 192
@@ -338,6 +340,7 @@ def test_a_later_key_far_more_likely_than_the_first_block(interpreted):
     it.check(config=CodedConfig(stages=2, splits=1))
 
 
+@pytest.mark.sampled
 def test_what_is_no_number_counts_where_it_is_seen(interpreted):
     it = Case(*SHAPES[0], S=192)
     config = CodedConfig(stages=2, splits=2)

@@ -84,6 +84,7 @@ def test_lowers_far_keys_alone():
 
 
 @pytest.mark.parametrize(("H", "sinks"), [(64, 0), (128, 4), (256, 4)])
+@pytest.mark.sampled
 def test_lowers_near_keys_alone(H, sinks):
     f = lambda q, k, v, t: prefill_attention(q, k, v, scale=1.0, trailing=t, sinks=sinks, window=100)
     trailing = trailing_shapes(1, 2, 500, H, 0, 0)
@@ -192,6 +193,7 @@ def test_a_tile_of_lists_fits_whatever_the_widths(blocks):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("warpgroups", [1, 2, 3])
+@pytest.mark.sampled
 def test_lowers_with_each_config(warpgroups, overlap):
     config = PrefillConfig(block_kv=64, warpgroups=warpgroups, overlap=overlap)
     f = lambda q, k, v: prefill_attention(q, k, v, scale=1.0, config=config)

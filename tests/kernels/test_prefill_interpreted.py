@@ -85,6 +85,7 @@ def turns_ungated(monkeypatch):
 @pytest.mark.usefixtures("interpreted", "turns_ungated")
 @pytest.mark.parametrize("config", [PrefillConfig(64, 2, 2, turns=8), PrefillConfig(128, 2, 2, turns=112)])
 @pytest.mark.parametrize("starts", [0, 387])
+@pytest.mark.sampled
 def test_in_turns(config, starts):
     """What the steps compute; that warpgroups keep to their turns a GPU alone can test."""
     B, T, S, N, K, R, Z = 1, 190, 600, 2, 2, 32, 48
@@ -171,6 +172,7 @@ def test_near_keys_alone_of_arrays_that_begin_long_before(sinks, starts):
 
 @pytest.mark.usefixtures("interpreted", "turns_ungated")
 @pytest.mark.parametrize("config", [PrefillConfig(64, 2, 2, turns=56), PrefillConfig(128, 2, 2, turns=112)])
+@pytest.mark.sampled
 def test_near_keys_alone_in_turns(config):
     near_alone(150, (900, 3), (150, 150), 600, 4, 600, config)
 
@@ -198,6 +200,7 @@ def test_listed_blocks(blocks, warpgroups, starts):
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("T", "start"), [(65, 63), (1, 127), (66, 63), (64, 64)])
+@pytest.mark.sampled
 def test_listed_blocks_of_a_query_that_ends_one(T, start):
     """A tile whose only query stands last in a block of keys has no block with a mask."""
     q, k, v = draw(0, 1, T, 2, 16), draw(1, 1, 1, 192, 16), draw(2, 1, 1, 192, 16)

@@ -141,6 +141,7 @@ def random_calls(rng):
     }
 
 
+@pytest.mark.sampled
 def test_kernels_take_what_is_not_refused(monkeypatch, no_launch):
     """A kernel's own ValueError would mean that it was asked about other arguments than it was given."""
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
