@@ -143,11 +143,13 @@ def measured(
             decodes, batch, length, options.steps, repeats=options.repeats
         )
         most = max(1, rows_that_fit(caches, length + 128))
-        for batch in (1, BATCH):
-            if "token" in figures and batch < most:
-                row["token"][str(batch)] = time(batch)
-                row["commits"][str(batch)] = commit()
-                yield row
+        batches = [batch for batch in (1, BATCH) if "token" in figures and batch < most]
+        if isinstance(reads, OnMesh):
+            reads.compile(length, batches + [most] * ("largest" in figures))
+        for batch in batches:
+            row["token"][str(batch)] = time(batch)
+            row["commits"][str(batch)] = commit()
+            yield row
         if "first_token" in figures:
             row["first_token"] = prefill_times(reads, length, options.repeats)
             row["commits"]["first_token"] = commit()

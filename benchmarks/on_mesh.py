@@ -1,17 +1,19 @@
 """A model of a well-known shape on a mesh, as the other benchmarks of whole models take one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.bench_coded_models import any_codes
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.model.transformer import Embeddings
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.parallel.transformer import ShardedTransformer
+from zdc_jax.parallel.transformer import ShardedTransformer, held_layout
 
 
 class OnMesh:
@@ -23,7 +25,7 @@ class OnMesh:
     def __init__(self, network: ShardedTransformer, implementation: Implementation):
         self.network, self.implementation = network, implementation
         self.leaves, self.tree = jax.tree.flatten(network)
-        self._step: Callable[..., Any] = jax.jit(self._decoded, donate_argnums=1)
+        self._steps: dict[Any, Callable[..., Any]] = {}
 
     def cache(self, batch: int, capacity: int) -> KVCache:
         """Empty."""
@@ -38,14 +40,51 @@ class OnMesh:
 
     def decode(self, cache: KVCache, token: jax.Array) -> tuple[jax.Array, KVCache]:
         """The next token of each row."""
-        return self._step(self.leaves, cache, token)
+        return self._step(cache)(self.leaves, cache, jax.device_put(token, self._on_all))
 
     def filled(self, cache: KVCache, length: int) -> KVCache:
         """As if `length` tokens were held: random codes, or zeros; time does not depend on numbers."""
         keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(cache))))
         codes = lambda leaf: any_codes(leaf, next(keys)) if leaf.dtype == jnp.uint8 else leaf
         layers = jax.tree.map(codes, cache.layers)
-        return replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, length))
+        full = replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, length))
+        return jax.device_put(full, self._divided(cache))
+
+    def compile(self, length: int, batches: Sequence[int]) -> None:
+        """What reads a prompt of `length` tokens, and decodes so many rows of them: all at once."""
+        capacity = length + 128
+        how: Any = {"capacity": capacity, "implementation": self.implementation}
+        one = jnp.zeros((1, length), jnp.int32), jnp.full(1, length, jnp.int32)
+        with ThreadPoolExecutor() as threads:
+            jobs = [threads.submit(self._compile_step, batch, capacity) for batch in batches]
+            jobs.append(threads.submit(self.network.compile_prefill, *one, **how))
+        for job in jobs:
+            job.result()
+
+    def _compile_step(self, batch: int, capacity: int) -> None:
+        cache = jax.eval_shape(lambda: self.cache(batch, capacity))
+        shaped = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+        token = shaped(jax.ShapeDtypeStruct((batch, 1), jnp.int32), self._on_all)
+        placed = jax.tree.map(shaped, cache, self._divided(cache))
+        self._step(cache).lower(self.leaves, placed, token).compile()
+
+    @property
+    def _on_all(self) -> NamedSharding:
+        return NamedSharding(self.network.mesh, PartitionSpec())
+
+    def _divided(self, cache: KVCache) -> KVCache:
+        """Where each of its arrays lies."""
+        return jax.tree.map(lambda leaf: NamedSharding(self.network.mesh, held_layout(leaf)), cache)
+
+    def _step(self, cache: KVCache) -> Any:
+        """A step that leaves caches like this one divided as they were.
+
+        Where XLA is free to choose it chooses otherwise, and the second step would be compiled, too.
+        """
+        where: Any = (self._on_all, self._divided(cache))
+        return self._steps.setdefault(
+            jax.tree.structure(cache), jax.jit(self._decoded, donate_argnums=1, out_shardings=where)
+        )
 
     def _decoded(self, leaves: Any, cache: KVCache, token: jax.Array) -> tuple[jax.Array, KVCache]:
         network = jax.tree.unflatten(self.tree, leaves)

@@ -5,6 +5,7 @@ the same devices, on the cache as the prompt has left it.
 """
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -224,6 +225,30 @@ class ShardedTransformer(nnx.Module):
         through = self._through_layers if self.plan.classes is None else self._through_groups
         x, states = through(tokens, end, capacity, implementation)
         return last_token(x, end, self.mesh), KVCache(tuple(states), end, self.layer_caches, capacity)
+
+    def compile_prefill(
+        self,
+        tokens: Int[Array, "B T"],
+        end: Int[Array, " B"],
+        *,
+        capacity: int,
+        implementation: Implementation | None = None,
+    ) -> None:
+        """Compiles what `prefill` runs at these shapes, all kinds of layers at once, in threads.
+
+        `prefill` by itself compiles each kind when it comes to it, which takes seconds a kind. Ours.
+
+        Raises:
+          NotImplementedError: the plan has token classes. MeshError: what `prefill` raises.
+        """
+        if self.plan.classes is not None:
+            raise NotImplementedError("compile_prefill takes no plan with token classes")
+        x = self._embedded(tokens)
+        given = capacity, self.mesh, implementation, self.weights, self.payload
+        kinds = dict(zip(self.layer_caches, self.prompt_layers, strict=True))
+        compiled = lambda spec: _prompt_layer.lower(kinds[spec], x, end, None, spec, *given).compile()
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(compiled, kinds))
 
     def extend(
         self,
