@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import LLAMA, TinyModel
+from decoding_steps import decoded
 
 from zdc_jax.methods import coded, fp8, int8, kivi, turboquant
 from zdc_jax.model.transformer import Transformer
@@ -63,17 +64,6 @@ def assert_close(got, expected):
     assert off.max() < 2e-3
 
 
-def decoded(network, held, tokens, ends):
-    """Hidden states of `tokens` [steps, rows], one after another, and the cache: one program for all."""
-
-    def step(held, given):
-        token, end = given
-        hidden, held = network.extend(held, token[:, None], end)
-        return held, hidden[:, 0]
-
-    return jax.lax.scan(step, held, (tokens, ends))
-
-
 def sent_bytes(name: str, heads: str, mesh: MeshConfig, payload: str = "native") -> int:
     """By the formulas: of the prompts, of the cache that they leave, and of the last hidden states."""
     config, plan = network_of(name, heads).config, plan_of(name, HEADS[heads][1])
@@ -113,7 +103,7 @@ def test_as_on_one_device(name, heads, mesh):
     program = compiled_prefill(sharded, prompts, end)
     last, held = program(prompts, end)
     ahead = LENGTHS[:, None] + steps
-    held, got = jax.jit(decoded)(sharded, held, jnp.asarray(tokens[rows, ahead].T), jnp.asarray(ahead.T + 1))
+    held, got = decoded(sharded, held, jnp.asarray(tokens[rows, ahead].T), jnp.asarray(ahead.T + 1))
     at = LENGTHS[:, None] - 1 + np.arange(1 + STEPS)
     assert_close(np.stack([last, *got], 1), expected[rows, at])
     copies = max(1, mesh.sequence * mesh.model // HEADS[heads][1])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import LLAMA, OPT, TinyModel
+from decoding_steps import decoded
 from tiny_tokenizers import byte_tokenizer
 
 from zdc_jax import Sampling, generate, stream
@@ -37,13 +38,9 @@ def replay(network, prefill):
     """Last hidden states of prompts of two lengths and of some tokens after them [B, 1 + STEPS, D]."""
     tokens = np.random.default_rng(0).integers(3, 90, (2, CAPACITY), dtype=np.int32)
     last, cache = prefill(jnp.asarray(tokens[:, : LENGTHS.max()]), jnp.asarray(LENGTHS))
-    states = [np.asarray(last)]
-    extend = jax.jit(lambda network, cache, token, end: network.extend(cache, token, end))
-    for step in range(STEPS):
-        token = jnp.asarray(tokens[np.arange(2), LENGTHS + step][:, None])
-        hidden, cache = extend(network, cache, token, jnp.asarray(LENGTHS + step + 1))
-        states.append(np.asarray(hidden)[:, 0])
-    return np.stack(states, 1), cache
+    at = LENGTHS + np.arange(STEPS)[:, None]
+    cache, states = decoded(network, cache, jnp.asarray(tokens[np.arange(2), at]), jnp.asarray(at + 1))
+    return np.stack([last, *states], 1), cache
 
 
 @pytest.mark.parametrize("name", MODELS)

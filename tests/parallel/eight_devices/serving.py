@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from zdc_jax import Sampling, generate
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.engine.request import EngineRequest
 from zdc_jax.errors import MeshError
+from zdc_jax.loading import LanguageModel
 from zdc_jax.methods import coded
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.transformer import ShardedTransformer
@@ -25,7 +27,7 @@ PLANS = {
         (LayerRanks(16, 32), LayerRanks(0, 0)), CONFIG.num_kv_heads, 32, window=9, sinks=3
     ),
     "codes": CompressionPlan(
-        (LayerRanks(32, 32),) * 2, CONFIG.num_kv_heads, 32, window=9, sinks=3, method="coded", settings=CODES
+        (LayerRanks(32, 32),), CONFIG.num_kv_heads, 32, window=9, sinks=3, method="coded", settings=CODES
     ),
 }
 MESHES = {
@@ -45,9 +47,19 @@ def requests() -> list[EngineRequest]:
     return [*found, replace(found[1], prompt=(*found[1].prompt[:50], 7, 8, 9))]
 
 
+@cache
+def on_one_device(name: str) -> tuple[LanguageModel, list[tuple[int, ...]]]:
+    """A model with as many layers as the plan has, and its answers; all meshes of a plan are held to them."""
+    plan = PLANS[name]
+    model = TinyModel(replace(CONFIG, layers=CONFIG.layers[: len(plan.layers)])).model(plan)
+    prompts, sampling = zip(*((each.prompt, each.sampling) for each in requests()), strict=True)
+    answers = generate(model, prompts, 10, sampling=sampling, stop_tokens=())
+    return model, [answer.tokens for answer in answers.completions]
+
+
 @pytest.mark.parametrize(("name", "mesh"), [(name, mesh) for name in PLANS for mesh in MESHES[name]])
 def test_answers_are_those_of_one_device(name, mesh):
-    on_one = TinyModel(CONFIG).model(PLANS[name])
+    on_one, expected = on_one_device(name)
     network = ShardedTransformer.of(on_one.network, MeshConfig.parse(mesh).create())
     answers: dict[int, list[int]] = {}
     with Engine(replace(on_one, network=network), ENGINE) as engine:
@@ -66,10 +78,7 @@ def test_answers_are_those_of_one_device(name, mesh):
                 assert ended.wait(120)
         hits = engine.stats().prefix_hits
     assert hits == (48 if name == "full" else 0), "the last one's prefix; whole prompts keep no window"
-    for index, request in enumerate(requests()):
-        given = request.prompt, request.max_tokens
-        expected = generate(on_one, *given, sampling=request.sampling, stop_tokens=())
-        assert tuple(answers[index]) == expected.completions[0].tokens
+    assert [tuple(answers[index]) for index in range(len(expected))] == expected
 
 
 def test_rows_that_are_divided_are_refused():
