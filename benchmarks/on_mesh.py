@@ -1,6 +1,6 @@
 """A model of a well-known shape on a mesh, as the other benchmarks of whole models take one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ class OnMesh:
     def __init__(self, network: ShardedTransformer, implementation: Implementation):
         self.network, self.implementation = network, implementation
         self.leaves, self.tree = jax.tree.flatten(network)
-        self._steps: dict[Any, Callable[..., Any]] = {}
+        self._step: Any = jax.jit(self._decoded, donate_argnums=1)
 
     def cache(self, batch: int, capacity: int) -> KVCache:
         """Empty."""
@@ -39,8 +39,11 @@ class OnMesh:
         return _chosen(self.network.embeddings, last), held
 
     def decode(self, cache: KVCache, token: jax.Array) -> tuple[jax.Array, KVCache]:
-        """The next token of each row."""
-        return self._step(cache)(self.leaves, cache, jax.device_put(token, self._on_all))
+        """The next token of each row.
+
+        Tokens lie on all devices, as those that come out do: else a second step would be compiled, too.
+        """
+        return self._step(self.leaves, cache, jax.device_put(token, self._on_all))
 
     def filled(self, cache: KVCache, length: int) -> KVCache:
         """As if `length` tokens were held: random codes, or zeros; time does not depend on numbers."""
@@ -66,7 +69,7 @@ class OnMesh:
         shaped = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
         token = shaped(jax.ShapeDtypeStruct((batch, 1), jnp.int32), self._on_all)
         placed = jax.tree.map(shaped, cache, self._divided(cache))
-        self._step(cache).lower(self.leaves, placed, token).compile()
+        self._step.lower(self.leaves, placed, token).compile()
 
     @property
     def _on_all(self) -> NamedSharding:
@@ -75,16 +78,6 @@ class OnMesh:
     def _divided(self, cache: KVCache) -> KVCache:
         """Where each of its arrays lies."""
         return jax.tree.map(lambda leaf: NamedSharding(self.network.mesh, held_layout(leaf)), cache)
-
-    def _step(self, cache: KVCache) -> Any:
-        """A step that leaves caches like this one divided as they were.
-
-        Where XLA is free to choose it chooses otherwise, and the second step would be compiled, too.
-        """
-        where: Any = (self._on_all, self._divided(cache))
-        return self._steps.setdefault(
-            jax.tree.structure(cache), jax.jit(self._decoded, donate_argnums=1, out_shardings=where)
-        )
 
     def _decoded(self, leaves: Any, cache: KVCache, token: jax.Array) -> tuple[jax.Array, KVCache]:
         network = jax.tree.unflatten(self.tree, leaves)

@@ -109,7 +109,7 @@ def test_what_was_compiled_ahead_is_not_compiled_again(compilations_logged, capl
     """Nor a second step, after one that could have left the cache divided otherwise."""
     config, mesh = SHAPES["tiny"], MeshConfig(sequence=2).create()
     near = CompressionPlan.uniform(config, qk=32, v=32, window=9, sinks=3)
-    plan = replace(near, method="coded", settings=Settings(bits_k=4, bits_v=4, index=0, read=0))
+    plan = replace(near, method="coded", settings=Settings(bits_k=4, bits_v=4, bits_near=8, index=0, read=0))
     side = OnMesh(Model(config, mesh).on_mesh(plan, decodes=True), "xla")
     programs = lambda: [
         name
