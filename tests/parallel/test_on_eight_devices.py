@@ -9,10 +9,10 @@ import pytest
 
 FOLDER = Path(__file__).parent / "eight_devices"
 GROUPS = [
-    "serving traffic zigzag",
+    "serving traffic zigzag loading",
     "coded_payload runahead payload",
     "benchmark equality exchange",
-    "classes lowering loading",
+    "classes lowering",
     "codes decoding numerics",
 ]
 """Files that share a process, and are drawn together: the groups take alike, a minute and a half alone."""
