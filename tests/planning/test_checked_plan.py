@@ -119,7 +119,7 @@ class Truth:
     noise=st.sampled_from([0, 2e-3]),
     limit=st.sampled_from([0.01, 0.02, 0.05]),
 )
-@pytest.mark.sampled
+@pytest.mark.sampled("plans checked")
 def test_checked_plans_hold_the_limit(kind, seed, spread, noise, limit):
     """However wrong predictions and measurements are; a plan is measured once, and at most `CHECKS` are."""
     truth = Truth(kind, seed, spread, noise)
