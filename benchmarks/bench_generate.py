@@ -170,12 +170,17 @@ def seconds(f: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
+def capacity_for(tokens: int) -> int:
+    """Of a cache that holds so many tokens and takes what is decoded."""
+    return tokens + 128
+
+
 def prefill_times(side: Any, tokens: int, repeats: int) -> list[float]:
     """Seconds from a prompt of one row to its first token; the first, which compiles, is left out."""
     prompt = jnp.asarray(np.random.default_rng(0).integers(32000, size=(1, tokens)), jnp.int32)
     times = []
     for _ in range(repeats + 1):
-        cache = jax.block_until_ready(side.cache(1, tokens + 128))
+        cache = jax.block_until_ready(side.cache(1, capacity_for(tokens)))
         times.append(seconds(lambda cache=cache: side.prefill(cache, prompt)[0]))
         del cache
     return times[1:]
@@ -183,7 +188,7 @@ def prefill_times(side: Any, tokens: int, repeats: int) -> list[float]:
 
 def decode_times(side: Any, batch: int, tokens: int, steps: int, *, repeats: int = 4) -> list[float]:
     """Seconds per decoded token, `batch` rows of `tokens` each: means over `steps`, after one of 2."""
-    cache = side.filled(side.cache(batch, tokens + 128), tokens)
+    cache = side.filled(side.cache(batch, capacity_for(tokens)), tokens)
     token, times = jnp.zeros((batch, 1), jnp.int32), []
     for count in (2, *[steps] * repeats):
         jax.block_until_ready((token, cache))
@@ -199,7 +204,7 @@ def largest_batch(side: Any, plan: CompressionPlan, tokens: int) -> int:
     """Rows of `tokens` whose cache fits beside the weights: computed, then allocated and decoded once."""
     stats = jax.local_devices()[0].memory_stats()
     free = stats["bytes_limit"] - stats["bytes_in_use"]
-    batch = int(free // plan.bytes(tokens + 128))
+    batch = int(free // plan.bytes(capacity_for(tokens)))
     while batch:
         try:
             decode_times(side, batch, tokens, 1)

@@ -27,7 +27,7 @@ import numpy as np
 import tyro
 
 from benchmarks.bench_coded_models import SHAPES, OnKernels
-from benchmarks.bench_generate import OnCudnn, Ours, build, decode_times, prefill_times
+from benchmarks.bench_generate import OnCudnn, Ours, build, capacity_for, decode_times, prefill_times
 from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.on_mesh import OnMesh
 from benchmarks.sequence_models import Model
@@ -137,16 +137,18 @@ def measured(
     """The row of each length as far as it has come, after each of its figures; rows: earlier ones."""
     reads, decodes, caches = sides(kind, config, options)
     figures = options.figures if decodes is not None else ("first_token",)
+    fits = lambda length: max(1, rows_that_fit(caches, capacity_for(length)))
+    most = {length: fits(length) for length in options.lengths}
+    batches = {length: [B for B in (1, BATCH) if "token" in figures and most[length] > B] for length in most}
+    if isinstance(reads, OnMesh):
+        largest = {length: [most[length]] * ("largest" in figures) for length in most}
+        reads.compile({length: batches[length] + largest[length] for length in most})
     for length in options.lengths:
         row = kept(rows, length, figures) | {"bytes_a_row": held_bytes(caches, length)}
         time = lambda batch, length=length: decode_times(
             decodes, batch, length, options.steps, repeats=options.repeats
         )
-        most = max(1, rows_that_fit(caches, length + 128))
-        batches = [batch for batch in (1, BATCH) if "token" in figures and batch < most]
-        if isinstance(reads, OnMesh):
-            reads.compile(length, batches + [most] * ("largest" in figures))
-        for batch in batches:
+        for batch in batches[length]:
             row["token"][str(batch)] = time(batch)
             row["commits"][str(batch)] = commit()
             yield row
@@ -155,7 +157,7 @@ def measured(
             row["commits"]["first_token"] = commit()
             yield row
         if "largest" in figures:
-            row["largest"], times = fitting(time, most)
+            row["largest"], times = fitting(time, most[length])
             row["token"][str(row["largest"])] = times
             row["commits"][str(row["largest"])] = commit()
             yield row
@@ -194,7 +196,7 @@ def main(options: Options) -> None:
         heads = {"num_heads": config.num_heads // devices, "num_kv_heads": config.num_kv_heads // devices}
         own = replace(config, **heads)
         plan = transferred(CompressionPlan.load(options.plan), own, growth=1)
-        check_on_kernels(plan, own, BATCH, max(options.lengths) + 128)
+        check_on_kernels(plan, own, BATCH, capacity_for(max(options.lengths)))
     path = options.results / f"{options.name}.json"
     settings = {"chunk": options.chunk, "steps": options.steps, "quality": judged}
     settings |= {} if options.mesh is None else {"mesh": options.mesh}

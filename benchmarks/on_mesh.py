@@ -1,8 +1,9 @@
 """A model of a well-known shape on a mesh, as the other benchmarks of whole models take one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.bench_coded_models import any_codes
+from benchmarks.bench_generate import capacity_for
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.model.transformer import Embeddings
 from zdc_jax.ops.attention import Implementation
@@ -48,24 +50,31 @@ class OnMesh:
     def filled(self, cache: KVCache, length: int) -> KVCache:
         """As if `length` tokens were held: random codes, or zeros; time does not depend on numbers."""
         keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(cache))))
-        codes = lambda leaf: any_codes(leaf, next(keys)) if leaf.dtype == jnp.uint8 else leaf
-        layers = jax.tree.map(codes, cache.layers)
+        # One at a time: memory that cannot be had is awaited for 10 s by each that is under way.
+        codes = lambda leaf, where: jax.block_until_ready(_any_codes(leaf, next(keys), where))
+        layers = jax.tree.map(
+            lambda leaf, where: codes(leaf, where) if leaf.dtype == jnp.uint8 else leaf,
+            cache.layers,
+            self._divided(cache).layers,
+        )
         full = replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, length))
         return jax.device_put(full, self._divided(cache))
 
-    def compile(self, length: int, batches: Sequence[int]) -> None:
-        """What reads a prompt of `length` tokens, and decodes so many rows of them: all at once."""
-        capacity = length + 128
-        how: Any = {"capacity": capacity, "implementation": self.implementation}
-        one = jnp.zeros((1, length), jnp.int32), jnp.full(1, length, jnp.int32)
+    def compile(self, batches: Mapping[int, Sequence[int]]) -> None:
+        """What reads a prompt of each length, and decodes so many rows of them: all at once, in threads."""
         with ThreadPoolExecutor() as threads:
-            jobs = [threads.submit(self._compile_step, batch, capacity) for batch in batches]
-            jobs.append(threads.submit(self.network.compile_prefill, *one, **how))
+            jobs = [threads.submit(self._compile_prefill, length) for length in batches]
+            jobs += [threads.submit(self._compile_step, B, S) for S, rows in batches.items() for B in rows]
         for job in jobs:
             job.result()
 
-    def _compile_step(self, batch: int, capacity: int) -> None:
-        cache = jax.eval_shape(lambda: self.cache(batch, capacity))
+    def _compile_prefill(self, length: int) -> None:
+        tokens, end = jnp.zeros((1, length), jnp.int32), jnp.full(1, length, jnp.int32)
+        how: Any = {"capacity": capacity_for(length), "implementation": self.implementation}
+        self.network.compile_prefill(tokens, end, **how)
+
+    def _compile_step(self, batch: int, length: int) -> None:
+        cache = jax.eval_shape(lambda: self.cache(batch, capacity_for(length)))
         shaped = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
         token = shaped(jax.ShapeDtypeStruct((batch, 1), jnp.int32), self._on_all)
         placed = jax.tree.map(shaped, cache, self._divided(cache))
@@ -83,6 +92,12 @@ class OnMesh:
         network = jax.tree.unflatten(self.tree, leaves)
         hidden, cache = network.extend(cache, token, cache.lengths + 1, self.implementation)
         return _chosen(network.embeddings, hidden[:, -1]), cache
+
+
+@partial(jax.jit, donate_argnums=0, static_argnames="where")
+def _any_codes(codes: jax.Array, key: jax.Array, where: NamedSharding) -> jax.Array:
+    """In the place of zeros, and divided as they are."""
+    return jax.lax.with_sharding_constraint(any_codes(codes, key), where)
 
 
 @jax.jit
