@@ -137,18 +137,17 @@ def measured(
     """The row of each length as far as it has come, after each of its figures; rows: earlier ones."""
     reads, decodes, caches = sides(kind, config, options)
     figures = options.figures if decodes is not None else ("first_token",)
-    fits = lambda length: max(1, rows_that_fit(caches, capacity_for(length)))
-    most = {length: fits(length) for length in options.lengths}
-    batches = {length: [B for B in (1, BATCH) if "token" in figures and most[length] > B] for length in most}
-    if isinstance(reads, OnMesh):
-        largest = {length: [most[length]] * ("largest" in figures) for length in most}
-        reads.compile({length: batches[length] + largest[length] for length in most})
     for length in options.lengths:
         row = kept(rows, length, figures) | {"bytes_a_row": held_bytes(caches, length)}
         time = lambda batch, length=length: decode_times(
             decodes, batch, length, options.steps, repeats=options.repeats
         )
-        for batch in batches[length]:
+        most = max(1, rows_that_fit(caches, capacity_for(length)))
+        batches = [batch for batch in (1, BATCH) if "token" in figures and batch < most]
+        if isinstance(reads, OnMesh):
+            prompts = [length] * ("first_token" in figures)
+            reads.compile(prompts, {length: batches + [most] * ("largest" in figures)})
+        for batch in batches:
             row["token"][str(batch)] = time(batch)
             row["commits"][str(batch)] = commit()
             yield row
@@ -157,7 +156,7 @@ def measured(
             row["commits"]["first_token"] = commit()
             yield row
         if "largest" in figures:
-            row["largest"], times = fitting(time, most[length])
+            row["largest"], times = fitting(time, most)
             row["token"][str(row["largest"])] = times
             row["commits"][str(row["largest"])] = commit()
             yield row

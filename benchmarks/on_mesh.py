@@ -60,10 +60,13 @@ class OnMesh:
         full = replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, length))
         return jax.device_put(full, self._divided(cache))
 
-    def compile(self, batches: Mapping[int, Sequence[int]]) -> None:
-        """What reads a prompt of each length, and decodes so many rows of them: all at once, in threads."""
+    def compile(self, prompts: Sequence[int], batches: Mapping[int, Sequence[int]]) -> None:
+        """What reads prompts of these lengths, and decodes so many rows of each length: at once, in threads.
+
+        Much of it is Python's own time, tracing and lowering, for which threads wait for each other.
+        """
         with ThreadPoolExecutor() as threads:
-            jobs = [threads.submit(self._compile_prefill, length) for length in batches]
+            jobs = [threads.submit(self._compile_prefill, length) for length in prompts]
             jobs += [threads.submit(self._compile_step, B, S) for S, rows in batches.items() for B in rows]
         for job in jobs:
             job.result()

@@ -117,7 +117,7 @@ def test_what_was_compiled_ahead_is_not_compiled_again(compilations_logged, capl
         for name in ("_prompt_layer", "_decoded")
         if record.getMessage().startswith(f"Compiling jit({name})")
     ]
-    side.compile({64: [1, 2]})
+    side.compile([64], {64: [1, 2]})
     assert sorted(programs()) == ["_decoded", "_decoded", "_prompt_layer"]
     caplog.clear()
     side.prefill(side.cache(1, 192), jnp.zeros((1, 64), jnp.int32))
