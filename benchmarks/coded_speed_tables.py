@@ -140,51 +140,49 @@ KINDS = ("searched", "dense", "cudnn")
 def one_plan_on_mesh_table() -> str:
     """The same on two GPUs: each kind a line, with the figures that it has."""
     run = json.loads((RESULTS / "one-plan-h200-2.json").read_text())
-    heads = (
-        "shape, tokens",
-        "",
-        "first token, s",
-        "a token of 1 row, ms",
-        "of 8 rows, ms",
-        "GB a row and GPU",
-    )
+    heads = ("shape, tokens", "", "first token, s", "a token of 1 row, ms", "of 8 rows, ms")
+    heads = (*heads, "most rows", "their tokens a second", "GB a row and GPU")
     names = {
         "cudnn": "dense Ulysses (cuDNN)",
         "dense": "dense Ulysses (our kernels)",
         "searched": "**searched**",
     }
-    ms = lambda row, batch: (
-        f"{1e3 * statistics.median(row['token'][batch]):.2f}" if batch in row["token"] else "–"
-    )
+    found = [(entry, row) for entry in run["results"] for row in entry["rows"]]
+    found.sort(key=lambda pair: (pair[0]["shape"], pair[1]["length"], list(names).index(pair[0]["kind"])))
     lines = [
         (
             f"{entry['shape']}, {row['length']:,}",
             names[entry["kind"]],
-            f"{statistics.median(row['first_token']):.2f}",
-            *(ms(row, batch) for batch in ("1", "8")),
+            *(_shown(form, f(row)) for f, form in FIGURES),
             f"{row['bytes_a_row'] / 1e9:.2f}",
         )
-        for entry in run["results"]
-        for row in entry["rows"]
+        for entry, row in found
     ]
     return _table(heads, lines)
 
 
+def _token(row: dict[str, Any], batch: Any) -> float:
+    """Seconds, of so many rows."""
+    return statistics.median(row["token"].get(str(batch), [math.nan]))
+
+
+FIGURES: list[tuple[Callable[[dict[str, Any]], float], str]] = [
+    (lambda row: statistics.median(row.get("first_token", [math.nan])), "{:.2f}"),
+    (lambda row: 1e3 * _token(row, 1), "{:.2f}"),
+    (lambda row: 1e3 * _token(row, 8), "{:.2f}"),
+    (lambda row: row.get("largest", math.nan), "{}"),
+    (lambda row: row.get("largest", math.nan) / _token(row, row.get("largest")), "{:,.0f}"),
+]
+"""First token, a token of one row and of eight, the most rows, their tokens a second; how each is shown."""
+
+
+def _shown(form: str, value: float) -> str:
+    return "–" if math.isnan(value) else form.format(value)
+
+
 def _one_plan_cells(label: str, rows: list[dict[str, Any]], quality: dict[str, Any]) -> Cells:
     """Of one shape and length: rows of the kinds, one after another."""
-    seconds = lambda row: statistics.median(row.get("first_token", [math.nan]))
-    token = lambda row, batch: statistics.median(row["token"].get(str(batch), [math.nan]))
-    most = lambda row: row.get("largest", math.nan)
-    rate = lambda row: most(row) / token(row, most(row))
-    pairs: list[tuple[Callable[[dict[str, Any]], float], str]] = [
-        (seconds, "{:.2f}"),
-        (lambda row: 1e3 * token(row, 1), "{:.2f}"),
-        (lambda row: 1e3 * token(row, 8), "{:.2f}"),
-        (most, "{}"),
-        (rate, "{:,.0f}"),
-    ]
-    show = lambda form, value: "–" if math.isnan(value) else form.format(value)
-    shown = [[show(form, f(row)) for row in rows] for f, form in pairs]
+    shown = [[_shown(form, f(row)) for row in rows] for f, form in FIGURES]
     cells = [f"{ours} ({'; '.join(others)})" for ours, *others in shown]
     judged = f"{100 * quality['increase']:+.2f} %", f"{min(quality['retention'].values()):.2f}"
     return (label, *cells, *judged)
