@@ -14,6 +14,7 @@ adds FlashAttention-3, from the library that vLLM's wheel holds. A peer that fai
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,6 +50,8 @@ SECTIONS: tuple[Section, ...] = ("prefill", "two-rank", "window", "decode", "epi
 MULTIPROCESSORS, EXP_PER_CLOCK, CLOCK = 132, 16, 1.755e9
 N, H = 32, 128
 PREFILL_RANKS = [(128, 128), (96, 96), (64, 128), (64, 96), (48, 96), (64, 64), (32, 64)]
+RISING = [(128, 128), (64, 96)]
+"""Ranks that are timed in the worst case, too."""
 
 
 @dataclass(frozen=True)
@@ -180,13 +183,24 @@ def prefill_heads(
         yield from jax_kernel(S, bounds(H, H), peers[128])
         yield {"name": "torch H=128", **torch_attention(S, N, H)}
     f = lambda q, k, v: prefill_attention(q, k, v, scale=H**-0.5)[0]
-    for R, Z in ranks:
+    for (R, Z), rise in [*((pair, False) for pair in ranks), *((pair, True) for pair in RISING if K == N)]:
         q, k, v = normal(0, 1, S, N, R), normal(1, 1, K, S, R), normal(2, 1, K, S, Z)
+        q, k = rising(q, k) if rise else (q, k)
         got = jax.jit(f)(q, k, v)[0, jnp.array(positions), 0]
         wrong = error(got, exact_rows(q, k, v, positions, None, 0, 0))
         times = device_ms(f, q, k, v)
         rate = 2 * (R + Z) * pairs / np.median(times) * 1e-9
-        yield row(f"prefill ({R},{Z}) K={K}", times, peers[128], bounds(R, Z), error=wrong, tflops=rate)
+        name = f"prefill ({R},{Z}) K={K}" + ", rising" * rise
+        yield row(name, times, peers[128], bounds(R, Z), error=wrong, tflops=rate)
+
+
+def rising(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same, but weights grow 2^16 times in 64 keys: every block raises every maximum, the worst case.
+
+    q: [B, T, N, R]. k: [B, K, S, R]. Their first coordinates are replaced.
+    """
+    ramp = (jnp.arange(k.shape[2]) / 4).astype(k.dtype)
+    return q.at[..., 0].set(H**0.5 * math.log(2)), k.at[..., 0].set(ramp)
 
 
 def jax_kernel(S: int, bounds: dict[str, float], peer: list[float]) -> Iterator[Row]:

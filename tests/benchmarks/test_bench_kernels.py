@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.bench_kernels import H, exact_rows, flash_rows
+from benchmarks.bench_kernels import H, exact_rows, flash_rows, rising
+from kernels_pallas.prefill_softmax import _SLACK
 
 
 def test_a_peer_that_fails_has_a_row_that_says_why(tmp_path):
@@ -33,3 +34,13 @@ def test_rows_of_a_window_without_sinks_are_those_of_jax():
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     found = exact_rows(q, k[..., :0], v[..., :0], list(range(S)), (k, v), 0, window)
     np.testing.assert_allclose(found, jnp.asarray(expected[0, :, 0]), atol=1e-5)
+
+
+def test_rising_scores_raise_the_maximum_of_every_row_at_every_block():
+    """By more than 2^8, below which the kernel leaves it, although numbers are coarse at the last of them."""
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    q, k = rising(draw(0, 1, 9, 1, 64), draw(1, 1, 1, 16384, 64))
+    exact = lambda x: np.asarray(x.astype(jnp.float32), np.float64)
+    scores = exact(q[0, :, 0]) @ exact(k[0, 0]).T * H**-0.5 / np.log(2)
+    highest = scores.reshape(9, -1, 64).max(-1)
+    assert np.diff(highest, axis=1).min() > _SLACK
