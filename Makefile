@@ -33,7 +33,7 @@ demo-llm: $(READY) $(SMOLLM2)
 # Tests start many processes, which begin in half the time where bytecode is kept.
 test test-all: export PYTHONDONTWRITEBYTECODE =
 
-# Of the longest tests a sixth, another one at each commit.
+# Of the longest tests an eighth, another one at each commit.
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --sample
 

@@ -80,12 +80,12 @@ OPT = replace(
 CONFIGS = {"llama": LLAMA, "opt": OPT}
 
 
-TURNS = 6
+TURNS = 8
 """Commits after which `make test` has run all `sampled` tests."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    help = "of `sampled` tests a sixth of all parameters, others at the next commit"
+    help = "of `sampled` tests an eighth of all parameters, others at the next commit"
     parser.addoption("--sample", action="store_true", help=help)
 
 
@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def not_drawn(items: list[pytest.Item], turn: int) -> Iterator[pytest.Item]:
-    """All but every sixth of `sampled` tests, of each over its parameters; in six turns each is drawn once.
+    """All but every eighth of `sampled` tests, of each over its parameters; in eight turns each is drawn once.
 
     Where a test begins depends on its name: tests of the same parameters draw different ones. Those whose
     marks name what they share begin alike: they draw the same parameters, and compile their programs once.
