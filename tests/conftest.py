@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def not_drawn(items: list[pytest.Item], turn: int) -> Iterator[pytest.Item]:
-    """All but every eighth of `sampled` tests, of each over its parameters; in eight turns each is drawn once.
+    """All but every eighth of `sampled` tests, of each over its parameters; eight turns draw each once.
 
     Where a test begins depends on its name: tests of the same parameters draw different ones. Those whose
     marks name what they share begin alike: they draw the same parameters, and compile their programs once.
