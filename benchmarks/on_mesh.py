@@ -52,18 +52,16 @@ class OnMesh:
         keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(cache))))
         # One at a time: memory that cannot be had is awaited for 10 s by each that is under way.
         codes = lambda leaf, where: jax.block_until_ready(_any_codes(leaf, next(keys), where))
-        layers = jax.tree.map(
-            lambda leaf, where: codes(leaf, where) if leaf.dtype == jnp.uint8 else leaf,
-            cache.layers,
-            self._divided(cache).layers,
-        )
+        drawn = lambda leaf, where: codes(leaf, where) if leaf.dtype == jnp.uint8 else leaf
+        divided = self._divided(cache)
+        layers = jax.tree.map(drawn, cache.layers, divided.layers)
         full = replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, length))
-        return jax.device_put(full, self._divided(cache))
+        return jax.device_put(full, divided)
 
     def compile(self, prompts: Sequence[int], batches: Mapping[int, Sequence[int]]) -> None:
         """What reads prompts of these lengths, and decodes so many rows of each length: at once, in threads.
 
-        Much of it is Python's own time, tracing and lowering, for which threads wait for each other.
+        Tracing and lowering are Python's, for which threads wait for each other.
         """
         with ThreadPoolExecutor() as threads:
             jobs = [threads.submit(self._compile_prefill, length) for length in prompts]

@@ -236,19 +236,26 @@ class ShardedTransformer(nnx.Module):
     ) -> None:
         """Compiles what `prefill` runs at these shapes, all kinds of layers at once, in threads.
 
-        `prefill` by itself compiles each kind when it comes to it, which takes seconds a kind. Ours.
+        `prefill` by itself compiles each kind when it comes to it, which takes seconds a kind. Threads share
+        XLA's part of it; tracing and lowering hold Python's lock. Ours.
 
         Raises:
-          NotImplementedError: the plan has token classes. MeshError: what `prefill` raises.
+          NotImplementedError: the plan has token classes. MeshError: rows or tokens cannot be divided over
+            this mesh.
         """
         if self.plan.classes is not None:
             raise NotImplementedError("compile_prefill takes no plan with token classes")
-        x = self._embedded(tokens)
+        x, aux = self._embedded(tokens), None
         given = capacity, self.mesh, implementation, self.weights, self.payload
-        kinds = dict(zip(self.layer_caches, self.prompt_layers, strict=True))
-        compiled = lambda spec: _prompt_layer.lower(kinds[spec], x, end, None, spec, *given).compile()
+        divided = NamedSharding(self.mesh, layout("B S K R"))
+        programs: dict[Any, Any] = {}
+        for block, spec in zip(self.prompt_layers, self.layer_caches, strict=True):
+            program = _prompt_layer.lower(block, x, end, aux, spec, *given)
+            programs.setdefault((spec, jax.tree.structure(aux)), program)
+            handed = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=divided)
+            aux = jax.tree.map(handed, program.out_info[2])
         with ThreadPoolExecutor() as threads:
-            list(threads.map(compiled, kinds))
+            list(threads.map(lambda program: program.compile(), programs.values()))
 
     def extend(
         self,

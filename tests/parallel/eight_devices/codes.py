@@ -121,6 +121,20 @@ def compiled_prefill(sharded: ShardedTransformer, prompts, end):
     return program.lower(prompts, end).compile()
 
 
+@pytest.mark.parametrize("name", ["chosen by another layer", "all of an index and others"])
+def test_layers_compiled_ahead_are_not_compiled_again(name, caplog):
+    """Those that read what another has chosen among them."""
+    sharded = ShardedTransformer.of(network_of(name, "GQA"), MeshConfig(sequence=2).create())
+    prompts, end = jnp.zeros((2, 48), jnp.int32), jnp.full(2, 48)
+    sharded.compile_prefill(prompts, end, capacity=CAPACITY)
+    layers = lambda: [r for r in caplog.records if r.getMessage().startswith("Compiling jit(_prompt_layer)")]
+    with jax.log_compiles():
+        sharded.prefill(prompts, end, capacity=CAPACITY)
+        assert not layers()
+        sharded.prefill(prompts, end, capacity=CAPACITY + 8)
+        assert len(layers()) == len(set(sharded.layer_caches))
+
+
 def test_formula_of_a_coded_payload_is_what_is_compiled():
     name, heads, mesh = "no near set", "K < U", MeshConfig(sequence=4)
     sharded = ShardedTransformer.of(network_of(name, heads), mesh.create(), payload="coded")
