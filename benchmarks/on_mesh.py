@@ -34,7 +34,9 @@ class OnMesh:
         return self.network.new_cache(batch=batch, capacity=capacity)
 
     def prefill(self, cache: KVCache, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
-        """The first token of each row, and a new cache of the capacity of `cache`."""
+        """The first token of each row, and a new cache of the capacity of `cache`, which is given up."""
+        for leaf in jax.tree.leaves(cache):  # Else both were held, which two H100 cannot for Llama-2-7B.
+            leaf.delete()
         end = jnp.full(len(tokens), tokens.shape[1], jnp.int32)
         how: Any = {"capacity": cache.capacity, "implementation": self.implementation}
         last, held = self.network.prefill(tokens, end, **how)

@@ -88,7 +88,9 @@ def test_a_model_on_a_mesh_reads_and_decodes_as_on_one_device():
     plan = replace(near, method="coded", settings=Settings(bits_k=4, bits_v=4, index=8, read=0))
     model, tokens = Model(config, mesh), jnp.arange(3, 64)[None]
     side, alone = OnMesh(model.on_mesh(plan, decodes=True), "xla"), model.on_first(plan, config.dtype)
-    chosen, held = side.prefill(side.cache(1, 64), tokens)
+    empty = side.cache(1, 64)
+    chosen, held = side.prefill(empty, tokens)
+    assert all(x.is_deleted() for x in jax.tree.leaves(empty))
     after, _ = side.decode(held, chosen)
     given = jnp.asarray(np.concatenate([tokens, chosen], 1))
     assert [int(chosen[0, 0]), int(after[0, 0])] == alone(given)[0, -2:].argmax(-1).tolist()
