@@ -7,6 +7,7 @@ import pytest
 from conftest import TinyModel
 
 from zdc_jax.model.transformer import Transformer
+from zdc_jax.ops.contract import weighted
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 LENGTHS = np.array([70, 33, 50])
@@ -120,3 +121,15 @@ def test_truncation_costs_what_was_truncated(tiny: TinyModel):
         return np.abs(np.asarray(network(tokens)) - expected).mean()
 
     assert error(qk=16, v=16) > error(qk=16, v=16, window=32) > error(qk=32, v=32, window=32)
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_single_token_has_the_product_of_one_of_many(dtype):
+    """Within half a step of the dtype of the product in float64, as the same token beside another."""
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.normal(size=size), dtype) for size in ((2, 1, 96), (96, 4, 32)))
+    exact = np.einsum("BTD,DNH->BTNH", *(np.asarray(each, np.float64) for each in (x, weight)))
+    for rows in (x, x[:1]):
+        got = np.asarray(weighted("BTD,DNH->BTNH", rows, weight), np.float64)
+        step = float(jnp.finfo(dtype).eps) * np.abs(exact[: len(rows)]) / 2
+        assert got.shape == (len(rows), 1, 4, 32)
+        assert (np.abs(got - exact[: len(rows)]) <= 1.02 * step + 1e-5).all()

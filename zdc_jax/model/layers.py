@@ -9,6 +9,7 @@ from jaxtyping import Float
 
 from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
+from zdc_jax.ops.contract import weighted
 
 Reduce = Callable[[Array], Array]
 """Sums what each of several devices gives of one product, before its bias (tensor parallelism)."""
@@ -74,9 +75,11 @@ class FeedForward(nnx.Module):
         self.down, self.down_bias = nnx.Param(weights["down"]), param(weights, "down_bias")
         self.activation = activation
 
-    def __call__(self, x: Float[Array, "*B D"], reduce: Reduce = unreduced) -> Float[Array, "*B D"]:
+    def __call__(self, x: Float[Array, "B T D"], reduce: Reduce = unreduced) -> Float[Array, "B T D"]:
         act = ACTIVATIONS[self.activation]
-        up = add_bias(x @ self.up[...], self.up_bias)
-        gate = None if self.gate is None else add_bias(x @ self.gate[...], self.gate_bias)
+        up = add_bias(weighted("BTD,DF->BTF", x, self.up[...]), self.up_bias)
+        gate = None
+        if self.gate is not None:
+            gate = add_bias(weighted("BTD,DF->BTF", x, self.gate[...]), self.gate_bias)
         hidden = act(up) if gate is None else act(gate) * up
-        return add_bias(reduce(hidden @ self.down[...]), self.down_bias)
+        return add_bias(reduce(weighted("BTF,FD->BTD", hidden, self.down[...])), self.down_bias)
