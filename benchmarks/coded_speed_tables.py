@@ -126,14 +126,14 @@ def one_plan_table() -> str:
     heads = (*heads, "most rows", "their tokens a second", "perplexity", "least retention")
     lines: list[Cells] = []
     for shape in dict.fromkeys(shape for shape, _ in found):
-        kinds = [{row["length"]: row for row in found.get((shape, kind), [])} for kind in KINDS]
+        kinds = [{row["length"]: row for row in found.get((shape, kind), [])} for kind in PLAN_KINDS]
         for length in sorted(set(kinds[0]) & set(kinds[-1])):
             rows = [kind.get(length, {"token": {}}) for kind in kinds]
             lines.append(_one_plan_cells(f"{shape}, {length:,}", rows, run["config"]["quality"]))
     return _table(heads, lines)
 
 
-KINDS = ("searched", "dense", "cudnn")
+PLAN_KINDS = ("searched", "dense", "cudnn")
 """Of `bench_one_plan`, in the order of the table."""
 
 
