@@ -27,8 +27,8 @@ _GPT4O = (
 
 
 @dataclass(frozen=True)
-class Split:
-    """One way to split.
+class PreTokenization:
+    """One way to split text into pieces, which tokens do not cross.
 
     Attributes:
       pattern: of the pieces; None: that of GPT-2.
@@ -61,29 +61,29 @@ class Split:
         return normalizers.NFC() if self.nfc else None
 
 
-_LLAMA3_SPLIT = Split(_LLAMA3, whole_pieces=True, adds_bos=True)
-_DIGITS = Split(digits=True)
-SPLITS = {
-    "gpt-2": Split(),
+_LLAMA3_PIECES = PreTokenization(_LLAMA3, whole_pieces=True, adds_bos=True)
+_DIGITS = PreTokenization(digits=True)
+PRE_TOKENIZATIONS = {
+    "gpt-2": PreTokenization(),
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
     "refact": _DIGITS,
-    "llama-bpe": _LLAMA3_SPLIT,
-    "llama3": _LLAMA3_SPLIT,
-    "llama-v3": _LLAMA3_SPLIT,
-    "falcon3": _LLAMA3_SPLIT,
-    "dbrx": Split(_LLAMA3),
-    "smaug-bpe": Split(_LLAMA3),
-    "qwen2": Split(_QWEN2, nfc=True),
-    "deepseek-r1-qwen": Split(_QWEN2),
-    "tekken": Split(_TEKKEN, whole_pieces=True, adds_bos=True),
-    "gpt-4o": Split(_GPT4O),
+    "llama-bpe": _LLAMA3_PIECES,
+    "llama3": _LLAMA3_PIECES,
+    "llama-v3": _LLAMA3_PIECES,
+    "falcon3": _LLAMA3_PIECES,
+    "dbrx": PreTokenization(_LLAMA3),
+    "smaug-bpe": PreTokenization(_LLAMA3),
+    "qwen2": PreTokenization(_QWEN2, nfc=True),
+    "deepseek-r1-qwen": PreTokenization(_QWEN2),
+    "tekken": PreTokenization(_TEKKEN, whole_pieces=True, adds_bos=True),
+    "gpt-4o": PreTokenization(_GPT4O),
 }
 UNNAMED = ("", "default")
 """Files of before the name was kept, and of converters that did not know it."""
 
 
-def split_named(name: object) -> Split:
+def pre_tokenization(name: object) -> PreTokenization:
     """The way to split of that name; files that name none get GPT-2's, with a warning.
 
     Raises:
@@ -95,9 +95,9 @@ def split_named(name: object) -> Split:
             "tokens may differ from those that the model was trained on",
             stacklevel=2,
         )
-        return Split()
-    if not isinstance(name, str) or name not in SPLITS:
+        return PreTokenization()
+    if not isinstance(name, str) or name not in PRE_TOKENIZATIONS:
         raise ConversionError(
-            f"tokenizer.ggml.pre={name!r:.80} is not supported; supported are {sorted(SPLITS)}"
+            f"tokenizer.ggml.pre={name!r:.80} is not supported; supported are {sorted(PRE_TOKENIZATIONS)}"
         )
-    return SPLITS[name]
+    return PRE_TOKENIZATIONS[name]

@@ -9,7 +9,7 @@ from typing import Any
 from gguf import TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from convert.gguf.pretokenizers import split_named
+from convert.gguf.pretokenizers import pre_tokenization
 from convert.gguf.reader import GGUF
 from zdc_jax.errors import ConversionError, foreign_errors_as
 
@@ -123,7 +123,7 @@ def _added(vocabulary: Vocabulary, kind: TokenType, *, strips: bool) -> list[Add
 
 def _byte_level(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     """GPT-2's kind: bytes, written as letters, and merges."""
-    split = split_named(vocabulary.values.get("pre", ""))
+    split = pre_tokenization(vocabulary.values.get("pre", ""))
     pairs = [_pair(merge) for merge in _listed(vocabulary.values, "merges", str)]
     tokenizer = Tokenizer(models.BPE(vocabulary.ids(), pairs, ignore_merges=split.whole_pieces))
     tokenizer.pre_tokenizer = split.pre_tokenizer()

@@ -12,7 +12,7 @@ from gguf_files import WORDS
 from tiny_tokenizers import demo
 from tokenizers import Tokenizer
 
-from convert.gguf.pretokenizers import SPLITS, split_named
+from convert.gguf.pretokenizers import PRE_TOKENIZATIONS, pre_tokenization
 from convert.gguf.reader import GGUF
 from convert.gguf.tokenizer import build_tokenizer, tokenizer_config
 from zdc_jax.errors import ConversionError
@@ -93,12 +93,12 @@ PIECES = {
 @pytest.mark.parametrize("name", PIECES)
 def test_text_is_split_as_the_original_does(name):
     text, pieces = PIECES[name]
-    found = split_named(name).pre_tokenizer().pre_tokenize_str(text)
+    found = pre_tokenization(name).pre_tokenizer().pre_tokenize_str(text)
     assert [text[start:end] for _, (start, end) in found] == pieces
 
 
 def test_every_split_keeps_every_byte():
-    for split in SPLITS.values():
+    for split in PRE_TOKENIZATIONS.values():
         for text in TEXTS:
             found = split.pre_tokenizer().pre_tokenize_str(text)
             assert "".join(text[start:end] for _, (start, end) in found) == text

@@ -12,8 +12,8 @@ from zdc_jax.parallel.payload import (
     EXACT,
     HEADROOM,
     PAYLOADS,
-    Float8,
     Formats,
+    ScaledFloat8,
     TurnedIntegers,
     check_basis,
     coded_blocks,
@@ -32,7 +32,7 @@ def test_numbers_in_range_keep_four_bits(dtype):
     magnitude = 2.0 ** rng.uniform(-12, np.log2(448), (1, 500, 1, 6)) * SCALES
     x = jnp.asarray(np.where(rng.random(magnitude.shape) < 0.5, -1, 1) * magnitude, dtype)
     scales = jnp.asarray(SCALES, dtype)
-    form = Float8(scales)
+    form = ScaledFloat8(scales)
     halves = form.packed(x)
     assert sum(half[0, 0, 0].nbytes for half in halves) == row_bytes(
         "q", 6, "float8", jnp.dtype(dtype).itemsize
@@ -48,7 +48,7 @@ def test_numbers_in_range_keep_four_bits(dtype):
 
 def test_what_is_beyond_the_range_saturates():
     x = jnp.array([3e9, -jnp.inf, 449, 470, -1e6, jnp.inf, -jnp.inf, jnp.nan])[None, None, None]
-    form = Float8(jnp.ones((1, 8)))
+    form = ScaledFloat8(jnp.ones((1, 8)))
     got = form.unpacked(*form.packed(x), dtype=x.dtype)[0, 0, 0]
     np.testing.assert_array_equal(got, [3e9, -np.inf, 448, 448, -448, 448, -448, np.nan])
 

@@ -21,7 +21,7 @@ DEFAULT_WINDOW = 256
 
 
 @dataclass(frozen=True)
-class FarTokens:
+class FarRetention:
     """Loss on tokens that stand earlier in the text, but not among the last `window` tokens.
 
     retention: exp of the mean over windows of text of how the mean log-probability of these tokens changes; 1
@@ -52,7 +52,7 @@ class PerplexityReport:
     kv_bytes: int
     dense_kv_bytes: int
     window_increases: tuple[float, ...]
-    far: FarTokens | None
+    far: FarRetention | None
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON value."""
@@ -133,7 +133,7 @@ def compare(
 
 def _far_tokens(
     changes: Float[np.ndarray, "W T_next"], windows: Int[np.ndarray, "W T"], window: int
-) -> FarTokens | None:
+) -> FarRetention | None:
     """From the change of each token's log-probability; None where no token is far."""
     far = is_far(windows, window)[:, 1:]
     means = np.array(
@@ -143,7 +143,7 @@ def _far_tokens(
         return None
     low, high = bootstrap_interval(means)
     interval = (1 + low, 1 + high) if len(means) > 1 else None
-    return FarTokens(float(np.exp(means.mean())), interval, int(far.sum()), window)
+    return FarRetention(float(np.exp(means.mean())), interval, int(far.sum()), window)
 
 
 def is_far(windows: Int[np.ndarray, "W T"], window: int) -> Bool[np.ndarray, "W T"]:

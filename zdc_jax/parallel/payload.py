@@ -102,7 +102,7 @@ AS_IS = Native()
 
 
 @dataclass(frozen=True)
-class Float8(Format):
+class ScaledFloat8(Format):
     """The first `EXACT` coordinates as they are, and the others / scale [N, C] as e4m3.
 
     Saturating: the cast alone makes NaN of what is beyond ±448.
@@ -122,11 +122,11 @@ class Float8(Format):
 
     def of_heads(self, count: int) -> Format:
         """`Format.of_heads`."""
-        return Float8(jnp.repeat(self.scale, count // self.scale.shape[0], axis=0))
+        return ScaledFloat8(jnp.repeat(self.scale, count // self.scale.shape[0], axis=0))
 
     def own(self, start: Array, count: int) -> Format:
         """`Format.own`."""
-        return Float8(jax.lax.dynamic_slice_in_dim(self.scale, start, count))
+        return ScaledFloat8(jax.lax.dynamic_slice_in_dim(self.scale, start, count))
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ class Formats:
         An output is a convex combination of values, so it is within their range. Powers of two, so that
         scaling rounds nothing.
         """
-        return cls(Float8(q), Float8(k), Float8(v), Float8(v))
+        return cls(ScaledFloat8(q), ScaledFloat8(k), ScaledFloat8(v), ScaledFloat8(v))
 
     @classmethod
     def coded(cls, R: int, Z: int) -> "Formats":
