@@ -189,7 +189,7 @@ def quality(kind: str, options: Options) -> dict[str, Any] | None:
     return judged_quality(path, lambda row: row["method"] == f"coded, {kind}")
 
 
-def tokens_held(config: ModelConfig, plan: CompressionPlan, free: int) -> int:
+def tokens_held(plan: CompressionPlan, free: int) -> int:
     """Tokens of one row in so many bytes."""
     step = 2**20
     return int(free * step / held_bytes(plan.layer_caches("bfloat16"), step))
@@ -203,14 +203,14 @@ def rows(shape: str, options: Options) -> Iterator[dict[str, Any]]:
     free = stats["bytes_limit"] - stats["bytes_in_use"]
     time = lambda side: decode_times(side, options.rows, options.context, options.steps)
     base = {"shape": shape, "rows": options.rows, "context": options.context, "commit": commit()}
-    peer, dense = time(OnCudnn(network)), tokens_held(config, network.plan, free)
+    peer, dense = time(OnCudnn(network)), tokens_held(network.plan, free)
     yield base | {"kind": "cudnn", "ms": [1e3 * t for t in peer], "tokens": dense}
     del network
     network = build("post_rope", config)
     for kind in options.chosen_kinds:
         network.plan = plan = plan_of(kind, config, options)
         side = OnKernels(network)
-        times, held = time(side), tokens_held(config, plan, free)
+        times, held = time(side), tokens_held(plan, free)
         parts = kernel_ms(side, options)
         yield base | {
             "kind": kind,

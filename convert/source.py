@@ -10,28 +10,25 @@ from zdc_jax.config import ModelConfig
 
 
 class Source(Protocol):
-    """A model as others publish it. Everything raises `ConversionError` for what cannot be converted.
-
-    Attributes:
-      weights: its tensors under Hugging Face's keys.
-      files: small files that the converted folder keeps, by name.
-      origin: what the manifest says about the source.
-      reference: arguments with which transformers loads the same model.
-    """
+    """A model as others publish it. Everything raises `ConversionError` for what cannot be converted."""
 
     def config(self, dtype: str) -> ModelConfig:
         """The architecture; `dtype` is that the weights will be stored in."""
 
     @property
-    def weights(self) -> Weights: ...
+    def weights(self) -> Weights:
+        """Its tensors under Hugging Face's keys."""
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer, in the form of the `tokenizers` library."""
 
-    def files(self) -> Mapping[str, bytes]: ...
+    def files(self) -> Mapping[str, bytes]:
+        """Small files that the converted folder keeps, by name."""
 
     @property
-    def origin(self) -> Mapping[str, Any]: ...
+    def origin(self) -> Mapping[str, Any]:
+        """What the manifest says about the source, as JSON."""
 
     @property
-    def reference(self) -> Mapping[str, Any]: ...
+    def reference(self) -> Mapping[str, Any]:
+        """Arguments with which transformers loads the same model."""

@@ -83,9 +83,7 @@ def check_decode(
     if window % block:
         raise ValueError(f"window={window}: must be a multiple of the block of {block} keys")
     if block_table is not None:
-        common.check_shape("block_table", block_table, (B, None), "B, pages")
-        if not S or S % block:
-            raise ValueError(f"pages of {S} positions: must be a multiple of the block of {block} keys")
+        common.check_table(block_table, B, k, block)
     if positions is not None:
         if ring is not None or block_table is not None:
             raise ValueError("positions are given with a ring or a block_table: need neither")

@@ -1,5 +1,6 @@
 """Shared fixtures: exact matrix products, tiny models, and the reference data where it is present."""
 
+import errno
 import gc
 import os
 import subprocess
@@ -242,6 +243,17 @@ def tiny_llama() -> TinyModel:
 def tiny_opt() -> TinyModel:
     """The tiny OPT: learned positions, biases."""
     return TinyModel(OPT)
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Of a text that is written half arrives."""
+
+    def write_half(path: Path, text: str) -> None:
+        path.write_bytes(text.encode()[: len(text) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", write_half)
 
 
 @pytest.fixture

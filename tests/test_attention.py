@@ -105,3 +105,10 @@ def test_explicit_cudnn_never_falls_back():
         pytest.skip("refusals for lack of a GPU show only without one")
     with pytest.raises(NotImplementedError, match="needs a GPU"):
         self_attention(*(jnp.asarray(x) for x in (q, k, v)), scale=1.0, implementation="cudnn")
+
+
+@pytest.mark.parametrize(("backend", "queries"), [("cpu", 1024), ("gpu", 65536), ("tpu", 65536)])
+def test_queries_at_a_time_on_any_device(backend, queries, monkeypatch):
+    """So many that logits of 1024 keys, 4 bytes each, take 4 MiB on a CPU and 256 MiB elsewhere."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert xla.query_block(1024, 10**6) == queries

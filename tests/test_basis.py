@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -129,6 +130,22 @@ def test_a_failed_save_keeps_the_old_basis(tmp_path):
     make().save(tmp_path / "basis")
     with pytest.raises(TypeError):
         make(record={"not JSON": object()}).save(tmp_path / "basis")
+    assert Basis.load(tmp_path / "basis").num_tokens == 7
+    assert [path.name for path in tmp_path.iterdir()] == ["basis"]
+
+
+def test_a_failed_rename_puts_the_old_basis_back(tmp_path, monkeypatch):
+    make().save(tmp_path / "basis")
+    rename = Path.rename
+
+    def failing(path: Path, target: Path) -> Path:
+        if target.name == "basis" and not path.name.endswith(".old"):
+            raise OSError
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError):
+        make(num_tokens=9).save(tmp_path / "basis")
     assert Basis.load(tmp_path / "basis").num_tokens == 7
     assert [path.name for path in tmp_path.iterdir()] == ["basis"]
 

@@ -18,9 +18,8 @@ from conftest import CONFIGS, LLAMA
 from hf_variants import write_tokenizer
 from tokenizers import Tokenizer
 
-from convert.hf.config import DTYPES
 from zdc_jax.checkpoint import MANIFEST, Checkpoint, CheckpointWriter
-from zdc_jax.config import ModelConfig
+from zdc_jax.config import DTYPES, ModelConfig
 from zdc_jax.errors import CheckpointError
 from zdc_jax.model.params import random_params
 

@@ -153,6 +153,12 @@ def test_serving_loads_none_of_the_tools():
     assert not theirs & (set(TOOLS) - {"optax", "rich"})
 
 
+def test_all_packages_are_in_the_wheel():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    shipped = (path for name in PACKAGES[:-1] for path in (ROOT / name).rglob("__init__.py"))
+    assert sorted(listed) == sorted(".".join(path.parent.relative_to(ROOT).parts) for path in shipped)
+
+
 def test_the_tools_are_an_extra():
     """And `zdc` looks for all of them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

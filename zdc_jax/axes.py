@@ -12,13 +12,8 @@
 | M      | near keys: sinks + window     | P      | learned positions         |
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax
 import numpy as np
 
 Array = jax.Array
 AnyArray = jax.Array | np.ndarray
-Params = Mapping[str, Any]
-"""Nested dict of arrays; the leaves' names and shapes are listed in `zdc_jax.model.params`."""

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CalibrationError, CheckpointError
-from zdc_jax.files import load_json
+from zdc_jax.files import load_json, replace_folder
 
 QKKind = Literal["stacked", "balanced", "keys", "pairs"]
 VOKind = Literal["stacked", "balanced", "output"]
@@ -155,7 +155,6 @@ def save_fields(folder: str | Path, kind: str, values: Mapping[str, Any]) -> Non
     arrays = {name: np.ascontiguousarray(x) for name, x in values.items() if isinstance(x, np.ndarray)}
     scalars = {name: x for name, x in values.items() if name not in arrays}
     temporary = folder.with_name(f".{folder.name}.{uuid4().hex}")
-    replaced = folder.with_name(f"{temporary.name}.old")
     temporary.mkdir(parents=True)
     try:
         save_file(arrays, temporary / f"{kind}.safetensors")
@@ -164,12 +163,9 @@ def save_fields(folder: str | Path, kind: str, values: Mapping[str, Any]) -> Non
         (temporary / f"{kind}.json").write_text(text + "\n")
         # safetensors lets the owner alone read what it writes, whatever the umask says.
         shutil.copymode(temporary / f"{kind}.json", temporary / f"{kind}.safetensors")
-        if folder.exists():
-            folder.rename(replaced)
-        temporary.rename(folder)
+        replace_folder(temporary, folder, folder.with_name(f"{temporary.name}.old"))
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def load_fields(

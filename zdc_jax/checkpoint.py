@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CheckpointError, foreign_errors_as
-from zdc_jax.files import load_json
+from zdc_jax.files import load_json, replace_folder
 from zdc_jax.model.params import embedding_shapes, layer_shapes
 
 FORMAT_VERSION = 2
@@ -275,15 +275,8 @@ class CheckpointWriter:
 
     def _publish(self) -> None:
         """Renames the finished folder into place; a failure leaves the old one where it was."""
-        if self.overwrite and self.output.exists():
-            aside = self._sibling("replaced", os.getpid())
-            self.output.rename(aside)
-            try:
-                self.partial.rename(self.output)
-            except BaseException:
-                aside.rename(self.output)
-                raise
-            shutil.rmtree(aside, ignore_errors=True)
+        if self.overwrite:
+            replace_folder(self.partial, self.output, self._sibling("replaced", os.getpid()))
         else:
             self.partial.rename(self.output)
         _sync(self.output.parent)

@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from zdc_jax.fields import MOST, check_fields
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+"""Of weights that are stored, and of what models run in."""
+DTYPES = get_args(Dtype)
 MOST_LAYERS = 4096
 """Bound on what a configuration may ask for; deeper models do not exist."""
 
@@ -152,7 +155,7 @@ class ModelConfig:
     norm: Literal["rms", "layer"]
     norm_eps: float
     activation: Activation
-    dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: Dtype
     tie_embeddings: bool
     qkv_bias: bool = False
     out_bias: bool = False

@@ -1,6 +1,7 @@
-"""Files that are there whole or not at all, and JSON of any kind read from them."""
+"""Files and folders that are there whole or not at all, and JSON of any kind read from them."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,23 @@ def whole_file(path: Path) -> Iterator[Path]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def replace_folder(folder: Path, path: Path, aside: Path) -> None:
+    """Renames a finished folder to `path`, in the place of an older one.
+
+    That one waits as `aside`, a free name beside it, and is removed at the end; a failure puts it back.
+    """
+    if not path.exists():
+        folder.rename(path)
+        return
+    path.rename(aside)
+    try:
+        folder.rename(path)
+    except BaseException:
+        aside.rename(path)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def load_json(path: Path) -> Any:

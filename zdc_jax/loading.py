@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
-from zdc_jax.config import ModelConfig
+from zdc_jax.config import DTYPES, ModelConfig
 from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.errors import CalibrationError, CheckpointError, MeshError, PlanError, foreign_errors_as
 from zdc_jax.fold import cast, prepared_layers
@@ -25,8 +25,6 @@ from zdc_jax.parallel.weights import WEIGHT_PLACEMENTS, WeightPlacement
 from zdc_jax.plan import CompressionPlan
 
 logger = logging.getLogger("zdc_jax")
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 class TextModel(Protocol):
@@ -103,7 +101,7 @@ def load(
     Args:
       path: folder written by `zdc convert`.
       plan: a plan or the path of its JSON; None loads the unmodified weights at full rank.
-      basis: basis to fold; default the one stored by `zdc calibrate`.
+      basis: basis to fold, with a plan; default the one stored by `zdc calibrate`.
       dtype: dtype of weights, activations and cache; default that of the stored weights.
       max_positions: longest context, in tokens; default the checkpoint's. Rotary scaling of `longrope` and
         `dynamic` goes by it, whatever the length of a prompt; `yarn` and `dynamic` allow more than the
@@ -120,7 +118,8 @@ def load(
     Raises:
       CheckpointError: unreadable folder (or files of its chat template), unknown dtype, more positions than
         the model can be used with.
-      PlanError: corrupt plan, or one made for another model or on another basis.
+      PlanError: corrupt plan, or one made for another model or on another basis; a basis without a plan that
+        folds one.
       CalibrationError: a plan was given and the folder holds no basis, or that of another model; a payload
         that rounds without a plan on a basis; `float8` with a basis too old to give scales.
       MeshError: the model cannot be divided over the mesh, there are too few devices; a payload that rounds
@@ -194,6 +193,8 @@ def _plan_and_basis(
 ) -> tuple[CompressionPlan, Basis | None]:
     """The plan and the basis to fold, of this model and of each other; no basis for the unmodified model."""
     if plan is None:
+        if basis is not None:
+            raise PlanError("basis= was given without plan=, which says what of it is kept")
         logger.info("loading %s at full rank; pass plan= to compress its KV cache", checkpoint.path)
         return CompressionPlan.full(checkpoint.config), None
     if not isinstance(plan, CompressionPlan | str | Path):

@@ -16,6 +16,7 @@ from zdc_jax.cache.kv_cache import held_bytes
 from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
+from zdc_jax.fields import MOST
 from zdc_jax.files import load_json, whole_file
 from zdc_jax.methods import MethodSettings
 
@@ -23,8 +24,6 @@ FORMAT_VERSION = 3
 """Version 1 did not name the basis, 2 knew no settings of single layers."""
 RANK_STEP = 16
 """Ranks are multiples of this: it is the contraction step that tensor cores charge for."""
-MOST_TOKENS = 2**31 - 1
-"""Positions are int32."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +101,11 @@ class CompressionPlan:
 
     def __post_init__(self) -> None:
         for name in ("sinks", "window"):
-            if not 0 <= _integer(name, value := getattr(self, name)) <= MOST_TOKENS:
-                raise PlanError(f"{name}={value} must be 0 to {MOST_TOKENS} tokens")
+            if not 0 <= _integer(name, value := getattr(self, name)) <= MOST:
+                raise PlanError(f"{name}={value} must be 0 to {MOST} tokens")
         for name in ("num_kv_heads", "head_dim"):
-            if not 1 <= _integer(name, value := getattr(self, name)) <= MOST_TOKENS:
-                raise PlanError(f"{name}={value} must be 1 to {MOST_TOKENS}")
+            if not 1 <= _integer(name, value := getattr(self, name)) <= MOST:
+                raise PlanError(f"{name}={value} must be 1 to {MOST}")
         for name in ("fingerprint", "basis"):
             if not isinstance(value := getattr(self, name), str):
                 raise PlanError(f"{name}={value!r} must be a string")
@@ -158,8 +157,8 @@ class CompressionPlan:
             raise PlanError(f"fraction={classes.fraction} must lie strictly between 0 and 1")
         if len(classes.important) != count:
             raise PlanError(f"important has {len(classes.important)} ranks, the plan {count} layers")
-        if not 1 <= classes.block <= MOST_TOKENS:
-            raise PlanError(f"block={classes.block} must be 1 to {MOST_TOKENS} positions")
+        if not 1 <= classes.block <= MOST:
+            raise PlanError(f"block={classes.block} must be 1 to {MOST} positions")
         for index, (more, less) in enumerate(zip(classes.important, self.layers, strict=True)):
             self._check_ranks(index, more)
             if more.qk < less.qk or more.v < less.v:
@@ -182,8 +181,8 @@ class CompressionPlan:
         if ranks.qk == 0 and self.window == 0 and ranks.window is None:
             raise PlanError(f"layer {index}: rank 0 leaves nothing to attend to with window=0")
         if ranks.window is not None:
-            if not 1 <= _integer(f"layer {index}: window", ranks.window) <= MOST_TOKENS:
-                raise PlanError(f"layer {index}: window={ranks.window} must be 1 to {MOST_TOKENS} tokens")
+            if not 1 <= _integer(f"layer {index}: window", ranks.window) <= MOST:
+                raise PlanError(f"layer {index}: window={ranks.window} must be 1 to {MOST} tokens")
             if ranks.qk or self.classes is not None:
                 raise PlanError(f"layer {index}: a window of its own needs rank 0 and no token classes")
 

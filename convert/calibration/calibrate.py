@@ -90,6 +90,13 @@ class CalibrationOptions:
             raise CalibrationError(f"{context=} exceeds the model's {config.max_positions} positions")
         return context
 
+    def check_model(self, config: ModelConfig) -> None:
+        """Raises `CalibrationError` where the basis asked for could not be folded into this model."""
+        if self.qk == "pairs" and any(spec.qk_norm for spec in config.layers):
+            raise CalibrationError(
+                f"qk={self.qk!r} does not fold past this model's norms of q and k; use 'balanced'"
+            )
+
 
 def calibrate(
     path: str | Path,
@@ -116,6 +123,7 @@ def calibrate(
     options = options or CalibrationOptions()
     checkpoint = Checkpoint.open(path)
     context = options.window_length(checkpoint.config)
+    options.check_model(checkpoint.config)
     windows: np.ndarray | None = None
     if not texts:
         moments, record = stored_moments(checkpoint)
@@ -154,11 +162,14 @@ def calibrate(
         }
     basis = choose_basis(checkpoint, moments, windows, options, dtype=dtype, progress=progress)
     basis = replace(basis, record={**basis.record, **record, "center": options.center})
+    profile = None
+    if windows is not None and options.profile:
+        # Before anything is replaced: here it shows whether the basis can be used.
+        profile = measured_profile(checkpoint, basis, windows, dtype=dtype, progress=progress)
     basis.save(checkpoint.calibration_path / "basis")
     # A profile is of one basis: it goes where it is not measured anew.
     shutil.rmtree(checkpoint.calibration_path / "profile", ignore_errors=True)
-    if windows is not None and options.profile:
-        profile = measured_profile(checkpoint, basis, windows, dtype=dtype, progress=progress)
+    if profile is not None:
         profile.save(checkpoint.calibration_path / "profile")
     return basis
 

@@ -122,7 +122,7 @@ def _centroid_moments(keys: Array, points: Float[Array, "K P H"], clusters: int)
 
 
 def kmeans(
-    key: Array, points: Float[Array, "P H"], clusters: int, iterations: int = ITERATIONS
+    key: Array, points: Float[Array, "P H"], clusters: int
 ) -> tuple[Float[Array, "M H"], Float[Array, " M"]]:
     """Lloyd's algorithm from random points: centroids (float32) and cluster sizes.
 
@@ -156,6 +156,6 @@ def kmeans(
         return (means, sizes), None
 
     (centroids, sizes), _ = jax.lax.scan(
-        step, (start, jnp.zeros(clusters, jnp.float32)), None, length=iterations
+        step, (start, jnp.zeros(clusters, jnp.float32)), None, length=ITERATIONS
     )
     return centroids, sizes

@@ -27,6 +27,7 @@ from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens, opening
 from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.errors import CheckpointError, ConversionError
 from zdc_jax.evaluation.perplexity import compare, token_nll
+from zdc_jax.files import whole_file
 from zdc_jax.generation.api import generate
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import LanguageModel, load
@@ -72,7 +73,8 @@ def demo(output: Path, console: Console, source: Path | None = None) -> None:
     rows = _measured(checkpoint, basis, heldout_text)
     _print(console, rows)
     report = {"basis": [basis.qk_kind, basis.vo_kind], "rows": rows}
-    (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    with whole_file(output / "report.json") as file:
+        file.write_text(json.dumps(report, indent=2) + "\n")
     console.print(f"wrote {output / 'report.json'}; {time.perf_counter() - began:.0f} s in all")
     plan_flags = ["--budget", "0.75", "--window", "128", "--sinks", "4"]
     command = ["generate", str(model_path), rows[0]["prompt"].strip().splitlines()[-1]]

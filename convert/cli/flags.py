@@ -275,6 +275,8 @@ class SearchFlags:
         """Windows for perplexity, and sheets of other text for tasks."""
         if self.sheets < 1:
             raise EvaluationError(f"sheets={self.sheets} must be >= 1; --min-retention 0 leaves tasks out")
+        if self.text_windows < 1:
+            raise EvaluationError(f"text_windows={self.text_windows} must be >= 1")
         wanted = self.text_windows + (self.sheets if self.min_retention else 0)
         windows, _ = text_windows(
             checkpoint,

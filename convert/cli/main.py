@@ -315,12 +315,12 @@ def _report_savings(plan: CompressionPlan, checkpoint: Checkpoint) -> None:
 
 
 def _report_basis(console: Console, basis: Basis) -> None:
-    """Prints the certificate: relative error of scores and outputs at each eighth of the coordinates."""
+    """Prints the certificate: relative error of scores and outputs at each quarter of the coordinates."""
     H = basis.k_map.shape[-1]
     table = Table(title=f"basis: QK {basis.qk_kind}, VO {basis.vo_kind}, {basis.num_tokens:,} tokens")
     for column in ("kept", "score error, mean", "worst head", "value error, mean", "worst head"):
         table.add_column(column, justify="right")
-    for kept in range(H // 4, H + 1, H // 4):
+    for kept in sorted({-(-H * quarters // 4) for quarters in (1, 2, 3, 4)}):
         scores, values = basis.qk_error[..., kept], basis.vo_error[..., kept]
         table.add_row(
             str(kept), *(f"{x:.3f}" for x in (scores.mean(), scores.max(), values.mean(), values.max()))

@@ -1,10 +1,10 @@
 """`zdc serve`: a model behind OpenAI's API."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from rich.console import Console
@@ -18,7 +18,6 @@ from zdc_jax.plan import CompressionPlan
 
 PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 """Of the extra `serve`."""
-KEY = "ZDC_API_KEY"
 
 
 @dataclass
@@ -42,7 +41,8 @@ class Serve:
     max_model_len: int | None = None
     """Tokens of a prompt and its answer together; default the model's positions."""
     cache_tokens: int | None = None
-    """Tokens that the cache has room for; default as many as all rows of the longest take, or as fit."""
+    """Tokens that the cache has room for; default as many as all rows of the longest take, or as fit. Not for
+    methods that keep whole rows, h2o and its like."""
     chunk: int = 2048
     """Prompt tokens read between two tokens of other answers, a power of two."""
     max_waiting: int = 256
@@ -62,18 +62,20 @@ class Serve:
     def run(self, console: Console) -> None:
         if missing := [name for name in PACKAGES if find_spec(name) is None]:
             raise PromptError(f"serving needs {', '.join(missing)}; run: pip install 'zdc-jax[serve]'")
+        config = self._config()
         plan = self.flags.build(self.path)
         name = self.name or self.path.resolve().name
         if self.replicas is None:
-            self._serve_alone(plan, name)
+            self._serve_alone(config, plan, name)
         else:
-            self._serve_replicas(self.replicas, plan, name)
+            self._serve_replicas(self.replicas, config, plan, name)
 
-    def _serve_alone(self, plan: CompressionPlan | None, name: str) -> None:
+    def _serve_alone(self, config: EngineConfig, plan: CompressionPlan | None, name: str) -> None:
+        from zdc_jax.server.app import KEY
         from zdc_jax.server.run import serve
 
         model = load(self.path, plan, dtype=self.dtype, max_positions=self.max_positions, mesh=self.mesh)
-        with Engine(model, EngineConfig(**self._engine())) as engine:
+        with Engine(model, config) as engine:
             serve(
                 engine,
                 name=name,
@@ -83,7 +85,9 @@ class Serve:
                 drain_seconds=self.drain_seconds,
             )
 
-    def _serve_replicas(self, replicas: int, plan: CompressionPlan | None, name: str) -> None:
+    def _serve_replicas(
+        self, replicas: int, config: EngineConfig, plan: CompressionPlan | None, name: str
+    ) -> None:
         if self.mesh is not None:
             raise PromptError(f"mesh={self.mesh!r} and replicas={replicas}: a replica has one device")
         if find_spec("ray") is None:
@@ -96,19 +100,18 @@ class Serve:
             name=name,
             plan=plan,
             replicas=replicas,
-            engine=self._engine(),
+            engine=asdict(config),
             dtype=self.dtype,
             max_positions=self.max_positions,
             drain_seconds=self.drain_seconds,
         )
         serve_replicas(settings, host=self.host, port=self.port)
 
-    def _engine(self) -> dict[str, Any]:
-        """Fields of `EngineConfig`."""
-        return {
-            "rows": self.rows,
-            "max_model_len": self.max_model_len,
-            "cache_tokens": self.cache_tokens,
-            "chunk": self.chunk,
-            "most_waiting": self.max_waiting,
-        }
+    def _config(self) -> EngineConfig:
+        return EngineConfig(
+            rows=self.rows,
+            max_model_len=self.max_model_len,
+            cache_tokens=self.cache_tokens,
+            chunk=self.chunk,
+            most_waiting=self.max_waiting,
+        )

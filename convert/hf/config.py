@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from convert.hf.families import by_architecture, named
-from zdc_jax.config import ModelConfig
+from zdc_jax.config import DTYPES, ModelConfig
 from zdc_jax.errors import ConversionError
 from zdc_jax.files import load_json
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 from convert.hf.config import hf_config
 from convert.hf.weights import SINGLE, entries
 from zdc_jax.config import ModelConfig
+from zdc_jax.files import whole_file
 
 
 def source_tensors(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np.ndarray]:
@@ -27,7 +28,9 @@ def source_tensors(params: Mapping[str, Any], config: ModelConfig) -> dict[str, 
 
 
 def export_hf(params: Mapping[str, Any], config: ModelConfig, folder: str | Path) -> None:
-    """Writes `config.json` and `model.safetensors`, which `convert` reads; the tokenizer is the caller's.
+    """Writes `config.json` and `model.safetensors`, which `convert` reads, each whole or not at all.
+
+    The tokenizer is the caller's.
 
     Raises:
       ConversionError: a model that Hugging Face's configuration of the family cannot describe.
@@ -35,5 +38,7 @@ def export_hf(params: Mapping[str, Any], config: ModelConfig, folder: str | Path
     folder = Path(folder)
     described = hf_config(config)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(source_tensors(params, config), folder / SINGLE, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+    with whole_file(folder / SINGLE) as file:
+        save_file(source_tensors(params, config), file, metadata={"format": "pt"})
+    with whole_file(folder / "config.json") as file:
+        file.write_text(json.dumps(described, indent=2) + "\n")

@@ -15,6 +15,7 @@ from convert.search.trials import Trial
 from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
+from zdc_jax.files import whole_file
 from zdc_jax.planning.predictor import Features, Predictor, Weights, floor_nats, layer_nats
 from zdc_jax.planning.profile import Profile
 
@@ -86,12 +87,13 @@ class Observations:
         return Features(*map(jnp.asarray, columns))
 
     def save(self, path: Path) -> None:
-        """Writes JSON."""
+        """Writes JSON, whole or not at all."""
         rounded = {
             name: value.round(7).tolist() if isinstance(value, np.ndarray) else value
             for name, value in asdict(self).items()
         }
-        path.write_text(json.dumps(rounded) + "\n")
+        with whole_file(path) as file:
+            file.write_text(json.dumps(rounded) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Self:

@@ -8,6 +8,7 @@ import matplotlib
 
 from convert.search.search import SearchOptions
 from convert.search.trials import Trial, TrialBook, pareto_front, trial_json
+from zdc_jax.files import whole_file
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -28,7 +29,8 @@ def write_front(book: TrialBook, best: Trial, options: SearchOptions, path: Path
         "best": bound(best),
         "front": [bound(trial) for trial in front],
     }
-    path.write_text(json.dumps(value, indent=1) + "\n")
+    with whole_file(path) as file:
+        file.write_text(json.dumps(value, indent=1) + "\n")
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     axes.plot([t.bytes_share for t in book.trials], [t.increase for t in book.trials], ".", color="0.75")
     axes.plot([t.bytes_share for t in front], [t.increase for t in front], "o-", label="undominated")
@@ -38,5 +40,6 @@ def write_front(book: TrialBook, best: Trial, options: SearchOptions, path: Path
     axes.set(xlabel="KV bytes, share of dense", ylabel="increase of perplexity")
     axes.set_ylim(-0.01, max(6 * options.max_degradation, 0.05))
     axes.legend()
-    figure.savefig(path.with_suffix(".png"), dpi=120)
+    with whole_file(path.with_suffix(".png")) as file:
+        figure.savefig(file, dpi=120, format="png")
     plt.close(figure)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -201,10 +202,10 @@ class TrialBook:
     def _read_journal(self) -> Iterator[tuple[str, Seen]]:
         if self.journal is None or not self.journal.exists():
             return
-        text = self.journal.read_text()
-        if not text.endswith("\n"):  # The last line was cut off when its writer was.
-            text = text[: text.rfind("\n") + 1]
-            self.journal.write_text(text)
+        text = self.journal.read_bytes()
+        if not text.endswith(b"\n"):  # The last line was cut off when its writer was.
+            text = text[: text.rfind(b"\n") + 1]
+            os.truncate(self.journal, len(text))
         for number, line in enumerate(text.splitlines(), 1):
             try:
                 entry = json.loads(line)

@@ -102,7 +102,7 @@ def has(found: set[str], kernels: set[str]) -> bool:
 @pytest.mark.parametrize("name", PLANS)
 def test_decoding_reads_and_writes_pages_where_they_lie(on_kernels, name):
     plan, kernels = PLANS[name]
-    found, step, state = program(plan, partial(runner._decode, None), (ROWS, 1 + WIDTH))
+    found, step, state = program(plan, runner._decode, (ROWS, 1 + WIDTH))
     assert has(found, kernels), found
     assert not WAITING.search(step.as_text())
     memory = step.memory_analysis()
@@ -131,7 +131,7 @@ def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name,
     """
     plan, _ = PLANS[name]
     numbers = runner.PIECE + width
-    found, step, state = program(plan, partial(runner._read_piece, None), (numbers,))
+    found, step, state = program(plan, runner._read_piece, (numbers,))
     chooses = {"zdc_coded_scan", "zdc_largest", "zdc_coded_decode"} if name == "chosen" else set()
     assert has(found, {"zdc_prefill"} | chooses), found
     memory, text = step.memory_analysis(), step.as_text()
@@ -159,7 +159,7 @@ def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name,
 def test_pieces_and_tokens_beside_them_take_the_kernels_of_both(on_kernels, name, pieces, longest, share):
     plan, kernels = PLANS[name]
     width, rows = 512, ROWS * (1 + WIDTH)
-    step = partial(runner._read_beside, None, pieces, ROWS)
+    step = partial(runner._read_beside, pieces, ROWS)
     found, step, state = program(plan, step, (pieces * runner.PIECE + width + rows,), longest)
     assert has(found, kernels | {"zdc_prefill"}), found
     memory, text = step.memory_analysis(), step.as_text()

@@ -1,4 +1,4 @@
-"""A token of one row, compiled for an H200: products with weights read those once, and write no terms of sums."""
+"""A token of one row, compiled for an H200: products with weights read those once, and write no terms."""
 
 import math
 import re
@@ -33,7 +33,7 @@ PLANS = {
 @pytest.mark.usefixtures("on_kernels")
 @pytest.mark.parametrize("name", PLANS)
 def test_products_with_weights_are_no_sums(name):
-    """XLA computes a product of one row as a sum: its terms go through memory, or a thread adds them up alone."""
+    """XLA makes a product of one row a sum: its terms go through memory, or a thread adds them up alone."""
     step = compiled_step(PLANS[name])
     of_keys = 2 * CONFIG.embed_dim * CONFIG.num_kv_heads * CONFIG.head_dim
     assert step.memory_analysis().temp_size_in_bytes < of_keys / 2

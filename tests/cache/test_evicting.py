@@ -11,10 +11,11 @@ import pytest
 from conftest import LLAMA
 
 from zdc_jax import methods
-from zdc_jax.cache.evicting import EMPTY, Evicting, highest
+from zdc_jax.cache.evicting import Evicting, highest
 from zdc_jax.cache.spec import Call
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.attention import self_attention
+from zdc_jax.ops.slots import EMPTY
 from zdc_jax.plan import CompressionPlan
 
 B, N, K, H, BLOCK, KEPT, CAPACITY = 2, 4, 2, 16, 8, 16, 88

@@ -18,6 +18,7 @@ from zdc_jax.conversation.prompt import chat_stop_tokens
 from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.errors import ChatError, PromptError
 from zdc_jax.generation import run, steps
+from zdc_jax.loading import TextSide
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.transformer import ShardedTransformer
@@ -364,6 +365,12 @@ def test_stop_tokens_are_those_of_model_and_tokenizer(plain):
     assert chat_stop_tokens(plain) == (2, 1)
     for special in ({}, {"eos_token": "</s>"}, {"eos_token": "nowhere"}):
         assert chat_stop_tokens(replace(plain, chat_template=ChatTemplate(CHATML, special))) == (2,)
+
+
+def test_stop_tokens_outside_the_vocabulary_are_none(plain):
+    """Else `chat` itself would be refused by them."""
+    config = replace(plain.config, vocab_size=2)
+    assert chat_stop_tokens(TextSide(config, plain.tokenizer, plain.chat_template)) == (1,)
 
 
 def test_template_options_reach_the_template(plain, read):

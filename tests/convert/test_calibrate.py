@@ -304,6 +304,33 @@ def test_refusals_leave_nothing(model, texts, tmp_path):
         calibrate(model, [texts], OPTIONS, progress=False)
 
 
+def test_pairs_are_refused_past_norms_of_queries_and_keys(texts, tmp_path):
+    model = tmp_path / "model"
+    convert(write_variant("qwen3", tmp_path / "hf"), model, progress=False)
+    with pytest.raises(CalibrationError, match="qk='pairs' does not fold past this model's norms of q and k"):
+        calibrate(model, [texts], replace(OPTIONS, qk="pairs"), progress=False)
+    assert not (model / "calibration").exists()
+
+
+def test_a_failing_calibration_keeps_basis_and_profile(calibrated, texts, tmp_path, monkeypatch):
+    model = Path(shutil.copytree(calibrated, tmp_path / "model"))
+    files = lambda: {
+        path: path.read_bytes()
+        for kind in ("basis", "profile")
+        for path in (model / "calibration" / kind).iterdir()
+    }
+    before = files()
+    assert len(before) == 4
+
+    def failing(*_, **__):
+        raise RuntimeError
+
+    monkeypatch.setattr("convert.calibration.calibrate.collect_profile", failing)
+    with pytest.raises(RuntimeError):
+        calibrate(model, [texts], replace(OPTIONS, qk="stacked", vo="stacked"), progress=False)
+    assert files() == before
+
+
 def test_plans_need_a_basis_of_the_same_model(calibrated, converted, tmp_path):
     config = Checkpoint.open(converted).config
     with pytest.raises(CalibrationError, match="run: zdc calibrate"):

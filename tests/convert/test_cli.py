@@ -8,14 +8,16 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import LLAMA, TinyModel
 from hf_variants import write_variant
+from rich.console import Console
 
 from convert.cli import entry
-from convert.cli.main import COMMANDS, main
+from convert.cli.main import COMMANDS, _report_basis, main
 from zdc_jax import Checkpoint, CompressionPlan, LayerRanks
 from zdc_jax.generation.api import Completion, Generation, Timings
 from zdc_jax.loading import stored_basis
@@ -295,6 +297,14 @@ def test_inspect_checks_hashes(folder, capsys):
         (["evaluate", "{}/model"], "at least one text"),
         (["evaluate", "{}/model", "{}/text", "--tasks"], "must name at least one of perplexity"),
         (["plan", "{}/model", "{}/plan.json", "--budget", "0.5", "--texts", "{}/text"], "drop --budget"),
+        (
+            ["plan", "{}/model", "{}/plan.json", "--texts", "{}/text", "--text-windows", "-5"],
+            "text_windows=-5 must be >= 1",
+        ),
+        (
+            ["plan", "{}/model", "{}/plan.json", "--texts", "{}/text", "--text-windows", "0"],
+            "text_windows=0 must be >= 1",
+        ),
         (["plan", "{}/model", "{}/plan.json", "--qk", "16", "--no-constrained"], "add --texts"),
         (["plan", "{}/model", "{}/plan.json", "--max-degradation", "0.1", "--trials", "9"], "add --texts"),
         (["plan", "{}/model", "{}/plan.json", "--max-degradation", "0.1", "--sinks", "4"], "drop --sinks"),
@@ -332,6 +342,17 @@ FLAGS = {
     "inspect": "check",
     "demo": "source output",
 }
+
+
+@pytest.mark.parametrize(("head_dim", "kept"), [(1, "1"), (2, "1 2"), (6, "2 3 5 6"), (80, "20 40 60 80")])
+def test_the_certificate_is_said_at_each_quarter(head_dim, kept):
+    error, condition = np.ones((1, 1, head_dim + 1)), np.ones((1, 1))
+    said = SimpleNamespace(k_map=np.eye(head_dim)[None, None], qk_kind="keys", vo_kind="output", num_tokens=1)
+    said.qk_error = said.vo_error = error
+    said.qk_condition = said.vo_condition = condition
+    console = Console(file=io.StringIO(), width=120)
+    _report_basis(console, said)  # type: ignore[arg-type]
+    assert re.findall(r"^│ +(\d+) ", console.file.getvalue(), re.MULTILINE) == kept.split()
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -79,6 +79,27 @@ def test_exported_parameters_come_back(dtype, tmp_path):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y, strict=True), found, jax.device_get(params))
 
 
+def test_exports_are_written_whole_or_not_at_all(tmp_path, monkeypatch, full_disk):
+    params = random_params(LLAMA, jax.random.key(0))
+    old = {"config.json": b"old", SINGLE: b"weights"}
+    for name, content in old.items():
+        (tmp_path / name).write_bytes(content)
+
+    def write_half(tensors, path, **_):
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("convert.hf.export.save_file", write_half)
+        with pytest.raises(OSError, match="No space left"):
+            export_hf(params, LLAMA, tmp_path)
+    assert (tmp_path / SINGLE).read_bytes() == old[SINGLE]
+    with pytest.raises(OSError, match="No space left"):
+        export_hf(params, LLAMA, tmp_path)
+    assert (tmp_path / "config.json").read_bytes() == old["config.json"]
+    assert set(names(tmp_path)) == old.keys()
+
+
 def test_shards_give_the_same_as_one_file(tmp_path):
     single = convert(write_variant("llama-gqa", tmp_path / "one"), tmp_path / "A", progress=False)
     write_variant("llama-gqa", tmp_path / "many")

@@ -2,10 +2,13 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hf_variants import write_variant
+from rich.console import Console
 
+from convert.cli import demo as module
 from convert.cli.demo import _claim, _program
 from convert.cli.main import main
 from zdc_jax.errors import CheckpointError
@@ -54,3 +57,20 @@ def test_sources_that_cannot_be_shown_leave_nothing(tmp_path, capsys):
         assert main(["demo", "--source", str(source), "--output", str(tmp_path / "output")]) == 2
         assert error in capsys.readouterr().err
         assert not (tmp_path / "output").exists()
+
+
+def test_a_report_is_written_whole_or_not_at_all(tmp_path, monkeypatch, full_disk):
+    made = SimpleNamespace(config=SimpleNamespace(num_layers=1), qk_kind="keys", vo_kind="output")
+    for name, found in (
+        ("convert", made),
+        ("calibrate", made),
+        ("write_text", (tmp_path, tmp_path)),
+        ("_measured", []),
+        ("_print", None),
+    ):
+        monkeypatch.setattr(module, name, lambda *_, found=found, **__: found)
+    _claim(tmp_path)
+    (tmp_path / "report.json").write_bytes(b"old")
+    with pytest.raises(OSError, match="No space left"):
+        module.demo(tmp_path, Console(quiet=True))
+    assert (tmp_path / "report.json").read_bytes() == b"old"

@@ -10,9 +10,9 @@ from hf_variants import VARIANTS, VOCAB, token_ids, write_variant
 from mutations import random_basis
 
 from convert.conversion import convert, verify_against_transformers
-from convert.hf.config import DTYPES
 from zdc_jax import CompressionPlan, load
-from zdc_jax.errors import CalibrationError, CheckpointError
+from zdc_jax.config import DTYPES
+from zdc_jax.errors import CalibrationError, CheckpointError, PlanError
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 REFERENCES = ("ref-llama-23m", "ref-opt-26m")
@@ -92,6 +92,14 @@ def test_frequencies_other_than_those_of_calibration_are_said(tmp_path, caplog):
     assert not caplog.text
     load(tmp_path / "ours", plan, basis=basis, max_positions=32)
     assert "max_positions=32 changes the rotary frequencies" in caplog.text
+
+
+def test_a_basis_that_no_plan_folds_is_refused(tmp_path):
+    checkpoint = convert(write_variant("phi3-short", tmp_path / "hf"), tmp_path / "ours", progress=False)
+    plain = replace(CompressionPlan.full(checkpoint.config), rotated=False)
+    for plan, reason in ((None, r"without plan="), (plain, "for a plan that is not rotated")):
+        with pytest.raises(PlanError, match=f"basis= was given {reason}"):
+            load(tmp_path / "ours", plan, basis=random_basis(checkpoint))
 
 
 @pytest.mark.parametrize("name", REFERENCES)

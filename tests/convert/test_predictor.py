@@ -153,6 +153,13 @@ def test_the_fit_foretells_plans_of_an_unseen_model(tmp_path):
     np.testing.assert_allclose(Observations.load(tmp_path / "x.json").nats, unseen.nats, atol=1e-6)
 
 
+def test_observations_are_written_whole_or_not_at_all(tmp_path, full_disk):
+    (tmp_path / "x.json").write_bytes(b"old")
+    with pytest.raises(OSError, match="No space left"):
+        observations(0, 3, rotary=True).save(tmp_path / "x.json")
+    assert (tmp_path / "x.json").read_bytes() == b"old"
+
+
 def test_one_model_is_too_few():
     with pytest.raises(PlanError, match="two models"):
         fit([observations(0, 3, rotary=True)])
@@ -233,6 +240,8 @@ def test_plans_within_a_limit_on_calibrated_error(folder):
             "checked on one device",
         ),
         ({"max_degradation": 0.1, "method": "int8"}, PlanError, "method='int8' must be one of"),
+        ({"max_degradation": 0.1, "dtype": "float32"}, PlanError, "dtype='float32' .*; give check_text="),
+        ({"max_score_error": 0.3, "mesh": "sequence=2"}, PlanError, "mesh=MeshConfig.*; give check_text="),
     ],
 )
 def test_impossible_limits(folder, arguments, error, message):

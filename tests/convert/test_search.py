@@ -3,7 +3,9 @@
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from convert.cli import flags
 from convert.cli.main import main
+from convert.search.plots import write_front
 from convert.search.search import Search, SearchOptions
 from convert.search.trials import Trial, TrialBook, pareto_front
 from zdc_jax import Checkpoint, CompressionPlan, load
@@ -267,6 +270,38 @@ def test_a_journal_that_is_none_is_named(folder, windows, tmp_path):
     (tmp_path / "j").write_text('{"key": "x"}\n')
     with pytest.raises(PlanError, match="line 1 is no entry of a search"):
         TrialBook(folder / "model", windows, journal=tmp_path / "j")
+
+
+def test_a_line_that_was_cut_off_is_dropped_from_a_full_disk(folder, windows, tmp_path, full_disk):
+    journal, kept = tmp_path / "j", b'{"key": "another search", "plan": null, "nll": []}\n'
+    journal.write_bytes(kept + b'{"key')
+    book = TrialBook(folder / "model", windows, journal=journal)
+    first, own = journal.read_bytes().splitlines(keepends=True)
+    assert first == kept
+    assert json.loads(own)["key"] == book.key
+
+
+@pytest.mark.parametrize("name", ["front.json", "front.png"])
+def test_a_front_is_written_whole_or_not_at_all(windows, tmp_path, monkeypatch, request, name):
+    trial = Trial(CompressionPlan.full(CONFIGS["llama"]), 1.0, 0.0, (0.0, 0.0), {}, 1.0)
+    book = SimpleNamespace(trials=[trial], bound=lambda plan: plan, windows=windows, sheets=[])
+    write = partial(write_front, book, trial, SearchOptions(0.1), tmp_path / "front.json")
+    write()
+    before = (tmp_path / name).read_bytes()
+    assert before.startswith(b"\x89PNG" if name.endswith("png") else b"{")
+
+    def write_half(figure, path, **_):
+        Path(path).write_bytes(before[:100])
+        raise OSError
+
+    if name.endswith("png"):
+        monkeypatch.setattr("matplotlib.figure.Figure.savefig", write_half)
+    else:
+        request.getfixturevalue("full_disk")
+    with pytest.raises(OSError):
+        write()
+    assert (tmp_path / name).read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"front.json", "front.png"}
 
 
 @pytest.mark.parametrize(("mode", "length"), [("window", 320), ("classes", 256)])

@@ -50,6 +50,18 @@ def test_replicas_on_a_mesh_are_refused(folder, capsys):
     assert capsys.readouterr().err == "error: mesh='model=2' and replicas=2: a replica has one device\n"
 
 
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [("--rows", "rows=0 must be at least 1"), ("--chunk", "chunk=0 must be a power of two")],
+)
+def test_an_engine_that_cannot_be_is_refused_before_the_model_is_loaded(
+    folder, capsys, monkeypatch, flag, message
+):
+    monkeypatch.setattr("convert.cli.serve.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    assert main(["serve", str(folder), flag, "0"]) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.sampled
 def test_a_client_gets_what_generate_gives_until_the_server_is_told_to_end(folder, served):
     process, address = served

@@ -319,7 +319,14 @@ def test_an_engine_that_cannot_go_on_tells_everybody(model, monkeypatch):
         ({"min_tokens": 9}, "min_tokens=9 must be 0 to max_tokens=8"),
         ({"logprobs": 6}, "logprobs=6 must be 0 to 5"),
         ({"stop_tokens": tuple(range(20))}, "at most 16 are allowed"),
+        ({"stop_tokens": None}, "stop_tokens=None must be a token id or a list"),
+        ({"stop_tokens": (3, 2**40)}, f"token id {2**40} lies outside the vocabulary"),
         ({"stop": ("x",)}, "stop strings need a model with a tokenizer"),
+        ({"stop": (5,)}, "stop=.5,. must be a string"),
+        ({"logprobs": 2.5}, "logprobs=2.5 must be 0 to 5"),
+        ({"priority": "high"}, "priority='high' must be a whole number"),
+        ({"salt": None}, "salt=None must be a text"),
+        ({"salt": "\ud800"}, r"salt='\\ud800' must be a text"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(engine, change, message):
@@ -338,11 +345,36 @@ def test_caches_that_are_not_on_the_device_are_refused_by_name(tiny):
         Engine(model, CONFIG)
 
 
-@pytest.mark.parametrize("change", [{"rows": 0}, {"steps": 0}, {"most_waiting": 0}, {"max_model_len": 1}])
-def test_numbers_that_cannot_be(change):
-    ((name, value),) = change.items()
-    with pytest.raises(PromptError, match=f"{name}={value} must be at least"):
-        EngineConfig(**change)
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("rows", 0, "at least 1"),
+        ("steps", 0, "at least 1"),
+        ("most_waiting", 0, "at least 1"),
+        ("cache_tokens", 0, "at least 1"),
+        ("max_model_len", 1, "at least 2"),
+        ("chunk", 33, "a power of two >= 32"),
+        ("rows", 2.5, "an integer"),
+        ("page", True, "an integer"),
+        ("max_model_len", "long", "an integer .* or None"),
+        ("reuse", 1, "true or false"),
+    ],
+)
+def test_numbers_that_cannot_be(name, value, allowed):
+    with pytest.raises(PromptError, match=f"{name}={value!r} must be {allowed}"):
+        EngineConfig(**{name: value})
+
+
+def test_tokens_of_a_cache_without_pages_are_refused(tiny):
+    settings = methods.named("h2o").Settings(kept=16, block=16)
+    plan = replace(CompressionPlan.full(TWO_LAYERS), method="h2o", settings=settings)
+    specs, given = plan.layer_caches("float32"), {"rows": 3, "longest": 160, "page": 16, "reuse": True}
+    with pytest.raises(
+        PlanError, match="cache_tokens=480: the plan's method has no pages, but rows=3 of 160"
+    ):
+        layout.Layout.of(specs, cache_tokens=480, **given)
+    made = layout.Layout.of(specs, cache_tokens=None, **given)
+    assert (made.has_pages, made.pages, made.tails) == (False, 3, None)
 
 
 def test_a_cache_that_does_not_keep_the_contract_is_refused_by_name(model, monkeypatch):

@@ -9,10 +9,12 @@ import pytest
 from conftest import LLAMA, OPT, TinyModel
 
 from zdc_jax.config import ModelConfig
-from zdc_jax.errors import PromptError
+from zdc_jax.errors import MeshError, PromptError
 from zdc_jax.evaluation.likelihood import score_continuations
 from zdc_jax.loading import LanguageModel
 from zdc_jax.methods import h2o
+from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 
 NEAR = {"window": 8, "sinks": 2}
@@ -103,7 +105,16 @@ def test_refusals_come_before_any_work(model):
     ):
         with pytest.raises(PromptError, match=error):
             score_continuations(model, pairs)
+    for batch in (0, -1, 1.5):
+        with pytest.raises(PromptError, match=f"batch={batch} must be a whole number >= 1"):
+            score_continuations(model, [], batch=batch)
     assert list(score_continuations(model, [])) == []
+
+
+def test_models_on_a_mesh_are_refused():
+    network = ShardedTransformer.of(TinyModel(SHORT).dense, MeshConfig().create())
+    with pytest.raises(MeshError, match="on a mesh; to score continuations, load it without mesh="):
+        score_continuations(LanguageModel(network), [([3], [4])])
 
 
 def test_pieces_that_blocks_do_not_fit_are_refused():

@@ -71,6 +71,8 @@ def test_folders_are_read_in_sorted_order_without_hidden_files_and_metadata(tmp_
         ("a.txt.gz", b"not gzip", "cannot read .*a.txt.gz after line 0"),
         ("a.txt.xz", lzma.compress(b"x" * 999)[:-20], "cannot read .*a.txt.xz"),
         ("a.jsonl", b'{"text": "x"}\n{oops\n', r"a.jsonl:2: not a JSON object on one line"),
+        ("a.jsonl", b"[" * 100_000, r"a.jsonl:1: not a JSON object on one line"),
+        ("a.jsonl", b"9" * 5000, r"a.jsonl:1: not a JSON object on one line"),
         ("a.json", b"[1]\n", r"a.json:1: a JSON object is needed, found list"),
         ("a.jsonl", b'{"txt": "x"}', r"a.jsonl:1: no string field 'text'; fields are 'txt'"),
         ("a.jsonl", b'{"text": 3}', r"a.jsonl:1: no string field 'text'"),

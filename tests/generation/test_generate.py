@@ -173,6 +173,9 @@ def test_new_lengths_and_samplings_do_not_recompile(model, prompts):
         ([1], {"sampling": 0.5}, "sampling=0.5 must be a Sampling"),
         ([1], {"sampling": [None]}, "must be a Sampling"),
         ([1], {"stop_tokens": range(17)}, "17 stop tokens"),
+        ([1], {"stop_tokens": -1}, "stop_tokens=-1: token id -1 lies outside the vocabulary 0…96"),
+        ([1], {"stop_tokens": (3, 97)}, "token id 97 lies outside"),
+        ([1], {"stop_tokens": 2**40}, f"token id {2**40} lies outside"),
     ],
 )
 def test_bad_prompts_are_refused(model, prompt, options, named):

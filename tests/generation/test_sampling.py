@@ -28,7 +28,7 @@ def numbers(samplings, prompts):
 @pytest.mark.parametrize(
     ("name", "values", "allowed"),
     [
-        ("temperature", (-1, float("nan"), float("inf"), True, "1", None), "finite number >= 0"),
+        ("temperature", (-1, float("nan"), float("inf"), 10**39, True, "1", None), "finite number >= 0"),
         ("top_k", (0, -1, 1.0, float("nan"), True, "5"), "whole number >= 1"),
         ("top_p", (0.0, 1.1, -0.5, float("nan"), True, "0.5"), r"number in \(0, 1\]"),
         ("seed", (-1, 2**32, 0.0, False, "0", None), "whole number from 0 to 4294967295"),
@@ -41,6 +41,8 @@ def test_bad_samplings_are_refused(name, values, allowed):
 
 
 def test_numbers_of_numpy_are_numbers():
+    Sampling(np.finfo(np.float32).max)
+    Sampling(np.float16(0.5))
     Sampling(np.float32(0.5), np.int64(3), np.float64(0.5), np.uint32(2**32 - 1))
 
 

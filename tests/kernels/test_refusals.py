@@ -162,6 +162,21 @@ def test_shapes_tracers_and_arrays_are_refused_alike():
 
 @pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize(
+    ("table", "pages", "message"),
+    [
+        (shape(1, 2, dtype=jnp.float32), 3, "block_table has dtype float32: must be int32"),
+        (integers(1, 0), 3, "block_table has 0 pages of a row, of 3 in all: must be at least 1"),
+        (integers(1, 2), 0, "block_table has 2 pages of a row, of 0 in all: must be at least 1"),
+        (integers(1, 2), 3, None),
+    ],
+)
+def test_tables_of_pages(table, pages, message):
+    q, pool = shape(1, 4, 32), shape(pages, 2, 64, 32)
+    assert kernels.decode_refusal(q, pool, pool, integers(1), block_table=table) == message
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(
     ("backend", "capability", "dtype", "expected"),
     [
         ("cpu", None, jnp.bfloat16, "it needs a GPU of compute capability 9.0, the default backend is 'cpu'"),

@@ -6,7 +6,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zdc_jax.cache.prefix_ring import PrefixRing, recent_rows
+from zdc_jax.cache.prefix_ring import PrefixRing, recent_rows, ring_slots
+from zdc_jax.ops.slots import EMPTY, ring_positions, slot_of_token
+
+
+@pytest.mark.parametrize(("sinks", "window"), [(3, 5), (0, 5), (3, 0), (9, 8)])
+def test_a_ring_holds_what_was_put_in_its_slots(sinks, window):
+    """Token by token in a list; a last one that is padding changes nothing."""
+    slots = ring_slots(sinks, window, 40)
+    held, near = [EMPTY] * slots, {"sinks": sinks, "window": window}
+    for position in range(20):
+        for end, taken in ((position, False), (position + 1, position < sinks or window > 0)):
+            slot, found = slot_of_token(jnp.array([[position]]), jnp.array([end]), **near)
+            assert found.tolist() == [[taken]]
+        if taken:
+            held[int(slot[0, 0])] = position
+        assert ring_positions(slots, jnp.array([[position]]), **near).tolist() == [held]
+        assert {j for j in range(position + 1) if j < sinks or j > position - window} <= set(held)
+    assert ring_positions(slots, jnp.array([[-1]]), **near).tolist() == [[EMPTY] * slots]
 
 
 @settings(deadline=None, max_examples=8)

@@ -122,6 +122,7 @@ def test_truncation_costs_what_was_truncated(tiny: TinyModel):
 
     assert error(qk=16, v=16) > error(qk=16, v=16, window=32) > error(qk=32, v=32, window=32)
 
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_single_token_has_the_product_of_one_of_many(dtype):
     """Within half a step of the dtype of the product in float64, as the same token beside another."""

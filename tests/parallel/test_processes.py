@@ -85,20 +85,46 @@ def test_processes_that_never_come_are_named():
         initialize(f"127.0.0.1:{port}", 2, 0, timeout=0.2)
 
 
-def test_strangers_are_not_counted():
+def calling(port: int, line: bytes) -> socket.socket:
+    """A connection to process 0, once it listens."""
+    while True:
+        try:
+            connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+        except ConnectionRefusedError:
+            continue
+        connection.sendall(line)
+        return connection
+
+
+@pytest.mark.parametrize("line", [b"GET / HTTP/1.1", b"0", b"2", b"17"])
+def test_strangers_are_not_counted(line):
     port = free_port()
     with ThreadPoolExecutor() as pool:
         waits = [pool.submit(meet, "127.0.0.1", port, 2, 0, 20.0)]
-        while True:
-            try:
-                stranger = socket.create_connection(("127.0.0.1", port), timeout=20)
-                break
-            except ConnectionRefusedError:
-                continue
-        with stranger:
-            stranger.sendall(b"GET / HTTP/1.1")
+        with calling(port, line) as stranger:
             assert stranger.recv(1) == b""
         waits.append(pool.submit(meet, "127.0.0.1", port, 2, 1, 20.0))
+        assert [wait.result() for wait in waits] == [None, None]
+
+
+def test_who_says_nothing_is_hung_up_on():
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        wait = pool.submit(meet, "127.0.0.1", port, 2, 0, 0.3)
+        with calling(port, b"") as silent:
+            with pytest.raises(ProcessError, match=r"process 1 of 2 did not come within 0\.3 s"):
+                wait.result()
+            assert silent.recv(1) == b""
+
+
+def test_a_process_that_calls_again_is_one_process():
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        waits = [pool.submit(meet, "127.0.0.1", port, 3, 0, 20.0)]
+        with calling(port, b"1") as before, calling(port, b"1") as again:
+            assert before.recv(1) == b""
+            waits.append(pool.submit(meet, "127.0.0.1", port, 3, 2, 20.0))
+            assert again.recv(64) == b"all present"
         assert [wait.result() for wait in waits] == [None, None]
 
 

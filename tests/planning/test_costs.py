@@ -62,3 +62,18 @@ def test_a_request_adds_up_over_layers_and_classes():
     )
     expected = prefill[0] * H200.classes + prefill[1] + 512 * sum(decode)
     assert request_seconds(plan, 32, 4096) == pytest.approx(expected)
+
+
+def test_layers_are_priced_by_their_own_windows():
+    """Those of the plan say the same: the last 4096 tokens are all that a layer keeps."""
+    own = (LayerRanks(0, 0, 4096),) * 4
+    full = CompressionPlan(own, num_kv_heads=8, head_dim=128)
+    near = CompressionPlan(own, num_kv_heads=8, head_dim=128, window=512, sinks=4)
+    alike = CompressionPlan((LayerRanks(0, 0),) * 4, num_kv_heads=8, head_dim=128, window=4096)
+    assert len({plan.bytes(32768) for plan in (full, near, alike)}) == 1
+    seconds = [request_seconds(plan, 32, 32768) for plan in (full, near, alike)]
+    assert seconds == pytest.approx([seconds[-1]] * 3)
+    kept = CompressionPlan((*own[1:], LayerRanks(64, 64)), num_kv_heads=8, head_dim=128, window=512)
+    last = replace(kept, layers=kept.layers[-1:])
+    expected = seconds[-1] * 3 / 4 + request_seconds(last, 32, 32768)
+    assert request_seconds(kept, 32, 32768) == pytest.approx(expected)

@@ -330,6 +330,11 @@ def test_keys(engine, key):
     assert client.post(COMPLETIONS, json={"prompt": "on"}, headers=headers).status_code == 200
 
 
+def test_an_empty_key_is_refused(engine):
+    with pytest.raises(ValueError, match="api_key='' must be a key, or None"):
+        make_app(engine, name="tiny", api_key="")
+
+
 def test_long_bodies(engine):
     client = TestClient(make_app(engine, name="tiny", most_body_bytes=100))
     body = json.dumps({"prompt": "on" * 100}).encode()

@@ -25,9 +25,8 @@ from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
 from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, put_rows
 from zdc_jax.ops.attention import Implementation, segment_attention
 from zdc_jax.ops.importance import token_importance
+from zdc_jax.ops.slots import EMPTY
 
-EMPTY = -1
-"""Position of a slot that holds no token."""
 NO_WRITE = "a layer with token classes stores tokens as it attends to them, not before"
 
 

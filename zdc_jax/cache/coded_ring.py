@@ -14,6 +14,7 @@ from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState, put_ring
 from zdc_jax.cache.spec import Attended, Call
 from zdc_jax.errors import PlanError
+from zdc_jax.ops.slots import slot_of_token
 from zdc_jax.ops.stored import coded_decode_refusal, coded_ring_decode, of_parts, takes_kernels
 
 
@@ -61,9 +62,9 @@ class CodedRing(PrefixRing):
         """`LayerCacheSpec.write`."""
         sinks, window = state.near
         if k.shape[1] == 1:
-            slot, past = _slot(positions, end, sinks, window)
+            slot, taken = slot_of_token(positions, end, sinks=sinks, window=window)
             stored = (k, [(self.code, state.ring_k)]), (v, [(self.code, state.ring_v)])
-            if done := put_by_kernel(stored, slot, past):
+            if done := put_by_kernel(stored, slot, (slot + taken)[:, 0]):
                 ((ring_k,), (ring_v,)) = done
                 return replace(state, ring_k=ring_k, ring_v=ring_v)
         put = partial(put_ring, positions=positions, end=end, sinks=sinks, window=window)
@@ -126,14 +127,6 @@ class CodedRing(PrefixRing):
     def held(self, state: PrefixRingState) -> PrefixRingState:
         """`PrefixRing.held`: coded."""
         return replace(state, ring_k=self._encode(state.ring_k), ring_v=self._encode(state.ring_v))
-
-
-def _slot(positions: Array, end: Array, sinks: int, window: int) -> tuple[Array, Array]:
-    """Of one token a row: its slot [B, 1], and the one behind it [B], or that slot where none is written."""
-    recent = positions % window if window else positions
-    slot = jnp.where(positions < sinks, window + positions, recent)
-    kept = (positions < end[:, None]) & (positions < sinks if not window else True)
-    return slot, (slot + kept)[:, 0]
 
 
 def _slots_of(planes: list[Plane]) -> jax.ShapeDtypeStruct | None:

@@ -21,9 +21,7 @@ from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.contract import einsum_f32
 from zdc_jax.ops.importance import received_attention
-
-EMPTY = -1
-"""Position of a slot that holds no token."""
+from zdc_jax.ops.slots import EMPTY
 
 
 @dataclass(frozen=True, kw_only=True)

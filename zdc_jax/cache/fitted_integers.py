@@ -22,7 +22,7 @@ class FittedIntegers(Code):
     """Odd multiples of reach/2^bits, from -reach to reach; of `reaches_tried` a token takes what errs least.
 
     Coded: levels uint8 [*batch, 1, C·bits/8], level l is (2l + 1 - 2^bits)·reach/2^bits; reach uint8
-    [*batch, 1, 1], in `to_e5m3`'s 8 bits. Zeros are read as zeros, a token with a coordinate that is no
+    [*batch, 1, 1], in `from_e5m3`'s 8 bits. Zeros are read as zeros, a token with a coordinate that is no
     finite number as NaN.
 
     A step of its own makes up for levels that stand evenly: turned vectors of 64 coordinates err as little as

@@ -27,6 +27,7 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.pages import Pages, pools_of
 from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec, put_rows
 from zdc_jax.ops.attention import Implementation, cache_refusal, choose_implementation, self_attention
+from zdc_jax.ops.slots import ring_positions, ring_slot, slot_of_token
 from zdc_jax.ops.xla import NearKeys, xla_attention
 
 
@@ -199,11 +200,9 @@ def ring_slots(sinks: int, window: int, capacity: int) -> int:
 def put_ring(ring: Array, *, x: Array, positions: Array, end: Array, sinks: int, window: int) -> Array:
     """`ring` [B, K, M, C] with the tokens x [B, T, K, C] below `end` that are near, each in its slot."""
     if x.shape[1] == 1:
-        nowhere = ring.shape[2]
-        slot = jnp.where(positions < sinks, window + positions, positions % window if window else nowhere)
-        slot = jnp.where(positions < end[:, None], slot, nowhere)
+        slot, taken = slot_of_token(positions, end, sinks=sinks, window=window)
         rows = jnp.arange(x.shape[0])[:, None]
-        return ring.at[rows, :, slot].set(x, mode="drop")
+        return ring.at[rows, :, jnp.where(taken, slot, ring.shape[2])].set(x, mode="drop")
     return ring_of_piece(ring, x, positions, end, sinks=sinks, window=window)
 
 
@@ -217,16 +216,9 @@ def ring_of_piece(
     window: int,
 ) -> Shaped[Array, "B K M C"]:
     """The ring of rows of `end` tokens: what x has of it, at `positions`, else what it held before."""
-    slots = jnp.arange(ring.shape[2])
-    last = end[:, None] - 1
-    recent = last - (last - slots) % max(window, 1)
-    wanted = jnp.where(slots < window, recent, slots - window)
+    wanted = ring_positions(ring.shape[2], end[:, None] - 1, sinks=sinks, window=window)
     start, T = positions[:, :1], x.shape[1]
-    kept = (
-        jnp.where(slots < window, wanted >= sinks, wanted < sinks)
-        & (wanted >= start)
-        & (wanted < jnp.minimum(end[:, None], start + T))
-    )
+    kept = (wanted >= start) & (wanted < start + T)
     source = jnp.clip(wanted - start, 0, T - 1)
     taken = jnp.take_along_axis(x, source[:, :, None, None], axis=1).swapaxes(1, 2)
     return jnp.where(kept[:, None, :, None], taken, ring)
@@ -235,7 +227,7 @@ def ring_of_piece(
 def _read_recent(state: PrefixRingState, start: Array, sinks: int, window: int) -> NearKeys:
     """All coordinates of the `window` positions before `start` [B]; position -1 marks an absent one."""
     positions = start[:, None] - window + jnp.arange(window)  # [B, W]
-    slots = positions % window
+    slots = ring_slot(positions, sinks=sinks, window=window)
     rows = jnp.arange(start.shape[0])[:, None]
     gather = lambda buffer, slot: buffer[rows, :, slot].swapaxes(1, 2)
     prefix = jnp.maximum(positions, 0)
@@ -277,7 +269,7 @@ def recent_rows(
     past the new tokens, are unspecified; start - first is at most `past`.
     """
     positions = first[:, None] + jnp.arange(past)
-    slots = jnp.where(positions < sinks, window + positions, positions % window)
+    slots = ring_slot(positions, sinks=sinks, window=window)
     old = jnp.take_along_axis(ring, slots[:, None, :, None], axis=2)
     both = jnp.concatenate([old, new.swapaxes(1, 2)], axis=2)
     T = new.shape[1]

@@ -40,12 +40,14 @@ def chat_prompt(
 def chat_stop_tokens(model: TextModel) -> tuple[int, ...]:
     """Ids that end a reply: the model's end-of-sequence ids, and the tokenizer's `eos_token`.
 
-    The latter is often the only one that ends a turn, where config.json was copied from a base model.
+    The latter is often the only one that ends a turn, where config.json was copied from a base model. Ids
+    outside the vocabulary, which some folders name, are none.
     """
     template, tokenizer = means_to_chat(model)
     ending = template.special_tokens.get("eos_token")
     own = None if ending is None else tokenizer.token_to_id(ending)
-    return tuple(dict.fromkeys([*model.config.eos_ids, *([] if own is None else [own])]))
+    named = [*model.config.eos_ids, *([] if own is None else [own])]
+    return tuple(dict.fromkeys(token for token in named if 0 <= token < model.config.vocab_size))
 
 
 def means_to_chat(model: TextModel) -> tuple[ChatTemplate, Tokenizer]:

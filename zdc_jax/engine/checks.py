@@ -1,17 +1,17 @@
 """Whether a request can be served at all: known before any engine takes it."""
 
 from zdc_jax.engine.request import MOST_LOGPROBS, EngineRequest
-from zdc_jax.errors import PromptError
-from zdc_jax.generation.request import check_limit, encode
+from zdc_jax.errors import PromptError, foreign_errors_as
+from zdc_jax.generation.request import check_limit, encode, stop_strings, stop_token_ids
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import is_whole
 from zdc_jax.loading import TextModel
 
 
 def stop_ids(model: TextModel, request: EngineRequest) -> tuple[int, ...]:
-    """Tokens that end an answer."""
+    """Tokens that end an answer; raises `PromptError` for ids that are none of the model's."""
     own = () if request.ignore_eos else model.config.eos_ids
-    return tuple(dict.fromkeys((*own, *request.stop_tokens)))
+    return tuple(dict.fromkeys((*own, *stop_token_ids(model, request.stop_tokens))))
 
 
 def check_request(model: TextModel, max_model_len: int, request: EngineRequest) -> None:
@@ -30,11 +30,15 @@ def check_request(model: TextModel, max_model_len: int, request: EngineRequest) 
         )
     if not (is_whole(request.min_tokens) and 0 <= request.min_tokens <= request.max_tokens):
         raise PromptError(f"min_tokens={request.min_tokens} must be 0 to max_tokens={request.max_tokens}")
-    if request.logprobs is not None and not 0 <= request.logprobs <= MOST_LOGPROBS:
-        raise PromptError(f"logprobs={request.logprobs} must be 0 to {MOST_LOGPROBS}")
+    asked_for = request.logprobs
+    if asked_for is not None and not (is_whole(asked_for) and 0 <= asked_for <= MOST_LOGPROBS):
+        raise PromptError(f"logprobs={asked_for!r} must be 0 to {MOST_LOGPROBS}")
     if request.prompt_logprobs and request.logprobs is None:
         raise PromptError("prompt_logprobs needs logprobs: how many alternatives of each token")
     if len(stop_ids(model, request)) > MAX_STOP_TOKENS:
         raise PromptError(f"stop_tokens: at most {MAX_STOP_TOKENS} are allowed, the model's own among them")
-    if request.stop and model.tokenizer is None:
-        raise PromptError("stop strings need a model with a tokenizer")
+    stop_strings(model, request.stop)
+    if not is_whole(request.priority):
+        raise PromptError(f"priority={request.priority!r:.80} must be a whole number")
+    with foreign_errors_as(PromptError, f"salt={request.salt!r:.80} must be a text"):
+        request.salt.encode()

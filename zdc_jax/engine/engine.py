@@ -17,11 +17,11 @@ from zdc_jax.engine.request import Busy, Closing, EngineRequest, EngineStats, Ev
 from zdc_jax.engine.runner import Reading, Runner, servable
 from zdc_jax.engine.scheduler import Piece, Plan, Scheduler, Work
 from zdc_jax.errors import PromptError
+from zdc_jax.fields import check_fields
 from zdc_jax.generation.next_token import Scores, Token
 from zdc_jax.generation.request import check_chunk, warn_beyond_calibration
-from zdc_jax.generation.steps import PREFILL_CHUNK, Chosen
+from zdc_jax.generation.steps import PREFILL_CHUNK, Chosen, bucket
 from zdc_jax.loading import LanguageModel
-from zdc_jax.ops.attention import Implementation
 
 logger = logging.getLogger("zdc_jax")
 
@@ -35,11 +35,12 @@ class EngineConfig:
     or what fits. page: tokens of a page of the cache. chunk: tokens of prompts that a step reads, a power of
     two. steps: of decoding that are started one after another, before results are looked at, where nobody
     reads or waits: no faster on a CPU, and behind a stop token they are for nobody.
-    most_waiting: requests. reuse: whether requests share what the cache holds of texts that
-    begin alike.
+    most_waiting: requests. reuse: whether requests share what pages hold of texts that begin alike. A plan
+    whose method has no pages takes no cache_tokens, and nothing is shared.
 
     Raises:
-      PromptError: a number below 1; a max_model_len below 2.
+      PromptError: a number below 1, or no whole one; a max_model_len below 2; a chunk that is no power of two
+        from 32 on.
     """
 
     rows: int = 8
@@ -52,9 +53,15 @@ class EngineConfig:
     reuse: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("rows", "page", "steps", "most_waiting"):
-            if getattr(self, name) < 1:
-                raise PromptError(f"{name}={getattr(self, name)} must be at least 1")
+        try:
+            check_fields(self)
+        except ValueError as error:
+            raise PromptError(str(error)) from error
+        for name in ("rows", "cache_tokens", "page", "steps", "most_waiting"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise PromptError(f"{name}={value} must be at least 1")
+        if self.chunk != bucket(self.chunk):
+            raise PromptError(f"chunk={self.chunk} must be a power of two >= 32")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise PromptError(
                 f"max_model_len={self.max_model_len} must be at least 2, a prompt and an answer"
@@ -84,17 +91,12 @@ class Engine:
     bits sums of other shapes may round otherwise, and a tie may fall to another token.)
 
     Raises:
-      PlanError: the model cannot be served so, with the reason.
+      PlanError: the model cannot be served so, with the reason; cache_tokens of a plan without pages.
       PromptError: a chunk that the plan does not take.
       CacheMemoryError: the cache of all rows does not fit, or what steps need beside it.
     """
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        config: EngineConfig | None = None,
-        implementation: Implementation | None = None,
-    ):
+    def __init__(self, model: LanguageModel, config: EngineConfig | None = None):
         network = servable(model.network)
         self.model, self.config = model, config or EngineConfig()
         check_chunk(model, self.config.chunk)
@@ -110,12 +112,7 @@ class Engine:
             cache_tokens=self.config.cache_tokens,
             reuse=self.config.reuse,
         )
-        self._runner = Runner(
-            network,
-            layout,
-            chunk=self.config.chunk,
-            implementation=implementation,
-        )
+        self._runner = Runner(network, layout, chunk=self.config.chunk)
         self._scheduler = self._new_scheduler()
         self._jobs: dict[Work, Job] = {}
         self._inbox: list[Job] = []

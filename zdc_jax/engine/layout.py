@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from zdc_jax.cache.kv_cache import device_bytes, free_bytes
 from zdc_jax.cache.paged import Paged
 from zdc_jax.cache.spec import LayerCacheSpec
-from zdc_jax.errors import CacheMemoryError
+from zdc_jax.errors import CacheMemoryError, PlanError
 
 SHARE = 0.85
 """Of the memory that is free: for the cache, where its size is not given. Steps need the rest."""
@@ -44,13 +44,19 @@ class Layout:
         """For requests of up to `longest` tokens.
 
         cache_tokens: of all pages; default as many as `rows` of the longest take, or as fit. Methods that do
-        not keep tokens by position have no pages, but whole rows. reuse: whether there are to be tails.
+        not keep tokens by position have no pages, but whole rows. reuse: whether there are to be tails; of
+        whole rows there are none.
 
         Raises:
-          PlanError: blocks of a method do not divide a page.
+          PlanError: blocks of a method do not divide a page; `cache_tokens` of a method without pages.
           CacheMemoryError: not even one request of the longest fits, or not so many `cache_tokens`.
         """
         if not all("pages" in spec.clauses for spec in specs):
+            if cache_tokens is not None:
+                raise PlanError(
+                    f"{cache_tokens=}: the plan's method has no pages, but {rows=} of {longest} tokens each; "
+                    "must be None"
+                )
             capacity = -(-longest // page) * page
             return cls(rows, capacity, rows, capacity, None, tuple(specs))
         each = -(-longest // page)

@@ -44,7 +44,6 @@ from zdc_jax.generation.steps import (
 )
 from zdc_jax.model.together import Place
 from zdc_jax.model.transformer import Embeddings, Transformer
-from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.mesh import DATA, SEQUENCE, whole_on
 from zdc_jax.parallel.transformer import ShardedTransformer
 
@@ -119,14 +118,7 @@ class Runner:
       CacheMemoryError: the cache does not fit, or what steps need beside it.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        layout: Layout,
-        *,
-        chunk: int,
-        implementation: Implementation | None = None,
-    ):
+    def __init__(self, network: Network, layout: Layout, *, chunk: int):
         self.layout, self._network = layout, network
         self._leaves, self._tree = jax.tree.flatten(network)
         self._ends, self._ends_tree = jax.tree.flatten(network.embeddings)
@@ -142,8 +134,7 @@ class Runner:
         self._tails: list[Array]
         self.reset()
         with ThreadPoolExecutor() as threads:  # XLA compiles one without Python's lock; the next is lowered.
-            programs = self._lower_all(implementation)
-            compiled = {name: threads.submit(lowered.compile) for name, lowered in programs}
+            compiled = {name: threads.submit(lowered.compile) for name, lowered in self._lower_all()}
         self._programs = {name: future.result() for name, future in compiled.items()}
         self._check_memory()
 
@@ -257,14 +248,14 @@ class Runner:
             self._table = jax.device_put(self._pages.copy())
         return self._table
 
-    def _lower_all(self, implementation: Implementation | None) -> Iterator[tuple[str, Lowered]]:
+    def _lower_all(self) -> Iterator[tuple[str, Lowered]]:
         """All programs by name, those first that take longest to compile."""
         layout = self.layout
-        piece = lambda step, width: self._lowered(partial(step, implementation), READING, PIECE + width)
+        piece = lambda step, width: self._lowered(step, READING, PIECE + width)
         widest = self._widths[0]
         beside = dict.fromkeys([(self.grouping.several, widest), *((1, width) for width in self._widths)])
         for count, width in beside if self.together else ():
-            step = partial(_read_beside, implementation, count, layout.rows)
+            step = partial(_read_beside, count, layout.rows)
             numbers = count * PIECE + width + layout.rows * (1 + WIDTH)
             yield _beside(count, width), self._lowered(step, READING, numbers)
         if (chunk := self.whole) is not None:
@@ -274,7 +265,7 @@ class Runner:
         alone = [widest] if self.together else self._widths
         yield from ((f"read {width}", piece(_read_piece, width)) for width in alone)
         rows = layout.rows, 1 + WIDTH
-        yield "decode", self._lowered(partial(_decode, implementation), _decoding(layout), *rows)
+        yield "decode", self._lowered(_decode, _decoding(layout), *rows)
         yield from self._choosing()
         if layout.tails:
             pair = jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -397,19 +388,18 @@ def _packed(pieces: Sequence[Reading], count: int, width: int, *, nowhere: int) 
 
 
 def _read_piece(
-    implementation: Implementation | None, network: Network, state: DecodeState, packed: Array
+    network: Network, state: DecodeState, packed: Array
 ) -> tuple[KVCache, tuple[Turn, Array, None]]:
     """One piece of one row, whose own part of the cache is taken out and put back; its hidden states, too."""
     row, begin, count, last = packed[:PIECE]
     one, tokens, end = state.cache.row(row), packed[PIECE:], begin + count
     one = replace(one, lengths=begin[None]).release(begin[None] == 0)
-    hidden, one = network.extend(one, tokens[None], end[None], implementation)
+    hidden, one = network.extend(one, tokens[None], end[None])
     turn = Turn(at_end(hidden, count[None]), last[None].astype(bool), end[None])
     return state.cache.with_row(row, one), (turn, hidden[0], None)
 
 
 def _read_beside(
-    implementation: Implementation | None,
     several: int,
     rows: int,
     network: Transformer,
@@ -421,7 +411,7 @@ def _read_beside(
     tokens, others = packed[: -rows * (1 + WIDTH)], packed[-rows * (1 + WIDTH) :].reshape(rows, 1 + WIDTH)
     row, begin, count, last = heads.T
     place = Place(row, begin, begin + count)
-    given = others[:, 0].astype(bool), others[:, 1:], place, tokens, implementation
+    given = others[:, 0].astype(bool), others[:, 1:], place, tokens
     cache, decoded, hidden = advance_beside(network, state, *given)
     each = [slice(i, i + 1) for i in range(several)]
     ends = [at_end(hidden[None], jnp.cumsum(count)[one]) for one in each]
@@ -432,13 +422,13 @@ def _read_beside(
 
 
 def _read_whole(
-    implementation: Implementation | None, network: ShardedTransformer, state: DecodeState, packed: Array
+    network: ShardedTransformer, state: DecodeState, packed: Array
 ) -> tuple[KVCache, tuple[Turn, None, None]]:
     """A text of one row, from its first token to its last, divided over `sequence`; then put into pages."""
     row, _, count = packed[: PIECE - 1]
     tokens, one = packed[PIECE:], state.cache.row(row)
     capacity, pages = state.cache.capacity, cast(Array, one.table)
-    end, new = network.prefill(tokens[None], count[None], capacity=capacity, implementation=implementation)
+    end, new = network.prefill(tokens[None], count[None], capacity=capacity)
     layers = tuple(
         cast(Paged, spec).put_prompt(held, read, len(tokens), count[None], pages)
         for spec, held, read in zip(one.specs, one.layers, new.layers, strict=True)
@@ -447,11 +437,9 @@ def _read_whole(
     return state.cache.with_row(row, one), (Turn(end, jnp.ones(1, bool), count[None]), None, None)
 
 
-def _decode(
-    implementation: Implementation | None, network: Network, state: DecodeState, packed: Array
-) -> tuple[KVCache, Turn]:
+def _decode(network: Network, state: DecodeState, packed: Array) -> tuple[KVCache, Turn]:
     """One step of all rows that are active."""
-    return advance(network, state, packed[:, 0].astype(bool), packed[:, 1:], implementation)
+    return advance(network, state, packed[:, 0].astype(bool), packed[:, 1:])
 
 
 def _next(

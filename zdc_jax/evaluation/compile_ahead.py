@@ -30,11 +30,12 @@ def compile_ahead(
 
     Where memory is short, fewer are read at a time. Left to `read(network)` are layers that cannot stand
     alone, as where others choose their tokens, and those that have no room even so. read: calls what is to
-    be compiled with the shapes that it will have; what it returns is dropped. known: kinds that were
-    compiled before, passed over.
+    be compiled with the shapes that it will have; what it returns is dropped. known: kinds to pass over, as
+    an earlier call returned them.
 
     Returns:
-      the kinds that are compiled now, `known` among them.
+      the kinds to pass over from now on: `known`, those compiled here, and those left to `read(network)`,
+      which compiles them.
     """
     kinds = {spec: index for index, spec in enumerate(network.layer_caches)}
     new = {spec: index for spec, index in kinds.items() if spec not in (known or set())}

@@ -11,8 +11,9 @@ from jaxtyping import Bool, Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.errors import PromptError
+from zdc_jax.errors import MeshError, PromptError
 from zdc_jax.generation.request import capacity_for, check_chunk, encode, warn_beyond_calibration
+from zdc_jax.generation.sampling import is_whole
 from zdc_jax.generation.steps import PREFILL_CHUNK, bucket, padded
 from zdc_jax.loading import LanguageModel
 from zdc_jax.model.transformer import Transformer
@@ -44,18 +45,24 @@ def score_continuations(
     tokens at a time. Rows of like length go together.
 
     Args:
+      model: on one device, not on a mesh.
       pairs: token ids of a context and of its continuation, at least one each.
-      batch: rows that are read at once; the last ones are filled up, so that shapes repeat.
+      batch: rows that are read at once, 1 or more; the last ones are filled up, so that shapes repeat.
 
     Returns:
       pairs of an index into `pairs` and its scores.
 
     Raises:
       PromptError: an empty context or continuation, an id outside the vocabulary, or more tokens than the
-        model has positions; the last token of a continuation needs none. A `prefill_chunk` that `generate`
-        would not take.
+        model has positions; the last token of a continuation needs none. A `batch` below 1; a `prefill_chunk`
+        that `generate` would not take.
+      MeshError: a model on a mesh.
       CacheMemoryError: the KV cache does not fit.
     """
+    if not isinstance(model.network, Transformer):
+        raise MeshError("the model is on a mesh; to score continuations, load it without mesh=")
+    if not is_whole(batch) or batch < 1:
+        raise PromptError(f"{batch=} must be a whole number >= 1")
     check_chunk(model, prefill_chunk)
     for index, (context, continuation) in enumerate(pairs):
         if not len(context) or not len(continuation):
@@ -67,7 +74,7 @@ def score_continuations(
     rows = [_Row.of(index, encode(model, [*a, *b[:-1]], 0), b) for index, (a, b) in enumerate(pairs)]
     if rows:
         warn_beyond_calibration(model, max(len(row.tokens) for row in rows), stacklevel=3)
-    return _scored(model, sorted(rows, key=lambda row: -len(row.tokens)), batch, prefill_chunk)
+    return _scored(model.network, sorted(rows, key=lambda row: -len(row.tokens)), batch, prefill_chunk)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,21 +93,20 @@ class _Row:
 
 
 def _scored(
-    model: LanguageModel, rows: list[_Row], batch: int, chunk: int
+    network: Transformer, rows: list[_Row], batch: int, chunk: int
 ) -> Iterator[tuple[int, TokenScores]]:
     size = min(batch, len(rows))
     for start in range(0, len(rows), batch):
         together = rows[start : start + batch]
         filled = together + together[-1:] * (size - len(together))
-        for row, scores in zip(together, _score_batch(model, filled, chunk), strict=False):
+        for row, scores in zip(together, _score_batch(network, filled, chunk), strict=False):
             yield row.index, scores
 
 
-def _score_batch(model: LanguageModel, rows: list[_Row], chunk: int) -> list[TokenScores]:
+def _score_batch(network: Transformer, rows: list[_Row], chunk: int) -> list[TokenScores]:
     """Scores of rows of which the first is the longest."""
-    network, longest = model.network, len(rows[0].tokens)
-    assert isinstance(network, Transformer)
-    capacity = capacity_for(longest, model.config.max_positions)
+    longest = len(rows[0].tokens)
+    capacity = capacity_for(longest, network.config.max_positions)
     cache = network.new_cache(batch=len(rows), capacity=capacity)
     found: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in rows]
     for start in range(0, longest, chunk):

@@ -129,7 +129,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 def _json_document(where: str, line: str, folder: str, field: str, topic_field: str | None) -> Document:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # Also endless numbers, and nesting.
         raise TextError(f"{where}: not a JSON object on one line: {error}") from error
     if not isinstance(value, dict):
         raise TextError(f"{where}: a JSON object is needed, found {type(value).__name__}")

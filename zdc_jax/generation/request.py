@@ -49,7 +49,7 @@ class Request:
         """The arguments of `generate`; raises its `PromptError`, and warns the caller of its caller."""
         check_limit(max_new_tokens)
         check_chunk(model, prefill_chunk)
-        strings = _stop_strings(model, stop)
+        strings = stop_strings(model, stop)
         encoded = tuple(encode(model, prompt, max_new_tokens) for prompt in _as_list(prompts))
         samplings = _samplings(sampling, len(encoded))
         stop_ids = _stop_ids(model, stop_tokens)
@@ -90,7 +90,8 @@ def check_chunk(model: LanguageModel, prefill_chunk: int) -> None:
         raise PromptError(f"{prefill_chunk=} must be a multiple of the plan's blocks of {block}")
 
 
-def _stop_strings(model: LanguageModel, stop: Sequence[str] | str) -> tuple[str, ...]:
+def stop_strings(model: TextModel, stop: Sequence[str] | str) -> tuple[str, ...]:
+    """Strings that end an answer; raises `PromptError` for what are none, or cannot be found."""
     strings = (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, Iterable) or not all(isinstance(text, str) for text in strings):
         raise PromptError(f"{stop=} must be a string or a list of strings")
@@ -161,12 +162,19 @@ def _flat(prompt: Sequence[int]) -> np.ndarray:
     return ids
 
 
-def _stop_ids(model: LanguageModel, stop_tokens: Sequence[int] | int | None) -> tuple[int, ...]:
-    given: Any = model.config.eos_ids if stop_tokens is None else stop_tokens
-    ids = [given] if is_whole(given) else given
+def stop_token_ids(model: TextModel, stop_tokens: Sequence[int] | int) -> tuple[int, ...]:
+    """Token ids that end an answer; raises `PromptError` for what are none, or none of the model's."""
+    ids: Any = [stop_tokens] if is_whole(stop_tokens) else stop_tokens
     if not isinstance(ids, Iterable) or not all(is_whole(token) for token in ids):
         raise PromptError(f"{stop_tokens=} must be a token id or a list of token ids")
-    stop_ids = tuple(int(token) for token in ids)
+    vocab = model.config.vocab_size
+    if (bad := next((token for token in ids if not 0 <= token < vocab), None)) is not None:
+        raise PromptError(f"{stop_tokens=}: token id {bad} lies outside the vocabulary 0…{vocab - 1}")
+    return tuple(int(token) for token in ids)
+
+
+def _stop_ids(model: LanguageModel, stop_tokens: Sequence[int] | int | None) -> tuple[int, ...]:
+    stop_ids = model.config.eos_ids if stop_tokens is None else stop_token_ids(model, stop_tokens)
     if len(stop_ids) > MAX_STOP_TOKENS:
         raise PromptError(f"{len(stop_ids)} stop tokens given, at most {MAX_STOP_TOKENS} are allowed")
     return stop_ids

@@ -16,6 +16,9 @@ from zdc_jax.axes import Array
 from zdc_jax.errors import PromptError
 
 SEEDS = 2**32
+_LARGEST = np.float64(np.finfo(np.float32).max)
+"""Beyond it is infinity, by which a logit of -inf would be NaN. A float of Python would become one of 16 bits
+where it is compared with such."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,8 @@ class Sampling:
     """Greedy at `temperature=0`; else softmax at that temperature, cut to `top_k` tokens and `top_p` mass.
 
     Raises:
-      PromptError: a temperature that is no finite number >= 0, top_k no whole number >= 1, top_p no number in
-        (0, 1], or a seed that is no whole number from 0 to 2**32 - 1.
+      PromptError: a temperature that is no finite number >= 0 of float32, top_k no whole number >= 1, top_p
+        no number in (0, 1], or a seed that is no whole number from 0 to 2**32 - 1.
     """
 
     temperature: float = 0.0
@@ -33,8 +36,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
-            raise PromptError(f"temperature={self.temperature!r} must be a finite number >= 0 (0 is greedy)")
+        if not _is_number(self.temperature) or not 0 <= self.temperature <= _LARGEST:
+            raise PromptError(
+                f"temperature={self.temperature!r} must be a finite number >= 0 of float32 (0 is greedy)"
+            )
         if self.top_k is not None and not (is_whole(self.top_k) and self.top_k >= 1):
             raise PromptError(f"top_k={self.top_k!r} must be a whole number >= 1, or None")
         if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):

@@ -22,8 +22,9 @@ from zdc_jax.cache.near_far import NearFar
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
+from zdc_jax.fields import MOST
 from zdc_jax.methods import MethodSettings, Turns, check_one_of, check_range, far_layers
-from zdc_jax.plan import MOST_TOKENS, CompressionPlan
+from zdc_jax.plan import CompressionPlan
 
 BITS = (2, 3, 4, 5, 6, 8)
 WHOLE = 16
@@ -62,7 +63,7 @@ class Settings(MethodSettings):
         for name in ("bits_k", "bits_v", "bits_index"):
             check_one_of(name, getattr(self, name), BITS)
         for name, least in (("read", 0), ("index", 0), ("page", 1)):
-            check_range(name, getattr(self, name), least, MOST_TOKENS)
+            check_range(name, getattr(self, name), least, MOST)
         check_one_of("bits_near", self.bits_near, BITS_NEAR)
         check_one_of("memory", self.memory, get_args(Memory))
         if self.index % INDEX_STEP:

@@ -13,7 +13,6 @@ from jaxtyping import Float, Int
 from zdc_jax.axes import Array
 from zdc_jax.cache.evicting import Scoring
 from zdc_jax.cache.spec import LayerCacheSpec
-from zdc_jax.errors import PlanError
 from zdc_jax.methods import EvictingSettings, evicting_layers
 from zdc_jax.plan import CompressionPlan
 
@@ -23,11 +22,6 @@ class Settings(EvictingSettings):
     """mean: sums are divided by the number of queries that could see the token; they favour old ones."""
 
     mean: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if type(self.mean) is not bool:
-            raise PlanError(f"mean={self.mean!r:.80} must be true or false")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.evicting import EMPTY, Scoring
+from zdc_jax.cache.evicting import Scoring
 from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
 from zdc_jax.methods import EvictingSettings, evicting_layers
+from zdc_jax.ops.slots import EMPTY
 from zdc_jax.plan import CompressionPlan
 
 POOLINGS = "max", "average"
@@ -37,10 +38,10 @@ class Settings(EvictingSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.observed) is not int or self.observed < 1:
-            raise PlanError(f"observed={self.observed!r:.80} must be at least 1 query")
-        if type(self.pool) is not int or self.pool < 1 or self.pool % 2 == 0:
-            raise PlanError(f"pool={self.pool!r:.80} must be an odd number of tokens")
+        if self.observed < 1:
+            raise PlanError(f"observed={self.observed} must be at least 1 query")
+        if self.pool < 1 or self.pool % 2 == 0:
+            raise PlanError(f"pool={self.pool} must be an odd number of tokens")
         if self.pooling not in POOLINGS:
             raise PlanError(f"pooling={self.pooling!r:.80} must be one of {POOLINGS}")
 

@@ -218,6 +218,17 @@ def choose_implementation(
     implementation: Implementation | None,
     refusals: dict[Implementation, Callable[[], str | None]],
 ) -> Implementation:
+    """What runs a call: the implementation that is asked for; else the first that can, XLA after all others.
+
+    Args:
+      kind: of call, for the log, which tells a choice once and why others were passed over.
+      implementation: None to choose.
+      refusals: of the other implementations, the best first: why one cannot do this call, None if it can.
+
+    Raises:
+      ValueError: unknown implementation.
+      NotImplementedError: the one that is asked for cannot do this call, with the reason.
+    """
     if implementation not in (None, "xla", *refusals):
         raise ValueError(f"implementation={implementation!r}: must be None, 'pallas', 'cudnn' or 'xla'")
     if implementation in refusals and (reason := refusals[implementation]()) is not None:

@@ -19,8 +19,8 @@ def einsum_f32(spec: str, *operands: Array) -> Array:
 def weighted(spec: str, x: Array, weight: Array) -> Array:
     """`jnp.einsum(spec, x, weight)` of tokens x [B, T, ...]; in 16 bits a single one goes as two equal rows.
 
-    XLA computes one row's product as a sum. On GPUs, where the weight has less than 10^7 numbers, it writes the
-    terms to memory and reads them again, three times the traffic of a matrix product; on CPUs it widens
+    XLA computes one row's product as a sum. On GPUs, where the weight has less than 10^7 numbers, it writes
+    the terms to memory and reads them again, three times the traffic of a matrix product; on CPUs it widens
     the weight. Two rows are a matrix product. Ours.
     """
     if x.shape[:2] != (1, 1) or x.dtype.itemsize != 2:

@@ -41,6 +41,7 @@ from kernels_pallas.coded_inputs import rows_of
 from zdc_jax.axes import Array
 from zdc_jax.ops.attention import Implementation, choose_implementation
 from zdc_jax.ops.rotary import UnturnedKeys
+from zdc_jax.ops.slots import EMPTY, ring_positions
 from zdc_jax.ops.xla import xla_attention
 
 SLOTS = 128
@@ -268,16 +269,12 @@ def coded_ring_decode(
 ) -> Parts:
     """Attention of one query a row to near tokens in integers on the kernel, the query's own among them.
 
-    planes: of keys and of values, as a ring stands: position p of the window in slot p mod window, sink p in
-    slot window + p.
+    planes: of keys and of values, as a ring stands (`zdc_jax.ops.slots`).
     """
     keys, values = planes
     B, K, M = values.reach.shape
-    slot, row = jnp.arange(M), jnp.zeros(B, jnp.int32)
-    recent = positions - (positions - slot) % max(window, 1)
-    sink = slot - window
-    held = jnp.where(slot < window, recent >= sinks, (sink < sinks) & (sink <= positions))
-    slots = jnp.broadcast_to(jnp.where(held, slot, M)[:, None], (B, K, M))
+    held, row = ring_positions(M, positions, sinks=sinks, window=window), jnp.zeros(B, jnp.int32)
+    slots = jnp.broadcast_to(jnp.where(held == EMPTY, M, jnp.arange(M))[:, None], (B, K, M))
     return coded_parts(q[:, 0], [keys], values, row, row + M, scale=scale, slots=slots)
 
 

@@ -13,7 +13,8 @@ from zdc_jax.axes import Array
 from zdc_jax.ops.contract import einsum_f32
 
 _LOGITS_BYTES = {"cpu": 4 * 2**20, "gpu": 256 * 2**20}
-"""Float32 logits that one block of queries may take; on a CPU they stay in its cache (7 times faster)."""
+"""Float32 logits that one block of queries may take; on a CPU they stay in its cache (7 times faster). Other
+devices are taken for GPUs."""
 
 
 class NearKeys(NamedTuple):
@@ -153,7 +154,7 @@ def by_query_blocks(found: Callable[..., Any], block: int, *of_queries: Shaped[A
 
 def query_block(keys: int, queries: int) -> int:
     """Queries at a time, a power of two unless all, whose logits over `keys` in all heads take little."""
-    most = _LOGITS_BYTES[jax.default_backend()] // (4 * keys)
+    most = _LOGITS_BYTES.get(jax.default_backend(), _LOGITS_BYTES["gpu"]) // (4 * keys)
     return min(queries, 1 << max(4, most.bit_length() - 1))
 
 

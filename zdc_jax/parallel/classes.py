@@ -18,7 +18,6 @@ from jaxtyping import Float, Int
 from kernels_pallas import Segment, merge_partial
 from zdc_jax.axes import Array
 from zdc_jax.cache.classes import (
-    EMPTY,
     Arrangement,
     ClassArrays,
     ClassBlocks,
@@ -34,6 +33,7 @@ from zdc_jax.cache.spec import State
 from zdc_jax.model.block import Block
 from zdc_jax.ops.attention import Implementation, segment_attention
 from zdc_jax.ops.importance import token_importance
+from zdc_jax.ops.slots import EMPTY
 from zdc_jax.parallel.attention import attend_near
 from zdc_jax.parallel.exchange import gather_heads, gather_heads_and_lse, scatter_heads
 from zdc_jax.parallel.far import FarKeys

@@ -26,7 +26,7 @@ from zdc_jax.parallel.exchange import gather_head_groups, head_groups, kv_copies
 from zdc_jax.parallel.far import FarKeys, Near
 from zdc_jax.parallel.mesh import SEQUENCE
 from zdc_jax.parallel.payload import AS_IS, Formats, Payload
-from zdc_jax.parallel.prompt_cache import scattered_ring
+from zdc_jax.parallel.prompt_cache import scattered_ring, stored
 from zdc_jax.plan import CompressionPlan
 
 CodedSpec = CodedFar | CodedRing
@@ -147,13 +147,7 @@ def _coded(spec: CodedFar, k: Float[Array, "B t K Hq"], v: Float[Array, "B t K H
 def _by_slot(x: Shaped[Array, "B T k C"], like: jax.ShapeDtypeStruct) -> Shaped[Array, "B k S *rest"]:
     """Codes of all tokens in the slots of a store's leaf."""
     x = x.swapaxes(1, 2).reshape(*like.shape[:2], x.shape[1], *like.shape[3:])
-    return _resized(x, like.shape[2])
-
-
-def _resized(x: Shaped[Array, "B k T *rest"], slots: int) -> Shaped[Array, "B k S *rest"]:
-    """With so many slots: zeros behind, or without the last, which are padding."""
-    x = x[:, :, :slots]
-    return jnp.pad(x, [(0, slots - size if axis == 2 else 0) for axis, size in enumerate(x.shape)])
+    return stored(x, like.shape[2])
 
 
 def coded_state(
@@ -177,7 +171,7 @@ def coded_state(
     B, heads = k.shape[0], jax.tree.leaves(far)[0].shape[1]
     own = spec.on_heads(heads)
     like = jax.eval_shape(lambda: own.create_far(B, capacity))
-    far = jax.tree.map(lambda x, leaf: _resized(x, leaf.shape[2]), far, like)
+    far = jax.tree.map(lambda x, leaf: stored(x, leaf.shape[2]), far, like)
     if not spec.has_near:
         return NearFarState(own.near.create(B, capacity), far)
     return NearFarState(_near_state(spec.near, k, v, positions, end, capacity), far)

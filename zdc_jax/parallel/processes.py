@@ -2,7 +2,7 @@
 
 import socket
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 
 import jax
 from jax._src.clusters import ClusterEnv
@@ -86,8 +86,11 @@ def _call_roll(port: int, num_processes: int, timeout: float, deadline: float) -
     try:
         with closing(_server(port)) as server:
             while len(present) < num_processes - 1 and (left := deadline - time.monotonic()) > 0:
-                if (caller := _next_caller(server, left)) is not None:
-                    present[caller[0]] = caller[1]
+                if (caller := _next_caller(server, left, num_processes)) is not None:
+                    number, connection = caller
+                    if number in present:  # Who calls again has lost the connection, or died and come back.
+                        present.pop(number).close()
+                    present[number] = connection
         missing = [str(index) for index in range(1, num_processes) if index not in present]
         error = f"process {', '.join(missing)} of {num_processes} did not come within {timeout:g} s"
         for connection in present.values():
@@ -105,17 +108,18 @@ def _server(port: int) -> socket.socket:
     return socket.create_server(("", port))
 
 
-def _next_caller(server: socket.socket, left: float) -> tuple[int, socket.socket] | None:
-    """Number and connection of a process; None for strangers, and when the time is over."""
+def _next_caller(server: socket.socket, left: float, num_processes: int) -> tuple[int, socket.socket] | None:
+    """Number and connection of another process; None for strangers, and when the time is over."""
     server.settimeout(left)
     try:
         connection, _ = server.accept()
-        connection.settimeout(min(left, 5.0))
-        line = connection.recv(_LONGEST_LINE)
     except OSError:
         return None
-    if line.isdigit():
-        return int(line), connection
+    with suppress(OSError):
+        connection.settimeout(min(left, 5.0))
+        line = connection.recv(_LONGEST_LINE)
+        if line.isdigit() and 0 < int(line) < num_processes:
+            return int(line), connection
     connection.close()
     return None
 

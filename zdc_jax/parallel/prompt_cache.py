@@ -7,10 +7,11 @@ them to few bits, the first coordinates of these tokens: what is decoded next at
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState, ring_of_piece, ring_slots
+from zdc_jax.ops.slots import EMPTY, ring_positions
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.far import Exchanged, near_set
 from zdc_jax.parallel.mesh import SEQUENCE
@@ -75,18 +76,16 @@ def _with_near(
     end: Int[Array, " B"],
 ) -> Float[Array, "B k S R"]:
     """First coordinates of all tokens of rows of `end` tokens, with those that a ring has of near ones."""
-    (sinks, window), slots, last = near, jnp.arange(ring.shape[2]), end[:, None] - 1
-    recent = last - (last - slots) % max(window, 1)
-    held = jnp.where(slots < window, recent, slots - window)
-    is_there = jnp.where(slots < window, held >= sinks, held < sinks) & (held >= 0) & (held <= last)
-    at = jnp.where(is_there, held, first.shape[2])
+    sinks, window = near
+    held = ring_positions(ring.shape[2], end[:, None] - 1, sinks=sinks, window=window)
+    at = jnp.where(held == EMPTY, first.shape[2], held)
     return first.at[jnp.arange(len(first))[:, None], :, at].set(ring.swapaxes(1, 2), mode="drop")
 
 
-def stored(x: Float[Array, "B K T R"], slots: int) -> Float[Array, "B K S R"]:
-    """Tokens in a cache of S = `slots`; those beyond, which are padding, are dropped."""
+def stored(x: Shaped[Array, "B K T *rest"], slots: int) -> Shaped[Array, "B K {slots} *rest"]:
+    """Tokens in a cache of so many slots: zeros behind them, or without the last, which are padding."""
     x = x[:, :, :slots]
-    return jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)))
+    return jnp.pad(x, [(0, slots - size if axis == 2 else 0) for axis, size in enumerate(x.shape)])
 
 
 def with_new_empties[Tree](cache: Tree) -> Tree:

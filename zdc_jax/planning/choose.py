@@ -64,7 +64,7 @@ def choose_plan(
         from one model, so a `coded` plan is always checked.
       basis: basis whose coordinates are chosen; default the one stored by `zdc calibrate`, for which
         predictions are made.
-      dtype, mesh, weights, payload: of `load`; how the plans of `check_text` are measured.
+      dtype, mesh, weights, payload: of `load`; how the plans of `check_text` are measured, and only with it.
 
     Returns:
       None where no plan measured on `check_text` holds the limit, with a warning: load the unmodified model
@@ -72,7 +72,7 @@ def choose_plan(
 
     Raises:
       PlanError: no limit, an impossible one or both; `check_text` without `max_degradation`; another method;
-        `coded` without `check_text`, or on a mesh.
+        `coded` without `check_text`, or on a mesh; `dtype` or `mesh` without `check_text`.
       CheckpointError: unreadable folder, unknown dtype.
       CalibrationError: no basis or profile in the folder, or that of another model; `check_text` without a
         tokenizer; `float8` with a basis too old to give scales.
@@ -90,6 +90,9 @@ def choose_plan(
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
     _check_method(method, checked=check_text is not None, on_mesh=mesh is not None)
     check_options(dtype, mesh, weights, payload)
+    for name, value in (("dtype", dtype), ("mesh", mesh)):  # Without a mesh, the others were refused.
+        if check_text is None and value is not None:
+            raise PlanError(f"{name}={value!r} says how plans are measured; give check_text= with it")
     checkpoint = Checkpoint.open(path)
     basis = basis or stored_basis(checkpoint)
     basis.check_model(checkpoint.fingerprint, checkpoint.config)

@@ -118,12 +118,15 @@ H200 = KernelCosts(
 rests on one row, `near_pair` on two."""
 
 
-def request_seconds(plan: CompressionPlan, num_heads: int, tokens: int, costs: KernelCosts = H200) -> float:
+def request_seconds(plan: CompressionPlan, num_heads: int, tokens: int) -> float:
     """Attention of all layers for `BATCH` prompts of `tokens` tokens and the tokens generated for them.
 
     Generated tokens are an eighth of the prompt's; each is priced on the prompt's cache.
     """
-    call = AttentionCall(num_heads, plan.num_kv_heads, plan.head_dim, tokens, BATCH, plan.window, plan.sinks)
-    layers = [layer_parts(plan, layer) for layer in range(len(plan.layers))]
-    steps = GENERATED * tokens
-    return sum(costs.prefill(call, parts) + steps * costs.decode(call, parts) for parts in layers)
+    seconds = 0.0
+    for layer in range(len(plan.layers)):
+        sinks, window = plan.near(layer)
+        call = AttentionCall(num_heads, plan.num_kv_heads, plan.head_dim, tokens, BATCH, window, sinks)
+        parts = layer_parts(plan, layer)
+        seconds += H200.prefill(call, parts) + GENERATED * tokens * H200.decode(call, parts)
+    return seconds

@@ -21,9 +21,8 @@ from starlette.applications import Starlette
 from zdc_jax.engine.request import EngineRequest, EngineStats, Event, Serving
 from zdc_jax.replicas.front import Front, Lost, stream
 from zdc_jax.replicas.settings import ReplicaSettings
-from zdc_jax.server.app import make_app
+from zdc_jax.server.app import KEY, make_app
 
-KEY = "ZDC_API_KEY"
 CPUS = 0.1
 """Of a replica, as Ray counts them: what limits replicas are GPUs."""
 STATS_SECONDS = 5.0

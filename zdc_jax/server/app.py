@@ -39,6 +39,8 @@ from zdc_jax.server.protocol import (
 )
 from zdc_jax.server.replies import Reply, reply_to
 
+KEY = "ZDC_API_KEY"
+"""Environment variable of the key that clients have to show; where it is empty, they need none."""
 MOST_BODY_BYTES = 2**24
 
 
@@ -52,7 +54,12 @@ def make_app(
       name: of the model, as clients ask for it.
       api_key: that clients have to show, but for health and metrics; None for none.
       most_body_bytes: of a request; more are refused.
+
+    Raises:
+      ValueError: an empty key, which everybody could show.
     """
+    if api_key == "":
+        raise ValueError("api_key='' must be a key, or None for none")
     api = Api(engine, name, Metrics(engine, name))
     routes = [
         Route("/v1/completions", api.completions, methods=["POST"]),

@@ -9,7 +9,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from zdc_jax.engine.request import Serving
-from zdc_jax.server.app import MOST_BODY_BYTES, make_app
+from zdc_jax.server.app import make_app
 
 FLUSH_SECONDS = 5
 """What clients have to read the rest of their answers, once the engine has given it."""
@@ -20,7 +20,6 @@ def serve(
     *,
     name: str,
     api_key: str | None = None,
-    most_body_bytes: int = MOST_BODY_BYTES,
     host: str = "127.0.0.1",
     port: int = 8000,
     drain_seconds: float = 30,
@@ -31,15 +30,16 @@ def serve(
     the main thread.
 
     Args:
-      name, api_key, most_body_bytes: as `make_app` takes them.
+      name, api_key: as `make_app` takes them.
       host: address to listen at; default one that only this machine reaches.
       port: 0 for any that is free.
       drain_seconds: for requests under way after the signal; then they are cancelled.
 
     Raises:
+      ValueError: an empty key.
       SystemExit: the address cannot be listened at; the log says why.
     """
-    app = make_app(engine, name=name, api_key=api_key, most_body_bytes=most_body_bytes)
+    app = make_app(engine, name=name, api_key=api_key)
     # uvicorn raises its signals again when it has ended. For the caller both are to be a usual end.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
