@@ -30,7 +30,8 @@ from kernels_pallas.coded_inputs import BLOCK, CodedConfig, Plane, check_coded, 
 from kernels_pallas.common import LOG2_E, NEVER, filled, tile_width, tiled
 from kernels_pallas.parts import Parts, merged
 from kernels_pallas.rows import PER_ROW, block_rows, gathered_bytes, gathered_rows
-from kernels_pallas.unpack import columns, reaches, unpacked
+from kernels_pallas.short_scales import from_e5m3
+from kernels_pallas.unpack import columns, unpacked
 
 LARGEST_SUM = 2.0**60
 """Of probabilities relative to the first block's; above it the running maximum is needed."""
@@ -504,7 +505,7 @@ def _product(a: Any, b: Any, shape: tuple[int, int], meanwhile: Callable[[], Non
 
 def _steps(reach: Array, bits: int, shape: tuple[int, int]) -> Array:
     """reach/2^bits of each key, along the rows of `shape`; reach is in `short_scales`' 8 bits."""
-    return lax.broadcast_in_dim(reaches(reach) * 2.0**-bits, shape, [0])
+    return lax.broadcast_in_dim(from_e5m3(reach) * 2.0**-bits, shape, [0])
 
 
 def _down(x: Array, shape: tuple[int, ...]) -> Array:

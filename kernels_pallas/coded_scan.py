@@ -30,7 +30,7 @@ from jaxtyping import Float, Int
 from kernels_pallas import common
 from kernels_pallas.coded_inputs import MOST_HEADS, Plane, check_plane, plane_fits, rows_of
 from kernels_pallas.common import LOG2_E, NEVER, Shaped, filled
-from kernels_pallas.unpack import reaches
+from kernels_pallas.short_scales import from_e5m3
 
 THREADS = 128
 """Of a CTA."""
@@ -513,7 +513,7 @@ def _products(words: Array, codes: Array, heads: _Heads, g: _Geometry) -> Array:
         dots = 2 * _dots(fields, heads.queries, _nothing(g)) + _repeated(heads.starts, g)
     else:
         dots = _dots(fields, heads.queries, heads.starts)
-    return dots.astype(jnp.float32) * _over_heads(reaches(codes), dots.shape)
+    return dots.astype(jnp.float32) * _over_heads(from_e5m3(codes), dots.shape)
 
 
 def _fields(words: Array, bits: int) -> list[Array]:

@@ -23,8 +23,8 @@ from kernels_pallas import common
 from kernels_pallas.coded_inputs import Plane, check_plane, rows_of
 from kernels_pallas.common import Shaped
 from kernels_pallas.prefill_inputs import LARGEST_BLOCK
+from kernels_pallas.short_scales import from_e5m3
 from kernels_pallas.triton import byte_places, check_back_end, check_offsets, in_pages, pieces, plt
-from kernels_pallas.unpack import reaches
 
 TOKENS = 64
 """Of a program, at most; it divides `LARGEST_BLOCK`."""
@@ -135,7 +135,7 @@ def _kernel(ends_ref: Any, *refs: Any, bits: tuple[tuple[int, ...], ...], rows: 
             for plane_bits in each:
                 levels_ref, reach_ref = next(planes), next(planes)
                 C = levels_ref.shape[-1] * 8 // plane_bits
-                reach = reaches(plt.load(reach_ref.at[lead, kv, slots], mask=kept[:, 0], other=0))
+                reach = from_e5m3(plt.load(reach_ref.at[lead, kv, slots], mask=kept[:, 0], other=0))
                 step = (reach / 2**plane_bits)[:, None]
                 for i, width in pieces(C):
                     level: Any = 0

@@ -22,8 +22,8 @@ from jaxtyping import Float, Int
 from kernels_pallas import common
 from kernels_pallas.coded_inputs import Plane, check_plane, rows_of
 from kernels_pallas.common import Shaped
+from kernels_pallas.short_scales import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, from_e5m3
 from kernels_pallas.triton import byte_places, check_back_end, check_offsets, in_pages, pieces, plt
-from kernels_pallas.unpack import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, reaches
 
 SMALLEST = 2.0**-40
 """What a reach of 0 is taken for where it divides: far below the next, and its square is a number."""
@@ -189,7 +189,7 @@ def coded(x: Sequence[Array], bits: int) -> tuple[list[Array], Array]:
     half, C = 2 ** (bits - 1), sum(piece.shape[1] for piece in x)
 
     def tried(code: Array) -> tuple[Array, Array, Array]:
-        step = jnp.maximum(reaches(code), SMALLEST) / half
+        step = jnp.maximum(from_e5m3(code), SMALLEST) / half
         # Levels are half-way between integers.
         wrong = [jnp.abs(_beyond(size * (1 / step), half)[1]) - 0.5 for size in sizes]
         return sum((each * each).sum(1, keepdims=True) for each in wrong) * (step * step), code, step

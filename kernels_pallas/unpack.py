@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -21,10 +20,6 @@ from jaxlib.mlir.dialects import arith, llvm
 BITS = (2, 3, 4, 5, 6, 8)
 QUAD = 4
 """Threads that share a row in the layout of wgmma; each has two columns of every eight."""
-NAN_CODE = 255
-"""Of a reach: the token holds what is no number."""
-E5M3_BIAS, E5M3_SHIFT = (127 - 16) << 3, 20
-"""From the 8 bits of a reach to those of float32: exponent and three bits of 2^-16, bits that are dropped."""
 _OF_128 = 0x43004300
 """Two bfloat16 128."""
 _AND_OR = 0xEA
@@ -72,13 +67,6 @@ def columns(C: int, bits: int) -> np.ndarray:
     tile, thread, half = np.unravel_index(np.arange(C), (C // 8, QUAD, 2))
     within, pair = np.divmod(tile, unit // 2)
     return thread * (C // QUAD) + within * unit + half * (unit // 2) + pair
-
-
-def reaches(codes: Array) -> Array:
-    """float32 of a plane's reaches, uint8 in e5m3 (`zdc_jax.cache.short_scales`)."""
-    codes = codes.astype(jnp.int32)
-    size = jax.lax.bitcast_convert_type((codes + E5M3_BIAS) << E5M3_SHIFT, jnp.float32)
-    return jnp.where(codes == 0, 0.0, jnp.where(codes == NAN_CODE, jnp.nan, size))
 
 
 def _unit(count: int, bits: int) -> int:

@@ -18,11 +18,11 @@ from pages import Pool
 
 from kernels_pallas import CodedConfig, Plane, coded_attention, coded_decode, coded_refusal, unpack
 from kernels_pallas.coded_decode import LARGEST_SUM
+from kernels_pallas.short_scales import NAN_CODE
 from kernels_pallas.unpack import BITS, columns
 from zdc_jax.cache.codes import pack
 from zdc_jax.cache.codes import unpack as levels_of
 from zdc_jax.cache.fitted_integers import FittedIntegers
-from zdc_jax.cache.short_scales import NAN
 
 SHAPES = [
     # Coordinates and bits of the planes of keys, of values; query and KV heads.
@@ -344,7 +344,7 @@ def test_a_later_key_far_more_likely_than_the_first_block(interpreted):
 def test_what_is_no_number_counts_where_it_is_seen(interpreted):
     it = Case(*SHAPES[0], S=192)
     config = CodedConfig(stages=2, splits=2)
-    broken = lambda plane, slot: plane._replace(reach=plane.reach.at[1, 2, slot].set(NAN))
+    broken = lambda plane, slot: plane._replace(reach=plane.reach.at[1, 2, slot].set(NAN_CODE))
     keys, values = it.keys[0], it.values
     it.keys, it.values = [broken(keys, 69)], broken(values, 150)
     o, lse = it.run(config=config)

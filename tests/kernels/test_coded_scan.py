@@ -18,8 +18,8 @@ from pages import Pool
 from kernels_pallas import Plane, ScanConfig, coded_scan, index_scores, scan_refusal
 from kernels_pallas.coded_scan import BLOCKS, LARGEST, _rounded, default_scan_config
 from kernels_pallas.common import LOG2_E
+from kernels_pallas.short_scales import NAN_CODE
 from zdc_jax.cache.fitted_integers import FittedIntegers
-from zdc_jax.cache.short_scales import NAN
 
 HEADS = [(3, 3), (8, 2), (14, 2), (16, 1)]
 KINDS = [(32, 4), (64, 4), (96, 4), (64, 2), (64, 8), (128, 8)]
@@ -258,7 +258,7 @@ def test_tokens_beyond_what_a_float_holds_beside_the_likeliest(interpreted):
 def test_what_is_no_number_counts_where_it_is_seen(interpreted, heads):
     it, config = Case((32, 4), heads, S=256), ScanConfig(128, splits=2)
     sound = it.index
-    broken = lambda *slots: sound._replace(reach=sound.reach.at[1, 1, jnp.array(slots)].set(NAN))
+    broken = lambda *slots: sound._replace(reach=sound.reach.at[1, 1, jnp.array(slots)].set(NAN_CODE))
     begin, end = it.begin[1], it.end[1]
     it.index = broken(begin - 1, end)
     assert not any(np.isnan(found).any() for found in it.run(config=config))

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from kernels_pallas import Plane
 from kernels_pallas.encode import SMALLEST, reaches_tried
+from kernels_pallas.short_scales import NAN_CODE, from_e5m3
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes import Code, Coded, Split, pack, packing_refusal, unpack
 from zdc_jax.cache.pages import in_pages, pools_of
-from zdc_jax.cache.short_scales import NAN, from_e5m3
 from zdc_jax.ops.stored import encoded
 
 
@@ -52,7 +52,7 @@ class FittedIntegers(Code):
         _, code, level = functools.reduce(_better, map(tried, reaches_tried(bits, self.bits, x.shape[-1])))
         level = jnp.nan_to_num(level).astype(jnp.int32)
         level = half + jnp.where(x < 0, -1 - level, level)
-        code = jnp.where(jnp.isfinite(largest), code, NAN)
+        code = jnp.where(jnp.isfinite(largest), code, NAN_CODE)
         return pack(level.astype(jnp.uint8), self.bits), code.astype(jnp.uint8)
 
     def decode(self, coded: Coded, C: int) -> Array:
