@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from zdc_jax.files import whole_file
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -44,10 +46,12 @@ def commit() -> str:
 
 
 def write_result(name: str, config: dict[str, Any], results: Any, folder: Path = RESULTS) -> Path:
-    """Writes one run as `folder/name.json`."""
+    """Writes one run as `folder/name.json`, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(as_text({"benchmark": name, **environment(), "config": config, "results": results}))
+    text = as_text({"benchmark": name, **environment(), "config": config, "results": results})
+    with whole_file(path) as file:
+        file.write_text(text)
     return path
 
 

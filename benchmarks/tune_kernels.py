@@ -35,6 +35,7 @@ from kernels_pallas import (
 from kernels_pallas import decode as decode_kernel
 from kernels_pallas.coded_inputs import default_config as coded_rule
 from kernels_pallas.tuning import FOLDER, file_of
+from zdc_jax.files import whole_file
 
 N, S = 32, 8192
 PROMPT = 16384
@@ -178,7 +179,8 @@ def main(options: Options) -> None:
     table = json.loads(path.read_text()) if options.only and path.exists() else environment()
     table |= {kernel: list(KERNELS[kernel]()) for kernel in options.only or KERNELS}
     options.folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(table, indent=1) + "\n")
+    with whole_file(path) as file:
+        file.write_text(json.dumps(table, indent=1) + "\n")
     print(path)
 
 

@@ -20,7 +20,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.common import LOG2_E, NEVER, SMS, Shaped
+from kernels_pallas.common import LOG2_E, NEVER, SMS, Shaped, check_scale
 from kernels_pallas.triton import check_back_end, plt
 
 ROWS = 128
@@ -81,8 +81,7 @@ def check_block_mass(q: Shaped, at: Shaped, k: Shaped, *, scale: float, keys: in
         raise ValueError(f"R={R}: must be one of {WIDTHS}")
     if m != pl.next_power_of_2(m) or m > ROWS:
         raise ValueError(f"m={m} queries of a block: must be a power of two, at most {ROWS}")
-    if not scale > 0:
-        raise ValueError(f"scale={scale}: must be above 0")
+    check_scale(scale)
     if keys not in KEYS:
         raise ValueError(f"keys={keys}: must be one of {KEYS}")
     sizes = {"q": 2 * math.prod(q.shape), "k": 2 * math.prod(k.shape)}

@@ -96,6 +96,12 @@ def check_shape(name: str, x: Shaped, expected: tuple[int | None, ...], axes: st
         raise ValueError(f"{name} has shape {x.shape}: must be [{axes}] = ({wanted})")
 
 
+def check_scale(scale: float) -> None:
+    """Raises `ValueError` unless scores keep their order: masked ones are -inf before they are scaled."""
+    if not scale > 0:
+        raise ValueError(f"scale={scale}: must be above 0")
+
+
 def check_table(block_table: Shaped, rows: int, pool: Shaped, multiple: int) -> None:
     """Raises `ValueError` unless it is a table of so many rows, for a pool [P, K, a multiple of slots, …]."""
     check_shape("block_table", block_table, (rows, None), "B, pages")

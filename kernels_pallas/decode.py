@@ -20,7 +20,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas import common
-from kernels_pallas.common import LOG2_E, NEVER, filled, scaled, tile_width, tiled
+from kernels_pallas.common import LOG2_E, NEVER, check_scale, filled, scaled, tile_width, tiled
 from kernels_pallas.decode_inputs import ROWS, DecodeConfig, Ring, check_decode
 from kernels_pallas.parts import Parts, merged
 from kernels_pallas.tuning import measured
@@ -72,7 +72,7 @@ def decode_attention(
         16-bit slots past a row's length must be finite and are ignored. With `ring` R = Z = 0 means that
         there are no far keys: nothing but the ring is read.
       lengths: tokens each row holds; a row of length 0 gives zeros and -inf.
-      scale: factor on the scores, 1/√H of the original head dim.
+      scale: factor on the scores, above 0; 1/√H of the original head dim.
       ring: with it, near keys, {j < sinks} ∪ {t - window < j ≤ t}, count with all coordinates.
       sinks, window: near set, in tokens, only with `ring`; window a multiple of 64, sinks at most 64.
       block_table: page of each `page size` positions; the page size is a multiple of 64.
@@ -119,6 +119,7 @@ def decode_parts(
     config: DecodeConfig | None = None,
 ) -> Parts:
     """`decode_attention` before its parts are merged; raises as it does."""
+    check_scale(scale)
     check_decode(
         q,
         k,

@@ -23,7 +23,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from kernels_pallas import common, prefill_turns
-from kernels_pallas.common import LOG2_E, filled, scaled, tile_width, tiled
+from kernels_pallas.common import LOG2_E, check_scale, filled, scaled, tile_width, tiled
 from kernels_pallas.prefill_inputs import (
     ROWS,
     BlockLists,
@@ -93,7 +93,7 @@ def prefill_attention(
         query's position must be finite and are ignored. N is a multiple of K: grouped heads read the same
         keys, nothing is repeated. With `block_table`: [pages, K, page size, ·], and S is that of a row's
         pages. With `trailing` R = Z = 0 means that there are no far keys: only blocks of near ones are read.
-      scale: factor on the scores, 1/√H of the original head dim.
+      scale: factor on the scores, above 0; 1/√H of the original head dim.
       starts: position of the first query of each row; zeros if None.
       lengths: tokens each row holds in all; queries at or past it get zeros (log-sum-exp -inf).
       trailing: with it, near keys, {j < sinks} ∪ {t - window < j ≤ t}, count with all coordinates.
@@ -119,6 +119,7 @@ def prefill_attention(
       ValueError: a rank, dtype, shape or option not allowed, named with its value, before launch.
       NotImplementedError: on a GPU not of compute capability 9.0.
     """
+    check_scale(scale)
     check_prefill(
         q,
         k,

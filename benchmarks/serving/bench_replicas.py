@@ -177,6 +177,7 @@ async def first_tokens(
             begun, first = time.perf_counter(), 0.0
             async for _ in ask(body):
                 first = first or time.perf_counter() - begun
+            assert first, "no token came"
             if index:  # The first one finds connections to be made.
                 seconds.append(first)
 

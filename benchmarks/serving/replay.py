@@ -200,6 +200,7 @@ def measure(engine: Engine, options: Options) -> Path:
         "cache_tokens": engine.cache_tokens,
         "left_out": len(inside) - len(slice_),
     }
+    _earlier(options.results / f"{options.name}.json", _settings(options, engine))  # Refuses before any work.
     rows: list[dict[str, Any]] = []
     for speed in options.speeds:
         rows.append(row(*replay(engine, slice_, speed), speed))
@@ -221,13 +222,27 @@ def _inside(options: Options) -> list[Arrival]:
     return [each for each in moved if 0 <= each.time < options.seconds]
 
 
-def _write(options: Options, engine: Engine, entry: dict[str, Any]) -> Path:
-    """`entry` beside those of other models in the file of that name, if their requests were the same."""
+def _settings(options: Options, engine: Engine) -> dict[str, Any]:
+    """What all models of a file have in common: requests, and how they are served."""
     settings = {name: getattr(options, name) for name in ("start", "seconds", "rows", "chunk")}
-    settings |= {"trace": options.trace.name, "max_model_len": engine.max_model_len}
-    path, others = options.results / f"{options.name}.json", []
-    if path.exists() and (before := json.loads(path.read_text()))["config"] == settings:
-        others = [other for other in before["results"] if other["served"] != entry["served"]]
+    return settings | {"trace": options.trace.name, "max_model_len": engine.max_model_len}
+
+
+def _earlier(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the file has of models; raises `SystemExit` where it is of other requests or settings."""
+    if not path.exists():
+        return []
+    before = json.loads(path.read_text())
+    if before["config"] != settings:
+        raise SystemExit(f"{path} holds rows of other settings; give another --name")
+    return before["results"]
+
+
+def _write(options: Options, engine: Engine, entry: dict[str, Any]) -> Path:
+    """`entry` beside those of other models in the file of that name."""
+    settings = _settings(options, engine)
+    path = options.results / f"{options.name}.json"
+    others = [other for other in _earlier(path, settings) if other["served"] != entry["served"]]
     path = write_result(options.name, settings, [*others, entry], options.results)
     plot([*others, entry], path.with_suffix(".png"))
     return path

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from conftest import LLAMA, TinyModel
 
+from benchmarks.serving import replay
 from benchmarks.serving.models import ServedModel
 from benchmarks.serving.replay import Options as ReplayOptions
 from benchmarks.serving.replay import Served, main
@@ -106,3 +107,12 @@ def test_a_replay_whose_requests_fail_tells_no_times(azure, tmp_path, monkeypatc
     with pytest.raises(SystemExit, match="2 of 2 requests failed; the first: RuntimeError: no memory"):
         main(options)
     assert not (tmp_path / "serving.json").exists()
+
+
+def test_a_file_of_other_settings_is_left_alone(tmp_path):
+    path = tmp_path / "replay.json"
+    assert replay._earlier(path, {"chunk": 1024}) == []
+    path.write_text('{"config": {"chunk": 1024}, "results": [{"served": "a"}]}')
+    assert replay._earlier(path, {"chunk": 1024}) == [{"served": "a"}]
+    with pytest.raises(SystemExit, match="holds rows of other settings"):
+        replay._earlier(path, {"chunk": 2048})

@@ -192,3 +192,13 @@ def test_devices(monkeypatch, backend, capability, dtype, expected):
     q, k = shape(1, 8, 2, 32, dtype=dtype), shape(1, 2, 8, 32, dtype=dtype)
     assert kernels.device_refusal(q) == expected
     assert kernels.prefill_refusal(q, k, k) == (None if backend == "cpu" else expected)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.1, float("nan")])
+def test_scores_keep_their_order(scale):
+    """Masked ones are -inf before they are scaled. Nothing else is looked at before, not even the device."""
+    x, keys = jnp.zeros((1, 2, 4, 16), jnp.bfloat16), jnp.zeros((1, 4, 64, 16), jnp.bfloat16)
+    with pytest.raises(ValueError, match=f"scale={scale}: must be above 0"):
+        kernels.prefill_attention(x, keys, keys, scale=scale)
+    with pytest.raises(ValueError, match=f"scale={scale}: must be above 0"):
+        kernels.decode_attention(x[:, 0], keys, keys, jnp.ones(1, jnp.int32), scale=scale)
