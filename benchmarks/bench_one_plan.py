@@ -199,6 +199,8 @@ def main(options: Options) -> None:
     path = options.results / f"{options.name}.json"
     settings = {"chunk": options.chunk, "steps": options.steps, "quality": judged}
     settings |= {} if options.mesh is None else {"mesh": options.mesh}
+    # A trial must not go on from the rows of whole models.
+    settings |= {} if options.layers == Options.layers else {"layers": options.layers}
     entries = earlier(path, settings)
     for shape, config in configs.items():
         for kind in options.kinds:

@@ -68,9 +68,11 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """What is served, in words."""
+        """What is served, in words; trials say that they are."""
         plan = self.plan.stem if self.plan else self.kind
-        return f"{self.shape or self.model}, {plan}"
+        trial = f", {self.layers} layers" if self.layers else ""
+        growth = f", growth {self.growth:g}" if self.growth != 1 else ""
+        return f"{self.shape or self.model}, {plan}{trial}{growth}"
 
     def _plan_of(self, config: ModelConfig) -> CompressionPlan:
         if self.plan is not None:

@@ -116,3 +116,9 @@ def test_a_file_of_other_settings_is_left_alone(tmp_path):
     assert replay._earlier(path, {"chunk": 1024}) == [{"served": "a"}]
     with pytest.raises(SystemExit, match="holds rows of other settings"):
         replay._earlier(path, {"chunk": 2048})
+
+
+def test_a_trial_has_a_name_of_its_own():
+    of = lambda **options: ServedModel(shape="Llama-2-13B", **options).name
+    assert of() == "Llama-2-13B, dense"
+    assert len({of(), of(layers=4), of(growth=3), of(kind="near")}) == 4
