@@ -62,6 +62,7 @@ class Serve:
     def run(self, console: Console) -> None:
         if missing := [name for name in PACKAGES if find_spec(name) is None]:
             raise PromptError(f"serving needs {', '.join(missing)}; run: pip install 'zdc-jax[serve]'")
+        self._check()
         config = self._config()
         plan = self.flags.build(self.path)
         name = self.name or self.path.resolve().name
@@ -106,6 +107,15 @@ class Serve:
             drain_seconds=self.drain_seconds,
         )
         serve_replicas(settings, host=self.host, port=self.port)
+
+    def _check(self) -> None:
+        """Raises `PromptError` for numbers that would show only once the model is loaded, or not at all."""
+        if not 0 <= self.port <= 65535:  # The system takes it modulo 65536.
+            raise PromptError(f"port={self.port} must be 0 to 65535")
+        if self.replicas is not None and self.replicas < 1:
+            raise PromptError(f"replicas={self.replicas} must be at least 1")
+        if not 0 <= self.drain_seconds < float("inf"):
+            raise PromptError(f"drain_seconds={self.drain_seconds} must be a finite number >= 0")
 
     def _config(self) -> EngineConfig:
         return EngineConfig(

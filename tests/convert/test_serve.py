@@ -62,6 +62,22 @@ def test_an_engine_that_cannot_be_is_refused_before_the_model_is_loaded(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--port", "99999", "port=99999 must be 0 to 65535"),
+        ("--port", "-5", "port=-5 must be 0 to 65535"),
+        ("--replicas", "0", "replicas=0 must be at least 1"),
+        ("--drain-seconds", "nan", "drain_seconds=nan must be a finite number >= 0"),
+        ("--drain-seconds", "-1", "drain_seconds=-1.0 must be a finite number >= 0"),
+    ],
+)
+def test_numbers_are_refused_before_the_model_is_loaded(folder, capsys, monkeypatch, flag, value, message):
+    monkeypatch.setattr("convert.cli.serve.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    assert main(["serve", str(folder), flag, value]) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
 @pytest.mark.sampled
 def test_a_client_gets_what_generate_gives_until_the_server_is_told_to_end(folder, served):
     process, address = served
