@@ -16,7 +16,6 @@ then dense Ulysses, which reads prompts only, and memory is that of each device.
 """
 
 import gc
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +27,7 @@ import tyro
 
 from benchmarks.bench_coded_models import SHAPES, OnKernels
 from benchmarks.bench_generate import OnCudnn, Ours, build, capacity_for, decode_times, prefill_times
-from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.common import RESULTS, commit, earlier, write_result
 from benchmarks.on_mesh import OnMesh
 from benchmarks.sequence_models import Model
 from benchmarks.transferred_plans import check_on_kernels, is_judged, judged_quality, transferred
@@ -210,20 +209,6 @@ def main(options: Options) -> None:
                 print(shape, kind, shown(row), flush=True)
                 write_result(options.name, settings, entries, options.results)
     print(path)
-
-
-def earlier(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is in the file already, to go on from.
-
-    Raises:
-      SystemExit: it is of another plan or of other settings.
-    """
-    if not path.exists():
-        return []
-    run = json.loads(path.read_text())
-    if run["config"] != settings:
-        raise SystemExit(f"{path} holds rows of other settings or of another plan; give another --name")
-    return run["results"]
 
 
 def rows_of(entries: list[dict[str, Any]], shape: str, kind: Kind) -> list[dict[str, Any]]:

@@ -55,6 +55,20 @@ def write_result(name: str, config: dict[str, Any], results: Any, folder: Path =
     return path
 
 
+def earlier(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The results that a file of `write_result` has already, to go on from.
+
+    Raises:
+      SystemExit: they are of other settings.
+    """
+    if not path.exists():
+        return []
+    run = json.loads(path.read_text())
+    if run["config"] != settings:
+        raise SystemExit(f"{path} holds rows of other settings or of another plan; give another --name")
+    return run["results"]
+
+
 def as_text(run: dict[str, Any]) -> str:
     """JSON with a line for each value, but for lists of numbers, which have one line each."""
     one_line = lambda numbers: re.sub(r"\s+", " ", numbers[0]).replace("[ ", "[").replace(" ]", "]")

@@ -10,7 +10,6 @@ with the prefixes that they share. Answers have the trace's lengths. Requests th
 `queue`, `prefill` and `decode` add up to what a request took from its arrival to its end.
 """
 
-import json
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 
-from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.common import RESULTS, commit, earlier, write_result
 from benchmarks.serving.models import ServedFlags
 from benchmarks.serving.traces import Arrival, arrivals
 from zdc_jax.engine.engine import Engine, EngineConfig
@@ -200,7 +199,7 @@ def measure(engine: Engine, options: Options) -> Path:
         "cache_tokens": engine.cache_tokens,
         "left_out": len(inside) - len(slice_),
     }
-    _earlier(options.results / f"{options.name}.json", _settings(options, engine))  # Refuses before any work.
+    earlier(options.results / f"{options.name}.json", _settings(options, engine))  # Refuses before any work.
     rows: list[dict[str, Any]] = []
     for speed in options.speeds:
         rows.append(row(*replay(engine, slice_, speed), speed))
@@ -228,21 +227,11 @@ def _settings(options: Options, engine: Engine) -> dict[str, Any]:
     return settings | {"trace": options.trace.name, "max_model_len": engine.max_model_len}
 
 
-def _earlier(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the file has of models; raises `SystemExit` where it is of other requests or settings."""
-    if not path.exists():
-        return []
-    before = json.loads(path.read_text())
-    if before["config"] != settings:
-        raise SystemExit(f"{path} holds rows of other settings; give another --name")
-    return before["results"]
-
-
 def _write(options: Options, engine: Engine, entry: dict[str, Any]) -> Path:
     """`entry` beside those of other models in the file of that name."""
     settings = _settings(options, engine)
     path = options.results / f"{options.name}.json"
-    others = [other for other in _earlier(path, settings) if other["served"] != entry["served"]]
+    others = [other for other in earlier(path, settings) if other["served"] != entry["served"]]
     path = write_result(options.name, settings, [*others, entry], options.results)
     plot([*others, entry], path.with_suffix(".png"))
     return path
