@@ -189,7 +189,8 @@ def load_fields(
         raise CheckpointError(f"{path}: format_version={version!r}, this release reads {FORMAT_VERSION}")
     if values.pop("sha256", digest) != digest:
         raise CheckpointError(
-            f"{path.with_suffix('.safetensors')} is damaged (its sha256 changed); run: zdc calibrate"
+            f"{path.with_suffix('.safetensors')} is damaged (its sha256 changed); "
+            "run: zdc calibrate MODEL TEXT --overwrite"
         )
     values |= arrays
     if wrong := (values.keys() ^ names) - optional:

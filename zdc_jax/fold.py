@@ -195,7 +195,7 @@ def _latent_qk(old: Mapping[str, np.ndarray], basis: Basis, layer: int, R: int) 
     if basis.k_latent is None:
         raise CalibrationError(
             "the basis has no k_latent, coordinates of keys before the rotary embedding: "
-            "run zdc calibrate MODEL TEXT, without K-means"
+            "run zdc calibrate MODEL TEXT --overwrite, without K-means"
         )
     names = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
     kept = {name: old[name] for name in names if name in old}

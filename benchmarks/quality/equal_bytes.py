@@ -234,7 +234,7 @@ class Bench:
         every = not options.methods and not options.plans
         chosen = [entry for entry in entries if every or entry.name in options.methods]
         if self.basis.qk_kind != "keys" and any(entry.name == "loki" for entry in chosen):
-            # Loki chooses by principal components of keys: `zdc calibrate --from-moments --qk keys`.
+            # Loki chooses by principal components of keys: `zdc calibrate` with `--from-moments --qk keys`.
             print(f"loki is left out: the basis of {options.model} is {self.basis.qk_kind!r}, not 'keys'")
             chosen = [entry for entry in chosen if entry.name != "loki"]
         for context in options.contexts:

@@ -23,7 +23,7 @@ from zdc_jax.axes import Array
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
-from zdc_jax.errors import CalibrationError
+from zdc_jax.errors import CalibrationError, CheckpointError
 from zdc_jax.evaluation.perplexity import window_nll
 from zdc_jax.evaluation.splits import Split, documents_of, split_seed
 from zdc_jax.evaluation.text import read_documents, token_windows
@@ -43,6 +43,8 @@ MOST_CONTEXT = 8192
 """Tokens of a window at most, where nothing is said."""
 AUTO_WINDOWS = 4
 """Calibration windows on which `auto` compares bases."""
+FEW_TOKENS = 32_768
+"""Calibrated on fewer, a basis is poor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,7 @@ def calibrate(
     texts: Sequence[str | Path],
     options: CalibrationOptions | None = None,
     *,
+    overwrite: bool = False,
     dtype: str | None = None,
     progress: bool = True,
 ) -> Basis:
@@ -112,25 +115,33 @@ def calibrate(
       path: folder written by `zdc convert`.
       texts: files or folders, see `zdc_jax.evaluation.text.read_documents`; topics are folder names. Empty: a
         new basis from the moments stored by an earlier calibration, and no profile.
+      overwrite: replace an existing basis and its profile; plans that were made with it do not load then.
       dtype: dtype the model runs in; default that of the stored weights.
       progress: show how far it has come, on standard error.
 
-    Replacing an older basis is logged as a warning.
+    Texts of few tokens are logged as a warning.
 
     Raises:
-      CalibrationError, TextError, CheckpointError: bad options, text or folder, before anything is written.
+      CalibrationError, TextError, CheckpointError: bad options, text or folder, before anything is written; a
+        basis exists and `overwrite` is False.
     """
     options = options or CalibrationOptions()
     checkpoint = Checkpoint.open(path)
+    if not overwrite and (checkpoint.calibration_path / "basis").exists():
+        raise CheckpointError(
+            f"{checkpoint.path} has a basis, and plans made with it load with no other; "
+            "pass --overwrite to replace it"
+        )
     context = options.window_length(checkpoint.config)
     options.check_model(checkpoint.config)
     windows: np.ndarray | None = None
     if not texts:
         moments, record = stored_moments(checkpoint)
-        _warn_of_replacing(checkpoint)
     else:
         windows, topics = calibration_windows(checkpoint, texts, context, options)
-        _warn_of_replacing(checkpoint)
+        if windows.size < FEW_TOKENS:
+            few = f"{windows.size:,} tokens are few, at least {FEW_TOKENS:,} are needed for a good basis"
+            logger.warning(few)
         began = time.perf_counter()
         network = load(path, dtype=dtype).network
         assert isinstance(network, Transformer)  # It was not loaded onto a mesh.
@@ -172,14 +183,6 @@ def calibrate(
     if profile is not None:
         profile.save(checkpoint.calibration_path / "profile")
     return basis
-
-
-def _warn_of_replacing(checkpoint: Checkpoint) -> None:
-    if (checkpoint.calibration_path / "basis").exists():
-        logger.warning(
-            "replacing the basis of %s: search again for plans that were searched on the old one",
-            checkpoint.path,
-        )
 
 
 def measured_profile(

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional
 
-from convert.calibration.calibrate import CalibrationOptions, calibrate
+from convert.calibration.calibrate import FEW_TOKENS, CalibrationOptions, calibrate
 from convert.cli.chat import Chat
 from convert.cli.demo import demo
 from convert.cli.evaluate import Evaluate
@@ -38,9 +38,6 @@ from zdc_jax.parallel.payload import Payload
 from zdc_jax.parallel.processes import initialize
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.certificate import certificate
-
-FEW_TOKENS = 32_768
-"""Calibrated on fewer, a basis is poor."""
 
 
 @dataclass
@@ -91,13 +88,16 @@ class Calibrate:
     """Take no text: make another basis from the moments of an earlier calibration. Without text, the kinds
     that `auto` compares by perplexity are `balanced`."""
     options: Annotated[CalibrationOptions, tyro.conf.arg(name="")] = field(default_factory=CalibrationOptions)
+    overwrite: bool = False
+    """Replace an existing basis; plans that were made with it do not load then."""
     dtype: Dtype | None = None
     """Dtype to run in; default that of the stored weights."""
 
     def run(self, console: Console) -> None:
         if self.from_moments == bool(self.texts):
             raise TextError("give text to calibrate on, or --from-moments and no text")
-        _report_basis(console, calibrate(self.path, self.texts, self.options, dtype=self.dtype))
+        basis = calibrate(self.path, self.texts, self.options, overwrite=self.overwrite, dtype=self.dtype)
+        _report_basis(console, basis)
 
 
 @dataclass

@@ -232,19 +232,35 @@ def test_auto_chooses_each_side_apart(calibrated, monkeypatch, kinds):
     assert (basis.qk_kind, basis.vo_kind) == kinds
 
 
-def test_a_new_basis_from_stored_moments(calibrated, tmp_path, caplog):
+def test_an_existing_basis_is_kept_unless_it_may_be_replaced(calibrated, texts, monkeypatch):
+    """It is refused before text is read."""
+    before = stored_basis(Checkpoint.open(calibrated)).coordinates_hash
+    monkeypatch.setattr("convert.calibration.calibrate.read_documents", None)
+    for given in ([texts], []):
+        with pytest.raises(CheckpointError, match=r"model has a basis.*--overwrite"):
+            calibrate(calibrated, given, replace(OPTIONS, qk="stacked"), progress=False)
+    assert stored_basis(Checkpoint.open(calibrated)).coordinates_hash == before
+
+
+def test_few_tokens_are_said_before_the_work(model, texts, caplog, monkeypatch):
+    monkeypatch.setattr("convert.calibration.calibrate.load", None)
+    with pytest.raises(TypeError):
+        calibrate(model, [texts], OPTIONS, progress=False)
+    assert "1,024 tokens are few, at least 32,768 are needed" in caplog.text
+
+
+def test_a_new_basis_from_stored_moments(calibrated, tmp_path):
     model = shutil.copytree(calibrated, tmp_path / "model")
     before = stored_basis(Checkpoint.open(model)).record
     options = CalibrationOptions(qk="pairs", vo="output", reduction="kmeans", seed=5, center=True)
-    again = calibrate(model, [], options, progress=False)
-    assert f"replacing the basis of {model}" in caplog.text
+    again = calibrate(model, [], options, overwrite=True, progress=False)
     assert (again.qk_kind, again.vo_kind) == ("pairs", "output")
     # The moments are still those of the first call, whatever the options of the second say.
     for name in ("reduction", "seed", "topics", "seconds_moments"):
         assert again.record[name] == before[name]
     assert again.record["center"]
     assert load(model, CompressionPlan.full(Checkpoint.open(model).config)).basis.qk_kind == "pairs"
-    automatic = calibrate(model, [], progress=False)
+    automatic = calibrate(model, [], overwrite=True, progress=False)
     assert (automatic.qk_kind, automatic.vo_kind) == ("balanced", "balanced")
 
 
@@ -327,7 +343,9 @@ def test_a_failing_calibration_keeps_basis_and_profile(calibrated, texts, tmp_pa
 
     monkeypatch.setattr("convert.calibration.calibrate.collect_profile", failing)
     with pytest.raises(RuntimeError):
-        calibrate(model, [texts], replace(OPTIONS, qk="stacked", vo="stacked"), progress=False)
+        calibrate(
+            model, [texts], replace(OPTIONS, qk="stacked", vo="stacked"), overwrite=True, progress=False
+        )
     assert files() == before
 
 
@@ -342,7 +360,7 @@ def test_plans_need_a_basis_of_the_same_model(calibrated, converted, tmp_path):
     with pytest.raises(CalibrationError, match="calibrated on model"):
         load(other, CompressionPlan.full(config))
     with pytest.raises(CalibrationError, match="moments are of model"):
-        calibrate(other, [], progress=False)
+        calibrate(other, [], overwrite=True, progress=False)
     with pytest.raises(PlanError, match="'elsewhere'"):
         load(calibrated, CompressionPlan.full(config).for_model("elsewhere"))
 
@@ -353,7 +371,8 @@ def test_plans_need_the_basis_they_were_made_for(calibrated, tmp_path):
     old = stored_basis(Checkpoint.open(model))
     plan = plan_from_spectrum(old, budget=0.5)
     assert load(model, plan).plan == plan
-    new = calibrate(model, [], CalibrationOptions(qk="stacked", vo="stacked"), progress=False)
+    options = CalibrationOptions(qk="stacked", vo="stacked")
+    new = calibrate(model, [], options, overwrite=True, progress=False)
     with pytest.raises(PlanError, match=f"{old.coordinates_hash}.*{new.coordinates_hash}.* zdc plan"):
         load(model, plan)
     assert load(model, plan, basis=old).plan == plan

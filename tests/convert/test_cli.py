@@ -278,7 +278,8 @@ def test_inspect_checks_hashes(folder, capsys):
         (["plan", "{}/model", "{}/plan.json", "--set", "bits=4"], "add --method"),
         (["generate", "{}/model", "w3", "--plan", "{}/no.json", "--method", "fp8"], "drop --method"),
         (["generate", "{}/model", "w3", "--method", "h2o", "--mesh", "sequence=1"], "not run on a mesh"),
-        (["calibrate", "{}/model", "{}/nowhere.txt"], "nowhere.txt"),
+        (["calibrate", "{}/model", "{}/nowhere.txt", "--overwrite"], "nowhere.txt"),
+        (["calibrate", "{}/model", "{}/text"], "--overwrite"),
         (["calibrate", "{}/model"], "give text to calibrate on, or --from-moments"),
         (["calibrate", "{}/model", "{}/text", "--from-moments"], "--from-moments and no text"),
         (["convert", "{}/model", "{}/again"], "is already converted"),
@@ -330,7 +331,8 @@ SAMPLING_FLAGS = "temperature top-k top-p seed"
 PLAN_FLAGS = "plan qk v budget max-score-error window sinks method set"
 FLAGS = {
     "convert": "dtype overwrite verify calibrate",
-    "calibrate": "qk vo center tokens context batch seed reduction prune clusters profile from-moments dtype",
+    "calibrate": "qk vo center tokens context batch seed reduction prune clusters profile from-moments "
+    "overwrite dtype",
     "plan": f"{PLAN_FLAGS} max-degradation texts min-retention sheets mode objective constrained "
     "on-kernels trials minutes text-windows context seed batch dtype",
     "generate": f"{PLAN_FLAGS} {SAMPLING_FLAGS} max-new-tokens stop chat system stream mesh payload dtype "

@@ -106,7 +106,8 @@ def test_a_profile_comes_back_as_it_was_saved(tmp_path):
 @pytest.mark.sampled
 def test_a_basis_without_text_takes_the_profile_away(folder, tmp_path):
     shutil.copytree(folder / "model", tmp_path / "model")
-    calibrate(tmp_path / "model", [], CalibrationOptions(qk="stacked", vo="stacked"), progress=False)
+    options = CalibrationOptions(qk="stacked", vo="stacked")
+    calibrate(tmp_path / "model", [], options, overwrite=True, progress=False)
     assert not (tmp_path / "model" / "calibration" / "profile").exists()
 
 

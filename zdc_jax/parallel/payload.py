@@ -276,7 +276,10 @@ def check_scales(basis: Basis) -> dict[str, np.ndarray]:
       CalibrationError: a basis made before they were kept.
     """
     if basis.q_rms is None or basis.k_rms is None or basis.v_rms is None:
-        raise CalibrationError("payload='float8' needs scales; this older basis has none, run zdc calibrate")
+        raise CalibrationError(
+            "payload='float8' needs scales; this older basis has none, "
+            "run zdc calibrate MODEL TEXT --overwrite"
+        )
     return {"q": basis.q_rms, "k": basis.k_rms, "v": basis.v_rms}
 
 

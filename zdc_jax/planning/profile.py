@@ -85,7 +85,9 @@ def stored_profile(checkpoint: Checkpoint) -> Profile:
     """The profile in the folder; raises `CalibrationError` where there is none of this model."""
     folder = checkpoint.calibration_path / "profile"
     if not folder.exists():
-        raise CalibrationError(f"{checkpoint.path} has no profile; run: zdc calibrate {checkpoint.path} TEXT")
+        raise CalibrationError(
+            f"{checkpoint.path} has no profile; run: zdc calibrate {checkpoint.path} TEXT --overwrite"
+        )
     profile = Profile.load(folder)
     if profile.fingerprint != checkpoint.fingerprint:
         raise CalibrationError(f"the profile is of another model, {profile.fingerprint!r}")

@@ -158,7 +158,9 @@ def test_refusals(tiny):
         load(folder, **options, payload="int4")
     with pytest.raises(CalibrationError, match="needs the coordinates of a calibrated basis; give plan="):
         load(folder, mesh=options["mesh"], payload="float8")
-    with pytest.raises(CalibrationError, match="this older basis has none, run zdc calibrate"):
+    with pytest.raises(
+        CalibrationError, match="this older basis has none, run zdc calibrate MODEL TEXT --overwrite"
+    ):
         load(folder, **{**options, "basis": replace(options["basis"], v_rms=None)}, payload="float8")
     network = load(folder, **options, payload="float8").network
     with pytest.raises(NotImplementedError, match=r"payload='float8' needs .*, attention=.*ring_attention"):
