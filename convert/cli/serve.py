@@ -1,5 +1,6 @@
 """`zdc serve`: a model behind OpenAI's API."""
 
+import asyncio
 import os
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ from tyro.conf import Positional
 
 from convert.cli.flags import Dtype, PlanFlags
 from zdc_jax.engine.engine import Engine, EngineConfig
-from zdc_jax.errors import PromptError
+from zdc_jax.errors import PromptError, foreign_errors_as
 from zdc_jax.loading import load
 from zdc_jax.plan import CompressionPlan
 
@@ -75,6 +76,7 @@ class Serve:
         from zdc_jax.server.app import KEY
         from zdc_jax.server.run import serve
 
+        check_address(self.host, self.port)
         model = load(self.path, plan, dtype=self.dtype, max_positions=self.max_positions, mesh=self.mesh)
         with Engine(model, config) as engine:
             serve(
@@ -106,6 +108,7 @@ class Serve:
             max_positions=self.max_positions,
             drain_seconds=self.drain_seconds,
         )
+        check_address(self.host, self.port)
         serve_replicas(settings, host=self.host, port=self.port)
 
     def _check(self) -> None:
@@ -125,3 +128,14 @@ class Serve:
             chunk=self.chunk,
             most_waiting=self.max_waiting,
         )
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises `PromptError` where no server can listen now: the port is taken, or no such host is here."""
+
+    async def listen() -> None:
+        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
+        server.close()
+
+    with foreign_errors_as(PromptError, f"cannot listen at host={host!r}, port={port}"):
+        asyncio.run(listen())

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -12,6 +13,7 @@ import pytest
 from conftest import LLAMA, TinyModel
 
 from convert.cli.main import main
+from convert.cli.serve import check_address
 from zdc_jax import generate, load
 
 
@@ -76,6 +78,24 @@ def test_numbers_are_refused_before_the_model_is_loaded(folder, capsys, monkeypa
     monkeypatch.setattr("convert.cli.serve.load", lambda *_, **__: pytest.fail("the model was loaded"))
     assert main(["serve", str(folder), flag, value]) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_addresses_are_refused_before_the_model_is_loaded(folder, capsys, monkeypatch):
+    monkeypatch.setattr("convert.cli.serve.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", str(folder), "--port", str(port)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: cannot listen at host='127.0.0.1', port={port}: ")
+    assert "in use" in line
+    for host in ("192.0.2.1", "no such host", "a" * 64):  # The first is nobody's.
+        assert main(["serve", str(folder), "--host", host, "--port", "0"]) == 2
+        assert f"cannot listen at host={host!r}, port=0: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_addresses_that_can_be_listened_at(host):
+    check_address(host, 0)
 
 
 @pytest.mark.sampled
