@@ -14,7 +14,7 @@ from tyro.conf import Positional
 from convert.cli.flags import Dtype, PlanFlags
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.errors import PromptError, foreign_errors_as
-from zdc_jax.loading import load
+from zdc_jax.loading import TextSide, load
 from zdc_jax.plan import CompressionPlan
 
 PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
@@ -76,6 +76,7 @@ class Serve:
         from zdc_jax.server.app import KEY
         from zdc_jax.server.run import serve
 
+        config.served_length(TextSide.load(self.path, self.max_positions).config.max_positions)
         check_address(self.host, self.port)
         model = load(self.path, plan, dtype=self.dtype, max_positions=self.max_positions, mesh=self.mesh)
         with Engine(model, config) as engine:

@@ -53,14 +53,18 @@ def test_replicas_on_a_mesh_are_refused(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flag", "message"),
-    [("--rows", "rows=0 must be at least 1"), ("--chunk", "chunk=0 must be a power of two")],
+    ("flag", "value", "message"),
+    [
+        ("--rows", "0", "rows=0 must be at least 1"),
+        ("--chunk", "0", "chunk=0 must be a power of two"),
+        ("--max-model-len", "257", "max_model_len=257 must be at most 256, the model's positions"),
+    ],
 )
 def test_an_engine_that_cannot_be_is_refused_before_the_model_is_loaded(
-    folder, capsys, monkeypatch, flag, message
+    folder, capsys, monkeypatch, flag, value, message
 ):
     monkeypatch.setattr("convert.cli.serve.load", lambda *_, **__: pytest.fail("the model was loaded"))
-    assert main(["serve", str(folder), flag, "0"]) == 2
+    assert main(["serve", str(folder), flag, value]) == 2
     assert message in capsys.readouterr().err
 
 

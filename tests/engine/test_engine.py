@@ -365,6 +365,11 @@ def test_numbers_that_cannot_be(name, value, allowed):
         EngineConfig(**{name: value})
 
 
+def test_more_tokens_than_the_model_has_positions_for_are_refused(model):
+    with pytest.raises(PromptError, match="max_model_len=257 must be at most 256, the model's positions"):
+        Engine(model, replace(CONFIG, max_model_len=257))
+
+
 def test_tokens_of_a_cache_without_pages_are_refused(tiny):
     settings = methods.named("h2o").Settings(kept=16, block=16)
     plan = replace(CompressionPlan.full(TWO_LAYERS), method="h2o", settings=settings)

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from itertools import cycle
 
 import pytest
+from conftest import LLAMA, TinyModel
 from fake_engine import ANSWER, FakeEngine
 from starlette.testclient import TestClient
 
@@ -14,6 +15,7 @@ from zdc_jax.engine.request import Busy, Closing, EngineRequest, EngineStats, Ev
 from zdc_jax.errors import PromptError
 from zdc_jax.replicas import front
 from zdc_jax.replicas.front import MOST_LOST, Front, Lost, stream
+from zdc_jax.replicas.settings import ReplicaSettings
 from zdc_jax.server.app import make_app
 
 
@@ -143,6 +145,13 @@ def test_who_gives_up_gives_up_at_the_replica(engines):
 
     assert asyncio.run(run())[-1] == Event(finish_reason="cancelled")
     assert engines[0].tickets[0].cancelled.is_set()
+
+
+def test_more_tokens_than_the_model_has_positions_for_are_refused(tmp_path):
+    TinyModel(LLAMA).write(tmp_path / "tiny")
+    settings = ReplicaSettings(str(tmp_path / "tiny"), "tiny", engine={"max_model_len": 257})
+    with pytest.raises(PromptError, match="max_model_len=257 must be at most 256, the model's positions"):
+        settings.text_side()
 
 
 def test_what_cannot_be_served_is_refused_at_the_front(engines):

@@ -67,6 +67,14 @@ class EngineConfig:
                 f"max_model_len={self.max_model_len} must be at least 2, a prompt and an answer"
             )
 
+    def served_length(self, positions: int) -> int:
+        """`max_model_len` of a model of so many positions; raises `PromptError` where it has fewer."""
+        if self.max_model_len is not None and self.max_model_len > positions:
+            raise PromptError(
+                f"max_model_len={self.max_model_len} must be at most {positions}, the model's positions"
+            )
+        return self.max_model_len or positions
+
 
 @dataclass(frozen=True)
 class _Result:
@@ -92,7 +100,7 @@ class Engine:
 
     Raises:
       PlanError: the model cannot be served so, with the reason; cache_tokens of a plan without pages.
-      PromptError: a chunk that the plan does not take.
+      PromptError: a chunk that the plan does not take, a max_model_len above the model's positions.
       CacheMemoryError: the cache of all rows does not fit, or what steps need beside it.
     """
 
@@ -100,8 +108,7 @@ class Engine:
         network = servable(model.network)
         self.model, self.config = model, config or EngineConfig()
         check_chunk(model, self.config.chunk)
-        positions = model.config.max_positions
-        self.max_model_len = min(self.config.max_model_len or positions, positions)
+        self.max_model_len = self.config.served_length(model.config.max_positions)
         warn_beyond_calibration(model, self.max_model_len, stacklevel=3)
         self._alignment = math.lcm(*(spec.alignment for spec in model.plan.layer_caches("bfloat16")))
         layout = Layout.of(

@@ -34,7 +34,7 @@ def serve_replicas(settings: ReplicaSettings, *, host: str = "127.0.0.1", port: 
       port: 0 for any that is free.
 
     Raises:
-      CheckpointError: no converted folder at the path, before anything is started.
+      CheckpointError, PromptError: as `ReplicaSettings.text_side`, before anything is started.
       PromptError: fewer GPUs than replicas, or replicas that do not start; the log says why.
     """
     settings.text_side()

@@ -49,7 +49,11 @@ class ReplicaSettings:
         return Engine(model, EngineConfig(**self.engine))
 
     def text_side(self) -> tuple[TextModel, int]:
-        """What the front needs of the model, and the tokens that the engines serve at most."""
+        """What the front needs of the model, and the tokens that the engines serve at most.
+
+        Raises:
+          CheckpointError: no converted folder at the path.
+          PromptError: a max_model_len above the model's positions.
+        """
         model = TextSide.load(self.path, self.max_positions)
-        positions = model.config.max_positions
-        return model, min(EngineConfig(**self.engine).max_model_len or positions, positions)
+        return model, EngineConfig(**self.engine).served_length(model.config.max_positions)
