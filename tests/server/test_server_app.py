@@ -276,7 +276,7 @@ def test_neutral_values_are_taken(client):
         ({"prompt": [97]}, "vocabulary"),
         ({"prompt": [2**70]}, "integers"),
         ({"max_tokens": 190, "prompt": [5] * 50}, "more than 200"),
-        ({"max_tokens": 10**30}, "positions"),
+        ({"max_tokens": 10**30}, "more than 200"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
     ],
@@ -293,7 +293,10 @@ def test_bodies_that_are_none(client, body):
 
 def test_messages_without_room_for_a_reply(client):
     messages = [{"role": "user", "content": "a" * 200}]
-    assert "of 200 with the reply" in error(client.post(CHATS, json={"messages": messages}), 400)["message"]
+    assert (
+        "of 200 with the reply (max_model_len)"
+        in error(client.post(CHATS, json={"messages": messages}), 400)["message"]
+    )
 
 
 def test_options_of_templates(client):

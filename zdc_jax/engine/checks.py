@@ -2,7 +2,7 @@
 
 from zdc_jax.engine.request import MOST_LOGPROBS, EngineRequest
 from zdc_jax.errors import PromptError, foreign_errors_as
-from zdc_jax.generation.request import check_limit, encode, stop_strings, stop_token_ids
+from zdc_jax.generation.request import check_limit, stop_strings, stop_token_ids, token_ids
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import is_whole
 from zdc_jax.loading import TextModel
@@ -20,13 +20,13 @@ def check_request(model: TextModel, max_model_len: int, request: EngineRequest) 
     max_model_len: tokens of a prompt and its answer together, at most.
     """
     check_limit(request.max_tokens)
-    encode(model, request.prompt, request.max_tokens)
+    token_ids(model, request.prompt)
     if request.generated:
-        encode(model, request.generated, 0)
+        token_ids(model, request.generated)
     if (asked := len(request.prompt) + request.max_tokens) > max_model_len:
         raise PromptError(
             f"{len(request.prompt)} prompt tokens and max_tokens={request.max_tokens} are {asked}: "
-            f"at most {max_model_len} are served"
+            f"at most {max_model_len} are served (max_model_len)"
         )
     if not (is_whole(request.min_tokens) and 0 <= request.min_tokens <= request.max_tokens):
         raise PromptError(f"min_tokens={request.min_tokens} must be 0 to max_tokens={request.max_tokens}")

@@ -131,7 +131,17 @@ def tokenized(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = Tru
 
 
 def encode(model: TextModel, prompt: Prompt, max_new_tokens: int) -> np.ndarray:
-    """Token ids [T] int32 of one prompt, checked; raises `PromptError`."""
+    """As `token_ids`; also raises `PromptError` where so many more exceed the model's positions."""
+    ids, limit = token_ids(model, prompt), model.config.max_positions
+    if len(ids) + max_new_tokens > limit:
+        raise PromptError(
+            f"{len(ids)} prompt tokens and {max_new_tokens=} exceed the model's {limit} positions"
+        )
+    return ids
+
+
+def token_ids(model: TextModel, prompt: Prompt) -> np.ndarray:
+    """Token ids [T] int32 of one prompt, of any length but 0; raises `PromptError` where they are none."""
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise PromptError("this model has no tokenizer; give token ids instead of text")
@@ -144,11 +154,6 @@ def encode(model: TextModel, prompt: Prompt, max_new_tokens: int) -> np.ndarray:
     if ids.min() < 0 or ids.max() >= vocab:
         bad = ids[(ids < 0) | (ids >= vocab)][0]
         raise PromptError(f"token id {bad} lies outside the vocabulary 0…{vocab - 1}")
-    limit = model.config.max_positions
-    if len(ids) + max_new_tokens > limit:
-        raise PromptError(
-            f"{len(ids)} prompt tokens and {max_new_tokens=} exceed the model's {limit} positions"
-        )
     return ids.astype(np.int32)
 
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens
 from zdc_jax.engine.request import MOST_LOGPROBS, EngineRequest
 from zdc_jax.errors import PromptError
-from zdc_jax.generation.request import encode
+from zdc_jax.generation.request import token_ids
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import SEEDS, Sampling
 from zdc_jax.loading import TextModel
@@ -180,7 +180,7 @@ class CompletionRequest(Asked):
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
         """Prompts are encoded as `generate` does."""
         limit = self.max_tokens or COMPLETION_TOKENS
-        prompts = [(encode(model, prompt, limit).tolist(), limit) for prompt in self.prompt]
+        prompts = [(token_ids(model, prompt).tolist(), limit) for prompt in self.prompt]
         requests = self._requests(prompts, (), self.logprobs)
         scored = self.echo and self.logprobs is not None
         return [replace(request, prompt_logprobs=scored) for request in requests]
@@ -226,9 +226,11 @@ class ChatRequest(Asked):
         messages = [message.plain() for message in self.messages]
         ids = chat_prompt(model, messages, self.chat_template_kwargs)
         if (room := max_model_len - len(ids)) < 1:
-            raise PromptError(f"the messages take {len(ids)} tokens, of {max_model_len} with the reply")
+            raise PromptError(
+                f"the messages take {len(ids)} tokens, of {max_model_len} with the reply (max_model_len)"
+            )
         limit = self.max_completion_tokens or self.max_tokens or room
-        prompt = encode(model, ids, limit).tolist()
+        prompt = token_ids(model, ids).tolist()
         logprobs = self.top_logprobs if self.logprobs else None
         return self._requests([(prompt, limit)], chat_stop_tokens(model), logprobs)
 
