@@ -275,15 +275,28 @@ def test_neutral_values_are_taken(client):
         ({"prompt": ""}, "empty"),
         ({"prompt": [97]}, "vocabulary"),
         ({"prompt": [2**70]}, "integers"),
-        ({"max_tokens": 190, "prompt": [5] * 50}, "more than 200"),
-        ({"max_tokens": 10**30}, "more than 200"),
-        ({"temperature": -1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"prompt": [5] * 200}, "200 prompt tokens and max_tokens=16 are 216: at most 200 are served"),
+        ({"max_tokens": 190, "prompt": [5] * 50}, "at most 200 are served (max_model_len)"),
+        ({"max_tokens": 10**30}, "at most 200 are served (max_model_len)"),
+        ({"temperature": -1}, "temperature=-1"),
+        ({"temperature": 1e39}, "temperature=1e+39"),
+        ({"top_p": 0}, "top_p: "),
+        ({"stop_token_ids": [5, 97]}, "stop_token_ids: token id 97 lies outside the vocabulary 0…96"),
+        ({"stop_token_ids": [*range(5, 21)]}, "stop_token_ids: at most 16 are allowed, the model's own"),
     ],
     ids=str,
 )
-def test_what_an_engine_cannot_do(client, field, says):
-    assert says in error(client.post(COMPLETIONS, json={"prompt": "on"} | field), 400)["message"]
+def test_what_an_engine_cannot_do(client, engine, field, says):
+    described = error(client.post(COMPLETIONS, json={"prompt": "on"} | field), 400)
+    assert says in described["message"]
+    assert described["param"] in field
+    assert not engine.submitted
+
+
+def test_a_chat_that_is_too_long_is_told_which_field_is(client):
+    asked = {"messages": HELLO, "max_tokens": 300}
+    described = error(client.post(CHATS, json=asked), 400)
+    assert (described["param"], "max_tokens=300 are" in described["message"]) == ("max_tokens", True)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"prompt": "\\ud800"}', b'{"prompt": "\xff"}'])
@@ -293,10 +306,9 @@ def test_bodies_that_are_none(client, body):
 
 def test_messages_without_room_for_a_reply(client):
     messages = [{"role": "user", "content": "a" * 200}]
-    assert (
-        "of 200 with the reply (max_model_len)"
-        in error(client.post(CHATS, json={"messages": messages}), 400)["message"]
-    )
+    described = error(client.post(CHATS, json={"messages": messages}), 400)
+    assert "of 200 with the reply (max_model_len)" in described["message"]
+    assert described["param"] == "messages"
 
 
 def test_options_of_templates(client):
@@ -316,7 +328,10 @@ def test_a_model_without_a_tokenizer():
     (choice,) = client.post(COMPLETIONS, json=asked).json()["choices"]
     assert choice["text"] == ""
     assert choice["logprobs"]["tokens"] == ["token_id:5", "token_id:6", "token_id:1"]
-    assert "tokenizer" in error(client.post(COMPLETIONS, json={"prompt": "on"}), 400)["message"]
+    for field in ({"prompt": "on"}, {"stop": "on"}):
+        described = error(client.post(COMPLETIONS, json={"prompt": [5]} | field), 400)
+        assert "tokenizer" in described["message"]
+        assert described["param"] in field
     assert "tokenizer" in error(client.post("/tokenize", json={"prompt": "on"}), 400)["message"]
 
 

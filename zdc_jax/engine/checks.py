@@ -14,6 +14,15 @@ def stop_ids(model: TextModel, request: EngineRequest) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*own, *stop_token_ids(model, request.stop_tokens))))
 
 
+def check_length(prompt: int, max_tokens: int, max_model_len: int) -> None:
+    """Raises `PromptError` where a prompt of so many tokens and its answer are longer than what is served."""
+    if (asked := prompt + max_tokens) > max_model_len:
+        raise PromptError(
+            f"{prompt} prompt tokens and {max_tokens=} are {asked}: "
+            f"at most {max_model_len} are served (max_model_len)"
+        )
+
+
 def check_request(model: TextModel, max_model_len: int, request: EngineRequest) -> None:
     """Raises `PromptError` for what cannot be served.
 
@@ -23,11 +32,7 @@ def check_request(model: TextModel, max_model_len: int, request: EngineRequest) 
     token_ids(model, request.prompt)
     if request.generated:
         token_ids(model, request.generated)
-    if (asked := len(request.prompt) + request.max_tokens) > max_model_len:
-        raise PromptError(
-            f"{len(request.prompt)} prompt tokens and max_tokens={request.max_tokens} are {asked}: "
-            f"at most {max_model_len} are served (max_model_len)"
-        )
+    check_length(len(request.prompt), request.max_tokens, max_model_len)
     if not (is_whole(request.min_tokens) and 0 <= request.min_tokens <= request.max_tokens):
         raise PromptError(f"min_tokens={request.min_tokens} must be 0 to max_tokens={request.max_tokens}")
     asked_for = request.logprobs

@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from zdc_jax.engine.request import Serving
 from zdc_jax.generation.request import tokenized
 from zdc_jax.server.answers import Answers
-from zdc_jax.server.errors import HANDLERS, RequestError, response
+from zdc_jax.server.errors import HANDLERS, RequestError, blaming, response
 from zdc_jax.server.metrics import Metrics
 from zdc_jax.server.protocol import (
     Asked,
@@ -137,9 +137,10 @@ class Api:
         """Token ids of a text."""
         asked = TokenizeRequest.model_validate_json(await http.body())
         special = asked.add_special_tokens
-        tokens = await run_in_threadpool(
-            tokenized, self._tokenizer(asked), asked.prompt, add_special_tokens=special
-        )
+        with blaming("prompt"):
+            tokens = await run_in_threadpool(
+                tokenized, self._tokenizer(asked), asked.prompt, add_special_tokens=special
+            )
         length = self.engine.max_model_len
         return JSONResponse({"count": len(tokens), "max_model_len": length, "tokens": tokens})
 

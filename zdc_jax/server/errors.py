@@ -1,5 +1,7 @@
 """Errors as OpenAI's clients expect them: a status and `{"error": {"message", "type", "param", "code"}}`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import ValidationError
@@ -32,6 +34,15 @@ class RequestError(ZDCError):
         """What the client gets."""
         described = {"message": str(self), "type": _kind(self.status), "param": self.param, "code": self.code}
         return {"error": described}
+
+
+@contextmanager
+def blaming(param: str) -> Iterator[None]:
+    """Raises a `PromptError` inside as a `RequestError` of this field."""
+    try:
+        yield
+    except PromptError as error:
+        raise RequestError(str(error), param=param) from error
 
 
 def _kind(status: int) -> str:

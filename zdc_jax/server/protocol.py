@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens
+from zdc_jax.engine.checks import check_length, stop_ids
 from zdc_jax.engine.request import MOST_LOGPROBS, EngineRequest
-from zdc_jax.errors import PromptError
-from zdc_jax.generation.request import token_ids
+from zdc_jax.generation.request import stop_strings, token_ids
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import SEEDS, Sampling
 from zdc_jax.loading import TextModel
-from zdc_jax.server.errors import RequestError
+from zdc_jax.server.errors import RequestError, blaming
 
 MOST_ANSWERS = 16
 """Answers to one prompt."""
@@ -99,7 +99,7 @@ class Asked(ToModel, ABC):
 
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = 1.0
-    top_p: float = 1.0
+    top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
     n: int = Field(1, ge=1, le=MOST_ANSWERS)
     seed: int | None = None
@@ -125,8 +125,8 @@ class Asked(ToModel, ABC):
         """`n` requests for each prompt, in order; their seeds follow each other.
 
         Raises:
-          RequestError: fields that contradict each other.
-          PromptError: a prompt is empty, too long, or cannot be encoded; a bad temperature, top_k or top_p.
+          RequestError: fields that contradict each other, or that this model cannot serve; a prompt that is
+            empty, too long, or cannot be encoded.
           ChatError: the model cannot chat, or its template refuses the messages.
         """
 
@@ -138,10 +138,11 @@ class Asked(ToModel, ABC):
     ) -> list[EngineRequest]:
         """prompts: token ids, and how many to generate. stop_tokens: beside those the client names."""
         seed = secrets.randbelow(SEEDS) if self.seed is None else self.seed
-        samplings = [
-            Sampling(self.temperature, None if self.top_k < 1 else self.top_k, self.top_p, (seed + i) % SEEDS)
-            for i in range(self.n)
-        ]
+        with blaming("temperature"):  # The other numbers have been checked.
+            top_k = None if self.top_k < 1 else self.top_k
+            samplings = [
+                Sampling(self.temperature, top_k, self.top_p, (seed + i) % SEEDS) for i in range(self.n)
+            ]
         stop_tokens = () if self.ignore_eos else stop_tokens
         requests = [
             EngineRequest(
@@ -163,6 +164,22 @@ class Asked(ToModel, ABC):
             raise RequestError(f"min_tokens={self.min_tokens} exceeds max_tokens", param="min_tokens")
         return requests
 
+    def _check(self, requests: Sequence[EngineRequest], model: TextModel, max_model_len: int) -> None:
+        """Raises `RequestError` where the engine would refuse one: it does not know the client's names."""
+        for request in requests:
+            with blaming("max_tokens" if len(request.prompt) < max_model_len else "prompt"):
+                check_length(len(request.prompt), request.max_tokens, max_model_len)
+        with blaming("stop"):
+            stop_strings(model, self.stop)
+        vocab, param = model.config.vocab_size, "stop_token_ids"
+        if bad := [token for token in self.stop_token_ids if token >= vocab]:
+            raise RequestError(
+                f"{param}: token id {bad[0]} lies outside the vocabulary 0…{vocab - 1}", param=param
+            )
+        if len(stop_ids(model, requests[0])) > MAX_STOP_TOKENS:
+            message = f"{param}: at most {MAX_STOP_TOKENS} are allowed, the model's own among them"
+            raise RequestError(message, param=param)
+
 
 class CompletionRequest(Asked):
     """Body of /v1/completions."""
@@ -180,8 +197,10 @@ class CompletionRequest(Asked):
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
         """Prompts are encoded as `generate` does."""
         limit = self.max_tokens or COMPLETION_TOKENS
-        prompts = [(token_ids(model, prompt).tolist(), limit) for prompt in self.prompt]
+        with blaming("prompt"):
+            prompts = [(token_ids(model, prompt).tolist(), limit) for prompt in self.prompt]
         requests = self._requests(prompts, (), self.logprobs)
+        self._check(requests, model, max_model_len)
         scored = self.echo and self.logprobs is not None
         return [replace(request, prompt_logprobs=scored) for request in requests]
 
@@ -224,15 +243,18 @@ class ChatRequest(Asked):
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
         """Without a limit, a reply may take all positions that the messages leave."""
         messages = [message.plain() for message in self.messages]
-        ids = chat_prompt(model, messages, self.chat_template_kwargs)
-        if (room := max_model_len - len(ids)) < 1:
-            raise PromptError(
-                f"the messages take {len(ids)} tokens, of {max_model_len} with the reply (max_model_len)"
+        with blaming("messages"):
+            prompt = token_ids(model, chat_prompt(model, messages, self.chat_template_kwargs)).tolist()
+        if (room := max_model_len - len(prompt)) < 1:
+            raise RequestError(
+                f"the messages take {len(prompt)} tokens, of {max_model_len} with the reply (max_model_len)",
+                param="messages",
             )
         limit = self.max_completion_tokens or self.max_tokens or room
-        prompt = token_ids(model, ids).tolist()
         logprobs = self.top_logprobs if self.logprobs else None
-        return self._requests([(prompt, limit)], chat_stop_tokens(model), logprobs)
+        requests = self._requests([(prompt, limit)], chat_stop_tokens(model), logprobs)
+        self._check(requests, model, max_model_len)
+        return requests
 
 
 class TokenizeRequest(ToModel):
