@@ -187,7 +187,7 @@ def plot(entries: list[dict[str, Any]], path: Path) -> None:
 def config(options: Options) -> EngineConfig:
     """An engine's, with a queue for all requests."""
     given = options.rows, options.max_model_len, options.cache_tokens
-    return EngineConfig(*given, chunk=options.chunk, most_waiting=len(_inside(options)) + 1)
+    return EngineConfig(*given, chunk=options.chunk, max_waiting=len(_inside(options)) + 1)
 
 
 def measure(engine: Engine, options: Options) -> Path:

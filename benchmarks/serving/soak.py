@@ -144,7 +144,7 @@ def main(options: Options) -> None:
     model = load(options.model, dtype="float32")
     pool = pool_of(model, options)
     config = EngineConfig(
-        options.rows, 256, options.cache_tokens, page=16, chunk=64, most_waiting=options.waiting
+        options.rows, 256, options.cache_tokens, page=16, chunk=64, max_waiting=options.waiting
     )
     engine = Engine(model, config)
     server = Server(make_app(engine, name="soak"), engine, "soak", "127.0.0.1", 0, drain_seconds=5)

@@ -127,7 +127,7 @@ class Serve:
             max_model_len=self.max_model_len,
             cache_tokens=self.cache_tokens,
             chunk=self.chunk,
-            most_waiting=self.max_waiting,
+            max_waiting=self.max_waiting,
         )
 
 

@@ -35,7 +35,7 @@ class EngineConfig:
     or what fits. page: tokens of a page of the cache. chunk: tokens of prompts that a step reads, a power of
     two. steps: of decoding that are started one after another, before results are looked at, where nobody
     reads or waits: no faster on a CPU, and behind a stop token they are for nobody.
-    most_waiting: requests. reuse: whether requests share what pages hold of texts that begin alike. A plan
+    max_waiting: requests. reuse: whether requests share what pages hold of texts that begin alike. A plan
     whose method has no pages takes no cache_tokens, and nothing is shared.
 
     Raises:
@@ -49,7 +49,7 @@ class EngineConfig:
     page: int = 128
     chunk: int = PREFILL_CHUNK
     steps: int = 1
-    most_waiting: int = 256
+    max_waiting: int = 256
     reuse: bool = True
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class EngineConfig:
             check_fields(self)
         except ValueError as error:
             raise PromptError(str(error)) from error
-        for name in ("rows", "cache_tokens", "page", "steps", "most_waiting"):
+        for name in ("rows", "cache_tokens", "page", "steps", "max_waiting"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise PromptError(f"{name}={value} must be at least 1")
         if self.chunk != bucket(self.chunk):
@@ -146,8 +146,8 @@ class Engine:
             if self._closing:
                 raise Closing("the engine is closing")
             ahead = len(self._inbox) + len(self._scheduler.waiting) - len(self._scheduler.free)
-            if ahead >= self.config.most_waiting:
-                raise Busy(f"{self.config.most_waiting} requests wait")
+            if ahead >= self.config.max_waiting:
+                raise Busy(f"{self.config.max_waiting} requests wait")
             self._inbox.append(job)
             self._changed.notify()
         return job

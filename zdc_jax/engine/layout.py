@@ -55,7 +55,7 @@ class Layout:
             if cache_tokens is not None:
                 raise PlanError(
                     f"{cache_tokens=}: the plan's method has no pages, but {rows=} of {longest} tokens each; "
-                    "must be None"
+                    "leave cache_tokens out"
                 )
             capacity = -(-longest // page) * page
             return cls(rows, capacity, rows, capacity, None, tuple(specs))
@@ -74,7 +74,7 @@ class Layout:
         if made.pages < each:
             raise CacheMemoryError(
                 f"the cache has room for {made.pages * page} tokens, one request may have {longest}: "
-                f"need fewer rows, a smaller max_model_len or more cache_tokens"
+                f"need fewer rows, a smaller max_model_len or more cache_tokens, in whole pages of {page}"
             )
         paged = (Paged.of(spec, page=page, pages=made.pages) for spec in specs)
         return replace(made, specs=tuple(paged))
