@@ -1,6 +1,6 @@
-"""Values of dataclass fields, checked against their annotations: what was JSON may have been anything."""
+"""Dataclass fields, checked against names and annotations: what was JSON may have been anything."""
 
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -25,6 +25,22 @@ def check_fields(instance: Any) -> None:
         value = getattr(instance, field.name)
         if not _fits(value, kinds[field.name]):
             raise ValueError(f"{field.name}={value!r:.80} must be {_described(kinds[field.name])}")
+
+
+def check_names(kind: Any, value: Any, what: str) -> None:
+    """Raises `ValueError` where a JSON value is no object that names fields of a dataclass, and all it needs.
+
+    what: the value, as the error calls it.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"{what}: {value!r:.80} must be a JSON object")
+    known = {field.name: field.default is MISSING for field in fields(kind)}
+    if unknown := sorted(value.keys() - known.keys()):
+        raise ValueError(
+            f"{what}: unknown {', '.join(map(repr, unknown))}; known are {', '.join(known) or 'none'}"
+        )
+    if missing := [name for name, needed in known.items() if needed and name not in value]:
+        raise ValueError(f"{what}: missing {', '.join(map(repr, missing))}")
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -273,7 +273,7 @@ def test_inspect_checks_hashes(folder, capsys):
         (["plan", "{}/model", "{}/plan.json", "--method", "zip"], "method='zip' must be one of"),
         (["plan", "{}/model", "{}/plan.json", "--method", "kivi", "--set", "bits"], "must be NAME=VALUE"),
         (["plan", "{}/model", "{}/plan.json", "--method", "kivi", "--set", "bits=5"], "bits=5"),
-        (["plan", "{}/model", "{}/plan.json", "--method", "kivi", "--set", "bit=4"], "'bit'"),
+        (["plan", "{}/model", "{}/plan.json", "--method", "kivi", "--set", "bit=4"], "'kivi': unknown 'bit'"),
         (["plan", "{}/model", "{}/plan.json", "--method", "kivi"], "window=0 must be at least 32"),
         (["plan", "{}/model", "{}/plan.json", "--set", "bits=4"], "add --method"),
         (["generate", "{}/model", "w3", "--plan", "{}/no.json", "--method", "fp8"], "drop --method"),

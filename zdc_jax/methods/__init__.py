@@ -17,7 +17,7 @@ from zdc_jax.cache.evicting import Evicting, Scoring
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
-from zdc_jax.fields import check_fields
+from zdc_jax.fields import check_fields, check_names
 
 if TYPE_CHECKING:
     from zdc_jax.plan import CompressionPlan
@@ -84,7 +84,8 @@ def named(name: str) -> ModuleType:
 
 
 def settings_from_json(name: str, value: dict[str, Any]) -> MethodSettings:
-    """Settings of a method as JSON has them; raises `TypeError` for unknown names, `PlanError` for values."""
+    """Settings of a method from JSON; raises `ValueError` for unknown names, `PlanError` for values."""
+    check_names(named(name).Settings, value, f"settings of method {name!r}")
     return named(name).Settings(**{key: _hashable(item) for key, item in value.items()})
 
 
