@@ -183,6 +183,37 @@ def test_missing_file_and_unknown_field_are_refused(tmp_path):
         CompressionPlan.load(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": None}, "the plan: missing 'layers'"),
+        ({"head_dim": None}, "the plan: missing 'head_dim'"),
+        ({"colour": "red"}, "the plan: unknown 'colour'; known are layers, num_kv_heads, head_dim, sinks"),
+        ({"layers": 3}, "layers=3 must be a list"),
+        ({"layers": [3]}, r"layers\[0\]: 3 must be a JSON object"),
+        ({"layers": [{"qk": 16, "v": 16}, {"qk": 16}]}, r"layers\[1\]: missing 'v'"),
+        ({"layers": [{"qk": 16, "v": 16, "w": 1}]}, r"layers\[0\]: unknown 'w'; known are qk, v, window"),
+        ({"settings": {"bit": 4}}, "settings of method 'kivi': unknown 'bit'; known are bits"),
+        ({"settings": [4]}, r"settings of method 'kivi': \[4\] must be a JSON object"),
+        ({"classes": 1}, "classes: 1 must be a JSON object"),
+        ({"classes": {}}, "classes: missing 'leaders', 'fraction', 'important'"),
+        ({"classes": {"leaders": 0, "fraction": [0.5], "important": []}}, "leaders=0 must be a list"),
+    ],
+)
+def test_broken_files_are_told_what_is_wrong(tmp_path, change, message):
+    """None: the field is left out."""
+    path = tmp_path / "plan.json"
+    value = CompressionPlan.full(LLAMA).to_json() | {"method": "kivi", "window": 32} | change
+    path.write_text(json.dumps({name: item for name, item in value.items() if item is not None}))
+    with pytest.raises(PlanError, match=rf"plan\.json is not a compression plan: {message}"):
+        CompressionPlan.load(path)
+
+
+def test_shares_of_classes_are_numbers():
+    with pytest.raises(PlanError, match=r"fraction=\('a', 0.5\) must lie strictly between 0 and 1"):
+        replace(CompressionPlan.full(LLAMA), classes=replace(CLASSES, fraction=("a", 0.5)))
+
+
 def test_bytes_of_the_published_example():
     """R=16, Z=32 of 64, window 128, 4 sinks (8 rows), 4096 tokens: 39.6 % of dense."""
     plan = CompressionPlan((LayerRanks(16, 32),) * 12, 3, 64, sinks=4, window=128)

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +17,7 @@ from zdc_jax.cache.kv_cache import held_bytes
 from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
-from zdc_jax.fields import MOST
+from zdc_jax.fields import MOST, check_names
 from zdc_jax.files import load_json, whole_file
 from zdc_jax.methods import MethodSettings
 
@@ -153,7 +154,7 @@ class CompressionPlan:
             raise PlanError(f"{leaders=} must ascend from 0 and be below {count} layers")
         if len(classes.fraction) != len(leaders):
             raise PlanError(f"fraction={classes.fraction} must have one share for each of {leaders=}")
-        if not all(0 < share < 1 for share in classes.fraction):
+        if not all(isinstance(share, Real) and 0 < share < 1 for share in classes.fraction):
             raise PlanError(f"fraction={classes.fraction} must lie strictly between 0 and 1")
         if len(classes.important) != count:
             raise PlanError(f"important has {len(classes.important)} ranks, the plan {count} layers")
@@ -352,18 +353,21 @@ class CompressionPlan:
             raise PlanError(f"{path}: format_version={version!r}, this release reads 1 to {FORMAT_VERSION}")
         fields = {key: item for key, item in value.items() if key != "format_version"}
         try:
+            check_names(cls, fields, "the plan")
             own = partial(methods.settings_from_json, fields.get("method", cls.method))
-            layers = tuple(_layer_from_json(layer, own) for layer in fields.pop("layers"))
+            layers = _layers_from_json("layers", fields.pop("layers"), own)
             if (classes := fields.pop("classes", None)) is not None:
-                important = tuple(LayerRanks(**ranks) for ranks in classes.pop("important"))
-                leaders, fraction = (tuple(classes.pop(name)) for name in ("leaders", "fraction"))
-                classes = TokenClasses(leaders, fraction, important, **classes)
+                check_names(TokenClasses, classes, "classes")
+                important = _layers_from_json("important", classes["important"], own)
+                leaders, fraction = (tuple(_list(name, classes[name])) for name in ("leaders", "fraction"))
+                given = {"leaders": leaders, "fraction": fraction, "important": important}
+                classes = TokenClasses(**classes | given)
             if (settings := fields.pop("settings", None)) is not None:
                 fields["settings"] = own(settings)
             plan = cls(layers, **fields, classes=classes)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
+        except (TypeError, ValueError) as error:
             raise PlanError(f"{path} is not a compression plan: {error}") from error
         if version == 1 and plan.fingerprint:
             warnings.warn(
@@ -384,9 +388,21 @@ def _said(layer: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in layer.items() if value is not None}
 
 
-def _layer_from_json(layer: dict[str, Any], settings: Callable[[Any], MethodSettings]) -> LayerRanks:
-    own = layer.get("settings")
-    return LayerRanks(**layer | ({} if own is None else {"settings": settings(own)}))
+def _layers_from_json(
+    name: str, value: Any, settings: Callable[[Any], MethodSettings]
+) -> tuple[LayerRanks, ...]:
+    layers = []
+    for index, layer in enumerate(_list(name, value)):
+        check_names(LayerRanks, layer, f"{name}[{index}]")
+        own = layer.get("settings")
+        layers.append(LayerRanks(**layer | ({} if own is None else {"settings": settings(own)})))
+    return tuple(layers)
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{name}={value!r:.80} must be a list")
+    return value
 
 
 def _integer(name: str, value: Any) -> int:
