@@ -48,7 +48,7 @@ def counted(unit: str, first: str) -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True)
     if console.is_terminal:
         columns = (
-            progress.TextColumn("{task.completed} " + unit),
+            progress.TextColumn(unit + ": {task.completed}"),
             progress.TimeElapsedColumn(),
             progress.TextColumn("{task.description}"),
         )
@@ -72,7 +72,7 @@ class _PlainCount:
         now = monotonic()
         if text != self.said or now - self.last >= INTERVAL:
             self.said, self.last = text, now
-            _line(f"{self.count} {self.unit}, {now - self.began:.0f} s: {text}")
+            _line(f"{self.unit}: {self.count}, {now - self.began:.0f} s: {text}")
 
 
 def _line(text: str) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -190,7 +191,8 @@ class SearchFlags:
     trials: int = 400
     """Most plans to measure."""
     minutes: float = math.inf
-    """No plan is begun after so many. Taken up again with the same output, a search has as many once more."""
+    """No plan is begun after so many; what the unmodified model takes counts. Taken up again with the same
+    output, a search has as many once more."""
     text_windows: int = 12
     """Windows of text to measure on, drawn round robin over topics."""
     context: int | None = None
@@ -249,6 +251,7 @@ class SearchFlags:
             assert plan is not None  # Nothing was checked.
             return plan
         windows, sheets = self._judged_on(checkpoint)
+        began = time.monotonic()  # What the unmodified model takes counts too.
         with counted("plans", "measuring the unmodified model") as show:
             book = TrialBook(
                 path,
@@ -263,7 +266,7 @@ class SearchFlags:
                 best_yet = "none" if best is None else f"{describe_bytes(best)} at {best.increase:+.2%}"
                 show(f"best within the limits: {best_yet}")
 
-            best = kind(book, options, watch).run()
+            best = kind(book, options, watch, began).run()
         if sheets and not book.counting:
             message = "the unmodified model does no task: the plan is held to perplexity alone"
             warnings.warn(message, stacklevel=2)

@@ -106,6 +106,7 @@ class Search:
     """One search: measures through a `TrialBook`, remembers the best plan within the limit.
 
     `watch`, if given, is called after every new trial with it and the best so far (None until there is one).
+    `began`: when its minutes begin, by `time.monotonic`; default now.
 
     Raises:
       PlanError: options that this search has not.
@@ -116,13 +117,14 @@ class Search:
         book: TrialBook,
         options: SearchOptions,
         watch: Callable[[Trial, Trial | None], None] | None = None,
+        began: float | None = None,
     ):
         self.check(options)
         self.book, self.options, self.watch = book, options, watch
         self.config = book.config
         self.length = book.windows.shape[1]
         self.best: Trial | None = None
-        self.measured, self.began = 0, time.monotonic()
+        self.measured, self.began = 0, time.monotonic() if began is None else began
         self.budget = 1.0  # Share of trials and minutes that may be used up.
         self.allowed = 1.0  # Share of the limits that plans may use up.
         self.costs: LayerCosts | None = None
@@ -141,7 +143,7 @@ class Search:
         Raises:
           PlanError: no plan of this mode holds the limit.
         """
-        options, self.began = self.options, time.monotonic()
+        options = self.options
         with contextlib.suppress(Exhausted):
             match options.mode:
                 case "window":

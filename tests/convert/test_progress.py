@@ -61,10 +61,10 @@ def test_counts_say_news_at_once_and_the_rest_now_and_then(clock, capsys):
             show(text)
     assert capsys.readouterr().err.splitlines() == [
         "the unmodified model",
-        "1 plans, 1 s: none",
-        "3 plans, 3 s: half",
-        "13 plans, 13 s: half",
-        "15 plans, 15 s: third",
+        "plans: 1, 1 s: none",
+        "plans: 3, 3 s: half",
+        "plans: 13, 13 s: half",
+        "plans: 15, 15 s: third",
     ]
 
 
@@ -77,5 +77,5 @@ def test_bars_on_a_terminal(terminal, capsys):
     assert out == ""
     assert "100%" in err
     assert "moments: " not in err
-    assert "2 plans" in err
+    assert "plans: 2" in err
     assert "best: half" in err

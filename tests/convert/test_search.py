@@ -323,7 +323,7 @@ def test_command(folder, tmp_path, capsys):
     arguments = ["plan", model, str(plan), "--max-degradation", "0.1", "--texts", str(folder / "text")]
     small = ["--text-windows", "2", "--context", "128", "--trials", "6", "--min-retention", "0"]
     assert main([*arguments, *small]) == 0
-    assert "plans, " in capsys.readouterr().err
+    assert "plans: 1, " in capsys.readouterr().err
     found = CompressionPlan.load(plan)
     checkpoint = Checkpoint.open(model)
     basis = stored_basis(checkpoint).coordinates_hash
@@ -354,6 +354,22 @@ def test_command(folder, tmp_path, capsys):
     short = ["--texts", str(tmp_path / "short.txt"), "--context", "128", "--min-retention", "0"]
     assert main(["plan", model, str(plan), "--max-degradation", "0.1", *short]) == 2
     assert "not one whole window" in capsys.readouterr().err
+
+
+def test_minutes_begin_with_the_unmodified_model(folder, tmp_path, monkeypatch, capsys):
+    """It takes more than all of them here, and no plan is begun."""
+    clock = [0.0]
+
+    def slow(*_, **__):
+        clock[0] += 90
+        return FakeBook()
+
+    monkeypatch.setattr(flags, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("convert.search.search.time", flags.time)
+    monkeypatch.setattr(flags, "TrialBook", slow)
+    arguments = ["plan", str(folder / "model"), str(tmp_path / "plan.json"), "--texts", str(folder / "text")]
+    assert main([*arguments, "--mode", "uniform", "--min-retention", "0", "--minutes", "1"]) == 2
+    assert "no plan measured in mode 'uniform'" in capsys.readouterr().err
 
 
 class Line:
