@@ -1,6 +1,7 @@
 """How the next token is chosen."""
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +17,8 @@ from zdc_jax.axes import Array
 from zdc_jax.errors import PromptError
 
 SEEDS = 2**32
-_LARGEST = np.float64(np.finfo(np.float32).max)
-"""Beyond it is infinity, by which a logit of -inf would be NaN. A float of Python would become one of 16 bits
-where it is compared with such."""
+_LARGEST = float(np.finfo(np.float32).max)
+"""Beyond it is infinity, by which a logit of -inf would be NaN."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 0 <= self.temperature <= _LARGEST:
+        if not 0 <= _number(self.temperature) <= _LARGEST:
             raise PromptError(
-                f"temperature={self.temperature!r} must be a finite number >= 0 of float32 (0 is greedy)"
+                f"temperature={self.temperature!r:.80} must be a finite number >= 0 of float32 (0 is greedy)"
             )
         if self.top_k is not None and not (is_whole(self.top_k) and self.top_k >= 1):
             raise PromptError(f"top_k={self.top_k!r} must be a whole number >= 1, or None")
-        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise PromptError(f"top_p={self.top_p!r} must be a number in (0, 1], or None")
+        if self.top_p is not None and not 0 < _number(self.top_p) <= 1:
+            raise PromptError(f"top_p={self.top_p!r:.80} must be a number in (0, 1], or None")
         if not (is_whole(self.seed) and 0 <= self.seed < SEEDS):
             raise PromptError(f"seed={self.seed!r} must be a whole number from 0 to {SEEDS - 1}")
 
@@ -53,8 +53,14 @@ def is_whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, Real) and not isinstance(value, bool)
+def _number(value: Any) -> float:
+    """A real number as a float: infinite where it is too large for one, NaN where it is none."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 class SamplingArrays(NamedTuple):
