@@ -11,6 +11,9 @@ events in those processes); a cached row's bytes are those it must read.
     … --flash-attention-3 vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so
 
 adds FlashAttention-3, from the library that vLLM's wheel holds. A peer that fails has a row that says why.
+
+The JSON file is written anew after each section, and other sections stay as they are in it. `ceilings` are
+those of the last run; the bounds of a row are by those of its own.
 """
 
 import functools
@@ -25,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.common import RESULTS, commit, earlier, write_result
 from benchmarks.rivals.flash_attention_3 import Call
 from benchmarks.timing import (
     copy_bandwidth,
@@ -460,9 +463,10 @@ def turn(x: jax.Array, cos: jax.Array, sin: jax.Array, rotation: jax.Array) -> j
     return jnp.einsum("BTKGH,KHR->BTKGR", groups, rotation).reshape(*x.shape[:3], -1)
 
 
-def main() -> None:
-    """Runs the sections and writes one JSON file."""
-    options = tyro.cli(Options, description=__doc__)
+def main(options: Options) -> None:
+    """Runs the sections and writes one JSON file, anew after each."""
+    settings = {"sections": SECTIONS}  # Of a whole file.
+    results: dict[str, Any] = earlier(options.results / f"{options.name}.json", settings) or {}
     ceilings = Ceilings(copy_bandwidth(), matmul_rate())
     print(
         f"copy {ceilings.copy / 1e12:.2f} TB/s, bf16 product {ceilings.matmul / 1e12:.0f} TFLOP/s", flush=True
@@ -475,11 +479,11 @@ def main() -> None:
         "epilogue": epilogue,
         "segments": segments,
     }
-    results: dict[str, Any] = {"ceilings": asdict(ceilings)}
+    results["ceilings"] = asdict(ceilings)
     for section in options.sections:
         results[section] = [found | {"commit": commit()} for found in functions[section](ceilings)]
-        print(write_result(options.name, {"sections": options.sections}, results, options.results))
+        print(write_result(options.name, settings, results, options.results))
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Options, description=__doc__))

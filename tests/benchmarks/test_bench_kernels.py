@@ -1,12 +1,16 @@
-"""Peers that do not run, and the truth that peers with a window are held to."""
+"""Peers that do not run, the truth that rows are held to, and what a run of some sections leaves."""
 
+import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from benchmarks import bench_kernels as bench
 from benchmarks.bench_kernels import H, exact_rows, flash_rows, rising
 from kernels_pallas.prefill_softmax import _SLACK
 
@@ -44,3 +48,22 @@ def test_rising_scores_raise_the_maximum_of_every_row_at_every_block():
     scores = exact(q[0, :, 0]) @ exact(k[0, 0]).T * H**-0.5 / np.log(2)
     highest = scores.reshape(9, -1, 64).max(-1)
     assert np.diff(highest, axis=1).min() > _SLACK
+
+
+def test_a_run_replaces_its_own_sections_alone(tmp_path, monkeypatch):
+    for ceiling in ("copy_bandwidth", "matmul_rate"):
+        monkeypatch.setattr(bench, ceiling, lambda: 1e12)
+    for section in ("decode", "epilogue"):
+        monkeypatch.setattr(bench, section, lambda ceilings: iter([{"ms": 1.0}]))
+    monkeypatch.setattr(bench, "commit", lambda: "a")
+    options = bench.Options(sections=("decode", "epilogue"), results=tmp_path, name="kernels")
+    bench.main(options)
+    monkeypatch.setattr(bench, "commit", lambda: "b")
+    bench.main(replace(options, sections=("epilogue",)))
+    path = tmp_path / "kernels.json"
+    results = json.loads(path.read_text())["results"]
+    assert results["decode"] == [{"ms": 1.0, "commit": "a"}]
+    assert results["epilogue"] == [{"ms": 1.0, "commit": "b"}]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"config": {"sections": ["decode"]}}))
+    with pytest.raises(SystemExit, match=r"other settings \(sections\)"):
+        bench.main(options)
