@@ -12,12 +12,13 @@ peer's time over both. `error` is that of sampled rows of one head, against floa
 
 times instead lists that are as long as those of judged choices were on the small model, head by head
 (`benchmarks.judged_lists`): `ms` is the mean over its layers, `ms_by_layer` says each, and choosing reads the
-same share of the coordinates.
+same share of the coordinates. The JSON file is written anew after each row; other prompts stay as they are
+in it.
 """
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import numpy as np
 import tyro
 
 from benchmarks.bench_kernels import H, N, cudnn, error
-from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.common import RESULTS, commit, earlier, write_result
 from benchmarks.judged_lists import counts_at, random_lists
 from benchmarks.quality.key_blocks import BlockChoice, block_lists
 from benchmarks.timing import costs_in_turns, device_ms, normal
@@ -217,9 +218,13 @@ def by_layer(
 def main(options: Options) -> None:
     """Writes one JSON, anew after each row."""
     timed = as_judged if options.judged else measured
-    rows: list[dict[str, Any]] = []
+    apart = ("tokens", "kv_heads", "rounds", "name", "results")
+    settings = {"heads": N, "H": H} | {k: v for k, v in asdict(options).items() if k not in apart}
+    settings |= {"judged": options.judged and options.judged.name}
+    rows: list[dict[str, Any]] = earlier(options.results / f"{options.name}.json", settings)
     for S in options.tokens:
         for K in options.kv_heads:
+            rows = [row for row in rows if (row["S"], row["kv_heads"]) != (S, K)]
             for row in timed(options, S, K):
                 rows.append(row)
                 print(
@@ -230,7 +235,7 @@ def main(options: Options) -> None:
                     },
                     flush=True,
                 )
-                path = write_result(options.name, {"heads": N, "H": H}, rows, options.results)
+                path = write_result(options.name, settings, rows, options.results)
     print(path)
 
 
