@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import bench_block_lists, bench_generate, bench_plans, studies
+from benchmarks import bench_block_lists, bench_coded_models, bench_generate, bench_plans, studies
 
 
 @pytest.fixture(autouse=True)
 def commits(monkeypatch):
     """One more at each look: a, b, c."""
-    for bench in (bench_block_lists, bench_generate, bench_plans, studies):
+    for bench in (bench_block_lists, bench_coded_models, bench_generate, bench_plans, studies):
         monkeypatch.setattr(bench, "commit", iter("abcdefgh").__next__)
 
 
@@ -83,3 +83,23 @@ def test_prompts_of_block_lists(tmp_path, monkeypatch):
         monkeypatch.setattr(bench_block_lists, name, no_work)
     with pytest.raises(SystemExit, match=r"other settings \(densities, judged\)"):
         bench_block_lists.main(replace(options, densities=(0.5,), judged=Path("judged.json")))
+
+
+def test_coded_models(tmp_path, monkeypatch):
+    """A trial with fewer layers is not taken for whole models."""
+    bench = bench_coded_models
+
+    def timed(shape, options):
+        for kind in ("cudnn", *options.chosen_kinds):
+            yield {"shape": shape, "rows": 8, "context": 16384, "kind": kind, "commit": bench.commit()}
+
+    monkeypatch.setattr(bench, "check_on_kernels", lambda *args: None)
+    monkeypatch.setattr(bench, "rows", timed)
+    options = bench.Options(shapes=("Llama-2-7B",), kinds=("whole", "chosen"), results=tmp_path)
+    bench.main(options)
+    bench.main(replace(options, kinds=("chosen",)))
+    held = [(row["kind"], row["commit"]) for row in results(tmp_path)]
+    assert held == [("whole", "b"), ("cudnn", "d"), ("chosen", "e")]
+    monkeypatch.setattr(bench, "rows", no_work)
+    with pytest.raises(SystemExit, match=r"other settings \(layers\)"):
+        bench.main(replace(options, layers=2))
