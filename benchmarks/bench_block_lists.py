@@ -6,18 +6,20 @@ Peers are cuDNN and our own kernel over all keys, at full rank, in the same run;
 keys are random, so that which blocks are chosen says nothing: how many is set by `--densities`. What a choice
 of so many costs in quality is measured on SmolLM2 by `benchmarks.quality.block_lists`; its rows also say
 which density a longer prompt would have. `ms` is attention alone, `choice_ms` the choice, `speedup` the
-peer's time over both. `error` is that of sampled rows of one head, against float64.
+peer's time over both. `error` is relative, against float64, that of the worst head of sampled rows.
 
     … --judged benchmarks/results/block-lists-smollm2-135m.json
 
 times instead lists that are as long as those of judged choices were on the small model, head by head
 (`benchmarks.judged_lists`): `ms` is the mean over its layers, `ms_by_layer` says each, and choosing reads the
-same share of the coordinates.
+same share of the coordinates. The JSON file is written anew after each row; other prompts stay as they are
+in it.
 """
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ import numpy as np
 import tyro
 
 from benchmarks.bench_kernels import H, N, cudnn, error
-from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.common import RESULTS, commit, earlier, write_result
 from benchmarks.judged_lists import counts_at, random_lists
 from benchmarks.quality.key_blocks import BlockChoice, block_lists
 from benchmarks.timing import costs_in_turns, device_ms, normal
@@ -65,19 +67,20 @@ class Options:
 def exact_rows(
     q: jax.Array, k: jax.Array, v: jax.Array, lists: BlockLists, positions: list[int], blocks: tuple[int, int]
 ) -> np.ndarray:
-    """Float64 output [positions, Z] of the first row and head of q [1, T, N, R] to listed blocks alone."""
-    f64 = lambda x: np.asarray(x.astype(jnp.float32), np.float64)
-    keys, values, (Q, P) = f64(k[0, 0]), f64(v[0, 0]), blocks
-    found = []
-    for t in positions:
-        count = int(lists.counts[0, 0, t // Q])
-        listed = np.asarray(lists.blocks[0, 0, t // Q, :count])
-        j = (listed[:, None] * P + np.arange(P)).ravel()
-        j = j[(j <= t) & (j < len(keys))]
-        scores = SCALE * keys[j] @ f64(q[0, t, 0])
-        weights = np.exp(scores - scores.max())
-        found.append(weights @ values[j] / weights.sum())
-    return np.stack(found)
+    """Float64 output [positions, N, Z] of q [positions, N, R] to listed blocks alone; k [1, K, S, R], v."""
+    f64 = lambda x: np.asarray(x, np.float64)
+    q, k, v, lists = jax.device_get((q, k, v, lists))
+    (Q, P), (_, N, _), K = blocks, q.shape, k.shape[1]
+    found = np.zeros((*q.shape[:2], v.shape[-1]))
+    for (i, t), head in itertools.product(enumerate(positions), range(K)):
+        count = lists.counts[0, head, t // Q]
+        j = (lists.blocks[0, head, t // Q, :count, None] * P + np.arange(P)).ravel()
+        j = j[(j <= t) & (j < k.shape[2])]
+        group = slice(head * N // K, (head + 1) * N // K)
+        scores = SCALE * f64(q[i, group]) @ f64(k[0, head, j]).T
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        found[i, group] = weights @ f64(v[0, head, j]) / weights.sum(-1, keepdims=True)
+    return found
 
 
 def density(lists: BlockLists, blocks: tuple[int, int], tokens: int) -> float:
@@ -113,7 +116,7 @@ def measured(options: Options, S: int, K: int) -> Iterator[dict[str, Any]]:
             costs = costs_in_turns(calls, rounds=options.rounds)
             ms = {name: float(np.median(cost["ms"])) for name, cost in costs.items()}
             for rank, given in parts.items():
-                out = jax.jit(attend)(*given)[0, jnp.array(sampled), 0]
+                out, own = (x[0, jnp.array(sampled)] for x in (jax.jit(attend)(*given), given[0]))
                 yield {
                     "S": S,
                     "kv_heads": K,
@@ -125,7 +128,7 @@ def measured(options: Options, S: int, K: int) -> Iterator[dict[str, Any]]:
                     "cudnn_ms": ms["cudnn"],
                     "dense_ms": ms["dense"],
                     "speedup": ms["cudnn"] / (ms[str(rank)] + ms["choice"]),
-                    "error": error(out, exact_rows(*given, sampled, blocks)),
+                    "error": error(out, exact_rows(own, *given[1:], sampled, blocks)),
                     "repeats": {name: cost["ms"] for name, cost in costs.items()},
                     "commit": commit(),
                 }
@@ -217,9 +220,13 @@ def by_layer(
 def main(options: Options) -> None:
     """Writes one JSON, anew after each row."""
     timed = as_judged if options.judged else measured
-    rows: list[dict[str, Any]] = []
+    apart = ("tokens", "kv_heads", "rounds", "name", "results")
+    settings = {"heads": N, "H": H} | {k: v for k, v in asdict(options).items() if k not in apart}
+    settings |= {"judged": options.judged and options.judged.name}
+    rows: list[dict[str, Any]] = earlier(options.results / f"{options.name}.json", settings)
     for S in options.tokens:
         for K in options.kv_heads:
+            rows = [row for row in rows if (row["S"], row["kv_heads"]) != (S, K)]
             for row in timed(options, S, K):
                 rows.append(row)
                 print(
@@ -230,7 +237,7 @@ def main(options: Options) -> None:
                     },
                     flush=True,
                 )
-                path = write_result(options.name, {"heads": N, "H": H}, rows, options.results)
+                path = write_result(options.name, settings, rows, options.results)
     print(path)
 
 

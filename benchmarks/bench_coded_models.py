@@ -13,7 +13,7 @@ stores new tokens, though turning is no compression; `kernels` says which takes 
 is that of the same plan on a real model, by shares of the head dim and of the context: from the JSON of
 judged plans, none where it was not judged. `tokens` says how many the memory of this GPU holds beside the
 weights, by bytes. Models of coded rows turn keys and queries after the rotary embedding, as plans with a
-basis do.
+basis do. The JSON file is written anew after each row; other rows stay as they are in it.
 """
 
 import itertools
@@ -32,7 +32,7 @@ import tyro
 from benchmarks.bench_generate import LLAMA_2_7B, OnCudnn, build, decode_times
 from benchmarks.bench_host_memory import LLAMA_3_8B
 from benchmarks.coded_shapes import REACHES
-from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.common import RESULTS, commit, earlier, write_result
 from benchmarks.timing import kernel_times
 from benchmarks.transferred_plans import check_on_kernels, is_judged, judged_quality, transferred
 from zdc_jax.cache.kv_cache import KVCache, held_bytes
@@ -46,6 +46,8 @@ SINKS, WINDOW = 4, 512
 SHARES = {"whole": 0.0, "chosen": 1 / 16, "chosen by 8 bits": 1 / 8}
 """Of the context that is read."""
 SEARCHED = "searched"
+IDENTITY = ("shape", "rows", "context", "kind")
+"""A row replaces the earlier one that has the same of these."""
 PARTS = {
     "choosing": "zdc_coded_scan|zdc_largest",
     "far tokens": "zdc_coded_decode",
@@ -227,15 +229,19 @@ def rows(shape: str, options: Options) -> Iterator[dict[str, Any]]:
 
 def main(options: Options) -> None:
     """Writes one JSON, again after each row; nothing is timed before kernels are known to read all plans."""
-    found: list[dict[str, Any]] = []
+    settings = {"steps": options.steps}
+    # A trial must not go on from the rows of whole models.
+    settings |= {} if options.layers == Options.layers else {"layers": options.layers}
+    found: list[dict[str, Any]] = earlier(options.results / f"{options.name}.json", settings)
     for shape, kind in itertools.product(options.shapes, options.chosen_kinds):
         config = shape_of(shape, options)
         check_on_kernels(plan_of(kind, config, options), config, options.rows, options.capacity)
     for shape in options.shapes:
         for row in rows(shape, options):
             print({name: value for name, value in row.items() if name not in ("quality", "plan")}, flush=True)
-            found.append(row)
-            path = write_result(options.name, {"steps": options.steps}, found, options.results)
+            same = lambda other, row=row: all(other[name] == row[name] for name in IDENTITY)
+            found = [*itertools.filterfalse(same, found), row]
+            path = write_result(options.name, settings, found, options.results)
     print(path)
 
 

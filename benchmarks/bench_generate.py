@@ -8,10 +8,9 @@ run time; `post_rope`, a random orthogonal basis really applied at full rank aft
 `window`, the same with 512 tokens and 4 sinks at full rank and the rest at (32, 64). Times do not depend on
 the values. Wall clock after a warm-up: a prompt from call to token; decoding over `steps` tokens that are
 dispatched one after another without waiting, as the host need not see a token before the next one starts.
-Rows of one run share a process and are merged by name.
+Rows of one run share a process and are merged by name with those of earlier runs, each with its commit.
 """
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +24,7 @@ import numpy as np
 import tyro
 
 from benchmarks.bench_calibration import LLAMA_2_13B
-from benchmarks.common import RESULTS, write_result
+from benchmarks.common import RESULTS, commit, earlier, write_result
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
@@ -238,16 +237,14 @@ def measure(name: RowName, options: Options) -> dict[str, Any]:
     return out
 
 
-def main() -> None:
-    """Measures the rows and writes (or updates) one JSON file."""
-    options = tyro.cli(Options, description=__doc__)
-    path = options.results / f"{options.name}.json"
-    results = json.loads(path.read_text())["results"] if path.exists() else {}
+def main(options: Options) -> None:
+    """Measures the rows and writes one JSON file, anew after each."""
+    settings = {k: v for k, v in asdict(options).items() if k not in ("results", "name", "rows")}
+    results: dict[str, Any] = earlier(options.results / f"{options.name}.json", settings) or {}
     for name in options.rows:
-        results[name] = measure(name, options)
-        settings = {k: v for k, v in asdict(options).items() if k not in ("results", "name", "rows")}
+        results[name] = measure(name, options) | {"commit": commit()}
         print(write_result(options.name, settings, results, options.results), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Options, description=__doc__))

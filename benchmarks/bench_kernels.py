@@ -8,13 +8,22 @@ only; their numbers are checked by `tests/kernels`. Peers run in the same proces
 own kernel), PyTorch's and FlashAttention-3 in processes of their own. Times are device times (CUPTI; CUDA
 events in those processes); a cached row's bytes are those it must read.
 
+`error` is that of the worst head and row, relative, in the norm of the head's coordinates: of sampled queries
+of a prompt, of the first and the last row of a batch that decodes. Rows timed before 26 November 2026 say
+that of one head, and of all sampled rows together.
+
     … --flash-attention-3 vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so
 
 adds FlashAttention-3, from the library that vLLM's wheel holds. A peer that fails has a row that says why.
+
+The JSON file is written anew after each section, and other sections stay as they are in it. `ceilings` are
+those of the last run; the bounds of a row are by those of its own.
 """
 
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.common import RESULTS, commit, earlier, write_result
 from benchmarks.rivals.flash_attention_3 import Call
 from benchmarks.timing import (
     copy_bandwidth,
@@ -133,27 +142,42 @@ def flash_rows(
 def exact_rows(
     q: jax.Array, k: jax.Array, v: jax.Array, positions: list[int], tail: Any, sinks: int, window: int
 ) -> np.ndarray:
-    """Float64 output [positions, Hv] of the first row and head of q [B, T, N, Hq], k [B, K, S, R], v.
+    """Float64 output [B, positions, N, Hv] of q [B, positions, N, Hq], k [B, K, S, R], v [B, K, S, Z].
 
-    Far keys of no width are not seen.
+    tail: further coordinates of near keys and values, [B, K, S, ·] each, or None. Far keys of no width are
+    not seen.
     """
-    f = lambda x: np.asarray(x.astype(jnp.float32), np.float64)
-    q, k, v = f(q[0, jnp.array(positions), 0]), f(k[0, 0]), f(v[0, 0])
-    j, t = np.arange(k.shape[0]), np.array(positions)[:, None]
+    (B, P, N, _), K = q.shape, k.shape[1]
+    q, *keys = jax.device_get((q.reshape(B, P, K, N // K, -1), k, v, *(tail or ())))
+    heads = [
+        exact_head(q[b, :, head], *(x[b, head] for x in keys), at=positions, sinks=sinks, window=window)
+        for b, head in itertools.product(range(B), range(K))
+    ]
+    return np.stack(heads).reshape(B, K, P, N // K, -1).swapaxes(1, 2).reshape(B, P, N, -1)
+
+
+def exact_head(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, *tail: np.ndarray, at: list[int], sinks: int, window: int
+) -> np.ndarray:
+    """The same of one head of keys: q [positions, G, Hq], k [S, R], v [S, Z], tail [S, ·] each."""
+    q, k, v, *tail = (np.asarray(x, np.float64) for x in (q, k, v, *tail))
+    j, t = np.arange(len(k)), np.array(at)[:, None, None]
     near = (j < sinks) | (j > t - window)
-    scores, values = q[:, : k.shape[1]] @ k.T, [(v, 1.0)]
-    if tail is not None:
-        scores = scores + np.where(near, q[:, k.shape[1] :] @ f(tail[0][0, 0]).T, 0)
-        values.append((f(tail[1][0, 0]), near))
+    scores, values = q[..., : k.shape[1]] @ k.T, [(v, 1.0)]
+    if tail:
+        scores = scores + np.where(near, q[..., k.shape[1] :] @ tail[0].T, 0)
+        values.append((tail[1], near))
     seen = (j <= t) & (near | (k.shape[1] > 0))
-    weights = np.where(seen, np.exp(H**-0.5 * (scores - scores.max(1, keepdims=True))), 0)
-    weights /= weights.sum(1, keepdims=True)
-    return np.concatenate([(weights * mask) @ x for x, mask in values], 1)
+    scores = np.where(seen, H**-0.5 * scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.concatenate([(weights * mask) @ x for x, mask in values], -1)
 
 
 def error(out: jax.Array, exact: np.ndarray) -> float:
-    """Relative error, in the norm."""
-    return float(np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact))
+    """Relative error of the worst head and row, in the norm of its coordinates; both [..., Z]."""
+    size = functools.partial(np.linalg.norm, axis=-1)
+    return float((size(np.asarray(out, np.float64) - exact) / size(exact)).max())
 
 
 def prefill(ceilings: Ceilings, library: Path | None) -> Iterator[Row]:
@@ -167,6 +191,7 @@ def prefill_heads(
 ) -> Iterator[Row]:
     """S=16384 causal with K heads of keys; cuDNN at 128 is the peer of every rank."""
     S, positions = 16384, [0, 1, 777, 8191, 16383]
+    at = operator.itemgetter((slice(None), jnp.array(positions)))
     pairs = N * S * (S + 1) / 2
     bounds = lambda R, Z: ceilings.bounds(
         flops=2 * (R + Z) * pairs, exps=pairs, nbytes=2.0 * S * (N + K) * (R + Z)
@@ -186,8 +211,7 @@ def prefill_heads(
     for (R, Z), rise in [*((pair, False) for pair in ranks), *((pair, True) for pair in RISING if K == N)]:
         q, k, v = normal(0, 1, S, N, R), normal(1, 1, K, S, R), normal(2, 1, K, S, Z)
         q, k = rising(q, k) if rise else (q, k)
-        got = jax.jit(f)(q, k, v)[0, jnp.array(positions), 0]
-        wrong = error(got, exact_rows(q, k, v, positions, None, 0, 0))
+        wrong = error(at(jax.jit(f)(q, k, v)), exact_rows(at(q), k, v, positions, None, 0, 0))
         times = device_ms(f, q, k, v)
         rate = 2 * (R + Z) * pairs / np.median(times) * 1e-9
         name = f"prefill ({R},{Z}) K={K}" + ", rising" * rise
@@ -247,8 +271,9 @@ def two_rank_shape(ceilings: Ceilings, q: jax.Array, R: int, Z: int, peer: list[
         q, k, v, scale=H**-0.5, sinks=sinks, window=window,
         trailing=Trailing(*tails, jnp.zeros(1, jnp.int32), *(x[:, :, :8] for x in tails)),
     )[0]  # fmt: skip
-    out = jax.jit(both)(q, k, v, tails)[0, jnp.array(positions), 0]
-    wrong = error(out, exact_rows(q, k, v, positions, tails, sinks, window))
+    at = operator.itemgetter((slice(None), jnp.array(positions)))
+    exact = exact_rows(at(q), k, v, positions, tails, sinks, window)
+    wrong = error(at(jax.jit(both)(q, k, v, tails)), exact)
     times = device_ms(both, q, k, v, tails)
     over = float(np.median(times) / np.median(alone))
     yield row(f"two ranks, window 512, far ({R},{Z})", times, peer, bounds(1), error=wrong, over_alone=over)
@@ -279,8 +304,9 @@ def window_shape(ceilings: Ceilings, library: Path | None, S: int) -> Iterator[R
         q, k[..., :0], v[..., :0], scale=H**-0.5, sinks=sinks, window=window,
         trailing=Trailing(k, v, jnp.zeros(1, jnp.int32), k[:, :, :8], v[:, :, :8]),
     )[0]  # fmt: skip
-    got = jax.jit(f)(q, k, v)[0, jnp.array(positions), 0]
-    more = {"error": error(got, exact_rows(q, k[..., :0], v[..., :0], positions, (k, v), sinks, window))}
+    at = operator.itemgetter((slice(None), jnp.array(positions)))
+    exact = exact_rows(at(q), k[..., :0], v[..., :0], positions, (k, v), sinks, window)
+    more = {"error": error(at(jax.jit(f)(q, k, v)), exact)}
     times = device_ms(f, q, k, v)
     if "ms" in windowed:
         more["over_windowed"] = float(np.median(times)) / windowed["ms"]
@@ -290,21 +316,19 @@ def window_shape(ceilings: Ceilings, library: Path | None, S: int) -> Iterator[R
 def cudnn_window(
     q: jax.Array, k: jax.Array, v: jax.Array, window: int, peer: list[float], bounds: dict[str, float]
 ) -> Row:
-    """cuDNN's own window, where it agrees to run; q, k, v [1, S, N, H].
-
-    `error` is of whole windows: beside a query of one key, whose output is large, theirs would not show.
-    """
+    """cuDNN's own window, where it agrees to run; q, k, v [1, S, N, H]."""
     S = q.shape[1]
-    name, positions = f"cudnn window {window} S={S}", [window, S // 2, S - 1]
+    name, positions = f"cudnn window {window} S={S}", [0, window, S // 2, S - 1]
+    at = operator.itemgetter((slice(None), jnp.array(positions)))
     f = functools.partial(cudnn, causal=True, window=window)
     try:
-        got = jax.jit(f)(q, k, v)[0, jnp.array(positions), 0]
+        got = at(jax.jit(f)(q, k, v))
         times = device_ms(f, q, k, v)
     except (ValueError, RuntimeError) as refusal:
         return refused(name, str(refusal))
-    k, v = (x[:, :, :1].swapaxes(1, 2) for x in (k, v))
-    wrong = error(got, exact_rows(q, k[..., :0], v[..., :0], positions, (k, v), 0, window))
-    return row(name, times, peer, bounds, error=wrong)
+    k, v = (x.swapaxes(1, 2) for x in (k, v))
+    exact = exact_rows(at(q), k[..., :0], v[..., :0], positions, (k, v), 0, window)
+    return row(name, times, peer, bounds, error=error(got, exact))
 
 
 def decode_window(ceilings: Ceilings, B: int, S: int) -> Row:
@@ -366,15 +390,14 @@ def pages(x: jax.Array) -> jax.Array:
 def decode_error(
     f: Callable[..., jax.Array], q: Any, k: Any, v: Any, ring: Any, sinks: int, window: int
 ) -> float:
-    """Error of the first row and head; the ring is laid out by position for the reference."""
-    S, tail = k.shape[2], None
+    """Error of the first and the last row; the ring is laid out by position for the reference."""
+    S, rows, tail = k.shape[2], np.array(sorted({0, len(q) - 1})), None
     if ring is not None:
         j = np.arange(S)
         slots = np.where(j < sinks, window + j, j % window)
-        tail = [x[:1, :1, slots] for x in ring]
-    everywhere = jnp.broadcast_to(q[:1, None, :1], (1, S, 1, q.shape[-1]))
-    exact = exact_rows(everywhere, k, v, [S - 1], tail, sinks, window)
-    return error(jax.jit(f)(q, k, v, ring)[0, :1], exact)
+        tail = [x[rows][:, :, slots] for x in ring]
+    exact = exact_rows(q[rows, None], k[rows], v[rows], [S - 1], tail, sinks, window)
+    return error(jax.jit(f)(q, k, v, ring)[rows], exact[:, 0])
 
 
 def epilogue(ceilings: Ceilings) -> Iterator[Row]:
@@ -460,9 +483,10 @@ def turn(x: jax.Array, cos: jax.Array, sin: jax.Array, rotation: jax.Array) -> j
     return jnp.einsum("BTKGH,KHR->BTKGR", groups, rotation).reshape(*x.shape[:3], -1)
 
 
-def main() -> None:
-    """Runs the sections and writes one JSON file."""
-    options = tyro.cli(Options, description=__doc__)
+def main(options: Options) -> None:
+    """Runs the sections and writes one JSON file, anew after each."""
+    settings = {"sections": SECTIONS}  # Of a whole file.
+    results: dict[str, Any] = earlier(options.results / f"{options.name}.json", settings) or {}
     ceilings = Ceilings(copy_bandwidth(), matmul_rate())
     print(
         f"copy {ceilings.copy / 1e12:.2f} TB/s, bf16 product {ceilings.matmul / 1e12:.0f} TFLOP/s", flush=True
@@ -475,11 +499,11 @@ def main() -> None:
         "epilogue": epilogue,
         "segments": segments,
     }
-    results: dict[str, Any] = {"ceilings": asdict(ceilings)}
+    results["ceilings"] = asdict(ceilings)
     for section in options.sections:
         results[section] = [found | {"commit": commit()} for found in functions[section](ceilings)]
-        print(write_result(options.name, {"sections": options.sections}, results, options.results))
+        print(write_result(options.name, settings, results, options.results))
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Options, description=__doc__))

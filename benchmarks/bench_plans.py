@@ -5,11 +5,10 @@
 Bases and searches read the corpus' `train` split (the searches other windows of it than the bases), every
 figure is of `heldout`, and every plan is a model of physically smaller arrays. `oracle` is what the search
 found at each limit; `classes` and `window+classes` what it found among the paper's token classes, within
-Eq. 6. The JSON is written anew after every kind of plan.
+Eq. 6. The JSON is written anew after every kind of plan; other kinds stay as they are in it.
 """
 
 import itertools
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ import numpy as np
 import tyro
 
 from benchmarks import bench_quality
-from benchmarks.common import RESULTS, write_result
+from benchmarks.common import RESULTS, commit, earlier, write_result
 from convert.calibration.calibrate import measured_profile
 from convert.search.search import Mode, Search, SearchOptions
 from convert.search.trials import TrialBook, trial_json
@@ -47,7 +46,7 @@ WINDOWS = (128, 256, 512)
 class Options:
     """`search_windows` of training text for the search, `windows` of held-out text for what is reported.
 
-    kinds: those to measure (default all); the others stay as they are in the JSON.
+    kinds: those to measure (default all).
     """
 
     model: Path
@@ -114,7 +113,7 @@ class Bench:
             certified = certificate(plan, self.bases[basis])
             rms = lambda error: float(np.sqrt(np.square(error).mean()))
             errors = {"score_error": rms(certified.score), "value_error": rms(certified.value)}
-        return {"kind": kind, "basis": basis, **trial_json(trial), **errors, **extra}
+        return {"kind": kind, "basis": basis, **trial_json(trial), **errors, **extra, "commit": commit()}
 
     def kinds(self) -> dict[str, Callable[[], list[dict[str, Any]]]]:
         """What measures the rows of each kind of plan."""
@@ -154,18 +153,18 @@ class Bench:
 
 def main(options: Options) -> None:
     """Measures all plans and writes one JSON."""
+    settings = {k: str(v) for k, v in asdict(options).items() if k not in ("results", "kinds")}
+    settings |= {"model": options.model.name, "corpus": options.corpus.name}
+    results: dict[str, Any] = earlier(options.results / f"{options.name}.json", settings) or {"rows": []}
     if options.dtype == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(options, Path(folder))
         dense = float(np.exp(bench.heldout["balanced"].dense_nll.mean()))
         print(f"dense perplexity {dense:.3f} on {jax.devices()[0].device_kind}")
-        settings = {k: str(v) for k, v in asdict(options).items() if k not in ("results", "kinds")}
-        settings |= {"model": options.model.name, "corpus": options.corpus.name}
-        kinds, path = bench.kinds(), options.results / f"{options.name}.json"
+        kinds = bench.kinds()
         if unknown := set(options.kinds) - kinds.keys():
             raise SystemExit(f"kinds={sorted(unknown)} must be of {sorted(kinds)}")
-        results = json.loads(path.read_text())["results"] if options.kinds and path.exists() else {"rows": []}
         for kind in options.kinds or kinds:
             others = [row for row in results["rows"] if row["kind"] != kind]
             results = {"dense_perplexity": dense, "rows": others + kinds[kind]()}

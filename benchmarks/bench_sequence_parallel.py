@@ -32,7 +32,6 @@ One process a GPU, over sockets as between hosts:
 `link_rate` tells what such a link carries: bytes a second that leave a device in a bare all-to-all.
 """
 
-import json
 import os
 import sys
 import time
@@ -49,7 +48,7 @@ import tyro
 from jax.sharding import NamedSharding
 
 from benchmarks.bench_generate import seconds
-from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.common import RESULTS, commit, earlier, write_result
 from benchmarks.rivals.methods import ZIGZAG, attention_of, padded
 from benchmarks.rivals.partition import Partition, in_eights, interpolated
 from benchmarks.rivals.runahead import RunaheadTransformer
@@ -111,7 +110,7 @@ class Bench:
         processes = f"{jax.process_count()}-processes" if jax.process_count() > 1 else ""
         parts = ("sequence-parallel", options.shape, str(self.degree), processes, options.label)
         self.name = "-".join(part for part in parts if part)
-        self.results = earlier(options.results / f"{self.name}.json", options)
+        self.results: dict[str, Any] = earlier(options.results / f"{self.name}.json", self.settings()) or {}
         self.failed = False
         self.record(self.results, "link_rate", lambda: link_rate(self.mesh, options.link_bytes))
         self.model = Model(self.config, self.mesh)
@@ -322,22 +321,6 @@ class Bench:
         """One prompt."""
         rng = np.random.default_rng(0)
         return jnp.asarray(rng.integers(self.config.vocab_size, size=(1, length)), jnp.int32)
-
-
-def earlier(path: Path, options: Options) -> dict[str, Any]:
-    """Rows that are in the file already, to which others may be added.
-
-    Raises:
-      ValueError: they are of another plan or number of layers.
-    """
-    if not path.exists():
-        return {}
-    run = json.loads(path.read_text())
-    for name in ("window", "sinks", "far", "layers"):
-        asked, held = getattr(options, name), run["config"][name]
-        if asked != (tuple(held) if isinstance(held, list) else held):
-            raise ValueError(f"{path} holds rows of {name}={held}, not {asked}; give another --label")
-    return run["results"]
 
 
 @jax.jit

@@ -55,17 +55,21 @@ def write_result(name: str, config: dict[str, Any], results: Any, folder: Path =
     return path
 
 
-def earlier(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The results that a file of `write_result` has already, to go on from.
+def earlier(path: Path, settings: dict[str, Any]) -> Any:
+    """The results that a file of `write_result` has already, to go on from; [] where there is no file.
 
     Raises:
-      SystemExit: they are of other settings.
+      SystemExit: they are of other settings, or were seen on another device.
     """
     if not path.exists():
         return []
-    run = json.loads(path.read_text())
+    run, settings = json.loads(path.read_text()), json.loads(json.dumps(settings))  # Tuples become lists.
     if run["config"] != settings:
-        raise SystemExit(f"{path} holds rows of other settings or of another plan; give another --name")
+        names = {**run["config"], **settings}
+        other = [name for name in names if run["config"].get(name) != settings.get(name)]
+        raise SystemExit(f"{path} holds rows of other settings ({', '.join(other)}); give another name")
+    if run["device"] != (device := jax.devices()[0].device_kind):
+        raise SystemExit(f"{path} holds rows of {run['device']}, this is {device}; give another name")
     return run["results"]
 
 

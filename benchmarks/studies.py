@@ -1,6 +1,5 @@
 """What `bench_ablation` and `bench_sensitivity` share: plans, paired differences, a run of parts."""
 
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ import numpy as np
 
 from benchmarks import bench_quality
 from benchmarks.bench_quality import Bench
-from benchmarks.common import write_result
+from benchmarks.common import commit, earlier, write_result
 from zdc_jax.config import ModelConfig
 from zdc_jax.evaluation.perplexity import bootstrap_interval
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
@@ -34,22 +33,26 @@ Part = Callable[[Bench], dict[str, Any]]
 
 
 def run_parts(options: Options, parts: dict[str, Part], figure: Callable[[Any, Path], None] | None) -> None:
-    """Measures part by part, and writes the JSON anew after each; then draws a PNG of the same name."""
+    """Measures part by part, and writes the JSON anew after each; then draws a PNG of the same name.
+
+    Raises:
+      SystemExit: before any work: there is no such part, or the JSON is of other settings.
+    """
     unknown = set(options.parts) - parts.keys()
     if unknown:
         raise SystemExit(f"parts={sorted(unknown)} must be of {sorted(parts)}")
     if options.dtype == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")
     path = options.results / f"{options.name}.json"
-    results = json.loads(path.read_text())["results"] if options.parts and path.exists() else {}
+    settings = {k: str(v) for k, v in asdict(options).items() if k not in ("results", "parts")}
+    settings |= {"model": options.model.name, "corpus": options.corpus.name}
+    results: dict[str, Any] = earlier(path, settings) or {}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(options, Path(folder))
         kinds = ("balanced", "stacked")
         bench.bases = {kind: bench.make_basis(bench.moments, qk=kind, vo=kind) for kind in kinds}
-        settings = {k: str(v) for k, v in asdict(options).items() if k not in ("results", "parts")}
-        settings |= {
-            "model": options.model.name,
-            "corpus": options.corpus.name,
+        seen = {
+            "commit": commit(),
             "heldout_topics": bench.topics,
             "calibration_tokens": int(bench.train.size),
             "dtype": str(bench.dense.network.dtype),
@@ -57,7 +60,7 @@ def run_parts(options: Options, parts: dict[str, Part], figure: Callable[[Any, P
         }
         for name in options.parts or parts:
             began = time.perf_counter()
-            results[name] = {**parts[name](bench), "seconds": time.perf_counter() - began}
+            results[name] = {**parts[name](bench), **seen, "seconds": time.perf_counter() - began}
             print(f"{name}: {results[name]['seconds']:.0f} s", flush=True)
             write_result(options.name, settings, results, options.results)
     if figure is not None:

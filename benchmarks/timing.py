@@ -41,21 +41,32 @@ def costs_in_turns(
 ) -> dict[str, dict[str, Any]]:
     """Of each function on its arguments: `ms` as in `device_ms` (none without a GPU), `peak_bytes`, of
     arguments, results and what the program needs beside them, `scratch_bytes`.
-
-    Calls go in turns: the card's clock falls as it warms up.
     """
-    programs = {name: jax.jit(f).lower(*args).compile() for name, (f, args) in calls.items()}
+    programs = {name: (jax.jit(f).lower(*args).compile(), args) for name, (f, args) in calls.items()}
     costs: dict[str, dict[str, Any]] = {}
-    for name, program in programs.items():
+    for name, (program, _) in programs.items():
         memory = program.memory_analysis()
         scratch = memory.temp_size_in_bytes
         whole = memory.argument_size_in_bytes + memory.output_size_in_bytes + scratch
         costs[name] = {"ms": [], "peak_bytes": whole, "scratch_bytes": scratch}
     if jax.default_backend() == "gpu":
-        for _, (name, (_, args)) in itertools.product(range(rounds), calls.items()):
-            _, times = profiler.measure(programs[name], iterations=iterations)(*args)
-            costs[name]["ms"] += [float(t) for t in times]
+        for name, times in in_turns(programs, rounds=rounds, iterations=iterations).items():
+            costs[name]["ms"] = times
     return costs
+
+
+def in_turns[Name](
+    programs: dict[Name, tuple[Callable[..., Any], tuple[Any, ...]]], *, rounds: int = 4, iterations: int = 5
+) -> dict[Name, list[float]]:
+    """Milliseconds as in `device_ms` of each compiled function on its arguments, all rounds together.
+
+    Each has its turn in each round: the card's clock falls as it warms up.
+    """
+    times: dict[Name, list[float]] = {name: [] for name in programs}
+    for _, (name, (program, args)) in itertools.product(range(rounds), programs.items()):
+        _, found = profiler.measure(program, iterations=iterations)(*args)
+        times[name] += [float(t) for t in found]
+    return times
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:

@@ -3,8 +3,8 @@
     python -m benchmarks.tune_kernels
     python -m benchmarks.tune_kernels --only coded_decode
 
-Times every candidate at widths that plans use, and keeps the fastest beside all raw times. Kernels take the
-table's config where widths and device match, else their default rule.
+Times candidates in turns at widths that plans use, and keeps the fastest beside all raw times. Kernels take
+the table's config where widths and device match, else their default rule.
 """
 
 import json
@@ -21,7 +21,7 @@ import tyro
 
 from benchmarks import coded_shapes as coded
 from benchmarks.common import commit, environment
-from benchmarks.timing import device_ms, normal
+from benchmarks.timing import in_turns, normal
 from kernels_pallas import (
     CodedConfig,
     DecodeConfig,
@@ -63,22 +63,25 @@ class Options:
 def fastest(
     widths: dict[str, int],
     candidates: list[Any],
-    time: Callable[[Any], list[float]],
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
     beside: Sequence[Any] = (),
 ) -> dict[str, Any]:
     """The entry of these widths: config of the lowest median, and every candidate's times in ms.
 
-    beside: configs that are timed, too, and not taken.
+    run: the kernel on `args`, with a config by that name. beside: configs that are timed, too, and not taken.
     """
-    seen = []
+    programs = {}
     for config in (*candidates, *beside):
         try:
-            seen.append((float(np.median(times := time(config))), config, times))
+            programs[config] = jax.jit(partial(run, config=config)).lower(*args).compile(), args
         except ValueError as refusal:  # Too much shared memory.
             print(widths, config, str(refusal)[:80], flush=True)
-    ms, best, _ = min((entry for entry in seen if entry[1] in candidates), key=lambda entry: entry[0])
-    print(widths, best, f"{ms:.3f} ms", flush=True)
-    listed = [{"config": asdict(config), "times": each} for _, config, each in seen]
+    times = in_turns(programs)
+    ms = {config: float(np.median(each)) for config, each in times.items()}
+    best = min((config for config in candidates if config in ms), key=lambda config: ms[config])
+    print(widths, best, f"{ms[best]:.3f} ms", flush=True)
+    listed = [{"config": asdict(config), "times": each} for config, each in times.items()]
     return {"widths": widths, "config": asdict(best), "ms": listed, "commit": commit()}
 
 
@@ -96,23 +99,17 @@ def prefill() -> Iterator[dict[str, Any]]:
     """Causal prompts of 16,384 tokens, 32 heads."""
     for R, Z in ONE_RANK:
         arrays = normal(0, 1, PROMPT, N, R), normal(1, 1, N, PROMPT, R), normal(2, 1, N, PROMPT, Z)
-        time = lambda config, arrays=arrays: device_ms(
-            lambda q, k, v: prefill_attention(q, k, v, scale=0.1, config=config)[0], *arrays, iterations=5
-        )
-        yield fastest({"R": R, "Z": Z, "H": R, "HV": Z}, prefill_candidates(Z), time)
+        run = partial(prefill_attention, scale=0.1)
+        yield fastest({"R": R, "Z": Z, "H": R, "HV": Z}, prefill_candidates(Z), run, arrays)
     for R, Z, H in TWO_RANKS:
         tails = normal(3, 1, N, PROMPT, H - R), normal(4, 1, N, PROMPT, H - Z)
         trailing = Trailing(*tails, jnp.zeros(1, jnp.int32), *(x[:, :, :8] for x in tails))
         far = normal(1, 1, N, PROMPT, R), normal(2, 1, N, PROMPT, Z)
         arrays = normal(0, 1, PROMPT, N, H), *far, trailing
-        time = lambda config, arrays=arrays: device_ms(
-            lambda q, k, v, t: prefill_attention(
-                q, k, v, scale=0.1, trailing=t, sinks=4, window=512, config=config
-            )[0],
-            *arrays,
-            iterations=5,
+        run = lambda q, k, v, trailing, config: prefill_attention(
+            q, k, v, scale=0.1, trailing=trailing, sinks=4, window=512, config=config
         )
-        yield fastest({"R": R, "Z": Z, "H": H, "HV": H}, prefill_candidates(Z), time)
+        yield fastest({"R": R, "Z": Z, "H": H, "HV": H}, prefill_candidates(Z), run, arrays)
 
 
 def decode() -> Iterator[dict[str, Any]]:
@@ -125,15 +122,10 @@ def decode() -> Iterator[dict[str, Any]]:
         near = {"sinks": 4, "window": 512} if H else {}
         rule = decode_kernel.default_config(B * N, S, R, near.get("window", 0))
         candidates = [DecodeConfig(block, stages, rule.splits, rule.near_splits) for block, stages in DECODE]
-        time = lambda config, arrays=arrays, ring=ring, near=near: device_ms(
-            lambda q, k, v, ring: decode_attention(
-                q, k, v, lengths, scale=0.1, ring=ring, config=config, **near
-            )[0],
-            *arrays,
-            ring,
-            iterations=5,
+        run = lambda q, k, v, lengths, ring, config, near=near: decode_attention(
+            q, k, v, lengths, scale=0.1, ring=ring, config=config, **near
         )
-        yield fastest({"R": R, "Z": Z, "H": H or R}, candidates, time)
+        yield fastest({"R": R, "Z": Z, "H": H or R}, candidates, run, (*arrays, lengths, ring))
 
 
 def coded_decode() -> Iterator[dict[str, Any]]:
@@ -148,12 +140,11 @@ def coded_decode() -> Iterator[dict[str, Any]]:
         of_parts = lambda splits, stages=stages: [CodedConfig(each, splits) for each in stages]
         beside = [*of_parts(max(1, rule.splits // 2)), *of_parts(2 * rule.splits)]
         widths = {"C": coded.H, "Z": coded.H, "bytes": sum(plan.nbytes), "chosen": plan.read}
-        time = coded_times(plan, B, K, tokens)
-        yield fastest(widths, of_parts(rule.splits), time, beside)
+        yield fastest(widths, of_parts(rule.splits), *coded_call(plan, B, K, tokens), beside)
 
 
-def coded_times(plan: coded.Plan, B: int, K: int, tokens: int) -> Callable[[CodedConfig], list[float]]:
-    """What times a config: of far tokens alone, all of them or any that a list has."""
+def coded_call(plan: coded.Plan, B: int, K: int, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What runs a config, and its arguments: of far tokens alone, all of them or any that a list has."""
     q, far = normal(0, B, coded.N, coded.H), coded.random_tokens(plan, B, K, tokens)
     ends, slots = coded.span(B, tokens), None
     if plan.read:
@@ -163,7 +154,7 @@ def coded_times(plan: coded.Plan, B: int, K: int, tokens: int) -> Callable[[Code
         *keys, values = coded.planes(far, plan)
         return coded_attention(q, keys, values, *ends, scale=0.1, slots=slots, config=config)[0]
 
-    return lambda config: device_ms(partial(attend, config=config), q, far, slots, iterations=5)
+    return attend, (q, far, slots)
 
 
 KERNELS: dict[Kernel, Callable[[], Iterator[dict[str, Any]]]] = {

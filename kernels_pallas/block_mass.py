@@ -75,8 +75,9 @@ def check_block_mass(q: Shaped, at: Shaped, k: Shaped, *, scale: float, keys: in
     common.check_dtypes(q=q, k=k)
     common.check_shape("q", q, (None,) * 5, "B, K, nq, m, R")
     B, K, nq, m, R = q.shape
-    common.check_shape("at", at, (B, nq, m), "B, nq, m")
+    common.check_integers("at", at, (B, nq, m), "B, nq, m")
     common.check_shape("k", k, (B, K, None, R), "B, K, S, R")
+    common.check_sizes(B=B, K=K, nq=nq, m=m, S=k.shape[2])
     if R not in WIDTHS:
         raise ValueError(f"R={R}: must be one of {WIDTHS}")
     if m != pl.next_power_of_2(m) or m > ROWS:

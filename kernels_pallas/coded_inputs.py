@@ -98,6 +98,7 @@ def check_coded(
         common.check_table(block_table, q.shape[0], values.reach, multiple)
     (lead, _, each), (B, K, S) = values.reach.shape, rows_of(values.reach, block_table)
     common.check_shape("q", q, (B, None, sum(plane.width for plane in keys)), "B, N, R")
+    common.check_sizes(B=B, N=q.shape[1], S=S)
     common.check_groups(q.shape[1], K)
     common.check_caches(B, K)
     if q.shape[1] // K > MOST_HEADS:
@@ -109,10 +110,10 @@ def check_coded(
     if values.width % BLOCK:
         raise ValueError(f"values has {values.width} coordinates: must be a multiple of {BLOCK}")
     for name, x in (("begin", begin), ("end", end)):
-        common.check_shape(name, x, (B,), "B")
+        common.check_integers(name, x, (B,), "B")
     if slots is None:
         return
-    common.check_shape("slots", slots, (B, K, None), "B, K, n")
+    common.check_integers("slots", slots, (B, K, None), "B, K, n")
     if not 0 < slots.shape[2] <= MOST_SLOTS:
         raise ValueError(f"slots has {slots.shape[2]} of a KV head: must be 1 to {MOST_SLOTS}")
     if block_table is not None and values.reach.size > MOST_ROWS:

@@ -182,6 +182,7 @@ def check_scan(
         common.check_table(block_table, q.shape[0], index.reach, block)
     B, _, S = rows_of(index.reach, block_table)
     common.check_shape("q", q, (B, None, index.width), "B, N, C")
+    common.check_sizes(B=B, N=q.shape[1], S=S)
     common.check_groups(q.shape[1], K)
     common.check_caches(B, K)
     if q.shape[1] // K > MOST_HEADS:
@@ -193,7 +194,7 @@ def check_scan(
             f"block={block} tokens of {size} bytes: {held} a thread, must be at most {MOST_HELD}"
         )
     for name, x in (("begin", begin), ("end", end)):
-        common.check_shape(name, x, (B,), "B")
+        common.check_integers(name, x, (B,), "B")
 
 
 class _Geometry(NamedTuple):

@@ -96,6 +96,20 @@ def check_shape(name: str, x: Shaped, expected: tuple[int | None, ...], axes: st
         raise ValueError(f"{name} has shape {x.shape}: must be [{axes}] = ({wanted})")
 
 
+def check_integers(name: str, x: Shaped, expected: tuple[int | None, ...], axes: str) -> None:
+    """Raises `ValueError` unless `x` has the expected shape, and an integer type."""
+    check_shape(name, x, expected, axes)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name} has dtype {x.dtype}: must be an integer type")
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raises `ValueError` where one is zero: a launch has no empty grid, and a copy no empty source."""
+    for name, size in sizes.items():
+        if not size:
+            raise ValueError(f"{name}={size}: must be at least 1")
+
+
 def check_scale(scale: float) -> None:
     """Raises `ValueError` unless scores keep their order: masked ones are -inf before they are scaled."""
     if not scale > 0:

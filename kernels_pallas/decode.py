@@ -71,7 +71,8 @@ def decode_attention(
         own included; R and Z multiples of 16 up to 256. With `block_table`: [pages, K, page size, ·].
         16-bit slots past a row's length must be finite and are ignored. With `ring` R = Z = 0 means that
         there are no far keys: nothing but the ring is read.
-      lengths: tokens each row holds; a row of length 0 gives zeros and -inf.
+      lengths: tokens each row holds; a row of length 0 gives zeros and -inf. Beyond the slots of a row of far
+        keys it counts as those, but with `positions`, of which it is the bound.
       scale: factor on the scores, above 0; 1/√H of the original head dim.
       ring: with it, near keys, {j < sinks} ∪ {t - window < j ≤ t}, count with all coordinates.
       sinks, window: near set, in tokens, only with `ring`; window a multiple of 64, sinks at most 64.
@@ -158,6 +159,7 @@ def decode_parts(
         paged=block_table is not None,
         positions=positions is not None,
         B=B,
+        slots=S * pages,
     )
     operands = [*_scalars(lengths, positions), heads]
     operands += [common.pad_rows(x, 2) for x in (k, v, *(ring or ())) if x.shape[-1]]
@@ -202,7 +204,7 @@ def _tile_heads(q: Array, K: int, *widths: int) -> tuple[Array, int]:
 
 
 class _Geometry(NamedTuple):
-    """Static shape of a launch."""
+    """Static shape of a launch. S: slots of a row or of a page; slots: of a row, in pages or not."""
 
     K: int
     groups: int
@@ -220,6 +222,7 @@ class _Geometry(NamedTuple):
     paged: bool
     positions: bool
     B: int
+    slots: int
 
     def widths(self, near: bool) -> tuple[list[int], list[int]]:
         """Of the arrays of q and k, and of v, that far or near keys are read from: prefix, then ring."""
@@ -241,6 +244,8 @@ def _steps(g: _Geometry, block: int, length: Array, slots: Array, near: bool) ->
     """Number of a row's far or near steps, and what each of them is."""
     down = lambda x: lax.div(jnp.maximum(x, 0), jnp.int32(block))
     up = lambda x: down(x + (block - 1))
+    if g.R and not g.positions:  # A row holds no more than it has slots.
+        length = slots = jnp.minimum(length, g.slots)
     if not g.near_parts:
         return up(slots), lambda step: _Step(step, None, 0, length)
     past = length - g.window

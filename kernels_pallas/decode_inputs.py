@@ -61,10 +61,11 @@ def check_decode(
     common.check_dtypes(q=q, k=k, v=v)
     common.check_shape("q", q, (None,) * 3, "B, N, H")
     B, N, H = q.shape
+    common.check_sizes(B=B, N=N)
     common.check_shape("k", k, (None if block_table is not None else B, None, None, None), "B, K, S, R")
     leading, K, S, R = k.shape
     common.check_shape("v", v, (leading, K, S, None), "B, K, S, Z")
-    common.check_shape("lengths", lengths, (B,), "B")
+    common.check_integers("lengths", lengths, (B,), "B")
     Z = v.shape[-1]
     common.check_groups(N, K)
     common.check_caches(B, K)
@@ -84,10 +85,12 @@ def check_decode(
         raise ValueError(f"window={window}: must be a multiple of the block of {block} keys")
     if block_table is not None:
         common.check_table(block_table, B, k, block)
+    elif R:
+        common.check_sizes(S=S)
     if positions is not None:
         if ring is not None or block_table is not None:
             raise ValueError("positions are given with a ring or a block_table: need neither")
-        common.check_shape("positions", positions, (B, S), "B, S")
+        common.check_integers("positions", positions, (B, S), "B, S")
 
 
 def _check_ring(q: Shaped, k: Shaped, v: Shaped, ring: Ring, sinks: int, window: int) -> None:

@@ -79,9 +79,10 @@ def check_dequantise(
     common.check_device()
     check_back_end()
     lead, K, slots = (reach := planes[0][0].reach).shape
-    common.check_shape("ends", ends, (lead if block_table is None else None,), "B")
+    common.check_integers("ends", ends, (lead if block_table is None else None,), "B")
     if block_table is not None:
         common.check_table(block_table, ends.shape[0], reach, 1)
+    common.check_sizes(B=ends.shape[0], K=K, S=slots)
     for i, each in enumerate(planes):
         for j, plane in enumerate(each):
             check_plane(f"planes[{i}][{j}]", plane, (lead, K, slots))

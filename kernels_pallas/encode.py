@@ -89,6 +89,7 @@ def check_encode(
     lead, _, slots = planes[0][0].reach.shape
     if block_table is not None:
         common.check_table(block_table, B, planes[0][0].reach, 1)
+    common.check_sizes(B=B, T=T, K=K, S=slots)
     tokens = B if block_table is None else lead, K, slots
     for i, (array, each) in enumerate(zip(x, planes, strict=True)):
         common.check_shape(f"x[{i}]", array, (B, T, K, sum(plane.width for plane in each)), "B, T, K, C")
@@ -98,7 +99,7 @@ def check_encode(
             check_plane(f"planes[{i}][{j}]", plane, tokens)
             check_offsets(f"planes[{i}][{j}]", plane)
     for name, row in (("starts", starts), ("ends", ends)):
-        common.check_shape(name, row, (B,), "B")
+        common.check_integers(name, row, (B,), "B")
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "interpret"))

@@ -128,7 +128,8 @@ def check_prefill(
     common.check_device()
     common.check_dtypes(q=q, k=k, v=v)
     common.check_shape("q", q, (None,) * 4, "B, T, N, H")
-    B, _, N, H = q.shape
+    B, T, N, H = q.shape
+    common.check_sizes(B=B, T=T, N=N)
     common.check_shape("k", k, (None if block_table is not None else B, None, None, None), "B, K, S, R")
     lead, K, S, R = k.shape
     common.check_shape("v", v, (lead, K, S, None), "B, K, S, Z")
@@ -145,12 +146,14 @@ def check_prefill(
         raise ValueError(f"sinks={sinks}, window={window}: must not be negative")
     for name, x in (("starts", starts), ("lengths", lengths)):
         if x is not None:
-            common.check_shape(name, x, (B,), "B")
+            common.check_integers(name, x, (B,), "B")
     if trailing is not None:
         _check_trailing(q, k, v, trailing, sinks, window, keys)
     if block_table is not None:
         least = blocks[1] if lists is not None else SMALLEST_BLOCK
         common.check_table(block_table, B, k, least if config is None else config.block_kv)
+    elif R:
+        common.check_sizes(S=S)
     if positions is not None:
         if block_table is not None:
             raise ValueError("positions are given with a block_table: need none")
@@ -183,7 +186,8 @@ def _check_trailing(
     common.check_dtypes(q=q, **{"trailing.k": trailing.k, "trailing.v": trailing.v})
     common.check_shape("trailing.k", trailing.k, (B, K, None, H - R), "B, K, M, H - R")
     common.check_shape("trailing.v", trailing.v, (B, K, trailing.k.shape[2], H - Z), "B, K, M, H - Z")
-    common.check_shape("trailing.start", trailing.start, (B,), "B")
+    common.check_sizes(M=trailing.k.shape[2])
+    common.check_integers("trailing.start", trailing.start, (B,), "B")
     if not sinks:
         return
     for name, x, width in (("sink_k", trailing.sink_k, H - R), ("sink_v", trailing.sink_v, H - Z)):
@@ -200,8 +204,8 @@ def _check_positions(
 ) -> None:
     if keys != "all" or trailing is not None:
         raise ValueError(f"positions are given with keys={keys!r} or trailing: need 'all' and none")
-    common.check_shape("positions[0]", positions[0], q.shape[:2], "B, T")
-    common.check_shape("positions[1]", positions[1], (q.shape[0], k.shape[2]), "B, S")
+    common.check_integers("positions[0]", positions[0], q.shape[:2], "B, T")
+    common.check_integers("positions[1]", positions[1], (q.shape[0], k.shape[2]), "B, S")
 
 
 def _check_lists(q: Shaped, K: int, lists: BlockLists, blocks: tuple[int, int]) -> None:

@@ -72,7 +72,8 @@ def _one(q: Array, seen_to: Array, k: Array) -> tuple[Array, Array]:
 def check_segments(q: Shaped, positions: Shaped, segments: Sequence[Segment]) -> None:
     """Raises what `segment_attention` says it raises, for any of the segments."""
     common.check_shape("q", q, (None,) * 4, "B, T, N, H")
-    common.check_shape("positions", positions, q.shape[:2], "B, T")
+    common.check_sizes(T=q.shape[1])
+    common.check_integers("positions", positions, q.shape[:2], "B, T")
     if not segments:
         raise ValueError(f"segments={segments}: must be at least one")
     for k, v, held in segments:

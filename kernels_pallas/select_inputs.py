@@ -19,12 +19,11 @@ def check_largest(scores: Shaped, begin: Shaped, end: Shaped, *, k: int) -> None
     common.check_shape("scores", scores, (None, None, None), "B, K, S")
     if scores.dtype != jnp.float32:
         raise ValueError(f"scores has dtype {scores.dtype}: must be float32")
-    B, _, S = scores.shape
+    B, K, S = scores.shape
+    common.check_sizes(B=B, K=K)
     if S % LINE or not S:
         raise ValueError(f"S={S} slots: must be a multiple of {LINE}, not zero")
     if k % THREADS or not 0 < k <= MOST:
         raise ValueError(f"k={k}: must be a multiple of {THREADS} from {THREADS} to {MOST}")
     for name, x in (("begin", begin), ("end", end)):
-        common.check_shape(name, x, (B,), "B")
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(f"{name} has dtype {x.dtype}: must be an integer type")
+        common.check_integers(name, x, (B,), "B")

@@ -188,6 +188,7 @@ def check_turn_and_store(
     lead, _, slots = k_stored.planes[0].reach.shape
     if block_table is not None:
         common.check_table(block_table, B, k_stored.planes[0].reach, 1)
+    common.check_sizes(B=B, N=q.shape[1], S=slots)
     tokens = B if block_table is None else lead, K, slots
     for name, stored, width in (("k_stored", k_stored, H), ("v_stored", v_stored, v.shape[2])):
         for i, plane in enumerate(stored.planes):
@@ -197,9 +198,7 @@ def check_turn_and_store(
             raise ValueError(f"{name}.planes take {taken} coordinates: must be at most {width}")
         _check_ring(f"{name}.ring", stored.ring, (B, K, sinks, window, width), k)
     for name, row in (("starts", starts), ("ends", ends)):
-        common.check_shape(name, row, (B,), "B")
-        if not jnp.issubdtype(row.dtype, jnp.integer):
-            raise ValueError(f"{name} has dtype {row.dtype}: must be integers")
+        common.check_integers(name, row, (B,), "B")
 
 
 def _check_ring(name: str, ring: Any, sizes: tuple[int, int, int, int, int], k: Shaped) -> None:

@@ -196,7 +196,8 @@ def measured_profile(
     """Profile of the model in this basis."""
     network = load(checkpoint.path, whole_plan(checkpoint.config), basis=basis, dtype=dtype).network
     assert isinstance(network, Transformer)  # It was not loaded onto a mesh.
-    return collect_profile(network, windows, fingerprint=checkpoint.fingerprint, progress=progress)
+    found = collect_profile(network, windows, fingerprint=checkpoint.fingerprint, progress=progress)
+    return replace(found, basis=basis.coordinates_hash)
 
 
 def stored_moments(checkpoint: Checkpoint) -> tuple[Moments, dict[str, Any]]:

@@ -77,7 +77,7 @@ class TrialBook:
     basis, profile: default those stored by `zdc calibrate`.
 
     Raises:
-      CheckpointError, CalibrationError: no converted folder, no basis or profile in it.
+      CheckpointError, CalibrationError: no converted folder, no basis or profile in it, or one of another.
       PlanError: a journal that is not one.
     """
 
@@ -103,7 +103,7 @@ class TrialBook:
                 length,
                 self.basis.context_length,
             )
-        self.profile = profile or stored_profile(self.checkpoint)
+        self.profile = profile or stored_profile(self.checkpoint, self.basis)
         self.dtype = jnp.dtype(dtype or self.config.dtype)
         self.windows, self.sheets, self.batch, self.journal = windows, sheets, batch, journal
         self.layers = [self.checkpoint.layer(index) for index in range(self.config.num_layers)]

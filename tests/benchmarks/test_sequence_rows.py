@@ -1,12 +1,7 @@
 """What figures of the benchmark say together, and that its tasks are those it knows."""
 
-import json
-from pathlib import Path
 from typing import get_args
 
-import pytest
-
-from benchmarks.bench_sequence_parallel import Options, earlier
 from benchmarks.plot_overlap import Kernel, overlap
 from benchmarks.sequence_rows import ROWS, TASKS, Task, compare
 
@@ -43,16 +38,6 @@ def test_compare():
 def test_tasks():
     assert set(TASKS) <= set(get_args(Task))
     assert {task for task in TASKS if ":" not in task} == set(ROWS)
-
-
-def test_rows_of_another_plan_are_not_added_to(tmp_path: Path):
-    path = tmp_path / "rows.json"
-    assert earlier(path, Options()) == {}
-    config = {"window": 512, "sinks": 4, "far": [32, 64], "layers": None}
-    path.write_text(json.dumps({"config": config, "results": {"link_rate": 1.0}}))
-    assert earlier(path, Options()) == {"link_rate": 1.0}
-    with pytest.raises(ValueError, match="layers=None, not 2; give another --label"):
-        earlier(path, Options(layers=2))
 
 
 def test_overlap_counts_time_once():

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from conftest import LLAMA, TinyModel
 
-from benchmarks.common import earlier
 from benchmarks.serving.models import ServedModel
 from benchmarks.serving.replay import Options as ReplayOptions
 from benchmarks.serving.replay import Served, main
@@ -107,15 +106,6 @@ def test_a_replay_whose_requests_fail_tells_no_times(azure, tmp_path, monkeypatc
     with pytest.raises(SystemExit, match="2 of 2 requests failed; the first: RuntimeError: no memory"):
         main(options)
     assert not (tmp_path / "serving.json").exists()
-
-
-def test_a_file_of_other_settings_is_left_alone(tmp_path):
-    path = tmp_path / "replay.json"
-    assert earlier(path, {"chunk": 1024}) == []
-    path.write_text('{"config": {"chunk": 1024}, "results": [{"served": "a"}]}')
-    assert earlier(path, {"chunk": 1024}) == [{"served": "a"}]
-    with pytest.raises(SystemExit, match="holds rows of other settings"):
-        earlier(path, {"chunk": 2048})
 
 
 def test_a_trial_has_a_name_of_its_own():

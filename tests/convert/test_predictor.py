@@ -25,7 +25,7 @@ from zdc_jax.planning.certificate import plan_from_error
 from zdc_jax.planning.choose import CHECK_SEED, CHECK_WINDOWS
 from zdc_jax.planning.layer_costs import rank_levels
 from zdc_jax.planning.predictor import Predictor, Weights
-from zdc_jax.planning.profile import SINKS, Profile, windows_for
+from zdc_jax.planning.profile import SINKS, Profile, stored_profile, windows_for
 
 CONTEXT = 128
 
@@ -273,6 +273,23 @@ def test_a_folder_without_profile(folder, tmp_path):
     replace(stolen, fingerprint="other").save(target / "profile")
     with pytest.raises(CalibrationError, match="another model"):
         choose_plan(tmp_path / "bare", max_degradation=0.1)
+
+
+def test_a_profile_is_of_its_basis(folder, tmp_path):
+    """One that was written before it kept its basis is of any."""
+    checkpoint = Checkpoint.open(folder / "model")
+    basis, profile = stored_basis(checkpoint), stored_profile(checkpoint, stored_basis(checkpoint))
+    assert profile.basis == basis.coordinates_hash
+    other = replace(basis, k_map=2 * basis.k_map)
+    message = f"the profile is of basis '{profile.basis}', this one is '{other.coordinates_hash}'"
+    with pytest.raises(CalibrationError, match=message):
+        choose_plan(folder / "model", max_degradation=0.1, basis=other)
+    shutil.copytree(folder / "model", tmp_path / "model")
+    path = tmp_path / "model" / "calibration" / "profile" / "profile.json"
+    values = json.loads(path.read_text())
+    del values["basis"]
+    path.write_text(json.dumps(values))
+    assert stored_profile(Checkpoint.open(tmp_path / "model"), other).basis == ""
 
 
 def test_the_stored_predictor_names_its_models():

@@ -7,6 +7,7 @@ import pytest
 from brute_force import attend, check, decode, f64
 
 from kernels_pallas import DecodeConfig, Ring, decode_attention
+from kernels_pallas import decode as decode_kernel
 
 BF16, F16 = jnp.bfloat16, jnp.float16
 ONE_RANK = [(128, 128), (64, 96), (32, 64), (48, 80), (16, 16), (256, 256)]
@@ -116,6 +117,43 @@ def test_refuses(change, message):
 def test_config_refuses(options):
     with pytest.raises(ValueError, match="{}={}".format(*next(iter(options.items())))):
         DecodeConfig(**options)
+
+
+@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("R", [64, 0])
+@pytest.mark.parametrize("window", [0, 128])
+def test_no_step_is_beyond_the_slots_of_a_row(window, R, near):
+    """Nor of fewer of them than a full row has. Of near keys alone the ring holds any length."""
+    given = {"R": R, "window": window, "near_parts": int(window > 0), "S": 64, "slots": 320}
+    g = decode_kernel._Geometry(**dict.fromkeys(decode_kernel._Geometry._fields, 0) | given)
+
+    def steps(length):
+        length = jnp.int32(length)
+        count, step_at = decode_kernel._steps(g, 64, length, length, near and window > 0)
+        return [[int(x) for x in step_at(jnp.int32(i)) if x is not None] for i in range(count)]
+
+    assert steps(320)[-1][-1] <= 320
+    assert (steps(400) == steps(320)) == (R > 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("near", [{}, {"sinks": 4, "window": 128}])
+def test_rows_of_more_tokens_than_slots_are_full_ones(near, paged):
+    B, S, K = 2, 256, 2
+    q, k, v = draw(0, B, 4, 64), draw(1, B, K, S, 32 if near else 64), draw(2, B, K, S, 32 if near else 64)
+    ring = Ring(draw(3, B, K, 136, 32), draw(4, B, K, 136, 32)) if near else None
+    if paged:
+        k, v = (
+            x.reshape(B, K, -1, 64, x.shape[-1]).swapaxes(1, 2).reshape(-1, K, 64, x.shape[-1])
+            for x in (k, v)
+        )
+    table = {"block_table": jnp.arange(B * S // 64, dtype=jnp.int32).reshape(B, -1)} if paged else {}
+    run = lambda *lengths: decode_attention(
+        q, k, v, jnp.array(lengths), scale=0.1, ring=ring, **near, **table
+    )
+    for found, expected in zip(run(S + 70, 99), run(S, 99), strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.gpu

@@ -175,6 +175,60 @@ def test_tables_of_pages(table, pages, message):
     assert kernels.decode_refusal(q, pool, pool, integers(1), block_table=table) == message
 
 
+def plane(*tokens: int, width: int = 64) -> kernels.Plane:
+    """Integers of 4 bits."""
+    return kernels.Plane(shape(*tokens, width // 2, dtype=jnp.uint8), shape(*tokens, dtype=jnp.uint8), 4)
+
+
+def refused_sizes(*, B: int = 2, T: int = 3, N: int = 4, K: int = 2, S: int = 128, ints: Any = jnp.int32):
+    """What kernels say of arrays of these sizes, whose index arrays have a dtype."""
+    at, of_rows = partial(shape, dtype=ints), shape(B, dtype=ints)
+    q, one, k, held = shape(B, T, N, 64), shape(B, N, 64), shape(B, K, S, 64), plane(B, K, S)
+    segments = [Segment(k, k, at(B, S))]
+    scores = shape(B, K, S, dtype=jnp.float32)
+    return {
+        "prefill": kernels.prefill_refusal(q, k, k, starts=of_rows),
+        "prefill, lengths": kernels.prefill_refusal(q, k, k, lengths=of_rows),
+        "prefill, positions": kernels.prefill_refusal(q, k, k, positions=(at(B, T), at(B, S))),
+        "decode": kernels.decode_refusal(one, k, k, of_rows),
+        "segments": kernels.segment_refusal(q, at(B, T), segments),
+        "coded": kernels.coded_refusal(one, [held], held, of_rows, of_rows),
+        "scan": kernels.scan_refusal(one, held, of_rows, of_rows, config=None),
+        "select": kernels.select_refusal(scores, of_rows, of_rows, k=128),
+        "dequantise": kernels.dequantise_refusal([[held]], of_rows),
+        "encode": kernels.encode_refusal([shape(B, T, K, 64)], [[held]], of_rows, of_rows),
+        "block_mass": kernels.block_mass_refusal(shape(B, K, T, 8, 64), at(B, T, 8), k, scale=1.0, keys=64),
+    }
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_sizes_and_index_arrays_that_launch():
+    assert not any(refused_sizes().values())
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [
+        ("B", ()),
+        ("T", ("decode", "coded", "scan", "select", "dequantise")),
+        ("N", ("select", "dequantise", "encode", "block_mass")),
+        ("K", ()),
+        ("S", ()),
+    ],
+)
+def test_no_size_is_zero(name, without):
+    for kernel, said in refused_sizes(**{name: 0}).items():
+        zero = said is not None and any(text in said for text in ("=0: must be", " 0 heads", "S=0 slots"))
+        assert zero != (kernel in without), (kernel, said)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_index_arrays_are_integers():
+    for kernel, said in refused_sizes(ints=jnp.float32).items():
+        assert str(said).endswith("has dtype float32: must be an integer type"), (kernel, said)
+
+
 @pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize(
     ("backend", "capability", "dtype", "expected"),

@@ -74,8 +74,8 @@ def choose_plan(
       PlanError: no limit, an impossible one or both; `check_text` without `max_degradation`; another method;
         `coded` without `check_text`, or on a mesh; `dtype` or `mesh` without `check_text`.
       CheckpointError: unreadable folder, unknown dtype.
-      CalibrationError: no basis or profile in the folder, or that of another model; `check_text` without a
-        tokenizer; `float8` with a basis too old to give scales.
+      CalibrationError: no basis or profile in the folder, or that of another model, or a profile of another
+        basis; `check_text` without a tokenizer; `float8` with a basis too old to give scales.
       TextError: `check_text` is missing, or shorter than one window.
       MeshError, ValueError: as `load`.
     """
@@ -99,7 +99,7 @@ def choose_plan(
     if max_score_error is not None:
         return plan_from_error(basis, max_score_error=max_score_error).within(checkpoint.config)
     assert max_degradation is not None
-    profile = stored_profile(checkpoint)
+    profile = stored_profile(checkpoint, basis)
     if check_text is None:
         return _predicted(checkpoint, basis, profile, max_degradation)
     check_basis(payload, basis)

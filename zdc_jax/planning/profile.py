@@ -7,7 +7,7 @@ from typing import Self
 
 import numpy as np
 
-from zdc_jax.basis import load_fields, save_fields
+from zdc_jax.basis import Basis, load_fields, save_fields
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import CalibrationError, CheckpointError
 
@@ -42,7 +42,8 @@ class Profile:
       score_error, value_error: such a change where far pairs keep `ranks` coordinates of Q/K alone, and of
         V/O alone, relative to that of keeping none; float64 [L, Q].
       windows: tokens, int32 [W]. ranks: int32 [Q], ascending, below the head dim.
-      fingerprint: of the model.
+      fingerprint: of the model. basis: whose coordinates were kept (`Basis.coordinates_hash`); empty where a
+        folder was written before it was kept: any basis of this model.
     """
 
     far_nats: np.ndarray
@@ -52,6 +53,7 @@ class Profile:
     windows: np.ndarray
     ranks: np.ndarray
     fingerprint: str
+    basis: str = ""
 
     def relative_write(self) -> np.ndarray:
         """`far_write` [L, W], of that with the window of `far_nats`."""
@@ -73,7 +75,9 @@ class Profile:
         Raises:
           CheckpointError: missing, corrupt, or of another format version.
         """
-        profile = cls(**load_fields(folder, "profile", {f.name for f in fields(cls)}))
+        later = {"basis"}
+        names = {f.name for f in fields(cls)} - later
+        profile = cls(**load_fields(folder, "profile", names, optional=later))
         L, W, Q = len(profile.far_nats), len(profile.windows), len(profile.ranks)
         for name, shape in {"far_write": (L, W), "score_error": (L, Q), "value_error": (L, Q)}.items():
             if (found := getattr(profile, name).shape) != shape:
@@ -81,8 +85,8 @@ class Profile:
         return profile
 
 
-def stored_profile(checkpoint: Checkpoint) -> Profile:
-    """The profile in the folder; raises `CalibrationError` where there is none of this model."""
+def stored_profile(checkpoint: Checkpoint, basis: Basis) -> Profile:
+    """The profile in the folder; raises `CalibrationError` where there is none of this model and basis."""
     folder = checkpoint.calibration_path / "profile"
     if not folder.exists():
         raise CalibrationError(
@@ -91,4 +95,9 @@ def stored_profile(checkpoint: Checkpoint) -> Profile:
     profile = Profile.load(folder)
     if profile.fingerprint != checkpoint.fingerprint:
         raise CalibrationError(f"the profile is of another model, {profile.fingerprint!r}")
+    if profile.basis and profile.basis != basis.coordinates_hash:
+        raise CalibrationError(
+            f"the profile is of basis {profile.basis!r}, this one is {basis.coordinates_hash!r}: take the "
+            "folder's own, or calibrate anew with zdc calibrate"
+        )
     return profile

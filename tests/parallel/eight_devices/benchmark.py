@@ -46,6 +46,8 @@ def test_tasks(tmp_path):
     expected = results["one_device 61"]["first_token"][0] / plan["first_token"][0]
     assert plan["compared"]["speedup_over_one_device"] == expected
     assert results["runahead 61"]["bytes"]["partition"] == [16, 15, 15, 15]
+    with pytest.raises(SystemExit, match=r"holds rows of other settings \(layers\)"):
+        main([*arguments, "--tasks", "plan", "--layers", "1"])
 
 
 def test_zigzag_shards_and_dense_plans_in_fewer_bits(tmp_path):
