@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from benchmarks.bench_generate import LLAMA_2_7B, OnCudnn, build, decode_times
+from benchmarks.bench_generate import LLAMA_2_7B, OnCudnn, build, decode_times, one_by_one
 from benchmarks.bench_host_memory import LLAMA_3_8B
 from benchmarks.coded_shapes import REACHES
 from benchmarks.common import RESULTS, commit, earlier, write_result
@@ -144,7 +144,7 @@ class OnKernels:
         self.network = network
         leaves, tree = jax.tree.flatten(network)
         step = jax.jit(lambda leaves, *args: _step(jax.tree.unflatten(tree, leaves), *args), donate_argnums=1)
-        self.decode = partial(step, leaves)
+        self.decode = partial(one_by_one, partial(step, leaves))
 
     def cache(self, batch: int, capacity: int) -> KVCache:
         """Empty."""
@@ -166,12 +166,11 @@ def _step(network: Transformer, cache: KVCache, token: jax.Array) -> tuple[jax.A
 def kernel_ms(side: Any, options: Options, *, tokens: int = 4) -> dict[str, float]:
     """Milliseconds of a decoded token on the device, by `PARTS`: the mean over some tokens."""
     cache = side.filled(side.cache(options.rows, options.capacity), options.context)
-    token, cache = side.decode(cache, jnp.zeros((options.rows, 1), jnp.int32))
+    token, cache = side.decode(cache, jnp.zeros((options.rows, 1), jnp.int32), 1)
 
     def run() -> jax.Array:
         nonlocal token, cache
-        for _ in range(tokens):
-            token, cache = side.decode(cache, token)
+        token, cache = side.decode(cache, token, tokens)
         return token
 
     found = dict.fromkeys([*PARTS, "small operations"], 0.0)

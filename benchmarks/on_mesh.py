@@ -8,14 +8,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import NamedSharding
 
 from benchmarks.bench_coded_models import any_codes
 from benchmarks.bench_generate import capacity_for
 from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.generation.row_numbers import row_numbers
+from zdc_jax.generation.sampling import Sampling
+from zdc_jax.generation.steps import DecodeState, bucket, decode
 from zdc_jax.model.transformer import Embeddings
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.parallel.transformer import ShardedTransformer, held_layout
+from zdc_jax.parallel.mesh import whole_on
+from zdc_jax.parallel.transformer import ShardedTransformer, held_sharding
 
 
 class OnMesh:
@@ -26,8 +31,6 @@ class OnMesh:
 
     def __init__(self, network: ShardedTransformer, implementation: Implementation):
         self.network, self.implementation = network, implementation
-        self.leaves, self.tree = jax.tree.flatten(network)
-        self._step: Any = jax.jit(self._decoded, donate_argnums=1)
 
     def cache(self, batch: int, capacity: int) -> KVCache:
         """Empty."""
@@ -42,12 +45,12 @@ class OnMesh:
         last, held = self.network.prefill(tokens, end, **how)
         return _chosen(self.network.embeddings, last), held
 
-    def decode(self, cache: KVCache, token: jax.Array) -> tuple[jax.Array, KVCache]:
-        """The next token of each row.
-
-        Tokens lie on all devices, as those that come out do: else a second step would be compiled, too.
-        """
-        return self._step(self.leaves, cache, jax.device_put(token, self._on_all))
+    def decode(self, cache: KVCache, token: jax.Array, count: int) -> tuple[jax.Array, KVCache]:
+        """The last of `count` more tokens of each row, as `generate` decodes them; token: int32 [B, 1]."""
+        ended = jnp.zeros(len(token), bool)
+        state = DecodeState(cache, *jax.device_put((token[:, 0], ended), whole_on(self.network.mesh)))
+        state, _ = decode(*self._asked(state, count), **self._how(count))
+        return state.last[:, None], state.cache
 
     def filled(self, cache: KVCache, length: int) -> KVCache:
         """As if `length` tokens were held: random codes, or zeros; time does not depend on numbers."""
@@ -79,22 +82,22 @@ class OnMesh:
     def _compile_step(self, batch: int, length: int) -> None:
         cache = jax.eval_shape(lambda: self.cache(batch, capacity_for(length)))
         shaped = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-        token = shaped(jax.ShapeDtypeStruct((batch, 1), jnp.int32), self._on_all)
-        placed = jax.tree.map(shaped, cache, self._divided(cache))
-        self._step.lower(self.leaves, placed, token).compile()
+        whole = lambda dtype: jax.ShapeDtypeStruct((batch,), dtype, sharding=whole_on(self.network.mesh))
+        state = DecodeState(jax.tree.map(shaped, cache, self._divided(cache)), whole(jnp.int32), whole(bool))
+        decode.lower(*self._asked(state, 1), **self._how(1)).compile()
 
-    @property
-    def _on_all(self) -> NamedSharding:
-        return NamedSharding(self.network.mesh, PartitionSpec())
+    def _asked(self, state: DecodeState, count: int) -> tuple[Any, ...]:
+        """What `decode` takes where all rows are wanted, and nothing ends them."""
+        batch = len(state.last)
+        numbers = row_numbers(1, np.iinfo(np.int32).max, (), Sampling(), np.zeros(2, np.uint32))
+        return self.network, state, np.ones(batch, bool), np.tile(numbers, (batch, 1)), np.int32(count)
+
+    def _how(self, count: int) -> dict[str, Any]:
+        return {"steps": bucket(count), "choice": "greedy", "implementation": self.implementation}
 
     def _divided(self, cache: KVCache) -> KVCache:
         """Where each of its arrays lies."""
-        return jax.tree.map(lambda leaf: NamedSharding(self.network.mesh, held_layout(leaf)), cache)
-
-    def _decoded(self, leaves: Any, cache: KVCache, token: jax.Array) -> tuple[jax.Array, KVCache]:
-        network = jax.tree.unflatten(self.tree, leaves)
-        hidden, cache = network.extend(cache, token, cache.lengths + 1, self.implementation)
-        return _chosen(network.embeddings, hidden[:, -1]), cache
+        return jax.tree.map(partial(held_sharding, self.network.mesh), cache)
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="where")

@@ -12,6 +12,7 @@ from zdc_jax import LanguageModel, Sampling, generate, stream
 from zdc_jax.errors import CacheMemoryError, PromptError
 from zdc_jax.generation import request, steps
 from zdc_jax.generation.request import Request
+from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.run import Run
 from zdc_jax.plan import CompressionPlan
 
@@ -128,6 +129,33 @@ def test_prefill_goes_on_where_a_cache_ends(model, prompts):
         assert sum(len(delta.tokens) for delta in run.deltas(8)) == 60
         assert run.state.cache.lengths.tolist() == [len(prompt) + 19 for prompt in prompts]
     assert runs[0].chosen == runs[1].chosen
+
+
+@pytest.mark.sampled
+def test_steps_decode_no_token_beyond_their_limit(model, prompts):
+    """Though the device does not ask after each, and rows end between two questions, one of them full."""
+    held, room = [20, 5, 30], [100, 7, 100]
+    tokens = np.stack([np.resize(prompt, 30) for prompt in prompts])
+    by_hand = [greedy_by_hand(model, row[:n].tolist(), 7) for row, n in zip(tokens, held, strict=True)]
+    stop = (by_hand[2][2],)
+    numbers = np.stack(
+        [
+            row_numbers(n, most, stop, Sampling(), np.zeros(2, np.uint32))
+            for n, most in zip(held, (80, 2, 70), strict=True)
+        ]
+    )
+    for limit in range(1, 7):
+        empty = model.network.new_cache(batch=3, capacity=100)
+        hidden, cache = model.network.extend(empty, jnp.asarray(tokens), jnp.asarray(held))
+        at = steps.at_end(hidden, jnp.asarray(held))
+        state, begun = steps.first(model.network, steps.DecodeState.of(cache), at, np.ones(3, bool), numbers)
+        state, made = steps.decode(model.network, state, np.ones(3, bool), numbers, limit, steps=32)
+        for row, whole in enumerate(by_hand):
+            whole = whole[: room[row] - held[row]]
+            whole = whole[: whole.index(stop[0]) + 1] if stop[0] in whole else whole
+            got = [int(begun.tokens[row, 0]), *made.tokens[row, : made.made[row]].tolist()]
+            assert got == list(whole[: limit + 1])
+            assert int(state.cache.lengths[row]) == held[row] + len(got) - 1
 
 
 def test_text_prompts(model):

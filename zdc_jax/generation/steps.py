@@ -31,6 +31,13 @@ PREFILL_CHUNK = 2048
 SMALLEST_BUCKET = 32
 """Prompt pieces are padded to powers of two from here to `PREFILL_CHUNK`, so new lengths rarely recompile."""
 
+UNASKED = 4
+"""Tokens that the device decodes before it asks the host whether to go on.
+
+While it asks nothing is launched ahead: on an H100 a token of Llama-3-8B's shape took 0.6 to 0.8 ms more, of
+6.5 to 6.7, where it asked at each. Of more tokens some would more often be decoded for nothing behind an end.
+"""
+
 Network = Transformer | ShardedTransformer
 
 
@@ -205,7 +212,8 @@ def decode(
 ) -> tuple[DecodeState, Chosen]:
     """Up to `limit` tokens, at most `steps`, of the rows that are wanted, until all are done or full.
 
-    The device goes from token to token, and asks the host only whether to go on.
+    The device goes from token to token, and asks the host only whether to go on, after each `UNASKED`, of
+    which `steps` is a multiple.
     """
     room = RowNumbers.of(numbers).limit
 
@@ -214,9 +222,11 @@ def decode(
         active = wanted & ~state.done & (state.cache.lengths < room)
         return active.any() & (index < jnp.minimum(limit, steps))
 
-    def step(carry: tuple[DecodeState, Array, Array, Token]) -> tuple[DecodeState, Array, Array, Token]:
+    def step(
+        _: Array, carry: tuple[DecodeState, Array, Array, Token]
+    ) -> tuple[DecodeState, Array, Array, Token]:
         state, index, made, tokens = carry
-        cache, turn = advance(network, state, wanted, numbers, implementation)
+        cache, turn = advance(network, state, wanted & (index < limit), numbers, implementation)
         last, done, found = choose(network.embeddings, state.last, state.done, turn, numbers, choice)
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, index, 1)
         tokens = jax.tree.map(put, tokens, Token(found.tokens, *found[3:]))
@@ -224,7 +234,8 @@ def decode(
 
     batch = len(state.last)
     begin = state, jnp.int32(0), jnp.zeros(batch, jnp.int32), Token.room(choice, batch, steps)
-    state, _, made, tokens = step(begin) if steps == 1 else jax.lax.while_loop(unfinished, step, begin)
+    several = partial(jax.lax.fori_loop, 0, UNASKED, step)
+    state, _, made, tokens = jax.lax.while_loop(unfinished, several, begin)
     return _readable(network, state, Chosen(tokens.token, made, state.cache.lengths, *tokens[1:]))
 
 

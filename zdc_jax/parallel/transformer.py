@@ -165,8 +165,8 @@ class ShardedTransformer(nnx.Module):
             states = tuple(spec.create(batch, capacity) for spec in whole)
             return KVCache(states, jnp.zeros(batch, jnp.int32), specs, capacity)
 
-        laid_out = lambda leaf: NamedSharding(self.mesh, held_layout(leaf))
-        return jax.jit(make, out_shardings=jax.tree.map(laid_out, jax.eval_shape(make)))()
+        where = jax.tree.map(partial(held_sharding, self.mesh), jax.eval_shape(make))
+        return jax.jit(make, out_shardings=where)()
 
     def hidden(
         self,
@@ -451,3 +451,16 @@ def held_layout(leaf: Any) -> PartitionSpec:
     """Of an array of a cache: those of four axes and more are divided by head, what says where tokens lie is
     whole."""
     return layout("B K S R" if leaf.ndim >= 4 else "B")
+
+
+def held_sharding(mesh: Mesh, leaf: Any) -> NamedSharding:
+    """Of an array of a cache that lies as `held_layout` says, in the form in which programs give it back.
+
+    In another form of the same JAX would compile anew the program that takes it.
+    """
+    names = [(entry,) if isinstance(entry, str) else entry or () for entry in held_layout(leaf)]
+    divided = [tuple(name for name in axes if mesh.shape[name] > 1) for axes in names if leaf.size]
+    spec = [axes[0] if len(axes) == 1 else axes or None for axes in divided]
+    while spec and spec[-1] is None:
+        spec.pop()
+    return NamedSharding(mesh, PartitionSpec(*spec))

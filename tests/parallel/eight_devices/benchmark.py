@@ -93,7 +93,7 @@ def test_a_model_on_a_mesh_reads_and_decodes_as_on_one_device():
     empty = side.cache(1, 64)
     chosen, held = side.prefill(empty, tokens)
     assert all(x.is_deleted() for x in jax.tree.leaves(empty))
-    after, _ = side.decode(held, chosen)
+    after, _ = side.decode(held, chosen, 1)
     given = jnp.asarray(np.concatenate([tokens, chosen], 1))
     assert [int(chosen[0, 0]), int(after[0, 0])] == alone(given)[0, -2:].argmax(-1).tolist()
     drawn = side.filled(side.cache(1, 64), 50)
@@ -118,16 +118,16 @@ def test_what_was_compiled_ahead_is_not_compiled_again(compilations_logged, capl
     programs = lambda: [
         name
         for record in caplog.records
-        for name in ("_prompt_layer", "_decoded")
+        for name in ("_prompt_layer", "decode")
         if record.getMessage().startswith(f"Compiling jit({name})")
     ]
     side.compile([64], {64: [1, 2]})
-    assert sorted(programs()) == ["_decoded", "_decoded", "_prompt_layer"]
+    assert sorted(programs()) == ["_prompt_layer", "decode", "decode"]
     caplog.clear()
     side.prefill(side.cache(1, 192), jnp.zeros((1, 64), jnp.int32))
     cache, token = side.filled(side.cache(2, 192), 64), jnp.zeros((2, 1), jnp.int32)
     for _ in range(2):
-        token, cache = side.decode(cache, token)
+        token, cache = side.decode(cache, token, 5)
     assert programs() == []
 
 

@@ -13,6 +13,7 @@ from tiny_tokenizers import byte_tokenizer
 from zdc_jax import Sampling, generate, stream
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.errors import MeshError
+from zdc_jax.generation.steps import decode
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
@@ -79,6 +80,7 @@ def test_generate():
     expected = generate(on_one, PROMPTS, 20, **options)
     mesh = MeshConfig(data=2, sequence=4).create()
     on_mesh = replace(on_one, network=ShardedTransformer.of(on_one.network, mesh))
+    programs = decode._cache_size()
     got = generate(on_mesh, PROMPTS, 20, **options)
     assert got.completions == expected.completions
     assert got.capacity == expected.capacity
@@ -88,6 +90,7 @@ def test_generate():
     for delta in stream(on_mesh, PROMPTS, 20, **options):
         streamed[delta.row].extend(delta.tokens)
     assert [tuple(tokens) for tokens in streamed] == [row.tokens for row in expected.completions]
+    assert decode._cache_size() == programs + 1  # The cache lies after some tokens as after the prompts.
     stop = expected.completions[1].text[9:11]
     stopped = generate(on_one, PROMPTS, 20, stop=stop, **options).completions
     assert stopped[1].finish_reason == "stop"
