@@ -1,8 +1,10 @@
-"""A token of one row, compiled for an H200: products with weights read those once, and write no terms."""
+"""Tokens of one row, compiled for an H200: weights are read once, no terms written, and no cache copied."""
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +15,15 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from benchmarks.bench_coded_models import coded_plan
 from benchmarks.bench_generate import LLAMA_2_7B, build
 from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.generation.row_numbers import WIDTH
+from zdc_jax.generation.steps import UNASKED, DecodeState, decode
 from zdc_jax.plan import CompressionPlan
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 CONFIG = replace(LLAMA_2_7B, layers=LLAMA_2_7B.layers[:2], num_kv_heads=8, vocab_size=512)
 TOKENS = 8192
+OF_KEYS = 2 * CONFIG.embed_dim * CONFIG.num_kv_heads * CONFIG.head_dim
+"""Bytes of one layer's weights of keys; twice as many are the keys of `TOKENS`."""
 LONG = 512
 """Terms that one thread may add up."""
 
@@ -34,14 +40,37 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_products_with_weights_are_no_sums(name):
     """XLA makes a product of one row a sum: its terms go through memory, or a thread adds them up alone."""
-    step = compiled_step(PLANS[name])
-    of_keys = 2 * CONFIG.embed_dim * CONFIG.num_kv_heads * CONFIG.head_dim
-    assert step.memory_analysis().temp_size_in_bytes < of_keys / 2
+    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    step = compiled_for(PLANS[name], extended, token)
+    assert step.memory_analysis().temp_size_in_bytes < OF_KEYS / 2
     assert lonely_sums(step.as_text()) == []
 
 
-def compiled_step(plan: CompressionPlan) -> jax.stages.Compiled:
-    """A step of one row."""
+@pytest.mark.aot
+@pytest.mark.usefixtures("on_kernels")
+@pytest.mark.parametrize("name", PLANS)
+def test_the_loop_of_several_tokens_copies_no_cache(name):
+    """Though one loop is within another; XLA knows how often the inner one runs, and asks nobody."""
+    one = lambda dtype, *more: jax.ShapeDtypeStruct((1, *more), dtype)
+    rows = one(jnp.int32), one(bool), one(bool), one(jnp.int32, WIDTH), jax.ShapeDtypeStruct((), jnp.int32)
+    loop = compiled_for(PLANS[name], decoded, *rows)
+    assert loop.memory_analysis().temp_size_in_bytes < OF_KEYS / 2
+    assert re.findall(r'"known_trip_count":{"n":"(\d+)"}', loop.as_text()) == [str(UNASKED)]
+
+
+def extended(network, cache, token):
+    """A token more."""
+    return network.extend(cache, token, cache.lengths + 1, "pallas")
+
+
+def decoded(network, cache, last, done, wanted, numbers, limit):
+    """Several, as `generate` decodes them."""
+    options = {"steps": 32, "choice": "greedy", "implementation": "pallas"}
+    return decode(network, DecodeState(cache, last, done), wanted, numbers, limit, **options)
+
+
+def compiled_for(plan: CompressionPlan, run: Callable[..., Any], *more: Any) -> jax.stages.Compiled:
+    """`run` of a network, a cache of one row, which is given up, and arguments of these shapes."""
     specs = plan.layer_caches("bfloat16")
 
     def network():
@@ -53,18 +82,12 @@ def compiled_step(plan: CompressionPlan) -> jax.stages.Compiled:
         states = tuple(spec.create(1, TOKENS) for spec in specs)
         return KVCache(states, jnp.zeros(1, jnp.int32), specs, TOKENS)
 
-    def step(network, cache, token):
-        hidden, cache = network.extend(cache, token, cache.lengths + 1, "pallas")
-        return hidden, cache
-
     sharding = jax.sharding.SingleDeviceSharding(device())
     placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    shapes = [*map(jax.eval_shape, (network, cache)), jax.ShapeDtypeStruct((1, 1), jnp.int32)]
-    leaves, tree = jax.tree.flatten(shapes)
-    program = jax.jit(lambda leaves: step(*jax.tree.unflatten(tree, leaves)))
+    shapes = jax.tree.map(placed, [*map(jax.eval_shape, (network, cache)), *more])
+    program = jax.jit(run, donate_argnums=1)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        traced = program.trace([placed(leaf) for leaf in leaves])
-        return traced.lower(lowering_platforms=("cuda",)).compile()
+        return program.trace(*shapes).lower(lowering_platforms=("cuda",)).compile()
 
 
 def lonely_sums(text: str) -> list[str]:
