@@ -218,7 +218,7 @@ def by_layer(
 
 
 def main(options: Options) -> None:
-    """Writes one JSON, anew after each row."""
+    """Writes one JSON, anew after each prompt."""
     timed = as_judged if options.judged else measured
     apart = ("tokens", "kv_heads", "rounds", "name", "results")
     settings = {"heads": N, "H": H} | {k: v for k, v in asdict(options).items() if k not in apart}
@@ -226,9 +226,9 @@ def main(options: Options) -> None:
     rows: list[dict[str, Any]] = earlier(options.results / f"{options.name}.json", settings)
     for S in options.tokens:
         for K in options.kv_heads:
-            rows = [row for row in rows if (row["S"], row["kv_heads"]) != (S, K)]
+            found = []
             for row in timed(options, S, K):
-                rows.append(row)
+                found.append(row)
                 print(
                     {
                         name: value
@@ -237,7 +237,8 @@ def main(options: Options) -> None:
                     },
                     flush=True,
                 )
-                path = write_result(options.name, settings, rows, options.results)
+            rows = [row for row in rows if (row["S"], row["kv_heads"]) != (S, K)] + found
+            path = write_result(options.name, settings, rows, options.results)
     print(path)
 
 

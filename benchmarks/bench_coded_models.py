@@ -17,6 +17,7 @@ basis do. The JSON file is written anew after each row; other rows stay as they 
 """
 
 import itertools
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -46,7 +47,7 @@ SINKS, WINDOW = 4, 512
 SHARES = {"whole": 0.0, "chosen": 1 / 16, "chosen by 8 bits": 1 / 8}
 """Of the context that is read."""
 SEARCHED = "searched"
-IDENTITY = ("shape", "rows", "context", "kind")
+IDENTITY = ("shape", "rows", "context", "kind", "plan")
 """A row replaces the earlier one that has the same of these."""
 PARTS = {
     "choosing": "zdc_coded_scan|zdc_largest",
@@ -226,6 +227,11 @@ def rows(shape: str, options: Options) -> Iterator[dict[str, Any]]:
         }
 
 
+def identity(row: dict[str, Any]) -> str:
+    """Of a row, as read or as made: JSON has no tuples."""
+    return json.dumps([row.get(name) for name in IDENTITY])
+
+
 def main(options: Options) -> None:
     """Writes one JSON, again after each row; nothing is timed before kernels are known to read all plans."""
     settings = {"steps": options.steps}
@@ -238,8 +244,7 @@ def main(options: Options) -> None:
     for shape in options.shapes:
         for row in rows(shape, options):
             print({name: value for name, value in row.items() if name not in ("quality", "plan")}, flush=True)
-            same = lambda other, row=row: all(other[name] == row[name] for name in IDENTITY)
-            found = [*itertools.filterfalse(same, found), row]
+            found = [*(other for other in found if identity(other) != identity(row)), row]
             path = write_result(options.name, settings, found, options.results)
     print(path)
 

@@ -199,7 +199,7 @@ def one_by_one(
 def decode_times(side: Any, batch: int, tokens: int, steps: int, *, repeats: int = 4) -> list[float]:
     """Seconds per decoded token, `batch` rows of `tokens` each: means over `steps`, after two of 2.
 
-    XLA makes CUDA graphs where a program runs for the second time.
+    After one of them the first mean was often slow, by up to twice; why was not looked at.
     """
     cache = side.filled(side.cache(batch, capacity_for(tokens)), tokens)
     token, times = jnp.zeros((batch, 1), jnp.int32), []

@@ -24,7 +24,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -191,7 +191,7 @@ def prefill_heads(
 ) -> Iterator[Row]:
     """S=16384 causal with K heads of keys; cuDNN at 128 is the peer of every rank."""
     S, positions = 16384, [0, 1, 777, 8191, 16383]
-    at = operator.itemgetter((slice(None), jnp.array(positions)))
+    at = rows_at(positions)
     pairs = N * S * (S + 1) / 2
     bounds = lambda R, Z: ceilings.bounds(
         flops=2 * (R + Z) * pairs, exps=pairs, nbytes=2.0 * S * (N + K) * (R + Z)
@@ -271,7 +271,7 @@ def two_rank_shape(ceilings: Ceilings, q: jax.Array, R: int, Z: int, peer: list[
         q, k, v, scale=H**-0.5, sinks=sinks, window=window,
         trailing=Trailing(*tails, jnp.zeros(1, jnp.int32), *(x[:, :, :8] for x in tails)),
     )[0]  # fmt: skip
-    at = operator.itemgetter((slice(None), jnp.array(positions)))
+    at = rows_at(positions)
     exact = exact_rows(at(q), k, v, positions, tails, sinks, window)
     wrong = error(at(jax.jit(both)(q, k, v, tails)), exact)
     times = device_ms(both, q, k, v, tails)
@@ -304,7 +304,7 @@ def window_shape(ceilings: Ceilings, library: Path | None, S: int) -> Iterator[R
         q, k[..., :0], v[..., :0], scale=H**-0.5, sinks=sinks, window=window,
         trailing=Trailing(k, v, jnp.zeros(1, jnp.int32), k[:, :, :8], v[:, :, :8]),
     )[0]  # fmt: skip
-    at = operator.itemgetter((slice(None), jnp.array(positions)))
+    at = rows_at(positions)
     exact = exact_rows(at(q), k[..., :0], v[..., :0], positions, (k, v), sinks, window)
     more = {"error": error(at(jax.jit(f)(q, k, v)), exact)}
     times = device_ms(f, q, k, v)
@@ -319,7 +319,7 @@ def cudnn_window(
     """cuDNN's own window, where it agrees to run; q, k, v [1, S, N, H]."""
     S = q.shape[1]
     name, positions = f"cudnn window {window} S={S}", [0, window, S // 2, S - 1]
-    at = operator.itemgetter((slice(None), jnp.array(positions)))
+    at = rows_at(positions)
     f = functools.partial(cudnn, causal=True, window=window)
     try:
         got = at(jax.jit(f)(q, k, v))
@@ -472,6 +472,11 @@ def class_decode(ceilings: Ceilings, B: int, S: int) -> Row:
     peer = device_ms(lambda q, k, v: cudnn(q, k, v, causal=False), *wide)
     bounds = {"bandwidth": 1e3 * sum(x.nbytes for x in jax.tree.leaves(keys)) / ceilings.copy}
     return row(f"decode classes (64,96) and (32,64) B={B} S={S}", device_ms(f, q, keys), peer, bounds)
+
+
+def rows_at(positions: Sequence[int]) -> Callable[[jax.Array], jax.Array]:
+    """Takes the rows at these positions [B, positions, ...] of an array [B, S, ...]."""
+    return operator.itemgetter((slice(None), jnp.array(positions)))
 
 
 def turn(x: jax.Array, cos: jax.Array, sin: jax.Array, rotation: jax.Array) -> jax.Array:

@@ -146,6 +146,7 @@ class Bench:
         )
         settings = {key: value for key, value in asdict(self.options).items() if key not in apart}
         variables = {key: value for key, value in os.environ.items() if key.startswith(("XLA_", "NCCL_"))}
+        variables.pop("NCCL_VERSION", None)  # Of the container, where it sets that.
         return {**settings, "processes": jax.process_count(), "environment": variables}
 
     def run(self, task: Task, length: int) -> None:

@@ -65,8 +65,8 @@ def earlier(path: Path, settings: dict[str, Any]) -> Any:
         return []
     run, settings = json.loads(path.read_text()), json.loads(json.dumps(settings))  # Tuples become lists.
     if run["config"] != settings:
-        names = {**run["config"], **settings}
-        other = [name for name in names if run["config"].get(name) != settings.get(name)]
+        now, then = ({(name, repr(value)) for name, value in x.items()} for x in (settings, run["config"]))
+        other = sorted({name for name, _ in now ^ then})
         raise SystemExit(f"{path} holds rows of other settings ({', '.join(other)}); give another name")
     if run["device"] != (device := jax.devices()[0].device_kind):
         raise SystemExit(f"{path} holds rows of {run['device']}, this is {device}; give another name")

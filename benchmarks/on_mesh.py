@@ -16,7 +16,7 @@ from benchmarks.bench_generate import capacity_for
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import Sampling
-from zdc_jax.generation.steps import DecodeState, bucket, decode
+from zdc_jax.generation.steps import SMALLEST_BUCKET, DecodeState, decode
 from zdc_jax.model.transformer import Embeddings
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.mesh import whole_on
@@ -46,10 +46,16 @@ class OnMesh:
         return _chosen(self.network.embeddings, last), held
 
     def decode(self, cache: KVCache, token: jax.Array, count: int) -> tuple[jax.Array, KVCache]:
-        """The last of `count` more tokens of each row, as `generate` decodes them; token: int32 [B, 1]."""
+        """The last of `count` more tokens of each row, as `generate` decodes them; token: int32 [B, 1].
+
+        Raises:
+          ValueError: more than the `SMALLEST_BUCKET` that the program has room for.
+        """
+        if count > SMALLEST_BUCKET:
+            raise ValueError(f"{count=} must be <= {SMALLEST_BUCKET}")
         ended = jnp.zeros(len(token), bool)
         state = DecodeState(cache, *jax.device_put((token[:, 0], ended), whole_on(self.network.mesh)))
-        state, _ = decode(*self._asked(state, count), **self._how(count))
+        state, _ = decode(*self._asked(state, count), **self._how)
         return state.last[:, None], state.cache
 
     def filled(self, cache: KVCache, length: int) -> KVCache:
@@ -84,7 +90,7 @@ class OnMesh:
         shaped = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
         whole = lambda dtype: jax.ShapeDtypeStruct((batch,), dtype, sharding=whole_on(self.network.mesh))
         state = DecodeState(jax.tree.map(shaped, cache, self._divided(cache)), whole(jnp.int32), whole(bool))
-        decode.lower(*self._asked(state, 1), **self._how(1)).compile()
+        decode.lower(*self._asked(state, 1), **self._how).compile()
 
     def _asked(self, state: DecodeState, count: int) -> tuple[Any, ...]:
         """What `decode` takes where all rows are wanted, and nothing ends them."""
@@ -92,8 +98,9 @@ class OnMesh:
         numbers = row_numbers(1, np.iinfo(np.int32).max, (), Sampling(), np.zeros(2, np.uint32))
         return self.network, state, np.ones(batch, bool), np.tile(numbers, (batch, 1)), np.int32(count)
 
-    def _how(self, count: int) -> dict[str, Any]:
-        return {"steps": bucket(count), "choice": "greedy", "implementation": self.implementation}
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {"steps": SMALLEST_BUCKET, "choice": "greedy", "implementation": self.implementation}
 
     def _divided(self, cache: KVCache) -> KVCache:
         """Where each of its arrays lies."""

@@ -36,7 +36,8 @@ def run_parts(options: Options, parts: dict[str, Part], figure: Callable[[Any, P
     """Measures part by part, and writes the JSON anew after each; then draws a PNG of the same name.
 
     Raises:
-      SystemExit: before any work: there is no such part, or the JSON is of other settings.
+      SystemExit: before any work: there is no such part, or the JSON is of other settings, as are those
+        written before 26 November 2026; another `--name` leaves them alone.
     """
     unknown = set(options.parts) - parts.keys()
     if unknown:

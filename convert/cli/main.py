@@ -86,10 +86,10 @@ class Calibrate:
     """.txt, .jsonl, .md, .rst, .py files (also .xz, .gz) or folders of them; topics are folder names."""
     from_moments: bool = False
     """Take no text: make another basis from the moments of an earlier calibration. Without text, the kinds
-    that `auto` compares by perplexity are `balanced`."""
+    that `auto` compares by perplexity are `balanced`, and no profile is left."""
     options: Annotated[CalibrationOptions, tyro.conf.arg(name="")] = field(default_factory=CalibrationOptions)
     overwrite: bool = False
-    """Replace an existing basis; plans that were made with it do not load then."""
+    """Replace an existing basis and its profile; plans that were made with it do not load then."""
     dtype: Dtype | None = None
     """Dtype to run in; default that of the stored weights."""
 

@@ -16,7 +16,7 @@ from benchmarks.bench_coded_models import coded_plan
 from benchmarks.bench_generate import LLAMA_2_7B, build
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.generation.row_numbers import WIDTH
-from zdc_jax.generation.steps import UNASKED, DecodeState, decode
+from zdc_jax.generation.steps import DecodeState, decode
 from zdc_jax.plan import CompressionPlan
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -50,12 +50,11 @@ def test_products_with_weights_are_no_sums(name):
 @pytest.mark.usefixtures("on_kernels")
 @pytest.mark.parametrize("name", PLANS)
 def test_the_loop_of_several_tokens_copies_no_cache(name):
-    """Though one loop is within another; XLA knows how often the inner one runs, and asks nobody."""
     one = lambda dtype, *more: jax.ShapeDtypeStruct((1, *more), dtype)
     rows = one(jnp.int32), one(bool), one(bool), one(jnp.int32, WIDTH), jax.ShapeDtypeStruct((), jnp.int32)
     loop = compiled_for(PLANS[name], decoded, *rows)
     assert loop.memory_analysis().temp_size_in_bytes < OF_KEYS / 2
-    assert re.findall(r'"known_trip_count":{"n":"(\d+)"}', loop.as_text()) == [str(UNASKED)]
+    assert len(re.findall(r" while\(", loop.as_text())) == 1
 
 
 def extended(network, cache, token):

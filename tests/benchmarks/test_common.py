@@ -15,6 +15,8 @@ def test_a_run_goes_on_from_results_of_its_settings_alone(tmp_path):
         earlier(path, {"far": (32, 64), "chunk": 2048})
     with pytest.raises(SystemExit, match=r"other settings \(far, layers\)"):
         earlier(path, {"chunk": 1024, "layers": 2})
+    with pytest.raises(SystemExit, match=r"other settings \(judged\)"):
+        earlier(path, {"far": (32, 64), "chunk": 1024, "judged": None})
 
 
 def test_results_of_another_device_are_left_alone(tmp_path):

@@ -133,7 +133,7 @@ def test_prefill_goes_on_where_a_cache_ends(model, prompts):
 
 @pytest.mark.sampled
 def test_steps_decode_no_token_beyond_their_limit(model, prompts):
-    """Though the device does not ask after each, and rows end between two questions, one of them full."""
+    """Rows end where they are full or at a stop token; the cache holds what was decoded."""
     held, room = [20, 5, 30], [100, 7, 100]
     tokens = np.stack([np.resize(prompt, 30) for prompt in prompts])
     by_hand = [greedy_by_hand(model, row[:n].tolist(), 7) for row, n in zip(tokens, held, strict=True)]

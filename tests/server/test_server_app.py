@@ -293,10 +293,17 @@ def test_what_an_engine_cannot_do(client, engine, field, says):
     assert not engine.submitted
 
 
-def test_a_chat_that_is_too_long_is_told_which_field_is(client):
-    asked = {"messages": HELLO, "max_tokens": 300}
-    described = error(client.post(CHATS, json=asked), 400)
-    assert (described["param"], "max_tokens=300 are" in described["message"]) == ("max_tokens", True)
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_a_chat_that_is_too_long_is_told_which_field_is(client, field):
+    described = error(client.post(CHATS, json={"messages": HELLO, field: 300}), 400)
+    assert (described["param"], f" {field}=300 are" in described["message"]) == (field, True)
+    described = error(client.post(CHATS, json={"messages": HELLO, field: 3, "min_tokens": 4}), 400)
+    assert described["message"].endswith(f"exceeds {field}")
+
+
+def test_a_prompt_that_leaves_no_room_for_what_is_answered_by_default(client, engine):
+    described = error(client.post(COMPLETIONS, json={"prompt": [1] * (engine.max_model_len - 5)}), 400)
+    assert described["param"] == "prompt"
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"prompt": "\\ud800"}', b'{"prompt": "\xff"}'])

@@ -14,11 +14,14 @@ def stop_ids(model: TextModel, request: EngineRequest) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*own, *stop_token_ids(model, request.stop_tokens))))
 
 
-def check_length(prompt: int, max_tokens: int, max_model_len: int) -> None:
-    """Raises `PromptError` where a prompt of so many tokens and its answer are longer than what is served."""
+def check_length(prompt: int, max_tokens: int, max_model_len: int, limit: str = "max_tokens") -> None:
+    """Raises `PromptError` where a prompt of so many tokens and its answer are longer than what is served.
+
+    limit: what the asker calls `max_tokens`.
+    """
     if (asked := prompt + max_tokens) > max_model_len:
         raise PromptError(
-            f"{prompt} prompt tokens and {max_tokens=} are {asked}: "
+            f"{prompt} prompt tokens and {limit}={max_tokens} are {asked}: "
             f"at most {max_model_len} are served (max_model_len)"
         )
 

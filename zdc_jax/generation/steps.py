@@ -31,12 +31,6 @@ PREFILL_CHUNK = 2048
 SMALLEST_BUCKET = 32
 """Prompt pieces are padded to powers of two from here to `PREFILL_CHUNK`, so new lengths rarely recompile."""
 
-UNASKED = 4
-"""Tokens that the device decodes before it asks the host whether to go on, as nothing is launched ahead while
-it asks. Of more tokens some would more often be decoded for nothing behind an end. What asking costs was not
-timed by itself.
-"""
-
 Network = Transformer | ShardedTransformer
 
 
@@ -211,8 +205,7 @@ def decode(
 ) -> tuple[DecodeState, Chosen]:
     """Up to `limit` tokens, at most `steps`, of the rows that are wanted, until all are done or full.
 
-    The device goes from token to token, and asks the host only whether to go on, after each `UNASKED`, of
-    which `steps` is a multiple.
+    The device goes from token to token, and asks the host only whether to go on.
     """
     room = RowNumbers.of(numbers).limit
 
@@ -221,11 +214,9 @@ def decode(
         active = wanted & ~state.done & (state.cache.lengths < room)
         return active.any() & (index < jnp.minimum(limit, steps))
 
-    def step(
-        _: Array, carry: tuple[DecodeState, Array, Array, Token]
-    ) -> tuple[DecodeState, Array, Array, Token]:
+    def step(carry: tuple[DecodeState, Array, Array, Token]) -> tuple[DecodeState, Array, Array, Token]:
         state, index, made, tokens = carry
-        cache, turn = advance(network, state, wanted & (index < limit), numbers, implementation)
+        cache, turn = advance(network, state, wanted, numbers, implementation)
         last, done, found = choose(network.embeddings, state.last, state.done, turn, numbers, choice)
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, index, 1)
         tokens = jax.tree.map(put, tokens, Token(found.tokens, *found[3:]))
@@ -233,8 +224,7 @@ def decode(
 
     batch = len(state.last)
     begin = state, jnp.int32(0), jnp.zeros(batch, jnp.int32), Token.room(choice, batch, steps)
-    several = partial(jax.lax.fori_loop, 0, UNASKED, step)
-    state, _, made, tokens = jax.lax.while_loop(unfinished, several, begin)
+    state, _, made, tokens = jax.lax.while_loop(unfinished, step, begin)
     return _readable(network, state, Chosen(tokens.token, made, state.cache.lengths, *tokens[1:]))
 
 

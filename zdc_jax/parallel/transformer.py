@@ -458,9 +458,13 @@ def held_sharding(mesh: Mesh, leaf: Any) -> NamedSharding:
 
     In another form of the same JAX would compile anew the program that takes it.
     """
-    names = [(entry,) if isinstance(entry, str) else entry or () for entry in held_layout(leaf)]
-    divided = [tuple(name for name in axes if mesh.shape[name] > 1) for axes in names if leaf.size]
-    spec = [axes[0] if len(axes) == 1 else axes or None for axes in divided]
+    if not leaf.size:
+        return NamedSharding(mesh, PartitionSpec())
+    spec: list[Any] = []
+    for entry in held_layout(leaf):
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        divides = tuple(name for name in names if mesh.shape[name] > 1)
+        spec.append(divides[0] if len(divides) == 1 else divides or None)
     while spec and spec[-1] is None:
         spec.pop()
     return NamedSharding(mesh, PartitionSpec(*spec))

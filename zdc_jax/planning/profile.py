@@ -97,7 +97,7 @@ def stored_profile(checkpoint: Checkpoint, basis: Basis) -> Profile:
         raise CalibrationError(f"the profile is of another model, {profile.fingerprint!r}")
     if profile.basis and profile.basis != basis.coordinates_hash:
         raise CalibrationError(
-            f"the profile is of basis {profile.basis!r}, this one is {basis.coordinates_hash!r}: take the "
-            "folder's own, or calibrate anew with zdc calibrate"
+            f"the profile is of basis {profile.basis!r}, this one is {basis.coordinates_hash!r}; "
+            f"run: zdc calibrate {checkpoint.path} TEXT --overwrite"
         )
     return profile

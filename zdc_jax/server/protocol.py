@@ -130,6 +130,11 @@ class Asked(ToModel, ABC):
           ChatError: the model cannot chat, or its template refuses the messages.
         """
 
+    @property
+    def _limit(self) -> str:
+        """The field that says how long an answer may be."""
+        return "max_tokens"
+
     def _requests(
         self,
         prompts: Iterable[tuple[Sequence[int], int]],
@@ -161,14 +166,16 @@ class Asked(ToModel, ABC):
             for sampling in samplings
         ]
         if any(self.min_tokens > request.max_tokens for request in requests):
-            raise RequestError(f"min_tokens={self.min_tokens} exceeds max_tokens", param="min_tokens")
+            raise RequestError(f"min_tokens={self.min_tokens} exceeds {self._limit}", param="min_tokens")
         return requests
 
     def _check(self, requests: Sequence[EngineRequest], model: TextModel, max_model_len: int) -> None:
         """Raises `RequestError` where the engine would refuse one: it does not know the client's names."""
+        limit = self._limit
         for request in requests:
-            with blaming("max_tokens" if len(request.prompt) < max_model_len else "prompt"):
-                check_length(len(request.prompt), request.max_tokens, max_model_len)
+            room = limit in self.model_fields_set and len(request.prompt) < max_model_len
+            with blaming(limit if room else "prompt"):
+                check_length(len(request.prompt), request.max_tokens, max_model_len, limit)
         with blaming("stop"):
             stop_strings(model, self.stop)
         vocab, param = model.config.vocab_size, "stop_token_ids"
@@ -239,6 +246,10 @@ class ChatRequest(Asked):
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs", param="top_logprobs")
         return self
+
+    @property
+    def _limit(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
         """Without a limit, a reply may take all positions that the messages leave."""

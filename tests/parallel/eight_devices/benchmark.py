@@ -129,6 +129,8 @@ def test_what_was_compiled_ahead_is_not_compiled_again(compilations_logged, capl
     for _ in range(2):
         token, cache = side.decode(cache, token, 5)
     assert programs() == []
+    with pytest.raises(ValueError, match="count=33 must be <= 32"):
+        side.decode(cache, token, 33)
 
 
 def test_a_figure_that_fails_leaves_the_others(tmp_path):
