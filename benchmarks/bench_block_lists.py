@@ -12,8 +12,7 @@ peer's time over both. `error` is relative, against float64, that of the worst h
 
 times instead lists that are as long as those of judged choices were on the small model, head by head
 (`benchmarks.judged_lists`): `ms` is the mean over its layers, `ms_by_layer` says each, and choosing reads the
-same share of the coordinates. The JSON file is written anew after each row; other prompts stay as they are
-in it.
+same share of the coordinates. The JSON file is written anew after each prompt; others stay as they are in it.
 """
 
 import itertools

@@ -9,8 +9,8 @@ own kernel), PyTorch's and FlashAttention-3 in processes of their own. Times are
 events in those processes); a cached row's bytes are those it must read.
 
 `error` is that of the worst head and row, relative, in the norm of the head's coordinates: of sampled queries
-of a prompt, of the first and the last row of a batch that decodes. Rows timed before 26 November 2026 say
-that of one head, and of all sampled rows together.
+of a prompt, of the first and the last row of a batch that decodes. Rows of commits before 80eada0 say that of
+one head, and of all sampled rows together.
 
     … --flash-attention-3 vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so
 

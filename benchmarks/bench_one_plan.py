@@ -11,8 +11,9 @@ merged by shape, kind and length into the JSON file, which is written anew after
 those of a row's figures, of `token` by batch.
 
 `dense` is full rank on our own kernels. With `--mesh sequence=2` prompts are divided by token over so many
-devices and read at once, and tokens are decoded with heads divided, as `generate` does on a mesh; `cudnn` is
-then dense Ulysses, which reads prompts only, and memory is that of each device.
+devices and read at once, and tokens are decoded with heads divided, as `generate` does on a mesh, `steps` in
+a call, of whose own cost each has its share; `cudnn` is then dense Ulysses, which reads prompts only, and
+memory is that of each device.
 """
 
 import gc

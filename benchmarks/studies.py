@@ -37,7 +37,7 @@ def run_parts(options: Options, parts: dict[str, Part], figure: Callable[[Any, P
 
     Raises:
       SystemExit: before any work: there is no such part, or the JSON is of other settings, as are those
-        written before 26 November 2026; another `--name` leaves them alone.
+        written before 8cc3ebe; another `--name` leaves them alone.
     """
     unknown = set(options.parts) - parts.keys()
     if unknown:

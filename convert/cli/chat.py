@@ -11,7 +11,8 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional
 
-from convert.cli.flags import Dtype, PlanFlags, SamplingFlags
+from convert.cli.flags import PlanFlags, SamplingFlags
+from zdc_jax.config import Dtype
 from zdc_jax.conversation.chat import Conversation, Turn, chat
 from zdc_jax.errors import PromptError, ZDCError
 from zdc_jax.loading import load

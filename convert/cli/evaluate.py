@@ -10,10 +10,11 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional
 
-from convert.cli.flags import Dtype, PlanFlags, at_least_one
+from convert.cli.flags import PlanFlags, at_least_one
 from convert.cli.output import check_output
 from convert.progress import counted
 from zdc_jax.checkpoint import Checkpoint
+from zdc_jax.config import Dtype
 from zdc_jax.errors import EvaluationError, TextError
 from zdc_jax.evaluation.answers import Reading
 from zdc_jax.evaluation.evaluate import TASKS, evaluate, prepare

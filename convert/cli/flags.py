@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import tyro
@@ -30,6 +30,7 @@ from convert.search.search import (
 from convert.search.trials import Trial, TrialBook
 from zdc_jax import methods
 from zdc_jax.checkpoint import Checkpoint
+from zdc_jax.config import Dtype
 from zdc_jax.errors import EvaluationError, PlanError, TextError, foreign_errors_as
 from zdc_jax.evaluation.sheets import ALIGNMENT, Sheet, context_length, make_sheets
 from zdc_jax.evaluation.splits import Split, split_seed
@@ -42,7 +43,6 @@ from zdc_jax.planning.certificate import plan_from_error
 from zdc_jax.planning.choose import choose_plan
 from zdc_jax.planning.spectrum import plan_from_spectrum
 
-Dtype = Literal["float32", "bfloat16", "float16"]
 MAX_DEGRADATION = 0.01
 """Default limit of a search."""
 

@@ -21,13 +21,13 @@ from convert.calibration.calibrate import FEW_TOKENS, CalibrationOptions, calibr
 from convert.cli.chat import Chat
 from convert.cli.demo import demo
 from convert.cli.evaluate import Evaluate
-from convert.cli.flags import Dtype, PlanFlags, SamplingFlags, SearchFlags, at_least_one
+from convert.cli.flags import PlanFlags, SamplingFlags, SearchFlags, at_least_one
 from convert.cli.output import check_output
 from convert.cli.serve import Serve
 from convert.conversion import VERIFIED_SHAPE, check_torch, convert, verify_against_transformers
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
-from zdc_jax.config import ModelConfig
+from zdc_jax.config import Dtype, ModelConfig
 from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens, opening
 from zdc_jax.errors import MeshError, PlanError, PromptError, TextError, ZDCError
 from zdc_jax.generation.api import generate, stream

@@ -11,7 +11,8 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional
 
-from convert.cli.flags import Dtype, PlanFlags
+from convert.cli.flags import PlanFlags
+from zdc_jax.config import Dtype
 from zdc_jax.engine.engine import Engine, EngineConfig
 from zdc_jax.errors import PromptError, foreign_errors_as
 from zdc_jax.loading import TextSide, load
