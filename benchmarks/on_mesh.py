@@ -16,7 +16,7 @@ from benchmarks.bench_generate import capacity_for
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import Sampling
-from zdc_jax.generation.steps import SMALLEST_BUCKET, DecodeState, decode
+from zdc_jax.generation.steps import SMALLEST_BUCKET, DecodeState, Flat, decode
 from zdc_jax.model.transformer import Embeddings
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.mesh import whole_on
@@ -31,6 +31,7 @@ class OnMesh:
 
     def __init__(self, network: ShardedTransformer, implementation: Implementation):
         self.network, self.implementation = network, implementation
+        self._flat = Flat.of(network)
 
     def cache(self, batch: int, capacity: int) -> KVCache:
         """Empty."""
@@ -96,7 +97,7 @@ class OnMesh:
         """What `decode` takes where all rows are wanted, and nothing ends them."""
         batch = len(state.last)
         numbers = row_numbers(1, np.iinfo(np.int32).max, (), Sampling(), np.zeros(2, np.uint32))
-        return self.network, state, np.ones(batch, bool), np.tile(numbers, (batch, 1)), np.int32(count)
+        return self._flat, state, np.ones(batch, bool), np.tile(numbers, (batch, 1)), np.int32(count)
 
     @property
     def _how(self) -> dict[str, Any]:

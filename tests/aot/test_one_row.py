@@ -16,7 +16,7 @@ from benchmarks.bench_coded_models import coded_plan
 from benchmarks.bench_generate import LLAMA_2_7B, build
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.generation.row_numbers import WIDTH
-from zdc_jax.generation.steps import DecodeState, decode
+from zdc_jax.generation.steps import DecodeState, Flat, decode
 from zdc_jax.plan import CompressionPlan
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -49,12 +49,18 @@ def test_products_with_weights_are_no_sums(name):
 @pytest.mark.aot
 @pytest.mark.usefixtures("on_kernels")
 @pytest.mark.parametrize("name", PLANS)
-def test_the_loop_of_several_tokens_copies_no_cache(name):
+def test_the_loop_of_several_tokens_copies_no_cache_and_is_one_graph(name, tmp_path):
     one = lambda dtype, *more: jax.ShapeDtypeStruct((1, *more), dtype)
-    rows = one(jnp.int32), one(bool), one(bool), one(jnp.int32, WIDTH), jax.ShapeDtypeStruct((), jnp.int32)
-    loop = compiled_for(PLANS[name], decoded, *rows)
+    network, cache = shapes(PLANS[name])
+    state = DecodeState(cache, one(jnp.int32), one(bool))
+    rows = one(bool), one(jnp.int32, WIDTH), jax.ShapeDtypeStruct((), jnp.int32)
+    options = {"steps": 32, "choice": "greedy", "implementation": "pallas"}
+    loop = lowered(decode, Flat.of(network), state, *rows, **options).compile({"xla_dump_to": str(tmp_path)})
     assert loop.memory_analysis().temp_size_in_bytes < OF_KEYS / 2
     assert len(re.findall(r" while\(", loop.as_text())) == 1
+    (launches,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
+    launched = re.findall(r"^\d+: (\w+)", launches.read_text(), re.MULTILINE)
+    assert launched == ["kCommandBuffer"]
 
 
 def extended(network, cache, token):
@@ -62,14 +68,13 @@ def extended(network, cache, token):
     return network.extend(cache, token, cache.lengths + 1, "pallas")
 
 
-def decoded(network, cache, last, done, wanted, numbers, limit):
-    """Several, as `generate` decodes them."""
-    options = {"steps": 32, "choice": "greedy", "implementation": "pallas"}
-    return decode(network, DecodeState(cache, last, done), wanted, numbers, limit, **options)
-
-
 def compiled_for(plan: CompressionPlan, run: Callable[..., Any], *more: Any) -> jax.stages.Compiled:
     """`run` of a network, a cache of one row, which is given up, and arguments of these shapes."""
+    return lowered(jax.jit(run, donate_argnums=1), *shapes(plan), *more).compile()
+
+
+def shapes(plan: CompressionPlan) -> tuple[Any, KVCache]:
+    """Of a network, and of a cache of one row."""
     specs = plan.layer_caches("bfloat16")
 
     def network():
@@ -81,12 +86,15 @@ def compiled_for(plan: CompressionPlan, run: Callable[..., Any], *more: Any) -> 
         states = tuple(spec.create(1, TOKENS) for spec in specs)
         return KVCache(states, jnp.zeros(1, jnp.int32), specs, TOKENS)
 
+    return jax.eval_shape(network), jax.eval_shape(cache)
+
+
+def lowered(program: Any, *given: Any, **options: Any) -> jax.stages.Lowered:
+    """A jitted function of arguments of these shapes."""
     sharding = jax.sharding.SingleDeviceSharding(device())
     placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    shapes = jax.tree.map(placed, [*map(jax.eval_shape, (network, cache)), *more])
-    program = jax.jit(run, donate_argnums=1)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        return program.trace(*shapes).lower(lowering_platforms=("cuda",)).compile()
+        return program.trace(*jax.tree.map(placed, given), **options).lower(lowering_platforms=("cuda",))
 
 
 def lonely_sums(text: str) -> list[str]:

@@ -144,12 +144,13 @@ def test_steps_decode_no_token_beyond_their_limit(model, prompts):
             for n, most in zip(held, (80, 2, 70), strict=True)
         ]
     )
+    flat = steps.Flat.of(model.network)
     for limit in range(1, 7):
         empty = model.network.new_cache(batch=3, capacity=100)
         hidden, cache = model.network.extend(empty, jnp.asarray(tokens), jnp.asarray(held))
         at = steps.at_end(hidden, jnp.asarray(held))
-        state, begun = steps.first(model.network, steps.DecodeState.of(cache), at, np.ones(3, bool), numbers)
-        state, made = steps.decode(model.network, state, np.ones(3, bool), numbers, limit, steps=32)
+        state, begun = steps.first(flat, steps.DecodeState.of(cache), at, np.ones(3, bool), numbers)
+        state, made = steps.decode(flat, state, np.ones(3, bool), numbers, limit, steps=32)
         for row, whole in enumerate(by_hand):
             whole = whole[: room[row] - held[row]]
             whole = whole[: whole.index(stop[0]) + 1] if stop[0] in whole else whole

@@ -34,6 +34,7 @@ from zdc_jax.generation.row_numbers import WIDTH
 from zdc_jax.generation.steps import (
     Chosen,
     DecodeState,
+    Flat,
     Network,
     Turn,
     advance,
@@ -120,8 +121,7 @@ class Runner:
 
     def __init__(self, network: Network, layout: Layout, *, chunk: int):
         self.layout, self._network = layout, network
-        self._leaves, self._tree = jax.tree.flatten(network)
-        self._ends, self._ends_tree = jax.tree.flatten(network.embeddings)
+        self._flat, self._ends = Flat.of(network), Flat.of(network.embeddings)
         self._where = whole_on(network.mesh) if isinstance(network, ShardedTransformer) else None
         self._widths = sorted({self._width(1 << i) for i in range(chunk.bit_length())}, reverse=True)
         devices = network.mesh.shape[SEQUENCE] if isinstance(network, ShardedTransformer) else 1
@@ -206,7 +206,7 @@ class Runner:
         return found
 
     def _step(self, name: str, packed: np.ndarray | Array) -> Any:
-        given = self._leaves, self._state, self._on_device(), packed
+        given = self._flat, self._state, self._on_device(), packed
         self._state, found = self._programs[name](*given)
         return found
 
@@ -275,17 +275,16 @@ class Runner:
 
     def _lowered(self, step: Callable[..., Any], options: dict[str, Any], *packed: int) -> Lowered:
         def run(
-            leaves: list[Array], state: DecodeState, table: Array, packed: Array
+            flat: Flat[Network], state: DecodeState, table: Array, packed: Array
         ) -> tuple[DecodeState, Any]:
             cache = replace(state.cache, table=table)
-            network = jax.tree.unflatten(self._tree, leaves)
-            cache, given = step(network, state._replace(cache=cache), packed)
+            cache, given = step(flat.whole, state._replace(cache=cache), packed)
             return state._replace(cache=replace(cache, table=None)), given
 
         table, like = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (self._pages.shape, packed))
         shardings = _shardings(self._state), self._where
         program = jax.jit(run, donate_argnums=1, out_shardings=shardings, compiler_options=options)
-        return program.lower(self._leaves, self._state, table, like)
+        return program.lower(self._flat, self._state, table, like)
 
     def _check_memory(self) -> None:
         """Raises `CacheMemoryError` where a step's own arrays do not fit beside weights and cache.
@@ -309,18 +308,17 @@ class Runner:
     def _choosing(self) -> Iterator[tuple[str, Lowered]]:
         """Programs that choose tokens, and that score those of a piece."""
         lower = lambda run, *given: jax.jit(run, out_shardings=self._where).lower(self._ends, *given)
-        embeddings = lambda leaves: jax.tree.unflatten(self._ends_tree, leaves)
         like = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=self._where)
         hidden = partial(like, self._network.dtype)
         D = self._network.config.embed_dim
         steps = ("first", _first, 1), ("next", _next, self.layout.rows)
         for (name, step, count), choice in itertools.product(steps, get_args(Choice)):
-            run = lambda leaves, *given, step=step, choice=choice: step(embeddings(leaves), *given, choice)
+            run = lambda ends, *given, step=step, choice=choice: step(ends.whole, *given, choice)
             turn: Any = hidden(count, D), like(bool, count), like(jnp.int32, count)
             given = self._state.last, self._state.done, Turn(*turn), like(jnp.int32, count, 1 + WIDTH)
             yield f"{name} {choice}", lower(run, *given)
         for width in self._widths:
-            run = lambda leaves, *given: scores(embeddings(leaves).unembed, *given)
+            run = lambda ends, *given: scores(ends.whole.unembed, *given)
             yield f"score {width}", lower(run, hidden(width, D), like(jnp.int32, width))
 
     def _width(self, tokens: int) -> int:

@@ -12,7 +12,7 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS, row_numbers
 from zdc_jax.generation.sampling import Sampling
-from zdc_jax.generation.steps import DecodeState, decode, first
+from zdc_jax.generation.steps import DecodeState, Flat, decode, first
 from zdc_jax.model.transformer import Embeddings, Transformer
 
 CONTINUED = 64
@@ -115,9 +115,10 @@ def _continued(
         [row_numbers(held, CONTINUED, stop, Sampling(), nothing) for held in cache.lengths.tolist()]
     )
     wanted, cache = np.ones(len(numbers), bool), jax.tree.map(jnp.copy, cache)  # The steps take it over.
-    state, begun = first(network, DecodeState.of(cache), hidden, wanted, numbers, choice="greedy")
+    flat = Flat.of(network)
+    state, begun = first(flat, DecodeState.of(cache), hidden, wanted, numbers, choice="greedy")
     given = wanted, numbers, np.int32(CONTINUED)
-    _, later = decode(network, state, *given, steps=CONTINUED, choice="greedy")
+    _, later = decode(flat, state, *given, steps=CONTINUED, choice="greedy")
     tokens = np.concatenate([begun.tokens, later.tokens[:, :-1]], axis=1)
     return tokens, 1 + np.asarray(later.made)
 

@@ -15,7 +15,7 @@ from zdc_jax.generation.request import Request, capacity_for
 from zdc_jax.generation.results import Delta, Generation, Timings
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import request_keys
-from zdc_jax.generation.steps import Chosen, DecodeState, bucket, decode, first, padded, read
+from zdc_jax.generation.steps import Chosen, DecodeState, Flat, bucket, decode, first, padded, read
 from zdc_jax.generation.stopping import Row, StopStrings
 from zdc_jax.loading import LanguageModel
 from zdc_jax.ops.attention import Implementation
@@ -39,6 +39,7 @@ class Run:
         cache: KVCache | None = None,
     ):
         self.model, self.request, self.cache = model, request, cache
+        self.flat = Flat.of(model.network)
         self.state: DecodeState | None = None
         keys = request_keys(request.samplings, request.prompts)
         given = zip(request.prompts, request.samplings, keys, strict=True)
@@ -102,7 +103,7 @@ class Run:
                 [p[at:][:width] for p, at in zip(request.prompts, held + start, strict=True)], width
             )
             count, ends = np.clip(left, 0, width), (left > 0) & (left <= width)
-            state, chosen = read(network, state, tokens, count, ends, self.numbers, **self.how)
+            state, chosen = read(self.flat, state, tokens, count, ends, self.numbers, **self.how)
             made.append(chosen)
         return state, made
 
@@ -119,11 +120,11 @@ class Run:
             implementation=self.how["implementation"],
         )
         state, ends = DecodeState.of(cache, whole_on(network.mesh)), np.ones(len(lengths), bool)
-        return first(network, state, hidden, ends, self.numbers, choice=self.how["choice"])
+        return first(self.flat, state, hidden, ends, self.numbers, choice=self.how["choice"])
 
     def _decode(self, state: DecodeState, wanted: np.ndarray, steps: int) -> tuple[DecodeState, Chosen]:
         """At most so many more tokens of the rows that are wanted."""
-        given = self.model.network, state, wanted, self.numbers, np.int32(steps)
+        given = self.flat, state, wanted, self.numbers, np.int32(steps)
         return decode(*given, steps=bucket(steps), **self.how)
 
     def _unfinished(self) -> np.ndarray:
