@@ -2,8 +2,8 @@
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m benchmarks.bench_coded_models --plan plan.json
 
-Random weights; codes are random, so that what is chosen lies anywhere. Wall clock: tokens are dispatched one
-after another without waiting. Near are 512 tokens and 4 sinks in 16 bits, far ones lie in 4 bits. `whole`
+Random weights; codes are random, so that what is chosen lies anywhere. Wall clock: of no token the host waits
+for the one before. Near are 512 tokens and 4 sinks in 16 bits, far ones lie in 4 bits. `whole`
 reads all of them, `chosen` a sixteenth, chosen by the first quarter of the coordinates of keys; `chosen by 8
 bits` an eighth, by an index of 8 bits a coordinate. `searched` is the plan of a file, found for a small model
 (`benchmarks.transferred_plans`).
@@ -30,10 +30,11 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from benchmarks.bench_generate import LLAMA_2_7B, OnCudnn, build, decode_times, one_by_one
+from benchmarks.bench_generate import LLAMA_2_7B, OnCudnn, build, decode_times
 from benchmarks.bench_host_memory import LLAMA_3_8B
 from benchmarks.coded_shapes import REACHES
 from benchmarks.common import RESULTS, commit, earlier, write_result
+from benchmarks.streamed import Streamed
 from benchmarks.timing import kernel_times
 from benchmarks.transferred_plans import check_on_kernels, is_judged, judged_quality, transferred
 from zdc_jax.cache.kv_cache import KVCache, held_bytes
@@ -77,7 +78,7 @@ class Options:
     rows: int = 8
     context: int = 16384
     layers: int = 32
-    steps: int = 24
+    steps: int = 20
     name: str = "coded-models-h200"
     results: Path = RESULTS
 
@@ -139,13 +140,11 @@ def any_codes(codes: jax.Array, key: jax.Array) -> jax.Array:
 
 
 class OnKernels:
-    """The product's own path: `Transformer.extend` on a coded cache."""
+    """The product's own path, on a coded cache."""
 
     def __init__(self, network: Transformer):
         self.network = network
-        leaves, tree = jax.tree.flatten(network)
-        step = jax.jit(lambda leaves, *args: _step(jax.tree.unflatten(tree, leaves), *args), donate_argnums=1)
-        self.decode = partial(one_by_one, partial(step, leaves))
+        self.decode = Streamed(network, "pallas")
 
     def cache(self, batch: int, capacity: int) -> KVCache:
         """Empty."""
@@ -157,11 +156,6 @@ class OnKernels:
         codes = lambda leaf: any_codes(leaf, next(keys)) if leaf.dtype == jnp.uint8 else leaf
         layers = jax.tree.map(codes, cache.layers)
         return replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, length))
-
-
-def _step(network: Transformer, cache: KVCache, token: jax.Array) -> tuple[jax.Array, KVCache]:
-    hidden, cache = network.extend(cache, token, cache.lengths + 1, "pallas")
-    return network.embeddings.unembed(hidden[:, -1]).argmax(-1).astype(jnp.int32)[:, None], cache
 
 
 def kernel_ms(side: Any, options: Options, *, tokens: int = 4) -> dict[str, float]:

@@ -5,15 +5,15 @@
 The plan was found for a small model and keeps in a shape the same shares of layers and of the head dim
 (`benchmarks.transferred_plans`); `quality` is what it costs there. Random weights; codes are random. Wall
 clock. `first_token` is from a prompt of one row to its first token: the peer reads it at once, we in pieces
-of `chunk` tokens, as `generate` does. `token` is the time of one step of decoding, for one row, for
-`BATCH`, and for the largest number of rows that memory holds: `largest` is the number that decoded. Rows are
+of `chunk` tokens, as `generate` does. `token` is the time of one token of each row, for one row, for `BATCH`,
+and for the largest number of rows that memory holds: `largest` is the number that decoded. We decode as
+`stream` does, the peer by a call for each token; none waits for the one before (`decode_times`). Rows are
 merged by shape, kind and length into the JSON file, which is written anew after each figure; `commits` are
 those of a row's figures, of `token` by batch.
 
 `dense` is full rank on our own kernels. With `--mesh sequence=2` prompts are divided by token over so many
-devices and read at once, and tokens are decoded with heads divided, as `generate` does on a mesh, `steps` in
-a call, of whose own cost each has its share; `cudnn` is then dense Ulysses, which reads prompts only, and
-memory is that of each device.
+devices and read at once, and tokens are decoded with heads divided; `cudnn` is then dense Ulysses, which
+reads prompts only, and memory is that of each device.
 """
 
 import gc

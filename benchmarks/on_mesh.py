@@ -8,18 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 
 from benchmarks.bench_coded_models import any_codes
 from benchmarks.bench_generate import capacity_for
+from benchmarks.streamed import Streamed
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.generation.row_numbers import row_numbers
-from zdc_jax.generation.sampling import Sampling
-from zdc_jax.generation.steps import SMALLEST_BUCKET, DecodeState, Flat, decode
 from zdc_jax.model.transformer import Embeddings
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.parallel.mesh import whole_on
 from zdc_jax.parallel.transformer import ShardedTransformer, held_sharding
 
 
@@ -31,7 +27,7 @@ class OnMesh:
 
     def __init__(self, network: ShardedTransformer, implementation: Implementation):
         self.network, self.implementation = network, implementation
-        self._flat = Flat.of(network)
+        self.decode = Streamed(network, implementation)
 
     def cache(self, batch: int, capacity: int) -> KVCache:
         """Empty."""
@@ -45,19 +41,6 @@ class OnMesh:
         how: Any = {"capacity": cache.capacity, "implementation": self.implementation}
         last, held = self.network.prefill(tokens, end, **how)
         return _chosen(self.network.embeddings, last), held
-
-    def decode(self, cache: KVCache, token: jax.Array, count: int) -> tuple[jax.Array, KVCache]:
-        """The last of `count` more tokens of each row, as `generate` decodes them; token: int32 [B, 1].
-
-        Raises:
-          ValueError: more than the `SMALLEST_BUCKET` that the program has room for.
-        """
-        if count > SMALLEST_BUCKET:
-            raise ValueError(f"{count=} must be <= {SMALLEST_BUCKET}")
-        ended = jnp.zeros(len(token), bool)
-        state = DecodeState(cache, *jax.device_put((token[:, 0], ended), whole_on(self.network.mesh)))
-        state, _ = decode(*self._asked(state, count), **self._how)
-        return state.last[:, None], state.cache
 
     def filled(self, cache: KVCache, length: int) -> KVCache:
         """As if `length` tokens were held: random codes, or zeros; time does not depend on numbers."""
@@ -89,19 +72,7 @@ class OnMesh:
     def _compile_step(self, batch: int, length: int) -> None:
         cache = jax.eval_shape(lambda: self.cache(batch, capacity_for(length)))
         shaped = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-        whole = lambda dtype: jax.ShapeDtypeStruct((batch,), dtype, sharding=whole_on(self.network.mesh))
-        state = DecodeState(jax.tree.map(shaped, cache, self._divided(cache)), whole(jnp.int32), whole(bool))
-        decode.lower(*self._asked(state, 1), **self._how).compile()
-
-    def _asked(self, state: DecodeState, count: int) -> tuple[Any, ...]:
-        """What `decode` takes where all rows are wanted, and nothing ends them."""
-        batch = len(state.last)
-        numbers = row_numbers(1, np.iinfo(np.int32).max, (), Sampling(), np.zeros(2, np.uint32))
-        return self._flat, state, np.ones(batch, bool), np.tile(numbers, (batch, 1)), np.int32(count)
-
-    @property
-    def _how(self) -> dict[str, Any]:
-        return {"steps": SMALLEST_BUCKET, "choice": "greedy", "implementation": self.implementation}
+        self.decode.compile(jax.tree.map(shaped, cache, self._divided(cache)))
 
     def _divided(self, cache: KVCache) -> KVCache:
         """Where each of its arrays lies."""

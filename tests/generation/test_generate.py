@@ -115,6 +115,42 @@ def test_stop_strings_are_trimmed(model, prompts):
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("most", "pieces", "asked"),
+    [(1, [1], []), (9, [1, 8], [1]), (10, [1, 8, 1], [1, 1]), (30, [1, 8, 8, 8, 5], [1, 1, 9, 17])],
+)
+def test_pieces_are_asked_for_before_the_ones_before_are_looked_at(
+    model, prompts, monkeypatch, most, pieces, asked
+):
+    """asked: tokens that are known at each call. None is asked for that is sure to be empty."""
+    decode, known = Run._decode, []
+
+    def spied(run, *given):
+        known.append(len(run.chosen[0]))
+        return decode(run, *given)
+
+    monkeypatch.setattr(Run, "_decode", spied)
+    assert [len(piece.tokens) for piece in stream(model, prompts[0], most, stop_tokens=())] == pieces
+    assert known == asked
+
+
+@pytest.mark.sampled
+def test_a_run_knows_the_tokens_that_its_cache_holds_behind_a_stop_string(model, prompts):
+    """Of the row that ended; the other goes on as without."""
+    free = generate(model, prompts[:2], 40, stop_tokens=()).completions
+    stop = next(free[0].text[i : i + 2] for i in range(9, 20) if free[0].text[i : i + 2] not in free[1].text)
+    request = Request.checked(model, prompts[:2], 40, None, (), (stop,), 32)
+    run = Run(model, request, None)
+    deltas = list(run.deltas(8))
+    assert [row.finish_reason for row in run.result().completions] == ["stop", "length"]
+    assert "".join(delta.text for delta in deltas if delta.row == 1) == free[1].text
+    for held, prompt, chosen, whole in zip(run.state.cache.lengths, prompts, run.chosen, free, strict=False):
+        assert held == len(prompt) + len(chosen) - 1
+        assert tuple(chosen) == whole.tokens[: len(chosen)]
+    assert len(run.chosen[0]) > len(run.result().completions[0].tokens)
+
+
+@pytest.mark.sampled
 def test_prefill_goes_on_where_a_cache_ends(model, prompts):
     """Rows hold unequal shares of their prompts, one nothing, and one all but its last token."""
     request, held = Request.checked(model, prompts, 20, None, (), (), 32), np.array([33, 0, 69])

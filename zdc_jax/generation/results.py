@@ -8,9 +8,10 @@ FinishReason = Literal["length", "stop"]
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of wall time until the device was done, without what the host makes of the tokens.
+    """Seconds of wall time that the host asked and waited, without what it makes of the tokens.
 
-    `compile` is the part of both others that XLA took where a shape was new.
+    Where tokens come in pieces the device is at the next one meanwhile. `compile` is the part of both others
+    that XLA took where a shape was new.
     """
 
     prefill: float

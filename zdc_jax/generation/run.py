@@ -58,17 +58,25 @@ class Run:
         self.kv_bytes = 0
 
     def deltas(self, steps: int) -> Iterator[Delta]:
-        """What is new in each row after prefill and after each `steps` tokens, until all rows have ended."""
+        """What is new in each row after prefill and after each `steps` tokens, until all rows have ended.
+
+        The device is at the next tokens meanwhile, of which those behind a stop string are for nothing.
+        """
         with self._timed("prefill"):
             state, made = jax.block_until_ready(self._prefill())
-        while True:
-            for chosen in made:
-                yield from self._take(chosen)
-            if not (wanted := self._unfinished()).any():
-                self.state = state
-                return
+        for chosen in made:
+            yield from self._take(chosen)
+        ahead: list[Chosen] = []
+        while (wanted := self._unfinished()).any():
             with self._timed("decode"):
-                state, *made = jax.block_until_ready(self._decode(state, wanted, steps))
+                for _ in range(1 + self._goes_on(steps) - len(ahead)):  # So nothing waits for a call.
+                    state, chosen = self._decode(state, wanted, steps)
+                    ahead.append(chosen)
+                chosen = jax.block_until_ready(ahead.pop(0))
+            yield from self._take(chosen)
+        for chosen in ahead:
+            yield from self._take(chosen)
+        self.state = state
 
     def result(self) -> Generation:
         """All completions, once every row has ended."""
@@ -131,13 +139,19 @@ class Run:
         """Rows [B] that have not ended."""
         return np.array([row.finish_reason is None for row in self.rows])
 
+    def _goes_on(self, steps: int) -> bool:
+        """Whether more than `steps` tokens may be to come."""
+        most = self.request.max_new_tokens - steps
+        rows = zip(self.rows, self.chosen, strict=True)
+        return any(row.finish_reason is None and len(chosen) < most for row, chosen in rows)
+
     def _take(self, step: Chosen) -> Iterator[Delta]:
         """Gives the rows that have not ended their new tokens."""
         tokens, made = np.asarray(step.tokens), np.asarray(step.made)
         for row, chosen in zip(self.rows, self.chosen, strict=True):
-            if row.finish_reason is None and made[row.index]:
-                new = tokens[row.index, : made[row.index]].tolist()
-                chosen += new
+            new = tokens[row.index, : made[row.index]].tolist()
+            chosen += new
+            if new and row.finish_reason is None:
                 delta = row.take(new, full=len(chosen) >= self.request.max_new_tokens)
                 if delta is not None:
                     yield delta
