@@ -20,11 +20,11 @@ class Clocked:
 
     def cache(self, batch, capacity):
         self.capacity = capacity
-        return None
+        return
 
     def filled(self, cache, length):
         self.held = length
-        return None
+        return
 
     def decode(self, cache, token, count):
         self.now += self.begin + count * self.token
@@ -46,7 +46,7 @@ def test_streamed_tokens_are_those_that_generate_gives():
     expected = generate(model, prompt, most, stop_tokens=()).completions[0].tokens
     decode = Streamed(model.network, "xla")
     cache = model.network.new_cache(batch=1, capacity=64)
-    hidden, cache = model.network.extend(cache, jnp.asarray([prompt]), jnp.full(1, len(prompt)))
+    _, cache = model.network.extend(cache, jnp.asarray([prompt]), jnp.full(1, len(prompt)))
     token = jnp.full((1, 1), expected[0], jnp.int32)
     at = 0
     for count in (1, STREAM_STEPS, STREAM_STEPS + 3):
