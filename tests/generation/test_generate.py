@@ -1,5 +1,7 @@
 """Generation: streaming = batch, ragged = one by one, stopping, sampling, errors, no recompilation."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -148,6 +150,20 @@ def test_a_run_knows_the_tokens_that_its_cache_holds_behind_a_stop_string(model,
         assert held == len(prompt) + len(chosen) - 1
         assert tuple(chosen) == whole.tokens[: len(chosen)]
     assert len(run.chosen[0]) > len(run.result().completions[0].tokens)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(model, prompts):
+    """The loop is one graph there. Drawn tokens are those of the CPU, in float32."""
+    test_equals_greedy_decoding_without_a_cache(model, prompts)
+    test_stream_equals_batch(model, prompts, MIXED)
+    test_steps_decode_no_token_beyond_their_limit(model, prompts)
+    options = {"sampling": MIXED, "stop_tokens": (), "implementation": "xla"}
+    cpu = jax.devices("cpu")[0]
+    with jax.default_device(cpu):
+        there = replace(model, network=jax.device_put(model.network, cpu))
+        expected = generate(there, prompts, 30, **options)
+    assert generate(model, prompts, 30, **options).completions == expected.completions
 
 
 @pytest.mark.sampled
