@@ -6,8 +6,7 @@ Each row is one build of the model: `cudnn`, unmodified, full rank, attention an
 reads in place; `folded`, unmodified weights on our kernels, which is what a basis inside the weights costs at
 run time; `post_rope`, a random orthogonal basis really applied at full rank after the rotary embedding;
 `window`, the same with 512 tokens and 4 sinks at full rank and the rest at (32, 64). Times do not depend on
-the values. Wall clock after a warm-up: a prompt from call to token; decoding as `decode_times` says, for ours
-as `stream` decodes and for cuDNN by a call for each token, none of which waits for the one before. Rows of
+the values. Wall clock after a warm-up: a prompt from call to token; decoding as `decode_times` says. Rows of
 one run share a process and are merged by name with those of earlier runs, each with its commit.
 """
 
@@ -25,9 +24,10 @@ import tyro
 
 from benchmarks.bench_calibration import LLAMA_2_13B
 from benchmarks.common import RESULTS, commit, earlier, write_result
-from benchmarks.streamed import Streamed
+from benchmarks.one_call import InOneCall
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.config import ModelConfig
+from zdc_jax.generation.steps import ONE_GRAPH, Flat
 from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
@@ -41,8 +41,10 @@ LLAMA_2_7B = replace(
     num_kv_heads=32,
     max_positions=2**18,
 )
+ROOM = 128
+"""Tokens that are decoded behind those that a cache holds, at most."""
 BEGUN = 4
-"""Tokens of a run that is timed to be taken off a longer one."""
+"""Tokens of a call that is timed to be taken off a longer one."""
 RowName = Literal["cudnn", "folded", "post_rope", "window"]
 
 
@@ -91,17 +93,14 @@ class Ours:
 
     def __init__(self, network: Transformer, chunk: int):
         self.chunk, self.plan = chunk, network.plan
-        self.leaves, tree = jax.tree.flatten(network)
-        extend = lambda leaves, *args: _extend(jax.tree.unflatten(tree, leaves), *args)
-        self.extend = jax.jit(extend, donate_argnums=1)
-        self.decode = Streamed(network, "pallas")
+        self.flat, self.decode = Flat.of(network), InOneCall(network, "pallas")
 
     def cache(self, batch: int, capacity: int) -> KVCache:
         return KVCache.create(self.plan.layer_caches("bfloat16"), batch=batch, capacity=capacity)
 
     def prefill(self, cache: KVCache, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
         for start in range(0, tokens.shape[1], self.chunk):
-            token, cache = self.extend(self.leaves, cache, tokens[:, start : start + self.chunk])
+            token, cache = _extend(self.flat, cache, tokens[:, start : start + self.chunk])
         return token, cache
 
     def filled(self, cache: KVCache, length: int) -> KVCache:
@@ -109,7 +108,9 @@ class Ours:
         return replace(cache, lengths=jnp.full_like(cache.lengths, length))
 
 
-def _extend(network: Transformer, cache: KVCache, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
+@partial(jax.jit, donate_argnums=1)
+def _extend(flat: Flat[Transformer], cache: KVCache, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
+    network = flat.whole
     hidden, cache = network.extend(cache, tokens, cache.lengths + tokens.shape[1], "pallas")
     return network.embeddings.unembed(hidden[:, -1]).argmax(-1).astype(jnp.int32)[:, None], cache
 
@@ -121,10 +122,7 @@ class OnCudnn:
     """
 
     def __init__(self, network: Transformer):
-        self.config = network.config
-        self.leaves, tree = jax.tree.flatten(network)
-        step = lambda leaves, *args: _cudnn_step(jax.tree.unflatten(tree, leaves), *args)
-        self.step = jax.jit(step, donate_argnums=1)
+        self.config, self.flat = network.config, Flat.of(network)
 
     def cache(self, batch: int, capacity: int) -> Any:
         c = self.config
@@ -135,19 +133,31 @@ class OnCudnn:
         }
 
     def prefill(self, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        return self.step(self.leaves, cache, tokens)
+        return _cudnn_step(self.flat, cache, tokens)
 
     def filled(self, cache: Any, length: int) -> Any:
         return {**cache, "lengths": jnp.full_like(cache["lengths"], length)}
 
     def decode(self, cache: Any, token: jax.Array, count: int) -> tuple[jax.Array, Any]:
-        """By a call for each; the host runs ahead of the device."""
-        for _ in range(count):
-            token, cache = self.prefill(cache, token)
-        return token, cache
+        return _cudnn_loop(self.flat, cache, token, np.int32(count))
 
 
-def _cudnn_step(network: Transformer, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+@partial(jax.jit, donate_argnums=1, compiler_options=ONE_GRAPH)
+def _cudnn_loop(
+    flat: Flat[Transformer], cache: Any, token: jax.Array, count: jax.Array
+) -> tuple[jax.Array, Any]:
+    """The last of `count` tokens more: the loop that ours has."""
+    step = lambda carry: (carry[0] + 1, *_cudnn_tokens(flat.whole, carry[2], carry[1]))
+    _, token, cache = jax.lax.while_loop(lambda carry: carry[0] < count, step, (jnp.int32(0), token, cache))
+    return token, cache
+
+
+@partial(jax.jit, donate_argnums=1)
+def _cudnn_step(flat: Flat[Transformer], cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+    return _cudnn_tokens(flat.whole, cache, tokens)
+
+
+def _cudnn_tokens(network: Transformer, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
     lengths = cache["lengths"]
     T, scale = tokens.shape[1], network.layers[0].attention.scale
     positions = lengths[:, None] + jnp.arange(T)
@@ -177,7 +187,7 @@ def seconds(f: Callable[[], Any]) -> float:
 
 def capacity_for(tokens: int) -> int:
     """Of a cache that holds so many tokens and takes what is decoded."""
-    return tokens + 128
+    return tokens + ROOM
 
 
 def prefill_times(side: Any, tokens: int, repeats: int) -> list[float]:
@@ -194,12 +204,17 @@ def prefill_times(side: Any, tokens: int, repeats: int) -> list[float]:
 def decode_times(side: Any, batch: int, tokens: int, steps: int, *, repeats: int = 4) -> list[float]:
     """Seconds per decoded token, `batch` rows of `tokens` each.
 
-    Of `steps` more than `BEGUN`, in one go. So what the first call costs is not in them, and no other waits:
-    the host asks for tokens while the device is at those before.
+    Of `steps` more than `BEGUN` in one call, so that what a call costs besides its tokens is not in them.
+
+    Raises:
+      ValueError: a cache of `capacity_for` has no room for so many.
     """
+    counts = (2, 2, *[BEGUN, BEGUN + steps] * repeats)
+    if sum(counts) > ROOM:
+        raise ValueError(f"{steps=}, {repeats=}: {sum(counts)} tokens must be <= {ROOM}")
     cache = side.filled(side.cache(batch, capacity_for(tokens)), tokens)
     token, times = jnp.zeros((batch, 1), jnp.int32), []
-    for count in (2, 2, *[BEGUN, BEGUN + steps] * repeats):
+    for count in counts:
         jax.block_until_ready((token, cache))
         began = time.perf_counter()
         token, cache = side.decode(cache, token, count)
@@ -209,6 +224,12 @@ def decode_times(side: Any, batch: int, tokens: int, steps: int, *, repeats: int
     return [(b - a) / steps for a, b in zip(few, more, strict=True)]
 
 
+def decode_once(side: Any, batch: int, tokens: int) -> None:
+    """A token of `batch` rows of `tokens` each, of which nothing is kept."""
+    cache = side.filled(side.cache(batch, capacity_for(tokens)), tokens)
+    jax.block_until_ready(side.decode(cache, jnp.zeros((batch, 1), jnp.int32), 1)[0])
+
+
 def largest_batch(side: Any, plan: CompressionPlan, tokens: int) -> int:
     """Rows of `tokens` whose cache fits beside the weights: computed, then allocated and decoded once."""
     stats = jax.local_devices()[0].memory_stats()
@@ -216,8 +237,7 @@ def largest_batch(side: Any, plan: CompressionPlan, tokens: int) -> int:
     batch = int(free // plan.bytes(capacity_for(tokens)))
     while batch:
         try:
-            cache = side.filled(side.cache(batch, capacity_for(tokens)), tokens)
-            jax.block_until_ready(side.decode(cache, jnp.zeros((batch, 1), jnp.int32), 1)[0])
+            decode_once(side, batch, tokens)
             return batch
         except Exception as error:  # XLA raises its own type for memory that cannot be had.
             if "RESOURCE_EXHAUSTED" not in str(error) and "memory" not in str(error):

@@ -6,8 +6,8 @@ The plan was found for a small model and keeps in a shape the same shares of lay
 (`benchmarks.transferred_plans`); `quality` is what it costs there. Random weights; codes are random. Wall
 clock. `first_token` is from a prompt of one row to its first token: the peer reads it at once, we in pieces
 of `chunk` tokens, as `generate` does. `token` is the time of one token of each row, for one row, for `BATCH`,
-and for the largest number of rows that memory holds: `largest` is the number that decoded. We decode as
-`stream` does, the peer by a call for each token; none waits for the one before (`decode_times`). Rows are
+and for the largest number of rows that memory holds: `largest` is the number that decoded. Both sides decode
+in `generate`'s loop, and what a call costs besides its tokens is in none (`decode_times`). Rows are
 merged by shape, kind and length into the JSON file, which is written anew after each figure; `commits` are
 those of a row's figures, of `token` by batch.
 
@@ -27,7 +27,7 @@ import numpy as np
 import tyro
 
 from benchmarks.bench_coded_models import SHAPES, OnKernels
-from benchmarks.bench_generate import OnCudnn, Ours, build, capacity_for, decode_times, prefill_times
+from benchmarks.bench_generate import BEGUN, OnCudnn, Ours, build, capacity_for, decode_times, prefill_times
 from benchmarks.common import RESULTS, commit, earlier, write_result
 from benchmarks.on_mesh import OnMesh
 from benchmarks.sequence_models import Model
@@ -197,7 +197,7 @@ def main(options: Options) -> None:
         plan = transferred(CompressionPlan.load(options.plan), own, growth=1)
         check_on_kernels(plan, own, BATCH, capacity_for(max(options.lengths)))
     path = options.results / f"{options.name}.json"
-    settings = {"chunk": options.chunk, "steps": options.steps, "quality": judged}
+    settings = {"chunk": options.chunk, "begun": BEGUN, "steps": options.steps, "quality": judged}
     settings |= {} if options.mesh is None else {"mesh": options.mesh}
     # A trial must not go on from the rows of whole models.
     settings |= {} if options.layers == Options.layers else {"layers": options.layers}

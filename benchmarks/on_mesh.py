@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from benchmarks.bench_coded_models import any_codes
 from benchmarks.bench_generate import capacity_for
-from benchmarks.streamed import Streamed
+from benchmarks.one_call import InOneCall
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.model.transformer import Embeddings
 from zdc_jax.ops.attention import Implementation
@@ -27,7 +27,7 @@ class OnMesh:
 
     def __init__(self, network: ShardedTransformer, implementation: Implementation):
         self.network, self.implementation = network, implementation
-        self.decode = Streamed(network, implementation)
+        self.decode = InOneCall(network, implementation)
 
     def cache(self, batch: int, capacity: int) -> KVCache:
         """Empty."""

@@ -26,13 +26,19 @@ def device_ms(f: Callable[..., Any], *args: Any, iterations: int = 7) -> list[fl
 
 
 def kernel_times(run: Callable[[], Any]) -> list[tuple[str, float]]:
-    """Name and milliseconds of each kernel that a call launches, by CUPTI; it should have run before."""
+    """Name and milliseconds of each kernel that a call launches, by CUPTI; it should have run before.
+
+    Raises:
+      RuntimeError: CUPTI tells of none.
+    """
     cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext
     cupti._cupti_init()
     try:
         jax.block_until_ready(run())
     finally:
         found = cupti._cupti_get_timings(True)
+    if not found:
+        raise RuntimeError("CUPTI tells of no kernel")
     return [(name, float(ms)) for name, ms in found]
 
 

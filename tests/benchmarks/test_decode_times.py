@@ -1,56 +1,93 @@
 """Times of decoding: what a call costs besides its tokens is in none, and tokens are those of `generate`."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import pytest
 from conftest import LLAMA, TinyModel
 
 from benchmarks import bench_generate
-from benchmarks.bench_generate import decode_times
-from benchmarks.streamed import Streamed
+from benchmarks.bench_generate import ROOM, decode_times, largest_batch
+from benchmarks.one_call import MOST, InOneCall
 from zdc_jax import generate
-from zdc_jax.generation.api import STREAM_STEPS
 from zdc_jax.plan import CompressionPlan
 
 
 class Clocked:
-    """A side whose tokens take `token` seconds each by a clock of its own, and each run `begin` more."""
+    """A side whose calls take `begin` seconds and `token` more for each token, by a clock of its own.
 
-    def __init__(self, begin, token):
-        self.begin, self.token, self.now, self.held = begin, token, 0.0, 0
+    memory: that caches have, a unit a row; a step needs `scratch` more.
+    """
+
+    def __init__(self, begin=0.0, token=0.25, memory=100, scratch=0):
+        self.begin, self.token, self.now, self.scratch, self.left = begin, token, 0.0, scratch, memory
 
     def cache(self, batch, capacity):
-        self.capacity = capacity
-        return
+        return Rows(self, batch, capacity)
 
     def filled(self, cache, length):
-        self.held = length
-        return
+        cache.held = length
+        return cache
 
     def decode(self, cache, token, count):
+        if self.left < self.scratch:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
         self.now += self.begin + count * self.token
-        self.held += count
+        cache.held += count
+        assert cache.held <= cache.capacity
         return token, cache
 
 
+class Rows:
+    """A cache, whose memory is free again when nobody has it."""
+
+    def __init__(self, side, batch, capacity):
+        if side.left < batch:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        side.left -= batch
+        self.side, self.batch, self.capacity, self.held = side, batch, capacity, 0
+
+    def __del__(self):
+        if hasattr(self, "side"):
+            self.side.left += self.batch
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr(bench_generate.jax, "block_until_ready", lambda x: x)
+
+
 @pytest.mark.parametrize("begin", [0.0, 0.5])
-def test_only_tokens_are_timed(monkeypatch, begin):
-    side = Clocked(begin, token=0.25)
+def test_only_tokens_are_timed(monkeypatch, at_once, begin):
+    side = Clocked(begin)
     monkeypatch.setattr(bench_generate.time, "perf_counter", lambda: side.now)
     assert decode_times(side, 2, 100, 12, repeats=5) == pytest.approx([0.25] * 5)
-    assert side.held <= side.capacity
 
 
-def test_streamed_tokens_are_those_that_generate_gives():
+def test_tokens_that_no_cache_has_room_for_are_refused():
+    with pytest.raises(ValueError, match=f"steps=20, repeats=5: 144 tokens must be <= {ROOM}"):
+        decode_times(Clocked(), 2, 100, 20, repeats=5)
+
+
+def test_a_batch_that_fails_gives_its_memory_back(monkeypatch, at_once):
+    free = {"bytes_limit": 100, "bytes_in_use": 0}
+    device = SimpleNamespace(memory_stats=lambda: free)
+    monkeypatch.setattr(bench_generate.jax, "local_devices", lambda: [device])
+    assert largest_batch(Clocked(scratch=8), SimpleNamespace(bytes=lambda tokens: 1), 64) == 92
+
+
+def test_tokens_are_those_that_generate_gives():
     model = TinyModel(LLAMA).model(CompressionPlan.full(LLAMA))
-    prompt, most = [3, 1, 4, 1, 5], 3 * STREAM_STEPS
-    expected = generate(model, prompt, most, stop_tokens=()).completions[0].tokens
-    decode = Streamed(model.network, "xla")
+    prompt, counts = [3, 1, 4, 1, 5], (1, 8, 11)
+    expected = generate(model, prompt, 1 + sum(counts), stop_tokens=()).completions[0].tokens
+    decode = InOneCall(model.network, "xla")
     cache = model.network.new_cache(batch=1, capacity=64)
     _, cache = model.network.extend(cache, jnp.asarray([prompt]), jnp.full(1, len(prompt)))
-    token = jnp.full((1, 1), expected[0], jnp.int32)
-    at = 0
-    for count in (1, STREAM_STEPS, STREAM_STEPS + 3):
+    token, at = jnp.full((1, 1), expected[0], jnp.int32), 0
+    for count in counts:
         token, cache = decode(cache, token, count)
         at += count
         assert token.tolist() == [[expected[at]]]
         assert cache.lengths.tolist() == [len(prompt) + at]
+    with pytest.raises(ValueError, match=f"count={MOST + 1} must be <= {MOST}"):
+        decode(cache, token, MOST + 1)

@@ -25,8 +25,6 @@ from zdc_jax.ops import attention, stored
 PROMPT, PIECES = (300, 290, 40), ((48, 5, 48), (17, 48, 0))
 """Tokens of each row. Of the last row the first queries have no far token."""
 LONGEST = 48
-FEW = 3
-"""Tokens that may be apart in any piece: on an H100 three of five were, in longer pieces up to a quarter."""
 ALONE = CodedChoosing(**NEAR, **CHOOSING, index=32, read=128)
 LEADER = replace(ALONE, leads=True)
 FOLLOWER = replace(ALONE, index=0, key_code=FittedIntegers(8))
@@ -96,22 +94,26 @@ def errors(found, expected):
     return np.linalg.norm(found - expected, axis=-1) / np.where(size > 0, size, np.nan)
 
 
-def check(found, expected, share):
-    """Of every piece, layer, row and head so large a share of tokens agrees; none is as far off as zeros."""
+def check(found, expected, share, few=0):
+    """Of every piece, layer, row and head so large a share of tokens agrees; none is as far off as zeros.
+
+    few: tokens that may be apart in any piece, where some may.
+    """
     error = errors(found, expected)
     for piece in np.split(error, len(PIECES)):
         apart, there = (piece >= 0.02).sum(0), np.isfinite(piece).sum(0)
-        assert (apart <= np.maximum((1 - share) * there, FEW)).all(), (apart / np.maximum(there, 1)).max()
+        most = np.maximum((1 - share) * there, few * (share < 1))
+        assert (apart <= most).all(), (apart / np.maximum(there, 1)).max()
     assert np.nanmax(error) < 1
 
 
-def check_xla(layers, groups, share):
+def check_xla(layers, groups, share, few=0):
     """All tokens agree where nothing is left out.
 
     Kernels round queries of the index, and of tokens as good as equal they may take another.
     """
     share = 1.0 if all(layer.read >= S for layer in layers) else share
-    check(run(layers, groups, None), run(layers, groups, "xla"), share)
+    check(run(layers, groups, None), run(layers, groups, "xla"), share, few)
 
 
 def test_one_wrong_head_of_one_row_of_one_piece_shows():
@@ -123,7 +125,7 @@ def test_one_wrong_head_of_one_row_of_one_piece_shows():
         found = expected.copy()
         found[tokens, 0, row, 3] *= 1.1
         with pytest.raises(AssertionError):
-            check(found, expected, share=0.5)
+            check(found, expected, share=0.5, few=3)
 
 
 @pytest.fixture
@@ -235,7 +237,8 @@ def test_what_kernels_choose_for_a_piece_serves_xla(plain):
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_piece_on_the_device_is_what_xla_makes_of_it(on_kernels, name, heads):
-    check_xla(LAYERS[name], HEADS[heads], share=0.5)
+    """Of pieces of five tokens three differed on an H100, of longer ones up to a quarter."""
+    check_xla(LAYERS[name], HEADS[heads], share=0.5, few=3)
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 
 from zdc_jax import LanguageModel, Sampling, generate, stream
 from zdc_jax.errors import CacheMemoryError, PromptError
-from zdc_jax.generation import request, steps
+from zdc_jax.generation import request, run, steps
 from zdc_jax.generation.request import Request
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.run import Run
@@ -118,38 +118,53 @@ def test_stop_strings_are_trimmed(model, prompts):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    ("most", "pieces", "asked"),
-    [(1, [1], []), (9, [1, 8], [1]), (10, [1, 8, 1], [1, 1]), (30, [1, 8, 8, 8, 5], [1, 1, 9, 17])],
+    ("most", "pieces", "ahead", "waiting"),
+    [
+        (1, [1], [], []),
+        (9, [1, 8], [1], [1]),
+        (10, [1, 8, 1], [1, 1], [1, 9]),
+        (30, [1, 8, 8, 8, 5], [1, 1, 9, 17], [1, 9, 17, 25]),
+    ],
 )
-def test_pieces_are_asked_for_before_the_ones_before_are_looked_at(
-    model, prompts, monkeypatch, most, pieces, asked
+@pytest.mark.parametrize("returns", [True, False])
+def test_pieces_are_asked_for_ahead_where_calls_return(
+    model, prompts, monkeypatch, most, pieces, ahead, waiting, returns
 ):
-    """asked: tokens that are known at each call. None is asked for that is sure to be empty."""
+    """ahead, waiting: tokens that are known at each call, where it returns at once and where it does not."""
     decode, known = Run._decode, []
 
-    def spied(run, *given):
-        known.append(len(run.chosen[0]))
-        return decode(run, *given)
+    def spied(self, *given):
+        known.append(len(self.chosen[0]))
+        return decode(self, *given)
 
     monkeypatch.setattr(Run, "_decode", spied)
+    monkeypatch.setattr(run, "under_way", lambda chosen: returns)
     assert [len(piece.tokens) for piece in stream(model, prompts[0], most, stop_tokens=())] == pieces
-    assert known == asked
+    assert known == (ahead if returns else waiting)
 
 
 @pytest.mark.sampled
-def test_a_run_knows_the_tokens_that_its_cache_holds_behind_a_stop_string(model, prompts):
-    """Of the row that ended; the other goes on as without."""
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_run_knows_the_tokens_that_its_cache_holds_behind_a_stop_string(
+    model, prompts, monkeypatch, returns
+):
+    """Of the row that ended; the other goes on as without. Or both end there, and a piece is still made."""
+    monkeypatch.setattr(run, "under_way", lambda chosen: returns)
     free = generate(model, prompts[:2], 40, stop_tokens=()).completions
     stop = next(free[0].text[i : i + 2] for i in range(9, 20) if free[0].text[i : i + 2] not in free[1].text)
-    request = Request.checked(model, prompts[:2], 40, None, (), (stop,), 32)
-    run = Run(model, request, None)
-    deltas = list(run.deltas(8))
-    assert [row.finish_reason for row in run.result().completions] == ["stop", "length"]
-    assert "".join(delta.text for delta in deltas if delta.row == 1) == free[1].text
-    for held, prompt, chosen, whole in zip(run.state.cache.lengths, prompts, run.chosen, free, strict=False):
-        assert held == len(prompt) + len(chosen) - 1
-        assert tuple(chosen) == whole.tokens[: len(chosen)]
-    assert len(run.chosen[0]) > len(run.result().completions[0].tokens)
+    for rows in (1, 2):
+        ran = Run(model, Request.checked(model, prompts[:rows], 40, None, (), (stop,), 32), None)
+        deltas = list(ran.deltas(8))
+        completions = ran.result().completions
+        assert [row.finish_reason for row in completions] == ["stop", "length"][:rows]
+        for row in range(1, rows):
+            assert "".join(delta.text for delta in deltas if delta.row == row) == free[row].text
+        chosen, state = ran.settled()
+        for row in range(rows):
+            assert tuple(chosen[row]) == free[row].tokens[: len(chosen[row])]
+            assert state.cache.lengths[row] == len(prompts[row]) + len(chosen[row]) - 1
+        behind = len(chosen[0]) - len(completions[0].tokens)
+        assert (8 <= behind < 16) if returns else (0 <= behind < 8)
 
 
 @pytest.mark.gpu
@@ -177,9 +192,9 @@ def test_prefill_goes_on_where_a_cache_ends(model, prompts):
     _, part = model.network.extend(empty, jnp.asarray(tokens), jnp.asarray(held))
     assert part.lengths.tolist() == held.tolist()
     runs = [Run(model, request, None, cache) for cache in (None, part)]
-    for run in runs:
-        assert sum(len(delta.tokens) for delta in run.deltas(8)) == 60
-        assert run.state.cache.lengths.tolist() == [len(prompt) + 19 for prompt in prompts]
+    for each in runs:
+        assert sum(len(delta.tokens) for delta in each.deltas(8)) == 60
+        assert each.state.cache.lengths.tolist() == [len(prompt) + 19 for prompt in prompts]
     assert runs[0].chosen == runs[1].chosen
 
 

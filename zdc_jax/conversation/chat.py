@@ -147,11 +147,11 @@ class Conversation:
             self._messages = [*messages, {"role": "assistant", "content": reply}]
             if piece:
                 yield piece
-        prompt, state = request.prompts[0], run.state
-        assert state is not None
+        prompt = request.prompts[0]
         self._turn = Turn(len(prompt), kept, run.result())
         if self._keeps:
-            given = prompt.tolist(), run.chosen[0], state.cache
+            (chosen,), state = run.settled()
+            given = prompt.tolist(), chosen, state.cache
             self._held = Held.after(self._tokenizer, text, *given)
 
     def _next(self, text: str) -> tuple[Request, KVCache | None]:

@@ -14,7 +14,8 @@ from zdc_jax.loading import LanguageModel
 from zdc_jax.ops.attention import Implementation
 
 STREAM_STEPS = 8
-"""Tokens decoded between two looks of the host, when streaming or watching for stop strings."""
+"""Tokens decoded between two looks of the host, when streaming or watching for stop strings. The next ones
+may be under way at a look, so up to twice as many are decoded for nothing."""
 
 
 def generate(
@@ -38,7 +39,7 @@ def generate(
       sampling: one for all prompts, or one for each; default greedy. What is drawn for a prompt depends on
         it and its sampling, not on the other prompts or their order; equal ones in one call differ.
       stop_tokens: id or ids that end a row (checked on the device); default the model's end-of-sequence ids.
-      stop: string or strings that end a row (checked every few steps; what was decoded past one is trimmed).
+      stop: string or strings that end a row (checked every few steps; what was decoded past one is dropped).
       prefill_chunk: longest prompt piece of one prefill call, a power of two >= 32.
       implementation: of attention: `pallas`, `xla`, or None for the first that can (`zdc_jax.ops.attention`).
 

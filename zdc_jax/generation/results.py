@@ -8,10 +8,11 @@ FinishReason = Literal["length", "stop"]
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of wall time that the host asked and waited, without what it makes of the tokens.
+    """Seconds of wall time in which the host asked for tokens and waited for them.
 
-    Where tokens come in pieces the device is at the next one meanwhile. `compile` is the part of both others
-    that XLA took where a shape was new.
+    What the host makes of tokens is not among them, although the device may be at the next ones meanwhile:
+    where a slow reader takes a stream's pieces, `decode` is less than the device took. `compile` is the part
+    of both others that XLA took where a shape was new.
     """
 
     prefill: float
@@ -19,7 +20,7 @@ class Timings:
     compile: float
 
     def tokens_per_second(self, tokens: int) -> float:
-        """Decode rate; the first token of each row belongs to prefill."""
+        """Decode rate of `generate`; the first token of each row belongs to prefill."""
         return tokens / self.decode if self.decode > 0 else float("inf")
 
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,7 @@ class Run:
     """The steps of one request, and the rows that their tokens go to.
 
     cache: one of the request's capacity that holds the first tokens of each prompt, but not all of any; the
-    run takes it over. Default an empty one. state: what an ended run leaves, None before. chosen: all tokens
-    of each row, those behind a stop string too.
+    run takes it over. Default an empty one. state: what an ended run leaves, None before.
     """
 
     def __init__(
@@ -41,6 +40,7 @@ class Run:
         self.model, self.request, self.cache = model, request, cache
         self.flat = Flat.of(model.network)
         self.state: DecodeState | None = None
+        self._ahead: list[Chosen] = []
         keys = request_keys(request.samplings, request.prompts)
         given = zip(request.prompts, request.samplings, keys, strict=True)
         self.numbers = np.stack(
@@ -60,7 +60,8 @@ class Run:
     def deltas(self, steps: int) -> Iterator[Delta]:
         """What is new in each row after prefill and after each `steps` tokens, until all rows have ended.
 
-        The device is at the next tokens meanwhile, of which those behind a stop string are for nothing.
+        Where a call of the device returns before its tokens are there, the next is asked for at once, so that
+        the device need not wait for the host. What it makes behind a stop string is discarded.
         """
         with self._timed("prefill"):
             state, made = jax.block_until_ready(self._prefill())
@@ -69,14 +70,22 @@ class Run:
         ahead: list[Chosen] = []
         while (wanted := self._unfinished()).any():
             with self._timed("decode"):
-                for _ in range(1 + self._goes_on(steps) - len(ahead)):  # So nothing waits for a call.
+                while not ahead or (len(ahead) == 1 and self._goes_on(steps) and under_way(ahead[0])):
                     state, chosen = self._decode(state, wanted, steps)
                     ahead.append(chosen)
                 chosen = jax.block_until_ready(ahead.pop(0))
             yield from self._take(chosen)
-        for chosen in ahead:
-            yield from self._take(chosen)
-        self.state = state
+        self.state, self._ahead = state, ahead
+
+    def settled(self) -> tuple[list[list[int]], DecodeState]:
+        """All tokens of each row, and the state that they left, once every row has ended.
+
+        Tokens behind a stop string are among them; for those that are still made it waits.
+        """
+        assert self.state is not None, "not run to its end"
+        while self._ahead:
+            self._keep(self._ahead.pop())
+        return self.chosen, self.state
 
     def result(self) -> Generation:
         """All completions, once every row has ended."""
@@ -147,11 +156,24 @@ class Run:
 
     def _take(self, step: Chosen) -> Iterator[Delta]:
         """Gives the rows that have not ended their new tokens."""
-        tokens, made = np.asarray(step.tokens), np.asarray(step.made)
-        for row, chosen in zip(self.rows, self.chosen, strict=True):
-            new = tokens[row.index, : made[row.index]].tolist()
-            chosen += new
+        for row, chosen, new in zip(self.rows, self.chosen, self._keep(step), strict=True):
             if new and row.finish_reason is None:
                 delta = row.take(new, full=len(chosen) >= self.request.max_new_tokens)
                 if delta is not None:
                     yield delta
+
+    def _keep(self, step: Chosen) -> list[list[int]]:
+        """The new tokens of each row, which become part of `chosen`."""
+        tokens, made = np.asarray(step.tokens), np.asarray(step.made)
+        new = [row[:count].tolist() for row, count in zip(tokens, made, strict=True)]
+        for chosen, more in zip(self.chosen, new, strict=True):
+            chosen += more
+        return new
+
+
+def under_way(chosen: Chosen) -> bool:
+    """Whether the device is still at these tokens, though the call that asked for them has returned.
+
+    On a mesh a call returns when they are there, since the host takes part in the loop.
+    """
+    return not cast(jax.Array, chosen.made).is_ready()

@@ -1,4 +1,4 @@
-"""Tokens as `stream` decodes them, of models that benchmarks make."""
+"""Tokens as `generate` decodes them, of models that benchmarks make."""
 
 from typing import Any
 
@@ -7,33 +7,36 @@ import jax.numpy as jnp
 import numpy as np
 
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.generation.api import STREAM_STEPS
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import Sampling
-from zdc_jax.generation.steps import DecodeState, Flat, Network, bucket, decode
+from zdc_jax.generation.steps import SMALLEST_BUCKET, DecodeState, Flat, Network, decode
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.mesh import whole_on
 from zdc_jax.parallel.transformer import ShardedTransformer
 
+MOST = SMALLEST_BUCKET
+"""Tokens that a call has room for, as `generate`'s smallest program has."""
 
-class Streamed:
-    """Decodes greedy tokens of all rows in calls of `STREAM_STEPS`; none waits for the one before."""
+
+class InOneCall:
+    """Decodes greedy tokens of all rows, however many in one call."""
 
     def __init__(self, network: Network, implementation: Implementation):
         self._flat = Flat.of(network)
         self._where = whole_on(network.mesh) if isinstance(network, ShardedTransformer) else None
-        self._how: Any = {
-            "steps": bucket(STREAM_STEPS),
-            "choice": "greedy",
-            "implementation": implementation,
-        }
+        self._how: Any = {"steps": MOST, "choice": "greedy", "implementation": implementation}
 
     def __call__(self, cache: KVCache, token: jax.Array, count: int) -> tuple[jax.Array, KVCache]:
-        """The last of `count` more tokens of each row, and the cache; token: int32 [B, 1]."""
+        """The last of `count` more tokens of each row, and the cache; token: int32 [B, 1].
+
+        Raises:
+          ValueError: more than `MOST`.
+        """
+        if count > MOST:
+            raise ValueError(f"{count=} must be <= {MOST}")
         ended = jnp.zeros(len(token), bool)
         state = DecodeState(cache, *jax.device_put((token[:, 0], ended), self._where))
-        for begin in range(0, count, STREAM_STEPS):
-            state, _ = decode(*self._asked(state, min(count - begin, STREAM_STEPS)), **self._how)
+        state, _ = decode(*self._asked(state, count), **self._how)
         return state.last[:, None], state.cache
 
     def compile(self, cache: KVCache) -> None:
@@ -43,7 +46,7 @@ class Streamed:
         decode.lower(*self._asked(state, 1), **self._how).compile()
 
     def _asked(self, state: DecodeState, count: int) -> tuple[Any, ...]:
-        """What `decode` takes where all rows are wanted, and nothing ends them."""
-        batch = len(state.last)
-        numbers = row_numbers(1, np.iinfo(np.int32).max, (), Sampling(), np.zeros(2, np.uint32))
+        """What `decode` takes where all rows are wanted, and only the cache's end ends them."""
+        batch, room = len(state.last), state.cache.capacity
+        numbers = row_numbers(1, room, (), Sampling(), np.zeros(2, np.uint32))
         return self._flat, state, np.ones(batch, bool), np.tile(numbers, (batch, 1)), np.int32(count)
