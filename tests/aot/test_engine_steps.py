@@ -19,7 +19,7 @@ from zdc_jax.engine import runner
 from zdc_jax.engine.layout import Layout
 from zdc_jax.generation.next_token import Choice
 from zdc_jax.generation.row_numbers import WIDTH
-from zdc_jax.generation.steps import DecodeState, Turn
+from zdc_jax.generation.steps import DecodeState, Frontier
 from zdc_jax.plan import CompressionPlan
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -180,8 +180,8 @@ def test_choosing_tokens_never_waits_for_the_host(choice):
     leaves, tree = jax.tree.flatten(network.embeddings)
     sharding = jax.sharding.SingleDeviceSharding(device())
     shape = lambda dtype, *dims: jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
-    turn = Turn(shape(jnp.bfloat16, ROWS, CONFIG.embed_dim), shape(bool, ROWS), shape(jnp.int32, ROWS))
-    given = shape(jnp.int32, ROWS), shape(bool, ROWS), turn, shape(jnp.int32, ROWS, 1 + WIDTH)
+    frontier = Frontier(shape(jnp.bfloat16, ROWS, CONFIG.embed_dim), shape(bool, ROWS), shape(jnp.int32, ROWS))
+    given = shape(jnp.int32, ROWS), shape(bool, ROWS), frontier, shape(jnp.int32, ROWS, 1 + WIDTH)
     placed = [shape(leaf.dtype, *leaf.shape) for leaf in leaves]
     run = lambda leaves, *given: runner._next(jax.tree.unflatten(tree, leaves), *given, choice)
     step = jax.jit(run).trace(placed, *given).lower(lowering_platforms=("cuda",)).compile()

@@ -36,7 +36,7 @@ from zdc_jax.generation.steps import (
     DecodeState,
     Flat,
     Network,
-    Turn,
+    Frontier,
     advance,
     advance_beside,
     at_end,
@@ -181,15 +181,15 @@ class Runner:
             count, others = self.grouping.several if more else 1, beside.packed()
             packed = _packed(pieces, count, width, nowhere=self.layout.rows)
             given = np.concatenate([packed, others.ravel()])
-            turns, hidden, decoded = self._step(_beside(count, width), given)
+            frontiers, hidden, decoded = self._step(_beside(count, width), given)
             if decodes:
                 found = self._chosen(f"next {beside.choice}", decoded, self._sent(others))
         else:
             whole = " whole" if self._at_once(first) else ""
             packed = _packed(pieces, 1, width, nowhere=0)
-            turn, hidden, _ = self._step(f"read{whole} {width}", packed)
-            turns = (turn,)
-        chosen = [self._first(piece, turn) for piece, turn in zip(pieces, turns, strict=False)]
+            frontier, hidden, _ = self._step(f"read{whole} {width}", packed)
+            frontiers = (frontier,)
+        chosen = [self._first(piece, frontier) for piece, frontier in zip(pieces, frontiers, strict=False)]
         return chosen, self._scores(first, hidden), found
 
     def _at_once(self, piece: Reading) -> bool:
@@ -201,8 +201,8 @@ class Runner:
         """`steps` times one more token of rows that have not ended."""
         packed, found = self._sent(rows.packed()), []
         for _ in range(steps):
-            turn = self._step("decode", packed)
-            found.append(self._chosen(f"next {rows.choice}", turn, packed))
+            frontier = self._step("decode", packed)
+            found.append(self._chosen(f"next {rows.choice}", frontier, packed))
         return found
 
     def _step(self, name: str, packed: np.ndarray | Array) -> Any:
@@ -210,13 +210,13 @@ class Runner:
         self._state, found = self._programs[name](*given)
         return found
 
-    def _first(self, piece: Reading, turn: Turn) -> Chosen:
+    def _first(self, piece: Reading, frontier: Frontier) -> Chosen:
         """The token behind a piece; behind one that is not the last none is made, of which there is word
         when the piece is read."""
         if not piece.last:
-            return Chosen(turn.held, turn.gets, turn.held, None, None, None)
+            return Chosen(frontier.held, frontier.gets, frontier.held, None, None, None)
         packed = np.concatenate([[np.int32(piece.row)], piece.numbers])[None]
-        return self._chosen(f"first {piece.choice}", turn, packed)
+        return self._chosen(f"first {piece.choice}", frontier, packed)
 
     def _scores(self, piece: Reading, hidden: Array) -> Scores | None:
         if piece.following is None:
@@ -225,8 +225,8 @@ class Runner:
         behind[: len(piece.tokens)] = *piece.tokens[1:], piece.following
         return self._programs[f"score {len(hidden)}"](self._ends, hidden, behind)
 
-    def _chosen(self, name: str, turn: Turn, packed: np.ndarray | Array) -> Chosen:
-        given = self._ends, self._state.last, self._state.done, turn, packed
+    def _chosen(self, name: str, frontier: Frontier, packed: np.ndarray | Array) -> Chosen:
+        given = self._ends, self._state.last, self._state.done, frontier, packed
         last, done, chosen = self._programs[name](*given)
         self._state = self._state._replace(last=last, done=done)
         return chosen
@@ -314,8 +314,8 @@ class Runner:
         steps = ("first", _first, 1), ("next", _next, self.layout.rows)
         for (name, step, count), choice in itertools.product(steps, get_args(Choice)):
             run = lambda ends, *given, step=step, choice=choice: step(ends.whole, *given, choice)
-            turn: Any = hidden(count, D), like(bool, count), like(jnp.int32, count)
-            given = self._state.last, self._state.done, Turn(*turn), like(jnp.int32, count, 1 + WIDTH)
+            frontier: Any = hidden(count, D), like(bool, count), like(jnp.int32, count)
+            given = self._state.last, self._state.done, Frontier(*frontier), like(jnp.int32, count, 1 + WIDTH)
             yield f"{name} {choice}", lower(run, *given)
         for width in self._widths:
             run = lambda ends, *given: scores(ends.whole.unembed, *given)
@@ -387,14 +387,14 @@ def _packed(pieces: Sequence[Reading], count: int, width: int, *, nowhere: int) 
 
 def _read_piece(
     network: Network, state: DecodeState, packed: Array
-) -> tuple[KVCache, tuple[Turn, Array, None]]:
+) -> tuple[KVCache, tuple[Frontier, Array, None]]:
     """One piece of one row, whose own part of the cache is taken out and put back; its hidden states, too."""
     row, begin, count, last = packed[:PIECE]
     one, tokens, end = state.cache.row(row), packed[PIECE:], begin + count
     one = replace(one, lengths=begin[None]).release(begin[None] == 0)
     hidden, one = network.extend(one, tokens[None], end[None])
-    turn = Turn(at_end(hidden, count[None]), last[None].astype(bool), end[None])
-    return state.cache.with_row(row, one), (turn, hidden[0], None)
+    frontier = Frontier(at_end(hidden, count[None]), last[None].astype(bool), end[None])
+    return state.cache.with_row(row, one), (frontier, hidden[0], None)
 
 
 def _read_beside(
@@ -403,7 +403,7 @@ def _read_beside(
     network: Transformer,
     state: DecodeState,
     packed: Array,
-) -> tuple[KVCache, tuple[tuple[Turn, ...], Array, Turn]]:
+) -> tuple[KVCache, tuple[tuple[Frontier, ...], Array, Frontier]]:
     """Pieces of `several` rows, and one step of all rows that are active."""
     heads, packed = packed[: several * PIECE].reshape(several, PIECE), packed[several * PIECE :]
     tokens, others = packed[: -rows * (1 + WIDTH)], packed[-rows * (1 + WIDTH) :].reshape(rows, 1 + WIDTH)
@@ -413,15 +413,15 @@ def _read_beside(
     cache, decoded, hidden = advance_beside(network, state, *given)
     each = [slice(i, i + 1) for i in range(several)]
     ends = [at_end(hidden[None], jnp.cumsum(count)[one]) for one in each]
-    turns = tuple(
-        Turn(end, last[one].astype(bool), place.end[one]) for end, one in zip(ends, each, strict=True)
+    frontiers = tuple(
+        Frontier(end, last[one].astype(bool), place.end[one]) for end, one in zip(ends, each, strict=True)
     )
-    return cache, (turns, hidden, decoded)
+    return cache, (frontiers, hidden, decoded)
 
 
 def _read_whole(
     network: ShardedTransformer, state: DecodeState, packed: Array
-) -> tuple[KVCache, tuple[Turn, None, None]]:
+) -> tuple[KVCache, tuple[Frontier, None, None]]:
     """A text of one row, from its first token to its last, divided over `sequence`; then put into pages."""
     row, _, count = packed[: PIECE - 1]
     tokens, one = packed[PIECE:], state.cache.row(row)
@@ -432,28 +432,28 @@ def _read_whole(
         for spec, held, read in zip(one.specs, one.layers, new.layers, strict=True)
     )
     one = replace(one, layers=layers, lengths=count[None])
-    return state.cache.with_row(row, one), (Turn(end, jnp.ones(1, bool), count[None]), None, None)
+    return state.cache.with_row(row, one), (Frontier(end, jnp.ones(1, bool), count[None]), None, None)
 
 
-def _decode(network: Network, state: DecodeState, packed: Array) -> tuple[KVCache, Turn]:
+def _decode(network: Network, state: DecodeState, packed: Array) -> tuple[KVCache, Frontier]:
     """One step of all rows that are active."""
     return advance(network, state, packed[:, 0].astype(bool), packed[:, 1:])
 
 
 def _next(
-    embeddings: Embeddings, last: Array, done: Array, turn: Turn, packed: Array, choice: Choice
+    embeddings: Embeddings, last: Array, done: Array, frontier: Frontier, packed: Array, choice: Choice
 ) -> tuple[Array, Array, Chosen]:
     """Tokens of all rows that get one."""
-    return choose(embeddings, last, done, turn, packed[:, 1:], choice)
+    return choose(embeddings, last, done, frontier, packed[:, 1:], choice)
 
 
 def _first(
-    embeddings: Embeddings, last: Array, done: Array, turn: Turn, packed: Array, choice: Choice
+    embeddings: Embeddings, last: Array, done: Array, frontier: Frontier, packed: Array, choice: Choice
 ) -> tuple[Array, Array, Chosen]:
     """The first token of one row."""
     row = packed[0, 0]
     given = jax.lax.dynamic_slice_in_dim(last, row, 1), jax.lax.dynamic_slice_in_dim(done, row, 1)
-    *new, chosen = _next(embeddings, *given, turn, packed, choice)
+    *new, chosen = _next(embeddings, *given, frontier, packed, choice)
     put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, row, 0)
     return put(last, new[0]), put(done, new[1]), chosen
 

@@ -85,7 +85,7 @@ class DecodeState(NamedTuple):
         return cls(cache, jnp.zeros(batch, jnp.int32, device=where), jnp.ones(batch, bool, device=where))
 
 
-class Turn(NamedTuple):
+class Frontier(NamedTuple):
     """What the next tokens of rows are chosen from.
 
     hidden [B, D]: the last state of each; gets [B] bool: rows that get one; held [B] int32: tokens before it.
@@ -128,17 +128,17 @@ def choose(
     embeddings: Embeddings,
     last: Int[Array, " B"],
     done: Bool[Array, " B"],
-    turn: Turn,
+    frontier: Frontier,
     numbers: Int[Array, "B WIDTH"],
     choice: Choice = "any",
 ) -> tuple[Array, Array, Chosen]:
     """`last` and `done` of a `DecodeState` with a token more, and that token; numbers: of `row_numbers`."""
-    rows, logits = RowNumbers.of(numbers), embeddings.unembed(turn.hidden)
-    found = next_token(logits, rows, turn.held, choice)
-    last = jnp.where(turn.gets, found.token, last)
-    done = jnp.where(turn.gets, rows.stops(found.token, turn.held), done)
+    rows, logits = RowNumbers.of(numbers), embeddings.unembed(frontier.hidden)
+    found = next_token(logits, rows, frontier.held, choice)
+    last = jnp.where(frontier.gets, found.token, last)
+    done = jnp.where(frontier.gets, rows.stops(found.token, frontier.held), done)
     one_step = jax.tree.map(lambda x: x[:, None], found)
-    return last, done, Chosen(one_step.token, turn.gets.astype(jnp.int32), turn.held, *one_step[1:])
+    return last, done, Chosen(one_step.token, frontier.gets.astype(jnp.int32), frontier.held, *one_step[1:])
 
 
 def advance(
@@ -147,12 +147,12 @@ def advance(
     wanted: Bool[Array, " B"],
     numbers: Int[Array, "B WIDTH"],
     implementation: Implementation | None = None,
-) -> tuple[KVCache, Turn]:
+) -> tuple[KVCache, Frontier]:
     """Adds the newest tokens of rows to the cache: of those that are wanted, and neither done nor full."""
     cache, gets, end = whose_turn(state, wanted, numbers)
     hidden, longer = network.extend(cache, state.last[:, None], end, implementation)
     lengths = jnp.where(wanted, end, state.cache.lengths)
-    return replace(longer, lengths=lengths), Turn(hidden[:, 0], gets, end)
+    return replace(longer, lengths=lengths), Frontier(hidden[:, 0], gets, end)
 
 
 def advance_beside(
@@ -163,12 +163,12 @@ def advance_beside(
     place: Place,
     pieces: Int[Array, " T"],
     implementation: Implementation | None = None,
-) -> tuple[KVCache, Turn, Float[Array, "T D"]]:
+) -> tuple[KVCache, Frontier, Float[Array, "T D"]]:
     """`advance`, and pieces of rows that are not wanted; the hidden states of these, too."""
     cache, gets, end = whose_turn(state, wanted, numbers)
     read, hidden, longer = extend_together(network, cache, place, pieces, state.last, end, implementation)
     lengths = place.held(jnp.where(wanted, end, state.cache.lengths))
-    return replace(longer, lengths=lengths), Turn(hidden, gets, end), read
+    return replace(longer, lengths=lengths), Frontier(hidden, gets, end), read
 
 
 def whose_turn(
@@ -220,8 +220,8 @@ def first(
     choice: Choice = "any",
 ) -> tuple[DecodeState, Chosen]:
     """A first token behind texts that end; hidden: the last states of what was read."""
-    network, turn = flat.whole, Turn(hidden, ends, state.cache.lengths)
-    last, done, chosen = choose(network.embeddings, state.last, state.done, turn, numbers, choice)
+    network, frontier = flat.whole, Frontier(hidden, ends, state.cache.lengths)
+    last, done, chosen = choose(network.embeddings, state.last, state.done, frontier, numbers, choice)
     return _readable(network, DecodeState(state.cache, last, done), chosen)
 
 
@@ -255,8 +255,8 @@ def decode(
 
     def step(carry: tuple[DecodeState, Array, Array, Token]) -> tuple[DecodeState, Array, Array, Token]:
         state, index, made, tokens = carry
-        cache, turn = advance(network, state, wanted, numbers, implementation)
-        last, done, found = choose(network.embeddings, state.last, state.done, turn, numbers, choice)
+        cache, frontier = advance(network, state, wanted, numbers, implementation)
+        last, done, found = choose(network.embeddings, state.last, state.done, frontier, numbers, choice)
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, index, 1)
         tokens = jax.tree.map(put, tokens, Token(found.tokens, *found[3:]))
         return DecodeState(cache, last, done), index + 1, made + found.made, tokens
