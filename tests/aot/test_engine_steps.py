@@ -180,7 +180,9 @@ def test_choosing_tokens_never_waits_for_the_host(choice):
     leaves, tree = jax.tree.flatten(network.embeddings)
     sharding = jax.sharding.SingleDeviceSharding(device())
     shape = lambda dtype, *dims: jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
-    frontier = Frontier(shape(jnp.bfloat16, ROWS, CONFIG.embed_dim), shape(bool, ROWS), shape(jnp.int32, ROWS))
+    frontier = Frontier(
+        shape(jnp.bfloat16, ROWS, CONFIG.embed_dim), shape(bool, ROWS), shape(jnp.int32, ROWS)
+    )
     given = shape(jnp.int32, ROWS), shape(bool, ROWS), frontier, shape(jnp.int32, ROWS, 1 + WIDTH)
     placed = [shape(leaf.dtype, *leaf.shape) for leaf in leaves]
     run = lambda leaves, *given: runner._next(jax.tree.unflatten(tree, leaves), *given, choice)
