@@ -18,6 +18,7 @@ from zdc_jax.generation.sampling import request_keys
 from zdc_jax.generation.steps import Chosen, DecodeState, Flat, bucket, decode, first, padded, read
 from zdc_jax.generation.stopping import Row, StopStrings
 from zdc_jax.loading import LanguageModel
+from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.mesh import whole_on
 from zdc_jax.parallel.transformer import ShardedTransformer
@@ -60,8 +61,8 @@ class Run:
     def deltas(self, steps: int) -> Iterator[Delta]:
         """What is new in each row after prefill and after each `steps` tokens, until all rows have ended.
 
-        Where a call of the device returns before its tokens are there, the next is asked for at once, so that
-        the device need not wait for the host. What it makes behind a stop string is discarded.
+        Where a call returns before its tokens are there, the next ones are asked for at once, so that the
+        device need not wait for the host. What it makes behind a stop string is discarded.
         """
         with self._timed("prefill"):
             state, made = jax.block_until_ready(self._prefill())
@@ -70,7 +71,9 @@ class Run:
         ahead: list[Chosen] = []
         while (wanted := self._unfinished()).any():
             with self._timed("decode"):
-                while not ahead or (len(ahead) == 1 and self._goes_on(steps) and under_way(ahead[0])):
+                while not ahead or (
+                    len(ahead) == 1 and self._goes_on(steps) and self._returns_early(ahead[0])
+                ):
                     state, chosen = self._decode(state, wanted, steps)
                     ahead.append(chosen)
                 chosen = jax.block_until_ready(ahead.pop(0))
@@ -154,6 +157,14 @@ class Run:
         rows = zip(self.rows, self.chosen, strict=True)
         return any(row.finish_reason is None and len(chosen) < most for row, chosen in rows)
 
+    def _returns_early(self, asked: Chosen) -> bool:
+        """Whether the device is still at these tokens, though the call that asked for them has returned.
+
+        On a mesh the host takes part in the loop, and so never: several processes must make the same calls.
+        """
+        made: Any = asked.made  # JAX's stubs have no `is_ready`.
+        return isinstance(self.model.network, Transformer) and not made.is_ready()
+
     def _take(self, step: Chosen) -> Iterator[Delta]:
         """Gives the rows that have not ended their new tokens."""
         for row, chosen, new in zip(self.rows, self.chosen, self._keep(step), strict=True):
@@ -169,12 +180,3 @@ class Run:
         for chosen, more in zip(self.chosen, new, strict=True):
             chosen += more
         return new
-
-
-def under_way(chosen: Chosen) -> bool:
-    """Whether the device is still at these tokens, though the call that asked for them has returned.
-
-    On a mesh a call returns when they are there, since the host takes part in the loop.
-    """
-    made: Any = chosen.made  # JAX's stubs have no `is_ready`.
-    return not made.is_ready()

@@ -1,6 +1,7 @@
 """A prompt divided by token, then decoding divided by head: every step as on one device, and `generate`."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from tiny_tokenizers import byte_tokenizer
 from zdc_jax import Sampling, generate, stream
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.errors import MeshError
+from zdc_jax.generation.request import Request
+from zdc_jax.generation.run import Run
 from zdc_jax.generation.steps import decode
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.transformer import ShardedTransformer
@@ -91,6 +94,10 @@ def test_generate():
         streamed[delta.row].extend(delta.tokens)
     assert [tuple(tokens) for tokens in streamed] == [row.tokens for row in expected.completions]
     assert decode._cache_size() == programs + 1  # The cache lies after some tokens as after the prompts.
+    asked = SimpleNamespace(made=SimpleNamespace(is_ready=lambda: False))
+    request = Request.checked(on_mesh, PROMPTS, 20, None, (), (), 32)
+    assert not Run(on_mesh, request, None)._returns_early(asked)  # Processes must make the same calls.
+    assert Run(on_one, request, None)._returns_early(asked)
     stop = expected.completions[1].text[9:11]
     stopped = generate(on_one, PROMPTS, 20, stop=stop, **options).completions
     assert stopped[1].finish_reason == "stop"
