@@ -2,10 +2,10 @@
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m benchmarks.bench_coded_models --plan plan.json
 
-Random weights; codes are random, so that what is chosen lies anywhere. Wall clock, as
-`decode_times` says. Near are 512 tokens and 4 sinks in 16 bits, far ones lie in 4 bits. `whole`
-reads all of them, `chosen` a sixteenth, chosen by the first quarter of the coordinates of keys; `chosen by 8
-bits` an eighth, by an index of 8 bits a coordinate. `searched` is the plan of a file, found for a small model
+Random weights; codes are random, so that what is chosen lies anywhere. Wall clock, as `decode_times` says.
+Near are 512 tokens and 4 sinks in 16 bits, far ones lie in 4 bits. `whole` reads all of them, `chosen` a
+sixteenth, chosen by the first quarter of the coordinates of keys; `chosen by 8 bits` an eighth, by an index
+of 8 bits a coordinate. `searched` is the plan of a file, found for a small model
 (`benchmarks.transferred_plans`).
 
 `delay` is what of a token's time the GPU spends on kernels that choose and on the one that turns, codes and
@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from benchmarks.bench_generate import LLAMA_2_7B, OnCudnn, build, decode_times
+from benchmarks.bench_generate import LLAMA_2_7B, OnCudnn, build, decode_times, extended
 from benchmarks.bench_host_memory import LLAMA_3_8B
 from benchmarks.coded_shapes import REACHES
 from benchmarks.common import RESULTS, commit, earlier, write_result
@@ -166,12 +166,12 @@ def kernel_ms(side: OnKernels, options: Options, *, tokens: int = 4) -> dict[str
     """
     cache = side.filled(side.cache(options.rows, options.capacity), options.context)
     flat, token = Flat.of(side.network), jnp.zeros((options.rows, 1), jnp.int32)
-    token, cache = _step(flat, cache, token)
+    token, cache = extended(flat, cache, token)
 
     def run() -> jax.Array:
         nonlocal token, cache
         for _ in range(tokens):
-            token, cache = _step(flat, cache, token)
+            token, cache = extended(flat, cache, token)
         return token
 
     found = dict.fromkeys([*PARTS, "small operations"], 0.0)
@@ -179,13 +179,6 @@ def kernel_ms(side: OnKernels, options: Options, *, tokens: int = 4) -> dict[str
         part = next((part for part, pattern in PARTS.items() if re.search(pattern, name)), "small operations")
         found[part] += ms / tokens
     return found
-
-
-@partial(jax.jit, donate_argnums=1)
-def _step(flat: Flat[Transformer], cache: KVCache, token: jax.Array) -> tuple[jax.Array, KVCache]:
-    network = flat.whole
-    hidden, cache = network.extend(cache, token, cache.lengths + 1, "pallas")
-    return network.embeddings.unembed(hidden[:, -1]).argmax(-1).astype(jnp.int32)[:, None], cache
 
 
 def quality(kind: str, options: Options) -> dict[str, Any] | None:

@@ -100,7 +100,7 @@ class Ours:
 
     def prefill(self, cache: KVCache, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
         for start in range(0, tokens.shape[1], self.chunk):
-            token, cache = _extend(self.flat, cache, tokens[:, start : start + self.chunk])
+            token, cache = extended(self.flat, cache, tokens[:, start : start + self.chunk])
         return token, cache
 
     def filled(self, cache: KVCache, length: int) -> KVCache:
@@ -109,7 +109,8 @@ class Ours:
 
 
 @partial(jax.jit, donate_argnums=1)
-def _extend(flat: Flat[Transformer], cache: KVCache, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
+def extended(flat: Flat[Transformer], cache: KVCache, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
+    """The token [B, 1] behind more tokens [B, T] of each row, on our kernels; the cache that holds them."""
     network = flat.whole
     hidden, cache = network.extend(cache, tokens, cache.lengths + tokens.shape[1], "pallas")
     return network.embeddings.unembed(hidden[:, -1]).argmax(-1).astype(jnp.int32)[:, None], cache
@@ -225,7 +226,7 @@ def decode_times(side: Any, batch: int, tokens: int, steps: int, *, repeats: int
 
 
 def decode_once(side: Any, batch: int, tokens: int) -> None:
-    """A token of `batch` rows of `tokens` each, of which nothing is kept."""
+    """A token of `batch` rows of `tokens` each; nothing of it is kept, nor where it fails."""
     cache = side.filled(side.cache(batch, capacity_for(tokens)), tokens)
     jax.block_until_ready(side.decode(cache, jnp.zeros((batch, 1), jnp.int32), 1)[0])
 

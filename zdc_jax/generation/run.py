@@ -28,7 +28,8 @@ class Run:
     """The steps of one request, and the rows that their tokens go to.
 
     cache: one of the request's capacity that holds the first tokens of each prompt, but not all of any; the
-    run takes it over. Default an empty one. state: what an ended run leaves, None before.
+    run takes it over. Default an empty one. state: what an ended run leaves, None before. chosen: tokens
+    of each row that were looked at; `settled` has all.
     """
 
     def __init__(
