@@ -6,10 +6,10 @@ The plan was found for a small model and keeps in a shape the same shares of lay
 (`benchmarks.transferred_plans`); `quality` is what it costs there. Random weights; codes are random. Wall
 clock. `first_token` is from a prompt of one row to its first token: the peer reads it at once, we in pieces
 of `chunk` tokens, as `generate` does. `token` is the time of one token of each row, for one row, for `BATCH`,
-and for the largest number of rows that memory holds: `largest` is the number that decoded. Both sides decode
-in `generate`'s loop, and what a call costs besides its tokens is in none (`decode_times`). Rows are
-merged by shape, kind and length into the JSON file, which is written anew after each figure; `commits` are
-those of a row's figures, of `token` by batch.
+and for the largest number of rows that memory holds: `largest` is the number that decoded, 0 where not even
+one fits and nothing is timed. Both sides decode in `generate`'s loop, and what a call costs besides its
+tokens is in none (`decode_times`). Rows are merged by shape, kind and length into the JSON file, which is
+written anew after each figure; `commits` are those of a row's figures, of `token` by batch.
 
 `dense` is full rank on our own kernels. With `--mesh sequence=2` prompts are divided by token over so many
 devices and read at once, and tokens are decoded with heads divided; `cudnn` is then dense Ulysses, which
@@ -66,7 +66,7 @@ class Options:
     repeats: int = 5
     layers: int = 32
     mesh: str | None = None
-    name: str = "one-plan-h200"
+    name: str = "one-plan-h100"
     results: Path = RESULTS
 
 
@@ -142,7 +142,9 @@ def measured(
         time = lambda batch, length=length: decode_times(
             decodes, batch, length, options.steps, repeats=options.repeats
         )
-        most = max(1, rows_that_fit(caches, capacity_for(length)))
+        if not (most := rows_that_fit(caches, capacity_for(length))):
+            yield row | {"largest": 0}
+            continue
         batches = [batch for batch in (1, BATCH) if "token" in figures and batch < most]
         if isinstance(reads, OnMesh):
             prompts = [length] * ("first_token" in figures)

@@ -118,7 +118,7 @@ def one_plan_table() -> str:
 
     Beside each, in brackets, 16 bits on our kernels and on cuDNN.
     """
-    run = json.loads((RESULTS / "one-plan-h200.json").read_text())
+    run = json.loads((RESULTS / "one-plan-h100.json").read_text())
     # A run that was cut leaves rows without all their figures.
     whole = lambda rows: [row for row in rows if "largest" in row]
     found = {(entry["shape"], entry["kind"]): whole(entry["rows"]) for entry in run["results"]}

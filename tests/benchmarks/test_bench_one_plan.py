@@ -135,6 +135,13 @@ def test_batches_that_memory_has_not_are_left_out(plan, timed):
     assert last[4000]["token"]["5"] == [0.02] * options.repeats
 
 
+def test_of_rows_that_memory_does_not_hold_nothing_is_timed(plan, timed, monkeypatch):
+    monkeypatch.setattr(bench, "rows_that_fit", lambda caches, tokens: 0)
+    *_, row = bench.measured("dense", CONFIG, bench.Options(plan[0], lengths=(4000,)), [])
+    assert row == {"length": 4000, "token": {}, "commits": {}, "largest": 0, "bytes_a_row": 16384004}
+    assert not timed
+
+
 def test_a_cut_run_leaves_what_it_measured(plan, timed, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "SHAPES", {"Llama-2-7B": CONFIG, "Llama-3-8B": CONFIG})
     options = bench.Options(plan[0], lengths=(4000, 1000), kinds=("cudnn",), results=tmp_path)
@@ -146,7 +153,7 @@ def test_a_cut_run_leaves_what_it_measured(plan, timed, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "prefill_times", cut)
     with pytest.raises(KeyboardInterrupt):
         bench.main(replace(options, shapes=("Llama-3-8B",), lengths=(1000,), repeats=2))
-    entries = json.loads((tmp_path / "one-plan-h200.json").read_text())["results"]
+    entries = json.loads((tmp_path / "one-plan-h100.json").read_text())["results"]
     assert [entry["shape"] for entry in entries] == ["Llama-2-7B", "Llama-3-8B"]
     first, second = ({row["length"]: row for row in entry["rows"]} for entry in entries)
     assert all(row["largest"] for row in first.values())
@@ -189,7 +196,7 @@ def test_a_run_replaces_its_own_rows_alone(plan, tmp_path, monkeypatch):
     options = replace(options, kinds=("cudnn", "searched"))
     bench.main(options)
     bench.main(replace(options, kinds=("searched",), lengths=(1000,), repeats=2))
-    entries = json.loads((tmp_path / "one-plan-h200.json").read_text())["results"]
+    entries = json.loads((tmp_path / "one-plan-h100.json").read_text())["results"]
     repeats = {
         entry["kind"]: sorted((row["length"], len(row["first_token"])) for row in entry["rows"])
         for entry in entries
@@ -205,7 +212,7 @@ def test_figures_that_are_not_asked_for_stay_with_their_commits(plan, tmp_path, 
     options = bench.Options(
         plan[0], kinds=("dense",), shapes=("Llama-2-7B",), lengths=(1000,), results=tmp_path
     )
-    read = lambda: json.loads((tmp_path / "one-plan-h200.json").read_text())["results"][0]["rows"][0]
+    read = lambda: json.loads((tmp_path / "one-plan-h100.json").read_text())["results"][0]["rows"][0]
     bench.main(options)
     whole = read()
     bench.main(replace(options, figures=("first_token",), repeats=2))
