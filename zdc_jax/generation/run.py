@@ -18,7 +18,6 @@ from zdc_jax.generation.sampling import request_keys
 from zdc_jax.generation.steps import Chosen, DecodeState, Flat, bucket, decode, first, padded, read
 from zdc_jax.generation.stopping import Row, StopStrings
 from zdc_jax.loading import LanguageModel
-from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.mesh import whole_on
 from zdc_jax.parallel.transformer import ShardedTransformer
@@ -63,7 +62,7 @@ class Run:
         """What is new in each row after prefill and after each `steps` tokens, until all rows have ended.
 
         Where a call returns before its tokens are there, the next ones are asked for at once, so that the
-        device need not wait for the host. What it makes behind a stop string is discarded.
+        device need not wait for the host. What it makes behind a stop is discarded.
         """
         with self._timed("prefill"):
             state, made = jax.block_until_ready(self._prefill())
@@ -145,8 +144,14 @@ class Run:
 
     def _decode(self, state: DecodeState, wanted: np.ndarray, steps: int) -> tuple[DecodeState, Chosen]:
         """At most so many more tokens of the rows that are wanted."""
-        given = self.flat, state, wanted, self.numbers, np.int32(steps)
-        return decode(*given, steps=bucket(steps), **self.how)
+        given = self.flat, state, wanted, self.numbers
+        if self._on_mesh and steps < self.request.max_new_tokens:
+            return decode(*given, None, steps=steps, **self.how)
+        return decode(*given, np.int32(steps), steps=bucket(steps), **self.how)
+
+    @property
+    def _on_mesh(self) -> bool:
+        return isinstance(self.model.network, ShardedTransformer)
 
     def _unfinished(self) -> np.ndarray:
         """Rows [B] that have not ended."""
@@ -161,10 +166,11 @@ class Run:
     def _returns_early(self, asked: Chosen) -> bool:
         """Whether the device is still at these tokens, though the call that asked for them has returned.
 
-        On a mesh the host takes part in the loop, and so never: several processes must make the same calls.
+        Pieces on a mesh are taken to be so: they ask the host nothing, and several processes must make the
+        same calls, whoever is faster.
         """
         made: Any = asked.made  # JAX's stubs have no `is_ready`.
-        return isinstance(self.model.network, Transformer) and not made.is_ready()
+        return self._on_mesh or not made.is_ready()
 
     def _take(self, step: Chosen) -> Iterator[Delta]:
         """Gives the rows that have not ended their new tokens."""

@@ -236,7 +236,7 @@ def decode(
     state: DecodeState,
     wanted: Bool[Array, " B"],
     numbers: Int[Array, "B WIDTH"],
-    limit: Int[Array, ""] | int,
+    limit: Int[Array, ""] | int | None,
     *,
     steps: int,
     choice: Choice = "any",
@@ -244,7 +244,8 @@ def decode(
 ) -> tuple[DecodeState, Chosen]:
     """Up to `limit` tokens, at most `steps`, of the rows that are wanted, until all are done or full.
 
-    The device goes from token to token. On a mesh it asks the host after each whether to go on.
+    The device goes from token to token. On a mesh it asks the host after each whether to go on, and a call
+    returns when it has its tokens; so without a `limit` there are `steps` steps, whatever rows come to.
     """
     network, room = flat.whole, RowNumbers.of(numbers).limit
 
@@ -263,7 +264,10 @@ def decode(
 
     batch = len(state.last)
     begin = state, jnp.int32(0), jnp.zeros(batch, jnp.int32), Token.room(choice, batch, steps)
-    state, _, made, tokens = jax.lax.while_loop(unfinished, step, begin)
+    if limit is None:
+        state, _, made, tokens = jax.lax.fori_loop(0, steps, lambda _, carry: step(carry), begin)
+    else:
+        state, _, made, tokens = jax.lax.while_loop(unfinished, step, begin)
     return _readable(network, state, Chosen(tokens.token, made, state.cache.lengths, *tokens[1:]))
 
 

@@ -1,5 +1,6 @@
 """A prompt divided by token, then decoding divided by head: every step as on one device, and `generate`."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,9 +16,10 @@ from zdc_jax import Sampling, generate, stream
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.errors import MeshError
 from zdc_jax.generation.request import Request
+from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.run import Run
-from zdc_jax.generation.steps import decode
-from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.generation.steps import DecodeState, Flat, decode
+from zdc_jax.parallel.mesh import MeshConfig, whole_on
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
@@ -72,6 +74,43 @@ def test_as_on_one_device(plan, name):
     )
 
 
+@pytest.mark.parametrize("ready", [True, False])
+def test_processes_ask_for_the_same_pieces(ready):
+    """Whoever is faster: each for a piece more while it waits for one, in calls that ask no host anything."""
+    model = TinyModel(MODELS["llama, K < U"][0])
+    on_one = replace(model.model(CompressionPlan.full(model.config)), tokenizer=byte_tokenizer(97))
+    mesh = MeshConfig(data=2, sequence=4).create()
+    on_mesh = replace(on_one, network=ShardedTransformer.of(on_one.network, mesh))
+    asked = SimpleNamespace(made=SimpleNamespace(is_ready=lambda: ready))
+    request = Request.checked(on_mesh, PROMPTS, 20, None, (), (), 32)
+    assert Run(on_mesh, request, None)._returns_early(asked)
+    assert Run(on_one, request, None)._returns_early(asked) == (not ready)
+    calls = []
+
+    class Spied(Run):
+        def _decode(self, *given):
+            calls.append(len(self.chosen[0]))
+            return super()._decode(*given)
+
+    assert sum(len(delta.tokens) for delta in Spied(on_mesh, request, None).deltas(8)) == 4 * 20
+    assert calls == [1, 1, 9]
+
+
+def test_pieces_have_a_number_of_steps_that_xla_knows():
+    """So their loop asks nobody whether to go on."""
+    model = TinyModel(MODELS["llama, K < U"][0])
+    mesh = MeshConfig(data=2, sequence=4).create()
+    sharded = ShardedTransformer.of(model.model(CompressionPlan.full(model.config)).network, mesh)
+    state = DecodeState.of(sharded.new_cache(batch=2, capacity=64), whole_on(mesh))
+    numbers = np.stack([row_numbers(9, 20, (), Sampling(), np.zeros(2, np.uint32))] * 2)
+    given = Flat.of(sharded), state, np.ones(2, bool), numbers
+    loops = lambda limit: re.findall(
+        r" while\(.*", decode.lower(*given, limit, steps=7, choice="greedy").compile().as_text()
+    )
+    assert any('"known_trip_count":{"n":"7"}' in loop for loop in loops(None))
+    assert not any('"n":"7"' in loop for loop in loops(np.int32(7)))
+
+
 def test_generate():
     model = TinyModel(MODELS["llama, K < U"][0])
     layers, near = PLANS["window"]
@@ -93,11 +132,8 @@ def test_generate():
     for delta in stream(on_mesh, PROMPTS, 20, **options):
         streamed[delta.row].extend(delta.tokens)
     assert [tuple(tokens) for tokens in streamed] == [row.tokens for row in expected.completions]
-    assert decode._cache_size() == programs + 1  # The cache lies after some tokens as after the prompts.
-    asked = SimpleNamespace(made=SimpleNamespace(is_ready=lambda: False))
-    request = Request.checked(on_mesh, PROMPTS, 20, None, (), (), 32)
-    assert not Run(on_mesh, request, None)._returns_early(asked)  # Processes must make the same calls.
-    assert Run(on_one, request, None)._returns_early(asked)
+    # One for all tokens and one for pieces: the cache lies after some tokens as after the prompts.
+    assert decode._cache_size() == programs + 2
     stop = expected.completions[1].text[9:11]
     stopped = generate(on_one, PROMPTS, 20, stop=stop, **options).completions
     assert stopped[1].finish_reason == "stop"
