@@ -7,9 +7,10 @@ The plan was found for a small model and keeps in a shape the same shares of lay
 clock. `first_token` is from a prompt of one row to its first token: the peer reads it at once, we in pieces
 of `chunk` tokens, as `generate` does. `token` is the time of one token of each row, for one row, for `BATCH`,
 and for the largest number of rows that memory holds: `largest` is the number that decoded, 0 where not even
-one fits and nothing is timed. Both sides decode in `generate`'s loop, and what a call costs besides its
-tokens is in none (`decode_times`). Rows are merged by shape, kind and length into the JSON file, which is
-written anew after each figure; `commits` are those of a row's figures, of `token` by batch.
+one fits and nothing is timed. We decode in `generate`'s loop, the peer by a call for each token, which is
+faster for it; what a call costs besides its tokens is in none (`decode_times`). Rows are merged by shape,
+kind and length into the JSON file, which is written anew after each figure; `commits` are those of a row's
+figures, of `token` by batch.
 
 `dense` is full rank on our own kernels. With `--mesh sequence=2` prompts are divided by token over so many
 devices and read at once, and tokens are decoded with heads divided; `cudnn` is then dense Ulysses, which
