@@ -196,7 +196,7 @@ def prefill_times(side: Any, tokens: int, repeats: int) -> list[float]:
 def decode_times(side: Any, batch: int, tokens: int, steps: int, *, repeats: int = 4) -> list[float]:
     """Seconds per decoded token, `batch` rows of `tokens` each.
 
-    Of `steps` more than `BEGUN` of one beginning, so that what a call costs besides its tokens is not in them.
+    Of `steps` more than `BEGUN`, so that what a call costs besides its tokens is not in them.
 
     Raises:
       ValueError: a cache of `capacity_for` has no room for so many.
