@@ -138,9 +138,9 @@ PLAN_KINDS = ("searched", "dense", "cudnn")
 
 
 def one_plan_on_mesh_table() -> str:
-    """The same on two GPUs: each kind and card a line, with the figures that it has."""
-    runs = [json.loads((RESULTS / f"one-plan-{card}-2.json").read_text()) for card in ("h100", "h200")]
-    heads = ("shape, tokens", "", "", "first token, s", "a token of 1 row, ms", "of 8 rows, ms")
+    """The same on two GPUs: each kind a line, with the figures that it has."""
+    run = json.loads((RESULTS / "one-plan-h100-2.json").read_text())
+    heads = ("shape, tokens", "", "first token, s", "a token of 1 row, ms", "of 8 rows, ms")
     heads = (*heads, "most rows", "their tokens a second", "GB a row and GPU")
     names = {
         "cudnn": "dense Ulysses (cuDNN)",
@@ -148,20 +148,18 @@ def one_plan_on_mesh_table() -> str:
         "searched": "**searched**",
     }
     found = [
-        ((entry["shape"], row["length"], run["device"], list(names).index(entry["kind"])), row)
-        for run in runs
+        ((entry["shape"], row["length"], list(names).index(entry["kind"])), row)
         for entry in run["results"]
         for row in entry["rows"]
     ]
     lines = [
         (
             f"{shape}, {length:,}",
-            card.split()[1],
             list(names.values())[kind],
             *(_shown(form, f(row)) for f, form in FIGURES),
             f"{row['bytes_a_row'] / 1e9:.2f}",
         )
-        for (shape, length, card, kind), row in sorted(found, key=lambda pair: pair[0])
+        for (shape, length, kind), row in sorted(found, key=lambda pair: pair[0])
     ]
     return _table(heads, lines)
 
