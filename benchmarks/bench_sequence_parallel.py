@@ -256,7 +256,6 @@ class Bench:
     def parts(self, row: Row, length: int) -> AttentionParts:
         """One layer's attention."""
         assert row.method is not None
-        assert row.method != "runahead"
         return AttentionParts(
             self.config,
             self.plan(row),

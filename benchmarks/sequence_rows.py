@@ -18,7 +18,7 @@ class Row:
     partition: of the prompt over devices, for `runahead` (KV-Runahead) only.
     """
 
-    method: Method | Literal["runahead"] | None
+    method: Method | None
     near: Literal["window", "window and sinks"] | None
     implementation: Implementation = "pallas"
     partition: Literal["even", "searched"] = "even"
@@ -49,7 +49,10 @@ ROWS = {
     "plan_coded": Row("ulysses", "window and sinks", payload="coded"),
 }
 SHARDED = tuple(name for name, row in ROWS.items() if row.method not in (None, "runahead"))
-PARTS, NUMERICS = (tuple(f"{name}:{kind}" for name in SHARDED) for kind in ("parts", "numerics"))
+PARTS = tuple(f"{name}:parts" for name in SHARDED)
+NUMERICS = tuple(
+    f"{name}:numerics" for name, row in ROWS.items() if row.method is not None and row.partition == "even"
+)
 CHECKS = tuple(f"{name}:check" for name in ROWS)
 Task = Literal[*ROWS, *PARTS, *NUMERICS, *CHECKS]
 """A row's name alone: its time to the first token and bytes; with `:parts`, one layer's attention in parts,

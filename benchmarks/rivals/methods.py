@@ -4,12 +4,13 @@ from typing import Literal
 
 from benchmarks.rivals.far import all_gather_attention, ring_attention
 from benchmarks.rivals.late_ulysses import late_ulysses
+from benchmarks.rivals.runahead_mesh import runahead_attention
 from benchmarks.rivals.zigzag import all_gather_zigzag, ring_zigzag
 from zdc_jax.parallel.attention import ShardedAttention, sharded_attention
 
 InOrder = Literal["ulysses", "late_ulysses", "all_gather", "ring"]
 Zigzag = Literal["all_gather_zigzag", "ring_zigzag"]
-Method = InOrder | Zigzag
+Method = InOrder | Zigzag | Literal["runahead"]
 ATTENTION: dict[InOrder, ShardedAttention] = {
     "ulysses": sharded_attention,
     "late_ulysses": late_ulysses,
@@ -27,8 +28,8 @@ ZIGZAG: dict[Zigzag, ShardedAttention] = {
 
 
 def attention_of(method: Method) -> ShardedAttention:
-    """Of either kind."""
-    return {**ATTENTION, **ZIGZAG}[method]
+    """Of any of them; of KV-Runahead in even pieces."""
+    return {**ATTENTION, **ZIGZAG, "runahead": runahead_attention}[method]
 
 
 def padded(method: Method, length: int, degree: int) -> int:

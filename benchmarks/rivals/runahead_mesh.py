@@ -23,7 +23,7 @@ from benchmarks.rivals.partition import Partition, cache_slots, in_eights
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
-from zdc_jax.cache.spec import Call
+from zdc_jax.cache.spec import Attended, Call
 from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings
@@ -175,12 +175,12 @@ def piece_layer(
     """
 
     def local(block: Block, x: Array, end: Array) -> tuple[Array, PrefixRingState]:
-        positions, stop = _places(x, partition)
+        positions, _ = _places(x, partition)
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, PrefixRingState]:
-            before = _received(spec, k, v, end, partition, capacity)
-            call = Call(block.attention.scale, implementation)
-            done = spec.attend(before, q, k, v, positions, jnp.minimum(end, stop), None, call)
+            done = _attended(
+                q, k, v, end, spec, partition, capacity, Call(block.attention.scale, implementation)
+            )
             first_k, first_v = k[..., : spec.R].swapaxes(1, 2), v[..., : spec.Z].swapaxes(1, 2)
             return done.o, replace(done.state, k=first_k, v=first_v)
 
@@ -188,6 +188,38 @@ def piece_layer(
 
     in_specs = (weight_specs(block, BY_TOKEN), layout("B T D"), layout("B"))
     return on_mesh(mesh, local, in_specs, (layout("B T D"), _BY_PIECE))(block, x, end)
+
+
+def runahead_attention(
+    q: Float[Array, "B t N H"],
+    k: Float[Array, "B t K H"],
+    v: Float[Array, "B t K H"],
+    *,
+    scale: float,
+    spec: PrefixRing,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B t N H"], None]:
+    """One device's attention of `piece_layer`, inside of a `shard_map`, where all pieces have t tokens."""
+    partition = Partition((q.shape[1],) * jax.lax.axis_size(SEQUENCE))
+    end = jnp.full(len(q), partition.length)
+    capacity, call = in_eights(partition.length), Call(scale, implementation)
+    return _attended(q, k, v, end, spec, partition, capacity, call).o, None
+
+
+def _attended(
+    q: Array,
+    k: Array,
+    v: Array,
+    end: Array,
+    spec: PrefixRing,
+    partition: Partition,
+    capacity: int,
+    call: Call,
+) -> Attended:
+    """What this device's queries see of all pieces up to its own."""
+    positions, stop = _places(q, partition)
+    before = _received(spec, k, v, end, partition, capacity)
+    return spec.attend(before, q, k, v, positions, jnp.minimum(end, stop), None, call)
 
 
 def _received(

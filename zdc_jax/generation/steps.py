@@ -248,11 +248,12 @@ def decode(
     returns when it has its tokens; so without a `limit` there are `steps` steps, whatever rows come to.
     """
     network, room = flat.whole, RowNumbers.of(numbers).limit
+    most = steps if limit is None else jnp.minimum(limit, steps)
 
     def unfinished(carry: tuple[DecodeState, Array, Array, Token]) -> Array:
         state, index, *_ = carry
         active = wanted & ~state.done & (state.cache.lengths < room)
-        return active.any() & (index < jnp.minimum(limit, steps))
+        return active.any() & (index < most)
 
     def step(carry: tuple[DecodeState, Array, Array, Token]) -> tuple[DecodeState, Array, Array, Token]:
         state, index, made, tokens = carry
