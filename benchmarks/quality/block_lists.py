@@ -82,7 +82,7 @@ def choice_of(label: str) -> BlockChoice:
     return BlockChoice(**given, blocks=(blocks["Q"], blocks["P"]))
 
 
-class Reading(NamedTuple):
+class SheetResult(NamedTuple):
     """One sheet: nats of each token of its context but the first; answers by how questions are read and task;
     how many blocks each block of the context's queries attended to, [L, K, nq]."""
 
@@ -116,31 +116,31 @@ class BlockBench(Bench):
         blocks = choice.blocks if choice else ListedBlocks.blocks
         return self.network(study.Varied.of(plan, partial(ListedBlocks, choice=choice, blocks=blocks)))
 
-    def readings(self, choice: BlockChoice | None, sheets: tuple[Sheet, ...]) -> list[Reading]:
+    def results(self, choice: BlockChoice | None, sheets: tuple[Sheet, ...]) -> list[SheetResult]:
         """Sheet by sheet, as many at once as there are threads."""
         network, context = self.by_lists(choice), self.options.contexts[0]
         with ThreadPoolExecutor(self.options.threads) as pool:
-            return list(pool.map(lambda sheet: reading_of(network, sheet, context), sheets))
+            return list(pool.map(lambda sheet: result_of(network, sheet, context), sheets))
 
     def judged(self) -> Iterator[dict[str, Any]]:
         """A row for each choice."""
         sheets = self.sheets()
         began = time.perf_counter()
-        dense = self.readings(None, sheets)
+        dense = self.results(None, sheets)
         print(f"dense: {time.perf_counter() - began:.0f} s", flush=True)
         for label in self.options.choices:
             began = time.perf_counter()
-            found = self.readings(choice_of(label), sheets)
+            found = self.results(choice_of(label), sheets)
             yield self.row(label, dense, found) | {"seconds": time.perf_counter() - began}
 
-    def row(self, label: str, dense: list[Reading], found: list[Reading]) -> dict[str, Any]:
+    def row(self, label: str, dense: list[SheetResult], found: list[SheetResult]) -> dict[str, Any]:
         """What a choice costs beside the unmodified model, and its density."""
         choice = choice_of(label)
         by_token = np.stack([one.nll - other.nll for one, other in zip(found, dense, strict=True)])
         difference = by_token.mean(1)
         quarters = np.array_split(by_token, 4, axis=1)
         counts = np.mean([one.counts for one in found], axis=0)
-        join = lambda readings, how, task: [one for each in readings for one in each.answers[how][task]]
+        join = lambda results, how, task: [one for each in results for one in each.answers[how][task]]
         tasks = {
             how: {
                 task: asdict(retention(join(dense, "all", task), join(found, how, task)))
@@ -184,7 +184,7 @@ class BlockBench(Bench):
         save(self.path, {"benchmark": self.options.name, **environment(), "config": basis, "rows": rows})
 
 
-def reading_of(network: Transformer, sheet: Sheet, context: int) -> Reading:
+def result_of(network: Transformer, sheet: Sheet, context: int) -> SheetResult:
     """One sheet, read by the lists of the network; its questions by lists, and with all blocks."""
     pieces, cache = read(network, sheet.context[None], context, "cached")
     tokens = jnp.asarray(sheet.context[None])
@@ -196,7 +196,7 @@ def reading_of(network: Transformer, sheet: Sheet, context: int) -> Reading:
     counts = np.stack([np.asarray(state.listed[0]) for state in cache.layers])
     queries = cache.specs[0].blocks[0]
     each = np.asarray(nll[0], np.float64)
-    return Reading(each, found, counts[..., : len(sheet.context) // queries])
+    return SheetResult(each, found, counts[..., : len(sheet.context) // queries])
 
 
 def answers_of(network: Transformer, cache: KVCache, sheet: Sheet) -> dict[str, list[tuple[Answer, ...]]]:

@@ -26,7 +26,7 @@ from benchmarks.quality.plans import FIRST, Entry, others, share_held, share_rea
 from benchmarks.quality.rows import model_of
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import PlanError
-from zdc_jax.evaluation.answers import Reading
+from zdc_jax.evaluation.answers import Protocol
 from zdc_jax.evaluation.perplexity import bootstrap_interval
 from zdc_jax.evaluation.retention import retention
 from zdc_jax.evaluation.sheets import ALIGNMENT
@@ -37,7 +37,7 @@ from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.retrieving import best_heads, induction_scores
 
-READINGS: tuple[Reading, ...] = ("cached", "exact")
+PROTOCOLS: tuple[Protocol, ...] = ("cached", "exact")
 SAME = ("windows", "sheets", "seed", "dtype")
 """Options that the rows of one JSON have in common."""
 COUNTED_AT = 4096
@@ -57,7 +57,7 @@ class Options:
     corpus: Path
     name: str
     contexts: tuple[int, ...] = (4096, 8192)
-    protocols: tuple[Reading, ...] = READINGS
+    protocols: tuple[Protocol, ...] = PROTOCOLS
     methods: tuple[str, ...] = ()
     plans: tuple[Path, ...] = ()
     budgets: tuple[float, ...] = ()
@@ -78,7 +78,7 @@ class Cell(NamedTuple):
     budget: float | None
     plan: CompressionPlan
     context: int
-    protocol: Reading
+    protocol: Protocol
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -99,7 +99,7 @@ class Bench:
         self.embeddings = jax.device_put(cast(self.checkpoint.embeddings(), self.dtype))
         self.layers: dict[tuple[Any, ...], list[Any]] = {}
         self.materials: dict[int, Material] = {}
-        self.dense: dict[tuple[int, Reading], Measured] = {}
+        self.dense: dict[tuple[int, Protocol], Measured] = {}
         self.induction: np.ndarray | None = None
         self.path = options.results / f"{options.name}.json"
         self.rows: list[dict[str, Any]] = []
@@ -142,7 +142,7 @@ class Bench:
             self.layers[key] = [jax.device_put(layer) for layer in prepared]
         return Transformer(self.config, plan, self.embeddings, self.layers[key])
 
-    def dense_on(self, context: int, protocol: Reading) -> Measured:
+    def dense_on(self, context: int, protocol: Protocol) -> Measured:
         if (context, protocol) not in self.dense:
             plan = replace(CompressionPlan.full(self.config), rotated=False)
             self.dense[context, protocol] = measure(self.network(plan), self.material(context), protocol)

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.checkpoint import Checkpoint
-from zdc_jax.evaluation.answers import Answer, Reading, sheet_answers
+from zdc_jax.evaluation.answers import Answer, Protocol, sheet_answers
 from zdc_jax.evaluation.compile_ahead import compile_ahead
 from zdc_jax.evaluation.perplexity import next_token_nll
 from zdc_jax.evaluation.questions import QUESTION_TOKENS
@@ -94,23 +94,23 @@ def draw(
     return Material(tokens[:windows], tuple(topics[:windows]), tuple(made))
 
 
-def measure(network: Transformer, material: Material, reading: Reading) -> Measured:
+def measure(network: Transformer, material: Material, protocol: Protocol) -> Measured:
     """Perplexity and answers of a network under one protocol.
 
     All pieces of a context are of one width, and so are all questions, so that a new plan compiles few
     programs.
     """
-    compile_ahead(network, lambda single: _measure(single, material.piece(), reading))
-    return _measure(network, material, reading)
+    compile_ahead(network, lambda single: _measure(single, material.piece(), protocol))
+    return _measure(network, material, protocol)
 
 
-def _measure(network: Transformer, material: Material, reading: Reading) -> Measured:
+def _measure(network: Transformer, material: Material, protocol: Protocol) -> Measured:
     together = lambda items: _alike(items, material.rows)
-    windows = [_window_nll(network, some, reading) for some in together(list(material.windows))]
+    windows = [_window_nll(network, some, protocol) for some in together(list(material.windows))]
     found: dict[str, list[tuple[Answer, ...]]] = {name: [] for name in material.sheets[0].questions}
     for sheets in together(material.sheets):
         contexts = np.stack([sheet.context for sheet in sheets])
-        _, cache = read(network, contexts, material.context, reading)
+        _, cache = read(network, contexts, material.context, protocol)
         for name, given in sheet_answers(network, cache, sheets).items():
             found[name] += given
     return Measured(np.concatenate(windows), found)
@@ -127,14 +127,14 @@ def _group(count: int, most: int) -> int:
 
 
 def read(
-    network: Transformer, contexts: Int[np.ndarray, "B S"], capacity: int, reading: Reading
+    network: Transformer, contexts: Int[np.ndarray, "B S"], capacity: int, protocol: Protocol
 ) -> tuple[list[Array], KVCache]:
     """Hidden states of the pieces, and the cache of all."""
     B, S = contexts.shape
     padded = np.zeros((B, capacity), np.int32)
     padded[:, :S] = contexts
     end = jnp.full(B, S, jnp.int32)
-    if reading == "exact":
+    if protocol == "exact":
         hidden, cache = network.read_prompt(jnp.asarray(padded), end, capacity=capacity)
         return [hidden], cache
     cache, pieces = network.new_cache(batch=B, capacity=capacity), []
@@ -146,17 +146,17 @@ def read(
 
 
 def _window_nll(
-    network: Transformer, windows: Sequence[np.ndarray], reading: Reading
+    network: Transformer, windows: Sequence[np.ndarray], protocol: Protocol
 ) -> Float[np.ndarray, " B"]:
     """Nats a token: of all tokens seen through the cache, or of those behind an exact context."""
     tokens = np.stack(windows)
     T = tokens.shape[1]
-    if reading == "cached":
-        pieces, _ = read(network, tokens, T, reading)
+    if protocol == "cached":
+        pieces, _ = read(network, tokens, T, protocol)
         nll = next_token_nll(network.embeddings, jnp.concatenate(pieces, 1), jnp.asarray(tokens))
         return np.asarray(nll).mean(1, dtype=np.float64)
     S = T - CONTINUATION
-    _, cache = read(network, tokens[:, :S], T, reading)
+    _, cache = read(network, tokens[:, :S], T, protocol)
     pieces = []
     for start in range(S, T, QUESTION_TOKENS):
         piece = jnp.asarray(tokens[:, start : start + QUESTION_TOKENS])

@@ -16,7 +16,7 @@ import numpy as np
 import tyro
 
 from benchmarks.common import write_result
-from benchmarks.quality.equal_bytes import READINGS, Bench, Cell, Options
+from benchmarks.quality.equal_bytes import PROTOCOLS, Bench, Cell, Options
 from benchmarks.quality.plans import method_plan
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
@@ -77,7 +77,7 @@ def main(options: WhatOptions) -> None:
             for label, names in (("weights", PROJECTIONS), ("weights of attention", ATTENTION))
         }
         kv = method_plan(config, "kivi", window=GROUP, sinks=0, bits=bits, group=GROUP)
-        for protocol in READINGS:
+        for protocol in PROTOCOLS:
             for label, network in networks.items():
                 cell = Cell(f"{label}, {bits} bits", None, full, options.contexts[0], protocol)
                 rows.append(bench.measure(cell, network) | {"bits": bits})

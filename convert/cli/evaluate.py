@@ -16,7 +16,7 @@ from convert.progress import counted
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import Dtype
 from zdc_jax.errors import EvaluationError, TextError
-from zdc_jax.evaluation.answers import Reading
+from zdc_jax.evaluation.answers import Protocol
 from zdc_jax.evaluation.evaluate import TASKS, evaluate, prepare
 from zdc_jax.evaluation.text import read_documents
 from zdc_jax.files import whole_file
@@ -42,7 +42,7 @@ class Evaluate:
     """What to measure; copy@1024 is copy at this distance."""
     contexts: tuple[int, ...] = ()
     """Tokens of contexts, questions included; default the model's positions, at most 4096."""
-    reading: Reading = "cached"
+    protocol: Protocol = "cached"
     """Whether tokens of a context see each other as the cache holds them, or exactly, before it is filled."""
     max_sheets: int = 128
     """Contexts to ask about at most; fewer are read where they tell enough."""
@@ -64,8 +64,8 @@ class Evaluate:
             check_output(self.output)
         checkpoint = Checkpoint.open(self.path)
         plan = self.flags.build(self.path)
-        if self.reading == "exact" and plan is not None and plan.classes is not None:
-            raise EvaluationError("reading='exact' must be 'cached' for a plan with token classes")
+        if self.protocol == "exact" and plan is not None and plan.classes is not None:
+            raise EvaluationError("protocol='exact' must be 'cached' for a plan with token classes")
         materials = prepare(
             checkpoint.config,
             checkpoint.tokenizer(),
@@ -83,10 +83,12 @@ class Evaluate:
         assert isinstance(dense, Transformer)  # Neither was loaded onto a mesh.
         assert isinstance(network, Transformer)
         with counted("batches", "reading the first context") as show:
-            reports = evaluate(dense, network, materials, reading=self.reading, batch=self.batch, watch=show)
+            reports = evaluate(
+                dense, network, materials, protocol=self.protocol, batch=self.batch, watch=show
+            )
         report = {
             "contexts": [each.to_json() for each in reports],
-            "reading": self.reading,
+            "protocol": self.protocol,
             "texts": [str(path) for path in self.texts],
             "seed": self.seed,
         }

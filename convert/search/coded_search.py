@@ -40,7 +40,7 @@ HELD_LIMIT = 2 / 3
 
 
 @dataclass(frozen=True)
-class Choice:
+class TokenChoice:
     """So many coordinates of keys choose so many far tokens, which are read."""
 
     index: int
@@ -48,22 +48,22 @@ class Choice:
 
 
 CHOICES = (
-    Choice(24, 2048),
-    Choice(24, 1024),
-    Choice(24, 512),
-    Choice(16, 512),
-    Choice(16, 256),
-    Choice(16, 128),
+    TokenChoice(24, 2048),
+    TokenChoice(24, 1024),
+    TokenChoice(24, 512),
+    TokenChoice(16, 512),
+    TokenChoice(16, 256),
+    TokenChoice(16, 128),
 )
 """By falling bytes read. No choice has more of either number than one before it, so that costs rise."""
 
 
-def choices_for(context: int) -> tuple[Choice, ...]:
+def choices_for(context: int) -> tuple[TokenChoice, ...]:
     """Those that read at most a quarter of a context."""
     return tuple(choice for choice in CHOICES if choice.read <= context // 4)
 
 
-def choosing(ranks: LayerRanks, choice: Choice) -> LayerRanks:
+def choosing(ranks: LayerRanks, choice: TokenChoice) -> LayerRanks:
     """The layer where only chosen tokens are read. Its index has four bits at least: with fewer it chooses
     badly. What is held grows by what the index takes more than before."""
     codes = ranks.settings
@@ -73,7 +73,7 @@ def choosing(ranks: LayerRanks, choice: Choice) -> LayerRanks:
     return replace(ranks, settings=replace(codes, bits_index=bits, index=index, read=choice.read))
 
 
-def choosing_on_kernels(ranks: LayerRanks, choice: Choice) -> LayerRanks:
+def choosing_on_kernels(ranks: LayerRanks, choice: TokenChoice) -> LayerRanks:
     """`choosing` with an index that kernels read, of as many coordinates or more; else the same layer.
 
     It may have fewer bits than the one before.

@@ -167,7 +167,7 @@ class TrialBook:
     ) -> tuple[np.ndarray, dict[str, list[tuple[Answer, ...]]]]:
         """Nats a token of windows, and the answers to sheets."""
         nll = window_nll(network, windows, batch=self.batch)
-        return nll, answers_on(network, sheets, reading="cached", batch=self.batch)
+        return nll, answers_on(network, sheets, protocol="cached", batch=self.batch)
 
     def _network(self, plan: CompressionPlan | None) -> Transformer:
         if plan is None:

@@ -74,9 +74,9 @@ def test_groups_are_alike_and_lose_nothing(items, most):
     assert len(groups[0]) <= most
 
 
-@pytest.mark.parametrize("reading", ["cached", "exact"])
+@pytest.mark.parametrize("protocol", ["cached", "exact"])
 @pytest.mark.sampled
-def test_an_unmodified_model_retains_all(reading, monkeypatch):
+def test_an_unmodified_model_retains_all(protocol, monkeypatch):
     """Whatever the protocol: what is judged is the cache alone, and perplexity is that of a plain forward."""
     monkeypatch.setattr("benchmarks.quality.material.CONTINUATION", 128)
     rng = np.random.default_rng(0)
@@ -85,13 +85,13 @@ def test_an_unmodified_model_retains_all(reading, monkeypatch):
     sheets = tuple(Sheet(tokens(64), {"recall": (question,)}) for _ in range(2))
     network = TinyModel(LLAMA).model(CompressionPlan.full(LLAMA)).network
     windows = tokens(2, 256)
-    found = measure(network, Material(windows, ("a", "b"), sheets), reading)
+    found = measure(network, Material(windows, ("a", "b"), sheets), protocol)
     logits = np.asarray(network(jnp.asarray(windows)), np.float64)
     nll = (
         np.log(np.exp(logits).sum(-1))[:, :-1]
         - np.take_along_axis(logits[:, :-1], windows[:, 1:, None], axis=-1)[..., 0]
     )
-    expected = nll if reading == "cached" else nll[:, 128:]
+    expected = nll if protocol == "cached" else nll[:, 128:]
     np.testing.assert_allclose(found.nll, expected.mean(1), rtol=1e-5)
     assert [len(answer.right) for (answer,) in found.answers["recall"]] == [4, 4]
 

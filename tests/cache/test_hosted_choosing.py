@@ -199,7 +199,7 @@ def test_on_a_gpu(tiny_llama: TinyModel):
     asked = Question(tiny_llama.tokens(1, 6, seed=6)[0], np.arange(6) > 2, None)
     found = []
     for model in models(tiny_llama):
-        _, cache = read_contexts(model.network, contexts, room=64, reading="cached")
+        _, cache = read_contexts(model.network, contexts, room=64, protocol="cached")
         sheets = [Sheet(row, {"a": (asked,) * 3}) for row in contexts]
         answered = sheet_answers(model.network, cache, sheets)["a"]
         found.append([answer.log_probability for row in answered for answer in row])

@@ -97,7 +97,18 @@ def test_evaluate_prints_what_it_writes(folder, tmp_path, capsys):
     """The unmodified model beside itself."""
     TinyModel(replace(LLAMA, max_positions=320)).write(tmp_path / "model")
     report = tmp_path / "report.json"
-    options = ["--tasks", "passkey", "copy", "--contexts", "256", "320", "--reading", "exact", "--batch", "4"]
+    options = [
+        "--tasks",
+        "passkey",
+        "copy",
+        "--contexts",
+        "256",
+        "320",
+        "--protocol",
+        "exact",
+        "--batch",
+        "4",
+    ]
     options += ["--max-sheets", "4", "--output", str(report)]
     assert main(["evaluate", str(tmp_path / "model"), str(folder / "text"), *options]) == 2
     assert "copy@64: the distance must be >= 96" in capsys.readouterr().err
@@ -112,7 +123,7 @@ def test_evaluate_prints_what_it_writes(folder, tmp_path, capsys):
         assert list(each["tasks"]) == ["passkey", "copy@128"]
         assert each["tasks"]["passkey"]["retention"] == 1
         assert each["tasks"]["passkey"]["sheets"] == 4
-    assert (result["reading"], result["seed"]) == ("exact", 0)
+    assert (result["protocol"], result["seed"]) == ("exact", 0)
     assert err.startswith("no plan given: the model is unmodified\n")
     assert "4 of at most 4 contexts of 320 tokens" in err
 
@@ -123,9 +134,9 @@ def test_token_classes_are_not_read_exactly(folder, tmp_path, capsys):
     plan = replace(CompressionPlan.uniform(config, qk=32, v=32), classes=classes)
     plan.save(tmp_path / "plan.json")
     capsys.readouterr()
-    options = ["--plan", str(tmp_path / "plan.json"), "--reading", "exact"]
+    options = ["--plan", str(tmp_path / "plan.json"), "--protocol", "exact"]
     assert main(["evaluate", str(folder / "model"), str(folder / "text"), *options]) == 2
-    assert "reading='exact' must be 'cached'" in capsys.readouterr().err
+    assert "protocol='exact' must be 'cached'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("command", "usage"), [("generate", "PROMPT"), ("evaluate", "TEXT")])
@@ -340,7 +351,7 @@ FLAGS = {
     "chat": f"{PLAN_FLAGS} {SAMPLING_FLAGS} system max-new-tokens stop dtype max-positions",
     "serve": f"{PLAN_FLAGS} host port name rows max-model-len cache-tokens chunk max-waiting replicas "
     "drain-seconds mesh dtype max-positions",
-    "evaluate": f"{PLAN_FLAGS} tasks contexts reading max-sheets batch seed dtype output",
+    "evaluate": f"{PLAN_FLAGS} tasks contexts protocol max-sheets batch seed dtype output",
     "inspect": "check",
     "demo": "source output",
 }

@@ -31,8 +31,8 @@ from convert.conversion import convert
 from convert.search.coded_search import (
     CHOICES,
     SHORTEST_WINDOW,
-    Choice,
     CodedSearch,
+    TokenChoice,
     choices_for,
     choosing,
     choosing_on_kernels,
@@ -308,7 +308,7 @@ def test_levels_on_kernels_are_those_that_kernels_read(head_dim):
 
 
 def test_four_bits_may_choose_on_kernels():
-    half, quarter = Choice(24, 512), Choice(32, 512)
+    half, quarter = TokenChoice(24, 512), TokenChoice(32, 512)
     of_64 = choosing_on_kernels(kept(Grade(64, 4), Grade(64, 4)), half).settings
     of_128 = choosing_on_kernels(kept(Grade(128, 4), Grade(128, 4)), quarter).settings
     assert [(x.index, x.bits_index, x.read) for x in (of_64, of_128)] == [(32, 4, 512), (32, 4, 512)]
@@ -383,7 +383,7 @@ def test_the_result_is_said_in_words():
     plan = CodedSearch(book, SearchOptions(0.1))._plan(
         [layer((64, 4, 0), 3), layer((64, 2, 5), 3), LayerRanks(0, 0)], 64
     )
-    plan = replace(plan, layers=(choosing(plan.layers[0], Choice(16, 256)), *plan.layers[1:]))
+    plan = replace(plan, layers=(choosing(plan.layers[0], TokenChoice(16, 256)), *plan.layers[1:]))
     trial = Trial(plan, 0.2, 0.01, (0.0, 0.02), {}, 0.1)
     said = describe(book.config, trial)
     assert "20.0% of the dense KV bytes (a token reads 10.0%) at +1.00%" in said
@@ -408,7 +408,7 @@ def test_trials_are_the_loaded_models(folder):
     search = CodedSearch(book, SearchOptions(0.1))
     whole, fewer = kept(Grade(80, 8), Grade(80, 4)), kept(Grade(64, 2, 16, 5), Grade(80, 3))
     dense = window_nll(load(folder / "model").network, windows).mean()
-    for layers in ([whole, whole], [choosing(fewer, Choice(16, 32)), whole], [fewer, LayerRanks(0, 0)]):
+    for layers in ([whole, whole], [choosing(fewer, TokenChoice(16, 32)), whole], [fewer, LayerRanks(0, 0)]):
         plan = search._plan(layers, 32)
         nll = window_nll(load(folder / "model", plan).network, windows).mean()
         assert book.measure(plan).increase == pytest.approx(np.expm1(nll - dense), rel=1e-5)
@@ -429,7 +429,7 @@ def test_bytes_are_those_of_the_models_dtype(folder):
 def test_command(folder, tmp_path, capsys, monkeypatch):
     """On a model that loses by its far tokens, so that only a price on layers without makes codes of use."""
     for name, few in (
-        ("convert.search.coded_search.CHOICES", (Choice(16, 32), Choice(8, 16))),
+        ("convert.search.coded_search.CHOICES", (TokenChoice(16, 32), TokenChoice(8, 16))),
         ("zdc_jax.planning.coded_costs.KEY_GRADES", ((1, 4, 0), (1, 8, 0))),
         ("zdc_jax.planning.coded_costs.VALUE_BITS", (3, 8)),
     ):

@@ -37,9 +37,9 @@ def log_softmax(network, tokens: np.ndarray) -> np.ndarray:
 
 
 def measured(dense, network, contexts):
-    hidden, cache = read_contexts(dense, contexts, room=CONTINUED, reading="cached")
+    hidden, cache = read_contexts(dense, contexts, room=CONTINUED, protocol="cached")
     theirs = continuations(dense, hidden, cache)
-    hidden, cache = read_contexts(network, contexts, room=CONTINUED, reading="cached")
+    hidden, cache = read_contexts(network, contexts, room=CONTINUED, protocol="cached")
     return theirs, departures(network, dense.embeddings, hidden, cache, theirs)
 
 

@@ -41,12 +41,12 @@ def check(network, contexts, asked, found):
         assert answer.log_probability.dtype == np.float32
 
 
-@pytest.mark.parametrize("reading", ["cached", "exact"])
+@pytest.mark.parametrize("protocol", ["cached", "exact"])
 @pytest.mark.sampled
-def test_equals_whole_sequences(tiny: TinyModel, reading, monkeypatch):
+def test_equals_whole_sequences(tiny: TinyModel, protocol, monkeypatch):
     monkeypatch.setattr("zdc_jax.evaluation.answers.PREFILL_CHUNK", 32)
     contexts, asked = tiny.tokens(3, S), questions(tiny, 6)
-    hidden, cache = read_contexts(tiny.dense, contexts, room=64, reading=reading)
+    hidden, cache = read_contexts(tiny.dense, contexts, room=64, protocol=protocol)
     np.testing.assert_allclose(hidden, tiny.dense.hidden(jnp.asarray(contexts))[:, -1], rtol=1e-3, atol=1e-3)
     for some in (asked[:3], asked[3:]):  # The second are asked of the same cache.
         check(tiny.dense, contexts, some, answers(tiny.dense, cache, some))
@@ -61,8 +61,8 @@ def test_a_plan_sees_contexts_through_its_cache(tiny_llama: TinyModel):
         questions(tiny_llama, 2),
     )
     found = {
-        reading: answers(network, read_contexts(network, contexts, room=64, reading=reading)[1], asked)
-        for reading in ("cached", "exact")
+        protocol: answers(network, read_contexts(network, contexts, room=64, protocol=protocol)[1], asked)
+        for protocol in ("cached", "exact")
     }
     check(network, contexts, asked, found["cached"])
     for cached, exact in zip(found["cached"], found["exact"], strict=True):
@@ -72,9 +72,9 @@ def test_a_plan_sees_contexts_through_its_cache(tiny_llama: TinyModel):
 @pytest.mark.sampled
 def test_neither_batch_nor_padding_matters(tiny_llama: TinyModel):
     network, contexts, asked = tiny_llama.dense, tiny_llama.tokens(3, S), questions(tiny_llama, 3)
-    together = answers(network, read_contexts(network, contexts, room=64, reading="cached")[1], asked)
+    together = answers(network, read_contexts(network, contexts, room=64, protocol="cached")[1], asked)
     for row, question in enumerate(asked):
-        _, cache = read_contexts(network, contexts[row : row + 1], room=64, reading="cached")
+        _, cache = read_contexts(network, contexts[row : row + 1], room=64, protocol="cached")
         (alone,) = answers(network, cache, [question])
         np.testing.assert_allclose(alone.log_probability, together[row].log_probability, atol=1e-5)
         np.testing.assert_array_equal(alone.right, together[row].right)

@@ -20,7 +20,7 @@ from zdc_jax.plan import LayerRanks, TokenClasses
 
 def read(network, windows):
     nll = window_nll(network, windows)
-    return nll, np.asarray(read_contexts(network, windows, room=4, reading="cached")[0])
+    return nll, np.asarray(read_contexts(network, windows, room=4, protocol="cached")[0])
 
 
 def compiled() -> int:

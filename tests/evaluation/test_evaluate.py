@@ -58,13 +58,13 @@ def test_a_plan_equal_to_dense_loses_nothing(tiny: TinyModel, monkeypatch):
     assert report.to_json()["tasks"]["passkey"]["retention"] == report.tasks["passkey"].retention
 
 
-@pytest.mark.parametrize("reading", ["cached", "exact"])
+@pytest.mark.parametrize("protocol", ["cached", "exact"])
 @pytest.mark.sampled
-def test_batches_do_not_matter_and_dense_is_read_once(tiny: TinyModel, reading, monkeypatch):
+def test_batches_do_not_matter_and_dense_is_read_once(tiny: TinyModel, protocol, monkeypatch):
     plan = CompressionPlan.uniform(CONFIG, qk=16, v=16, window=32, sinks=4)
     network = tiny.model(plan).network
     (given,) = material(plan, max_sheets=LEAST_SHEETS, tasks=("passkey", "copy@128"))
-    first, *others = (Evaluation(tiny.dense, given, reading=reading, batch=batch) for batch in (3, 4))
+    first, *others = (Evaluation(tiny.dense, given, protocol=protocol, batch=batch) for batch in (3, 4))
     found = first.of(network)
     for other in others:
         for task, each in other.of(network).tasks.items():

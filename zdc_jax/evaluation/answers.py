@@ -17,7 +17,7 @@ from zdc_jax.evaluation.sheets import Sheet
 from zdc_jax.generation.steps import PREFILL_CHUNK, bucket
 from zdc_jax.model.transformer import Embeddings, Transformer
 
-Reading = Literal["cached", "exact"]
+Protocol = Literal["cached", "exact"]
 """How a context is read. `cached`: each token sees those before it as the cache holds them. `exact`: tokens
 of the context see each other as they are, and only what follows sees them as the cache holds them."""
 COPIES_SHARE = 0.4
@@ -40,7 +40,7 @@ class Answer:
 
 
 def read_contexts(
-    network: Transformer, contexts: Int[np.ndarray, "B S"], *, room: int, reading: Reading
+    network: Transformer, contexts: Int[np.ndarray, "B S"], *, room: int, protocol: Protocol
 ) -> tuple[Float[Array, "B D"], KVCache]:
     """Last hidden states of contexts, and a cache that holds them with `room` for more tokens.
 
@@ -51,7 +51,7 @@ def read_contexts(
     """
     tokens = jnp.asarray(contexts)
     B, S = tokens.shape
-    if reading == "exact":
+    if protocol == "exact":
         hidden, cache = network.read_prompt(tokens, jnp.full(B, S, jnp.int32), capacity=S + room)
         return hidden[:, -1], cache
     cache, width = network.new_cache(batch=B, capacity=S + room), min(S, PREFILL_CHUNK)
@@ -63,7 +63,7 @@ def read_contexts(
 
 
 def answers_on(
-    network: Transformer, sheets: Sequence[Sheet], *, reading: Reading, batch: int = 1
+    network: Transformer, sheets: Sequence[Sheet], *, protocol: Protocol, batch: int = 1
 ) -> dict[str, list[tuple[Answer, ...]]]:
     """The answers to all questions of each task, sheet by sheet, `batch` sheets at a time.
 
@@ -74,7 +74,7 @@ def answers_on(
         piece = sheets[start : start + batch]
         rows = [*piece, *[piece[-1]] * (batch - len(piece))]
         contexts = np.stack([sheet.context for sheet in rows])
-        _, cache = read_contexts(network, contexts, room=QUESTION_TOKENS, reading=reading)
+        _, cache = read_contexts(network, contexts, room=QUESTION_TOKENS, protocol=protocol)
         for name, given in sheet_answers(network, cache, rows).items():
             found.setdefault(name, []).extend(given[: len(piece)])
     return found

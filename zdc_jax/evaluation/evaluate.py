@@ -21,7 +21,7 @@ from zdc_jax.evaluation.agreement import (
     continuations,
     departures,
 )
-from zdc_jax.evaluation.answers import Answer, Reading, read_contexts, sheet_answers
+from zdc_jax.evaluation.answers import Answer, Protocol, read_contexts, sheet_answers
 from zdc_jax.evaluation.perplexity import PerplexityReport, compare, token_nll
 from zdc_jax.evaluation.questions import QUESTION_TOKENS
 from zdc_jax.evaluation.retention import Retention, retention
@@ -166,7 +166,7 @@ def evaluate(
     network: Transformer,
     materials: Sequence[Material],
     *,
-    reading: Reading = "cached",
+    protocol: Protocol = "cached",
     batch: int = 1,
     watch: Callable[[str], None] = lambda _: None,
 ) -> tuple[ContextReport, ...]:
@@ -174,13 +174,13 @@ def evaluate(
 
     Args:
       materials: from `prepare`.
-      reading: how contexts of sheets are read. Perplexity is always that of text seen through the cache.
+      protocol: how contexts of sheets are read. Perplexity is always that of text seen through the cache.
       batch: contexts at a time. watch: called after each batch, with how far it is.
 
     Raises:
       EvaluationError: `batch` below 1. CacheMemoryError: the caches do not fit.
     """
-    options: dict[str, Any] = {"reading": reading, "batch": batch, "watch": watch}
+    options: dict[str, Any] = {"protocol": protocol, "batch": batch, "watch": watch}
     return tuple(Evaluation(dense, each, **options).of(network) for each in materials)
 
 
@@ -204,14 +204,14 @@ class Evaluation:
         dense: Transformer,
         material: Material,
         *,
-        reading: Reading,
+        protocol: Protocol,
         batch: int,
         watch: Callable[[str], None] = lambda _: None,
     ):
         if batch < 1:
             raise EvaluationError(f"{batch=} must be >= 1")
         self.watch = watch
-        self.dense, self.material, self.reading, self.batch = dense, material, reading, batch
+        self.dense, self.material, self.protocol, self.batch = dense, material, protocol, batch
         self._dense_read: list[Read] = []
         self._dense_nll: np.ndarray | None = None
 
@@ -265,7 +265,7 @@ class Evaluation:
 
     def _contexts(self, network: Transformer, start: int) -> tuple[Array, KVCache]:
         contexts = np.stack([sheet.context for sheet in self._batch(self.material.sheets, start)])
-        return read_contexts(network, contexts, room=QUESTION_TOKENS, reading=self.reading)
+        return read_contexts(network, contexts, room=QUESTION_TOKENS, protocol=self.protocol)
 
     def _answers(self, network: Transformer, cache: KVCache, start: int) -> list[Read]:
         found = sheet_answers(network, cache, self._batch(self.material.sheets, start))
