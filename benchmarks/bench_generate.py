@@ -6,7 +6,8 @@ Each row is one build of the model: `cudnn`, unmodified, full rank, attention an
 reads in place; `folded`, unmodified weights on our kernels, which is what a basis inside the weights costs at
 run time; `post_rope`, a random orthogonal basis really applied at full rank after the rotary embedding;
 `window`, the same with 512 tokens and 4 sinks at full rank and the rest at (32, 64). Times do not depend on
-the values. Wall clock after a warm-up: a prompt from call to token; decoding as `decode_times` says. Rows of
+the values. Wall clock after a warm-up: a prompt from call to token; decoding as `decode_times` says, ours in
+`generate`'s loop and cuDNN's by a call for each token, which is the faster way for it. Rows of
 one run share a process and are merged by name with those of earlier runs, each with its commit.
 """
 
@@ -44,7 +45,7 @@ LLAMA_2_7B = replace(
 ROOM = 128
 """Tokens that are decoded behind those that a cache holds, at most."""
 BEGUN = 4
-"""Tokens that are timed to be taken off more of them."""
+"""Tokens of the shorter run, whose time is taken off the longer one's."""
 RowName = Literal["cudnn", "folded", "post_rope", "window"]
 
 
@@ -140,8 +141,10 @@ class OnCudnn:
         return {**cache, "lengths": jnp.full_like(cache["lengths"], length)}
 
     def decode(self, cache: Any, token: jax.Array, count: int) -> tuple[jax.Array, Any]:
-        """By a call for each token, asked for ahead: in a loop of the device's each took 0.6 ms more on an
-        H100."""
+        """By a call for each token, asked for ahead.
+
+        In a loop of the device's each took 0.2 to 0.7 ms more on an H100.
+        """
         for _ in range(count):
             token, cache = _cudnn_step(self.flat, cache, token)
         return token, cache
@@ -196,7 +199,8 @@ def prefill_times(side: Any, tokens: int, repeats: int) -> list[float]:
 def decode_times(side: Any, batch: int, tokens: int, steps: int, *, repeats: int = 4) -> list[float]:
     """Seconds per decoded token, `batch` rows of `tokens` each.
 
-    Of `steps` more than `BEGUN`, so that what a call costs besides its tokens is not in them.
+    Of `steps` more than `BEGUN`: what a run costs besides its tokens is not in them, be it one call or a call
+    for each, if those are asked for ahead.
 
     Raises:
       ValueError: a cache of `capacity_for` has no room for so many.

@@ -7,10 +7,10 @@ The plan was found for a small model and keeps in a shape the same shares of lay
 clock. `first_token` is from a prompt of one row to its first token: the peer reads it at once, we in pieces
 of `chunk` tokens, as `generate` does. `token` is the time of one token of each row, for one row, for `BATCH`,
 and for the largest number of rows that memory holds: `largest` is the number that decoded, 0 where not even
-one fits and nothing is timed. We decode in `generate`'s loop, the peer by a call for each token, which is
-faster for it; what a call costs besides its tokens is in none (`decode_times`). Rows are merged by shape,
-kind and length into the JSON file, which is written anew after each figure; `commits` are those of a row's
-figures, of `token` by batch.
+one fits by its bytes in the memory that JAX has, less `KEPT`, and nothing is timed. We decode in `generate`'s
+loop; what its call costs besides tokens is in none (`decode_times`). The peer decodes by a call for each
+token, asked for ahead, which is faster for it. Rows are merged by shape, kind and length into the JSON file,
+which is written anew after each figure; `commits` are those of a row's figures, of `token` by batch.
 
 `dense` is full rank on our own kernels. With `--mesh sequence=2` prompts are divided by token over so many
 devices and read at once, and tokens are decoded with heads divided; `cudnn` is then dense Ulysses, which
@@ -143,8 +143,11 @@ def measured(
         time = lambda batch, length=length: decode_times(
             decodes, batch, length, options.steps, repeats=options.repeats
         )
-        if not (most := rows_that_fit(caches, capacity_for(length))):
-            yield row | {"largest": 0}
+        most = rows_that_fit(caches, capacity_for(length))
+        if not most and decodes is not None:
+            if "largest" in figures:
+                row["largest"], row["commits"]["0"] = 0, commit()
+                yield row
             continue
         batches = [batch for batch in (1, BATCH) if "token" in figures and batch < most]
         if isinstance(reads, OnMesh):

@@ -138,8 +138,12 @@ def test_batches_that_memory_has_not_are_left_out(plan, timed):
 def test_of_rows_that_memory_does_not_hold_nothing_is_timed(plan, timed, monkeypatch):
     monkeypatch.setattr(bench, "rows_that_fit", lambda caches, tokens: 0)
     *_, row = bench.measured("dense", CONFIG, bench.Options(plan[0], lengths=(4000,)), [])
-    assert row == {"length": 4000, "token": {}, "commits": {}, "largest": 0, "bytes_a_row": 16384004}
+    none = {"length": 4000, "token": {}, "largest": 0, "bytes_a_row": 16384004}
+    assert row == none | {"commits": {"0": bench.commit()}}
     assert not timed
+    assert not list(
+        bench.measured("dense", CONFIG, bench.Options(plan[0], lengths=(4000,), figures=("first_token",)), [])
+    ), "what was measured with more memory stays"
 
 
 def test_a_cut_run_leaves_what_it_measured(plan, timed, tmp_path, monkeypatch):

@@ -138,7 +138,7 @@ def test_pieces_are_asked_for_ahead_where_calls_return(
         return decode(self, *given)
 
     monkeypatch.setattr(Run, "_decode", spied)
-    monkeypatch.setattr(Run, "_returns_early", lambda self, asked: returns)
+    monkeypatch.setattr(Run, "_may_ask_ahead", lambda self, asked: returns)
     assert [len(piece.tokens) for piece in stream(model, prompts[0], most, stop_tokens=())] == pieces
     assert known == (ahead if returns else waiting)
 
@@ -149,7 +149,7 @@ def test_a_run_knows_the_tokens_that_its_cache_holds_behind_a_stop_string(
     model, prompts, monkeypatch, returns
 ):
     """Of the row that ended; the other goes on as without. Or both end there, and a piece is still made."""
-    monkeypatch.setattr(Run, "_returns_early", lambda self, asked: returns)
+    monkeypatch.setattr(Run, "_may_ask_ahead", lambda self, asked: returns)
     free = generate(model, prompts[:2], 40, stop_tokens=()).completions
     stop = next(free[0].text[i : i + 2] for i in range(9, 20) if free[0].text[i : i + 2] not in free[1].text)
     for rows in (1, 2):

@@ -62,7 +62,8 @@ class Run:
         """What is new in each row after prefill and after each `steps` tokens, until all rows have ended.
 
         Where a call returns before its tokens are there, the next ones are asked for at once, so that the
-        device need not wait for the host. What it makes behind a stop is discarded.
+        device need not wait for the host. What it makes behind a stop is discarded. On a mesh each piece has
+        all its `steps`, also where fewer are wanted.
         """
         with self._timed("prefill"):
             state, made = jax.block_until_ready(self._prefill())
@@ -72,7 +73,7 @@ class Run:
         while (wanted := self._unfinished()).any():
             with self._timed("decode"):
                 while not ahead or (
-                    len(ahead) == 1 and self._goes_on(steps) and self._returns_early(ahead[0])
+                    len(ahead) == 1 and self._goes_on(steps) and self._may_ask_ahead(ahead[0])
                 ):
                     state, chosen = self._decode(state, wanted, steps)
                     ahead.append(chosen)
@@ -163,11 +164,11 @@ class Run:
         rows = zip(self.rows, self.chosen, strict=True)
         return any(row.finish_reason is None and len(chosen) < most for row, chosen in rows)
 
-    def _returns_early(self, asked: Chosen) -> bool:
+    def _may_ask_ahead(self, asked: Chosen) -> bool:
         """Whether the device is still at these tokens, though the call that asked for them has returned.
 
-        Pieces on a mesh are taken to be so: they ask the host nothing, and several processes must make the
-        same calls, whoever is faster.
+        On a mesh it always may: pieces ask the host nothing there, and several processes must make the same
+        calls, whoever is faster.
         """
         made: Any = asked.made  # JAX's stubs have no `is_ready`.
         return self._on_mesh or not made.is_ready()

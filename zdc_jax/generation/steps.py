@@ -244,8 +244,9 @@ def decode(
 ) -> tuple[DecodeState, Chosen]:
     """Up to `limit` tokens, at most `steps`, of the rows that are wanted, until all are done or full.
 
-    The device goes from token to token. On a mesh it asks the host after each whether to go on, and a call
-    returns when it has its tokens; so without a `limit` there are `steps` steps, whatever rows come to.
+    The device goes from token to token. On a mesh it asks the host after each whether to go on, so that a
+    call returns only when its tokens are there. With a `limit` of None nothing is asked: exactly `steps` steps
+    run, even when all rows have ended.
     """
     network, room = flat.whole, RowNumbers.of(numbers).limit
     most = steps if limit is None else jnp.minimum(limit, steps)

@@ -83,8 +83,8 @@ def test_processes_ask_for_the_same_pieces(ready):
     on_mesh = replace(on_one, network=ShardedTransformer.of(on_one.network, mesh))
     asked = SimpleNamespace(made=SimpleNamespace(is_ready=lambda: ready))
     request = Request.checked(on_mesh, PROMPTS, 20, None, (), (), 32)
-    assert Run(on_mesh, request, None)._returns_early(asked)
-    assert Run(on_one, request, None)._returns_early(asked) == (not ready)
+    assert Run(on_mesh, request, None)._may_ask_ahead(asked)
+    assert Run(on_one, request, None)._may_ask_ahead(asked) == (not ready)
     calls = []
 
     class Spied(Run):
