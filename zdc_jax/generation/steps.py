@@ -245,7 +245,7 @@ def decode(
     """Up to `limit` tokens, at most `steps`, of the rows that are wanted, until all are done or full.
 
     The device goes from token to token. On a mesh it asks the host after each whether to go on, so that a
-    call returns only when its tokens are there. With a `limit` of None nothing is asked: exactly `steps` steps
+    call returns only when its tokens are there. With a `limit` of None nothing is asked: exactly `steps` are
     run, even when all rows have ended.
     """
     network, room = flat.whole, RowNumbers.of(numbers).limit
