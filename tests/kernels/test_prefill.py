@@ -11,7 +11,14 @@ from brute_force import check, prefill
 from jumps import jumping
 from listed import lists_of, truth
 
-from kernels_pallas import BlockLists, PrefillConfig, Trailing, merge_partial, prefill_attention
+from kernels_pallas import (
+    BlockLists,
+    PrefillConfig,
+    Trailing,
+    merge_partial,
+    prefill_attention,
+    prefill_items,
+)
 from kernels_pallas import prefill as prefill_kernel
 from kernels_pallas.common import SHARED_MEMORY
 from kernels_pallas.prefill_inputs import Widths, listed_config
@@ -95,13 +102,13 @@ def test_lowers_near_keys_alone(H, sinks):
 
 def geometry(**given):
     """Zeros but for what is given."""
-    return prefill_kernel._Geometry(**dict.fromkeys(prefill_kernel._Geometry._fields, 0) | given)
+    return prefill_items.Geometry(**dict.fromkeys(prefill_items.Geometry._fields, 0) | given)
 
 
 def near_item(g, block, first, end, base):
     """An item of near keys alone."""
-    steps = prefill_kernel._steps(g, block, *(jnp.int32(x) for x in (first, end, base)))
-    return prefill_kernel._Item(0, 0, 0, first, end, base, *map(int, steps))
+    steps = prefill_items.steps_of(g, block, *(jnp.int32(x) for x in (first, end, base)))
+    return prefill_items.Item(0, 0, 0, first, end, base, *map(int, steps))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -146,7 +153,7 @@ def test_far_keys_are_visited_where_they_are(seed):
     end = first + int(rng.integers(1, 193))
     g = geometry(keys="far", sinks=sinks, window=window, S=S)
     begin, plain, mixed, inner, edge, sink_step = map(
-        int, prefill_kernel._steps(g, block, *(jnp.int32(x) for x in (first, end, 0)))
+        int, prefill_items.steps_of(g, block, *(jnp.int32(x) for x in (first, end, 0)))
     )
     far = lambda t: set(range(sinks, min(t - window + 1, S)))
     rows = lambda blocks: {row for i in blocks for row in range(i * block, (i + 1) * block)}

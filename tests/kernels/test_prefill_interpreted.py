@@ -16,7 +16,14 @@ from brute_force import check, prefill
 from jumps import jumping
 from listed import lists_of, truth
 
-from kernels_pallas import PrefillConfig, Trailing, prefill_attention, prefill_softmax, prefill_turns
+from kernels_pallas import (
+    PrefillConfig,
+    Trailing,
+    prefill_attention,
+    prefill_consumer,
+    prefill_softmax,
+    prefill_turns,
+)
 from kernels_pallas import prefill as prefill_kernel
 
 BF16 = jnp.bfloat16
@@ -38,8 +45,9 @@ def _accumulate(acc, p, values):
 @pytest.fixture
 def interpreted(monkeypatch):
     monkeypatch.setattr(prefill_softmax, "_any_positive", lambda x: (x > 0).any())
-    plain = {"_product": _product, "_accumulate": _accumulate}
-    with interpreting.interpreted_warpgroups(prefill_kernel, "prefill_attention", **plain):
+    monkeypatch.setattr(prefill_consumer, "_product", _product)
+    monkeypatch.setattr(prefill_consumer, "_accumulate", _accumulate)
+    with interpreting.interpreted_warpgroups(prefill_kernel, "prefill_attention"):
         yield
 
 

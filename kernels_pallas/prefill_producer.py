@@ -1,0 +1,88 @@
+"""The producer warpgroup of prefill: it streams blocks of keys and values through shared memory."""
+
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kernels_pallas.prefill_inputs import PrefillConfig
+from kernels_pallas.prefill_items import Geometry, Item
+
+
+class Rows(NamedTuple):
+    """Which rows of keys the producer reads: a block table and lists of blocks, None where there are none."""
+
+    table: Any
+    lists: Any
+
+    def block(self, g: Geometry, item: Item, step: Array) -> Array:
+        """Key block of a step."""
+        if not g.listed:
+            return item.block(g, step)
+        at = item.b, lax.div(item.head, jnp.int32(g.groups)), lax.div(item.row, jnp.int32(g.listed))
+        listed = self.lists[*at, jnp.minimum(step, self.lists.shape[-1] - 1)]
+        return jnp.where(step < item.plain, listed, item.block(g, step))
+
+    def in_pages(self, g: Geometry, item: Item, row: Array) -> tuple[Array, Array]:
+        """Leading index of a row of keys, and where it lies there."""
+        if not g.page:
+            return item.b, row
+        page = jnp.int32(g.page)
+        return self.table[item.b, lax.div(row, page)], lax.rem(row, page)
+
+
+def load_keys(
+    g: Geometry,
+    config: PrefillConfig,
+    smem: Any,
+    item: Item,
+    sources: tuple[Any, Any],
+    tails: Any,
+    rows: Rows,
+) -> None:
+    """The producer: blocks of keys and values into their slots, as these become free."""
+    block, kv_head = config.block_kv, lax.div(item.head, jnp.int32(g.groups))
+    buffers = [smem[name + "_tail"] for name in g.tails()]
+    sinks = tails[len(buffers) :] if g.sinks else [None, None]
+
+    def copy(
+        at_sinks: Array, sources: tuple[Any, Any], lead: Array, row: Array, destination: Any, ready: Any
+    ) -> None:
+        """Rows of the first source from `row` on, or at the sinks the first ones of the second, if any."""
+
+        def start(source: Any, lead: Array, rows: Any) -> None:
+            plgpu.copy_gmem_to_smem(source.at[lead, kv_head, rows], destination, ready)
+
+        (source, of_sinks), rows = sources, pl.ds(pl.multiple_of(row, 8), block)
+        if of_sinks is None:
+            start(source, lead, rows)
+            return
+        pl.when(at_sinks)(lambda: start(of_sinks, item.b, pl.ds(0, block)))
+        pl.when(jnp.logical_not(at_sinks))(lambda: start(source, lead, rows))
+
+    @pl.loop(0, item.plain + item.mixed + item.inner)
+    def _step(step: Array) -> None:
+        slot, row = lax.rem(step, jnp.int32(config.stages)), rows.block(g, item, step) * block
+        at_sinks = item.at_sinks(step)
+        lead, within = rows.in_pages(g, item, row)
+        for i, name in enumerate("kv"):
+
+            @pl.when(step >= config.stages)
+            def _(name: str = name) -> None:
+                plgpu.barrier_wait(smem[name + "_free"].at[slot])
+
+            pair = sources[i], sinks[i] if g.keys == "near" else None
+            copy(at_sinks, pair, lead, within, smem[name].at[slot], smem[name + "_ready"].at[slot])
+
+        if g.two_ranks:
+
+            @pl.when(step >= item.plain)
+            def _() -> None:
+                @pl.when(step > item.plain)
+                def _() -> None:
+                    plgpu.barrier_wait(smem["tail_free"])
+
+                for *pair, buffer in zip(tails, sinks, buffers, strict=False):
+                    copy(at_sinks, tuple(pair), item.b, row - item.base, buffer, smem["tail_ready"])
