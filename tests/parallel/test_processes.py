@@ -15,7 +15,7 @@ import pytest
 from conftest import LLAMA, TinyModel
 
 from convert.cli.main import main
-from zdc_jax import load
+from zdc_jax import generate, load
 from zdc_jax.errors import ProcessError
 from zdc_jax.parallel.processes import initialize, meet
 
@@ -50,9 +50,13 @@ def test_two_processes_give_what_one_gives(tmp_path, capsys):
     outputs = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
 
-    model = load(tmp_path / "model").network
+    alone = load(tmp_path / "model")
+    rows = generate(alone, [[5, 6, 7], [9]], 20, stop_tokens=()).completions
+    for index in range(2):
+        streamed = np.load(tmp_path / f"streamed-{index}.npy")
+        assert [tuple(row) for row in streamed] == [row.tokens for row in rows]
     tokens = np.random.default_rng(0).integers(3, 90, (1, 61), dtype=np.int32)
-    longer = np.asarray(model.hidden(jnp.asarray(np.append(tokens, tokens[:, :1], axis=1))))[0]
+    longer = np.asarray(alone.network.hidden(jnp.asarray(np.append(tokens, tokens[:, :1], axis=1))))[0]
     expected = longer[[60, 60, 61], None]
     for index in range(2):
         got = np.load(tmp_path / f"last-{index}.npy")
