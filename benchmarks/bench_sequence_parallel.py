@@ -17,8 +17,9 @@ rows that each device computes for nothing.
 
 The numerics check runs two layers on a short prompt in the same dtype and in float32: `error` of the row and
 `own_error` of one device with the same plan are against float32, relative to the largest logit. `numerics`:
-one layer's attention at the timed length against float64, see `AttentionParts.numerics`. Rows are merged by
-name into the JSON file, which is written anew after each figure; a figure that fails becomes its error.
+one layer's attention at the timed length against float64, see `AttentionParts.numerics`; of KV-Runahead in
+even pieces, by the one program that several processes run. Rows are merged by name into the JSON file, which
+is written anew after each figure; a figure that fails becomes its error.
 
 One process a GPU, over sockets as between hosts:
 
