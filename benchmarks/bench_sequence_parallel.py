@@ -19,7 +19,8 @@ The numerics check runs two layers on a short prompt in the same dtype and in fl
 `own_error` of one device with the same plan are against float32, relative to the largest logit. `numerics`:
 one layer's attention at the timed length against float64, see `AttentionParts.numerics`; of KV-Runahead in
 even pieces, by the one program that several processes run. Rows are merged by name into the JSON file, which
-is written anew after each figure; a figure that fails becomes its error.
+is written anew after each figure; a figure that fails becomes its error. `commits` are those of a row's
+figures.
 
 One process a GPU, over sockets as between hosts:
 
@@ -123,6 +124,8 @@ class Bench:
             into[key] = figure()
         except Exception as error:  # XLA's and the kernels' own types; other figures can still be had.
             into[key], self.failed = {"error": f"{type(error).__name__}: {error}"[:500]}, True
+        if "row" in into:
+            into.setdefault("commits", {})[key] = commit()
         if jax.process_index():
             return
         took, shown = time.perf_counter() - began, into[key]
@@ -156,7 +159,7 @@ class Bench:
         row, key = ROWS[name], f"{name} {length}"
         out = self.results.setdefault(key, {})
         build = {**asdict(row), "implementation": self.implementation(row)}
-        out |= {"row": name, "length": length, "build": build, "commit": commit()}
+        out |= {"row": name, "length": length, "build": build}
         match figures:
             case "parts":
                 parts = self.parts(row, length)

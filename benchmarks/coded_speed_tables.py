@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from benchmarks.common import RESULTS
@@ -137,9 +138,9 @@ PLAN_KINDS = ("searched", "dense", "cudnn")
 """Of `bench_one_plan`, in the order of the table."""
 
 
-def one_plan_on_mesh_table() -> str:
-    """The same on two GPUs: each kind a line, with the figures that it has."""
-    run = json.loads((RESULTS / "one-plan-h100-2.json").read_text())
+def one_plan_on_mesh_table(name: str) -> str:
+    """The same on a mesh, of one file: each kind a line, with the figures that it has."""
+    run = json.loads((RESULTS / f"{name}.json").read_text())
     heads = ("shape, tokens", "", "first token, s", "a token of 1 row, ms", "of 8 rows, ms")
     heads = (*heads, "most rows", "their tokens a second", "GB a row and GPU")
     names = {
@@ -224,7 +225,8 @@ TABLES = {
     "coded selection": selection_table,
     "coded models": models_table,
     "one plan": one_plan_table,
-    "one plan on two": one_plan_on_mesh_table,
+    "one plan on two": partial(one_plan_on_mesh_table, "one-plan-h100-2"),
+    "one plan on four": partial(one_plan_on_mesh_table, "one-plan-h200-4"),
     "coded prompts": encode_table,
     "new tokens": new_tokens_table,
 }

@@ -82,11 +82,11 @@ LABELS = {
     "dense": "dense Ulysses (cuDNN)",
     "dense_float8": "dense Ulysses (cuDNN), exchanged as float8",
     "dense_pallas": "dense Ulysses (our kernels)",
-    "dense_coded": "the same, exchanged as codes",
+    "dense_coded": "dense Ulysses (our kernels), exchanged as codes",
     "plan": "**Ulysses on truncated coordinates**",
-    "plan_float8": "the same, exchanged as float8",
-    "plan_coded": "the same, exchanged as codes",
-    "plan_gathered": "the same, weights gathered by layer",
+    "plan_float8": "truncated, exchanged as float8",
+    "plan_coded": "truncated, exchanged as codes",
+    "plan_gathered": "truncated, weights gathered by layer",
     "late": "truncated after the exchange",
     "all_gather": "all-gather of keys and values, dense",
     "all_gather_zigzag": "all-gather, dense, zigzag shards",
@@ -120,9 +120,10 @@ def median(out: dict[str, Any], key: str) -> float | None:
 def compare(results: dict[str, Any], layers: int) -> None:
     """Writes into each row, as `compared`, what follows from its figures and from its peers' of that length.
 
-    speedup_over: times to the first token of peers over this one's. of_dense: bytes and exchange as shares of
-    dense Ulysses'. together_over_sum: near attention and exchange in one program over both alone.
-    exchange_share: of the exchange alone in the first token's time. rest: seconds a layer beside attention.
+    speedup_over: times to the first token of peers over this one's, where both were timed at one commit.
+    of_dense: bytes and exchange as shares of dense Ulysses'. together_over_sum: near attention and exchange
+    in one program over both alone. exchange_share: of the exchange alone in the first token's time. rest:
+    seconds a layer beside attention.
     """
     for out in results.values():
         if not isinstance(out, dict) or "row" not in out:
@@ -132,7 +133,12 @@ def compare(results: dict[str, Any], layers: int) -> None:
             median(out, key) for key in ("first_token", "exchange", "near", "attention")
         )
         alone = None if exchange is None or near is None else exchange + near
-        compared = {f"speedup_over_{name}": _over(median(peer[name], "first_token"), first) for name in PEERS}
+        at = lambda row: row.get("commits", {}).get("first_token")
+        compared = {
+            f"speedup_over_{name}": _over(median(row, "first_token"), first)
+            for name, row in peer.items()
+            if at(row) == at(out)
+        }
         compared["bytes_of_dense"] = _over(sent(out), sent(peer["dense"]))
         compared["exchange_of_dense"] = _over(exchange, median(peer["dense"], "exchange"))
         compared["together_over_sum"] = _over(median(out, "near_and_exchange"), alone)

@@ -6,14 +6,6 @@ from typing import Any
 from benchmarks.common import RESULTS
 from benchmarks.sequence_rows import LABELS, SEQUENCE_LENGTH, SEQUENCE_RESULTS, median, sent
 
-TWO_DEVICES = {
-    "NVLink": "sequence-parallel-llama-2-7b-2",
-    "sockets": "sequence-parallel-llama-2-7b-2-2-processes-sockets",
-}
-"""Result files of two GPUs, by link."""
-ONE_GROUP = "-one-group"
-"""Ends the names of files of the same rows before heads went in two groups."""
-
 
 def sequence_table() -> str:
     """Prompts divided over GPUs by method, on NVLink and over sockets; empty where nothing was measured."""
@@ -22,17 +14,20 @@ def sequence_table() -> str:
     if not any(links):
         return ""
     lines = [
-        "| method | NVLink: first token | beside dense | GB that leave a GPU | exchange, a layer "
-        "| near + exchange, apart from a layer | sockets: first token | beside dense |",
-        "|---|---|---|---|---|---|---|---|",
+        "| method | NVLink: first token | beside dense | GB that leave a GPU | error of a head "
+        "| exchange, a layer | near + exchange, apart from a layer | sockets: first token | beside dense |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row, label in LABELS.items():
         nvlink, sockets = (results.get(f"{row} {SEQUENCE_LENGTH}", {}) for results in links)
-        cells = [*first_token_cells(nvlink), *exchange_cells(nvlink), *first_token_cells(sockets)]
+        error = nvlink.get("numerics", {}).get("head")
+        cells = [*first_token_cells(nvlink), bytes_cell(nvlink)]
+        cells += ["–" if error is None else f"{100 * error:.2g} %"]
+        cells += [*exchange_cells(nvlink), *first_token_cells(sockets)]
         if any(cell != "–" for cell in cells):
             lines.append(f"| {label} | {' | '.join(cells)} |")
     rates = [results.get("link_rate") for results in links]
-    lines.append("| link, GB/s | {} | | | | | {} | |".format(*map(rate_cell, rates)))
+    lines.append("| link, GB/s | {} | | | | | | {} | |".format(*map(rate_cell, rates)))
     return "\n".join(lines)
 
 
@@ -42,12 +37,16 @@ def first_token_cells(out: dict[str, Any]) -> list[str]:
     return ["–" if seconds is None else f"{seconds:.2f} s", "–" if speedup is None else f"{speedup:.2f}x"]
 
 
+def bytes_cell(out: dict[str, Any]) -> str:
+    """GB of a prompt that leave a device."""
+    count = sent(out)
+    return "–" if count is None else f"{count / 1e9:.2f}"
+
+
 def exchange_cells(out: dict[str, Any]) -> list[str]:
-    """Bytes of a prompt; the exchange alone; near attention and exchange in one program over their sum."""
-    count, seconds = sent(out), median(out, "exchange")
-    share = out.get("compared", {}).get("together_over_sum")
+    """The exchange alone; near attention and exchange in one program over their sum."""
+    seconds, share = median(out, "exchange"), out.get("compared", {}).get("together_over_sum")
     return [
-        "–" if count is None else f"{count / 1e9:.2f}",
         "–" if seconds is None else f"{1e3 * seconds:.2f} ms",
         "–" if share is None else f"{share:.2f} of their sum",
     ]
@@ -56,29 +55,6 @@ def exchange_cells(out: dict[str, Any]) -> list[str]:
 def rate_cell(rate: Any) -> str:
     """Bytes a second, as measured."""
     return f"{rate / 1e9:.1f}" if isinstance(rate, float) else "–"
-
-
-def two_devices_table() -> str:
-    """Prompts divided over two GPUs: peers with equal work for each, errors at that length, and before."""
-    now, before = ([_results(f"{name}{end}") for name in TWO_DEVICES.values()] for end in ("", ONE_GROUP))
-    lines = [
-        "| method | NVLink: first token | beside dense | GB that leave a GPU | error of a head | "
-        "in one group | sockets: first token | beside dense | in one group |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row, label in LABELS.items():
-        key = f"{row} {SEQUENCE_LENGTH}"
-        (nvlink, sockets), was = ([results.get(key, {}) for results in runs] for runs in (now, before))
-        if not nvlink:
-            continue
-        error = nvlink.get("numerics", {}).get("head")
-        cells = [*first_token_cells(nvlink), exchange_cells(nvlink)[0]]
-        cells += ["–" if error is None else f"{100 * error:.2g} %", first_token_cells(was[0])[0]]
-        cells += [*first_token_cells(sockets), first_token_cells(was[1])[0]]
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    rates = [rate_cell(results.get("link_rate")) for results in (*now, *before)]
-    lines.append(f"| link, GB/s | {rates[0]} | | | | {rates[2]} | {rates[1]} | | {rates[3]} |")
-    return "\n".join(lines)
 
 
 def _results(name: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ python -m benchmarks.tables
 import itertools
 import json
 import statistics
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from benchmarks.common import RESULTS
 from benchmarks.quality import block_tables
 from benchmarks.quality.coding_tables import coding_table, fetch_table, layers_table, memory_table
 from benchmarks.quality.rows import NAME, Row, family, in_order, least, missing, of, read_run, retentions
-from benchmarks.sequence_rows import SEQUENCE_LENGTH, SEQUENCE_RESULTS
-from benchmarks.sequence_tables import first_token_cells, sequence_table, two_devices_table
+from benchmarks.sequence_tables import sequence_table
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "measurements.md", ROOT / "docs" / "coding.md")
@@ -368,48 +366,20 @@ def generate_table() -> str:
     return "\n".join(lines)
 
 
-def summary_table() -> str:
-    """The figures of speed that a reader asks for first."""
-    rows = [*_summary_of_models(), *_summary_of_links(), *_summary_of_kernels()]
-    return "\n".join(["| | ZDC | peer | |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-def _summary_of_models() -> Iterator[tuple[str, ...]]:
-    results = read("generate-llama-2-7b-shape")["results"]
-    for label, key, scale, shown in (
-        ("first token of 128K, Llama-2-7B, one GPU", "prefill_128k", 1, "{:,.2f} s"),
-        ("a token of 8 rows at 16K", "decode_b8_16k", 1e3, "{:.2f} ms"),
-    ):
-        ours, peer = (scale * statistics.median(results[kind][key]) for kind in ("window", "cudnn"))
-        yield label, shown.format(ours), f"{shown.format(peer)} (cuDNN)", f"{peer / ours:.2f}x"
-    ours, peer = (results[kind]["largest_batch_16k"] for kind in ("window", "cudnn"))
-    held, whole = (results[kind]["kv_bytes_16k"] for kind in ("window", "cudnn"))
-    fewer = f"{ours / peer:.2f}x, of {whole / held:.2f}x fewer bytes"
-    yield "largest batch at 16K", str(ours), str(peer), fewer
-
-
-def _summary_of_links() -> Iterator[tuple[str, ...]]:
-    for link, name in SEQUENCE_RESULTS.items():
-        of = {
-            row: read(name)["results"][f"{row} {SEQUENCE_LENGTH}"] for row in ("dense", "plan", "plan_float8")
-        }
-        dense, _ = first_token_cells(of["dense"])
-        for row, how in (("plan", ""), ("plan_float8", ", float8")):
-            seconds, gain = first_token_cells(of[row])
-            yield f"first token of 128K, four GPUs, {link}{how}", seconds, f"{dense} (dense Ulysses)", gain
-
-
-def _summary_of_kernels() -> Iterator[tuple[str, ...]]:
+def few_kernels_table() -> str:
+    """The kernels that a reader asks for first."""
     sections = [rows for rows in read("kernels-h200")["results"].values() if isinstance(rows, list)]
     kernels = {row["name"]: row for rows in sections for row in rows}
+    lines = ["| kernel | ms | of its bound | beside cuDNN, full rank |", "|---|---|---|---|"]
     for name in ("prefill (128,128) K=32", "prefill (64,96) K=32", "decode (64,96) B=16 S=8192 K=32"):
         row = kernels[name]
-        figure = f"{row['ms']:.3f} ms, {row['of_limit']:.0%} of {row['limit']}"
-        yield f"kernel, {name}", figure, "cuDNN, full rank", f"{row['speedup']:.2f}x"
+        bound = f"{row['of_limit']:.0%} of {row['limit']}"
+        lines.append(f"| {name} | {row['ms']:.3f} | {bound} | {row['speedup']:.2f}x |")
+    return "\n".join(lines)
 
 
 TABLES = {
-    "summary": summary_table,
+    "few kernels": few_kernels_table,
     "headline": headline_table,
     "equal bytes": equal_bytes_overview,
     "searched": searched_table,
@@ -431,7 +401,6 @@ TABLES = {
     "calibration": calibration_table,
     "kernels": kernel_table,
     "sequence": sequence_table,
-    "two devices": two_devices_table,
     **{
         f"coding {part}": partial(coding_table, part)
         for part in ("bases", "codes", "near", "choice", "growth")
