@@ -31,6 +31,7 @@ from zdc_jax.config import ModelConfig
 from zdc_jax.generation.steps import Flat
 from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
 from zdc_jax.model.transformer import Transformer
+from zdc_jax.ops.contract import in_two_rows
 from zdc_jax.plan import CompressionPlan
 
 LLAMA_2_7B = replace(
@@ -156,20 +157,23 @@ def _cudnn_step(flat: Flat[Transformer], cache: Any, tokens: jax.Array) -> tuple
     lengths = cache["lengths"]
     T, scale = tokens.shape[1], network.layers[0].attention.scale
     positions = lengths[:, None] + jnp.arange(T)
-    x, kv = network.embeddings.embed(tokens, positions), []
+    x, kv = in_two_rows(network.embeddings.embed(tokens, positions)), []
+    rows = len(x)
     for block, (keys, values) in zip(network.layers, cache["kv"], strict=True):
 
         def attend(q: Any, k: Any, v: Any, keys: Any = keys, values: Any = values) -> Any:
+            q, k, v = (given[: len(tokens)] for given in (q, k, v))
             put = lambda buffer, new: jax.lax.dynamic_update_slice(buffer, new, (0, lengths[0], 0, 0))
             keys, values = put(keys, k), put(values, v)
             kv.append((keys, values))
             own = partial(jax.nn.dot_product_attention, q, scale=scale, implementation="cudnn")
             if T > 1:
                 return own(k, v, is_causal=True), None
-            return own(keys, values, key_value_seq_lengths=lengths + 1), None
+            o = own(keys, values, key_value_seq_lengths=lengths + 1)
+            return jnp.broadcast_to(o, (rows, *o.shape[1:])), None
 
         x, _ = block(x, positions, attend)
-    token = network.embeddings.unembed(x[:, -1]).argmax(-1).astype(jnp.int32)[:, None]
+    token = network.embeddings.unembed(x[: len(tokens), -1]).argmax(-1).astype(jnp.int32)[:, None]
     return token, {"lengths": lengths + T, "kv": kv}
 
 

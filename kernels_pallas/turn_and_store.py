@@ -264,9 +264,8 @@ def _launch(
         near=near,
         paged=block_table is not None,
         shifted=turning.shift is not None,
-        # Where products with weights were one, XLA gives their results as one without a copy. Those of one
-        # row it may compute where they are put together, each number in one thread: slow (`tests/aot`).
-        together=v.shape[2] == H and B > 1,
+        # XLA makes one product of the three, and gives its result as one array at most once copied.
+        together=v.shape[2] == H,
         k=forms[0],
         v=forms[1],
     )

@@ -12,7 +12,6 @@ from zdc_jax.axes import Array
 from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.model.layers import Reduce, add_bias, param, rms_norm, unreduced
 from zdc_jax.ops.attention import Implementation, self_attention
-from zdc_jax.ops.contract import weighted
 from zdc_jax.ops.latent import LatentKeys
 from zdc_jax.ops.rotary import UnturnedKeys, rope_and_basis, rope_frequencies, rotate
 
@@ -139,9 +138,9 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K Z"]]:
         """q, k and v before anything turns them."""
-        q = self._normed(add_bias(weighted("BTD,DNH->BTNH", x, self.q[...]), self.q_bias), self.q_norm)
-        k = self._normed(add_bias(weighted("BTD,DKH->BTKH", x, self.k[...]), self.k_bias), self.k_norm)
-        return q, k, add_bias(weighted("BTD,DKH->BTKH", x, self.v[...]), self.v_bias)
+        q = self._normed(add_bias(jnp.einsum("BTD,DNH->BTNH", x, self.q[...]), self.q_bias), self.q_norm)
+        k = self._normed(add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.k[...]), self.k_bias), self.k_norm)
+        return q, k, add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.v[...]), self.v_bias)
 
     def _basis(self) -> tuple[Array, Array, Array | None] | None:
         """What acts behind the rotary embedding: of queries, of keys, and what is added to keys."""
@@ -195,4 +194,4 @@ class Attention(nnx.Module):
 
     def output(self, o: Float[Array, "B T N Z"], reduce: Reduce = unreduced) -> Float[Array, "B T D"]:
         """W_O applied to the heads' outputs in the rotated basis."""
-        return add_bias(reduce(weighted("BTNZ,NZD->BTD", o, self.o[...])), self.o_bias)
+        return add_bias(reduce(jnp.einsum("BTNZ,NZD->BTD", o, self.o[...])), self.o_bias)

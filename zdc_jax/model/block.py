@@ -13,6 +13,8 @@ from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.model.attention import Attention
 from zdc_jax.model.layers import FeedForward, Norm, Reduce, unreduced
 from zdc_jax.ops.attention import Implementation
+from zdc_jax.ops.latent import LatentKeys
+from zdc_jax.ops.rotary import UnturnedKeys
 
 Attend = Callable[[Array, Any, Any], tuple[Array, Any]]
 """(q [B, T, N, R], k [B, T, K, R], v [B, T, K, Z]) → o [B, T, N, Z], and whatever else it finds."""
@@ -25,6 +27,12 @@ def own_projection(
 ) -> tuple[Array, Array, Array]:
     """The `Project` of layers that treat all tokens alike."""
     return attention.project(x, positions, implementation)
+
+
+def of_each(change: Callable[[Array], Array], q: Array, k: Any, v: Any) -> tuple[Array, Any, Any]:
+    """q, k, v as a `Project` gives them, with what there is of each token changed."""
+    keys = k.each(change) if isinstance(k, LatentKeys | UnturnedKeys) else jax.tree.map(change, k)
+    return change(q), keys, jax.tree.map(change, v)
 
 
 class Block(nnx.Module):

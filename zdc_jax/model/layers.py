@@ -9,7 +9,6 @@ from jaxtyping import Float
 
 from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
-from zdc_jax.ops.contract import weighted
 
 Reduce = Callable[[Array], Array]
 """Sums what each of several devices gives of one product, before its bias (tensor parallelism)."""
@@ -77,9 +76,9 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], reduce: Reduce = unreduced) -> Float[Array, "B T D"]:
         act = ACTIVATIONS[self.activation]
-        up = add_bias(weighted("BTD,DF->BTF", x, self.up[...]), self.up_bias)
+        up = add_bias(jnp.einsum("BTD,DF->BTF", x, self.up[...]), self.up_bias)
         gate = None
         if self.gate is not None:
-            gate = add_bias(weighted("BTD,DF->BTF", x, self.gate[...]), self.gate_bias)
+            gate = add_bias(jnp.einsum("BTD,DF->BTF", x, self.gate[...]), self.gate_bias)
         hidden = act(up) if gate is None else act(gate) * up
-        return add_bias(reduce(weighted("BTF,FD->BTD", hidden, self.down[...])), self.down_bias)
+        return add_bias(reduce(jnp.einsum("BTF,FD->BTD", hidden, self.down[...])), self.down_bias)

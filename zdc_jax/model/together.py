@@ -16,11 +16,9 @@ from jaxtyping import Float, Int, Shaped
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.spec import Call, LayerCacheSpec, State
-from zdc_jax.model.block import Block
+from zdc_jax.model.block import Block, of_each
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.ops.latent import LatentKeys
-from zdc_jax.ops.rotary import UnturnedKeys
 
 
 class Place(NamedTuple):
@@ -120,20 +118,18 @@ def _layer(
     call = partial(Call, block.attention.scale, implementation)
     of_pieces = lambda x: packing.apart(x[:, :T])
     of_tokens = lambda x: x[:, T:].swapaxes(0, 1)
-    keys = lambda part, k: k.each(part) if isinstance(k, LatentKeys | UnturnedKeys) else part(k)
-    cut = lambda part, q, k, v: (part(q), keys(part, k), part(v))
     own = None if table is None else jnp.take(table, place.row, axis=0, mode="clip")
     new = place.begin[:, None] + jnp.arange(T)
     # Else XLA reads rows and pages of several layers at once, and copies what is written before that.
     x, rows, state = jax.lax.optimization_barrier((x, spec.of_rows(state, place.row), state))
 
     def attend(*qkv: Any) -> tuple[Array, tuple[State, Any]]:
-        given = *cut(of_pieces, *qkv), new, place.end, aux[0]
+        given = *of_each(of_pieces, *qkv), new, place.end, aux[0]
         read = spec.attend(rows, *given, call(table=own))
         held = spec.with_rows(state, place.row, read.state)
         # Else XLA may copy a pool: it does not know that pieces read it before tokens are written.
         o, held = jax.lax.optimization_barrier((packing.packed(read.o), held))
-        given = *cut(of_tokens, *qkv), of_tokens(positions), end, aux[1]
+        given = *of_each(of_tokens, *qkv), of_tokens(positions), end, aux[1]
         decoded = spec.attend(held, *given, call(table=table))
         o = jnp.concatenate([o, decoded.o.swapaxes(0, 1)], axis=1)
         return o, (decoded.state, (read.aux, decoded.aux))

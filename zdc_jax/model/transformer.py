@@ -14,10 +14,10 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache, check_fits, free_bytes
 from zdc_jax.cache.spec import Call, LayerCacheSpec, State, own_heads
 from zdc_jax.config import ModelConfig
-from zdc_jax.model.block import Block
+from zdc_jax.model.block import Block, of_each
 from zdc_jax.model.layers import Norm, Reduce, param, unreduced
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.ops.contract import einsum_f32
+from zdc_jax.ops.contract import einsum_f32, in_two_rows
 from zdc_jax.ops.rotary import UnturnedKeys
 from zdc_jax.plan import CompressionPlan
 
@@ -139,12 +139,12 @@ class Transformer(nnx.Module):
           hidden states (those of padding are unspecified) and the longer cache.
         """
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
-        x, aux = self.embeddings.embed(tokens, positions), None
+        x, aux = in_two_rows(self.embeddings.embed(tokens, positions)), None
         states = list(cache.layers)
         for index, (block, spec) in enumerate(zip(self.layers, cache.specs, strict=True)):
             given = x, states[index], aux, positions, end, implementation
             x, states[index], aux = _extended_layer(block, spec, *given, table=cache.table)
-        return x, replace(cache, layers=tuple(states), lengths=end)
+        return x[: len(tokens)], replace(cache, layers=tuple(states), lengths=end)
 
     def read_prompt(
         self,
@@ -229,14 +229,19 @@ def extend_layer(
 ) -> tuple[Array, State, Any]:
     """One layer on new tokens x [B, T, D], its cache with them, and what it hands on.
 
+    x may be `in_two_rows`: weights see both, attention and the cache the first.
     See `LayerCacheSpec.attend`; all_heads and table: as in `Call`; reduce: as `Block` takes it.
     """
     call = Call(block.attention.scale, implementation, all_heads, table)
+    own, rows = positions, len(end)
 
-    def attend(q: Array, k: Any, v: Any) -> tuple[Array, tuple[State, Any]]:
-        done = spec.attend(state, q, k, v, positions, end, aux, call)
-        return done.o, (done.state, done.aux)
+    def attend(q: Array, k: Any, v: Array) -> tuple[Array, tuple[State, Any]]:
+        q, k, v = of_each(lambda given: given[:rows], q, k, v)
+        done = spec.attend(state, q, k, v, own, end, aux, call)
+        o = jnp.broadcast_to(done.o, (len(x), *done.o.shape[1:]))
+        return o, (done.state, done.aux)
 
+    positions = jnp.broadcast_to(own, (len(x), own.shape[1]))
     x, (state, aux) = block(x, positions, attend, implementation, partial(spec.project, aux=aux), reduce)
     return x, state, aux
 
