@@ -49,6 +49,22 @@ def replay(network, prefill):
     return np.stack([last, *states], 1), cache
 
 
+def test_a_single_row_in_16_bits_is_one_of_two_equal_rows():
+    config, mesh = MODELS["llama, K < U"]
+    model, plan = TinyModel(config), CompressionPlan.uniform(config, qk=16, v=16, window=9, sinks=3)
+    network = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.model(plan).network)
+    sharded = ShardedTransformer.of(network, MeshConfig.parse(mesh).create())
+    text = jnp.asarray(np.tile(model.tokens(1, 44), (2, 1)))
+    _, two = sharded.prefill(text[:, :40], jnp.full(2, 40), capacity=48)
+    one = two.row(jnp.int32(0))
+    for t in range(40, 44):
+        expected, two = sharded.extend(two, text[:, t : t + 1], jnp.full(2, t + 1))
+        got, one = sharded.extend(one, text[:1, t : t + 1], jnp.full(1, t + 1))
+        got, expected = (np.asarray(x, np.float32) for x in (got, expected[:1]))
+        assert got.shape == expected.shape
+        assert np.abs(got - expected).max() <= 2**-5 * np.abs(expected).max()
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_as_on_one_device(plan, name):
