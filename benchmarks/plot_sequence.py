@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 from benchmarks.common import RESULTS
 from benchmarks.sequence_rows import LABELS, SEQUENCE_LENGTH, SEQUENCE_RESULTS, median, sent
@@ -30,7 +31,7 @@ def draw() -> None:
     figure, axes = plt.subplots(1, panels, figsize=(6 * panels, 4.5), layout="constrained")
     for axis, (link, name) in zip(axes, links.items(), strict=False):
         rows = rows_of(name)
-        axis.barh(names_of(rows), [median(out, "first_token") or 0 for out in rows.values()])
+        axis.barh(names_of(rows), np.array([median(out, "first_token") for out in rows.values()]))
         axis.set(title=link, xlabel="time to the first token, s")
     measured = {row: out for name in links.values() for row, out in rows_of(name).items()}
     left = {row: count / 1e9 for row, out in measured.items() if (count := sent(out)) is not None}

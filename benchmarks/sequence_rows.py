@@ -120,10 +120,10 @@ def median(out: dict[str, Any], key: str) -> float | None:
 def compare(results: dict[str, Any], layers: int) -> None:
     """Writes into each row, as `compared`, what follows from its figures and from its peers' of that length.
 
-    speedup_over: times to the first token of peers over this one's, where both were timed at one commit.
-    of_dense: bytes and exchange as shares of dense Ulysses'. together_over_sum: near attention and exchange
-    in one program over both alone. exchange_share: of the exchange alone in the first token's time. rest:
-    seconds a layer beside attention.
+    speedup_over: times to the first token of peers over this one's. of_dense: bytes and exchange as shares of
+    dense Ulysses'. together_over_sum: near attention and exchange in one program over both alone.
+    exchange_share: of the exchange alone in the first token's time. rest: seconds a layer beside attention.
+    Rows are compared in times only that were taken at one commit.
     """
     for out in results.values():
         if not isinstance(out, dict) or "row" not in out:
@@ -133,14 +133,11 @@ def compare(results: dict[str, Any], layers: int) -> None:
             median(out, key) for key in ("first_token", "exchange", "near", "attention")
         )
         alone = None if exchange is None or near is None else exchange + near
-        at = lambda row: row.get("commits", {}).get("first_token")
         compared = {
-            f"speedup_over_{name}": _over(median(row, "first_token"), first)
-            for name, row in peer.items()
-            if at(row) == at(out)
+            f"speedup_over_{name}": _over(_beside(out, peer[name], "first_token"), first) for name in PEERS
         }
         compared["bytes_of_dense"] = _over(sent(out), sent(peer["dense"]))
-        compared["exchange_of_dense"] = _over(exchange, median(peer["dense"], "exchange"))
+        compared["exchange_of_dense"] = _over(exchange, _beside(out, peer["dense"], "exchange"))
         compared["together_over_sum"] = _over(median(out, "near_and_exchange"), alone)
         compared["exchange_share"] = _over(exchange, _over(first, layers))
         if first is not None and attention is not None:
@@ -151,6 +148,12 @@ def compare(results: dict[str, Any], layers: int) -> None:
 def sent(out: dict[str, Any]) -> float | None:
     """Bytes of a prompt that leave a device, at most; None where they are not known."""
     return out.get("bytes", {}).get("formula")
+
+
+def _beside(out: dict[str, Any], peer: dict[str, Any], key: str) -> float | None:
+    """Seconds of a peer's figure, where it is of the same commit."""
+    commit = lambda row: row.get("commits", {}).get(key)
+    return median(peer, key) if commit(peer) == commit(out) else None
 
 
 def _over(a: float | None, b: float | None) -> float | None:

@@ -264,7 +264,9 @@ def _launch(
         near=near,
         paged=block_table is not None,
         shifted=turning.shift is not None,
-        # XLA makes one product of the three, and gives its result as one array at most once copied.
+        # XLA makes one product of the three, and gives its result as one array, copied once at most. A single
+        # row should be one of two equal ones there: its own product is added up where arrays are put
+        # together, each number in one thread, which is slow (`tests/aot`).
         together=v.shape[2] == H,
         k=forms[0],
         v=forms[1],

@@ -1,6 +1,8 @@
-"""Decodes given tokens one after another, in one program."""
+"""Decodes given tokens one after another, in one program; what a single row gives."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
@@ -27,3 +29,15 @@ def decoded(
         return cache, hidden[:, 0]
 
     return jax.lax.scan(step, cache, (tokens, ends))
+
+
+def assert_one_of_two(
+    network: Transformer | ShardedTransformer, cache: KVCache, tokens: Int[Array, "2 steps"]
+) -> None:
+    """The first of two rows decodes alone what it decodes beside the other, in 16 bits."""
+    ends = cache.lengths + 1 + jnp.arange(tokens.shape[1])[:, None]
+    _, both = decoded(network, cache, tokens.T, ends)
+    _, got = decoded(network, cache.row(jnp.int32(0)), tokens.T[:, :1], ends[:, :1])
+    got, expected = (np.asarray(x, np.float32) for x in (got, both[:, :1]))
+    assert got.shape == expected.shape
+    assert np.abs(got - expected).max() <= 2**-5 * np.abs(expected).max()

@@ -35,6 +35,21 @@ def test_compare():
     assert results["plan 16"]["compared"] == {}
 
 
+def test_times_of_two_commits_are_not_compared():
+    row = lambda name, first, exchange, commit: {
+        "row": name,
+        "length": 8,
+        "first_token": [first],
+        "exchange": [exchange],
+        "commits": {"first_token": commit, "exchange": "b"},
+    }
+    results = {"dense 8": row("dense", 4.0, 0.5, "b"), "plan 8": row("plan", 2.0, 0.25, "b")}
+    results["late 8"] = row("late", 1.0, 0.25, "a")
+    compare(results, layers=1)
+    assert results["plan 8"]["compared"]["speedup_over_dense"] == 2.0
+    assert results["late 8"]["compared"] == {"exchange_of_dense": 0.5, "exchange_share": 0.25}
+
+
 def test_tasks():
     assert set(TASKS) <= set(get_args(Task))
     assert {task for task in TASKS if ":" not in task} == set(ROWS)

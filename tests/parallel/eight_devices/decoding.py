@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import LLAMA, OPT, TinyModel
-from decoding_steps import decoded
+from decoding_steps import assert_one_of_two, decoded
 from tiny_tokenizers import byte_tokenizer
 
 from zdc_jax import Sampling, generate, stream
@@ -55,14 +55,8 @@ def test_a_single_row_in_16_bits_is_one_of_two_equal_rows():
     network = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.model(plan).network)
     sharded = ShardedTransformer.of(network, MeshConfig.parse(mesh).create())
     text = jnp.asarray(np.tile(model.tokens(1, 44), (2, 1)))
-    _, two = sharded.prefill(text[:, :40], jnp.full(2, 40), capacity=48)
-    one = two.row(jnp.int32(0))
-    for t in range(40, 44):
-        expected, two = sharded.extend(two, text[:, t : t + 1], jnp.full(2, t + 1))
-        got, one = sharded.extend(one, text[:1, t : t + 1], jnp.full(1, t + 1))
-        got, expected = (np.asarray(x, np.float32) for x in (got, expected[:1]))
-        assert got.shape == expected.shape
-        assert np.abs(got - expected).max() <= 2**-5 * np.abs(expected).max()
+    _, cache = sharded.prefill(text[:, :40], jnp.full(2, 40), capacity=48)
+    assert_one_of_two(sharded, cache, text[:, 40:])
 
 
 @pytest.mark.parametrize("name", MODELS)
