@@ -3,13 +3,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from abstract_gpu import on_abstract_h200
 from compiled import device
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from kernels_pallas import block_mass
 from kernels_pallas.block_mass import PROGRAMS, ROWS
 
-H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 B, K, S = 1, 8, 32_768
 
 
@@ -20,7 +19,7 @@ def test_keeps_its_scores_to_itself(m, R):
     shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
     nq = S // 128
     given = shape(B, K, nq, m, R), shape(B, nq, m, dtype=jnp.int32), shape(B, K, S, R)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+    with on_abstract_h200():
         traced = jax.jit(lambda *given: block_mass(*given, scale=0.1)).trace(*given)
         memory = traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
     mass, logs = B * K * nq * (S // 128) * 4, PROGRAMS * ROWS * (S // 128) * 4

@@ -3,12 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from abstract_gpu import on_abstract_h200
 from compiled import device
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from kernels_pallas import Plane, dequantise
 
-H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 B, K, S = 2, 8, 5120
 
 
@@ -27,7 +26,7 @@ def test_writes_numbers_alone(bits, page):
         index, rest, values = (Plane(*pair, b) for pair, b in zip(arrays, bits, strict=True))
         return dequantise([[index, rest], [values]], ends, block_table=table)
 
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+    with on_abstract_h200():
         traced = jax.jit(read).trace(arrays, shape(B, dtype=jnp.int32), table)
         memory = traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
     assert memory.output_size_in_bytes <= 2 * 2 * B * K * S * 128 + 64

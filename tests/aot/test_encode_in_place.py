@@ -3,12 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from abstract_gpu import on_abstract_h200
 from compiled import device
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from kernels_pallas import Plane, encode
 
-H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 BITS = (4, 4, 4)
 
 
@@ -29,7 +28,7 @@ def test_writes_in_place(B, T, page):
         found = encode([k, v], [[index, rest], [values]], starts, ends, block_table=table)
         return [(plane.levels, plane.reach) for each in found for plane in each]
 
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+    with on_abstract_h200():
         traced = jax.jit(put, donate_argnums=0).trace(arrays, x, x, row, row, table)
         memory = traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes <= 8 * len(arrays) * 2

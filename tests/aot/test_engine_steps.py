@@ -9,8 +9,8 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import pytest
+from abstract_gpu import on_abstract_h200
 from compiled import compiled, device
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from benchmarks.bench_generate import LLAMA_2_7B, build
 from zdc_jax import methods
@@ -22,7 +22,6 @@ from zdc_jax.generation.row_numbers import WIDTH
 from zdc_jax.generation.steps import DecodeState, Frontier
 from zdc_jax.plan import CompressionPlan
 
-H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 CONFIG = replace(
     LLAMA_2_7B,
     layers=LLAMA_2_7B.layers[:2],
@@ -85,7 +84,7 @@ def program(
         cache, found = step(jax.tree.unflatten(tree, leaves), state, packed)
         return state._replace(cache=replace(cache, table=None)), found
 
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+    with on_abstract_h200():
         found = {kernel.name for kernel in compiled(run, *given)}
         sharding = jax.sharding.SingleDeviceSharding(device())
         placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from abstract_gpu import on_abstract_h200
 from compiled import device
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from benchmarks.bench_coded_models import coded_plan
 from benchmarks.bench_generate import LLAMA_2_7B, build
@@ -19,7 +19,6 @@ from zdc_jax.generation.row_numbers import WIDTH
 from zdc_jax.generation.steps import DecodeState, Flat, decode
 from zdc_jax.plan import CompressionPlan
 
-H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 CONFIG = replace(LLAMA_2_7B, layers=LLAMA_2_7B.layers[:2], num_kv_heads=8, vocab_size=512)
 TOKENS = 8192
 OF_KEYS = 2 * CONFIG.embed_dim * CONFIG.num_kv_heads * CONFIG.head_dim
@@ -107,7 +106,7 @@ def lowered(program: Any, *given: Any, **options: Any) -> jax.stages.Lowered:
     """A jitted function of arguments of these shapes."""
     sharding = jax.sharding.SingleDeviceSharding(device())
     placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+    with on_abstract_h200():
         return program.trace(*jax.tree.map(placed, given), **options).lower(lowering_platforms=("cuda",))
 
 

@@ -4,12 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from abstract_gpu import on_abstract_h200
 
 from kernels_pallas import Parts, merged, merged_at_once
 
 B, K, G = 2, 3, 4
-H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 
 
 def drawn(P, Z, *, order=False, pitch=0, transposed=False, seed=0):
@@ -82,6 +81,6 @@ def test_on_xla(kind):
 
 def test_lowers_for_cuda():
     parts = [drawn(**kind)[0] for kind in KINDS["near and far"]]
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+    with on_abstract_h200():
         traced = jax.jit(lambda *parts: merged_at_once(parts, G, jnp.bfloat16)).trace(*parts)
         assert "zdc_merge" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from abstract_gpu import on_abstract_h200
 from pages import Pool
 
 from kernels_pallas import Plane, Stored, Turning, turn_and_store, turn_and_store_refusal
@@ -17,7 +17,6 @@ from zdc_jax.cache.fitted_integers import FittedIntegers
 
 K, S, SINKS, WINDOW = 2, 192, 4, 64
 M = WINDOW + 8
-H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 KINDS = {
     # Coordinates and bits of planes of keys and of values, bits of the ring.
     "chosen": ([(32, 4), (96, 4)], [(128, 4)], 16),
@@ -237,6 +236,6 @@ def test_lowers_for_cuda():
         stored = [Stored(*pair) for pair in zip(planes, rings, strict=True)]
         return turn_and_store(q, k, v, turning, *stored, *span, sinks=SINKS, window=WINDOW)[0]
 
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+    with on_abstract_h200():
         lowered = jax.jit(run).trace(*shapes, *arrays).lower(lowering_platforms=("cuda",))
     assert "zdc_turn_and_store" in lowered.as_text()
