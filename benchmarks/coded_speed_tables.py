@@ -124,7 +124,7 @@ def one_plan_table() -> str:
     whole = lambda rows: [row for row in rows if "largest" in row]
     found = {(entry["shape"], entry["kind"]): whole(entry["rows"]) for entry in run["results"]}
     heads = ("shape, tokens", "first token, s", "a token of 1 row, ms", "of 8 rows, ms")
-    heads = (*heads, "most rows", "their tokens a second", "perplexity", "least retention")
+    heads = (*heads, "most rows", "their tokens a second", "SmolLM2, 8,192: perplexity", "least retention")
     lines: list[Cells] = []
     for shape in dict.fromkeys(shape for shape, _ in found):
         kinds = [{row["length"]: row for row in found.get((shape, kind), [])} for kind in PLAN_KINDS]
