@@ -1,7 +1,7 @@
 """What does the engine cost? Its decoded tokens per second beside those of `generate` at the same batch.
 
     python -m benchmarks.serving.bench_engine --model model/ --rows 8
-    python -m benchmarks.serving.bench_engine --shape Llama-3-8B --rows 8 32
+    python -m benchmarks.serving.bench_engine --shape Llama-3-8B --rows 8 32 --mesh sequence=2
 
 All rows hold a prompt of `--prompt` tokens and decode `--tokens`, for each number of rows. `generate` decodes
 them in one call without the host, so it is what the device can do; the engine comes back to the host after

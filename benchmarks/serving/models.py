@@ -17,6 +17,8 @@ from benchmarks.transferred_plans import transferred
 from zdc_jax import load, methods
 from zdc_jax.config import ModelConfig
 from zdc_jax.loading import LanguageModel
+from zdc_jax.parallel.mesh import MeshConfig
+from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
 
 POSITIONS = 2**17
@@ -37,7 +39,8 @@ class ServedModel:
     `coded8` has eight bits, as fp8 caches do, in the integers of `coded`, which kernels read; `near` keeps
     near tokens alone, so that what it reads of the cache is next to nothing: a bound, no model.
 
-    growth: of the tokens that a plan reads. layers: shortens a shape for a trial.
+    growth: of the tokens that a plan reads. layers: shortens a shape for a trial. mesh: as `MeshConfig.parse`
+    takes it, default one device.
     """
 
     model: Path | None = None
@@ -46,6 +49,7 @@ class ServedModel:
     kind: Literal["dense", "window", "coded8", "near"] = "dense"
     growth: float = 1.0
     layers: int | None = None
+    mesh: str | None = None
 
     def load(self) -> LanguageModel:
         """The model.
@@ -56,7 +60,7 @@ class ServedModel:
         if (self.model is None) == (self.shape is None):
             raise SystemExit(f"model={self.model} and shape={self.shape}: one of them must be given")
         if self.model is not None:
-            return load(self.model, self.plan)
+            return load(self.model, self.plan, mesh=self.mesh)
         if self.shape not in SHAPES:
             raise SystemExit(f"shape={self.shape} must be one of {tuple(SHAPES)}")
         config = SHAPES[self.shape]
@@ -64,7 +68,9 @@ class ServedModel:
         plan = self._plan_of(config)
         network = build("folded" if plan == CompressionPlan.full(config) else "post_rope", config)
         network.plan = plan
-        return LanguageModel(network)
+        if self.mesh is None:
+            return LanguageModel(network)
+        return LanguageModel(ShardedTransformer.of(network, MeshConfig.parse(self.mesh).create()))
 
     @property
     def name(self) -> str:
@@ -72,7 +78,8 @@ class ServedModel:
         plan = self.plan.stem if self.plan else self.kind
         trial = f", {self.layers} layers" if self.layers else ""
         growth = f", growth {self.growth:g}" if self.growth != 1 else ""
-        return f"{self.shape or self.model}, {plan}{trial}{growth}"
+        mesh = f", {self.mesh}" if self.mesh else ""
+        return f"{self.shape or self.model}, {plan}{trial}{growth}{mesh}"
 
     def _plan_of(self, config: ModelConfig) -> CompressionPlan:
         if self.plan is not None:

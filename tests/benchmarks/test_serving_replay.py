@@ -111,4 +111,4 @@ def test_a_replay_whose_requests_fail_tells_no_times(azure, tmp_path, monkeypatc
 def test_a_trial_has_a_name_of_its_own():
     of = lambda **options: ServedModel(shape="Llama-2-13B", **options).name
     assert of() == "Llama-2-13B, dense"
-    assert len({of(), of(layers=4), of(growth=3), of(kind="near")}) == 4
+    assert len({of(), of(layers=4), of(growth=3), of(kind="near"), of(mesh="sequence=2")}) == 5
