@@ -237,15 +237,15 @@ class Runner:
         return Decoding(np.full((rows, WIDTH), -1, np.int32), np.zeros(rows, bool), "greedy")
 
     def _sent(self, packed: np.ndarray) -> Array:
-        """On the device: sent anew only where other rows decode than before."""
+        """On all devices: sent anew only where other rows decode than before."""
         if self._packed is None or not np.array_equal(packed, self._packed[0]):
-            self._packed = packed, jax.device_put(packed)
+            self._packed = packed, jax.device_put(packed, self._where)
         return self._packed[1]
 
     def _on_device(self) -> Array:
-        """The table: sent anew only where it changed."""
+        """The table on all devices: sent anew only where it changed."""
         if self._table is None:
-            self._table = jax.device_put(self._pages.copy())
+            self._table = jax.device_put(self._pages.copy(), self._where)
         return self._table
 
     def _lower_all(self) -> Iterator[tuple[str, Lowered]]:
@@ -281,7 +281,8 @@ class Runner:
             cache, given = step(flat.whole, state._replace(cache=cache), packed)
             return state._replace(cache=replace(cache, table=None)), given
 
-        table, like = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (self._pages.shape, packed))
+        whole = partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=self._where)
+        table, like = map(whole, (self._pages.shape, packed))
         shardings = _shardings(self._state), self._where
         program = jax.jit(run, donate_argnums=1, out_shardings=shardings, compiler_options=options)
         return program.lower(self._flat, self._state, table, like)

@@ -1,9 +1,11 @@
 """An engine on a mesh: long prompts divided by token, all else by head; answers are those of one device."""
 
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 
+import jax
 import numpy as np
 import pytest
 from conftest import LLAMA, TinyModel
@@ -57,12 +59,22 @@ def on_one_device(name: str) -> tuple[LanguageModel, list[tuple[int, ...]]]:
     return model, [answer.tokens for answer in answers.completions]
 
 
+@contextmanager
+def nothing_moves():
+    """What is on a device is refused to go to another, on every thread, unless a program says so."""
+    jax.config.update("jax_transfer_guard_device_to_device", "disallow")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_transfer_guard_device_to_device", "allow")
+
+
 @pytest.mark.parametrize(("name", "mesh"), [(name, mesh) for name in PLANS for mesh in MESHES[name]])
 def test_answers_are_those_of_one_device(name, mesh):
     on_one, expected = on_one_device(name)
     network = ShardedTransformer.of(on_one.network, MeshConfig.parse(mesh).create())
     answers: dict[int, list[int]] = {}
-    with Engine(replace(on_one, network=network), ENGINE) as engine:
+    with Engine(replace(on_one, network=network), ENGINE) as engine, nothing_moves():
         assert (engine._runner.whole is None) == (mesh == "model=2")
         for index, request in enumerate(requests()):
             ended, tokens = threading.Event(), answers.setdefault(index, [])
