@@ -139,7 +139,13 @@ def kernels(path: Path) -> tuple[Counter[str], Counter[str]]:
 
 
 def main(options: Options) -> None:
-    """Writes one JSON."""
+    """Writes one JSON.
+
+    Raises:
+      SystemExit: a mesh, on which kernels of all devices would be added up.
+    """
+    if options.served.mesh is not None:
+        raise SystemExit(f"mesh={options.served.mesh}: kernels are timed on one device; need no mesh")
     filled = Filled(options)
     results = [
         {

@@ -56,6 +56,7 @@ class ServedModel:
 
         Raises:
           SystemExit: both or neither of model and shape, or a shape that there is not.
+          MeshError: a mesh that cannot be; before weights are made.
         """
         if (self.model is None) == (self.shape is None):
             raise SystemExit(f"model={self.model} and shape={self.shape}: one of them must be given")
@@ -63,14 +64,13 @@ class ServedModel:
             return load(self.model, self.plan, mesh=self.mesh)
         if self.shape not in SHAPES:
             raise SystemExit(f"shape={self.shape} must be one of {tuple(SHAPES)}")
+        mesh = None if self.mesh is None else MeshConfig.parse(self.mesh).create()
         config = SHAPES[self.shape]
         config = replace(config, layers=config.layers[: self.layers])
         plan = self._plan_of(config)
         network = build("folded" if plan == CompressionPlan.full(config) else "post_rope", config)
         network.plan = plan
-        if self.mesh is None:
-            return LanguageModel(network)
-        return LanguageModel(ShardedTransformer.of(network, MeshConfig.parse(self.mesh).create()))
+        return LanguageModel(network if mesh is None else ShardedTransformer.of(network, mesh))
 
     @property
     def name(self) -> str:

@@ -62,11 +62,12 @@ def on_one_device(name: str) -> tuple[LanguageModel, list[tuple[int, ...]]]:
 @contextmanager
 def nothing_moves():
     """What is on a device is refused to go to another, on every thread, unless a program says so."""
+    before = jax.config.jax_transfer_guard_device_to_device
     jax.config.update("jax_transfer_guard_device_to_device", "disallow")
     try:
         yield
     finally:
-        jax.config.update("jax_transfer_guard_device_to_device", "allow")
+        jax.config.update("jax_transfer_guard_device_to_device", before)
 
 
 @pytest.mark.parametrize(("name", "mesh"), [(name, mesh) for name in PLANS for mesh in MESHES[name]])
