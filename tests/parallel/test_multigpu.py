@@ -1,5 +1,6 @@
 """On several real devices: results are those of one device, and attention runs beside the exchange."""
 
+import queue
 import re
 from dataclasses import replace
 
@@ -18,6 +19,8 @@ from zdc_jax.cache.codes import Split
 from zdc_jax.cache.fitted_integers import FittedIntegers
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.cache.spec import Call
+from zdc_jax.engine.engine import Engine, EngineConfig
+from zdc_jax.engine.request import EngineRequest
 from zdc_jax.parallel.attention import sharded_attention
 from zdc_jax.parallel.coded import coded_attention
 from zdc_jax.parallel.mesh import MeshConfig
@@ -98,6 +101,29 @@ def test_codes_on_kernels_are_those_of_one_device():
     off, whole = (np.asarray(x, np.float64) for x in (got - alone.o, alone.o))
     by_head = np.linalg.norm(off, axis=(1, 3)) / np.linalg.norm(whole, axis=(1, 3))
     assert by_head.max() < 4e-3, "half of what bfloat16 rounds off, twice"
+
+
+@pytest.mark.multigpu
+def test_engine_answers_as_generate_on_one_device():
+    """In float32; one prompt is read whole, its tokens divided, the others in pieces."""
+    config = replace(LLAMA, layers=LLAMA.layers[:1] * 3, num_heads=8, num_kv_heads=2)
+    model = TinyModel(config).model(CompressionPlan.full(config))
+    prompts = [prompt.tolist() for prompt in np.split(np.arange(3, 93) % 61, (9, 30))]
+    expected = [each.tokens for each in generate(model, prompts, 12, stop_tokens=()).completions]
+    network = ShardedTransformer.of(model.network, MeshConfig(sequence=2).create())
+    events: queue.Queue = queue.Queue()
+    settings = EngineConfig(rows=3, max_model_len=96, page=16, chunk=32)
+    with Engine(replace(model, network=network), settings) as engine:
+        for index, prompt in enumerate(prompts):
+            request = EngineRequest(tuple(prompt), 12, ignore_eos=True)
+            engine.submit(request, lambda event, index=index: events.put((index, event)))
+        answers, running = [[] for _ in prompts], len(prompts)
+        while running:
+            index, event = events.get(timeout=120)
+            assert event.error is None, event.error
+            answers[index] += event.tokens
+            running -= bool(event.finish_reason)
+    assert [tuple(answer) for answer in answers] == expected
 
 
 @pytest.mark.multigpu
