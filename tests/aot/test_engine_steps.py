@@ -81,8 +81,8 @@ def program(
 
     def run(leaves, state, table, packed):
         state = state._replace(cache=replace(state.cache, table=table))
-        cache, found = step(jax.tree.unflatten(tree, leaves), state, packed)
-        return state._replace(cache=replace(cache, table=None)), found
+        state, found = step(jax.tree.unflatten(tree, leaves), state, packed)
+        return state._replace(cache=replace(state.cache, table=None)), found
 
     with on_abstract_h200():
         found = {kernel.name for kernel in compiled(run, *given)}
@@ -104,6 +104,23 @@ def test_decoding_reads_and_writes_pages_where_they_lie(on_kernels, name):
     found, step, state = program(plan, runner._decode, (ROWS, 1 + WIDTH))
     assert has(found, kernels), found
     assert not WAITING.search(step.as_text())
+    memory = step.memory_analysis()
+    pool = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    assert memory.alias_size_in_bytes >= pool
+    assert memory.temp_size_in_bytes < pool / 4
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", PLANS)
+def test_several_steps_in_one_program_ask_the_host_nothing(on_kernels, name):
+    """XLA knows how often the loop is run; pools stay where they lie in it."""
+    plan, kernels = PLANS[name]
+    in_one = partial(runner._decode_in_one, 4, "greedy")
+    found, step, state = program(plan, in_one, (ROWS, 1 + WIDTH))
+    assert has(found, kernels), found
+    loops = [line for line in step.as_text().splitlines() if WAITING.search(line)]
+    assert len(loops) == 1, loops
+    assert '"known_trip_count":{"n":"4"}' in loops[0], loops
     memory = step.memory_analysis()
     pool = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert memory.alias_size_in_bytes >= pool

@@ -169,6 +169,14 @@ def test_stop_tokens_end_an_answer_but_not_too_early(engine, model):
     assert stop not in given[: first + 3]
 
 
+@pytest.mark.parametrize("asked", [{}, {"logprobs": 2}, {"sampling": Sampling(0.8, seed=3)}])
+def test_tokens_of_several_steps_come_at_once_where_nobody_waits(engine, model, asked):
+    request = EngineRequest((5, 6, 7), 10, ignore_eos=True, **asked)
+    listener = ask(engine, request)
+    assert listener.tokens() == alone(model, request)
+    assert [len(event.tokens) for event in listener.events] == [1, 4, 4, 1]
+
+
 def test_logprobs_are_those_of_the_model(engine, model):
     request = EngineRequest(tuple(range(3, 40)), 6, logprobs=3, ignore_eos=True)
     listener = ask(engine, request)

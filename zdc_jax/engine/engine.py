@@ -33,8 +33,9 @@ class EngineConfig:
     rows: requests that are under way at once. max_model_len: tokens of a prompt and its answer together,
     default the model's positions. cache_tokens: of all rows together; default room for `rows` of the longest,
     or what fits. page: tokens of a page of the cache. chunk: tokens of prompts that a step reads, a power of
-    two. steps: of decoding that are started one after another, before results are looked at, where nobody
-    reads or waits: no faster on a CPU, and behind a stop token they are for nobody.
+    two. steps: of decoding that are one program where nobody reads or waits; tokens come so many at once
+    then. Faster where the host is slower than the devices, on a mesh or a CPU. Behind a stop token they are
+    for nobody, and two more programs are compiled.
     max_waiting: requests. reuse: whether requests share what pages hold of texts that begin alike. A plan
     whose method has no pages takes no cache_tokens, and nothing is shared.
 
@@ -119,7 +120,7 @@ class Engine:
             cache_tokens=self.config.cache_tokens,
             reuse=self.config.reuse,
         )
-        self._runner = Runner(network, layout, chunk=self.config.chunk)
+        self._runner = Runner(network, layout, chunk=self.config.chunk, steps=self.config.steps)
         self._scheduler = self._new_scheduler()
         self._jobs: dict[Work, Job] = {}
         self._inbox: list[Job] = []
@@ -328,7 +329,8 @@ class Engine:
             takers = [(place, job) for place, job in result.jobs if not job.ended and chosen.made[place]]
             self._count(generation_tokens=sum(int(chosen.made[place]) for place, _ in takers))
             for place, job in takers:
-                tokens, parts = chosen.tokens[place].tolist(), (chosen.tokens, *chosen[3:])
+                tokens = chosen.tokens[place, : chosen.made[place]].tolist()
+                parts = chosen.tokens, *chosen[3:]
                 try:
                     known = job.take(tokens, jax.tree.map(lambda x, at=place: x[at], Token(*parts)))
                 except PromptError as error:

@@ -23,7 +23,7 @@ from jax.stages import Compiled, Lowered
 from jaxtyping import Int
 
 from zdc_jax.axes import Array
-from zdc_jax.cache.kv_cache import KVCache, free_device_bytes
+from zdc_jax.cache.kv_cache import free_device_bytes
 from zdc_jax.cache.near_far import NearFar
 from zdc_jax.cache.paged import Paged
 from zdc_jax.engine.layout import Layout
@@ -42,6 +42,7 @@ from zdc_jax.generation.steps import (
     at_end,
     bucket,
     choose,
+    decode_steps,
 )
 from zdc_jax.model.together import Place
 from zdc_jax.model.transformer import Embeddings, Transformer
@@ -110,17 +111,17 @@ class Decoding:
 class Runner:
     """Arrays and compiled programs of one `servable` network.
 
-    layout: of its cache. chunk: longest piece, in tokens. whole: texts that are longer are read at once where
-    nothing of them is held, None if none are. On a mesh with an axis `sequence` these are what does not fit
-    into a piece: their tokens are divided. together: whether pieces are read in one program with the next
-    tokens of other rows. grouping: of pieces.
+    layout: of its cache. chunk: longest piece, in tokens. steps: of decoding that are one program. whole:
+    texts that are longer are read at once where nothing of them is held, None if none are. On a mesh with an
+    axis `sequence` these are what does not fit into a piece: their tokens are divided. together: whether
+    pieces are read in one program with the next tokens of other rows. grouping: of pieces.
 
     Raises:
       CacheMemoryError: the cache does not fit, or what steps need beside it.
     """
 
-    def __init__(self, network: Network, layout: Layout, *, chunk: int):
-        self.layout, self._network = layout, network
+    def __init__(self, network: Network, layout: Layout, *, chunk: int, steps: int = 1):
+        self.layout, self._network, self._steps = layout, network, steps
         self._flat, self._ends = Flat.of(network), Flat.of(network.embeddings)
         self._where = whole_on(network.mesh) if isinstance(network, ShardedTransformer) else None
         self._widths = sorted({self._width(1 << i) for i in range(chunk.bit_length())}, reverse=True)
@@ -198,8 +199,10 @@ class Runner:
         return long and piece.begin == 0 and piece.following is None
 
     def decode(self, rows: "Decoding", steps: int) -> list[Chosen]:
-        """`steps` times one more token of rows that have not ended."""
+        """`steps` times one more token of rows that have not ended, in one program if it is for so many."""
         packed, found = self._sent(rows.packed()), []
+        if steps == self._steps > 1:
+            return [self._step(_in_one(rows.choice), packed)]
         for _ in range(steps):
             frontier = self._step("decode", packed)
             found.append(self._chosen(f"next {rows.choice}", frontier, packed))
@@ -266,6 +269,10 @@ class Runner:
         yield from ((f"read {width}", piece(_read_piece, width)) for width in alone)
         rows = layout.rows, 1 + WIDTH
         yield "decode", self._lowered(_decode, _decoding(layout), *rows)
+        choices: tuple[Choice, ...] = ("greedy", "any") if self._steps > 1 else ()
+        for choice in choices:
+            in_one = partial(_decode_in_one, self._steps, choice)
+            yield _in_one(choice), self._lowered(in_one, _decoding(layout), *rows)
         yield from self._choosing()
         if layout.tails:
             pair = jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -277,9 +284,9 @@ class Runner:
         def run(
             flat: Flat[Network], state: DecodeState, table: Array, packed: Array
         ) -> tuple[DecodeState, Any]:
-            cache = replace(state.cache, table=table)
-            cache, given = step(flat.whole, state._replace(cache=cache), packed)
-            return state._replace(cache=replace(cache, table=None)), given
+            state = state._replace(cache=replace(state.cache, table=table))
+            state, given = step(flat.whole, state, packed)
+            return state._replace(cache=replace(state.cache, table=None)), given
 
         whole = partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=self._where)
         table, like = map(whole, (self._pages.shape, packed))
@@ -374,6 +381,11 @@ def servable(network: Network) -> Network:
     return network
 
 
+def _in_one(choice: Choice) -> str:
+    """Name of a program of all `steps`; the one that draws serves all that are not greedy."""
+    return f"decode in one {'greedy' if choice == 'greedy' else 'any'}"
+
+
 def _beside(several: int, width: int) -> str:
     """Name of a program that reads so many pieces, of as many tokens together, and lets other rows decode."""
     return f"read {several} beside {width}"
@@ -388,14 +400,14 @@ def _packed(pieces: Sequence[Reading], count: int, width: int, *, nowhere: int) 
 
 def _read_piece(
     network: Network, state: DecodeState, packed: Array
-) -> tuple[KVCache, tuple[Frontier, Array, None]]:
+) -> tuple[DecodeState, tuple[Frontier, Array, None]]:
     """One piece of one row, whose own part of the cache is taken out and put back; its hidden states, too."""
     row, begin, count, last = packed[:PIECE]
     one, tokens, end = state.cache.row(row), packed[PIECE:], begin + count
     one = replace(one, lengths=begin[None]).release(begin[None] == 0)
     hidden, one = network.extend(one, tokens[None], end[None])
     frontier = Frontier(at_end(hidden, count[None]), last[None].astype(bool), end[None])
-    return state.cache.with_row(row, one), (frontier, hidden[0], None)
+    return state._replace(cache=state.cache.with_row(row, one)), (frontier, hidden[0], None)
 
 
 def _read_beside(
@@ -404,7 +416,7 @@ def _read_beside(
     network: Transformer,
     state: DecodeState,
     packed: Array,
-) -> tuple[KVCache, tuple[tuple[Frontier, ...], Array, Frontier]]:
+) -> tuple[DecodeState, tuple[tuple[Frontier, ...], Array, Frontier]]:
     """Pieces of `several` rows, and one step of all rows that are active."""
     heads, packed = packed[: several * PIECE].reshape(several, PIECE), packed[several * PIECE :]
     tokens, others = packed[: -rows * (1 + WIDTH)], packed[-rows * (1 + WIDTH) :].reshape(rows, 1 + WIDTH)
@@ -417,12 +429,12 @@ def _read_beside(
     frontiers = tuple(
         Frontier(end, last[one].astype(bool), place.end[one]) for end, one in zip(ends, each, strict=True)
     )
-    return cache, (frontiers, hidden, decoded)
+    return state._replace(cache=cache), (frontiers, hidden, decoded)
 
 
 def _read_whole(
     network: ShardedTransformer, state: DecodeState, packed: Array
-) -> tuple[KVCache, tuple[Frontier, None, None]]:
+) -> tuple[DecodeState, tuple[Frontier, None, None]]:
     """A text of one row, from its first token to its last, divided over `sequence`; then put into pages."""
     row, _, count = packed[: PIECE - 1]
     tokens, one = packed[PIECE:], state.cache.row(row)
@@ -433,12 +445,21 @@ def _read_whole(
         for spec, held, read in zip(one.specs, one.layers, new.layers, strict=True)
     )
     one = replace(one, layers=layers, lengths=count[None])
-    return state.cache.with_row(row, one), (Frontier(end, jnp.ones(1, bool), count[None]), None, None)
+    frontier = Frontier(end, jnp.ones(1, bool), count[None])
+    return state._replace(cache=state.cache.with_row(row, one)), (frontier, None, None)
 
 
-def _decode(network: Network, state: DecodeState, packed: Array) -> tuple[KVCache, Frontier]:
+def _decode(network: Network, state: DecodeState, packed: Array) -> tuple[DecodeState, Frontier]:
     """One step of all rows that are active."""
-    return advance(network, state, packed[:, 0].astype(bool), packed[:, 1:])
+    cache, frontier = advance(network, state, packed[:, 0].astype(bool), packed[:, 1:])
+    return state._replace(cache=cache), frontier
+
+
+def _decode_in_one(
+    steps: int, choice: Choice, network: Network, state: DecodeState, packed: Array
+) -> tuple[DecodeState, Chosen]:
+    """So many steps of all rows that are active, which ask the host nothing between."""
+    return decode_steps(network, state, packed[:, 0].astype(bool), packed[:, 1:], None, steps, choice)
 
 
 def _next(

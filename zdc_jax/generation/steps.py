@@ -242,13 +242,27 @@ def decode(
     choice: Choice = "any",
     implementation: Implementation | None = None,
 ) -> tuple[DecodeState, Chosen]:
+    """`decode_steps` as a program."""
+    return decode_steps(flat.whole, state, wanted, numbers, limit, steps, choice, implementation)
+
+
+def decode_steps(
+    network: Network,
+    state: DecodeState,
+    wanted: Bool[Array, " B"],
+    numbers: Int[Array, "B WIDTH"],
+    limit: Int[Array, ""] | int | None,
+    steps: int,
+    choice: Choice,
+    implementation: Implementation | None = None,
+) -> tuple[DecodeState, Chosen]:
     """Up to `limit` tokens, at most `steps`, of the rows that are wanted, until all are done or full.
 
     The device goes from token to token. On a mesh it asks the host after each whether to go on, so that a
     call returns only when its tokens are there. With a `limit` of None nothing is asked: exactly `steps` are
     run, even when all rows have ended.
     """
-    network, room = flat.whole, RowNumbers.of(numbers).limit
+    room = RowNumbers.of(numbers).limit
     most = steps if limit is None else jnp.minimum(limit, steps)
 
     def unfinished(carry: tuple[DecodeState, Array, Array, Token]) -> Array:
