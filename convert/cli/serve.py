@@ -47,6 +47,9 @@ class Serve:
     methods that keep whole rows, h2o and its like."""
     chunk: int = 2048
     """Prompt tokens read between two tokens of other answers, a power of two."""
+    steps: int = 1
+    """Tokens of each answer that come at once where nobody waits and no prompt is read; several are faster
+    where the host is slower than the devices, as on a mesh or without GPUs."""
     max_waiting: int = 256
     """Requests that may wait; more are told to come again."""
     replicas: int | None = None
@@ -128,6 +131,7 @@ class Serve:
             max_model_len=self.max_model_len,
             cache_tokens=self.cache_tokens,
             chunk=self.chunk,
+            steps=self.steps,
             max_waiting=self.max_waiting,
         )
 

@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 def served(folder):
     """The process and its address."""
     command = [sys.executable, "-m", "convert.cli.main", "serve", str(folder), "--port", "0"]
-    command += ["--rows", "2", "--chunk", "32", "--max-model-len", "128"]
+    command += ["--rows", "2", "--chunk", "32", "--max-model-len", "128", "--steps", "2"]
     environment = os.environ | {"ZDC_API_KEY": "sesame", "JAX_PLATFORMS": "cpu"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -57,6 +57,7 @@ def test_replicas_on_a_mesh_are_refused(folder, capsys):
     [
         ("--rows", "0", "rows=0 must be at least 1"),
         ("--chunk", "0", "chunk=0 must be a power of two"),
+        ("--steps", "0", "steps=0 must be at least 1"),
         ("--max-model-len", "257", "max_model_len=257 must be at most 256, the model's positions"),
     ],
 )
