@@ -349,7 +349,7 @@ FLAGS = {
     "generate": f"{PLAN_FLAGS} {SAMPLING_FLAGS} max-new-tokens stop chat system stream mesh payload dtype "
     "max-positions distributed coordinator num-processes process-id join-timeout",
     "chat": f"{PLAN_FLAGS} {SAMPLING_FLAGS} system max-new-tokens stop dtype max-positions",
-    "serve": f"{PLAN_FLAGS} host port name rows max-model-len cache-tokens chunk max-waiting replicas "
+    "serve": f"{PLAN_FLAGS} host port name rows max-model-len cache-tokens chunk steps max-waiting replicas "
     "drain-seconds mesh dtype max-positions",
     "evaluate": f"{PLAN_FLAGS} tasks contexts protocol max-sheets batch seed dtype output",
     "inspect": "check",
