@@ -48,8 +48,8 @@ class Serve:
     chunk: int = 2048
     """Prompt tokens read between two tokens of other answers, a power of two."""
     steps: int = 1
-    """Tokens of each answer that come at once where nobody waits and no prompt is read; several are faster
-    where the host is slower than the devices, as on a mesh or without GPUs."""
+    """Tokens of each answer that come at once where nobody waits and no prompt is read; four are faster
+    without GPUs."""
     max_waiting: int = 256
     """Requests that may wait; more are told to come again."""
     replicas: int | None = None

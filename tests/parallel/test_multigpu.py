@@ -104,7 +104,8 @@ def test_codes_on_kernels_are_those_of_one_device():
 
 
 @pytest.mark.multigpu
-def test_engine_answers_as_generate_on_one_device():
+@pytest.mark.parametrize("steps", [1, 4])
+def test_engine_answers_as_generate_on_one_device(steps):
     """In float32; one prompt is read whole, its tokens divided, the others in pieces."""
     config = replace(LLAMA, layers=LLAMA.layers[:1] * 3, num_heads=8, num_kv_heads=2)
     model = TinyModel(config).model(CompressionPlan.full(config))
@@ -112,7 +113,7 @@ def test_engine_answers_as_generate_on_one_device():
     expected = [each.tokens for each in generate(model, prompts, 12, stop_tokens=()).completions]
     network = ShardedTransformer.of(model.network, MeshConfig(sequence=2).create())
     events: queue.Queue = queue.Queue()
-    settings = EngineConfig(rows=3, max_model_len=96, page=16, chunk=32)
+    settings = EngineConfig(rows=3, max_model_len=96, page=16, chunk=32, steps=steps)
     with Engine(replace(model, network=network), settings) as engine:
         for index, prompt in enumerate(prompts):
             request = EngineRequest(tuple(prompt), 12, ignore_eos=True)

@@ -34,10 +34,9 @@ class EngineConfig:
     default the model's positions. cache_tokens: of all rows together; default room for `rows` of the longest,
     or what fits. page: tokens of a page of the cache. chunk: tokens of prompts that a step reads, a power of
     two. steps: of decoding that are one program where nobody reads or waits; tokens come so many at once
-    then. Faster where the host is slower than the devices, on a mesh or a CPU. Behind a stop token they are
-    for nobody, and two more programs are compiled.
-    max_waiting: requests. reuse: whether requests share what pages hold of texts that begin alike. A plan
-    whose method has no pages takes no cache_tokens, and nothing is shared.
+    then. Faster on a CPU; on GPUs not timed. Behind a stop token they are for nobody, and two more programs
+    are compiled. max_waiting: requests. reuse: whether requests share what pages hold of texts that begin
+    alike. A plan whose method has no pages takes no cache_tokens, and nothing is shared.
 
     Raises:
       PromptError: a number below 1, or no whole one; a max_model_len below 2; a chunk that is no power of two

@@ -5,7 +5,8 @@ compiled before the first request. Results come back as arrays that are on their
 the next step runs.
 
 Layers and the choice of tokens are programs of their own, and in neither is a branch that the host must take
-while it runs: a GPU would wait for it. So the host runs ahead, and says what is to be chosen.
+while it runs: a GPU would wait for it. So the host runs ahead, and says what is to be chosen. Several steps
+are one program of both, a loop whose length is known.
 """
 
 import itertools
