@@ -226,7 +226,7 @@ TABLES = {
     "coded models": models_table,
     "one plan": one_plan_table,
     "one plan on two": partial(one_plan_on_mesh_table, "one-plan-h100-2"),
-    "one plan on four": partial(one_plan_on_mesh_table, "one-plan-h200-4"),
+    "one plan on four": partial(one_plan_on_mesh_table, "one-plan-h100-4"),
     "coded prompts": encode_table,
     "new tokens": new_tokens_table,
 }

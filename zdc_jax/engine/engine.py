@@ -34,9 +34,10 @@ class EngineConfig:
     default the model's positions. cache_tokens: of all rows together; default room for `rows` of the longest,
     or what fits. page: tokens of a page of the cache. chunk: tokens of prompts that a step reads, a power of
     two. steps: of decoding that are one program where nobody reads or waits; tokens come so many at once
-    then. Faster on a CPU; on GPUs not timed. Behind a stop token they are for nobody, and two more programs
-    are compiled. max_waiting: requests. reuse: whether requests share what pages hold of texts that begin
-    alike. A plan whose method has no pages takes no cache_tokens, and nothing is shared.
+    then, those behind a stop token are for nobody, and two more programs are compiled. Default 4 on a mesh,
+    where a token takes half the time so, and 1 elsewhere. max_waiting: requests. reuse: whether requests
+    share what pages hold of texts that begin alike. A plan whose method has no pages takes no cache_tokens,
+    and nothing is shared.
 
     Raises:
       PromptError: a number below 1, or no whole one; a max_model_len below 2; a chunk that is no power of two
@@ -48,7 +49,7 @@ class EngineConfig:
     cache_tokens: int | None = None
     page: int = 128
     chunk: int = PREFILL_CHUNK
-    steps: int = 1
+    steps: int | None = None
     max_waiting: int = 256
     reuse: bool = True
 
@@ -200,7 +201,7 @@ class Engine:
             pages=layout.pages,
             page=layout.page,
             alignment=self._alignment,
-            steps=self.config.steps,
+            steps=self._runner.steps,
             reuse=self.config.reuse and layout.has_pages,
             tails=layout.tails,
             whole=self._runner.whole,

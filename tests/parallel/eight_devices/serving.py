@@ -21,7 +21,7 @@ from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 CONFIG = replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2)
-ENGINE = EngineConfig(rows=2, max_model_len=96, page=16, chunk=32, steps=2)
+ENGINE = EngineConfig(rows=2, max_model_len=96, page=16, chunk=32)
 CODES = coded.Settings(bits_k=4, bits_v=4, bits_index=6, index=8, read=0, bits_near=8)
 PLANS = {
     "full": CompressionPlan.full(CONFIG),
@@ -75,6 +75,7 @@ def test_answers_are_those_of_one_device(name, mesh):
     on_one, expected = on_one_device(name)
     network = ShardedTransformer.of(on_one.network, MeshConfig.parse(mesh).create())
     answers: dict[int, list[int]] = {}
+    at_once: list[int] = []
     with Engine(replace(on_one, network=network), ENGINE) as engine, nothing_moves():
         assert (engine._runner.whole is None) == (mesh == "model=2")
         for index, request in enumerate(requests()):
@@ -83,6 +84,7 @@ def test_answers_are_those_of_one_device(name, mesh):
             def listen(event, tokens=tokens, ended=ended):
                 assert event.error is None, event.error
                 tokens += event.tokens
+                at_once.append(len(event.tokens))
                 if event.finish_reason:
                     ended.set()
 
@@ -91,6 +93,7 @@ def test_answers_are_those_of_one_device(name, mesh):
                 assert ended.wait(120)
         hits = engine.stats().prefix_hits
     assert hits == (48 if name == "full" else 0), "the last one's prefix; whole prompts keep no window"
+    assert max(at_once) == 4, "several steps are one program on a mesh"
     assert [tuple(answers[index]) for index in range(len(expected))] == expected
 
 
