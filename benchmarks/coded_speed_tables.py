@@ -171,7 +171,7 @@ def _token(row: dict[str, Any], batch: Any) -> float:
 
 
 FIGURES: list[tuple[Callable[[dict[str, Any]], float], str]] = [
-    (lambda row: statistics.median(row.get("first_token", [math.nan])), "{:.2f}"),
+    (lambda row: statistics.median(row.get("first_token", [math.nan])), "{:#.3g}"),
     (lambda row: 1e3 * _token(row, 1), "{:.2f}"),
     (lambda row: 1e3 * _token(row, 8), "{:.2f}"),
     (lambda row: row.get("largest", math.nan), "{}"),

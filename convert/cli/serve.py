@@ -49,7 +49,7 @@ class Serve:
     """Prompt tokens read between two tokens of other answers, a power of two."""
     steps: int | None = None
     """Tokens of each answer that come at once where nobody waits and no prompt is read; default 4 on a mesh,
-    1 elsewhere. More are faster on a mesh and on a CPU."""
+    1 elsewhere. Four are faster than one on a mesh and on a CPU."""
     max_waiting: int = 256
     """Requests that may wait; more are told to come again."""
     replicas: int | None = None

@@ -35,9 +35,9 @@ class EngineConfig:
     or what fits. page: tokens of a page of the cache. chunk: tokens of prompts that a step reads, a power of
     two. steps: of decoding that are one program where nobody reads or waits; tokens come so many at once
     then, those behind a stop token are for nobody, and two more programs are compiled. Default 4 on a mesh,
-    where a token takes half the time so, and 1 elsewhere. max_waiting: requests. reuse: whether requests
-    share what pages hold of texts that begin alike. A plan whose method has no pages takes no cache_tokens,
-    and nothing is shared.
+    where a token took half the time so on four H100, and 1 elsewhere. max_waiting: requests. reuse: whether
+    requests share what pages hold of texts that begin alike. A plan whose method has no pages takes no
+    cache_tokens, and nothing is shared.
 
     Raises:
       PromptError: a number below 1, or no whole one; a max_model_len below 2; a chunk that is no power of two
