@@ -8,7 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zdc_jax.cache.codes import Float8, Int8, pack, unpack
+from zdc_jax.cache.codes import (
+    Float8,
+    Int8,
+    Split,
+    empty_blocks,
+    empty_tokens,
+    encode_tokens,
+    pack,
+    unpack,
+)
+from zdc_jax.cache.fitted_integers import FittedIntegers
+from zdc_jax.cache.integer_codes import ChannelIntegers, TokenIntegers
+from zdc_jax.cache.residual_codes import Gear
 
 SEEDS = st.integers(0, 2**32 - 1)
 EXPONENTS = st.integers(-45, 36)
@@ -72,6 +84,34 @@ def test_int8_errs_by_half_a_step(seed, exponent):
 
 @pytest.mark.parametrize("code", [Float8(), Int8()])
 def test_zeros_can_be_read(code):
-    coded = jax.eval_shape(code.encode, jax.ShapeDtypeStruct(SHAPE, "float32"))
-    empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), coded)
+    empty = empty_blocks(code, SHAPE[:2], 48, "float32")
     np.testing.assert_array_equal(code.decode(empty, 48), np.zeros(SHAPE))
+
+
+SINGLE = (
+    Float8(),
+    Int8(),
+    TokenIntegers(4, 16),
+    FittedIntegers(3),
+    Split(16, FittedIntegers(6), FittedIntegers(4)),
+)
+"""Codes of single tokens."""
+
+
+def shapes(tree: object) -> list[tuple[tuple[int, ...], str]]:
+    return [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize(
+    "code", [*SINGLE, ChannelIntegers(2, 8), Gear(2, 8, rank=2, outliers=0.1, by_channel=True)]
+)
+def test_empty_blocks_are_as_coded_ones(code):
+    """They come from one block's shapes; the arrays are those of all blocks at once."""
+    coded = jax.eval_shape(code.encode, jax.ShapeDtypeStruct((2, 3, code.block, 48), "bfloat16"))
+    assert shapes(empty_blocks(code, (2, 3), 48, "bfloat16")) == shapes(coded)
+
+
+@pytest.mark.parametrize("code", SINGLE)
+def test_empty_tokens_are_as_coded_ones(code):
+    coded = encode_tokens(code, jnp.ones((2, 3, 5, 48), jnp.bfloat16))
+    assert shapes(empty_tokens(code, (2, 3, 5), 48, "bfloat16")) == shapes(coded)

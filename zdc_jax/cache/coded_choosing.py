@@ -23,7 +23,7 @@ from kernels_pallas.coded_scan import in_sample
 from zdc_jax.axes import Array
 from zdc_jax.cache.choosing import Choosing, FarTokens
 from zdc_jax.cache.coded_far import CodedFar, Made
-from zdc_jax.cache.codes import Code, Coded, decode_tokens, encode_tokens
+from zdc_jax.cache.codes import Code, Coded, coded_shapes, decode_tokens, empty_tokens, encode_tokens
 from zdc_jax.cache.fitted_integers import kernel_planes
 from zdc_jax.cache.near_far import NearFarState
 from zdc_jax.cache.pages import Pages, pools_of
@@ -75,13 +75,9 @@ class CodedChoosing(CodedFar, Choosing):
 
     def create_far(self, batch: int, capacity: int) -> FarTokens:
         """`NearFar.create_far`."""
-
-        def empty(code: Code, width: int) -> Coded:
-            shape = (batch, self.num_kv_heads, slots_for(capacity), width)
-            coded = jax.eval_shape(partial(encode_tokens, code), jax.ShapeDtypeStruct(shape, self.dtype))
-            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), coded)
-
-        index, k, v = (empty(code, width) if width else () for code, width in self._planes())
+        slots = batch, self.num_kv_heads, slots_for(capacity)
+        empty = lambda code, width: empty_tokens(code, slots, width, self.dtype) if width else ()
+        index, k, v = (empty(code, width) for code, width in self._planes())
         return FarTokens(k, v, index)
 
     def made(self, far: FarTokens) -> Made:
@@ -282,9 +278,8 @@ class CodedChoosing(CodedFar, Choosing):
         """Bytes of a token in these planes, in all heads."""
 
         def plane(code: Code, width: int) -> int:
-            shape = jax.ShapeDtypeStruct((1, width), jnp.dtype(self.dtype))
-            coded = jax.eval_shape(code.encode, shape)
-            return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(coded))
+            leaves = jax.tree.leaves(coded_shapes(code, width, self.dtype))
+            return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
         return self.num_kv_heads * sum(plane(code, width) for code, width in planes if width)
 

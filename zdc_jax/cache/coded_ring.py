@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from kernels_pallas import Parts, Plane
 from zdc_jax.axes import Array
-from zdc_jax.cache.codes import Code, Coded, decode_tokens, encode_tokens
+from zdc_jax.cache.codes import Code, Coded, decode_tokens, empty_tokens, encode_tokens
 from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState, put_ring
 from zdc_jax.cache.spec import Attended, Call
@@ -52,9 +52,9 @@ class CodedRing(PrefixRing):
     def create(self, batch: int, capacity: int) -> PrefixRingState:
         """`LayerCacheSpec.create`."""
         state = jax.eval_shape(partial(self.plain.create, batch, capacity))
-        rings = jax.eval_shape(self._encode, state.ring_k), jax.eval_shape(self._encode, state.ring_v)
-        made = replace(state, ring_k=rings[0], ring_v=rings[1])
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), made)
+        k, v = (jnp.zeros(leaf.shape, leaf.dtype) for leaf in (state.k, state.v))
+        empty = lambda ring: empty_tokens(self.code, ring.shape[:-1], self.head_dim, self.dtype)
+        return PrefixRingState(k, v, empty(state.ring_k), empty(state.ring_v), state.near)
 
     def write(
         self, state: PrefixRingState, k: Array, v: Array, positions: Array, end: Array

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from kernels_pallas import Parts, Plane
 from zdc_jax.axes import Array
 from zdc_jax.cache.coded_far import CodedFar, Made
-from zdc_jax.cache.codes import Code, Coded
+from zdc_jax.cache.codes import Code, Coded, empty_blocks
 from zdc_jax.cache.fitted_integers import kernel_planes
 from zdc_jax.cache.near_far import NearFarState
 from zdc_jax.cache.pages import Pages, pools_of
@@ -65,9 +65,8 @@ class CodedStore(CodedFar):
         tokens = max(1, capacity // self.block) * self.block if self.block > 1 else slots_for(capacity)
 
         def empty(code: Code, width: int) -> Coded:
-            shape = (batch, self.num_kv_heads, tokens // code.block, code.block, width)
-            coded = jax.eval_shape(code.encode, jax.ShapeDtypeStruct(shape, self.dtype))
-            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), coded)
+            blocks = batch, self.num_kv_heads, tokens // code.block
+            return empty_blocks(code, blocks, width, self.dtype)
 
         return empty(self.key_code, self.R), empty(self.value_code, self.Z)
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -48,6 +49,24 @@ def encode_tokens(code: Code, x: Float[Array, "*batch C"]) -> Coded:
 def decode_tokens(code: Code, coded: Coded, C: int) -> Float[Array, "*batch {C}"]:
     """What `encode_tokens` was given, as the code says it."""
     return code.decode(jax.tree.map(lambda leaf: leaf[..., None, :], coded), C)[..., 0, :]
+
+
+@lru_cache(maxsize=1024)  # A search counts the bytes of many plans, and tracing a code takes tens of ms.
+def coded_shapes(code: Code, C: int, dtype: str) -> Coded:
+    """Shapes and dtypes of what a code makes of one block of tokens [block, C]."""
+    return jax.eval_shape(code.encode, jax.ShapeDtypeStruct((code.block, C), dtype))
+
+
+def empty_blocks(code: Code, batch: tuple[int, ...], C: int, dtype: str) -> Coded:
+    """Zeros in place of the codes of blocks [*batch, block, C]."""
+    make = lambda leaf: jnp.zeros((*batch, *leaf.shape), leaf.dtype)
+    return jax.tree.map(make, coded_shapes(code, C, dtype))
+
+
+def empty_tokens(code: Code, batch: tuple[int, ...], C: int, dtype: str) -> Coded:
+    """Zeros in place of what `encode_tokens` gives of vectors [*batch, C]."""
+    make = lambda leaf: jnp.zeros((*batch, leaf.size), leaf.dtype)
+    return jax.tree.map(make, coded_shapes(code, C, dtype))
 
 
 SCALE_DTYPE = jnp.bfloat16
