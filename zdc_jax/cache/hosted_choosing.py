@@ -7,7 +7,7 @@ Efficient Long-Context LLMs, keep their cache so; the format is ours.)
 """
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jaxtyping import Float, Int, UInt8
 from zdc_jax.axes import Array
 from zdc_jax.cache.choosing import FarTokens
 from zdc_jax.cache.coded_choosing import CodedChoosing, put_coded
-from zdc_jax.cache.codes import Code, Coded, encode_tokens
+from zdc_jax.cache.codes import Coded, coded_shapes, encode_tokens
 from zdc_jax.cache.near_far import NearFarState
 from zdc_jax.cache.spec import Call
 from zdc_jax.errors import CacheMemoryError, PlanError
@@ -137,8 +137,9 @@ class HostedChoosing(CodedChoosing):
 
     @property
     def _forms(self) -> tuple[Coded, Coded]:
-        """Shapes of what the codes make of one token's keys and values, leaves [_]."""
-        return _forms(self)
+        """Shapes of what the codes make of one token's keys and values, leaves [1, _]."""
+        keys, values = (self.key_code, self.R - self.index), (self.value_code, self.Z)
+        return coded_shapes(*keys, self.dtype), coded_shapes(*values, self.dtype)
 
     @property
     def _width(self) -> int:
@@ -149,14 +150,6 @@ class HostedChoosing(CodedChoosing):
         leaves, tree = jax.tree.flatten(self._forms)
         ends = [sum(leaf.size for leaf in leaves[: i + 1]) for i in range(len(leaves) - 1)]
         return FarTokens(*jax.tree.unflatten(tree, jnp.split(held, ends, axis=-1)))
-
-
-@lru_cache(maxsize=1024)
-def _forms(spec: HostedChoosing) -> tuple[Coded, Coded]:
-    def form(code: Code, width: int) -> Coded:
-        return jax.eval_shape(partial(encode_tokens, code), jax.ShapeDtypeStruct((width,), spec.dtype))
-
-    return form(spec.key_code, spec.R - spec.index), form(spec.value_code, spec.Z)
 
 
 def check_host_memory() -> None:
