@@ -15,7 +15,6 @@ device. Ranks are written as quarters of the head dim, (Q/K, V); plans have no w
 `lt`  importance by column sums instead of softmax denominators. What both take is in `importance-cost.json`.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
@@ -54,7 +53,10 @@ def zero_overhead(bench: Bench) -> dict[str, Any]:
         models[label] = LanguageModel(online_network(*args), None, bench.bases["balanced"])
     rows = [bench.run(Case("zo", label, "balanced", plan), model) for label, model in models.items()]
     tokens = jnp.asarray(bench.heldout[: bench.options.batch])
-    prefill: Callable[[Transformer, jax.Array], jax.Array] = lambda network, tokens: network.hidden(tokens)
+
+    def prefill(network: Transformer, tokens: jax.Array) -> jax.Array:
+        return network.hidden(tokens)
+
     networks = {"dense": bench.dense.network} | {label: model.network for label, model in models.items()}
     costs = costs_in_turns({label: (prefill, (network, tokens)) for label, network in networks.items()})
     layer = {name: costs_of_layer(rope=name == "post_rope") for name in ("folded", "post_rope")}
@@ -92,7 +94,9 @@ def costs_of_layer(*, rope: bool) -> dict[str, Any]:
         blocks[label].attention = kind(dense, config, 0, named)
 
     def prefill(block: Block, x: jax.Array) -> jax.Array:
-        attend = lambda q, k, v: self_attention(q, k, v, scale=block.attention.scale)
+        def attend(q, k, v):
+            return self_attention(q, k, v, scale=block.attention.scale)
+
         return block(x, jnp.arange(x.shape[1])[None], attend)[0]
 
     x = normal(2, 1, LAYER_TOKENS, D)
@@ -142,7 +146,10 @@ def decomposition_seconds() -> dict[str, list[float]]:
     T, K, H, D = LAYER_TOKENS, config.num_kv_heads, config.head_dim, config.embed_dim
     qk = normal(0, K, 2 * T, H, dtype=jnp.float32)
     vo = normal(1, K, T + D, H, dtype=jnp.float32)
-    singular: Callable[[jax.Array], jax.Array] = lambda x: jnp.linalg.svd(x, full_matrices=False)[2]
+
+    def singular(x: jax.Array) -> jax.Array:
+        return jnp.linalg.svd(x, full_matrices=False)[2]
+
     gram = partial(jnp.einsum, "KPH,KPI->KHI", precision="highest")
     found = {}
     for label, solve in (

@@ -67,7 +67,10 @@ def exact_rows(
     q: jax.Array, k: jax.Array, v: jax.Array, lists: BlockLists, positions: list[int], blocks: tuple[int, int]
 ) -> np.ndarray:
     """Float64 output [positions, N, Z] of q [positions, N, R] to listed blocks alone; k [1, K, S, R], v."""
-    f64 = lambda x: np.asarray(x, np.float64)
+
+    def f64(x):
+        return np.asarray(x, np.float64)
+
     q, k, v, lists = jax.device_get((q, k, v, lists))
     (Q, P), (_, N, _), K = blocks, q.shape, k.shape[1]
     found = np.zeros((*q.shape[:2], v.shape[-1]))
@@ -93,7 +96,10 @@ def measured(options: Options, S: int, K: int) -> Iterator[dict[str, Any]]:
     """Rows of one prompt, for each size, density and rank; peers are timed in turn with them."""
     q, k, v = normal(0, 1, S, N, H), normal(1, 1, K, S, H), normal(2, 1, K, S, H)
     swapped = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    dense = lambda q, k, v: prefill_attention(q, k, v, scale=SCALE)[0]
+
+    def dense(q, k, v):
+        return prefill_attention(q, k, v, scale=SCALE)[0]
+
     peers = {
         "cudnn": (lambda q, k, v: cudnn(q, k, v, causal=True), (q, *swapped)),
         "dense": (dense, (q, k, v)),
@@ -103,11 +109,15 @@ def measured(options: Options, S: int, K: int) -> Iterator[dict[str, Any]]:
         for share in options.densities:
             blocks = size, size
             choice = BlockChoice("share", share, coordinates=COORDINATES, blocks=blocks, **CHOICES[size])
-            choose = lambda q, k, choice=choice: block_lists(q, k, start, end, scale=SCALE, choice=choice)
+
+            def choose(q, k, choice=choice):
+                return block_lists(q, k, start, end, scale=SCALE, choice=choice)
+
             lists = jax.jit(choose)(q, k)
-            attend = lambda q, k, v, lists, blocks=blocks: prefill_attention(
-                q, k, v, scale=SCALE, lists=lists, blocks=blocks
-            )[0]
+
+            def attend(q, k, v, lists, blocks=blocks):
+                return prefill_attention(q, k, v, scale=SCALE, lists=lists, blocks=blocks)[0]
+
             parts = {(R, Z): (q[..., :R], k[..., :R], v[..., :Z], lists) for R, Z in options.ranks}
             calls = (
                 peers | {"choice": (choose, (q, k))} | {str(rank): (attend, x) for rank, x in parts.items()}

@@ -117,7 +117,10 @@ class Head(NamedTuple):
 
     def exact(self, q: jax.Array, far: Coded, ring: Ring, slots: Any, *, plan: Plan, S: int) -> np.ndarray:
         """Its result in float64."""
-        f64 = lambda x: np.asarray(x.astype(jnp.float32), np.float64)
+
+        def f64(x):
+            return np.asarray(x.astype(jnp.float32), np.float64)
+
         kv = self.n // (N // ring.k.shape[1])
 
         def read(pair: tuple[jax.Array, jax.Array], bits: int) -> np.ndarray:

@@ -37,7 +37,7 @@ from benchmarks.common import RESULTS, commit, earlier, write_result
 from benchmarks.one_call import InOneCall
 from benchmarks.timing import kernel_times
 from benchmarks.transferred_plans import check_on_kernels, is_judged, judged_quality, transferred
-from zdc_jax.cache.kv_cache import KVCache, held_bytes
+from zdc_jax.cache.kv_cache import KVCache, cache_bytes
 from zdc_jax.config import ModelConfig
 from zdc_jax.generation.steps import Flat
 from zdc_jax.methods.coded import Settings
@@ -154,7 +154,10 @@ class OnKernels:
     def filled(self, cache: KVCache, length: int) -> KVCache:
         """As if `length` random tokens were held."""
         keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(cache))))
-        codes = lambda leaf: any_codes(leaf, next(keys)) if leaf.dtype == jnp.uint8 else leaf
+
+        def codes(leaf):
+            return any_codes(leaf, next(keys)) if leaf.dtype == jnp.uint8 else leaf
+
         layers = jax.tree.map(codes, cache.layers)
         return replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, length))
 
@@ -194,7 +197,7 @@ def quality(kind: str, options: Options) -> dict[str, Any] | None:
 def tokens_held(plan: CompressionPlan, free: int) -> int:
     """Tokens of one row in so many bytes."""
     step = 2**20
-    return int(free * step / held_bytes(plan.layer_caches("bfloat16"), step))
+    return int(free * step / cache_bytes(plan.layer_caches("bfloat16"), step))
 
 
 def rows(shape: str, options: Options) -> Iterator[dict[str, Any]]:
@@ -203,7 +206,10 @@ def rows(shape: str, options: Options) -> Iterator[dict[str, Any]]:
     network = build("folded", config)
     stats = jax.local_devices()[0].memory_stats()
     free = stats["bytes_limit"] - stats["bytes_in_use"]
-    time = lambda side: decode_times(side, options.rows, options.context, options.steps)
+
+    def time(side):
+        return decode_times(side, options.rows, options.context, options.steps)
+
     base = {"shape": shape, "rows": options.rows, "context": options.context, "commit": commit()}
     peer, dense = time(OnCudnn(network)), tokens_held(network.plan, free)
     yield base | {"kind": "cudnn", "ms": [1e3 * t for t in peer], "tokens": dense}

@@ -129,7 +129,10 @@ class OnCudnn:
 
     def cache(self, batch: int, capacity: int) -> Any:
         c = self.config
-        zeros = lambda: jnp.zeros((batch, capacity, c.num_kv_heads, c.head_dim), jnp.bfloat16)
+
+        def zeros():
+            return jnp.zeros((batch, capacity, c.num_kv_heads, c.head_dim), jnp.bfloat16)
+
         return {
             "lengths": jnp.zeros(batch, jnp.int32),
             "kv": [(zeros(), zeros()) for _ in range(c.num_layers)],
@@ -163,7 +166,10 @@ def _cudnn_step(flat: Flat[Transformer], cache: Any, tokens: jax.Array) -> tuple
 
         def attend(q: Any, k: Any, v: Any, keys: Any = keys, values: Any = values) -> Any:
             q, k, v = (given[: len(tokens)] for given in (q, k, v))
-            put = lambda buffer, new: jax.lax.dynamic_update_slice(buffer, new, (0, lengths[0], 0, 0))
+
+            def put(buffer, new):
+                return jax.lax.dynamic_update_slice(buffer, new, (0, lengths[0], 0, 0))
+
             keys, values = put(keys, k), put(values, v)
             kv.append((keys, values))
             own = partial(jax.nn.dot_product_attention, q, scale=scale, implementation="cudnn")

@@ -193,9 +193,10 @@ def prefill_heads(
     S, positions = 16384, [0, 1, 777, 8191, 16383]
     at = rows_at(positions)
     pairs = N * S * (S + 1) / 2
-    bounds = lambda R, Z: ceilings.bounds(
-        flops=2 * (R + Z) * pairs, exps=pairs, nbytes=2.0 * S * (N + K) * (R + Z)
-    )
+
+    def bounds(R, Z):
+        return ceilings.bounds(flops=2 * (R + Z) * pairs, exps=pairs, nbytes=2.0 * S * (N + K) * (R + Z))
+
     peers = {}
     for width in (128, 64):
         q, k, v = normal(0, 1, S, N, width), normal(1, 1, S, K, width), normal(2, 1, S, K, width)
@@ -207,7 +208,10 @@ def prefill_heads(
     if K == N:
         yield from jax_kernel(S, bounds(H, H), peers[128])
         yield {"name": "torch H=128", **torch_attention(S, N, H)}
-    f = lambda q, k, v: prefill_attention(q, k, v, scale=H**-0.5)[0]
+
+    def f(q, k, v):
+        return prefill_attention(q, k, v, scale=H**-0.5)[0]
+
     for (R, Z), rise in [*((pair, False) for pair in ranks), *((pair, True) for pair in RISING if K == N)]:
         q, k, v = normal(0, 1, S, N, R), normal(1, 1, K, S, R), normal(2, 1, K, S, Z)
         q, k = rising(q, k) if rise else (q, k)
@@ -259,18 +263,29 @@ def two_rank_shape(ceilings: Ceilings, q: jax.Array, R: int, Z: int, peer: list[
     """One pair of ranks alone, and beside near keys; `over_alone` is the ratio of their times."""
     S, window, sinks, positions = q.shape[1], 512, 4, [0, 600, 20000, 32767]
     pairs, near = N * S * (S + 1) / 2, N * S * (window + sinks)
-    bounds = lambda extra: ceilings.bounds(
-        flops=2 * (R + Z) * pairs + extra * 2 * (2 * H - R - Z) * near, exps=pairs, nbytes=2.0 * S * N * 4 * H
-    )
+
+    def bounds(extra):
+        return ceilings.bounds(
+            flops=2 * (R + Z) * pairs + extra * 2 * (2 * H - R - Z) * near,
+            exps=pairs,
+            nbytes=2.0 * S * N * 4 * H,
+        )
+
     k, v = normal(1, 1, N, S, R), normal(2, 1, N, S, Z)
-    far = lambda q, k, v: prefill_attention(q, k, v, scale=H**-0.5)[0]
+
+    def far(q, k, v):
+        return prefill_attention(q, k, v, scale=H**-0.5)[0]
+
     alone = device_ms(far, q[..., :R], k, v)
     yield row(f"({R},{Z}) alone S={S}", alone, peer, bounds(0))
     tails = normal(3, 1, N, S, H - R), normal(4, 1, N, S, H - Z)
-    both = lambda q, k, v, tails: prefill_attention(
-        q, k, v, scale=H**-0.5, sinks=sinks, window=window,
-        trailing=Trailing(*tails, jnp.zeros(1, jnp.int32), *(x[:, :, :8] for x in tails)),
-    )[0]  # fmt: skip
+
+    def both(q, k, v, tails):
+        return prefill_attention(
+            q, k, v, scale=H**-0.5, sinks=sinks, window=window,
+            trailing=Trailing(*tails, jnp.zeros(1, jnp.int32), *(x[:, :, :8] for x in tails)),
+        )[0]  # fmt: skip
+
     at = rows_at(positions)
     exact = exact_rows(at(q), k, v, positions, tails, sinks, window)
     wrong = error(at(jax.jit(both)(q, k, v, tails)), exact)
@@ -292,18 +307,22 @@ def window_shape(ceilings: Ceilings, library: Path | None, S: int) -> Iterator[R
     `over_windowed`: our time over that of cuDNN's window.
     """
     sinks, window, positions = 4, 512, [0, 600, S // 2, S - 1]
-    bounds = lambda keys: ceilings.bounds(
-        flops=4 * H * N * S * keys, exps=N * S * keys, nbytes=2.0 * S * N * 4 * H
-    )
+
+    def bounds(keys):
+        return ceilings.bounds(flops=4 * H * N * S * keys, exps=N * S * keys, nbytes=2.0 * S * N * 4 * H)
+
     q, k, v = (normal(i, 1, S, N, H) for i in range(3))
     peer = device_ms(lambda q, k, v: cudnn(q, k, v, causal=True), q, k, v)
     yield (windowed := cudnn_window(q, k, v, window, peer, bounds(window)))
     yield from flash_rows(library, f"window 512 S={S}", peer, bounds(window), tokens=S, window=window)
     k, v = (normal(i, 1, N, S, H) for i in (1, 2))
-    f = lambda q, k, v: prefill_attention(
-        q, k[..., :0], v[..., :0], scale=H**-0.5, sinks=sinks, window=window,
-        trailing=Trailing(k, v, jnp.zeros(1, jnp.int32), k[:, :, :8], v[:, :, :8]),
-    )[0]  # fmt: skip
+
+    def f(q, k, v):
+        return prefill_attention(
+            q, k[..., :0], v[..., :0], scale=H**-0.5, sinks=sinks, window=window,
+            trailing=Trailing(k, v, jnp.zeros(1, jnp.int32), k[:, :, :8], v[:, :, :8]),
+        )[0]  # fmt: skip
+
     at = rows_at(positions)
     exact = exact_rows(at(q), k[..., :0], v[..., :0], positions, (k, v), sinks, window)
     more = {"error": error(at(jax.jit(f)(q, k, v)), exact)}
@@ -354,7 +373,10 @@ def decode(ceilings: Ceilings) -> Iterator[Row]:
 def decode_shape(ceilings: Ceilings, B: int, S: int, K: int) -> Iterator[Row]:
     """One rank and two, contiguous and (once) paged, beside cuDNN at full rank on as many tokens."""
     lengths, shape = jnp.full(B, S, jnp.int32), f"B={B} S={S} K={K}"
-    bounds = lambda nbytes: {"bandwidth": 1e3 * nbytes / ceilings.copy}
+
+    def bounds(nbytes):
+        return {"bandwidth": 1e3 * nbytes / ceilings.copy}
+
     q, k, v = normal(0, B, 1, N, H), normal(1, B, S, K, H), normal(2, B, S, K, H)
     peer = device_ms(lambda q, k, v: cudnn(q, k, v, causal=False), q, k, v)
     yield row(f"cudnn decode {shape}", peer, None, bounds(k.nbytes + v.nbytes))
@@ -413,8 +435,13 @@ def epilogue_shape(ceilings: Ceilings, K: int, C: int, R: int, keep_tail: bool) 
     angles = jax.random.uniform(jax.random.key(2), (1, T, H // 2), maxval=6.28)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     a, b = (normal(seed, K, H, C) * H**-0.5 for seed in (3, 4))
-    kernel = lambda *args: post_rope(*args, qk_rank=R, keep_tail=keep_tail)[:2]
-    plain = lambda q, k, cos, sin, a, b: (turn(q, cos, sin, a), turn(k, cos, sin, b).swapaxes(1, 2))
+
+    def kernel(*args):
+        return post_rope(*args, qk_rank=R, keep_tail=keep_tail)[:2]
+
+    def plain(q, k, cos, sin, a, b):
+        return (turn(q, cos, sin, a), turn(k, cos, sin, b).swapaxes(1, 2))
+
     args = q, k, cos, sin, a, b
     got, want = jax.jit(kernel)(*args)[0], jax.jit(plain)(*args)[0]
     need = (q.nbytes + k.nbytes) * (1 + C / H) + cos.nbytes + sin.nbytes
@@ -436,9 +463,10 @@ def segments(ceilings: Ceilings) -> Iterator[Row]:
         for (R, Z), where in zip(ranks, halves, strict=True)
     ]
     q = normal(0, 2, 1, S // 2, N, 64)
-    both = lambda q, keys: [
-        segment_attention(q[i], keys[i].positions, keys, scale=H**-0.5)[0] for i in range(2)
-    ]
+
+    def both(q, keys):
+        return [segment_attention(q[i], keys[i].positions, keys, scale=H**-0.5)[0] for i in range(2)]
+
     wide = normal(3, 1, S, N, H)
     peer = device_ms(lambda q: cudnn(q, q, q, causal=True), wide)
     pairs = N * S * (S + 1) / 2
@@ -447,12 +475,18 @@ def segments(ceilings: Ceilings) -> Iterator[Row]:
     del wide
     yield class_decode(ceilings, 16, 8192)
     x, w = normal(4, S, D), [normal(5 + i, D, N * R) for i, R in enumerate((64, 32, 128))]
-    two = lambda x, a, b: (x[: S // 2] @ a, x[S // 2 :] @ b)
+
+    def two(x, a, b):
+        return (x[: S // 2] @ a, x[S // 2 :] @ b)
+
     full = device_ms(lambda x, w: x @ w, x, w[2])
     bounds = ceilings.bounds(flops=2 * S / 2 * D * N * 96, exps=0.0, nbytes=0.0)
     yield row("q of classes, 64 and 32 of 128", device_ms(two, x, w[0], w[1]), full, bounds)
     o = [normal(8 + i, S // 2, N * Z) for i, (_, Z) in enumerate(ranks)]
-    back = lambda a, b, wa, wb: (a @ wa, b @ wb)
+
+    def back(a, b, wa, wb):
+        return (a @ wa, b @ wb)
+
     args = *o, normal(10, N * 96, D), normal(11, N * 64, D)
     full = device_ms(lambda o, w: o @ w, normal(12, S, N * H), normal(13, N * H, D))
     bounds = ceilings.bounds(flops=2 * S / 2 * D * N * 160, exps=0.0, nbytes=0.0)
@@ -467,7 +501,10 @@ def class_decode(ceilings: Ceilings, B: int, S: int) -> Row:
         for (R, Z), held in zip(((64, 96), (32, 64)), where, strict=True)
     ]
     last = jnp.full((B, 1), S - 1, jnp.int32)
-    f = lambda q, keys: segment_attention(q, last, keys, scale=H**-0.5)[0]
+
+    def f(q, keys):
+        return segment_attention(q, last, keys, scale=H**-0.5)[0]
+
     wide = normal(3, B, 1, N, H), normal(4, B, S, N, H), normal(5, B, S, N, H)
     peer = device_ms(lambda q, k, v: cudnn(q, k, v, causal=False), *wide)
     bounds = {"bandwidth": 1e3 * sum(x.nbytes for x in jax.tree.leaves(keys)) / ceilings.copy}

@@ -33,7 +33,7 @@ from benchmarks.common import RESULTS, commit, earlier, write_result
 from benchmarks.on_mesh import OnMesh
 from benchmarks.sequence_models import Model
 from benchmarks.transferred_plans import check_on_kernels, is_judged, judged_quality, transferred
-from zdc_jax.cache.kv_cache import held_bytes
+from zdc_jax.cache.kv_cache import cache_bytes
 from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.config import ModelConfig
 from zdc_jax.parallel.mesh import MeshConfig
@@ -100,7 +100,7 @@ def rows_that_fit(caches: tuple[LayerCacheSpec, ...], tokens: int) -> int:
     """Rows of so many tokens in the memory that is free now, by bytes."""
     stats = jax.local_devices()[0].memory_stats()
     free = (1 - KEPT) * (stats["bytes_limit"] - stats["bytes_in_use"])
-    return int(free // held_bytes(caches, tokens))
+    return int(free // cache_bytes(caches, tokens))
 
 
 def fitting(time: Callable[[int], list[float]], most: int) -> tuple[int, list[float]]:
@@ -139,10 +139,11 @@ def measured(
     reads, decodes, caches = sides(kind, config, options)
     figures = options.figures if decodes is not None else ("first_token",)
     for length in options.lengths:
-        row = kept(rows, length, figures) | {"bytes_a_row": held_bytes(caches, length)}
-        time = lambda batch, length=length: decode_times(
-            decodes, batch, length, options.steps, repeats=options.repeats
-        )
+        row = kept(rows, length, figures) | {"bytes_a_row": cache_bytes(caches, length)}
+
+        def time(batch, length=length):
+            return decode_times(decodes, batch, length, options.steps, repeats=options.repeats)
+
         most = rows_that_fit(caches, capacity_for(length))
         if not most and decodes is not None:
             if "largest" in figures:
@@ -177,14 +178,20 @@ def kept(rows: list[dict[str, Any]], length: int, figures: tuple[Figure, ...]) -
     largest = str(row.get("largest"))
     names = {"token": {"1", str(BATCH)} - {largest}, "largest": {largest}, "first_token": {"first_token"}}
     gone = set().union(*(names[figure] for figure in figures))
-    stays = lambda named: {name: value for name, value in named.items() if name not in gone}
+
+    def stays(named):
+        return {name: value for name, value in named.items() if name not in gone}
+
     rest = {name: value for name, value in row.items() if name not in figures}
     return rest | {"token": stays(row["token"]), "commits": stays(row["commits"])}
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
     """With medians in milliseconds instead of all repeats."""
-    ms = lambda times: round(1e3 * float(np.median(times)), 2)
+
+    def ms(times):
+        return round(1e3 * float(np.median(times)), 2)
+
     token = {batch: ms(times) for batch, times in row["token"].items()}
     first = {"first_token": ms(row["first_token"])} if "first_token" in row else {}
     return row | {"token": token} | first

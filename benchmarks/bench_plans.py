@@ -111,7 +111,10 @@ class Bench:
         errors: dict[str, float] = {}
         if plan.classes is None:  # The certificate knows one rank for all tokens of a layer.
             certified = certificate(plan, self.bases[basis])
-            rms = lambda error: float(np.sqrt(np.square(error).mean()))
+
+            def rms(error):
+                return float(np.sqrt(np.square(error).mean()))
+
             errors = {"score_error": rms(certified.score), "value_error": rms(certified.value)}
         return {"kind": kind, "basis": basis, **trial_json(trial), **errors, **extra, "commit": commit()}
 

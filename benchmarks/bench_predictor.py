@@ -154,7 +154,10 @@ def predicted_plans(bench: Bench, predictor: Predictor, limit: float) -> dict[st
     plans = {"predicted": predictor.plan(config, profile, max_degradation=limit, **at)}
     for kind, book in bench.checks.items():
         began, known = time.perf_counter(), len(book.seen)
-        measure = lambda plan, book=book: book.measure(plan).increase
+
+        def measure(plan, book=book):
+            return book.measure(plan).increase
+
         plan = checked_plan(predictor.forecast(config, profile), measure, max_degradation=limit, **at)
         plans[kind] = plan or CompressionPlan.full(config)
         took = time.perf_counter() - began
@@ -190,7 +193,10 @@ def stretched(
 ) -> CompressionPlan:
     """A plan of another shape: layers by relative depth, ranks by share of the head dim, rounded up."""
     L, allowed = config.num_layers, allowed_ranks(config.head_dim)
-    fit_rank = lambda rank: next(r for r in allowed if r >= rank * config.head_dim / head_dim)
+
+    def fit_rank(rank):
+        return next(r for r in allowed if r >= rank * config.head_dim / head_dim)
+
     at = [round(i * (len(ranks) - 1) / max(L - 1, 1)) for i in range(L)]
     layers = tuple(LayerRanks(*map(fit_rank, ranks[i])) for i in at)
     return replace(CompressionPlan.full(config), layers=layers, window=window, sinks=SINKS)

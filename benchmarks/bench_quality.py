@@ -180,7 +180,10 @@ class Bench:
 def cases(bench: Bench) -> Iterator[Case]:
     """The rows, in the order of the report."""
     config, H = bench.config, bench.config.head_dim
-    uniform = lambda **kw: CompressionPlan.uniform(config, **kw)
+
+    def uniform(**kw):
+        return CompressionPlan.uniform(config, **kw)
+
     balanced = bench.bases["balanced"]
 
     def spread(qk: float, v: float, **options: Any) -> CompressionPlan:

@@ -61,7 +61,10 @@ KEPT = ((3, 3), (2, 2), (1, 1), (2, 3))
 def prefill_ms(bench: Bench, network: Transformer) -> list[float]:
     """Device time of one batch of windows, without the head."""
     tokens = jnp.asarray(bench.heldout[: bench.options.batch])
-    call = lambda network, tokens: network.hidden(tokens)
+
+    def call(network, tokens):
+        return network.hidden(tokens)
+
     return costs_in_turns({"prefill": (call, (network, tokens))}, rounds=2)["prefill"]["ms"]
 
 

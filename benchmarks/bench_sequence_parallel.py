@@ -318,7 +318,10 @@ class Bench:
         with jax.default_matmul_precision("highest"):
             exact = np.asarray(self.on_one_device(plan, tokens, "float32", "xla")())
         alone = self.on_one_device(plan, tokens, self.config.dtype, self.implementation(row))()
-        error = lambda x: float(np.abs(np.asarray(x) - exact).max() / np.abs(exact).max())
+
+        def error(x):
+            return float(np.abs(np.asarray(x) - exact).max() / np.abs(exact).max())
+
         return {"error": error(self.logits(row, tokens, layers)()), "own_error": error(alone)}
 
     def tokens(self, length: int) -> Array:

@@ -59,12 +59,18 @@ def put(k: jax.Array, v: jax.Array, empty: Coded, start: jax.Array) -> Any:
 def encode_row(heads: str, repeats: int, rate: float) -> dict[str, Any]:
     """Keys and values of a prompt, with an index, into an empty store; the kernel alone. rate: of a copy."""
     K, plan, T = HEADS[heads], PLANS["chosen"], PROMPT
-    zeros = lambda *shape: jnp.zeros((1, K, T, *shape), jnp.uint8)
+
+    def zeros(*shape):
+        return jnp.zeros((1, K, T, *shape), jnp.uint8)
+
     empty = tuple((zeros(width), zeros()) for width in plan.nbytes)
     k, v, start = normal(0, 1, T, K, H), normal(1, 1, T, K, H), jnp.zeros(1, jnp.int32)
     call = jax.jit(put)
     jax.block_until_ready(call(k, v, empty, start))
-    run = lambda: [call(k, v, empty, start) for _ in range(repeats)]
+
+    def run():
+        return [call(k, v, empty, start) for _ in range(repeats)]
+
     times = [ms for name, ms in kernel_times(run) if "zdc_encode" in name]
     ms, nbytes = float(np.median(times)), k.nbytes + v.nbytes + sum(x.nbytes for pair in empty for x in pair)
     return {
@@ -84,7 +90,10 @@ def new_tokens_row(heads: str, B: int, repeats: int) -> dict[str, Any]:
     """One new token of each row turned, coded and put into store and ring: in one launch, and one after the
     other."""
     K, plan, start = HEADS[heads], PLANS["chosen"], jnp.full(B, WINDOW, jnp.int32)
-    zeros = lambda *shape: jnp.zeros((B, K, WINDOW + 128, *shape), jnp.uint8)
+
+    def zeros(*shape):
+        return jnp.zeros((B, K, WINDOW + 128, *shape), jnp.uint8)
+
     empty = tuple((zeros(width), zeros()) for width in plan.nbytes)
     q, (k, v) = normal(0, B, 1, N, H), (normal(i, B, 1, K, H) for i in (1, 2))
     angles = start[:, None] * 1e4 ** -jnp.arange(0, 1, 2 / H)
@@ -165,8 +174,13 @@ def chunk_row(heads: str, repeats: int) -> dict[str, Any]:
         (levels[..., None, :], reach[..., None, None]) for levels, reach in random_tokens(plan, 1, K, S)
     )
     q, positions = normal(0, 1, CHUNK, N, H), BEHIND + jnp.arange(CHUNK, dtype=jnp.int32)[None]
-    coded = lambda far, q, positions: store.attend_far(far, q, positions, call)
-    exact = lambda k, v, q, positions: store.attend_rows(q, k, v, positions, call)
+
+    def coded(far, q, positions):
+        return store.attend_far(far, q, positions, call)
+
+    def exact(k, v, q, positions):
+        return store.attend_rows(q, k, v, positions, call)
+
     times = device_ms(coded, far, q, positions, iterations=repeats)
     peer = device_ms(exact, *jax.jit(store.read)(far), q, positions, iterations=repeats)
     ms, peer_ms = float(np.median(times)), min(peer)
@@ -213,7 +227,10 @@ class Query(NamedTuple):
 
     def error(self, o: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> float:
         """Of o [1, T, N, H], relative to float64 on k, v [1, K, S, H] in its `slots` [1, T, K, n]."""
-        f64 = lambda x: np.asarray(x.astype(jnp.float32), np.float64)
+
+        def f64(x):
+            return np.asarray(x.astype(jnp.float32), np.float64)
+
         kv = self.n // (N // k.shape[1])
         at = slots[0, self.t, kv]
         scores = SCALE * f64(k[0, kv, at]) @ f64(q[0, self.t, self.n])
@@ -242,12 +259,22 @@ def chosen_chunk_row(heads: str, repeats: int) -> dict[str, Any]:
     far = FarTokens(k, v, index)
     q, positions = normal(0, 1, CHUNK, N, H), BEHIND + jnp.arange(CHUNK, dtype=jnp.int32)[None]
     given, on_kernels = (far, q, positions), Call(SCALE, "pallas")
-    attend = lambda far, q, positions: store.attend_far(far, q, positions, on_kernels)
+
+    def attend(far, q, positions):
+        return store.attend_far(far, q, positions, on_kernels)
+
     # What a leader hands on, alone: its attention is dropped by the compiler.
     leader = replace(store, leads=True)
-    choose = lambda far, q, positions: leader.far_part(far, q, None, positions, on_kernels, None)[2]
-    on_xla = lambda far, q, positions: store.attend_far(far, q, positions, Call(SCALE, "xla"))
-    exact = lambda k, v, q, positions: store.attend_rows(q, k, v, positions, on_kernels)
+
+    def choose(far, q, positions):
+        return leader.far_part(far, q, None, positions, on_kernels, None)[2]
+
+    def on_xla(far, q, positions):
+        return store.attend_far(far, q, positions, Call(SCALE, "xla"))
+
+    def exact(k, v, q, positions):
+        return store.attend_rows(q, k, v, positions, on_kernels)
+
     times, delay = (device_ms(call, *given, iterations=repeats) for call in (attend, choose))
     rows = jax.jit(store.all_rows)(far)
     peer = device_ms(exact, *rows, q, positions, iterations=repeats)
@@ -283,7 +310,10 @@ def by_xla(scores: jax.Array, begin: jax.Array, end: jax.Array) -> jax.Array:
 def selection_row(shape: Scores, repeats: int) -> dict[str, Any]:
     """The largest scores of all rows, by the kernel and by XLA; those of few rows stay in the GPU's cache."""
     scores, ends = normal(0, *shape, dtype=jnp.float32), span(shape.B, shape.S)
-    ours = lambda scores, begin, end: largest(scores, begin, end, k=COUNT)
+
+    def ours(scores, begin, end):
+        return largest(scores, begin, end, k=COUNT)
+
     times = device_ms(ours, scores, *ends, iterations=repeats)
     peer = device_ms(by_xla, scores, *ends, iterations=repeats)
     ms, peer_ms = float(np.median(times)), min(peer)

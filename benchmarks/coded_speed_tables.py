@@ -48,7 +48,10 @@ def kernels_table() -> str:
 def encode_table() -> str:
     """Coding the keys and values of a prompt."""
     heads = ("heads", "tokens", "ms", "of what a copy moves")
-    cells = lambda row: (row["heads"], f"{row['S']:,}", f"{row['ms']:.3f}", f"{row['bandwidth']:.0%}")
+
+    def cells(row):
+        return (row["heads"], f"{row['S']:,}", f"{row['ms']:.3f}", f"{row['bandwidth']:.0%}")
+
     return _table(heads, map(cells, _of_kind("encode")))
 
 
@@ -120,8 +123,11 @@ def one_plan_table() -> str:
     Beside each, in brackets, 16 bits on our kernels and on cuDNN.
     """
     run = json.loads((RESULTS / "one-plan-h100.json").read_text())
+
     # A run that was cut leaves rows without all their figures.
-    whole = lambda rows: [row for row in rows if "largest" in row]
+    def whole(rows):
+        return [row for row in rows if "largest" in row]
+
     found = {(entry["shape"], entry["kind"]): whole(entry["rows"]) for entry in run["results"]}
     heads = ("shape, tokens", "first token, s", "a token of 1 row, ms", "of 8 rows, ms")
     heads = (*heads, "most rows", "their tokens a second", "SmolLM2, 8,192: perplexity", "least retention")

@@ -75,5 +75,8 @@ def earlier(path: Path, settings: dict[str, Any]) -> Any:
 
 def as_text(run: dict[str, Any]) -> str:
     """JSON with a line for each value, but for lists of numbers, which have one line each."""
-    one_line = lambda numbers: re.sub(r"\s+", " ", numbers[0]).replace("[ ", "[").replace(" ]", "]")
+
+    def one_line(numbers):
+        return re.sub(r"\s+", " ", numbers[0]).replace("[ ", "[").replace(" ]", "]")
+
     return re.sub(r"\[[-+\d.eE,\s]+\]", one_line, json.dumps(run, indent=1)) + "\n"

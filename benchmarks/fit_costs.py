@@ -43,7 +43,9 @@ def measured_rows(path: Path = KERNELS) -> list[Measured]:
 
 
 def _describe(name: str) -> tuple[str, AttentionCall, Parts] | None:
-    alike = lambda R, Z: [(1.0, LayerRanks(int(R), int(Z)))]
+    def alike(R, Z):
+        return [(1.0, LayerRanks(int(R), int(Z)))]
+
     if found := re.fullmatch(r"prefill \((\d+),(\d+)\) K=(\d+)", name):
         R, Z, K = found.groups()
         return "prefill", AttentionCall(N, int(K), H, 16384), alike(R, Z)

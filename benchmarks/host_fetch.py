@@ -56,7 +56,10 @@ def kept_on_device(store: np.ndarray, page: int) -> Fetch:
 
 def copied_whole(store: np.ndarray, page: int) -> Fetch:
     """All of the store goes to the device, then rows are taken."""
-    move = lambda store, slots: gathered(jax.device_put(store, jax.memory.Space.Device), slots)
+
+    def move(store, slots):
+        return gathered(jax.device_put(store, jax.memory.Space.Device), slots)
+
     return partial(jax.jit(move), on_host(store))
 
 

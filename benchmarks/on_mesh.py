@@ -45,9 +45,14 @@ class OnMesh:
     def filled(self, cache: KVCache, length: int) -> KVCache:
         """As if `length` tokens were held: random codes, or zeros; time does not depend on numbers."""
         keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(cache))))
+
         # One at a time: memory that cannot be had is awaited for 10 s by each that is under way.
-        codes = lambda leaf, where: jax.block_until_ready(_any_codes(leaf, next(keys), where))
-        drawn = lambda leaf, where: codes(leaf, where) if leaf.dtype == jnp.uint8 else leaf
+        def codes(leaf, where):
+            return jax.block_until_ready(_any_codes(leaf, next(keys), where))
+
+        def drawn(leaf, where):
+            return codes(leaf, where) if leaf.dtype == jnp.uint8 else leaf
+
         divided = self._divided(cache)
         layers = jax.tree.map(drawn, cache.layers, divided.layers)
         full = replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, length))
@@ -71,7 +76,10 @@ class OnMesh:
 
     def _compile_step(self, batch: int, length: int) -> None:
         cache = jax.eval_shape(lambda: self.cache(batch, capacity_for(length)))
-        shaped = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+        def shaped(leaf, where):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
         self.decode.compile(jax.tree.map(shaped, cache, self._divided(cache)))
 
     def _divided(self, cache: KVCache) -> KVCache:

@@ -41,7 +41,10 @@ class InOneCall:
 
     def compile(self, cache: KVCache) -> None:
         """For a cache of these shapes."""
-        like = lambda dtype: jax.ShapeDtypeStruct(cache.lengths.shape, dtype, sharding=self._where)
+
+        def like(dtype):
+            return jax.ShapeDtypeStruct(cache.lengths.shape, dtype, sharding=self._where)
+
         state = DecodeState(cache, like(jnp.int32), like(bool))
         decode.lower(*self._asked(state, 1), **self._how).compile()
 

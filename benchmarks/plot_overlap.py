@@ -46,7 +46,10 @@ def kernels(folder: Path) -> dict[str, list[Kernel]]:
         raise FileNotFoundError(f"{folder} holds no *.trace.json.gz")
     events = json.loads(gzip.decompress(found[-1].read_bytes()))["traceEvents"]
     about = [e for e in events if e.get("ph") == "M"]
-    named = lambda kind: {(e["pid"], e.get("tid")): e["args"]["name"] for e in about if e["name"] == kind}
+
+    def named(kind):
+        return {(e["pid"], e.get("tid")): e["args"]["name"] for e in about if e["name"] == kind}
+
     devices = {pid: name for (pid, _), name in named("process_name").items() if "GPU" in name}
     streams = {key for key, name in named("thread_name").items() if "Stream" in name and key[0] in devices}
     out: dict[str, list[Kernel]] = defaultdict(list)
@@ -62,7 +65,10 @@ def overlap(launched: list[Kernel]) -> dict[str, float]:
     exchange = spans(k for k in launched if EXCHANGE in k.name)
     attention = spans(k for k in launched if ATTENTION in k.name)
     rest = spans(k for k in launched if EXCHANGE not in k.name)
-    both = lambda others: sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in exchange for b in others)
+
+    def both(others):
+        return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in exchange for b in others)
+
     return {"exchange": both(exchange), "beside_attention": both(attention), "beside_any": both(rest)}
 
 

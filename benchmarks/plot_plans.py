@@ -22,7 +22,10 @@ MODELS = ("ref-llama-23m", "ref-opt-26m")
 
 def rows_of(model: str) -> list[dict[str, Any]]:
     """All measured plans of a model, those predicted for it with it left out among them."""
-    read = lambda path: json.loads(path.read_text())["results"]["rows"] if path.exists() else []
+
+    def read(path):
+        return json.loads(path.read_text())["results"]["rows"] if path.exists() else []
+
     predicted = read(RESULTS / f"predicted-{model}.json")
     others = [row for row in predicted if row["kind"] in ("predicted", "predicted, checked")]
     return read(RESULTS / f"plans-{model}.json") + others

@@ -87,7 +87,10 @@ class Model:
 
     def on_first(self, plan: CompressionPlan, dtype: str) -> Transformer:
         """On this process's first device; converted where `dtype` is not that of the weights."""
-        local = lambda tree: jax.tree.map(lambda x: x.addressable_data(0).astype(dtype), tree)
+
+        def local(tree):
+            return jax.tree.map(lambda x: x.addressable_data(0).astype(dtype), tree)
+
         config = replace(self._cut(plan), dtype=dtype)
         return Transformer(config, plan, local(self.embeddings), map(local, self._of(plan)))
 

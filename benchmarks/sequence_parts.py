@@ -84,9 +84,15 @@ def searched_partition(
     times = measured(pair, tokens, eighths, implementation=implementation, repeats=2)
     scale = layers / len(model.plan.layers)
     cost = PieceCost.fit({partition: scale * each for partition, each in times.items()})
-    handed = lambda end: handed_bytes(model.plan, Partition((end, 1)), capacity=in_eights(length))[0]
+
+    def handed(end):
+        return handed_bytes(model.plan, Partition((end, 1)), capacity=in_eights(length))[0]
+
     bandwidth = link_bandwidth(first, second)
-    link = lambda end: scale * handed(end) / bandwidth
+
+    def link(end):
+        return scale * handed(end) / bandwidth
+
     return searched(length, len(model.devices), cost, layers=layers, link=link)
 
 
@@ -143,7 +149,10 @@ class AttentionParts:
     def seconds(self, name: str) -> list[float]:
         """Wall seconds of one part, see `seconds_each`."""
         near, exchanged = (TOKENS, HEADS), (TOKENS, HEADS_FIRST, HEADS_FIRST)
-        both = lambda *qkv: (self._near(*qkv), self._exchange(*qkv))
+
+        def both(*qkv):
+            return (self._near(*qkv), self._exchange(*qkv))
+
         programs: dict[str, tuple[Callable[..., Any], P, Any]] = {
             "attention": (self._attention, TOKENS, TOKENS),
             "near": (self._near, TOKENS, near),

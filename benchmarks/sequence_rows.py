@@ -152,7 +152,10 @@ def sent(out: dict[str, Any]) -> float | None:
 
 def _beside(out: dict[str, Any], peer: dict[str, Any], key: str) -> float | None:
     """Seconds of a peer's figure, where it is of the same commit."""
-    commit = lambda row: row.get("commits", {}).get(key)
+
+    def commit(row):
+        return row.get("commits", {}).get(key)
+
     return median(peer, key) if commit(peer) == commit(out) else None
 
 

@@ -289,7 +289,10 @@ def predictor_table() -> str:
         rows = json.loads(path.read_text())["results"]["rows"]
         for limit in dict.fromkeys(row["limit"] for row in rows):
             found = {row["kind"]: row for row in rows if row["limit"] == limit}
-            row = lambda plan: f"{plan['bytes_share']:.1%} {percent(plan['increase'])}"
+
+            def row(plan):
+                return f"{plan['bytes_share']:.1%} {percent(plan['increase'])}"
+
             cells = [row(found[kind]) if kind in found else "–" for kind in kinds]
             lines.append(f"| {path.stem.removeprefix('predicted-')} | {limit:.0%} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -347,7 +350,10 @@ def kernel_table() -> str:
 def generate_table() -> str:
     """A whole model on the kernels beside the same model on cuDNN."""
     results = read("generate-llama-2-7b-shape")["results"]
-    median = lambda value: value if isinstance(value, int) else statistics.median(value)
+
+    def median(value):
+        return value if isinstance(value, int) else statistics.median(value)
+
     peer = results["cudnn"]
     kinds = ("folded", "post_rope", "window")
     lines = ["| | cuDNN | " + " | ".join(kinds) + " |", "|---|---|---|---|---|"]

@@ -104,7 +104,10 @@ def train(name: str, windows: np.ndarray, vocabulary: int, options: Options) -> 
     optimizer = torch.optim.AdamW(
         model.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
-    rate = lambda step: min(step / WARMUP, 0.5 * (1 + math.cos(math.pi * step / steps)) + 0.02)
+
+    def rate(step):
+        return min(step / WARMUP, 0.5 * (1 + math.cos(math.pi * step / steps)) + 0.02)
+
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     rng, began = np.random.default_rng(options.seed), time.perf_counter()
     for step in range(steps):

@@ -101,5 +101,8 @@ def judged_quality(path: Path, fits: Callable[[dict[str, Any]], bool]) -> dict[s
 
 def is_judged(plan: CompressionPlan, path: Path, context: int) -> Callable[[dict[str, Any]], bool]:
     """Whether a row of that file is of the plan itself, at so many tokens."""
-    same = lambda row: CompressionPlan.from_json(row["plan"], path) == plan
+
+    def same(row):
+        return CompressionPlan.from_json(row["plan"], path) == plan
+
     return lambda row: row["context"] == context and same(row)

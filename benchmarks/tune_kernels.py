@@ -106,9 +106,12 @@ def prefill() -> Iterator[dict[str, Any]]:
         trailing = Trailing(*tails, jnp.zeros(1, jnp.int32), *(x[:, :, :8] for x in tails))
         far = normal(1, 1, N, PROMPT, R), normal(2, 1, N, PROMPT, Z)
         arrays = normal(0, 1, PROMPT, N, H), *far, trailing
-        run = lambda q, k, v, trailing, config: prefill_attention(
-            q, k, v, scale=0.1, trailing=trailing, sinks=4, window=512, config=config
-        )
+
+        def run(q, k, v, trailing, config):
+            return prefill_attention(
+                q, k, v, scale=0.1, trailing=trailing, sinks=4, window=512, config=config
+            )
+
         yield fastest({"R": R, "Z": Z, "H": H, "HV": H}, prefill_candidates(Z), run, arrays)
 
 
@@ -122,9 +125,10 @@ def decode() -> Iterator[dict[str, Any]]:
         near = {"sinks": 4, "window": 512} if H else {}
         rule = decode_kernel.default_config(B * N, S, R, near.get("window", 0))
         candidates = [DecodeConfig(block, stages, rule.splits, rule.near_splits) for block, stages in DECODE]
-        run = lambda q, k, v, lengths, ring, config, near=near: decode_attention(
-            q, k, v, lengths, scale=0.1, ring=ring, config=config, **near
-        )
+
+        def run(q, k, v, lengths, ring, config, near=near):
+            return decode_attention(q, k, v, lengths, scale=0.1, ring=ring, config=config, **near)
+
         yield fastest({"R": R, "Z": Z, "H": H or R}, candidates, run, (*arrays, lengths, ring))
 
 
@@ -137,7 +141,10 @@ def coded_decode() -> Iterator[dict[str, Any]]:
     for plan in CODED:
         rule = coded_rule(B * K, tokens, plan.read)
         stages = STAGES[:1] if plan.read else STAGES
-        of_parts = lambda splits, stages=stages: [CodedConfig(each, splits) for each in stages]
+
+        def of_parts(splits, stages=stages):
+            return [CodedConfig(each, splits) for each in stages]
+
         beside = [*of_parts(max(1, rule.splits // 2)), *of_parts(2 * rule.splits)]
         widths = {"C": coded.H, "Z": coded.H, "bytes": sum(plan.nbytes), "chosen": plan.read}
         yield fastest(widths, of_parts(rule.splits), *coded_call(plan, B, K, tokens), beside)

@@ -111,7 +111,10 @@ def _tokenizer_json(tokenizer: Tokenizer, path: Path, config: ModelConfig) -> st
     Raises `ConversionError` for other tokens past it.
     """
     with foreign_errors_as(ConversionError, f"cannot read the tokenizer of {path}"):
-        size = lambda added: max(tokenizer.get_vocab(with_added_tokens=added).values(), default=-1) + 1
+
+        def size(added):
+            return max(tokenizer.get_vocab(with_added_tokens=added).values(), default=-1) + 1
+
         spare = size(True) - config.vocab_size
         # First: writing goes through all ids below the largest, used or not.
         if spare > MOST_SPARE_TOKENS or size(False) > config.vocab_size:

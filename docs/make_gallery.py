@@ -30,11 +30,12 @@ COMMANDS = (
     ("Use it", 'zdc generate model/ "Gravity is the force that" --max-new-tokens 40 --plan plan.json'),
     (
         "What it costs",
-        "zdc evaluate model/ text/heldout --plan plan.json --tasks perplexity --contexts 1024 --max-sheets 4",
+        "zdc evaluate model/ text/heldout --plan plan.json --tasks perplexity --contexts 1024 "
+        "--max-documents 4",
     ),
     (
         "And at long range",
-        "zdc evaluate model/ text/heldout --plan plan.json --tasks passkey --contexts 1024 --max-sheets 8",
+        "zdc evaluate model/ text/heldout --plan plan.json --tasks passkey --contexts 1024 --max-documents 8",
     ),
     ("Look into a converted folder", "zdc inspect model/ --check | head -20"),
     ("A mistake is one line", "zdc convert text/heldout other/"),

@@ -221,8 +221,13 @@ def _weigh(
     # Queries that are not there see what the others see, and count for nothing.
     seen_by_all = lax.div(jnp.where(at < 0, S, at).min() + 1, keys)
     seen = lax.div(at.max() + keys, keys)
-    unmasked = lambda j, so_far: with_block(so_far, j, masked=False)
-    masked = lambda j, so_far: with_block(so_far, j, masked=True)
+
+    def unmasked(j, so_far):
+        return with_block(so_far, j, masked=False)
+
+    def masked(j, so_far):
+        return with_block(so_far, j, masked=True)
+
     so_far = lax.fori_loop(0, jnp.minimum(seen_by_all, seen), unmasked, nothing)
     highest, total = lax.fori_loop(jnp.minimum(seen_by_all, seen), seen, masked, so_far)
     return highest + jnp.log2(jnp.maximum(total, 1.0))  # Less than 1 is the sum of none.

@@ -275,7 +275,10 @@ def _part(refs: Any, g: _Geometry, at: _Buffers) -> None:
     sources, (*more, o_ref, lse_ref) = others[: 2 * len(g.widths)], others[2 * len(g.widths) :]
     head, part = lax.axis_index("head"), lax.axis_index("part")
     b, kv = lax.div(head, jnp.int32(g.K)), lax.rem(head, jnp.int32(g.K))
-    inside = lambda slot: jnp.clip(slot, 0, g.S)
+
+    def inside(slot):
+        return jnp.clip(slot, 0, g.S)
+
     span = _Span.of(g, inside(begin_ref[b]), inside(end_ref[b]), part)
     for coordinates, buffer in zip(g.key_columns, at.q, strict=True):
         plgpu.copy_gmem_to_smem(q_ref.at[b, kv, pl.ds(0, g.columns), coordinates], buffer, at.q_ready)
@@ -467,8 +470,13 @@ def _add_block(
     """
     acc, m, l = carry
     shape, last = (BLOCK, g.columns), len(g.widths) - 1
-    unpack = lambda i: unpacked(block.levels(i), g.widths[i], g.bits[i])
-    steps = lambda i: _steps(block.reach(i), g.bits[i], shape)
+
+    def unpack(i):
+        return unpacked(block.levels(i), g.widths[i], g.bits[i])
+
+    def steps(i):
+        return _steps(block.reach(i), g.bits[i], shape)
+
     scores = sum(_product(unpack(i), at.q[i], shape) * steps(i) for i in range(last)) * (g.scale * LOG2_E)
     _wait_for_all()
     at.values[...] = unpack(last)

@@ -342,8 +342,11 @@ def _part(refs: Any, g: _Geometry, queries: Any, ready: Any) -> None:
     head, part = lax.axis_index("head"), lax.axis_index("part")
     b, kv = lax.div(head, jnp.int32(g.K)), lax.rem(head, jnp.int32(g.K))
     plgpu.copy_gmem_to_smem(queries_ref.at[b, kv], queries, ready)
+
     # Blocks outside would be written outside the scores.
-    inside = lambda slot: jnp.clip(slot, 0, g.S)
+    def inside(slot):
+        return jnp.clip(slot, 0, g.S)
+
     span = _Span.of(inside(begin_ref[b]), inside(end_ref[b]), part, g)
 
     def read(step: Array) -> tuple[Array, Array]:

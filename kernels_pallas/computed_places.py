@@ -154,7 +154,10 @@ def _before(runs: list[Any], sums: Any) -> tuple[list[Any], Any]:
     bits, are_four = 32 // len(runs), len(runs) == 4
     own = functools.reduce(arith.addi, [arith.shli(x, _i32(bits * i)) for i, x in enumerate(runs)])
     upto = _warp_sums(own)
-    fields = lambda x: _pairs(x) if are_four else [x]
+
+    def fields(x):
+        return _pairs(x) if are_four else [x]
+
     before, total = fields(arith.subi(upto, own)), fields(_i32(0))
     thread = utils.thread_idx()
     warp = arith.shrui(thread, _i32(5))
@@ -169,7 +172,10 @@ def _before(runs: list[Any], sums: Any) -> tuple[list[Any], Any]:
         before, total = (list(map(arith.addi, x, y)) for x, y in ((before, added), (total, of_warp)))
     if len(runs) == 1:
         return before, total[0]
-    of_run = lambda x, i: arith.andi(arith.shrui(x[i % len(x)], _i32(i // len(x) * 16)), _i32(0xFFFF))
+
+    def of_run(x, i):
+        return arith.andi(arith.shrui(x[i % len(x)], _i32(i // len(x) * 16)), _i32(0xFFFF))
+
     upto_runs = list(itertools.accumulate([of_run(total, i) for i in range(len(runs))], arith.addi))
     starts = [_i32(0), *upto_runs[:-1]]
     return [arith.addi(start, of_run(before, i)) for i, start in enumerate(starts)], upto_runs[-1]
@@ -192,8 +198,13 @@ def _warp_sums(x: Any) -> Any:
 
 def _runs(x: Any) -> list[list[Any]]:
     """A thread's elements of an array in `layout`, one by one."""
-    at = lambda i: ir.DenseI64ArrayAttr.get([i])
-    element = lambda register, i: vector.extract(register, dynamic_position=[], static_position=at(i))
+
+    def at(i):
+        return ir.DenseI64ArrayAttr.get([i])
+
+    def element(register, i):
+        return vector.extract(register, dynamic_position=[], static_position=at(i))
+
     return [[element(register, i) for i in range(x.layout.vec_size)] for register in x.registers]
 
 

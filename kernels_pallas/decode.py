@@ -242,8 +242,13 @@ class _Step(NamedTuple):
 
 def _steps(g: _Geometry, block: int, length: Array, slots: Array, near: bool) -> tuple[Array, Any]:
     """Number of a row's far or near steps, and what each of them is."""
-    down = lambda x: lax.div(jnp.maximum(x, 0), jnp.int32(block))
-    up = lambda x: down(x + (block - 1))
+
+    def down(x):
+        return lax.div(jnp.maximum(x, 0), jnp.int32(block))
+
+    def up(x):
+        return down(x + (block - 1))
+
     if g.R and not g.positions:  # A row holds no more than it has slots.
         length = slots = jnp.minimum(length, g.slots)
     if not g.near_parts:
@@ -332,7 +337,10 @@ class _Part(NamedTuple):
         begin = jnp.minimum((self.part - g.far_parts if self.near else self.part) * share, total)
         end = jnp.minimum(begin + share, total)
         stages = self._stages()
-        slot_of = lambda step: lax.rem(step - begin, jnp.int32(stages))
+
+        def slot_of(step):
+            return lax.rem(step - begin, jnp.int32(stages))
+
         # Tiled copies begin at multiples of eight rows: the tile holds the group's heads among others.
         q_rows = pl.ds(pl.multiple_of(lax.div(kv * g.pitch, jnp.int32(8)) * 8, 8), ROWS)
         for buffer, column in zip(qs, _columns(g.R, g.H - g.R), strict=False):
@@ -340,7 +348,10 @@ class _Part(NamedTuple):
 
         def load(step: Array) -> None:
             what, slot = step_at(step), slot_of(step)
-            copy = lambda rows, buffer: plgpu.copy_gmem_to_smem(rows, buffer.at[slot], ready.at[slot])
+
+            def copy(rows, buffer):
+                return plgpu.copy_gmem_to_smem(rows, buffer.at[slot], ready.at[slot])
+
             prefix, ring = (sources[:2], sources[2:]) if g.R else ([], sources)
             if prefix:
                 lead, rows = self._prefix_rows(what.block, b)
@@ -363,7 +374,10 @@ class _Part(NamedTuple):
         def body(step: Array, carry: Any) -> Any:
             slot = slot_of(step)
             plgpu.barrier_wait(ready.at[slot])
-            at_slot = lambda buffers: [buffer.at[slot] for buffer in buffers]
+
+            def at_slot(buffers):
+                return [buffer.at[slot] for buffer in buffers]
+
             held = None if positions is None else positions.at[slot]
             carry = self._add_block(step_at(step), carry, qs, at_slot(ks), at_slot(vs), held)
 
@@ -410,7 +424,10 @@ class _Part(NamedTuple):
         m_new = jnp.maximum(m, scores.max(axis=1) * factor)
         p = jnp.exp2(scores * factor - lax.broadcast_in_dim(m_new, scores.shape, [0]))
         alpha, p16 = jnp.exp2(m - m_new), p.astype(self.dtype)
-        add = lambda acc, v: pl.run_state(lambda ref: plgpu.wgmma(ref, p16, v))(plgpu.ACC.init(acc))
+
+        def add(acc, v):
+            return pl.run_state(lambda ref: plgpu.wgmma(ref, p16, v))(plgpu.ACC.init(acc))
+
         accs = tuple(add(scaled(acc, alpha), v) for acc, v in zip(accs, vs, strict=True))
         return accs, m_new, l * alpha + p.sum(axis=1)
 

@@ -155,9 +155,10 @@ class _Of:
     def lses(self, b: Array, kv: Array, member: Array) -> list[Array]:
         """Of all parts, some at a time; of those that are not there, as of parts without keys."""
         row = lax.rem(kv * self.form.pitch, jnp.int32(8)) + member
-        load = lambda part: plt.load(
-            self.lse.at[b, kv, part, row], mask=part < self.form.count, other=-jnp.inf
-        )
+
+        def load(part):
+            return plt.load(self.lse.at[b, kv, part, row], mask=part < self.form.count, other=-jnp.inf)
+
         return [load(part) for part in self._some]
 
     def results(self, b: Array, kv: Array, member: Array, columns: Array, weights: list[Array]) -> Array:

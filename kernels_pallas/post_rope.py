@@ -227,11 +227,17 @@ def _geometry(B: int, T: int, N: int, K: int, H: int, C: int, R: int, config: Po
     wgs = config.warpgroups
     shares = pl.cdiv(B * pl.cdiv(T, TILE_TOKENS), wgs)
     split = pair > config.rotation_bytes
+
     # Sharing angles among more KV heads pays only while there is work for every CTA.
-    fits = lambda heads: heads * pair <= config.rotation_bytes and K // heads * shares >= config.ctas
+    def fits(heads):
+        return heads * pair <= config.rotation_bytes and K // heads * shares >= config.ctas
+
     kv_heads = max((p for p in range(1, K + 1) if K % p == 0 and fits(p)), default=1)
     rotations = pair // 2 if split else kv_heads * pair
-    tile = lambda width: wgs * TILE_TOKENS * width * 2
+
+    def tile(width):
+        return wgs * TILE_TOKENS * width * 2
+
     g = _Geometry(B, T, K, N // K, H, C, R, kv_heads, split, wgs, 1, 1)
     stages = (SHARED_BYTES - rotations - tile(C)) // tile(2 * g.column_block)
     if stages < 1:
@@ -322,10 +328,15 @@ def _kernel(*refs: Any, g: _Geometry, dtype: Any, shifted: bool) -> None:
         @pl.loop(0, work.tiles)
         def _tile(tile: Array) -> None:
             b, rows = work.rows(tile)
-            angles = lambda block: [
-                plgpu.load(ref.at[b, rows, pl.ds(block * w, w)], layout=plgpu.Layout.WGMMA, optimized=False)
-                for ref in (cos_ref, sin_ref)
-            ]
+
+            def angles(block):
+                return [
+                    plgpu.load(
+                        ref.at[b, rows, pl.ds(block * w, w)], layout=plgpu.Layout.WGMMA, optimized=False
+                    )
+                    for ref in (cos_ref, sin_ref)
+                ]
+
             held = [angles(block) for block in range(g.blocks)] if g.H <= HELD_ANGLES else None
 
             @pl.loop(0, work.heads)

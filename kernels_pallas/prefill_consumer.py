@@ -116,7 +116,10 @@ class Consumer(NamedTuple):
         All sinks are in the first part of theirs.
         """
         first, rows = self.item.first + self.wg * ROWS - first_key, jnp.int32(ROWS)
-        part = lambda key: lax.div(jnp.clip(key, 0, self.config.block_kv), rows)
+
+        def part(key):
+            return lax.div(jnp.clip(key, 0, self.config.block_kv), rows)
+
         begin, end = part(first - self.g.window + 1), part(first + 2 * ROWS - 1)
         return jnp.where(at_sinks, 0, begin), jnp.where(at_sinks, 1, end)
 
@@ -126,12 +129,18 @@ class Consumer(NamedTuple):
         g, smem, width = self.g, self.smem, part.size
         q, k, v = smem["q"].at[self.wg], smem["k"].at[slot, part], smem["v"].at[slot, part]
         q_tail = (smem["q_tail"].at[self.wg], smem["k_tail"].at[part]) if g.H > g.R else None
-        iota = lambda axis: plgpu.broadcasted_iota(jnp.int32, (ROWS, width), axis, layout=plgpu.Layout.WGMMA)
+
+        def iota(axis):
+            return plgpu.broadcasted_iota(jnp.int32, (ROWS, width), axis, layout=plgpu.Layout.WGMMA)
+
         t = iota(0) + (self.item.first + self.wg * ROWS)
         j = iota(1) + first_key
         if g.positions:
             t, j = self._positions_of(first_key, width)
-        near = lambda t, j: (j > t - g.window) | (j < g.sinks)
+
+        def near(t, j):
+            return (j > t - g.window) | (j < g.sinks)
+
         if mixed:
             scores = _product((q, k))
             if q_tail is not None:
@@ -169,7 +178,10 @@ class Consumer(NamedTuple):
         if g.keys == "far":
             return (j <= t - g.window) & (j >= g.sinks) & (j < g.S)
         never = jnp.iinfo(jnp.int32).max // 2
-        pick = lambda of_sinks, recent: jnp.where(at_sinks, jnp.int32(of_sinks), jnp.int32(recent))
+
+        def pick(of_sinks, recent):
+            return jnp.where(at_sinks, jnp.int32(of_sinks), jnp.int32(recent))
+
         first = jnp.maximum(t - (pick(never, g.window) - 1), pick(0, g.sinks))
         last = jnp.minimum(t, pick(g.sinks - 1, never))
         return (first <= j) & (j <= last)

@@ -102,8 +102,13 @@ def item_of(g: Geometry, config: PrefillConfig, scalars: Any, bounds: Any) -> It
 
 def steps_of(g: Geometry, block: int, first: Array, end: Array, base: Array) -> tuple[Array, ...]:
     """`begin`, `plain`, `mixed`, `inner`, `edge`, `sink_step` of queries at positions first … end - 1."""
-    down = lambda x: lax.div(jnp.maximum(x, 0), jnp.int32(block))
-    up = lambda x: down(x + (block - 1))
+
+    def down(x):
+        return lax.div(jnp.maximum(x, 0), jnp.int32(block))
+
+    def up(x):
+        return down(x + (block - 1))
+
     zero, empty = jnp.int32(0), end <= first
     if g.keys == "near":
         edge, sink_step = down(first - g.window + 1 - base), jnp.int32(g.sinks > 0)

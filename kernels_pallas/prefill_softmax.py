@@ -39,7 +39,10 @@ class State(NamedTuple):
 def empty(width: int) -> State:
     """Of no keys yet, and no trailing coordinates."""
     wide, column = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
-    zeros = lambda width: filled((ROWS, width), 0, wide)
+
+    def zeros(width):
+        return filled((ROWS, width), 0, wide)
+
     return State(zeros(width), None, filled((ROWS,), NEVER, column), zeros(LANES))
 
 

@@ -29,7 +29,10 @@ def attention_reference(
     j = jnp.arange(S)
     near = (j <= t) & ((j < sinks) | (j > t - window))
     far = (j <= t) & ~near & (qk_rank > 0)
-    score = lambda rank: scale * jnp.einsum("BTNH,BSNH->BNTS", q[..., :rank], k[..., :rank])
+
+    def score(rank):
+        return scale * jnp.einsum("BTNH,BSNH->BNTS", q[..., :rank], k[..., :rank])
+
     logits = jnp.where(near, score(H), jnp.where(far, score(qk_rank), -jnp.inf))
     highest = logits.max(-1, keepdims=True)
     weights = jnp.exp(logits - highest)

@@ -96,7 +96,12 @@ def merge_partial(
     highest = functools.reduce(jnp.maximum, (lse for _, lse in parts))
     weights = [jnp.exp(lse - jnp.where(jnp.isfinite(highest), highest, 0.0)) for _, lse in parts]
     total = functools.reduce(jnp.add, weights)
-    share = lambda weight: (weight / jnp.where(total > 0, total, 1.0)).swapaxes(1, 2)[..., None]
-    pad = lambda o: jnp.pad(o.astype(jnp.float32), [(0, 0)] * 3 + [(0, width - o.shape[-1])])
+
+    def share(weight):
+        return (weight / jnp.where(total > 0, total, 1.0)).swapaxes(1, 2)[..., None]
+
+    def pad(o):
+        return jnp.pad(o.astype(jnp.float32), [(0, 0)] * 3 + [(0, width - o.shape[-1])])
+
     merged = sum(pad(o) * share(weight) for (o, _), weight in zip(parts, weights, strict=True))
     return jnp.asarray(merged, parts[0][0].dtype), jnp.log(total) + jnp.where(total > 0, highest, 0.0)

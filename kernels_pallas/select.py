@@ -106,7 +106,10 @@ def _launch(scores: Array, begin: Array, end: Array, *, k: int) -> Array:
     buffers = _Buffers.of(-(-max(HELD, 5 * k // 2) // PART) * PART, stages)
     if parts == 1:
         return launch(functools.partial(_whole_row, S), out_type=chosen, scratch_types=(buffers,))(*row)
-    of_parts = lambda n, dtype: jax.ShapeDtypeStruct((B, K, parts, n), dtype)
+
+    def of_parts(n, dtype):
+        return jax.ShapeDtypeStruct((B, K, parts, n), dtype)
+
     best = launch(
         functools.partial(_part_of_row, S),
         out_type=(of_parts(k, jnp.uint32), of_parts(k, jnp.int32), of_parts(THREADS, jnp.int32)),
@@ -175,7 +178,10 @@ class _Row(NamedTuple):
         first = lax.div(self.begin, jnp.int32(BLOCK))
         size = _blocks(_blocks(self.end, BLOCK) - first, parts) * BLOCK
         begin = first * BLOCK + index * size
-        within = lambda slot: jnp.clip(slot, self.begin, self.end)
+
+        def within(slot):
+            return jnp.clip(slot, self.begin, self.end)
+
         return self._replace(begin=within(begin), end=within(begin + size))
 
     @property
@@ -329,7 +335,9 @@ def _select(row: _Row, at: _Buffers, held: Array, wanted: Array) -> None:
 
         return sought, jnp.where(fits, reached, held)
 
-    is_open = lambda state: (state[0].width > 0) & (state[0].wanted != state[0].size)
+    def is_open(state):
+        return (state[0].width > 0) & (state[0].wanted != state[0].size)
+
     sought, held = lax.while_loop(
         is_open, narrower, (_Search(*_agreed(at, held), wanted, jnp.int32(-1)), held)
     )
@@ -472,7 +480,10 @@ def _of_row(row: _Row, at: _Buffers) -> _Blocks:
 
             low, here, keys = jnp.maximum(row.begin, step * BLOCK), start(step), _keys(scores)
             slots = iota(BLOCK) + here
-            among = lambda: jnp.where(_are_among(slots, low, row.end), keys, LAST)
+
+            def among():
+                return jnp.where(_are_among(slots, low, row.end), keys, LAST)
+
             all_count = (low <= here) & (here + BLOCK <= row.end)
             return body(lax.cond(all_count, lambda: keys, among), slots, carry)
 

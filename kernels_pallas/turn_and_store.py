@@ -291,7 +291,10 @@ def _launch(
 
 def _kernel(*refs: Any, g: _Geometry) -> None:
     rest = iter(refs)
-    take = lambda count: [next(rest) for _ in range(count)]
+
+    def take(count):
+        return [next(rest) for _ in range(count)]
+
     q_ref, k_ref, v_ref = take(1) * 3 if g.together else take(3)
     q_basis, k_basis, cos, sin, starts, ends = take(6)
     (table,) = take(1) if g.paged else (None,)
@@ -375,15 +378,19 @@ class _Rows(NamedTuple):
         cos, sin = (self.get(each, 0, half) for each in angles)
         dtype = bases[0][0].dtype
         halves = (low * cos - high * sin).astype(dtype), (high * cos + low * sin).astype(dtype)
-        product = lambda x, a: lax.dot_general(
-            x, a, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-        )
+
+        def product(x, a):
+            return lax.dot_general(x, a, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
         return [product(halves[0], first) + product(halves[1], second) for first, second in bases]
 
     def places(self, starts: Any, ends: Any, table: Any, pool: tuple[int, ...]) -> _Places:
         """Of rows whose new tokens stand at `starts`; pool: the shape of a plane's levels."""
         g, (sinks, window) = self.g, self.g.near
-        of_row = lambda ref: plt.load(ref.at[self.row], mask=self.there, other=0)
+
+        def of_row(ref):
+            return plt.load(ref.at[self.row], mask=self.there, other=0)
+
         position, end = of_row(starts), of_row(ends)
         new = self.there & (position < end)
         kept, lead, slot = new & (position < g.S), self.row, position

@@ -163,8 +163,13 @@ def optimised() -> Iterator[None]:
 @pytest.fixture
 def no_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels that give zeros: their public functions check, pad and merge, and trace no kernel."""
-    zeros = lambda types: [jnp.zeros(x.shape, x.dtype) for x in types]
-    stub = lambda body, out_type, **options: lambda *operands: zeros(out_type)
+
+    def zeros(types):
+        return [jnp.zeros(x.shape, x.dtype) for x in types]
+
+    def stub(body, out_type, **options):
+        return lambda *operands: zeros(out_type)
+
     monkeypatch.setattr(plgpu, "kernel", stub)
     with jax.disable_jit():  # What is traced here is not kept for others.
         yield
@@ -187,7 +192,10 @@ class TinyModel:
         self.config = config
         key = jax.random.key(seed)
         params = random_params(config, key)
-        grow = lambda x: 8 * x if x.ndim > 1 else x + 0.1 * jax.random.normal(key, x.shape)
+
+        def grow(x):
+            return 8 * x if x.ndim > 1 else x + 0.1 * jax.random.normal(key, x.shape)
+
         self.layers = [jax.tree.map(grow, layer) for layer in params["layers"]]
         self.embeddings = params["embeddings"]
         self.dense = Transformer(config, CompressionPlan.full(config), self.embeddings, self.layers)

@@ -19,7 +19,10 @@ H = 32
 
 def inputs(B=2, T=24, N=4, K=2, seed=0, dtype=np.float32):
     rng = np.random.default_rng(seed)
-    draw = lambda heads: rng.normal(size=(B, T, heads, H)).astype(dtype)
+
+    def draw(heads):
+        return rng.normal(size=(B, T, heads, H)).astype(dtype)
+
     return draw(N), draw(K), draw(K)
 
 
@@ -33,10 +36,13 @@ def truth(q, k, v, **options):
 def near_keys(k, v, sinks, window):
     """Whole sequences: sinks, an empty past of `window`, own tokens."""
     B, T, K, _ = k.shape
+
     # Absent keys hold large junk, which must not leak.
-    pad = lambda x: jnp.asarray(
-        np.concatenate([x[:, :sinks], np.full((B, window, K, H), 1e4, x.dtype), x], 1).swapaxes(1, 2)
-    )
+    def pad(x):
+        return jnp.asarray(
+            np.concatenate([x[:, :sinks], np.full((B, window, K, H), 1e4, x.dtype), x], 1).swapaxes(1, 2)
+        )
+
     own = np.where(np.arange(T) >= sinks, np.arange(T), -1)
     positions = np.concatenate([np.arange(sinks), np.full(window, -1), own])
     return NearKeys(pad(k), pad(v), jnp.broadcast_to(jnp.asarray(positions), (B, len(positions))))
@@ -44,7 +50,10 @@ def near_keys(k, v, sinks, window):
 
 def run(q, k, v, qk_rank, v_rank, sinks, window):
     B, T = q.shape[:2]
-    whole = lambda x, rank: jnp.asarray(x.swapaxes(1, 2)[..., :rank])
+
+    def whole(x, rank):
+        return jnp.asarray(x.swapaxes(1, 2)[..., :rank])
+
     near = near_keys(k, v, sinks, window) if sinks or window else None
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
     # A program of its own each time: blocks of queries depend on what tests change.

@@ -53,7 +53,10 @@ class Layer(NamedTuple):
 
     def attend(self, weights, q, k) -> np.ndarray:
         """Output of the layer, causal, from these queries and keys."""
-        share = lambda x: np.repeat(x, self.config.group_size, axis=1)
+
+        def share(x):
+            return np.repeat(x, self.config.group_size, axis=1)
+
         scores = np.einsum("TNH,SNH->NTS", q, share(k)) / 10
         probabilities = np.exp(np.where(np.tri(T, dtype=bool), scores, -np.inf))
         probabilities /= probabilities.sum(-1, keepdims=True)
@@ -72,7 +75,9 @@ class Layer(NamedTuple):
 
 def random_basis(rng, K: int, H: int, center: bool, pairs: bool) -> Basis:
     # A rotation, scaled: condition number at most 4.
-    draw = lambda: np.linalg.qr(rng.normal(size=(1, K, H, H)))[0] * rng.uniform(0.5, 2, (1, K, 1, H))
+    def draw():
+        return np.linalg.qr(rng.normal(size=(1, K, H, H)))[0] * rng.uniform(0.5, 2, (1, K, 1, H))
+
     order = np.stack([rng.permutation(H // 2) for _ in range(K)])[None].astype(np.int32)
     unused = np.zeros((1, K, H))
     return Basis(
@@ -110,7 +115,10 @@ def test_projections_come_out_rotated(shape, seed, biases):
     assert new.keys() == old.keys()
     A_K, C = layer.basis.k_map[0], layer.basis.v_map[0]
     A_Q = np.linalg.inv(A_K).swapaxes(-1, -2)
-    of = lambda name: layer.project(old, name)
+
+    def of(name):
+        return layer.project(old, name)
+
     equal(layer.project(new, "q"), np.einsum("TNH,NHR->TNR", of("q"), A_Q.repeat(G, axis=0)))
     equal(layer.project(new, "k"), np.einsum("TKH,KHR->TKR", of("k"), A_K))
     equal(layer.project(new, "v"), np.einsum("TKH,KHZ->TKZ", of("v"), C))
@@ -122,7 +130,10 @@ def test_projections_come_out_rotated(shape, seed, biases):
 def test_folded_layers_are_the_same_function(shape, seed, biases, center):
     """Whole outputs, so that centred values must come back in the bias, and centred keys not matter."""
     layer = Layer.draw(OPT, shape, seed, biases=biases, center=center)
-    output = lambda weights: layer.attend(weights, layer.project(weights, "q"), layer.project(weights, "k"))
+
+    def output(weights):
+        return layer.attend(weights, layer.project(weights, "q"), layer.project(weights, "k"))
+
     new = layer.fold()
     equal(output(new), output(layer.weights))
     assert not np.allclose(new["k"], layer.weights["k"])
@@ -134,10 +145,13 @@ def test_folded_layers_are_the_same_function(shape, seed, biases, center):
 def test_scores_only_lose_what_softmax_ignores(shape, seed, center):
     """Scores are equal; centring takes q·μ off a whole row of them."""
     layer = Layer.draw(OPT, shape, seed, biases=True, center=center)
-    share = lambda x: np.repeat(x, layer.config.group_size, axis=1)
-    scores = lambda weights: np.einsum(
-        "TNH,SNH->NTS", layer.project(weights, "q"), share(layer.project(weights, "k"))
-    )
+
+    def share(x):
+        return np.repeat(x, layer.config.group_size, axis=1)
+
+    def scores(weights):
+        return np.einsum("TNH,SNH->NTS", layer.project(weights, "q"), share(layer.project(weights, "k")))
+
     lost = scores(layer.weights) - scores(layer.fold())
     equal(lost, np.broadcast_to(lost[..., :1], lost.shape))
     if center:
@@ -192,7 +206,7 @@ def test_turns_are_folded_into_leading_blocks(family, shape, seed, part, center)
     layer = Layer.draw(family, shape, seed, biases=True, center=center)
     H = layer.config.head_dim
     first = min(part, H - 1)
-    plain, new = layer.fold(), layer.fold(turns=((first, H - first), (first,)))
+    plain, new = layer.fold(), layer.fold(rotations=((first, H - first), (first,)))
     keys, values = block_diag(turn(first), turn(H - first)), block_diag(turn(first), np.eye(H - first))
     of_keys = ("q_rotation", "k_rotation", "k_shift") if family is LLAMA else ("q", "k", "q_bias", "k_bias")
     for name, whole in plain.items():
@@ -219,7 +233,7 @@ def test_rotations_stay_inverse_in_bfloat16():
 def test_pairs_are_not_turned():
     layer = Layer.draw(LLAMA, (1, 1, 16, 8), 0, pairs=True)
     with pytest.raises(CalibrationError, match="rotary pairs cannot be turned"):
-        layer.fold(turns=((8, 8), ()))
+        layer.fold(rotations=((8, 8), ()))
 
 
 @random_layers

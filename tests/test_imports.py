@@ -162,6 +162,9 @@ def test_all_packages_are_in_the_wheel():
 def test_the_tools_are_an_extra():
     """And `zdc` looks for all of them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    names = lambda requirements: {requirement.partition(">")[0] for requirement in requirements}
+
+    def names(requirements):
+        return {requirement.partition(">")[0] for requirement in requirements}
+
     assert names(project["optional-dependencies"]["tools"]) == set(TOOLS)
     assert not names(project["dependencies"]) & set(TOOLS)

@@ -94,7 +94,7 @@ def test_settings_of_single_layers_are_kept(tmp_path):
     assert '"qk": 16' in line
     assert CompressionPlan.load(path) == plan
     assert [plan.settings_of(index).bits_k for index in range(3)] == [3, 4, 4]
-    assert [plan.turns(index) for index in range(3)] == [((8, 8), (32,)), ((), ()), ((16, 16), (32,))]
+    assert [plan.rotations(index) for index in range(3)] == [((8, 8), (32,)), ((), ()), ((16, 16), (32,))]
 
 
 def test_no_more_is_read_than_a_model_has_positions():

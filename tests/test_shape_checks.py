@@ -9,7 +9,9 @@ from zdc_jax.cache.spec import put_rows
 
 
 def test_sizes_of_one_name_must_agree():
-    rows = lambda kept: put_rows(jnp.zeros((2, 3, 5, 4)), jnp.ones((2, 1, 3, 4)), jnp.zeros(2, int), kept)
+    def rows(kept):
+        return put_rows(jnp.zeros((2, 3, 5, 4)), jnp.ones((2, 1, 3, 4)), jnp.zeros(2, int), kept)
+
     rows(jnp.ones((2, 1), bool))
     with pytest.raises(TypeCheckError):
         rows(jnp.ones((3, 1), bool))

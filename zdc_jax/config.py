@@ -222,7 +222,10 @@ class ModelConfig:
     def without_idle_windows(self) -> Self:
         """The same model, whose windows that no context outgrows are none: plans may cut such layers."""
         longest = self.most_positions
-        is_idle = lambda layer: layer.window is not None and layer.window >= longest
+
+        def is_idle(layer):
+            return layer.window is not None and layer.window >= longest
+
         layers = (replace(layer, window=None) if is_idle(layer) else layer for layer in self.layers)
         return replace(self, layers=tuple(layers))
 

@@ -21,7 +21,7 @@ from zdc_jax.basis import Basis
 from zdc_jax.cache.gaussian_codes import turn as orthogonal_turn
 from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.errors import CalibrationError
-from zdc_jax.methods import Turns
+from zdc_jax.methods import Rotations
 from zdc_jax.ops.rotary import rope_frequencies
 from zdc_jax.parallel.payload import Payload, scale_weights
 from zdc_jax.plan import CompressionPlan, LayerRanks
@@ -65,7 +65,7 @@ def prepared_layer(
             plan.stored_ranks(index),
             full_width=any(plan.near(index)),
             latent_keys=plan.settings.latent_keys,
-            turns=plan.turns(index),
+            rotations=plan.rotations(index),
         )
         if payload == "float8":
             folded |= scale_weights(basis, index)
@@ -116,7 +116,7 @@ def fold_attention(
     *,
     full_width: bool,
     latent_keys: bool = False,
-    turns: Turns = ((), ()),
+    rotations: Rotations = ((), ()),
 ) -> dict[str, np.ndarray]:
     """The attention parameters of one layer in the rotated basis, physically sliced.
 
@@ -141,16 +141,18 @@ def fold_attention(
         raise ValueError(f"layer {layer}: no rule to fold the attention weights {sorted(unknown)}")
     R, Z = (config.head_dim,) * 2 if full_width else (ranks.qk, ranks.v)
     old = {name: np.asarray(x, np.float64) for name, x in weights.items()}
-    of_keys, of_values = (_turned(sizes, width) for sizes, width in zip(turns, (R, Z), strict=True))
+    of_keys, of_values = (
+        _rotation_matrix(sizes, width) for sizes, width in zip(rotations, (R, Z), strict=True)
+    )
     values = _fold_vo(old, config, basis, layer, of_values)
     if latent_keys:
         return _latent_qk(old, basis, layer, ranks.qk) | values
-    if turns[0] and placement(config.layers[layer], basis) == "pairs":
+    if rotations[0] and placement(config.layers[layer], basis) == "pairs":
         raise CalibrationError("a basis of rotary pairs cannot be turned for codes of keys; use 'balanced'")
     return _fold_qk(old, config, basis, layer, of_keys) | values
 
 
-def _turned(sizes: Sequence[int], width: int) -> np.ndarray:
+def _rotation_matrix(sizes: Sequence[int], width: int) -> np.ndarray:
     """Orthogonal [width, width]: turns blocks of so many first coordinates, and leaves the rest."""
     matrix, start = np.eye(width), 0
     for size in sizes:
@@ -161,11 +163,11 @@ def _turned(sizes: Sequence[int], width: int) -> np.ndarray:
 
 
 def _fold_qk(
-    old: Mapping[str, np.ndarray], config: ModelConfig, basis: Basis, layer: int, turned: np.ndarray
+    old: Mapping[str, np.ndarray], config: ModelConfig, basis: Basis, layer: int, rotation: np.ndarray
 ) -> dict[str, np.ndarray]:
-    R = len(turned)
-    k_map = basis.k_map[layer, :, :, :R] @ turned
-    q_map = basis.q_map[layer, :, :, :R] @ turned
+    R = len(rotation)
+    k_map = basis.k_map[layer, :, :, :R] @ rotation
+    q_map = basis.q_map[layer, :, :, :R] @ rotation
     shift = None
     if basis.key_mean is not None:
         shift = -np.einsum("KH,KHR->KR", basis.key_mean[layer], k_map)
@@ -203,10 +205,10 @@ def _latent_qk(old: Mapping[str, np.ndarray], basis: Basis, layer: int, R: int) 
 
 
 def _fold_vo(
-    old: Mapping[str, np.ndarray], config: ModelConfig, basis: Basis, layer: int, turned: np.ndarray
+    old: Mapping[str, np.ndarray], config: ModelConfig, basis: Basis, layer: int, rotation: np.ndarray
 ) -> dict[str, np.ndarray]:
-    Z = len(turned)
-    v_map, o_map = basis.v_map[layer, :, :, :Z] @ turned, turned.T @ basis.o_map[layer, :, :Z]
+    Z = len(rotation)
+    v_map, o_map = basis.v_map[layer, :, :, :Z] @ rotation, rotation.T @ basis.o_map[layer, :, :Z]
     N, H, D = old["o"].shape
     grouped = old["o"].reshape(config.num_kv_heads, config.group_size, H, D)
     new = {

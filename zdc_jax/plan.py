@@ -13,7 +13,7 @@ import numpy as np
 
 from zdc_jax import methods
 from zdc_jax.cache.classes import ClassBlocks
-from zdc_jax.cache.kv_cache import held_bytes
+from zdc_jax.cache.kv_cache import cache_bytes
 from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
@@ -237,10 +237,10 @@ class CompressionPlan:
         """The method's settings for a layer."""
         return self.layers[layer].settings or self.settings
 
-    def turns(self, layer: int) -> methods.Turns:
+    def rotations(self, layer: int) -> methods.Rotations:
         """Blocks of a layer's coordinates that the method's turns are folded into."""
         ranks = self.layers[layer]
-        return self.settings_of(layer).turns(ranks.qk, ranks.v) if ranks.qk else ((), ())
+        return self.settings_of(layer).rotations(ranks.qk, ranks.v) if ranks.qk else ((), ())
 
     @property
     def mean_ranks(self) -> tuple[float, float]:
@@ -256,7 +256,7 @@ class CompressionPlan:
 
     def bytes(self, capacity: int, batch: int = 1, dtype: str = "bfloat16") -> int:
         """Bytes of a KV cache for `batch` rows of `capacity` tokens: the sum over layers, and the lengths."""
-        return held_bytes(self.layer_caches(dtype), capacity, batch)
+        return cache_bytes(self.layer_caches(dtype), capacity, batch)
 
     def bytes_read(self, tokens: int, dtype: str = "bfloat16") -> int:
         """Bytes of the cache of a row of `tokens` that decoding one more reads."""

@@ -53,7 +53,10 @@ class ListedBlocks(PrefixRing):
         start = positions[:, 0]
         lists = self.lists(q, kept.k, start, end, call.scale)
         o, lse = list_attention(q, kept.k, kept.v, lists, start, scale=call.scale, blocks=self.blocks)
-        put = lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (0, at))
+
+        def put(row, new, at):
+            return jax.lax.dynamic_update_slice(row, new, (0, at))
+
         width = state.listed.shape[-1]
         listed = jax.vmap(put)(state.listed, lists.counts[..., :width], start // self.blocks[0])
         return Attended(ListedState(kept, listed), o, lse, aux)

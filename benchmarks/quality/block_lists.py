@@ -1,7 +1,7 @@
 """At which density of key blocks does a prompt keep perplexity and retrieval? A study of quality on a model.
 
     python -m benchmarks.quality.block_lists --model CONVERTED --corpus CORPUS \
-        --name block-lists-smollm2-135m --contexts 4096 --split heldout --sheets 4 \
+        --name block-lists-smollm2-135m --contexts 4096 --split heldout --documents 4 \
         --choices "keys R=32 m=8 mass=0.98 w=5 Q=64 P=64" "recent share=0.5"
 
 `CONVERTED` is calibrated on windows as long as the contexts. Contexts are read by lists, in every layer, and
@@ -33,7 +33,7 @@ from zdc_jax.evaluation.answers import Answer, answers
 from zdc_jax.evaluation.perplexity import bootstrap_interval, next_token_nll
 from zdc_jax.evaluation.questions import QUESTION_TOKENS
 from zdc_jax.evaluation.retention import retention
-from zdc_jax.evaluation.sheets import Sheet
+from zdc_jax.evaluation.sheets import TaskDocument
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 
@@ -96,7 +96,7 @@ class BlockBench(Bench):
 
     options: BlockOptions
 
-    def sheets(self) -> tuple[Sheet, ...]:
+    def documents(self) -> tuple[TaskDocument, ...]:
         """Of the first context, drawn from the split."""
         given = self.options
         drawn = draw(
@@ -105,10 +105,10 @@ class BlockBench(Bench):
             given.split,
             context=given.contexts[0],
             windows=0,
-            sheets=given.sheets,
+            documents=given.documents,
             seed=given.seed,
         )
-        return drawn.sheets
+        return drawn.documents
 
     def by_lists(self, choice: BlockChoice | None) -> Transformer:
         """The model in its basis, read by lists; the unmodified one without a choice."""
@@ -116,21 +116,21 @@ class BlockBench(Bench):
         blocks = choice.blocks if choice else ListedBlocks.blocks
         return self.network(study.Varied.of(plan, partial(ListedBlocks, choice=choice, blocks=blocks)))
 
-    def results(self, choice: BlockChoice | None, sheets: tuple[Sheet, ...]) -> list[SheetResult]:
+    def results(self, choice: BlockChoice | None, documents: tuple[TaskDocument, ...]) -> list[SheetResult]:
         """Sheet by sheet, as many at once as there are threads."""
         network, context = self.by_lists(choice), self.options.contexts[0]
         with ThreadPoolExecutor(self.options.threads) as pool:
-            return list(pool.map(lambda sheet: result_of(network, sheet, context), sheets))
+            return list(pool.map(lambda document: result_of(network, document, context), documents))
 
     def judged(self) -> Iterator[dict[str, Any]]:
         """A row for each choice."""
-        sheets = self.sheets()
+        documents = self.documents()
         began = time.perf_counter()
-        dense = self.results(None, sheets)
+        dense = self.results(None, documents)
         print(f"dense: {time.perf_counter() - began:.0f} s", flush=True)
         for label in self.options.choices:
             began = time.perf_counter()
-            found = self.results(choice_of(label), sheets)
+            found = self.results(choice_of(label), documents)
             yield self.row(label, dense, found) | {"seconds": time.perf_counter() - began}
 
     def row(self, label: str, dense: list[SheetResult], found: list[SheetResult]) -> dict[str, Any]:
@@ -140,7 +140,10 @@ class BlockBench(Bench):
         difference = by_token.mean(1)
         quarters = np.array_split(by_token, 4, axis=1)
         counts = np.mean([one.counts for one in found], axis=0)
-        join = lambda results, how, task: [one for each in results for one in each.answers[how][task]]
+
+        def join(results, how, task):
+            return [one for each in results for one in each.answers[how][task]]
+
         tasks = {
             how: {
                 task: asdict(retention(join(dense, "all", task), join(found, how, task)))
@@ -151,7 +154,7 @@ class BlockBench(Bench):
         return {
             "choice": label,
             **self.drawn_from(),
-            "sheets": len(found),
+            "documents": len(found),
             "dense_perplexity": float(np.exp(np.mean([one.nll for one in dense]))),
             "increase_by_quarter": [float(np.expm1(quarter.mean())) for quarter in quarters],
             "increase": float(np.expm1(difference.mean())),
@@ -171,7 +174,10 @@ class BlockBench(Bench):
 
     def run(self) -> None:
         """Adds the rows to the JSON, one by one."""
-        key = lambda row: (row["choice"], row["context"], row["split"], row["seed"])
+
+        def key(row):
+            return (row["choice"], row["context"], row["split"], row["seed"])
+
         rows = json.loads(self.path.read_text())["rows"] if self.path.exists() else []
         for row in self.judged():
             rows = [other for other in rows if key(other) != key(row)] + [row]
@@ -184,26 +190,33 @@ class BlockBench(Bench):
         save(self.path, {"benchmark": self.options.name, **environment(), "config": basis, "rows": rows})
 
 
-def result_of(network: Transformer, sheet: Sheet, context: int) -> SheetResult:
+def result_of(network: Transformer, document: TaskDocument, context: int) -> SheetResult:
     """One sheet, read by the lists of the network; its questions by lists, and with all blocks."""
-    pieces, cache = read(network, sheet.context[None], context, "cached")
-    tokens = jnp.asarray(sheet.context[None])
+    pieces, cache = read(network, document.context[None], context, "cached")
+    tokens = jnp.asarray(document.context[None])
     nll = next_token_nll(network.embeddings, jnp.concatenate(pieces, 1), tokens)
     whole = replace(cache, specs=tuple(replace(spec, choice=None) for spec in cache.specs))
-    found = {"all": answers_of(network, whole, sheet)}
+    found = {"all": answers_of(network, whole, document)}
     if whole.specs != cache.specs:
-        found["lists"] = answers_of(network, cache, sheet)
+        found["lists"] = answers_of(network, cache, document)
     counts = np.stack([np.asarray(state.listed[0]) for state in cache.layers])
     queries = cache.specs[0].blocks[0]
     each = np.asarray(nll[0], np.float64)
-    return SheetResult(each, found, counts[..., : len(sheet.context) // queries])
+    return SheetResult(each, found, counts[..., : len(document.context) // queries])
 
 
-def answers_of(network: Transformer, cache: KVCache, sheet: Sheet) -> dict[str, list[tuple[Answer, ...]]]:
+def answers_of(
+    network: Transformer, cache: KVCache, document: TaskDocument
+) -> dict[str, list[tuple[Answer, ...]]]:
     """The answers to all questions of a sheet by task, one question after another: no copies of the cache."""
-    width = lambda question: SHORT if len(question.tokens) <= SHORT else QUESTION_TOKENS
-    one = lambda question: answers(network, cache, [question], width=width(question))[0]
-    return {task: [tuple(map(one, asked))] for task, asked in sheet.questions.items()}
+
+    def width(question):
+        return SHORT if len(question.tokens) <= SHORT else QUESTION_TOKENS
+
+    def one(question):
+        return answers(network, cache, [question], width=width(question))[0]
+
+    return {task: [tuple(map(one, asked))] for task, asked in document.questions.items()}
 
 
 def densities(counts: np.ndarray, blocks: tuple[int, int]) -> dict[str, Any]:
@@ -211,7 +224,10 @@ def densities(counts: np.ndarray, blocks: tuple[int, int]) -> dict[str, Any]:
     for shorter prompts; and the mean number of blocks by query block."""
     (Q, P), nq = blocks, counts.shape[-1]
     visible = (np.arange(1, nq + 1) * Q - 1) // P + 1
-    share = lambda counts, upto: float(counts[..., :upto].mean((0, 1)).sum() / visible[:upto].sum())
+
+    def share(counts, upto):
+        return float(counts[..., :upto].mean((0, 1)).sum() / visible[:upto].sum())
+
     return {
         "density": share(counts, nq),
         "density_by_length": {n: share(counts, n // Q) for n in LENGTHS if n // Q <= nq},

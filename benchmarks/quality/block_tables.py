@@ -130,7 +130,10 @@ def _growth(row: dict[str, Any]) -> list[str]:
 
 def _rows() -> list[dict[str, Any]]:
     rows = json.loads((RESULTS / f"{NAME}.json").read_text())["rows"]
-    order = lambda row: (row["context"], SETS.index((row["split"], row["seed"])))
+
+    def order(row):
+        return (row["context"], SETS.index((row["split"], row["seed"])))
+
     return sorted(rows, key=order)
 
 

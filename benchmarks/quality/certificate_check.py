@@ -89,7 +89,10 @@ def correlations(trials: Sequence[Lowered]) -> dict[str, Any]:
     if len(trials) < 3:
         return {"trials": len(trials), "nats": None, "lost": None}
     certificate = [trial.certificate for trial in trials]
-    with_cost = lambda cost: float(spearmanr(certificate, cost).statistic)
+
+    def with_cost(cost):
+        return float(spearmanr(certificate, cost).statistic)
+
     return {
         "trials": len(trials),
         "nats": with_cost([trial.nats for trial in trials]),

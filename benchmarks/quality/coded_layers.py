@@ -18,7 +18,7 @@ from benchmarks.common import RESULTS, write_result
 from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.retention import LEAST_SCORE
 from zdc_jax.plan import CompressionPlan, LayerRanks
-from zdc_jax.planning.layer_costs import Grade, kept
+from zdc_jax.planning.layer_costs import Precision, build_layer
 
 WHOLE = 8
 """Bits of all other layers."""
@@ -47,8 +47,8 @@ def single_layers(journal: Path) -> list[dict[str, Any]]:
         if entry["plan"] is None or entry["key"] not in dense:
             continue
         plan = CompressionPlan.from_json(entry["plan"], journal)
-        eight = Grade(plan.head_dim, WHOLE)
-        lower = [(i, ranks) for i, ranks in enumerate(plan.layers) if ranks != kept(eight, eight)]
+        eight = Precision(plan.head_dim, WHOLE)
+        lower = [(i, ranks) for i, ranks in enumerate(plan.layers) if ranks != build_layer(eight, eight)]
         if len(lower) == 1:
             rows.append(_row(*lower[0], entry, dense[entry["key"]]))
     if not rows:
@@ -57,7 +57,9 @@ def single_layers(journal: Path) -> list[dict[str, Any]]:
 
 
 def _row(layer: int, ranks: LayerRanks, entry: dict[str, Any], dense: dict[str, Any]) -> dict[str, Any]:
-    lost = lambda task: np.mean(entry["logs"][task]) - np.mean(dense["logs"][task])
+    def lost(task):
+        return np.mean(entry["logs"][task]) - np.mean(dense["logs"][task])
+
     return {
         "layer": layer,
         "lowered": _lowered(ranks),

@@ -120,9 +120,10 @@ def choice(config: ModelConfig) -> Named:
         yield f"pages of {page} by the best token", _chosen(config, study.BestTokenOfPage, page=page)
     yield "a layer's choice", _chosen(config, study.LayerChoice)
     group = config.group_size
-    heads = lambda **shape: study.HeadChoice(
-        **shape | {"num_kv_heads": shape["num_kv_heads"] * group, "group": group}
-    )
+
+    def heads(**shape):
+        return study.HeadChoice(**shape | {"num_kv_heads": shape["num_kv_heads"] * group, "group": group})
+
     yield "a head's choice", _chosen(config, heads)
     yield "all mass", _chosen(config, study.WholeMass)
     yield "a copied index", _chosen(config, study.CopiedIndex, blocks=((config.head_dim,),) * 2)
@@ -170,7 +171,7 @@ def _store(code: Code) -> Callable[..., CodedStore]:
 
 
 def _chosen(
-    config: ModelConfig, cache: Callable[..., Any], page: int = 1, blocks: methods.Turns | None = None
+    config: ModelConfig, cache: Callable[..., Any], page: int = 1, blocks: methods.Rotations | None = None
 ) -> CompressionPlan:
     """The default choice by a cache of the study's."""
     own, four = methods.named("coded").Settings(page=page), FittedIntegers(4)

@@ -38,7 +38,7 @@ from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.retrieving import best_heads, induction_scores
 
 PROTOCOLS: tuple[Protocol, ...] = ("cached", "exact")
-SAME = ("windows", "sheets", "seed", "dtype")
+SAME = ("windows", "documents", "seed", "dtype")
 """Options that the rows of one JSON have in common."""
 COUNTED_AT = 4096
 """Longest context, in tokens, whose windows and sheets are those of the options."""
@@ -62,7 +62,7 @@ class Options:
     plans: tuple[Path, ...] = ()
     budgets: tuple[float, ...] = ()
     windows: int = 24
-    sheets: int = 64
+    documents: int = 64
     seed: int = 15
     dtype: str = "bfloat16"
     first_only: bool = False
@@ -116,14 +116,17 @@ class Bench:
     def material(self, context: int) -> Material:
         if context not in self.materials:
             scale = min(1, COUNTED_AT / context)
-            rows = lambda n: max(8, int(n * scale) // 8 * 8)
+
+            def rows(n):
+                return max(8, int(n * scale) // 8 * 8)
+
             self.materials[context] = draw(
                 self.checkpoint,
                 self.options.corpus,
                 self.split,
                 context=context,
                 windows=rows(self.options.windows),
-                sheets=rows(self.options.sheets),
+                documents=rows(self.options.documents),
                 seed=self.options.seed,
             )
         return self.materials[context]
@@ -133,8 +136,8 @@ class Bench:
         ranks = [plan.stored_ranks(i) for i in range(len(plan.layers))]
         widths = [True if any(plan.near(i)) else (r.qk, r.v) for i, r in enumerate(ranks)]
         latent = plan.settings.latent_keys and tuple(ranks)
-        turns = [plan.turns(i) for i in range(len(ranks))]
-        key = (plan.rotated, latent, *((*widths, *turns) if plan.rotated else ()))
+        rotations = [plan.rotations(i) for i in range(len(ranks))]
+        key = (plan.rotated, latent, *((*widths, *rotations) if plan.rotated else ()))
         if key not in self.layers:
             stored = (self.checkpoint.layer(i) for i in range(self.config.num_layers))
             basis = self.basis if plan.rotated else None
@@ -182,10 +185,17 @@ class Bench:
         """All cells that are not there yet, while there is time."""
         self.take_up()
         wanted = {cell.key: cell for cell in self.cells()}
-        key = lambda row: (row["method"], row["budget"], row["context"], row["protocol"])
+
+        def key(row):
+            return (row["method"], row["budget"], row["context"], row["protocol"])
+
         # A budget may have got another plan since its row was written.
-        held = lambda row: CompressionPlan.from_json(row["plan"], self.path)
-        stale = lambda row: key(row) in wanted and held(row).to_json() != wanted[key(row)].plan.to_json()
+        def held(row):
+            return CompressionPlan.from_json(row["plan"], self.path)
+
+        def stale(row):
+            return key(row) in wanted and held(row).to_json() != wanted[key(row)].plan.to_json()
+
         self.rows = [row for row in self.rows if not stale(row)]
         done = set(map(key, self.rows))
         cells = [cell for cell in wanted.values() if cell.key not in done]
@@ -293,7 +303,7 @@ class Bench:
         )
         config = {k: v for k, v in asdict(self.options).items() if k not in left_out}
         config["material"] = self.drawn | {
-            str(context): {"windows": len(one.windows), "sheets": len(one.sheets), "topics": one.topics}
+            str(context): {"windows": len(one.windows), "documents": len(one.documents), "topics": one.topics}
             for context, one in self.materials.items()
         }
         run = {"benchmark": self.options.name, **environment(), "config": config}

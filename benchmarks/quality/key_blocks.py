@@ -230,8 +230,13 @@ def best_blocks(
     count: broadcasts to [B, K, nq].
     """
     count = jnp.broadcast_to(count, mass.shape[:-1])[..., None]
-    taken = lambda above: visible & (always | above)
-    many = lambda above: taken(above).sum(-1, keepdims=True)
+
+    def taken(above):
+        return visible & (always | above)
+
+    def many(above):
+        return taken(above).sum(-1, keepdims=True)
+
     above, equal, _ = _at_threshold(mass, lambda above: many(above) >= count)
     return taken(above | _first(equal & visible & ~always, count - many(above)))
 
@@ -245,7 +250,10 @@ def blocks_of_mass(
     """Those `always` in, and of the other visible ones the best, until they hold `share` of the mass."""
     mass = jnp.where(visible, mass, 0)
     wanted = share * mass.sum(-1, keepdims=True)
-    held = lambda above: jnp.where(always | above, mass, 0).sum(-1, keepdims=True)
+
+    def held(above):
+        return jnp.where(always | above, mass, 0).sum(-1, keepdims=True)
+
     above, equal, value = _at_threshold(mass, lambda above: held(above) >= wanted)
     missing = jnp.where(value > 0, jnp.ceil((wanted - held(above)) / value), 0)
     return visible & (always | above | _first(equal & visible & ~always, missing))

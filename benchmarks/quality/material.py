@@ -16,11 +16,11 @@ from jaxtyping import Float, Int
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.checkpoint import Checkpoint
-from zdc_jax.evaluation.answers import Answer, Protocol, sheet_answers
+from zdc_jax.evaluation.answers import Answer, Protocol, answer_questions
 from zdc_jax.evaluation.compile_ahead import compile_ahead
 from zdc_jax.evaluation.perplexity import next_token_nll
 from zdc_jax.evaluation.questions import QUESTION_TOKENS
-from zdc_jax.evaluation.sheets import Sheet, context_length, make_sheets
+from zdc_jax.evaluation.sheets import TaskDocument, context_length, make_task_documents
 from zdc_jax.evaluation.tasks import chosen, names
 from zdc_jax.evaluation.text import read_documents, token_windows
 from zdc_jax.generation.steps import PREFILL_CHUNK
@@ -40,7 +40,7 @@ class Material:
 
     windows: Int[np.ndarray, "W S"]
     topics: tuple[str, ...]
-    sheets: tuple[Sheet, ...]
+    documents: tuple[TaskDocument, ...]
 
     @property
     def context(self) -> int:
@@ -54,8 +54,8 @@ class Material:
 
     def piece(self) -> Self:
         """As much of it as is read at once."""
-        windows, sheets = (_group(len(items), self.rows) for items in (self.windows, self.sheets))
-        return replace(self, windows=self.windows[:windows], sheets=self.sheets[:sheets])
+        windows, documents = (_group(len(items), self.rows) for items in (self.windows, self.documents))
+        return replace(self, windows=self.windows[:windows], documents=self.documents[:documents])
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class Measured:
 
 
 def draw(
-    checkpoint: Checkpoint, corpus: Path, split: str, *, context: int, windows: int, sheets: int, seed: int
+    checkpoint: Checkpoint, corpus: Path, split: str, *, context: int, windows: int, documents: int, seed: int
 ) -> Material:
     """Material from `corpus/<topic>/<split>.txt.xz`; windows and sheets are of different text."""
     files = sorted(corpus.glob(f"*/{split}.txt.xz"))
@@ -75,16 +75,16 @@ def draw(
         read_documents([file for file in files if file.parent.name not in TOPICS_LEFT_OUT]),
         checkpoint.tokenizer(),
         length=context,
-        num_windows=windows + sheets,
+        num_windows=windows + documents,
         seed=seed,
         eos_id=checkpoint.config.eos_ids[0],
     )
-    if len(tokens) < windows + sheets:
+    if len(tokens) < windows + documents:
         raise ValueError(
-            f"{corpus} gives {len(tokens)} windows of {context} tokens, {windows + sheets} asked"
+            f"{corpus} gives {len(tokens)} windows of {context} tokens, {windows + documents} asked"
         )
     S = context_length(context)
-    made = make_sheets(
+    made = make_task_documents(
         chosen(names(), S),
         tokens[windows:, :S],
         checkpoint.tokenizer(),
@@ -105,13 +105,15 @@ def measure(network: Transformer, material: Material, protocol: Protocol) -> Mea
 
 
 def _measure(network: Transformer, material: Material, protocol: Protocol) -> Measured:
-    together = lambda items: _alike(items, material.rows)
+    def together(items):
+        return _alike(items, material.rows)
+
     windows = [_window_nll(network, some, protocol) for some in together(list(material.windows))]
-    found: dict[str, list[tuple[Answer, ...]]] = {name: [] for name in material.sheets[0].questions}
-    for sheets in together(material.sheets):
-        contexts = np.stack([sheet.context for sheet in sheets])
+    found: dict[str, list[tuple[Answer, ...]]] = {name: [] for name in material.documents[0].questions}
+    for documents in together(material.documents):
+        contexts = np.stack([document.context for document in documents])
         _, cache = read(network, contexts, material.context, protocol)
-        for name, given in sheet_answers(network, cache, sheets).items():
+        for name, given in answer_questions(network, cache, documents).items():
             found[name] += given
     return Measured(np.concatenate(windows), found)
 

@@ -17,7 +17,10 @@ from benchmarks.quality.rows import model_of
 def main(whole: Path, parts: list[Path]) -> None:
     """Writes `whole`."""
     files = [json.loads(path.read_text()) for path in ([whole] if whole.exists() else []) + parts]
-    same = lambda file: {k: file["config"][k] for k in SAME}
+
+    def same(file):
+        return {k: file["config"][k] for k in SAME}
+
     if any(same(file) != same(files[0]) for file in files):
         sys.exit(f"{[str(path) for path in parts]} are not judged on the same windows and sheets")
     rows, refused = {}, []

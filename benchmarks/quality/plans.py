@@ -47,7 +47,10 @@ class Entry:
           PlanError: the method has no plan so small, with the least that it takes.
         """
         size = share_held if self.judged_by == "bytes" else share_read
-        share = lambda plan: size(plan, context, dtype)
+
+        def share(plan):
+            return size(plan, context, dtype)
+
         smallest = []
         for ladder in self.ladders:
             least = share(ladder(config, self.least))
@@ -79,7 +82,10 @@ def share_held(plan: CompressionPlan, context: int, dtype: str) -> float:
 
 def share_read(plan: CompressionPlan, context: int, dtype: str) -> float:
     """Bytes that decoding a token reads, of the dense cache's."""
-    read = lambda plan: sum(spec.bytes_read(context) for spec in plan.layer_caches(dtype))
+
+    def read(plan):
+        return sum(spec.bytes_read(context) for spec in plan.layer_caches(dtype))
+
     return read(plan) / read(_dense(plan))
 
 
@@ -155,8 +161,13 @@ def others(heads: Callable[[int], tuple[tuple[int, ...], ...]]) -> tuple[Entry, 
     """Methods judged at two budgets. heads: the best n of all KV heads, as `duo` takes them."""
     kept: dict[str, Any] = {"least": KEPT_STEP, "step": KEPT_STEP, "budgets": TWO_BUDGETS}
     read: dict[str, Any] = {"least": 16, "budgets": TWO_BUDGETS, "judged_by": "bytes_read"}
-    choosing = lambda name: lambda config, n: method_plan(config, name, window=64, read=n)
-    duo = lambda config, n: method_plan(config, "duo", window=DUO_WINDOW, heads=heads(n))
+
+    def choosing(name):
+        return lambda config, n: method_plan(config, name, window=64, read=n)
+
+    def duo(config, n):
+        return method_plan(config, "duo", window=DUO_WINDOW, heads=heads(n))
+
     most = sum(map(len, heads(10**6)))
     return (
         Entry("tova", [_kept("tova", window=16)], **kept),

@@ -68,7 +68,10 @@ def least(row: Row) -> Least:
 def retentions(row: Row) -> tuple[int, int]:
     """How many tasks of a row count, and of how many of them retention is not known within `HALF_WIDTH`."""
     counting = [task for task in row["tasks"].values() if task["counts"]]
-    reach = lambda task: max(abs(end - task["retention"]) for end in task["interval"])
+
+    def reach(task):
+        return max(abs(end - task["retention"]) for end in task["interval"])
+
     return len(counting), sum(reach(task) > HALF_WIDTH for task in counting)
 
 

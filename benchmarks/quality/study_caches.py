@@ -20,7 +20,7 @@ from zdc_jax.cache.gaussian_codes import Gaussian, nearest_levels, turn
 from zdc_jax.cache.near_far import NearFarState
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec
-from zdc_jax.methods import Turns, layer_shape
+from zdc_jax.methods import Rotations, layer_shape
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.importance import received_attention, token_importance
 from zdc_jax.ops.xla import by_query_blocks, query_block
@@ -32,11 +32,11 @@ class Varied(CompressionPlan):
     """A plan whose layers keep tokens by `cache(**layer_shape)`, with turns of these blocks folded in."""
 
     cache: Callable[..., LayerCacheSpec] = PrefixRing
-    blocks: Turns | None = None
+    blocks: Rotations | None = None
 
     @classmethod
     def of(
-        cls, plan: CompressionPlan, cache: Callable[..., LayerCacheSpec], blocks: Turns | None = None
+        cls, plan: CompressionPlan, cache: Callable[..., LayerCacheSpec], blocks: Rotations | None = None
     ) -> "Varied":
         """`plan`, so varied; its own turns where there are no `blocks`."""
         return cls(**vars(plan), cache=cache, blocks=blocks)
@@ -46,9 +46,9 @@ class Varied(CompressionPlan):
         shapes = [layer_shape(self, dtype, index) for index in range(len(self.layers))]
         return tuple((self.cache if shape["R"] else PrefixRing)(**shape) for shape in shapes)
 
-    def turns(self, layer: int) -> Turns:
+    def rotations(self, layer: int) -> Rotations:
         """`CompressionPlan.turns`."""
-        return super().turns(layer) if self.blocks is None else self.blocks
+        return super().rotations(layer) if self.blocks is None else self.blocks
 
     def to_json(self) -> dict[str, Any]:
         """Of the plan without what is varied: that is in the label of its row."""
@@ -222,15 +222,18 @@ class ImportantBits(CodedStore):
         weight = jnp.where(positions[..., None] < end[:, None, None], weight, -jnp.inf)
         rank = jnp.argsort(jnp.argsort(-weight, axis=1), axis=1)
         important = (rank < self.share * end[:, None, None])[..., None]
-        mixed = lambda x, width: jnp.concatenate(
-            [
-                jnp.where(
-                    important, _through(self.more, x[..., :width]), _through(self.less, x[..., :width])
-                ),
-                x[..., width:],
-            ],
-            axis=-1,
-        ).astype(x.dtype)
+
+        def mixed(x, width):
+            return jnp.concatenate(
+                [
+                    jnp.where(
+                        important, _through(self.more, x[..., :width]), _through(self.less, x[..., :width])
+                    ),
+                    x[..., width:],
+                ],
+                axis=-1,
+            ).astype(x.dtype)
+
         far = (
             super()
             .keep_prompt(q, mixed(k, self.R), mixed(v, self.Z), lse, positions, end, capacity, call)

@@ -37,7 +37,10 @@ def rounded(x: np.ndarray, bits: int) -> np.ndarray:
     """Weights [inputs, …] as integers of so many bits say them, by groups of `GROUP` inputs."""
     groups = np.asarray(x, np.float32).reshape(-1, GROUP, *x.shape[1:])
     low, high = groups.min(1, keepdims=True), groups.max(1, keepdims=True)
-    half = lambda y: y.astype(jnp.bfloat16).astype(np.float32)
+
+    def half(y):
+        return y.astype(jnp.bfloat16).astype(np.float32)
+
     step, low = half(np.maximum((high - low) / (2**bits - 1), 1e-8)), half(low)
     levels = np.clip(np.round((groups - low) / step), 0, 2**bits - 1)
     return (levels * step + low).reshape(x.shape).astype(x.dtype)

@@ -21,7 +21,10 @@ def all_gather(
     q: Array, k: Array, v: Array, keys: FarKeys, near: Near | None
 ) -> tuple[Array, Array | None, None]:
     """Keys and values of all tokens on every device, queries stay (Megatron-LM's context parallelism)."""
-    gather = lambda x: jax.lax.all_gather(x, SEQUENCE, axis=1, tiled=True)
+
+    def gather(x):
+        return jax.lax.all_gather(x, SEQUENCE, axis=1, tiled=True)
+
     both, _ = jax.lax.optimization_barrier((moved(gather, jnp.concatenate([k, v], -1)), near))
     k, v = jnp.split(both, [k.shape[-1]], axis=-1)
     return *keys.attend(q, k, v, jax.lax.axis_index(SEQUENCE) * q.shape[1]), None

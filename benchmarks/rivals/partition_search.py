@@ -106,7 +106,10 @@ def searched(length: int, devices: int, cost: PieceCost, *, layers: int, link: L
     Raises:
       MeshError: fewer tokens than devices, or no device.
     """
-    ttft = lambda partition: predicted_ttft(partition, cost, layers=layers, link=link)
+
+    def ttft(partition):
+        return predicted_ttft(partition, cost, layers=layers, link=link)
+
     best = Partition.even(length, devices)
     low, high = 0.0, max(cost.seconds(Partition((length,)))[0], link(length))
     for _ in range(_LEVELS):
@@ -130,7 +133,10 @@ def _filled(length: int, devices: int, cost: PieceCost, link: Link, bound: float
     ends: list[int] = []
     for after in range(devices - 1, 0, -1):
         start = ends[-1] if ends else 0
-        seconds = lambda end, start=start: max(cost.of(start, end - start), link(end))
+
+        def seconds(end, start=start):
+            return max(cost.of(start, end - start), link(end))
+
         possible = range(start + 1, length - after + 1)
         ends.append(start + max(1, bisect_right(possible, bound, key=seconds)))
     return Partition.ending_at([*ends, length])

@@ -75,7 +75,10 @@ def _attended(
 
 def _all_gather(q: Array, k: Array, v: Array, keys: FarKeys) -> Array:
     U, c = jax.lax.axis_size(SEQUENCE), q.shape[1] // 2
-    gather = lambda x: jax.lax.all_gather(x, SEQUENCE, axis=1)
+
+    def gather(x):
+        return jax.lax.all_gather(x, SEQUENCE, axis=1)
+
     both = moved(gather, jnp.concatenate([k, v], -1))  # [B, U, 2c, K, R+Z]
     in_order = [both[:, device, :c] for device in range(U)]
     in_order += [both[:, device, c:] for device in reversed(range(U))]

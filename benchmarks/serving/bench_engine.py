@@ -86,7 +86,7 @@ def measured(model: LanguageModel, count: int, options: Options) -> Iterator[dic
     prompts = rng.integers(3, model.config.vocab_size, (count, options.prompt)).tolist()
     bare_seconds(model, prompts, options.tokens)  # Compiles.
     for steps in options.steps:
-        config = EngineConfig(count, options.prompt + options.tokens, steps=steps, reuse=False)
+        config = EngineConfig(count, options.prompt + options.tokens, decode_steps=steps, reuse=False)
         with Engine(model, config) as engine:
             engine_seconds(engine, prompts, options.tokens)
             times = [

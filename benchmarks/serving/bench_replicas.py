@@ -107,17 +107,20 @@ async def pieces_of(port: int, body: dict[str, Any]) -> AsyncIterator[dict[str, 
 async def read(port: int, body: dict[str, Any], on_piece: Callable[[int], None]) -> tuple[str, float]:
     """A streamed text, and the longest seconds between two of its pieces; `on_piece` gets their number."""
     text, last, gap, count = "", 0.0, 0.0, 0
-    async for piece in pieces_of(port, body):
+    async for chunk in pieces_of(port, body):
         now = time.monotonic()
         gap, last, count = max(gap, now - (last or now)), now, count + 1
-        text += piece["choices"][0]["text"] if "choices" in piece else f"<{piece}>"
+        text += chunk["choices"][0]["text"] if "choices" in chunk else f"<{chunk}>"
         on_piece(count)
     return text, gap
 
 
 async def read_all(port: int, options: Options, on_piece: Callable[[int], None]) -> list[tuple[str, float]]:
     """All streams at once; `on_piece` follows the first."""
-    nothing = lambda count: None
+
+    def nothing(count):
+        return None
+
     bodies = [
         {"prompt": [5 + i, 7, 8], "max_tokens": options.tokens, "temperature": 0.8 * (i % 2), "seed": i}
         | {"ignore_eos": True}
@@ -139,7 +142,7 @@ def replicas_of(name: str) -> set[int]:
 def killed(options: Options) -> list[dict[str, Any]]:
     """A row for each kill; the next comes when there are two replicas again."""
     name = f"killed-{os.getpid()}"
-    engine = {"rows": options.streams, "max_model_len": 512, "chunk": 64}
+    engine = {"max_sequences": options.streams, "max_model_len": 512, "chunk": 64}
     settings = ReplicaSettings(str(options.model.resolve()), name, engine=engine, dtype="float32")
     rows = []
     with served(serve_many, settings) as port:

@@ -27,7 +27,7 @@ from jax.profiler import ProfileData
 from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.serving.models import ServedFlags
 from zdc_jax.engine.layout import Layout
-from zdc_jax.engine.runner import SEVERAL, Reading, Runner, servable
+from zdc_jax.engine.runner import SEVERAL, ChunkInputs, Runner, servable
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import Sampling
 
@@ -81,23 +81,23 @@ class Filled:
         """A token of all rows."""
         return self.runner.decode(self.decoding, 1)
 
-    def pieces(self, count: int) -> list[Reading]:
+    def chunks(self, count: int) -> list[ChunkInputs]:
         """Pieces of so many of the last rows, a chunk together, that end where the others do."""
         tokens = self.options.chunk // count
         given = [5] * tokens, self.options.held - tokens, False, self.numbers, "greedy"
-        return [Reading(self.options.rows + i, *given) for i in range(count)]
+        return [ChunkInputs(self.options.rows + i, *given) for i in range(count)]
 
     def read(self) -> Any:
         """One piece."""
-        return self.runner.read(self.pieces(1), self.runner.nobody())
+        return self.runner.read(self.chunks(1), self.runner.nobody())
 
     def both(self) -> Any:
         """That piece and a token of all other rows, in one program."""
-        return self.runner.read(self.pieces(1), self.decoding)
+        return self.runner.read(self.chunks(1), self.decoding)
 
     def several(self) -> Any:
         """Pieces of several rows, and these tokens."""
-        return self.runner.read(self.pieces(self.runner.grouping.several), self.decoding)
+        return self.runner.read(self.chunks(self.runner.grouping.several), self.decoding)
 
 
 def profiled(step: Callable[[], Any], count: int) -> dict[str, Any]:

@@ -115,7 +115,10 @@ def measured(model: LanguageModel, options: Options) -> dict[str, Any]:
     prompts = prompts_of(model, options)
     answers = of_engine(model, prompts, options)
     given = [list(prompt) for prompt in prompts]
-    ask = lambda prompts: generate(model, prompts, options.tokens, stop_tokens=()).completions
+
+    def ask(prompts):
+        return generate(model, prompts, options.tokens, stop_tokens=()).completions
+
     alone = [ask([prompt])[0].tokens for prompt in given]
     places, found = first_differences([[each.token for each in one.tokens] for one in answers], alone)
     pairs = zip(answers, places, alone, strict=True)

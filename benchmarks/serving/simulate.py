@@ -19,7 +19,7 @@ from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.serving.replay import ENOUGH, Served
 from benchmarks.serving.traces import Arrival, arrivals
 from zdc_jax.engine.runner import SEVERAL
-from zdc_jax.engine.scheduler import Grouping, Piece, Plan, Scheduler, Work
+from zdc_jax.engine.scheduler import Grouping, Plan, PrefillChunk, Scheduler, Work
 from zdc_jax.generation.steps import bucket
 
 PAGE, TAILS_A_ROW, VOCAB = 128, 2, 32_000
@@ -48,21 +48,21 @@ class Cost:
 
     def seconds(self, plan: Plan, programs: Grouping) -> float:
         """Of one step, whose rows decode in its first program."""
-        groups = list(programs.groups(plan.pieces, alone=lambda piece: False))
+        groups = list(programs.groups(plan.chunks, alone=lambda chunk: False))
         reading = sum(self._program(group, programs) for group in groups)
         if not plan.decode:
             return reading
         held = sum(len(work.prompt) + work.promised - 1 for work in plan.decode)
         return reading + (self.beside if groups else self.weights) + self.step + self.held * held
 
-    def _program(self, pieces: Sequence[Piece], programs: Grouping) -> float:
+    def _program(self, chunks: Sequence[PrefillChunk], programs: Grouping) -> float:
         """Of one that reads pieces."""
-        counts = [piece.end - piece.begin for piece in pieces]
-        width = programs.width(counts[0]) if len(pieces) == 1 else programs.widest
-        seen = sum(count * (piece.begin + piece.end) / 2 for count, piece in zip(counts, pieces, strict=True))
-        earlier = sum(piece.begin for piece in pieces)
+        counts = [chunk.end - chunk.begin for chunk in chunks]
+        width = programs.width(counts[0]) if len(chunks) == 1 else programs.widest
+        seen = sum(count * (chunk.begin + chunk.end) / 2 for count, chunk in zip(counts, chunks, strict=True))
+        earlier = sum(chunk.begin for chunk in chunks)
         products = max(self.weights, self.token * width)
-        return products + self.seen * seen + self.earlier * earlier + self.another * (len(pieces) - 1)
+        return products + self.seen * seen + self.earlier * earlier + self.another * (len(chunks) - 1)
 
 
 _DENSE = Cost(
@@ -173,7 +173,7 @@ def simulate(requests: Sequence[Arrival], cost: Cost, *, rows: int, chunk: int, 
             now = todo[-1].came
             continue
         now += cost.seconds(plan, programs)
-        for work in (*(piece.work for piece in plan.pieces if piece.last), *plan.decode):
+        for work in (*(chunk.work for chunk in plan.chunks if chunk.last), *plan.decode):
             _take(under_way[work], work, now)
             if len(work.output) == work.max_tokens:
                 scheduler.end(work, len(work.prompt) + len(work.output) - 1)
@@ -191,7 +191,10 @@ def _take(one: Served, work: Work, now: float) -> None:
 def row(ended: list[Served]) -> dict[str, float]:
     """What is told of one rate: shares in time, and means in seconds."""
     parts = [one.parts() for one in ended]
-    mean = lambda name: float(np.mean([part[name] for part in parts]))
+
+    def mean(name):
+        return float(np.mean([part[name] for part in parts]))
+
     return {
         "attained": float(np.mean([one.attained for one in ended])),
         "first_token": mean("first_token"),

@@ -106,8 +106,8 @@ class Client:
             lines = [line async for line in self._lines(reply, until=1 if way == "leaves" else None)]
         if way == "leaves":
             return "left"
-        pieces = [httpx.Response(200, text=line).json() for line in lines if line != "[DONE]"]
-        given = "".join(piece["choices"][0]["text"] for piece in pieces)
+        chunks = [httpx.Response(200, text=line).json() for line in lines if line != "[DONE]"]
+        given = "".join(chunk["choices"][0]["text"] for chunk in chunks)
         return "right" if lines[-1] == "[DONE]" and given == text else "wrong"
 
     async def _lines(self, reply: httpx.Response, until: int | None) -> Any:

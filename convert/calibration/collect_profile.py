@@ -89,7 +89,9 @@ def _tap(cuts: tuple[Cut, ...]) -> Tap:
 
     A sliding-window layer sees no more than its window under any cut.
     """
-    square = lambda x: jnp.square(x.astype(jnp.float32)).sum()
+
+    def square(x):
+        return jnp.square(x.astype(jnp.float32)).sum()
 
     def tap(seen: Seen) -> Array:
         attention, whole = seen.attention, seen.attention.output(seen.o)

@@ -109,9 +109,9 @@ def _reply(conversation: Conversation, message: str) -> None:
 
 def _cost(turn: Turn) -> str:
     """What a reply took, in one line."""
-    done, read = turn.generation, turn.prompt_tokens - turn.kept_tokens
+    done, read = turn.generation, turn.prompt_tokens - turn.cached_tokens
     return (
-        f"[{turn.kept_tokens} tokens kept, {read} read in {done.timings.prefill:.2f} s; "
+        f"[{turn.cached_tokens} tokens kept, {read} read in {done.timings.prefill:.2f} s; "
         f"{len(done.completions[0].tokens)} written in {done.timings.decode:.2f} s; "
         f"KV cache {done.kv_bytes:,} bytes for {done.capacity} tokens]"
     )

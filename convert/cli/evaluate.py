@@ -44,7 +44,7 @@ class Evaluate:
     """Tokens of contexts, questions included; default the model's positions, at most 4096."""
     protocol: Protocol = "cached"
     """Whether tokens of a context see each other as the cache holds them, or exactly, before it is filled."""
-    max_sheets: int = 128
+    max_documents: int = 128
     """Contexts to ask about at most; fewer are read where they tell enough."""
     batch: int = 1
     """Contexts at a time."""
@@ -73,7 +73,7 @@ class Evaluate:
             read_documents(self.texts),
             tasks=self.tasks,
             contexts=self.contexts,
-            max_sheets=self.max_sheets,
+            max_documents=self.max_documents,
             seed=self.seed,
         )
         if plan is None:

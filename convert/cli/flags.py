@@ -32,7 +32,7 @@ from zdc_jax import methods
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import Dtype
 from zdc_jax.errors import EvaluationError, PlanError, TextError, foreign_errors_as
-from zdc_jax.evaluation.sheets import ALIGNMENT, Sheet, context_length, make_sheets
+from zdc_jax.evaluation.sheets import ALIGNMENT, TaskDocument, context_length, make_task_documents
 from zdc_jax.evaluation.splits import Split, split_seed
 from zdc_jax.evaluation.tasks import chosen, names
 from zdc_jax.generation.sampling import Sampling
@@ -175,7 +175,7 @@ class SearchFlags:
     method are searched, by mode window and objective bytes or read."""
     min_retention: float = 0.97
     """Limit on what is retained of each long-range task that the unmodified model can do; 0: no tasks."""
-    sheets: int = 16
+    documents: int = 16
     """Contexts on which tasks are asked."""
     mode: Mode = "window"
     """What plans may do: recent tokens at full rank and ranks per layer; one pair of ranks for all; two token
@@ -250,13 +250,13 @@ class SearchFlags:
             plan = choose_plan(path, max_degradation=limit)
             assert plan is not None  # Nothing was checked.
             return plan
-        windows, sheets = self._judged_on(checkpoint)
+        windows, documents = self._judged_on(checkpoint)
         began = time.monotonic()  # What the unmodified model takes counts too.
         with counted("plans", "measuring the unmodified model") as show:
             book = TrialBook(
                 path,
                 windows,
-                sheets,
+                documents,
                 dtype=self.dtype,
                 batch=self.batch,
                 journal=output.with_suffix(".journal.jsonl"),
@@ -267,20 +267,22 @@ class SearchFlags:
                 show(f"best within the limits: {best_yet}")
 
             best = kind(book, options, watch, began).run()
-        if sheets and not book.counting:
+        if documents and not book.counting:
             message = "the unmodified model does no task: the plan is held to perplexity alone"
             warnings.warn(message, stacklevel=2)
         console.print(describe(book.config, best), soft_wrap=True, highlight=False)
         write_front(book, best, options, output.with_suffix(".front.json"))
         return book.bound(best.plan)
 
-    def _judged_on(self, checkpoint: Checkpoint) -> tuple[np.ndarray, list[Sheet]]:
+    def _judged_on(self, checkpoint: Checkpoint) -> tuple[np.ndarray, list[TaskDocument]]:
         """Windows for perplexity, and sheets of other text for tasks."""
-        if self.sheets < 1:
-            raise EvaluationError(f"sheets={self.sheets} must be >= 1; --min-retention 0 leaves tasks out")
+        if self.documents < 1:
+            raise EvaluationError(
+                f"documents={self.documents} must be >= 1; --min-retention 0 leaves tasks out"
+            )
         if self.text_windows < 1:
             raise EvaluationError(f"text_windows={self.text_windows} must be >= 1")
-        wanted = self.text_windows + (self.sheets if self.min_retention else 0)
+        wanted = self.text_windows + (self.documents if self.min_retention else 0)
         windows, _ = text_windows(
             checkpoint,
             self.texts,
@@ -293,7 +295,7 @@ class SearchFlags:
         if not self.min_retention:
             return windows, []
         # Fewer windows than were asked for are divided alike.
-        for_tasks = max(1, len(windows) * self.sheets // wanted)
+        for_tasks = max(1, len(windows) * self.documents // wanted)
         if for_tasks == len(windows):
             raise TextError(f"the texts hold one window of {windows.shape[1]} tokens; tasks need another")
         length, config = windows.shape[1], checkpoint.config
@@ -302,14 +304,14 @@ class SearchFlags:
         S = context_length(length, math.lcm(ALIGNMENT, block))
         tokenizer = checkpoint.tokenizer()
         assert tokenizer is not None  # Text was read with it.
-        sheets = make_sheets(
+        documents = make_task_documents(
             chosen(names(), length),
             windows[-for_tasks:, :S],
             tokenizer,
             seed=split_seed("search", self.seed),
             not_drawn=config.eos_ids,
         )
-        return windows[:-for_tasks], sheets
+        return windows[:-for_tasks], documents
 
 
 def given(flags: PlanFlags | SearchFlags) -> list[str]:

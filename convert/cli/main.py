@@ -67,7 +67,10 @@ class Convert:
                 # Frequencies of some depend on the context: that of transformers is what it is given.
                 positions = min(VERIFIED_SHAPE[1], checkpoint.config.max_positions)
                 network = load(self.output, dtype="float32", max_positions=positions).network
-                logits = lambda tokens: np.asarray(network(tokens))
+
+                def logits(tokens):
+                    return np.asarray(network(tokens))
+
                 error = verify_against_transformers(
                     self.source, logits, vocab_size=checkpoint.config.vocab_size
                 )
@@ -299,7 +302,10 @@ def _beyond_defaults(instance: Any) -> dict[str, Any]:
 def _report_savings(plan: CompressionPlan, checkpoint: Checkpoint) -> None:
     """Says on standard error what a plan saves at the model's positions, and what its far pairs lose."""
     config = checkpoint.config
-    size = lambda plan: plan.bytes(config.max_positions, 1, config.dtype)
+
+    def size(plan):
+        return plan.bytes(config.max_positions, 1, config.dtype)
+
     share = size(plan) / size(CompressionPlan.full(config))
     cut, layers = sum(ranks.qk == 0 for ranks in plan.layers), config.num_layers
     print(
@@ -307,7 +313,10 @@ def _report_savings(plan: CompressionPlan, checkpoint: Checkpoint) -> None:
         f"{cut} of {layers} layers see no distant tokens",
         file=sys.stderr,
     )
-    read = lambda plan: plan.bytes_read(config.max_positions, config.dtype)
+
+    def read(plan):
+        return plan.bytes_read(config.max_positions, config.dtype)
+
     if (read_share := read(plan) / read(CompressionPlan.full(config))) < share - 1e-3:
         print(f"a decoded token reads {read_share:.1%} of what it reads without a plan", file=sys.stderr)
     if plan.rotated and cut < layers and (checkpoint.calibration_path / "basis").exists():

@@ -38,7 +38,7 @@ class Serve:
     """Port to listen at; 0 for any that is free."""
     name: str | None = None
     """What clients call the model; default the folder's name."""
-    rows: int = 8
+    max_sequences: int = 8
     """Requests that are answered at once."""
     max_model_len: int | None = None
     """Tokens of a prompt and its answer together; default the model's positions."""
@@ -47,7 +47,7 @@ class Serve:
     methods that keep whole rows, h2o and its like."""
     chunk: int = 2048
     """Prompt tokens read between two tokens of other answers, a power of two."""
-    steps: int | None = None
+    decode_steps: int | None = None
     """Tokens of each answer that come at once where nobody waits and no prompt is read; default 4 on a mesh,
     1 elsewhere. Four are faster than one on a mesh and on a CPU."""
     max_waiting: int = 256
@@ -127,11 +127,11 @@ class Serve:
 
     def _config(self) -> EngineConfig:
         return EngineConfig(
-            rows=self.rows,
+            max_sequences=self.max_sequences,
             max_model_len=self.max_model_len,
             cache_tokens=self.cache_tokens,
             chunk=self.chunk,
-            steps=self.steps,
+            decode_steps=self.decode_steps,
             max_waiting=self.max_waiting,
         )
 

@@ -96,7 +96,10 @@ def optimizer(options: Options, steps: int) -> optax.GradientTransformation:
         max(2, steps),
         options.learning_rate / 10,
     )
-    decayed = lambda params: jax.tree.map(lambda x: x.ndim > 2, params)
+
+    def decayed(params):
+        return jax.tree.map(lambda x: x.ndim > 2, params)
+
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=decayed),
@@ -141,7 +144,10 @@ def train(options: Options, windows: np.ndarray) -> Transformer:
 
 def parameters(network: Transformer) -> dict:
     """Parameters of a trained network in the layout of `zdc_jax.model.params`, bfloat16."""
-    cast = lambda x: np.asarray(x[...].astype(jnp.bfloat16))
+
+    def cast(x):
+        return np.asarray(x[...].astype(jnp.bfloat16))
+
     layers = [
         {
             "attention": {name: cast(getattr(block.attention, name)) for name in "qkvo"},

@@ -215,7 +215,10 @@ class _Header:
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise self._refuse(f"general.alignment={alignment!r:.80} must be a power of two")
         infos = [self._tensor_info() for _ in range(count)]
-        aligned = lambda at: at + -at % alignment
+
+        def aligned(at):
+            return at + -at % alignment
+
         data, end, tensors = aligned(self._file.tell()), 0, dict[str, Tensor]()
         for name, offset, place in infos:
             tensor = place(start=data + offset)

@@ -80,7 +80,10 @@ def _yarn(settings: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]
     factor = float(settings.get("factor") or raw["max_position_embeddings"] / original)
     attention = settings.get("attention_factor")
     if attention is None:
-        length = lambda by: 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1
+
+        def length(by):
+            return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1
+
         by, by_all = settings.get("mscale"), settings.get("mscale_all_dim")
         attention = length(by) / length(by_all) if by and by_all else length(1)
     return {

@@ -81,8 +81,13 @@ def entries(config: ModelConfig, layer: int | None) -> list[Entry]:
     else:
         names, shapes, prefix = family.layer, layer_shapes(config, layer), f"{prefix}layers.{layer}."
     order = list(names)
-    place = lambda entry: order.index("/".join(entry.path).removesuffix("_bias"))
-    key = lambda path: _source_key("/".join(path), names, prefix)
+
+    def place(entry):
+        return order.index("/".join(entry.path).removesuffix("_bias"))
+
+    def key(path):
+        return _source_key("/".join(path), names, prefix)
+
     return _stacked(sorted((Entry(path, key(path), shape) for path, shape in flatten(shapes)), key=place))
 
 

@@ -55,7 +55,10 @@ class ClassNumbers:
         L = config.num_layers
         leaders = tuple(range(0, L, self.group))
         shares = tuple(round(float(x), 4) for x in np.linspace(self.first, self.last, len(leaders)))
-        in_layers = lambda ranks: tuple(self.leaders if i in leaders else ranks for i in range(L))
+
+        def in_layers(ranks):
+            return tuple(self.leaders if i in leaders else ranks for i in range(L))
+
         classes = TokenClasses(leaders, shares, in_layers(self.important), self.block)
         return CompressionPlan(
             in_layers(self.rest),

@@ -24,7 +24,7 @@ from zdc_jax.methods.coded import INDEX_STEP, Settings
 from zdc_jax.plan import RANK_STEP, CompressionPlan, LayerRanks
 from zdc_jax.planning.coded_costs import coded_forecast, coded_levels, coded_plan, key_shares
 from zdc_jax.planning.forecast import Forecast
-from zdc_jax.planning.layer_costs import Grade, LayerCosts
+from zdc_jax.planning.layer_costs import LayerCosts, Precision
 
 SHORTEST_WINDOW = 16
 """Tokens; windows are halved down to here. Beside codes a window is a large share of the bytes."""
@@ -129,11 +129,11 @@ class CodedSearch(Search):
     def _forecast(self) -> Forecast:
         return coded_forecast(self.config, self.book.profile, self.book.basis)
 
-    def _levels(self) -> tuple[tuple[Grade, ...], tuple[Grade, ...]]:
+    def _levels(self) -> tuple[tuple[Precision, ...], tuple[Precision, ...]]:
         return coded_levels(self.config.head_dim)
 
     def _costs(
-        self, layer: int, levels: Sequence[Grade], measured: Measured
+        self, layer: int, levels: Sequence[Precision], measured: Measured
     ) -> Float[np.ndarray, "levels 2"]:
         """Measured at the fewest bits, where they tell most; more cost as much less as scores err less."""
         return np.outer(key_shares(self.book.basis, layer, levels), measured(levels[0]))
@@ -156,7 +156,9 @@ class CodedSearch(Search):
         chosen = choosing_on_kernels if self.options.on_kernels else choosing
 
         def after(steps: Sequence[int]) -> CompressionPlan:
-            far = lambda ranks, step: chosen(ranks, choices[step - 1]) if step and ranks.qk else ranks
+            def far(ranks, step):
+                return chosen(ranks, choices[step - 1]) if step and ranks.qk else ranks
+
             return replace(plan, layers=tuple(map(far, plan.layers, steps)))
 
         L = len(plan.layers)

@@ -53,8 +53,13 @@ class Observations:
     def of(cls, name: str, config: ModelConfig, profile: Profile, trials: Sequence[Trial]) -> Self:
         """Of those trials whose plans have a window and ranks of the profile, and no token classes."""
         levels = {0, *profile.ranks.tolist(), config.head_dim}
-        ranks = lambda plan: tuple((layer.qk, layer.v) for layer in plan.layers)
-        known = lambda plan: plan.window in profile.windows and levels.issuperset(sum(ranks(plan), ()))
+
+        def ranks(plan):
+            return tuple((layer.qk, layer.v) for layer in plan.layers)
+
+        def known(plan):
+            return plan.window in profile.windows and levels.issuperset(sum(ranks(plan), ()))
+
         kept = [t for t in trials if known(t.plan) and t.plan.classes is None]
         return cls(
             name,
@@ -139,7 +144,9 @@ def predicted_nats(weights: Weights, features: Features) -> Array:
 
 
 def _loss(weights: Weights, sets: Sequence[_Set]) -> Array:
-    log = lambda nats: jnp.log(jnp.maximum(nats, 0) + NOISE)
+    def log(nats):
+        return jnp.log(jnp.maximum(nats, 0) + NOISE)
+
     errors = [optax.huber_loss(log(predicted_nats(weights, s.features)), log(s.nats)).mean() for s in sets]
     decay = sum(jnp.square(x).sum() for x in weights)
     return jnp.stack(errors).mean() + 1e-4 * decay

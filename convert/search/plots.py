@@ -17,7 +17,10 @@ from matplotlib import pyplot as plt
 def write_front(book: TrialBook, best: Trial, options: SearchOptions, path: Path) -> None:
     """All undominated trials as `path` (JSON) and, beside it, a plot (PNG)."""
     front = pareto_front(book.trials)
-    bound = lambda trial: trial_json(replace(trial, plan=book.bound(trial.plan)))
+
+    def bound(trial):
+        return trial_json(replace(trial, plan=book.bound(trial.plan)))
+
     value = {
         "max_degradation": options.max_degradation,
         "min_retention": options.min_retention,
@@ -25,7 +28,7 @@ def write_front(book: TrialBook, best: Trial, options: SearchOptions, path: Path
         "objective": options.objective,
         "context": int(book.windows.shape[1]),
         "windows": len(book.windows),
-        "sheets": len(book.sheets),
+        "documents": len(book.documents),
         "best": bound(best),
         "front": [bound(trial) for trial in front],
     }

@@ -34,13 +34,20 @@ from zdc_jax.methods.coded import Settings
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses, allowed_ranks
 from zdc_jax.planning.costs import request_seconds
 from zdc_jax.planning.forecast import Forecast
-from zdc_jax.planning.layer_costs import Grade, LayerCosts, cheapest_path, kept, rank_levels, steps_down
+from zdc_jax.planning.layer_costs import (
+    LayerCosts,
+    Precision,
+    build_layer,
+    cheapest_path,
+    list_reductions,
+    rank_levels,
+)
 from zdc_jax.planning.predictor import Predictor
 from zdc_jax.planning.profile import SINKS, cost_window, windows_for
 
 Mode = Literal["window", "uniform", "classes", "window+classes"]
 Objective = Literal["bytes", "time", "read"]
-Measured = Callable[[Grade], Float[np.ndarray, "2"]]
+Measured = Callable[[Precision], Float[np.ndarray, "2"]]
 """What a layer's keys, or values, cost of the limits on perplexity and on tasks at a grade."""
 
 CLASS_WINDOWS = (128, 256, 512)
@@ -168,7 +175,10 @@ class Search:
         """The objective, as a share of what the dense cache takes."""
         if self.options.objective == "bytes":
             return self.book.share(plan)
-        seconds = lambda plan: request_seconds(plan, self.config.num_heads, self.length)
+
+        def seconds(plan):
+            return request_seconds(plan, self.config.num_heads, self.length)
+
         return seconds(plan) / seconds(CompressionPlan.full(self.config))
 
     def smallest(self) -> float:
@@ -269,9 +279,9 @@ class Search:
     def _plan(self, ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
         return CompressionPlan.of_layers(self.config, ranks, window=window, sinks=SINKS)
 
-    def _levels(self) -> tuple[tuple[Grade, ...], tuple[Grade, ...]]:
+    def _levels(self) -> tuple[tuple[Precision, ...], tuple[Precision, ...]]:
         """What single layers are measured at, of keys and of values."""
-        levels = tuple(map(Grade, rank_levels(self.config.head_dim)))
+        levels = tuple(map(Precision, rank_levels(self.config.head_dim)))
         return levels, levels
 
     def _layer_costs(self, window: int) -> tuple[LayerCosts, Callable[[Sequence[LayerRanks]], bool]]:
@@ -280,7 +290,7 @@ class Search:
         whole, nats, tasks = self._measured_costs(window)
 
         def holds(ranks: Sequence[LayerRanks]) -> bool:
-            sums = [sum(costs.of(i, kept) for i, kept in enumerate(ranks)) for costs in (nats, tasks)]
+            sums = [sum(costs.of(i, layer) for i, layer in enumerate(ranks)) for costs in (nats, tasks)]
             return bool((whole + sums <= self.allowed).all())
 
         def least(costs: LayerCosts) -> float:
@@ -293,7 +303,7 @@ class Search:
         """What keeping all costs of both limits; what single layers cost of each."""
         keys, values = self._levels()
         most = keys[-1], values[-1]
-        whole = [kept(*most)] * self.config.num_layers
+        whole = [build_layer(*most)] * self.config.num_layers
         nothing = self._losses(self.try_plan(self._plan(whole, window)))
 
         def alone(layer: int, ranks: LayerRanks) -> Float[np.ndarray, "2"]:
@@ -301,21 +311,25 @@ class Search:
             return self._losses(self.try_plan(self._plan(layers, window))) - nothing
 
         def lowered(
-            layer: int, levels: Sequence[Grade], ranks: Callable[[Grade], LayerRanks]
+            layer: int, levels: Sequence[Precision], ranks: Callable[[Precision], LayerRanks]
         ) -> Float[np.ndarray, "levels 2"]:
             if cut[layer].max() <= NEGLIGIBLE:  # Then any grade costs no more, and saves less.
                 return np.array([cut[layer]] * (len(levels) - 1) + [np.zeros(2)])
-            return self._costs(layer, levels, lambda grade: alone(layer, ranks(grade)))
+            return self._costs(layer, levels, lambda precision: alone(layer, ranks(precision)))
 
         layers = range(self.config.num_layers)
         cut = np.array([alone(layer, LayerRanks(0, 0)) for layer in layers])
-        qk = np.array([lowered(layer, keys, lambda grade: kept(grade, most[1])) for layer in layers])
-        v = np.array([lowered(layer, values, lambda grade: kept(most[0], grade)) for layer in layers])
+        qk = np.array(
+            [lowered(layer, keys, lambda precision: build_layer(precision, most[1])) for layer in layers]
+        )
+        v = np.array(
+            [lowered(layer, values, lambda precision: build_layer(most[0], precision)) for layer in layers]
+        )
         of_nats, of_tasks = (LayerCosts(keys, values, qk[..., i], v[..., i], cut[:, i]) for i in (0, 1))
         return nothing, of_nats, of_tasks
 
     def _costs(
-        self, layer: int, levels: Sequence[Grade], measured: Measured
+        self, layer: int, levels: Sequence[Precision], measured: Measured
     ) -> Float[np.ndarray, "levels 2"]:
         """Of a layer that keeps its keys, or its values, at these; the last costs nothing."""
         return np.array([*map(measured, levels[:-1]), np.zeros(2)])
@@ -333,8 +347,11 @@ class Search:
 
     def _steps(self, costs: LayerCosts, plan: CompressionPlan) -> list[CompressionPlan]:
         """Plans a single step below this one, cheapest first."""
-        steps = steps_down(costs, plan.layers, single=True)[:REFINE_FAILURES]
-        changed = lambda layer, ranks: (*plan.layers[:layer], ranks, *plan.layers[layer + 1 :])
+        steps = list_reductions(costs, plan.layers, single=True)[:REFINE_FAILURES]
+
+        def changed(layer, ranks):
+            return (*plan.layers[:layer], ranks, *plan.layers[layer + 1 :])
+
         return [replace(plan, layers=changed(*step)) for step in steps]
 
 

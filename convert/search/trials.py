@@ -23,10 +23,10 @@ from zdc_jax.evaluation.answers import Answer, answers_on
 from zdc_jax.evaluation.compile_ahead import compile_ahead
 from zdc_jax.evaluation.perplexity import bootstrap_interval, window_nll
 from zdc_jax.evaluation.retention import LEAST_SCORE, log_probability, score
-from zdc_jax.evaluation.sheets import Sheet
+from zdc_jax.evaluation.sheets import TaskDocument
 from zdc_jax.fold import cast, prepared_layer, prepared_layers
 from zdc_jax.loading import load, stored_basis
-from zdc_jax.methods import Turns
+from zdc_jax.methods import Rotations
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.profile import Profile, stored_profile
@@ -85,7 +85,7 @@ class TrialBook:
         self,
         path: str | Path,
         windows: np.ndarray,
-        sheets: Sequence[Sheet] = (),
+        documents: Sequence[TaskDocument] = (),
         *,
         basis: Basis | None = None,
         profile: Profile | None = None,
@@ -105,10 +105,10 @@ class TrialBook:
             )
         self.profile = profile or stored_profile(self.checkpoint, self.basis)
         self.dtype = jnp.dtype(dtype or self.config.dtype)
-        self.windows, self.sheets, self.batch, self.journal = windows, sheets, batch, journal
+        self.windows, self.documents, self.batch, self.journal = windows, documents, batch, journal
         self.layers = [self.checkpoint.layer(index) for index in range(self.config.num_layers)]
         self.embeddings = cast(self.checkpoint.embeddings(), self.dtype)
-        self.whole: dict[int, tuple[Turns, Any]] = {}
+        self.whole: dict[int, tuple[Rotations, Any]] = {}
         self.compiled: set[LayerCacheSpec] = set()
         self.key = self._key()
         self.seen: dict[str, Seen] = dict(self._read_journal())
@@ -125,7 +125,10 @@ class TrialBook:
         seen = self._seen(plan)
         difference = seen.nll - self.dense.nll
         increase = float(np.expm1(difference.mean()))
-        lost = lambda name: np.mean(seen.logs[name]) - np.mean(self.dense.logs[name])
+
+        def lost(name):
+            return np.mean(seen.logs[name]) - np.mean(self.dense.logs[name])
+
         retention = {name: float(np.exp(lost(name))) for name in self.counting}
         interval, read = bootstrap_interval(difference), self.read_share(plan)
         return Trial(plan, self.share(plan), increase, interval, retention, read)
@@ -139,21 +142,30 @@ class TrialBook:
 
         Both in the dtype of the model's weights, whatever is measured in: codes do not grow with the dtype.
         """
-        size = lambda plan: plan.bytes(self.windows.shape[1], 1, self.config.dtype)
+
+        def size(plan):
+            return plan.bytes(self.windows.shape[1], 1, self.config.dtype)
+
         return size(plan) / size(CompressionPlan.full(self.config))
 
     def read_share(self, plan: CompressionPlan) -> float:
         """Likewise what decoding one more token reads of them."""
-        read = lambda plan: plan.bytes_read(self.windows.shape[1], self.config.dtype)
+
+        def read(plan):
+            return plan.bytes_read(self.windows.shape[1], self.config.dtype)
+
         return read(plan) / read(CompressionPlan.full(self.config))
 
     def _seen(self, plan: CompressionPlan | None) -> Seen:
         name, began = _name(plan), time.perf_counter()
         if name not in self.seen:
             network = self._network(plan)
-            first = lambda single: self._read(single, self.windows[: self.batch], self.sheets[: self.batch])
+
+            def first(single):
+                return self._read(single, self.windows[: self.batch], self.documents[: self.batch])
+
             self.compiled = compile_ahead(network, first, self.compiled)
-            nll, answered = self._read(network, self.windows, self.sheets)
+            nll, answered = self._read(network, self.windows, self.documents)
             self.seen[name] = Seen(
                 nll,
                 {task: log_probability(of_sheets).tolist() for task, of_sheets in answered.items()},
@@ -163,11 +175,11 @@ class TrialBook:
         return self.seen[name]
 
     def _read(
-        self, network: Transformer, windows: np.ndarray, sheets: Sequence[Sheet]
+        self, network: Transformer, windows: np.ndarray, documents: Sequence[TaskDocument]
     ) -> tuple[np.ndarray, dict[str, list[tuple[Answer, ...]]]]:
         """Nats a token of windows, and the answers to sheets."""
         nll = window_nll(network, windows, batch=self.batch)
-        return nll, answers_on(network, sheets, protocol="cached", batch=self.batch)
+        return nll, answers_on(network, documents, protocol="cached", batch=self.batch)
 
     def _network(self, plan: CompressionPlan | None) -> Transformer:
         if plan is None:
@@ -184,16 +196,19 @@ class TrialBook:
         if not all(any(plan.near(index)) for index in range(len(plan.layers))):
             return prepared_layers(iter(self.layers), *given)
         for index, layer in enumerate(self.layers):
-            turns = plan.turns(index)
-            if index not in self.whole or self.whole[index][0] != turns:
-                self.whole[index] = turns, jax.device_put(prepared_layer(index, layer, *given))
+            rotations = plan.rotations(index)
+            if index not in self.whole or self.whole[index][0] != rotations:
+                self.whole[index] = rotations, jax.device_put(prepared_layer(index, layer, *given))
         return [self.whole[index][1] for index in range(len(self.layers))]
 
     def _key(self) -> str:
         asked = (
-            question.tokens for sheet in self.sheets for each in sheet.questions.values() for question in each
+            question.tokens
+            for document in self.documents
+            for each in document.questions.values()
+            for question in each
         )
-        contexts = (sheet.context for sheet in self.sheets)
+        contexts = (document.context for document in self.documents)
         parts = self.basis.k_map, self.basis.v_map, self.windows, *contexts, *asked
         digest = hashlib.sha256(b"".join(np.ascontiguousarray(x).tobytes() for x in parts))
         digest.update(f"{self.checkpoint.fingerprint} {self.dtype}".encode())

@@ -62,7 +62,10 @@ def compiled(f: Callable[..., Any], *args: Any) -> list[Kernel]:
     that is reported, by the ptxas that JAX finds.
     """
     sharding = jax.sharding.SingleDeviceSharding(device())
-    placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    def placed(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
     traced = jax.jit(f).trace(*jax.tree.map(placed, args))
     with tempfile.TemporaryDirectory() as folder:
         with patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=folder):
@@ -101,7 +104,10 @@ def devices(count: int) -> Any:
 def _kernel(path: Path) -> Kernel:
     """The kernel whose report by ptxas lies at `path`, beside its PTX, its resources and its code."""
     report = path.read_text()
-    read = lambda suffix: path.with_suffix(suffix).read_text()
+
+    def read(suffix):
+        return path.with_suffix(suffix).read_text()
+
     return Kernel(
         name=path.stem,
         threads=_sum(r"\.maxntid (\d+)", read(".ptx")),

@@ -41,7 +41,10 @@ class Code:
     def loops_with(self, name: str) -> list["Loop"]:
         """The innermost loops around instructions of an opcode, first one first."""
         around = [loop for loop in self.loops if loop.count(name)]
-        inner = lambda loop: any(other.members < loop.members for other in around)
+
+        def inner(loop):
+            return any(other.members < loop.members for other in around)
+
         return [loop for loop in around if not inner(loop)]
 
     @cached_property
@@ -127,7 +130,10 @@ class Loop:
     def in_order(self, first: str, second: str, *, how_many: Callable[..., bool] = any) -> bool:
         """Whether the loop has both opcodes, and passes any (or all) `first` before it reaches a `second`."""
         firsts, seconds = ([x.index for x in self.instructions if x.has(name)] for name in (first, second))
-        after = lambda j: how_many(self.code.on_every_path(i, j) for i in firsts)
+
+        def after(j):
+            return how_many(self.code.on_every_path(i, j) for i in firsts)
+
         return bool(firsts and seconds) and all(after(j) for j in seconds)
 
 

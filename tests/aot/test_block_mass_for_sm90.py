@@ -16,7 +16,10 @@ B, K, S = 1, 8, 32_768
 @pytest.mark.parametrize(("m", "R"), [(8, 32), (32, 32), (64, 64)])
 def test_keeps_its_scores_to_itself(m, R):
     sharding = jax.sharding.SingleDeviceSharding(device())
-    shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
+    def shape(*dims, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
     nq = S // 128
     given = shape(B, K, nq, m, R), shape(B, nq, m, dtype=jnp.int32), shape(B, K, S, R)
     with on_abstract_h200():

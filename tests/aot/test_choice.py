@@ -22,7 +22,10 @@ ROW = shape(B, dtype=jnp.int32)
 @pytest.mark.parametrize("groups", [1, 4, 16])
 def test_scores_by_an_index(C, bits, groups):
     index = (shape(B, K, S, C * bits // 8, dtype=jnp.uint8), shape(B, K, S, dtype=jnp.uint8))
-    scan = lambda q, index, begin, end: index_scores(q, Plane(*index, bits), begin, end, scale=0.1)
+
+    def scan(q, index, begin, end):
+        return index_scores(q, Plane(*index, bits), begin, end, scale=0.1)
+
     kernels = compiled(scan, shape(B, groups * K, C, dtype=jnp.bfloat16), index, ROW, ROW)
     # Heads that share a choice need their denominators first, of a sample: one token a thread.
     assert len(kernels) == (1 if groups == 1 else 2)
@@ -41,9 +44,10 @@ def test_scores_by_an_index(C, bits, groups):
 @pytest.mark.parametrize("page", [256, 1024])
 def test_scores_by_an_index_in_pages(C, bits, groups, page):
     index = (shape(999, K, page, C * bits // 8, dtype=jnp.uint8), shape(999, K, page, dtype=jnp.uint8))
-    scan = lambda q, index, begin, end, table: index_scores(
-        q, Plane(*index, bits), begin, end, scale=0.1, block_table=table
-    )
+
+    def scan(q, index, begin, end, table):
+        return index_scores(q, Plane(*index, bits), begin, end, scale=0.1, block_table=table)
+
     table = shape(B, S // page, dtype=jnp.int32)
     kernels = compiled(scan, shape(B, groups * K, C, dtype=jnp.bfloat16), index, ROW, ROW, table)
     assert_no_spills(kernels)

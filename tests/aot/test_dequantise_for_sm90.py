@@ -17,7 +17,10 @@ B, K, S = 2, 8, 5120
 def test_writes_numbers_alone(bits, page):
     """Beside them are the pointers of a tuple."""
     sharding = jax.sharding.SingleDeviceSharding(device())
-    shape = lambda *dims, dtype=jnp.uint8: jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
+    def shape(*dims, dtype=jnp.uint8):
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
     tokens = (999, K, page) if page else (B, K, S)
     arrays = [(shape(*tokens, C * b // 8), shape(*tokens)) for C, b in zip((32, 96, 128), bits, strict=True)]
     table = shape(B, S // page, dtype=jnp.int32) if page else None

@@ -17,7 +17,10 @@ BITS = (4, 4, 4)
 def test_writes_in_place(B, T, page):
     """All that comes back is where it was, but for the pointers of a tuple."""
     K, S, sharding = 8, 4096, jax.sharding.SingleDeviceSharding(device())
-    shape = lambda *dims, dtype=jnp.uint8: jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
+    def shape(*dims, dtype=jnp.uint8):
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
     tokens = (99, K, page) if page else (B, K, S)
     arrays = [(shape(*tokens, P), shape(*tokens)) for P in (16, 48, 64)]
     table = shape(B, S // page, dtype=jnp.int32) if page else None

@@ -87,7 +87,10 @@ def program(
     with on_abstract_h200():
         found = {kernel.name for kernel in compiled(run, *given)}
         sharding = jax.sharding.SingleDeviceSharding(device())
-        placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        def placed(x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
         traced = jax.jit(run, donate_argnums=1).trace(*jax.tree.map(placed, given))
         return found, traced.lower(lowering_platforms=("cuda",)).compile(), state
 
@@ -146,8 +149,8 @@ def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name,
     Nor is there a loop then, for which the host would wait.
     """
     plan, _ = PLANS[name]
-    numbers = runner.PIECE + width
-    found, step, state = program(plan, runner._read_piece, (numbers,))
+    numbers = runner.CHUNK_HEADER + width
+    found, step, state = program(plan, runner._read_chunk, (numbers,))
     chooses = {"zdc_coded_scan", "zdc_largest", "zdc_coded_decode"} if name == "chosen" else set()
     assert has(found, {"zdc_prefill"} | chooses), found
     memory, text = step.memory_analysis(), step.as_text()
@@ -172,11 +175,11 @@ def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name,
         ("coded", runner.SEVERAL, TOKENS, 5),
     ],
 )
-def test_pieces_and_tokens_beside_them_take_the_kernels_of_both(on_kernels, name, pieces, longest, share):
+def test_pieces_and_tokens_beside_them_take_the_kernels_of_both(on_kernels, name, chunks, longest, share):
     plan, kernels = PLANS[name]
     width, rows = 512, ROWS * (1 + WIDTH)
-    step = partial(runner._read_beside, pieces, ROWS)
-    found, step, state = program(plan, step, (pieces * runner.PIECE + width + rows,), longest)
+    step = partial(runner._read_and_decode, chunks, ROWS)
+    found, step, state = program(plan, step, (chunks * runner.CHUNK_HEADER + width + rows,), longest)
     assert has(found, kernels | {"zdc_prefill"}), found
     memory, text = step.memory_analysis(), step.as_text()
     assert ("coded" in name) == ("zdc_dequantise" in text)
@@ -195,12 +198,18 @@ def test_choosing_tokens_never_waits_for_the_host(choice):
     network = build("post_rope", replace(CONFIG, vocab_size=32_000))
     leaves, tree = jax.tree.flatten(network.embeddings)
     sharding = jax.sharding.SingleDeviceSharding(device())
-    shape = lambda dtype, *dims: jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
+    def shape(dtype, *dims):
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
     frontier = Frontier(
         shape(jnp.bfloat16, ROWS, CONFIG.embed_dim), shape(bool, ROWS), shape(jnp.int32, ROWS)
     )
     given = shape(jnp.int32, ROWS), shape(bool, ROWS), frontier, shape(jnp.int32, ROWS, 1 + WIDTH)
     placed = [shape(leaf.dtype, *leaf.shape) for leaf in leaves]
-    run = lambda leaves, *given: runner._next(jax.tree.unflatten(tree, leaves), *given, choice)
+
+    def run(leaves, *given):
+        return runner._next(jax.tree.unflatten(tree, leaves), *given, choice)
+
     step = jax.jit(run).trace(placed, *given).lower(lowering_platforms=("cuda",)).compile()
     assert not WAITING.search(step.as_text())

@@ -52,9 +52,20 @@ def prefill(
     tails = [shape(1, N, tokens, H - rank) for tokens in (S, 8) for rank in (R, Z)] if H else []
     trailing = Trailing(*tails[:2], integers(1), *tails[2:]) if H else None
     options = (NEAR if H else {}) | options
-    f = lambda q, k, v, trailing, positions, table, lists: prefill_attention(
-        q, k, v, scale=0.1, trailing=trailing, positions=positions, block_table=table, lists=lists, **options
-    )
+
+    def f(q, k, v, trailing, positions, table, lists):
+        return prefill_attention(
+            q,
+            k,
+            v,
+            scale=0.1,
+            trailing=trailing,
+            positions=positions,
+            block_table=table,
+            lists=lists,
+            **options,
+        )
+
     return compiled(f, *arrays, trailing, positions, table, lists)
 
 
@@ -71,23 +82,35 @@ def decode(
     near = NEAR if H else {}
     if H:
         options["ring"] = Ring(*(shape(B, N, 520, H - rank) for rank in (R, Z)))
-    f = lambda q, k, v, n, options: decode_attention(q, k, v, n, scale=0.1, config=config, **near, **options)
+
+    def f(q, k, v, n, options):
+        return decode_attention(q, k, v, n, scale=0.1, config=config, **near, **options)
+
     return compiled(f, *arrays, options)
 
 
 def rope(H: int, R: int, *, keep_tail: bool, T: int = S, K: int = 8, G: int = 4) -> list[Kernel]:
     """Prompts of T tokens, keys shifted."""
     C = H if keep_tail else R
-    float32 = lambda *dims: shape(*dims, dtype=jnp.float32)
+
+    def float32(*dims):
+        return shape(*dims, dtype=jnp.float32)
+
     rotations = [shape(K, H, C, dtype=jnp.float16) for _ in range(2)]
     angles = [float32(1, T, H // 2) for _ in range(2)]
-    f = lambda *arrays: post_rope(*arrays, qk_rank=R, keep_tail=keep_tail)
+
+    def f(*arrays):
+        return post_rope(*arrays, qk_rank=R, keep_tail=keep_tail)
+
     return compiled(f, shape(1, T, K * G, H), shape(1, T, K, H), *angles, *rotations, float32(K, C))
 
 
 def tuned(kernel: str) -> list[Any]:
     """Widths and configs of the measured table."""
-    name = lambda widths: "-".join(map(str, widths.values()))
+
+    def name(widths):
+        return "-".join(map(str, widths.values()))
+
     return [pytest.param(x["widths"], x["config"], id=name(x["widths"])) for x in TUNED[kernel]]
 
 
@@ -161,7 +184,10 @@ def test_prefill_in_whole_turns(R: int, Z: int, H: int) -> None:
     assert_no_spills([kernel])
     code = kernel.code.loops_with("HGMMA")[0].instructions
     (take,), (hand_on,) = ([x.index for x in code if x.has(name)] for name in ("BAR.SYNC", "BAR.ARV"))
-    within = lambda name: [take < x.index < hand_on for x in code if x.has(name)]
+
+    def within(name):
+        return [take < x.index < hand_on for x in code if x.has(name)]
+
     assert within("MUFU").count(False) == 2, "where the maximum is raised"
     assert not any(within("WARPGROUP.DEPBAR") + within("HGMMA") + within("FMNMX"))
 
@@ -183,9 +209,15 @@ def test_blocks_that_raise_no_maximum_exchange_nothing(R: int, Z: int) -> None:
     """Each takes one vote, which sends few of them to shuffles and products with what has been added up."""
     (kernel,) = prefill(R, Z)
     plain = kernel.code.loops_with("HGMMA")[0]
-    places = lambda name: [x.index for x in plain.instructions if x.has(name)]
+
+    def places(name):
+        return [x.index for x in plain.instructions if x.has(name)]
+
     *_, last_product = places("HGMMA")
-    always = lambda name: [kernel.code.on_every_path(x, last_product) for x in places(name)]
+
+    def always(name):
+        return [kernel.code.on_every_path(x, last_product) for x in places(name)]
+
     assert always("VOTE") == [True]
     assert always("SHFL") == [False] * 4, "two rows, over four threads"
     assert all(always("BAR")), "a warp that raises its own waits for no other"

@@ -63,7 +63,9 @@ def test_a_token_takes_few_kernels(name):
 @pytest.mark.usefixtures("on_kernels")
 @pytest.mark.parametrize("name", PLANS)
 def test_the_loop_of_several_tokens_copies_no_cache_and_is_one_graph(name, tmp_path):
-    one = lambda dtype, *more: jax.ShapeDtypeStruct((1, *more), dtype)
+    def one(dtype, *more):
+        return jax.ShapeDtypeStruct((1, *more), dtype)
+
     network, cache = shapes(PLANS[name])
     state = DecodeState(cache, one(jnp.int32), one(bool))
     rows = one(bool), one(jnp.int32, WIDTH), jax.ShapeDtypeStruct((), jnp.int32)
@@ -105,7 +107,10 @@ def shapes(plan: CompressionPlan) -> tuple[Any, KVCache]:
 def lowered(program: Any, *given: Any, **options: Any) -> jax.stages.Lowered:
     """A jitted function of arguments of these shapes."""
     sharding = jax.sharding.SingleDeviceSharding(device())
-    placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    def placed(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
     with on_abstract_h200():
         return program.trace(*jax.tree.map(placed, given), **options).lower(lowering_platforms=("cuda",))
 

@@ -12,7 +12,10 @@ from benchmarks.quality.key_blocks import BlockChoice, block_lists
 @pytest.mark.sampled
 def test_rows_are_those_of_attention_to_lists():
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(2 * rng.normal(size=shape), jnp.float32)
+
+    def draw(*shape):
+        return jnp.asarray(2 * rng.normal(size=shape), jnp.float32)
+
     S, blocks = 150, (32, 16)
     q, k, v = draw(1, S, 4, 128), draw(1, 2, S, 128), draw(1, 2, S, 128)
     start, end = jnp.zeros(1, jnp.int32), jnp.full(1, S)

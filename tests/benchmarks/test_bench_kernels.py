@@ -44,7 +44,10 @@ def test_rows_of_a_window_without_sinks_are_those_of_jax():
 def test_the_truth_of_decoding_is_that_of_the_kernels_tests():
     """With a ring, whose slots it finds; in the first and the last row, all heads."""
     (B, S, N, K, R, Z), near = (3, 40, 4, 2, 32, 64), {"sinks": 2, "window": 8}
-    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+
+    def draw(seed, *shape):
+        return jax.random.normal(jax.random.key(seed), shape)
+
     q, k, v = draw(0, B, N, H), draw(1, B, K, S, R), draw(2, B, K, S, Z)
     ring = draw(3, B, K, 16, H - R), draw(4, B, K, 16, H - Z)
     out, _ = brute_force.decode(q, k, v, [S] * B, scale=H**-0.5, ring=ring, **near)
@@ -69,9 +72,15 @@ def test_queries_have_a_truth_where_later_keys_weigh_much_more():
 
 def test_rising_scores_raise_the_maximum_of_every_row_at_every_block():
     """By more than 2^8, below which the kernel leaves it, although numbers are coarse at the last of them."""
-    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+    def draw(seed, *shape):
+        return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
     q, k = rising(draw(0, 1, 9, 1, 64), draw(1, 1, 1, 16384, 64))
-    exact = lambda x: np.asarray(x.astype(jnp.float32), np.float64)
+
+    def exact(x):
+        return np.asarray(x.astype(jnp.float32), np.float64)
+
     scores = exact(q[0, :, 0]) @ exact(k[0, 0]).T * H**-0.5 / np.log(2)
     highest = scores.reshape(9, -1, 64).max(-1)
     assert np.diff(highest, axis=1).min() > _SLACK

@@ -216,7 +216,10 @@ def test_figures_that_are_not_asked_for_stay_with_their_commits(plan, tmp_path, 
     options = bench.Options(
         plan[0], kinds=("dense",), shapes=("Llama-2-7B",), lengths=(1000,), results=tmp_path
     )
-    read = lambda: json.loads((tmp_path / "one-plan-h100.json").read_text())["results"][0]["rows"][0]
+
+    def read():
+        return json.loads((tmp_path / "one-plan-h100.json").read_text())["results"][0]["rows"][0]
+
     bench.main(options)
     whole = read()
     bench.main(replace(options, figures=("first_token",), repeats=2))

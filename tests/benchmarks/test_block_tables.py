@@ -11,7 +11,7 @@ ROW = {
     "context": 4096,
     "split": "heldout",
     "seed": 16,
-    "sheets": 4,
+    "documents": 4,
     "density": 0.3,
     "density_by_layer": [0.2, 0.4],
     "density_by_length": {"2048": 0.4},

@@ -11,16 +11,19 @@ from benchmarks.quality.coded_layers import single_layers
 from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import Settings
 from zdc_jax.plan import CompressionPlan, LayerRanks
-from zdc_jax.planning.layer_costs import Grade, kept
+from zdc_jax.planning.layer_costs import Precision, kept
 
-EIGHT = Grade(32, 8)
+EIGHT = Precision(32, 8)
 
 
 def entry(layers, cost: float) -> dict:
     """A line of a journal; None: of the unmodified model."""
-    made = lambda: CompressionPlan.of_layers(
-        LLAMA, layers, window=8, method="coded", settings=Settings(index=0, read=0)
-    )
+
+    def made():
+        return CompressionPlan.of_layers(
+            LLAMA, layers, window=8, method="coded", settings=Settings(index=0, read=0)
+        )
+
     plan = None if layers is None else made().to_json()
     logs = {"copy": [-cost, -cost], "hard": [-9.0]}
     return {"key": "k", "plan": plan, "nll": [2 + cost], "logs": logs, "scores": {"copy": 0.9, "hard": 0.1}}
@@ -28,14 +31,17 @@ def entry(layers, cost: float) -> dict:
 
 def test_single_layers_are_those_that_alone_are_lowered(tmp_path):
     whole, journal = [kept(EIGHT, EIGHT)] * LLAMA.num_layers, tmp_path / "j"
-    with_one = lambda ranks: [whole[0], ranks, *whole[2:]]
+
+    def with_one(ranks):
+        return [whole[0], ranks, *whole[2:]]
+
     entries = [
         entry(None, 0.0),
         entry(whole, 0.05),
-        entry(with_one(kept(Grade(16, 2, 8, 4), EIGHT)), 0.1),
-        entry(with_one(kept(EIGHT, Grade(32, 3))), 0.2),
+        entry(with_one(kept(Precision(16, 2, 8, 4), EIGHT)), 0.1),
+        entry(with_one(kept(EIGHT, Precision(32, 3))), 0.2),
         entry([LayerRanks(0, 0), *whole[1:]], 0.3),
-        entry([kept(Grade(32, 2), EIGHT)] * LLAMA.num_layers, 0.9),
+        entry([kept(Precision(32, 2), EIGHT)] * LLAMA.num_layers, 0.9),
     ]
     journal.write_text("".join(json.dumps(each) + "\n" for each in entries))
     rows = single_layers(journal)

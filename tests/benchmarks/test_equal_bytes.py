@@ -20,12 +20,17 @@ from benchmarks.quality.plans import BUDGETS, FIRST, method_plan, others, share_
 from benchmarks.quality.what_to_compress import GROUP, rounded
 from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.questions import Question
-from zdc_jax.evaluation.sheets import Sheet
+from zdc_jax.evaluation.sheets import TaskDocument
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 WIDE = replace(LLAMA, embed_dim=256, head_dim=64)
 """Of the head dim for which the table names its ranks."""
-HEADS = lambda n: tuple(tuple(h for h in range(2) if 2 * layer + h < n) for layer in range(3))
+
+
+def HEADS(n):
+    return tuple(tuple(h for h in range(2) if 2 * layer + h < n) for layer in range(3))
+
+
 ENTRIES = (*FIRST, *others(HEADS))
 CONTEXT = 2048
 
@@ -80,12 +85,15 @@ def test_an_unmodified_model_retains_all(protocol, monkeypatch):
     """Whatever the protocol: what is judged is the cache alone, and perplexity is that of a plain forward."""
     monkeypatch.setattr("benchmarks.quality.material.CONTINUATION", 128)
     rng = np.random.default_rng(0)
-    tokens = lambda *shape: rng.integers(3, 96, shape).astype(np.int32)
+
+    def tokens(*shape):
+        return rng.integers(3, 96, shape).astype(np.int32)
+
     question = Question(tokens(8), np.arange(8) >= 4)
-    sheets = tuple(Sheet(tokens(64), {"recall": (question,)}) for _ in range(2))
+    documents = tuple(TaskDocument(tokens(64), {"recall": (question,)}) for _ in range(2))
     network = TinyModel(LLAMA).model(CompressionPlan.full(LLAMA)).network
     windows = tokens(2, 256)
-    found = measure(network, Material(windows, ("a", "b"), sheets), protocol)
+    found = measure(network, Material(windows, ("a", "b"), documents), protocol)
     logits = np.asarray(network(jnp.asarray(windows)), np.float64)
     nll = (
         np.log(np.exp(logits).sum(-1))[:, :-1]
@@ -109,9 +117,12 @@ def test_certificates_of_single_layers_are_ranked_with_what_they_cost(tmp_path):
     config = replace(LLAMA, layers=LLAMA.layers * 2)
     errors = np.random.default_rng(0).uniform(size=(6, 2, 33))
     basis = SimpleNamespace(qk_error=errors, vo_error=errors)
-    entry = lambda plan, cost: {
-        "key": "k", "plan": plan, "nll": [1 + cost, 2 + cost], "logs": {"a": [-cost], "b": [cost]}
-    }  # fmt: skip
+
+    def entry(plan, cost):
+        return {
+            "key": "k", "plan": plan, "nll": [1 + cost, 2 + cost], "logs": {"a": [-cost], "b": [cost]}
+        }  # fmt: skip
+
     entries, full = [entry(None, 0.0)], CompressionPlan.full(config)
     for layer in range(6):
         layers = list(full.layers)
@@ -132,10 +143,13 @@ def test_certificates_of_single_layers_are_ranked_with_what_they_cost(tmp_path):
 
 
 def test_runs_are_put_together(tmp_path):
-    config = {"windows": 8, "sheets": 8, "seed": 1, "dtype": "bfloat16", "material": {}}
-    row = lambda method, **more: {
-        "method": method, "context": 64, "budget": 0.5, "protocol": "exact", "model": "x"
-    } | more  # fmt: skip
+    config = {"windows": 8, "documents": 8, "seed": 1, "dtype": "bfloat16", "material": {}}
+
+    def row(method, **more):
+        return {
+            "method": method, "context": 64, "budget": 0.5, "protocol": "exact", "model": "x"
+        } | more  # fmt: skip
+
     parts = [tmp_path / "a.json", tmp_path / "b.json"]
     save(parts[0], {"config": config, "refused": [], "rows": [row("h2o", seen=1)]})
     save(parts[1], {"config": config, "refused": ["r"], "rows": [row("h2o", seen=2), row("fp8")]})

@@ -8,7 +8,7 @@ from conftest import LLAMA, TinyModel
 from benchmarks.serving.first_differences import Options, first_differences, main
 
 
-def test_tokens_behind_a_difference_do_not_count():
+def test_tokens_after_a_difference_do_not_count():
     places, found = first_differences([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 9, 4], [5, 6, 7, 8]])
     assert places == [2, None]
     assert found == {"differ": 1, "a_token": 1 / 7}

@@ -56,7 +56,9 @@ def test_parts_of_a_study(tmp_path, monkeypatch):
 
 
 def test_kinds_of_plans(tmp_path, monkeypatch):
-    row = lambda kind: [{"kind": kind, "commit": bench_plans.commit()}]
+    def row(kind):
+        return [{"kind": kind, "commit": bench_plans.commit()}]
+
     kinds = {"uniform": lambda: row("uniform"), "window": lambda: row("window")}
     bench = SimpleNamespace(
         heldout={"balanced": SimpleNamespace(dense_nll=np.zeros(2))}, kinds=lambda: kinds
@@ -73,7 +75,9 @@ def test_kinds_of_plans(tmp_path, monkeypatch):
 
 
 def test_prompts_of_block_lists(tmp_path, monkeypatch):
-    timed = lambda options, S, K: iter([{"S": S, "kv_heads": K, "commit": bench_block_lists.commit()}])
+    def timed(options, S, K):
+        return iter([{"S": S, "kv_heads": K, "commit": bench_block_lists.commit()}])
+
     monkeypatch.setattr(bench_block_lists, "measured", timed)
     options = bench_block_lists.Options(tokens=(512, 1024), kv_heads=(8,), results=tmp_path)
     bench_block_lists.main(options)

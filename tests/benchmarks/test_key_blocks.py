@@ -42,7 +42,10 @@ by_number, by_share = jax.jit(best_blocks), jax.jit(blocks_of_mass)
 
 def rows(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
-    draw = lambda *shape: rng.normal(size=shape).astype(np.float32) * 2
+
+    def draw(*shape):
+        return rng.normal(size=shape).astype(np.float32) * 2
+
     return draw(B, T, K * G, H), draw(B, K, S, H)
 
 
@@ -126,7 +129,10 @@ def test_the_estimate_is_that_of_brute_force(name):
 def test_the_kernel_gives_the_same_estimate(heads):
     """Rows of different starts and lengths; what no query of a block may see is nothing."""
     rng = np.random.default_rng(3)
-    draw = lambda *shape: jnp.asarray(2 * rng.normal(size=shape), jnp.bfloat16)
+
+    def draw(*shape):
+        return jnp.asarray(2 * rng.normal(size=shape), jnp.bfloat16)
+
     q, k, start = draw(B, 300, K * heads, 40), draw(B, K, 640, 40), jnp.array([0, 130])
     choice = BlockChoice("mass", 0.9, coordinates=32, samples=8, blocks=(128, 64))
     given = q, k, start, jnp.array([200, 430])
@@ -158,7 +164,10 @@ def test_equal_blocks_are_taken_by_position(mass, always, seen, count):
     """By number and by mass; what is always in counts, too."""
     visible = np.arange(9) < seen
     always = np.array(always) & visible
-    place = lambda x: jnp.asarray(x)[None, None, None]
+
+    def place(x):
+        return jnp.asarray(x)[None, None, None]
+
     order = sorted(range(seen), key=lambda j: (not always[j], -mass[j], j))
     given = place(np.array(mass, np.float32)), place(visible), place(always)
     by_count = np.asarray(by_number(*given, jnp.int32(count)))[0, 0, 0]

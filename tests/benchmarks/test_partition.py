@@ -17,7 +17,10 @@ from zdc_jax.plan import CompressionPlan
 
 ATTENTION = PieceCost(call=0, token=0, past=2e-9, own=1e-9)  # What causality leaves of t x (s + t) scores.
 LAYERS = 32
-FREE = lambda end: 0.0
+
+
+def FREE(end):
+    return 0.0
 
 
 def test_positions():
@@ -101,7 +104,10 @@ def test_attention_is_shared_as_the_closed_form(devices):
 @pytest.mark.parametrize("cost", [ATTENTION, PieceCost(1e-3, 2e-4, 3e-5, 1e-5)], ids=["attention", "all"])
 def test_search_as_brute_force(cost, link):
     length, devices = 48, 4
-    ttft = lambda partition: predicted_ttft(partition, cost, layers=LAYERS, link=link)
+
+    def ttft(partition):
+        return predicted_ttft(partition, cost, layers=LAYERS, link=link)
+
     cuts = combinations(range(1, length), devices - 1)
     least = min(ttft(Partition.ending_at([*ends, length])) for ends in cuts)
     found = searched(length, devices, cost, layers=LAYERS, link=link)
@@ -126,7 +132,9 @@ def test_fit_finds_what_times_were_made_of():
 
 @pytest.mark.parametrize("token", [0.0, 1e-4, 1e-2])
 def test_ttft_as_played_out_layer_by_layer(token):
-    link = lambda end: token * end
+    def link(end):
+        return token * end
+
     cost, partition = PieceCost(0.01, 1e-4, 2e-7, 1e-7), Partition((900, 700, 300, 148))
     ready, done, arrived = ([0.0] * 4 for _ in range(3))
     for _ in range(LAYERS):

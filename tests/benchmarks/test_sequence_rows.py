@@ -36,13 +36,15 @@ def test_compare():
 
 
 def test_times_of_two_commits_are_not_compared():
-    row = lambda name, first, exchange, commit: {
-        "row": name,
-        "length": 8,
-        "first_token": [first],
-        "exchange": [exchange],
-        "commits": {"first_token": commit, "exchange": "b"},
-    }
+    def row(name, first, exchange, commit):
+        return {
+            "row": name,
+            "length": 8,
+            "first_token": [first],
+            "exchange": [exchange],
+            "commits": {"first_token": commit, "exchange": "b"},
+        }
+
     results = {"dense 8": row("dense", 4.0, 0.5, "b"), "plan 8": row("plan", 2.0, 0.25, "b")}
     results["late 8"] = row("late", 1.0, 0.25, "a")
     compare(results, layers=1)

@@ -99,7 +99,10 @@ def test_a_replay_counts_what_was_served(azure, tmp_path):
 @pytest.mark.sampled
 def test_a_replay_whose_requests_fail_tells_no_times(azure, tmp_path, monkeypatch):
     TinyModel(ONE_LAYER).write(tmp_path / "tiny")
-    fail = lambda *_: (_ for _ in ()).throw(RuntimeError("no memory"))
+
+    def fail(*_):
+        return (_ for _ in ()).throw(RuntimeError("no memory"))
+
     monkeypatch.setattr("zdc_jax.engine.runner.Runner.decode", fail)
     served = ServedModel(tmp_path / "tiny")
     options = ReplayOptions(served, azure, rows=2, max_model_len=128, results=tmp_path)
@@ -109,6 +112,8 @@ def test_a_replay_whose_requests_fail_tells_no_times(azure, tmp_path, monkeypatc
 
 
 def test_a_trial_has_a_name_of_its_own():
-    of = lambda **options: ServedModel(shape="Llama-2-13B", **options).name
+    def of(**options):
+        return ServedModel(shape="Llama-2-13B", **options).name
+
     assert of() == "Llama-2-13B, dense"
     assert len({of(), of(layers=4), of(growth=3), of(kind="near"), of(mesh="sequence=2")}) == 5

@@ -14,7 +14,9 @@ from kernels_pallas.coded_inputs import config_for, default_config
 
 
 def plane(C: int, bits: int) -> Plane:
-    shape = lambda *last: jax.ShapeDtypeStruct((16, 8, 32768, *last), jnp.uint8)
+    def shape(*last):
+        return jax.ShapeDtypeStruct((16, 8, 32768, *last), jnp.uint8)
+
     return Plane(shape(C * bits // 8), shape(), bits)
 
 

@@ -58,7 +58,10 @@ def run(layers, groups, implementation, *, singly=False, table=None):
     """
     rng = np.random.default_rng(0)
     heads = (K * groups, K, K)
-    draw = lambda T: [jnp.asarray(rng.normal(size=(B, T, n, H)), jnp.bfloat16) for n in heads]
+
+    def draw(T):
+        return [jnp.asarray(rng.normal(size=(B, T, n, H)), jnp.bfloat16) for n in heads]
+
     states = [layer.create(B, S) for layer in layers]
 
     def read(x, start, end, implementation):
@@ -188,7 +191,10 @@ def test_lowers_in_several_blocks(monkeypatch, layer, paged, groups):
     """For CUDA, on any machine."""
     monkeypatch.setattr(stored, "device_refusal", lambda q: None)
     monkeypatch.setattr(stored, "AT_ONCE", 4 * B * K * stored.LEAST_NUMBERS * 16)
-    shape = lambda dtype, *dims: jax.ShapeDtypeStruct(dims, dtype)
+
+    def shape(dtype, *dims):
+        return jax.ShapeDtypeStruct(dims, dtype)
+
     far = jax.eval_shape(lambda: layer.create_far(9 if paged else B, PAGE if paged else S))
     table, call = shape(jnp.int32, B, S // PAGE), Call(0.2, "pallas")
 

@@ -140,7 +140,10 @@ def test_decoding_reads_the_planes_of_chosen_tokens_alone(spec):
     read = np.asarray(pages)[:, 0, :, :, None] * spec.page + np.arange(spec.page)
     unread = np.ones(jax.tree.leaves(state.far.v)[0].shape[:3], bool)
     np.put_along_axis(unread, read.reshape(B, K, -1), False, axis=2)
-    spoil = lambda x: jnp.where(unread[..., None], jnp.asarray(255, x.dtype), x)
+
+    def spoil(x):
+        return jnp.where(unread[..., None], jnp.asarray(255, x.dtype), x)
+
     far = state.far._replace(k=jax.tree.map(spoil, state.far.k), v=jax.tree.map(spoil, state.far.v))
     last = (jnp.asarray(x[:, -1:]) for x in (q, k, v))
     spoiled = type(state)(state.near, far)

@@ -54,9 +54,10 @@ SPECS = {
 
 def numbers(planes):
     """What planes say, side by side, float32."""
-    read = lambda p: FittedIntegers(p.bits).decode(
-        (p.levels[..., None, :], p.reach[..., None, None]), p.width
-    )
+
+    def read(p):
+        return FittedIntegers(p.bits).decode((p.levels[..., None, :], p.reach[..., None, None]), p.width)
+
     return jnp.concatenate([read(plane)[..., 0, :] for plane in planes], axis=-1)
 
 
@@ -127,7 +128,10 @@ def run(spec, implementation, seed=0, table=None, unturned=False):
     unturned: of the tokens come queries and keys before they are turned.
     """
     rng, T = np.random.default_rng(seed), max(PROMPT)
-    draw = lambda T: (jnp.asarray(rng.normal(size=(B, T, heads, H)), jnp.bfloat16) for heads in (K * G, K, K))
+
+    def draw(T):
+        return (jnp.asarray(rng.normal(size=(B, T, heads, H)), jnp.bfloat16) for heads in (K * G, K, K))
+
     state, length = spec.create(B, S), np.array(PROMPT)
     positions, end = jnp.tile(jnp.arange(T), (B, 1)), jnp.asarray(length)
     done = attend(spec, "xla", state, *draw(T), positions, end, None, table)

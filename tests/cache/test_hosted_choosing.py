@@ -19,9 +19,9 @@ from zdc_jax.cache.gaussian_codes import Gaussian
 from zdc_jax.cache.hosted_choosing import HostedChoosing, fetched, put_tokens
 from zdc_jax.cache.spec import Call
 from zdc_jax.errors import CacheMemoryError, PlanError
-from zdc_jax.evaluation.answers import read_contexts, sheet_answers
+from zdc_jax.evaluation.answers import answer_questions, read_contexts
 from zdc_jax.evaluation.questions import Question
-from zdc_jax.evaluation.sheets import Sheet
+from zdc_jax.evaluation.sheets import TaskDocument
 from zdc_jax.methods.coded import Settings
 
 B, K, G, H, S = 3, 2, 2, 32, 44
@@ -128,7 +128,7 @@ def test_what_must_fit(monkeypatch):
     spec, tokens = HostedChoosing(**GIVEN, index=8), 129
     host = spec.host_bytes(tokens, B)
     device = kv_cache.device_bytes([spec], tokens, B)
-    assert device + host == kv_cache.held_bytes([spec], tokens, B)
+    assert device + host == kv_cache.cache_bytes([spec], tokens, B)
     monkeypatch.setattr(kv_cache, "free_host_bytes", lambda: host)
     kv_cache.check_fits([spec], batch=B, capacity=tokens, free=device)
     with pytest.raises(CacheMemoryError, match=f"needs {device:,} bytes, {device - 1:,} are free"):
@@ -200,7 +200,7 @@ def test_on_a_gpu(tiny_llama: TinyModel):
     found = []
     for model in models(tiny_llama):
         _, cache = read_contexts(model.network, contexts, room=64, protocol="cached")
-        sheets = [Sheet(row, {"a": (asked,) * 3}) for row in contexts]
-        answered = sheet_answers(model.network, cache, sheets)["a"]
+        documents = [TaskDocument(row, {"a": (asked,) * 3}) for row in contexts]
+        answered = answer_questions(model.network, cache, documents)["a"]
         found.append([answer.log_probability for row in answered for answer in row])
     np.testing.assert_array_equal(*found)

@@ -176,7 +176,10 @@ def test_codes_are_read_as_far_as_queries_see(seen, paged, monkeypatch):
     monkeypatch.setattr(stored, "prefill_attention", far_prefill)
     spec, rng = SPECS["coded"], np.random.default_rng(seen)
     places = rng.permutation(POOL)[: B * CAPACITY // PAGE].reshape(B, -1)
-    random = lambda x: jnp.asarray(rng.integers(0, 100, x.shape), x.dtype)
+
+    def random(x):
+        return jnp.asarray(rng.integers(0, 100, x.shape), x.dtype)
+
     state = jax.tree.map(random, Paged.of(spec, page=PAGE, pages=POOL).create(B, CAPACITY))
     pages = jax.tree.map(lambda pool: Pages(pool, jnp.asarray(places, jnp.int32)), state.far)
     rows = jax.tree.map(lambda x: x.rows(), pages, is_leaf=lambda x: isinstance(x, Pages))
@@ -193,7 +196,10 @@ def test_codes_are_read_as_far_as_queries_see(seen, paged, monkeypatch):
 @pytest.mark.sampled
 def test_far_attention_is_told_where_padding_begins(monkeypatch):
     attend, told = near_far.stored_attention, []
-    noted = lambda *given, end, **options: told.append(end) or attend(*given, **options)
+
+    def noted(*given, end, **options):
+        return told.append(end) or attend(*given, **options)
+
     monkeypatch.setattr(near_far, "stored_attention", noted)
     spec, end = SPECS["coded"], jnp.array([PIECE, 9, 0])
     q, k, v = (jnp.ones((B, PIECE, heads, H), jnp.bfloat16) for heads in (K * G, K, K))
@@ -227,7 +233,10 @@ def test_codes_are_put_into_pages_without_a_kernel(name, T):
     state = Paged.of(spec, page=PAGE, pages=POOL).create(B, CAPACITY)
     held = replace(state, far=jax.tree.map(lambda pool: Pages(pool, table), state.far))
     found = spec.write_far(held, k, v, positions, end)
-    rows = lambda far: jax.tree.map(lambda x: x.rows(), far, is_leaf=lambda x: isinstance(x, Pages))
+
+    def rows(far):
+        return jax.tree.map(lambda x: x.rows(), far, is_leaf=lambda x: isinstance(x, Pages))
+
     wanted = spec.write_far(replace(state, far=rows(held.far)), k, v, positions, end)
     for one, other in zip(jax.tree.leaves(rows(found)), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -45,7 +45,10 @@ def test_blocks_are_those_of_the_paper(C, bits, rank, each, by_channel):
     x = blocks(C)
     m = TOKENS if by_channel else C
     code = Gear(bits, TOKENS, rank, 2 * each / m, by_channel)
-    turned = lambda block: block.T if by_channel else block
+
+    def turned(block):
+        return block.T if by_channel else block
+
     paper = np.array(
         [[turned(by_the_paper(turned(head), bits, rank, each)) for head in row] for row in x.astype(float)]
     )

@@ -13,7 +13,7 @@ from tiny_tokenizers import chat_tokenizer, sentencepiece
 
 from zdc_jax import CompressionPlan, LanguageModel, LayerRanks, Sampling, chat, chat_prompt, generate
 from zdc_jax.config import ModelConfig
-from zdc_jax.conversation.chat import keeps_cache, text_behind, tokens_behind
+from zdc_jax.conversation.chat import keeps_cache, text_after, tokens_after
 from zdc_jax.conversation.prompt import chat_stop_tokens
 from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.errors import ChatError, PromptError
@@ -130,7 +130,7 @@ def test_a_kept_cache_gives_what_reading_all_again_gives(model, read, sampling):
         assert turn.prompt_tokens == len(prompt)
         if not sampling.temperature and keeps_cache(model):
             assert completion.tokens == without_a_cache(model, prompt, completion.tokens)
-    assert [turn.kept_tokens for turn in turns] == seen.held
+    assert [turn.cached_tokens for turn in turns] == seen.held
     if sampling.temperature:  # A draw may be a special token, which is no part of a reply's text.
         return
     # All but the newest token of the turn before are there; and no more is read than one small piece.
@@ -299,7 +299,7 @@ def test_prompts_of_a_mesh_are_read_whole(plain):
     for message in MESSAGES[:2]:
         alone, on_mesh = (conversation.say(message) for conversation in conversations)
         assert on_mesh == alone
-    assert [conversation.turn.kept_tokens > 0 for conversation in conversations] == [True, False]
+    assert [conversation.turn.cached_tokens > 0 for conversation in conversations] == [True, False]
 
 
 def test_lengths_beyond_calibration_are_said_when_the_cache_grows(plain):
@@ -384,15 +384,18 @@ def test_text_of_tokens_where_they_stand():
     tokenizer = sentencepiece()
     prompt, chosen = tokenizer.encode("It is").ids, tokenizer.encode(" the man").ids
     assert tokenizer.decode(chosen) == "the man"
-    assert text_behind(tokenizer, prompt, chosen) == " the man"
+    assert text_after(tokenizer, prompt, chosen) == " the man"
     end = tokenizer.token_to_id("</s>")
-    assert text_behind(tokenizer, prompt, [*chosen, end]) == " the man</s>"
+    assert text_after(tokenizer, prompt, [*chosen, end]) == " the man</s>"
 
 
 @pytest.mark.sampled
-def test_tokens_behind_a_beginning():
+def test_tokens_after_a_beginning():
     tokenizer = chat_tokenizer()
-    behind = lambda beginning, text: tokens_behind(tokenizer, beginning, text, tokenizer.encode(text).ids)
+
+    def behind(beginning, text):
+        return tokens_after(tokenizer, beginning, text, tokenizer.encode(text).ids)
+
     assert behind("a", "a the") == tokenizer.encode(" the").ids
     assert behind("b", "a the") is None
     assert behind("a th", "a the") == tokenizer.encode("e").ids

@@ -63,7 +63,9 @@ class FakeBook:
         rng = np.random.default_rng(seed)
         self.config = replace(CONFIGS["llama"], layers=layers, head_dim=H)
 
-        falling = lambda: -np.sort(-rng.lognormal(0, 0.5, (len(layers), self.config.num_kv_heads, H)))
+        def falling():
+            return -np.sort(-rng.lognormal(0, 0.5, (len(layers), self.config.num_kv_heads, H)))
+
         k, q = falling(), falling()
         self.basis = SimpleNamespace(k_map=np.zeros((*k.shape, H)), k_rms=k, q_rms=q)
         self.scale = rng.lognormal(0, 1, len(layers))
@@ -150,6 +152,11 @@ def lower_hull(points) -> list[tuple[float, float]]:
 def held(plan) -> float:
     """Bytes a far token and head of all layers, by hand."""
     far = [ranks for ranks in plan.layers if ranks.qk]
-    first = lambda codes: codes.bits_index if codes.index else 0
-    grade = lambda ranks: (ranks.qk, ranks.settings.bits_k, first(ranks.settings))
-    return sum(token_bytes(grade(ranks), ranks.settings.bits_v) for ranks in far)
+
+    def first(codes):
+        return codes.bits_index if codes.index else 0
+
+    def precision(ranks):
+        return (ranks.qk, ranks.settings.bits_k, first(ranks.settings))
+
+    return sum(token_bytes(precision(ranks), ranks.settings.bits_v) for ranks in far)

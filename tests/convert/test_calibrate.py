@@ -64,7 +64,9 @@ def reference(tiny: TinyModel, tokens: np.ndarray) -> list[dict[str, np.ndarray]
         return np.einsum("BNTS,BSNH->BTNH", weights / weights.sum(-1, keepdims=True), v)
 
     def feed_forward(x, weights):
-        through = lambda name, x: x @ weights[name] + weights.get(f"{name}_bias", 0)
+        def through(name, x):
+            return x @ weights[name] + weights.get(f"{name}_bias", 0)
+
         if config.family == "opt":
             return through("down", np.maximum(through("up", x), 0))
         gate = through("gate", x)
@@ -78,7 +80,10 @@ def reference(tiny: TinyModel, tokens: np.ndarray) -> list[dict[str, np.ndarray]
         )
         q, k = turned(q), turned(k)
         o = attend(q, k, v)
-        rows = lambda a: a.reshape(tokens.size, K, -1, H).swapaxes(0, 1).reshape(K, -1, H)
+
+        def rows(a):
+            return a.reshape(tokens.size, K, -1, H).swapaxes(0, 1).reshape(K, -1, H)
+
         seen.append({"q": rows(q), "k": rows(k), "v": rows(v), "o": rows(o)})
         x = x + np.einsum("BTNH,NHD->BTD", o, weights["o"]) + weights.get("o_bias", 0)
         x = x + feed_forward(norm(x, layer["mlp_norm"]), layer["mlp"])
@@ -222,11 +227,19 @@ def test_auto_records_what_it_compared(calibrated, texts):
 def test_auto_chooses_each_side_apart(calibrated, monkeypatch, kinds):
     checkpoint = Checkpoint.open(calibrated)
     moments, _ = stored_moments(checkpoint)
+
     # The basis stands in for its network: perplexity falls with every side of the wanted kind.
-    stand_in = lambda *_, basis, dtype: LanguageModel((basis.qk_kind, basis.vo_kind))
+    def stand_in(*_, basis, dtype):
+        return LanguageModel((basis.qk_kind, basis.vo_kind))
+
     monkeypatch.setattr("convert.calibration.calibrate.load", stand_in)
-    wrong = lambda found: sum(one != other for one, other in zip(found, kinds, strict=True))
-    nll = lambda found, _: np.array([float(wrong(found))])
+
+    def wrong(found):
+        return sum(one != other for one, other in zip(found, kinds, strict=True))
+
+    def nll(found, _):
+        return np.array([float(wrong(found))])
+
     monkeypatch.setattr("convert.calibration.calibrate.window_nll", nll)
     basis = choose_basis(checkpoint, moments, np.zeros((1, 64), np.int32), OPTIONS)
     assert (basis.qk_kind, basis.vo_kind) == kinds
@@ -330,11 +343,14 @@ def test_pairs_are_refused_past_norms_of_queries_and_keys(texts, tmp_path):
 
 def test_a_failing_calibration_keeps_basis_and_profile(calibrated, texts, tmp_path, monkeypatch):
     model = Path(shutil.copytree(calibrated, tmp_path / "model"))
-    files = lambda: {
-        path: path.read_bytes()
-        for kind in ("basis", "profile")
-        for path in (model / "calibration" / kind).iterdir()
-    }
+
+    def files():
+        return {
+            path: path.read_bytes()
+            for kind in ("basis", "profile")
+            for path in (model / "calibration" / kind).iterdir()
+        }
+
     before = files()
     assert len(before) == 4
 

@@ -102,7 +102,10 @@ def full_greedy(start, neighbours, size, increase, limit):
         steps = [n for n in neighbours(here).values() if increase(n) <= limit]
         if not steps:
             return here
-        price = lambda n, here=here: (increase(n) - increase(here)) / (size(here) - size(n))
+
+        def price(n, here=here):
+            return (increase(n) - increase(here)) / (size(here) - size(n))
+
         here = min(steps, key=price)
 
 
@@ -121,10 +124,18 @@ def test_the_descent_is_the_greedy_one_in_a_fraction_of_the_trials(seed, limit):
         return float(weights @ (1 - np.array(kept)) ** 3) + 1e-3 * numbers.group
 
     seen: list[ClassNumbers] = []
-    counted = lambda numbers: seen.append(numbers) or increase(numbers)
+
+    def counted(numbers):
+        return seen.append(numbers) or increase(numbers)
+
     start = ClassNumbers.largest(CONFIG, constrained=False, block=512)
-    neighbours = lambda here: here.neighbours(CONFIG, size, constrained=False)
-    area = lambda numbers: size(numbers.plan(CONFIG))
+
+    def neighbours(here):
+        return here.neighbours(CONFIG, size, constrained=False)
+
+    def area(numbers):
+        return size(numbers.plan(CONFIG))
+
     found = descend(start, neighbours, area, counted, limit)
     want = full_greedy(start, neighbours, area, increase, limit)
     assert increase(found) <= limit

@@ -55,7 +55,7 @@ def test_plan_and_perplexity(folder, tmp_path, capsys):
     assert printed == json.loads(plan.read_text())
     assert {path.name for path in tmp_path.iterdir()} == {"plan.json"}
 
-    options = ["--tasks", "perplexity", "--max-sheets", "3", "--contexts", "64", "--output", str(report)]
+    options = ["--tasks", "perplexity", "--max-documents", "3", "--contexts", "64", "--output", str(report)]
     assert main(["evaluate", model, text, *options, "--plan", str(plan)]) == 0
     (found,) = json.loads(report.read_text())["contexts"]
     assert (found["context"], found["agreement"], found["tasks"]) == (64, None, {})
@@ -109,7 +109,7 @@ def test_evaluate_prints_what_it_writes(folder, tmp_path, capsys):
         "--batch",
         "4",
     ]
-    options += ["--max-sheets", "4", "--output", str(report)]
+    options += ["--max-documents", "4", "--output", str(report)]
     assert main(["evaluate", str(tmp_path / "model"), str(folder / "text"), *options]) == 2
     assert "copy@64: the distance must be >= 96" in capsys.readouterr().err
     options[1:3] = ["passkey", "copy@128"]
@@ -122,7 +122,7 @@ def test_evaluate_prints_what_it_writes(folder, tmp_path, capsys):
         assert (each["perplexity"], each["agreement"]) == (None, None)
         assert list(each["tasks"]) == ["passkey", "copy@128"]
         assert each["tasks"]["passkey"]["retention"] == 1
-        assert each["tasks"]["passkey"]["sheets"] == 4
+        assert each["tasks"]["passkey"]["documents"] == 4
     assert (result["protocol"], result["seed"]) == ("exact", 0)
     assert err.startswith("no plan given: the model is unmodified\n")
     assert "4 of at most 4 contexts of 320 tokens" in err
@@ -299,7 +299,7 @@ def test_inspect_checks_hashes(folder, capsys):
         (["calibrate", "{}/model", "{}/text", "--seed", "-1"], "seed=-1"),
         (["evaluate", "{}/model", "{}/text", "--contexts", "64", "129"], "128 positions"),
         (["evaluate", "{}/model", "{}/text", "--contexts", "0"], "context=0"),
-        (["evaluate", "{}/model", "{}/text", "--max-sheets", "0"], "max_sheets=0"),
+        (["evaluate", "{}/model", "{}/text", "--max-documents", "0"], "max_documents=0"),
         (["evaluate", "{}/model", "{}/text", "--batch", "0"], "batch=0"),
         (
             ["evaluate", "{}/model", "{}/text", "--tasks", "poetry"],
@@ -344,14 +344,14 @@ FLAGS = {
     "convert": "dtype overwrite verify calibrate",
     "calibrate": "qk vo center tokens context batch seed reduction prune clusters profile from-moments "
     "overwrite dtype",
-    "plan": f"{PLAN_FLAGS} max-degradation texts min-retention sheets mode objective constrained "
+    "plan": f"{PLAN_FLAGS} max-degradation texts min-retention documents mode objective constrained "
     "on-kernels trials minutes text-windows context seed batch dtype",
     "generate": f"{PLAN_FLAGS} {SAMPLING_FLAGS} max-new-tokens stop chat system stream mesh payload dtype "
     "max-positions distributed coordinator num-processes process-id join-timeout",
     "chat": f"{PLAN_FLAGS} {SAMPLING_FLAGS} system max-new-tokens stop dtype max-positions",
-    "serve": f"{PLAN_FLAGS} host port name rows max-model-len cache-tokens chunk steps max-waiting replicas "
-    "drain-seconds mesh dtype max-positions",
-    "evaluate": f"{PLAN_FLAGS} tasks contexts protocol max-sheets batch seed dtype output",
+    "serve": f"{PLAN_FLAGS} host port name max-sequences max-model-len cache-tokens chunk decode-steps max-waiting "
+    "replicas drain-seconds mesh dtype max-positions",
+    "evaluate": f"{PLAN_FLAGS} tasks contexts protocol max-documents batch seed dtype output",
     "inspect": "check",
     "demo": "source output",
 }

@@ -46,14 +46,14 @@ from zdc_jax.evaluation.perplexity import window_nll
 from zdc_jax.methods.coded import Settings
 from zdc_jax.plan import LayerRanks
 from zdc_jax.planning.coded_costs import (
-    FORETOLD_KEYS,
-    FORETOLD_VALUES,
+    PREDICTED_KEYS,
+    PREDICTED_VALUES,
     coded_levels,
     expected_error,
-    foretold_costs,
     key_shares,
+    predict_costs,
 )
-from zdc_jax.planning.layer_costs import Grade, LayerCosts, grades, kept
+from zdc_jax.planning.layer_costs import LayerCosts, Precision, build_layer, precisions
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -107,7 +107,10 @@ def searched(seed: int, limit: float) -> tuple[FakeBook, Trial, Trial]:
     """The result, and the smallest plan on the way that reads everything."""
     book, seen = FakeBook(seed), []
     best = CodedSearch(book, SearchOptions(limit), lambda trial, _: seen.append(trial)).run()
-    all_read = lambda plan: not any(ranks.settings.read for ranks in plan.layers if ranks.qk)
+
+    def all_read(plan):
+        return not any(ranks.settings.read for ranks in plan.layers if ranks.qk)
+
     held = [trial for trial in seen if trial.increase <= limit and all_read(trial.plan)]
     return book, best, min(held, key=lambda trial: trial.bytes_share)
 
@@ -179,7 +182,10 @@ def test_a_third_of_the_limits_may_be_left_to_what_is_read():
 def test_reading_less_takes_no_more_bytes_but_the_indexs(seed):
     """Of the smallest plan that reads everything: scales of a byte, and levels of at least four bits."""
     book, best, whole = searched(seed, 0.8)
-    levels = lambda rank, each: each.index * each.bits_index + (rank - each.index) * each.bits_k
+
+    def levels(rank, each):
+        return each.index * each.bits_index + (rank - each.index) * each.bits_k
+
     more = 0.0
     for ranks, before in zip(best.plan.layers, whole.plan.layers, strict=True):
         if not ranks.qk or not ranks.settings.read:
@@ -214,24 +220,24 @@ def test_choices_fall_in_both_numbers_and_in_bytes_read():
 @pytest.mark.sampled
 def test_levels_are_grades_that_plans_may_have(head_dim):
     for levels in coded_levels(head_dim):
-        sizes = [grade.size for grade in levels]
+        sizes = [precision.size for precision in levels]
         assert sizes == sorted(sizes)
-        assert levels[-1] == Grade(head_dim, 8)
+        assert levels[-1] == Precision(head_dim, 8)
         assert len({*levels}) == len(levels) >= 4
-        for grade in levels:
-            ranks = kept(grade, Grade(head_dim, 4))
-            assert grades(ranks) == (grade, Grade(head_dim, 4))
+        for precision in levels:
+            ranks = build_layer(precision, Precision(head_dim, 4))
+            assert precisions(ranks) == (precision, Precision(head_dim, 4))
             plan = CompressionPlan.of_layers(
                 replace(CONFIGS["llama"], head_dim=head_dim),
                 [ranks] * CONFIGS["llama"].num_layers,
                 method="coded",
                 settings=Settings(index=0, read=0),
             )
-            per_head = head_dim / 2 + 1 + grade.size
+            per_head = head_dim / 2 + 1 + precision.size
             of_all = CONFIGS["llama"].num_layers * CONFIGS["llama"].num_kv_heads
             assert plan.bytes(2048) - plan.bytes(1024) == 1024 * of_all * per_head
-    assert Grade(64, 4).size == 33
-    assert Grade(64, 2, 16, 5).size == 24
+    assert Precision(64, 4).size == 33
+    assert Precision(64, 2, 16, 5).size == 24
 
 
 @pytest.mark.sampled
@@ -262,7 +268,10 @@ def test_a_prediction_is_measured_before_single_layers():
     assert best.increase <= 0.8
     assert best.bytes_share < search.book.share(seen[0].plan) or best is seen[0]
     # Layers that cost most without far tokens keep most.
-    size = [sum(grade.size for grade in grades(ranks)) if ranks.qk else 0 for ranks in best.plan.layers]
+    size = [
+        sum(precision.size for precision in precisions(ranks)) if ranks.qk else 0
+        for ranks in best.plan.layers
+    ]
     order = np.argsort(book.profile.far_nats)
     assert size[order[0]] < size[order[-1]]
 
@@ -280,12 +289,18 @@ def readable(ranks):
     codes = ranks.settings
     index = [(codes.index, codes.bits_index)] if codes.index else []
     keys = [*index, (ranks.qk - codes.index, codes.bits_k)]
-    like = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.uint8)
+
+    def like(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.uint8)
+
     *planes, values = (
         Plane(like(1, 1, 128, C * bits // 8), like(1, 1, 128), bits)
         for C, bits in (*keys, (ranks.v, codes.bits_v))
     )
-    q = lambda C: jax.ShapeDtypeStruct((1, 1, C), jnp.bfloat16)
+
+    def q(C):
+        return jax.ShapeDtypeStruct((1, 1, C), jnp.bfloat16)
+
     row = jax.ShapeDtypeStruct((1,), jnp.int32)
     reasons = [coded_refusal(q(ranks.qk), planes, values, row, row)]
     if codes.read:
@@ -297,7 +312,7 @@ def readable(ranks):
 def test_levels_on_kernels_are_those_that_kernels_read(head_dim):
     keys, values = coded_levels(head_dim)
     for key, value in itertools.product(keys, values):
-        layer = kept(key, value)
+        layer = build_layer(key, value)
         assert readable(layer)
         for choice in CHOICES:
             wider = choosing_on_kernels(layer, choice)
@@ -309,8 +324,8 @@ def test_levels_on_kernels_are_those_that_kernels_read(head_dim):
 
 def test_four_bits_may_choose_on_kernels():
     half, quarter = TokenChoice(24, 512), TokenChoice(32, 512)
-    of_64 = choosing_on_kernels(kept(Grade(64, 4), Grade(64, 4)), half).settings
-    of_128 = choosing_on_kernels(kept(Grade(128, 4), Grade(128, 4)), quarter).settings
+    of_64 = choosing_on_kernels(build_layer(Precision(64, 4), Precision(64, 4)), half).settings
+    of_128 = choosing_on_kernels(build_layer(Precision(128, 4), Precision(128, 4)), quarter).settings
     assert [(x.index, x.bits_index, x.read) for x in (of_64, of_128)] == [(32, 4, 512), (32, 4, 512)]
 
 
@@ -336,17 +351,17 @@ def test_kernels_are_for_codes_of_wide_heads():
 def test_foretold_costs_fall_with_the_error_of_scores():
     book, (keys, values) = FakeBook(0), coded_levels(H)
     squares = book.basis.k_rms[0] ** 2, book.basis.q_rms[0] ** 2
-    errors = [expected_error(grade, *squares) for grade in keys]
+    errors = [expected_error(precision, *squares) for precision in keys]
     shares = key_shares(book.basis, 0, keys)
     assert (shares[0], shares[-1]) == (1, 0)
     np.testing.assert_allclose(shares * (errors[0] - errors[-1]) + errors[-1], errors)
-    costs = foretold_costs(book.basis, np.linspace(-1, 1, LAYERS), H)
+    costs = predict_costs(book.basis, np.linspace(-1, 1, LAYERS), H)
     np.testing.assert_array_equal(costs.cut, [0, 0, 1])
     np.testing.assert_array_equal(costs.qk[:-1], 0)
-    assert costs.qk[-1, 0] == FORETOLD_KEYS
-    distortion = np.array([DISTORTION[grade.bits] for grade in values])
+    assert costs.qk[-1, 0] == PREDICTED_KEYS
+    distortion = np.array([DISTORTION[precision.bits] for precision in values])
     want = (distortion - distortion[-1]) / (distortion[0] - distortion[-1])
-    np.testing.assert_allclose(costs.v[-1], FORETOLD_VALUES * want, rtol=1e-3)
+    np.testing.assert_allclose(costs.v[-1], PREDICTED_VALUES * want, rtol=1e-3)
 
 
 @pytest.mark.sampled
@@ -358,16 +373,19 @@ def test_a_context_too_short_for_any_choice_is_read_whole(monkeypatch):
 
 def test_costs_are_raised_to_those_of_larger_grades_alone():
     """Not to those of a grade of the same bytes."""
-    keys, values = (Grade(64, 3), Grade(48, 4), Grade(64, 4)), (Grade(64, 3), Grade(64, 4))
+    keys, values = (
+        (Precision(64, 3), Precision(48, 4), Precision(64, 4)),
+        (Precision(64, 3), Precision(64, 4)),
+    )
     assert keys[0].size == keys[1].size
     rng = np.random.default_rng(0)
     qk, v = rng.normal(size=(2, len(keys))), rng.normal(size=(2, len(values)))
     costs = LayerCosts(keys, values, qk, v, np.zeros(2)).monotone()
     for before, after, levels in ((qk, costs.qk, keys), (v, costs.v, values)):
-        for (i, grade), row in itertools.product(enumerate(levels), range(2)):
-            larger = [before[row, j] for j, other in enumerate(levels) if other.size > grade.size]
+        for (i, precision), row in itertools.product(enumerate(levels), range(2)):
+            larger = [before[row, j] for j, other in enumerate(levels) if other.size > precision.size]
             assert after[row, i] == max(0, before[row, i], *larger)
-    assert costs.of(0, kept(keys[1], values[0])) == costs.qk[0, 1] + costs.v[0, 0]
+    assert costs.of(0, build_layer(keys[1], values[0])) == costs.qk[0, 1] + costs.v[0, 0]
 
 
 @pytest.mark.parametrize(
@@ -406,7 +424,10 @@ def test_trials_are_the_loaded_models(folder):
     windows = np.random.default_rng(1).integers(3, 96, (2, CONTEXT)).astype(np.int32)
     book = TrialBook(folder / "model", windows)
     search = CodedSearch(book, SearchOptions(0.1))
-    whole, fewer = kept(Grade(80, 8), Grade(80, 4)), kept(Grade(64, 2, 16, 5), Grade(80, 3))
+    whole, fewer = (
+        build_layer(Precision(80, 8), Precision(80, 4)),
+        build_layer(Precision(64, 2, 16, 5), Precision(80, 3)),
+    )
     dense = window_nll(load(folder / "model").network, windows).mean()
     for layers in ([whole, whole], [choosing(fewer, TokenChoice(16, 32)), whole], [fewer, LayerRanks(0, 0)]):
         plan = search._plan(layers, 32)
@@ -421,7 +442,10 @@ def test_bytes_are_those_of_the_models_dtype(folder):
     ranks = [LayerRanks(80, 80)] * books[0].config.num_layers
     plan = CompressionPlan.of_layers(books[0].config, ranks, window=16, method="coded")
     assert books[0].share(plan) == books[1].share(plan)
-    size = lambda plan: plan.bytes(CONTEXT, 1, books[0].config.dtype)
+
+    def size(plan):
+        return plan.bytes(CONTEXT, 1, books[0].config.dtype)
+
     assert books[0].share(plan) == size(plan) / size(CompressionPlan.full(books[0].config))
 
 

@@ -113,7 +113,10 @@ def test_centroids_converge_to_the_exact_moments(tiny: TinyModel):
         for name in ("o", "o_sum", "q_sum", "k_sum", "v_sum"):
             ours, theirs = getattr(moments, name), getattr(exact, name)
             np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max())
-        relative = lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b)
+
+        def relative(a, b):
+            return np.linalg.norm(a - b) / np.linalg.norm(b)
+
         return np.array([relative(getattr(moments, n), getattr(exact, n)) for n in "qkv"])
 
     few, more, every_token = errors(8), errors(64), errors(128)

@@ -59,7 +59,9 @@ def test_the_profile_is_what_far_keys_write(tiny):
         near = (j < SINKS) | (j > t - window)
 
         def attended(R, Z, q=q, k=k, v=v, near=near, t=t, j=j, H=H):
-            score = lambda width: np.einsum("tnh,snh->nts", q[..., :width], k[..., :width]) * H**-0.5
+            def score(width):
+                return np.einsum("tnh,snh->nts", q[..., :width], k[..., :width]) * H**-0.5
+
             visible = (j <= t) & (near | (R > 0))
             weights = np.where(visible, np.exp(np.where(near, score(H), score(R))), 0)
             weights /= weights.sum(-1, keepdims=True)
@@ -127,7 +129,10 @@ def observations(seed: int, layers: int, *, rotary: bool) -> Observations:
     """Plans of a made-up model whose costs are those of `TRUE`, with noise."""
     rng, head_dim = np.random.default_rng(seed), 64
     levels = rank_levels(head_dim)
-    error = lambda: np.sort(rng.random((layers, len(levels) - 1)), axis=1)[:, ::-1]
+
+    def error():
+        return np.sort(rng.random((layers, len(levels) - 1)), axis=1)[:, ::-1]
+
     choices = [(0, 0), *((r, z) for r in levels for z in levels)]
     plans = tuple(
         (128, tuple(choices[i] for i in rng.integers(len(choices), size=layers))) for _ in range(60)
@@ -177,7 +182,10 @@ def test_foreign_json_is_refused(tmp_path):
 def test_higher_limits_keep_less(folder):
     book = TrialBook(folder / "model", np.zeros((1, CONTEXT), np.int32))
     profile = Profile.load(folder / "model" / "calibration" / "profile")
-    plan = lambda limit: Predictor.stored().plan(book.config, profile, max_degradation=limit, context=CONTEXT)
+
+    def plan(limit):
+        return Predictor.stored().plan(book.config, profile, max_degradation=limit, context=CONTEXT)
+
     sizes = [plan(limit).bytes(CONTEXT) for limit in (1e-6, 0.001, 0.01, 0.1, 1.0)]
     assert sizes == sorted(sizes, reverse=True)
     assert plan(1e-6).layers == CompressionPlan.full(book.config).layers

@@ -23,11 +23,11 @@ from zdc_jax import Checkpoint, CompressionPlan, load
 from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.perplexity import window_nll
 from zdc_jax.evaluation.questions import Question
-from zdc_jax.evaluation.sheets import Sheet
+from zdc_jax.evaluation.sheets import TaskDocument
 from zdc_jax.loading import stored_basis
 from zdc_jax.plan import LayerRanks, TokenClasses, allowed_ranks
 from zdc_jax.planning.costs import layer_parts
-from zdc_jax.planning.layer_costs import Grade, LayerCosts, cheapest_path, rank_levels, steps_down
+from zdc_jax.planning.layer_costs import LayerCosts, Precision, cheapest_path, list_reductions, rank_levels
 
 CONTEXT = 128
 
@@ -44,8 +44,10 @@ def windows() -> np.ndarray:
 
 
 def costs_of(rng: np.random.Generator, layers: int, ranks: tuple[int, ...]) -> LayerCosts:
-    draw = lambda: np.concatenate([rng.normal(size=(layers, len(ranks) - 1)), np.zeros((layers, 1))], 1)
-    levels = tuple(map(Grade, ranks))
+    def draw():
+        return np.concatenate([rng.normal(size=(layers, len(ranks) - 1)), np.zeros((layers, 1))], 1)
+
+    levels = tuple(map(Precision, ranks))
     return LayerCosts(levels, levels, draw(), draw(), rng.normal(size=layers)).monotone()
 
 
@@ -56,8 +58,13 @@ def test_the_path_is_the_lower_hull_of_every_choice(seed, layers):
     rng, ranks = np.random.default_rng(seed), (16, 32, 48)
     costs = costs_of(rng, layers, ranks)
     choices = [LayerRanks(0, 0), *(LayerRanks(qk, v) for qk in ranks for v in ranks)]
-    kept = lambda plan: sum(r.qk + r.v for r in plan)
-    cost = lambda plan: sum(costs.of(layer, r) for layer, r in enumerate(plan))
+
+    def kept(plan):
+        return sum(r.qk + r.v for r in plan)
+
+    def cost(plan):
+        return sum(costs.of(layer, r) for layer, r in enumerate(plan))
+
     path = cheapest_path(costs)
     sizes, prices = [kept(plan) for plan in path], [cost(plan) for plan in path]
     assert sizes[0] == 96 * layers
@@ -73,7 +80,7 @@ def test_the_path_is_the_lower_hull_of_every_choice(seed, layers):
 
 def test_single_steps_are_the_next_ones():
     costs = costs_of(np.random.default_rng(0), 2, (16, 32, 64))
-    steps = steps_down(costs, [LayerRanks(64, 32), LayerRanks(0, 0)], single=True)
+    steps = list_reductions(costs, [LayerRanks(64, 32), LayerRanks(0, 0)], single=True)
     assert {(0, LayerRanks(32, 32)), (0, LayerRanks(64, 16)), (0, LayerRanks(0, 0))} == set(steps)
 
 
@@ -89,7 +96,10 @@ def test_levels_are_allowed_ranks(head_dim):
 def test_the_front_is_what_nothing_beats(points):
     trials = [Trial(None, size, increase, (0, 0), {}, 1.0) for size, increase in points]  # type: ignore[arg-type]
     front = {(t.bytes_share, t.increase) for t in pareto_front(trials)}
-    beaten = lambda p: any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)
+
+    def beaten(p):
+        return any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)
+
     assert front == {p for p in points if not beaten(p)}
 
 
@@ -100,15 +110,23 @@ def test_a_trial_is_the_loaded_model(folder, windows):
     trial = book.measure(plan)
     nll = [window_nll(load(folder / "model", p).network, windows) for p in (None, plan)]
     assert trial.increase == pytest.approx(np.expm1((nll[1] - nll[0]).mean()), rel=1e-6)
-    size = lambda plan: plan.bytes(CONTEXT, 1, "float32")
+
+    def size(plan):
+        return plan.bytes(CONTEXT, 1, "float32")
+
     assert trial.bytes_share == size(plan) / size(CompressionPlan.full(book.config))
 
 
-def sheets() -> list[Sheet]:
+def documents() -> list[TaskDocument]:
     rng = np.random.default_rng(5)
-    tokens = lambda count: rng.integers(3, 96, count).astype(np.int32)
-    ask = lambda: (Question(tokens(8), np.arange(8) >= 4),)
-    return [Sheet(tokens(64), {"recall": ask()}) for _ in range(3)]
+
+    def tokens(count):
+        return rng.integers(3, 96, count).astype(np.int32)
+
+    def ask():
+        return (Question(tokens(8), np.arange(8) >= 4),)
+
+    return [TaskDocument(tokens(64), {"recall": ask()}) for _ in range(3)]
 
 
 @pytest.mark.sampled
@@ -116,7 +134,7 @@ def test_tasks_limit_the_search_too(folder, windows, tmp_path, monkeypatch):
     """Where the limit on perplexity is generous, that on tasks decides; the journal remembers both."""
     monkeypatch.setattr("convert.search.trials.LEAST_SCORE", 0.0)  # A tiny model recalls nothing.
     journal = tmp_path / "journal.jsonl"
-    book = TrialBook(folder / "model", windows, sheets(), journal=journal)
+    book = TrialBook(folder / "model", windows, documents(), journal=journal)
     assert book.counting == ["recall"]
     assert book.measure(CompressionPlan.full(book.config)).least_retention == pytest.approx(1, abs=1e-4)
     found = {}
@@ -125,7 +143,7 @@ def test_tasks_limit_the_search_too(folder, windows, tmp_path, monkeypatch):
         found[least] = Search(book, options).run()
     assert found[0.99].least_retention >= 0.99 > found[0.0].least_retention
     assert found[0.99].bytes_share > found[0.0].bytes_share
-    again = TrialBook(folder / "model", windows, sheets(), journal=journal)
+    again = TrialBook(folder / "model", windows, documents(), journal=journal)
     assert again.trials == book.trials
     assert TrialBook(folder / "model", windows, journal=journal).counting == []
 
@@ -237,7 +255,10 @@ class FakeBook:
 def test_time_counts_what_bytes_do_not():
     """V costs prefill more than Q/K; the ring of a window is a second pass, here for more than it saves."""
     search = Search(FakeBook(), SearchOptions(0.1, "window+classes", objective="time"))
-    size = lambda qk, v, **near: search.size(CompressionPlan.uniform(FakeBook.config, qk=qk, v=v, **near))
+
+    def size(qk, v, **near):
+        return search.size(CompressionPlan.uniform(FakeBook.config, qk=qk, v=v, **near))
+
     assert size(64, 64) == 1
     assert size(32, 16) < size(16, 32) < 1 < size(32, 32, window=512)
     with pytest.raises(PlanError, match="takes less time than the dense cache"):
@@ -284,7 +305,7 @@ def test_a_line_that_was_cut_off_is_dropped_from_a_full_disk(folder, windows, tm
 @pytest.mark.parametrize("name", ["front.json", "front.png"])
 def test_a_front_is_written_whole_or_not_at_all(windows, tmp_path, monkeypatch, request, name):
     trial = Trial(CompressionPlan.full(CONFIGS["llama"]), 1.0, 0.0, (0.0, 0.0), {}, 1.0)
-    book = SimpleNamespace(trials=[trial], bound=lambda plan: plan, windows=windows, sheets=[])
+    book = SimpleNamespace(trials=[trial], bound=lambda plan: plan, windows=windows, documents=[])
     write = partial(write_front, book, trial, SearchOptions(0.1), tmp_path / "front.json")
     write()
     before = (tmp_path / name).read_bytes()
@@ -311,10 +332,10 @@ def test_questions_begin_where_plans_can_begin_a_piece(folder, monkeypatch, mode
     monkeypatch.setattr(flags, "names", lambda: ("copy@128",))
     text = np.random.default_rng(0).integers(3, 96, (2, 448)).astype(np.int32)
     monkeypatch.setattr(flags, "text_windows", lambda *given, **options: (text, ["a", "a"]))
-    asked = flags.SearchFlags(texts=(folder / "text",), mode=mode, text_windows=1, sheets=1)
-    windows, sheets = asked._judged_on(Checkpoint.open(folder / "model"))
+    asked = flags.SearchFlags(texts=(folder / "text",), mode=mode, text_windows=1, documents=1)
+    windows, documents = asked._judged_on(Checkpoint.open(folder / "model"))
     assert windows.shape == (1, 448)
-    assert [len(sheet.context) for sheet in sheets] == [length]
+    assert [len(document.context) for document in documents] == [length]
 
 
 @pytest.mark.sampled

@@ -55,9 +55,9 @@ def test_replicas_on_a_mesh_are_refused(folder, capsys):
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--rows", "0", "rows=0 must be at least 1"),
+        ("--max-sequences", "0", "max_sequences=0 must be at least 1"),
         ("--chunk", "0", "chunk=0 must be a power of two"),
-        ("--steps", "0", "steps=0 must be at least 1"),
+        ("--decode-steps", "0", "decode_steps=0 must be at least 1"),
         ("--max-model-len", "257", "max_model_len=257 must be at most 256, the model's positions"),
     ],
 )

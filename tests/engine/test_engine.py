@@ -26,7 +26,7 @@ from zdc_jax.plan import CompressionPlan
 
 TWO_LAYERS = replace(LLAMA, layers=LLAMA.layers[:2])
 """Each program of an engine has all layers, and compiling it takes the time."""
-CONFIG = EngineConfig(rows=3, max_model_len=160, page=16, chunk=32, steps=4)
+CONFIG = EngineConfig(max_sequences=3, max_model_len=160, page=16, chunk=32, decode_steps=4)
 
 
 class Listener:
@@ -212,9 +212,9 @@ def test_no_likeliest_ones_are_still_a_logprob(engine):
 def test_pieces_are_read_in_one_program_with_one_another_and_tokens_of_others(engine, tiny, monkeypatch):
     read, groups = engine._runner.read, []
 
-    def noted(pieces, beside):
-        groups.append((len(pieces), beside.active.any()))
-        return read(pieces, beside)
+    def noted(chunks, beside):
+        groups.append((len(chunks), beside.active.any()))
+        return read(chunks, beside)
 
     monkeypatch.setattr(engine._runner, "read", noted)
     listeners = [ask(engine, request) for request in requests_of(tiny, 6, seed=1)]
@@ -300,7 +300,7 @@ def test_a_step_that_fails_ends_its_requests_alone(engine, model, monkeypatch):
 
 @pytest.mark.sampled
 def test_an_engine_that_cannot_go_on_tells_everybody(model, monkeypatch):
-    engine = Engine(model, EngineConfig(rows=1, max_model_len=160, chunk=32))
+    engine = Engine(model, EngineConfig(max_sequences=1, max_model_len=160, chunk=32))
 
     def fails(*_):
         raise RuntimeError("out of luck")
@@ -357,13 +357,13 @@ def test_caches_that_are_not_on_the_device_are_refused_by_name(tiny):
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
-        ("rows", 0, "at least 1"),
-        ("steps", 0, "at least 1"),
+        ("max_sequences", 0, "at least 1"),
+        ("decode_steps", 0, "at least 1"),
         ("max_waiting", 0, "at least 1"),
         ("cache_tokens", 0, "at least 1"),
         ("max_model_len", 1, "at least 2"),
         ("chunk", 33, "a power of two >= 32"),
-        ("rows", 2.5, "an integer"),
+        ("max_sequences", 2.5, "an integer"),
         ("page", True, "an integer"),
         ("max_model_len", "long", "an integer .* or None"),
         ("reuse", 1, "true or false"),
@@ -383,7 +383,7 @@ def test_tokens_of_a_cache_without_pages_are_refused(tiny):
     settings = methods.named("h2o").Settings(kept=16, block=16)
     plan = replace(CompressionPlan.full(TWO_LAYERS), method="h2o", settings=settings)
     specs, given = plan.layer_caches("float32"), {"rows": 3, "longest": 160, "page": 16, "reuse": True}
-    refusal = "cache_tokens=480: the plan's method has no pages, but rows=3 of 160 tokens each; leave cache_"
+    refusal = "cache_tokens=480: the plan's method has no pages, but max_sequences=3 of 160 tokens each; leave"
     with pytest.raises(PlanError, match=refusal):
         layout.Layout.of(specs, cache_tokens=480, **given)
     made = layout.Layout.of(specs, cache_tokens=None, **given)
@@ -451,7 +451,7 @@ def test_more_tokens_than_memory_holds_are_refused_with_the_number_that_fit(mode
 def test_steps_that_have_no_room_beside_the_cache_are_refused(model, monkeypatch):
     monkeypatch.setattr(runner, "free_device_bytes", lambda: 1000)
     with pytest.raises(CacheMemoryError, match=r"the step '.*' needs [\d,]+ bytes .*, 1,000 are free"):
-        Engine(model, replace(CONFIG, rows=1))
+        Engine(model, replace(CONFIG, max_sequences=1))
 
 
 def test_pieces_are_read_one_by_one_where_several_have_no_room(engine, monkeypatch):
@@ -488,7 +488,7 @@ def test_answers_of_other_caches_are_those_of_generate(tiny, name):
     prompts = tiny.tokens(3, 100).tolist()
     cut = zip(prompts, (70, 100, 90), strict=True)
     requests = [EngineRequest(tuple(prompt[:length]), 12, ignore_eos=True) for prompt, length in cut]
-    with Engine(model, replace(CONFIG, rows=2, chunk=64)) as engine:
+    with Engine(model, replace(CONFIG, max_sequences=2, chunk=64)) as engine:
         listeners = [ask(engine, request) for request in requests]
         for request, listener in zip(requests, listeners, strict=True):
             assert listener.tokens() == alone(model, request, chunk=64)
@@ -520,7 +520,7 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(engine, model, monkeypatc
 
 @pytest.mark.sampled
 def test_a_full_queue_and_a_closing_engine_refuse(model):
-    engine = Engine(model, EngineConfig(rows=1, max_model_len=160, chunk=32, max_waiting=1))
+    engine = Engine(model, EngineConfig(max_sequences=1, max_model_len=160, chunk=32, max_waiting=1))
     long = EngineRequest(tuple(range(3, 30)), 100, ignore_eos=True)
     began, full = threading.Event(), threading.Event()
     first, second = Listener(lambda: began.set() or full.wait(60)), Listener()

@@ -31,7 +31,7 @@ def engine():
     tiny = TinyModel(config)
     plan = CompressionPlan.uniform(config, qk=16, v=16, sinks=2, window=16)
     model = replace(tiny.model(plan, tiny.basis()), basis=None, tokenizer=byte_tokenizer(LLAMA.vocab_size))
-    with Engine(model, EngineConfig(rows=2, max_model_len=160, chunk=32, steps=1)) as engine:
+    with Engine(model, EngineConfig(max_sequences=2, max_model_len=160, chunk=32, decode_steps=1)) as engine:
         yield engine
 
 

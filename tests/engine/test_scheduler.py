@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zdc_jax.engine.page_pool import PagePool, Tails, page_keys
-from zdc_jax.engine.scheduler import Grouping, Piece, Plan, Scheduler, Work
+from zdc_jax.engine.scheduler import Grouping, Plan, PrefillChunk, Scheduler, Work
 
 PAGE = 4
 
@@ -28,13 +28,13 @@ class Device:
 
     def run(self, plan: Plan, budget: int, alignment: int) -> list[tuple[Work, int]]:
         """Does a step; gives the works that got tokens, and how many."""
-        assert sum(piece.end - piece.begin for piece in plan.pieces) <= budget
+        assert sum(chunk.end - chunk.begin for chunk in plan.chunks) <= budget
         for work, slot in plan.restored:
             self.ring[work.row] = self.tails[slot]
             assert self.tails[slot] == work.text[: work.cached]
         made = []
-        for piece in plan.pieces:
-            made += self._read(piece, alignment)
+        for chunk in plan.chunks:
+            made += self._read(chunk, alignment)
         for work in plan.decode:
             text = work.prompt + tuple(work.output)
             there = len(text) - 1
@@ -46,18 +46,18 @@ class Device:
             made.append((work, plan.steps))
         return made
 
-    def _read(self, piece: Piece, alignment: int) -> list[tuple[Work, int]]:
-        work = piece.work
-        assert piece.begin < piece.end <= len(work.text)
-        assert piece.begin % alignment == 0
-        assert self.held(work, piece.begin) == work.text[: piece.begin], "what was read before is there"
-        assert not (self.rings and piece.begin) or self.ring[work.row] == work.text[: piece.begin]
-        self.write(work, piece.begin, work.text[piece.begin : piece.end])
-        self.ring[work.row] = work.text[: piece.end]
-        if piece.tail is not None:
-            assert piece.end % self.page == 0
-            self.tails[piece.tail] = work.text[: piece.end]
-        return [(work, 1)] if piece.last else []
+    def _read(self, chunk: PrefillChunk, alignment: int) -> list[tuple[Work, int]]:
+        work = chunk.work
+        assert chunk.begin < chunk.end <= len(work.text)
+        assert chunk.begin % alignment == 0
+        assert self.held(work, chunk.begin) == work.text[: chunk.begin], "what was read before is there"
+        assert not (self.rings and chunk.begin) or self.ring[work.row] == work.text[: chunk.begin]
+        self.write(work, chunk.begin, work.text[chunk.begin : chunk.end])
+        self.ring[work.row] = work.text[: chunk.end]
+        if chunk.tail is not None:
+            assert chunk.end % self.page == 0
+            self.tails[chunk.tail] = work.text[: chunk.end]
+        return [(work, 1)] if chunk.last else []
 
     def learn(self, work: Work) -> None:
         """What was decoded is known now; the newest token is not in the cache yet."""
@@ -154,7 +154,7 @@ def test_a_step_has_one_piece_of_a_text():
 
 
 def lengths(plan: Plan) -> list[tuple[int, int]]:
-    return [(piece.begin, piece.end) for piece in plan.pieces]
+    return [(chunk.begin, chunk.end) for chunk in plan.chunks]
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one():
@@ -163,8 +163,8 @@ def test_a_short_prompt_does_not_wait_for_a_long_one():
     scheduler.add(long)
     assert lengths(scheduler.plan()) == [(0, 8)]
     scheduler.add(short)
-    pieces = scheduler.plan().pieces
-    assert [(piece.work is short, piece.end - piece.begin) for piece in pieces] == [(True, 3), (False, 5)]
+    chunks = scheduler.plan().chunks
+    assert [(chunk.work is short, chunk.end - chunk.begin) for chunk in chunks] == [(True, 3), (False, 5)]
 
 
 def test_a_long_prompt_gets_on_however_many_short_ones_come():
@@ -222,7 +222,7 @@ def test_rows_decode_while_a_prompt_is_read():
     scheduler.add(Work(tuple(range(50)), 1))
     for _ in range(6):
         plan = scheduler.plan()
-        assert plan.pieces
+        assert plan.chunks
         assert (plan.decode, plan.steps) == ((first,), 1)
 
 
@@ -286,7 +286,7 @@ def test_with_rings_a_text_goes_on_where_one_was_kept():
     assert not any(plan.restored for plan in plans)
     # Its first page was the same as before; it and the last are copied.
     assert [lengths(plan) for plan in plans] == [[(0, 4)], [(4, 12)], [(12, 13)]]
-    assert [plan.pieces[0].tail is not None for plan in plans] == [True, True, False]
+    assert [plan.chunks[0].tail is not None for plan in plans] == [True, True, False]
     scheduler.end(second)
     scheduler.add(third)
     plan = scheduler.plan()
@@ -385,15 +385,20 @@ def test_numbers_that_cannot_be(change, message):
     st.sets(st.integers(0, 7)),
 )
 def test_groups_hold_all_pieces_in_order_and_pad_no_more_than_one_by_one(counts, several, widest, alone):
-    pieces = [Piece(Work((), 1), 0, min(count, widest)) for count in counts]
+    chunks = [PrefillChunk(Work((), 1), 0, min(count, widest)) for count in counts]
     grouping = Grouping(several, widest, lambda tokens: max(32, 1 << (tokens - 1).bit_length()))
-    tokens = lambda group: [piece.end for piece in group]
-    padded = lambda group: sum(map(grouping.width, tokens(group)))
-    are_alone = [piece for place, piece in enumerate(pieces) if place in alone]
-    groups = list(grouping.groups(pieces, lambda piece: piece in are_alone))
-    assert [piece for group in groups for piece in group] == pieces
+
+    def tokens(group):
+        return [chunk.end for chunk in group]
+
+    def padded(group):
+        return sum(map(grouping.width, tokens(group)))
+
+    are_alone = [chunk for place, chunk in enumerate(chunks) if place in alone]
+    groups = list(grouping.groups(chunks, lambda chunk: chunk in are_alone))
+    assert [chunk for group in groups for chunk in group] == chunks
     for group in groups:
         assert len(group) <= several
         if len(group) > 1:
-            assert not any(piece in are_alone for piece in group)
+            assert not any(chunk in are_alone for chunk in group)
             assert sum(tokens(group)) <= widest <= padded(group)

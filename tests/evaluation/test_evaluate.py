@@ -11,7 +11,7 @@ from zdc_jax import CompressionPlan
 from zdc_jax.errors import EvaluationError, TextError
 from zdc_jax.evaluation import evaluate as module
 from zdc_jax.evaluation.answers import Answer
-from zdc_jax.evaluation.evaluate import FIRST_LOOK, LEAST_SHEETS, Evaluation, evaluate, prepare
+from zdc_jax.evaluation.evaluate import FIRST_LOOK, LEAST_DOCUMENTS, Evaluation, evaluate, prepare
 from zdc_jax.evaluation.text import Document
 
 CONFIG = replace(LLAMA, max_positions=320, eos_ids=(2,))
@@ -22,7 +22,10 @@ TOKENIZER = tiny_tokenizers.chat_tokenizer()
 
 def documents(count: int = 200) -> list[Document]:
     rng = np.random.default_rng(0)
-    text = lambda: " ".join("".join(rng.choice(list("abcdefgh"), 5)) for _ in range(40))
+
+    def text():
+        return " ".join("".join(rng.choice(list("abcdefgh"), 5)) for _ in range(40))
+
     return [Document("a", text()) for _ in range(count)]
 
 
@@ -41,7 +44,7 @@ def tiny() -> TinyModel:
 def test_a_plan_equal_to_dense_loses_nothing(tiny: TinyModel, monkeypatch):
     monkeypatch.setattr(module, "FIRST_LOOK", 8)
     plan = CompressionPlan.full(CONFIG)
-    (report,) = evaluate(tiny.dense, tiny.model(plan).network, material(max_sheets=20), batch=3)
+    (report,) = evaluate(tiny.dense, tiny.model(plan).network, material(max_documents=20), batch=3)
     assert report.context == CONTEXT
     assert report.perplexity.increase == pytest.approx(0, abs=1e-5)
     assert report.perplexity.windows == 20
@@ -51,7 +54,7 @@ def test_a_plan_equal_to_dense_loses_nothing(tiny: TinyModel, monkeypatch):
     for task in report.tasks.values():
         assert task.retention == pytest.approx(1, abs=1e-5)
         assert task.score == task.dense
-        assert task.sheets == 9  # The first multiple of the batch that is enough.
+        assert task.documents == 9  # The first multiple of the batch that is enough.
     assert report.agreement.contexts == 9
     assert report.tasks["copy@128"].by_depth is None
     assert sum(quarter.questions for quarter in report.tasks["passkey"].by_depth if quarter) == 9
@@ -63,13 +66,13 @@ def test_a_plan_equal_to_dense_loses_nothing(tiny: TinyModel, monkeypatch):
 def test_batches_do_not_matter_and_dense_is_read_once(tiny: TinyModel, protocol, monkeypatch):
     plan = CompressionPlan.uniform(CONFIG, qk=16, v=16, window=32, sinks=4)
     network = tiny.model(plan).network
-    (given,) = material(plan, max_sheets=LEAST_SHEETS, tasks=("passkey", "copy@128"))
+    (given,) = material(plan, max_documents=LEAST_DOCUMENTS, tasks=("passkey", "copy@128"))
     first, *others = (Evaluation(tiny.dense, given, protocol=protocol, batch=batch) for batch in (3, 4))
     found = first.of(network)
     for other in others:
         for task, each in other.of(network).tasks.items():
             assert each.retention == pytest.approx(found.tasks[task].retention, rel=1e-4)
-            assert each.sheets == LEAST_SHEETS
+            assert each.documents == LEAST_DOCUMENTS
     assert all(abs(each.retention - 1) > 1e-3 for each in found.tasks.values())
     read = []
     monkeypatch.setattr(module, "sheet_answers", lambda *given: read.append(given[0]) or real(*given))
@@ -77,15 +80,15 @@ def test_batches_do_not_matter_and_dense_is_read_once(tiny: TinyModel, protocol,
     assert tiny.dense not in read
 
 
-real = module.sheet_answers
+real = module.answer_questions
 
 
 @pytest.mark.parametrize(
-    ("counts", "noise", "sheets"),
+    ("counts", "noise", "documents"),
     [(True, 0.0, FIRST_LOOK), (True, 0.05, 40), (True, 1.0, 64), (False, 1.0, FIRST_LOOK)],
 )
 @pytest.mark.sampled
-def test_reading_stops_when_retention_is_known(tiny: TinyModel, monkeypatch, counts, noise, sheets):
+def test_reading_stops_when_retention_is_known(tiny: TinyModel, monkeypatch, counts, noise, documents):
     """Answers are made up, of known noise; a standard error of 0.05 / √40 is known within 0.02."""
     rng = np.random.default_rng(0)
 
@@ -95,12 +98,12 @@ def test_reading_stops_when_retention_is_known(tiny: TinyModel, monkeypatch, cou
 
     monkeypatch.setattr(module, "sheet_answers", answered)
     monkeypatch.setattr(module, "read_contexts", lambda *given, **options: (None, None))
-    (given,) = material(max_sheets=64, tasks=("copy@128",))
+    (given,) = material(max_documents=64, tasks=("copy@128",))
     (report,) = evaluate(tiny.dense, tiny.model(CompressionPlan.full(CONFIG)).network, [given], batch=2)
     assert report.tasks["a"].counts == counts
-    assert FIRST_LOOK <= report.tasks["a"].sheets <= sheets
+    assert FIRST_LOOK <= report.tasks["a"].documents <= documents
     if noise == 1.0 and counts:
-        assert report.tasks["a"].sheets == 64
+        assert report.tasks["a"].documents == 64
     else:
         assert report.tasks["a"].known or not counts
 
@@ -108,7 +111,9 @@ def test_reading_stops_when_retention_is_known(tiny: TinyModel, monkeypatch, cou
 @pytest.mark.sampled
 def test_splits_and_seeds_choose_other_text():
     contexts = [
-        material(tasks=("passkey",), max_sheets=8, split=split, seed=seed)[0].sheets[0].context.tobytes()
+        material(tasks=("passkey",), max_documents=8, split=split, seed=seed)[0]
+        .task_documents[0]
+        .context.tobytes()
         for split in ("search", "report", "test")
         for seed in (0, 1)
     ]
@@ -123,7 +128,7 @@ def test_splits_and_seeds_choose_other_text():
         ({"contexts": (191,)}, EvaluationError, "191 tokens has no room for tasks, which need 192"),
         ({"tasks": ("copy@193",)}, EvaluationError, "copy@193 needs a context of 321 tokens.* has 320"),
         ({"tasks": ("lookup",)}, EvaluationError, "lookup alone"),
-        ({"max_sheets": 0}, EvaluationError, "max_sheets=0 must be >= 1"),
+        ({"max_documents": 0}, EvaluationError, "max_documents=0 must be >= 1"),
         ({"seed": -1}, EvaluationError, "seed=-1 must be >= 0"),
         (
             {"documents": documents(8), "tasks": ("copy@128",)},

@@ -44,7 +44,10 @@ def model(request) -> LanguageModel:
 
 def pairs_of(model: LanguageModel) -> list[tuple[list[int], list[int]]]:
     rng = np.random.default_rng(0)
-    draw = lambda count: rng.integers(3, model.config.vocab_size, count).tolist()
+
+    def draw(count):
+        return rng.integers(3, model.config.vocab_size, count).tolist()
+
     return [(draw(context), draw(continuation)) for context, continuation in LENGTHS]
 
 

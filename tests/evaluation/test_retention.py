@@ -13,20 +13,21 @@ def answered(log_probability, right, depth=None) -> Answer:
     return Answer(np.array(log_probability, np.float32), np.array(right), depth)
 
 
-@given(kept=st.floats(0.2, 1.2), sheets=st.integers(2, 12), seed=st.integers(0, 99))
+@given(kept=st.floats(0.2, 1.2), documents=st.integers(2, 12), seed=st.integers(0, 99))
 @settings(max_examples=20, deadline=None)
-def test_a_constant_share_is_retained(kept, sheets, seed):
+def test_a_constant_share_is_retained(kept, documents, seed):
     """The interval closes where every sheet loses the same."""
     rng = np.random.default_rng(seed)
     dense = [
-        [answered(rng.uniform(-3, -0.1, rng.integers(1, 9)), [True]) for _ in range(2)] for _ in range(sheets)
+        [answered(rng.uniform(-3, -0.1, rng.integers(1, 9)), [True]) for _ in range(2)]
+        for _ in range(documents)
     ]
-    plan = [[answered(a.log_probability + np.log(kept), [True]) for a in sheet] for sheet in dense]
+    plan = [[answered(a.log_probability + np.log(kept), [True]) for a in document] for document in dense]
     found = retention(dense, plan)
     assert found.retention == pytest.approx(kept, rel=1e-6)
     assert found.interval == pytest.approx((kept, kept), rel=1e-6)
     assert found.known
-    assert found.sheets == sheets
+    assert found.documents == documents
     assert found.by_depth is None
 
 

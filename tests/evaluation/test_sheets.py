@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from zdc_jax.errors import EvaluationError
 from zdc_jax.evaluation import tasks
 from zdc_jax.evaluation.questions import QUESTION_TOKENS, Question, Writer
-from zdc_jax.evaluation.sheets import context_length, make_sheets
+from zdc_jax.evaluation.sheets import context_length, make_task_documents
 
 CONTEXT = 1280
 S = context_length(CONTEXT)
@@ -25,8 +25,8 @@ def windows(count: int = 1, length: int = S, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(70, 90, (count, length), dtype=np.int32)
 
 
-def sheet(tokenizer, *names, seed=0, **options):
-    (made,) = make_sheets(tasks.chosen(names, CONTEXT), windows(**options), tokenizer, seed=seed)
+def document(tokenizer, *names, seed=0, **options):
+    (made,) = make_task_documents(tasks.chosen(names, CONTEXT), windows(**options), tokenizer, seed=seed)
     return made
 
 
@@ -48,7 +48,7 @@ few = settings(max_examples=15, deadline=None)
 @seeds
 def test_a_context_is_text_with_statements(tokenizer, seed):
     names = ("passkey", "needles", "induction", "copy")
-    made = sheet(tokenizer, *names, seed=seed)
+    made = document(tokenizer, *names, seed=seed)
     assert list(made.questions) == ["passkey", "needles", "induction", "copy@320", "copy@960"]
     assert made.context.shape == (S,)
     assert made.context.dtype == np.int32
@@ -65,7 +65,7 @@ def test_a_context_is_text_with_statements(tokenizer, seed):
 @few
 @seeds
 def test_passkey(tokenizer, seed):
-    made = sheet(tokenizer, "passkey", seed=seed)
+    made = document(tokenizer, "passkey", seed=seed)
     (question,) = made.questions["passkey"]
     key = answer_of(tokenizer, question)
     assert re.fullmatch(r"[1-9]\d{4}", key)
@@ -80,7 +80,7 @@ def test_passkey(tokenizer, seed):
 @few
 @seeds
 def test_needles(tokenizer, seed):
-    made = sheet(tokenizer, "needles", seed=seed)
+    made = document(tokenizer, "needles", seed=seed)
     said = dict(
         re.findall(r"The secret number of (\w+) is (\d{4})\.", tokenizer.decode(made.context.tolist()))
     )
@@ -96,7 +96,7 @@ def test_needles(tokenizer, seed):
 @few
 @seeds
 def test_lookup(tokenizer, seed):
-    made = sheet(tokenizer, "lookup", seed=seed)
+    made = document(tokenizer, "lookup", seed=seed)
     said = re.findall(r"(\w+) = (\d{4})\n", tokenizer.decode(made.context.tolist()))
     assert len(said) == 16 == len({key for key, _ in said}) == len({value for _, value in said})
     (question,) = made.questions["lookup"]
@@ -107,7 +107,7 @@ def test_lookup(tokenizer, seed):
 @few
 @given(seed=st.integers(0, 10_000), distance=st.integers(96, S))
 def test_copy(seed, distance):
-    made = sheet(TOKENIZERS["demo"], "passkey", f"copy@{distance}", seed=seed)
+    made = document(TOKENIZERS["demo"], "passkey", f"copy@{distance}", seed=seed)
     (question,) = made.questions[f"copy@{distance}"]
     np.testing.assert_array_equal(question.tokens, made.context[S - distance : S - distance + 96])
     np.testing.assert_array_equal(question.answer, np.arange(96) >= 16)
@@ -117,7 +117,7 @@ def test_copy(seed, distance):
 @few
 @seeds
 def test_induction(seed):
-    made = sheet(TOKENIZERS["demo"], "induction", seed=seed)
+    made = document(TOKENIZERS["demo"], "induction", seed=seed)
     (question,) = made.questions["induction"]
     start = round(question.depth * S)
     np.testing.assert_array_equal(made.context[start : start + 48], question.tokens)
@@ -128,7 +128,7 @@ def test_induction(seed):
 def test_random_tokens_are_different_where_text_has_enough():
     text = np.arange(S, dtype=np.int32)[None]
     chosen = tasks.chosen(["induction"], CONTEXT)
-    (made,) = make_sheets(chosen, text, TOKENIZERS["demo"], seed=0, not_drawn=tuple(range(S - 50)))
+    (made,) = make_task_documents(chosen, text, TOKENIZERS["demo"], seed=0, not_drawn=tuple(range(S - 50)))
     run = made.questions["induction"][0].tokens
     assert len(set(run.tolist())) == 48
     assert run.min() >= S - 50
@@ -142,7 +142,7 @@ def test_contexts_begin_as_the_tokenizer_begins_texts():
             (name, tokenizer.token_to_id(name)) for name in ("<|im_start|>", "</s>", "<|im_end|>")
         ],
     )
-    made = sheet(tokenizer, "passkey")
+    made = document(tokenizer, "passkey")
     assert made.context[:2].tolist() == [0, 2]
     assert 2 not in made.context[2:]
     assert made.context.shape == (S,)
@@ -150,8 +150,8 @@ def test_contexts_begin_as_the_tokenizer_begins_texts():
 
 def test_a_sheet_does_not_depend_on_those_beside_it():
     chosen = tasks.chosen(tasks.names(), CONTEXT)
-    many = make_sheets(chosen, windows(3), TOKENIZERS["demo"], seed=5)
-    few = make_sheets(chosen, windows(3)[:2], TOKENIZERS["demo"], seed=5)
+    many = make_task_documents(chosen, windows(3), TOKENIZERS["demo"], seed=5)
+    few = make_task_documents(chosen, windows(3)[:2], TOKENIZERS["demo"], seed=5)
     for one, other in zip(many, few, strict=False):
         np.testing.assert_array_equal(one.context, other.context)
     assert not np.array_equal(many[0].questions["passkey"][0].tokens, many[1].questions["passkey"][0].tokens)
@@ -182,12 +182,12 @@ def test_questions_fit_behind_contexts(length, blocks):
 )
 def test_impossible_tasks_are_named(names, message):
     with pytest.raises(EvaluationError, match=message):
-        sheet(TOKENIZERS["demo"], *names)
+        document(TOKENIZERS["demo"], *names)
 
 
 def test_statements_leave_room_for_text():
     with pytest.raises(EvaluationError, match=r"\(lookup alone \d+\) and need one of \d+.*; it has 256"):
-        sheet(TOKENIZERS["bytes"], "passkey", "lookup", length=128)
+        document(TOKENIZERS["bytes"], "passkey", "lookup", length=128)
 
 
 def test_questions_are_checked():

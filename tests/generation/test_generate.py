@@ -64,10 +64,10 @@ def test_stream_equals_batch(model, prompts, sampling):
     text = [""] * 3
     ended = [None] * 3
     for delta in stream(model, prompts, 30, **options):
-        assert ended[delta.row] is None
-        tokens[delta.row] += delta.tokens
-        text[delta.row] += delta.text
-        ended[delta.row] = delta.finish_reason
+        assert ended[delta.sequence] is None
+        tokens[delta.sequence] += delta.tokens
+        text[delta.sequence] += delta.text
+        ended[delta.sequence] = delta.finish_reason
     assert tuple(tokens) == tuple(c.tokens for c in whole.completions)
     assert text == [c.text for c in whole.completions]
     assert ended == ["length"] * 3
@@ -76,9 +76,10 @@ def test_stream_equals_batch(model, prompts, sampling):
 @pytest.mark.sampled
 def test_a_draw_depends_on_its_request_alone(model, prompts):
     """Not on other prompts, nor on where it stands; equal requests of one call draw on."""
-    draw = lambda prompts, sampling: [
-        c.tokens for c in generate(model, prompts, 30, sampling=sampling, stop_tokens=()).completions
-    ]
+
+    def draw(prompts, sampling):
+        return [c.tokens for c in generate(model, prompts, 30, sampling=sampling, stop_tokens=()).completions]
+
     batch = draw(prompts, MIXED)
     assert batch[1] == draw(prompts, None)[1]
     order = [2, 0, 1]
@@ -158,7 +159,7 @@ def test_a_run_knows_the_tokens_that_its_cache_holds_behind_a_stop_string(
         completions = ran.result().completions
         assert [row.finish_reason for row in completions] == ["stop", "length"][:rows]
         for row in range(1, rows):
-            assert "".join(delta.text for delta in deltas if delta.row == row) == free[row].text
+            assert "".join(delta.text for delta in deltas if delta.sequence == row) == free[row].text
         chosen, state = ran.settled()
         for row in range(rows):
             assert tuple(chosen[row]) == free[row].tokens[: len(chosen[row])]

@@ -54,7 +54,10 @@ def test_keys_belong_to_requests():
     """They differ in seed, prompt and repetition; not in order, nor by what else is asked."""
     samplings = [Sampling(1.0, seed=seed) for seed in (0, 1)]
     requests = [(sampling, prompt) for sampling in samplings for prompt in PROMPTS[1:]]
-    keys = lambda requests: request_keys(*zip(*requests, strict=True)).tolist()
+
+    def keys(requests):
+        return request_keys(*zip(*requests, strict=True)).tolist()
+
     together = keys(requests)
     assert len(set(map(tuple, together))) == len(requests)
     assert keys(requests[::-1]) == together[::-1]

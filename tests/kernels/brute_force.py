@@ -58,7 +58,10 @@ def decode(q, k, v, lengths, *, scale, sinks=0, window=0, ring=None):
     tail = None
     if ring is not None:
         j = np.arange(k.shape[2])
-        rows = lambda length: np.where(j < sinks, window + j, j % window)
+
+        def rows(length):
+            return np.where(j < sinks, window + j, j % window)
+
         tail = [np.stack([f64(x)[b][:, rows(n)] for b, n in enumerate(lengths)]) for x in ring]
     o, lse = prefill(
         np.asarray(q)[:, None],

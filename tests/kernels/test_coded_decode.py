@@ -177,7 +177,10 @@ class Case:
 
     def __init__(self, keys, values, heads, S: int, seed: int = 0, length: float = 1.0):
         rng, (N, K), B = np.random.default_rng(seed), heads, 3
-        draw = lambda C: rng.normal(size=(B, K, S, C)) * np.exp(rng.normal(size=(B, K, S, 1)) / 3)
+
+        def draw(C):
+            return rng.normal(size=(B, K, S, C)) * np.exp(rng.normal(size=(B, K, S, 1)) / 3)
+
         self.q = jnp.asarray(length * rng.normal(size=(B, N, sum(C for C, _ in keys))), jnp.bfloat16)
         self.keys = [coded(draw(C), bits) for C, bits in keys]
         self.values = coded(draw(values[0]), values[1])
@@ -344,7 +347,10 @@ def test_a_later_key_far_more_likely_than_the_first_block(interpreted):
 def test_what_is_no_number_counts_where_it_is_seen(interpreted):
     it = Case(*SHAPES[0], S=192)
     config = CodedConfig(stages=2, splits=2)
-    broken = lambda plane, slot: plane._replace(reach=plane.reach.at[1, 2, slot].set(NAN_CODE))
+
+    def broken(plane, slot):
+        return plane._replace(reach=plane.reach.at[1, 2, slot].set(NAN_CODE))
+
     keys, values = it.keys[0], it.values
     it.keys, it.values = [broken(keys, 69)], broken(values, 150)
     o, lse = it.run(config=config)

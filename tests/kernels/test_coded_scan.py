@@ -204,7 +204,10 @@ class Case:
 
 def _plain_dots(fields, queries, starts):
     W, G = fields[0].shape[1], starts.shape[1]
-    bytes_of = lambda x: (x[..., None] >> (8 * jnp.arange(4))) & 255
+
+    def bytes_of(x):
+        return (x[..., None] >> (8 * jnp.arange(4))) & 255
+
     # Of a head: vectors of four words, fields, words, bytes.
     q = bytes_of(queries[...].reshape(-1)[: G * W * len(fields)]).reshape(G, W // 4, len(fields), 4, 4)
     q = jnp.moveaxis(jnp.where(q > 127, q - 256, q), 2, 1).reshape(G, len(fields), W, 4)
@@ -258,7 +261,10 @@ def test_tokens_beyond_what_a_float_holds_beside_the_likeliest(interpreted):
 def test_what_is_no_number_counts_where_it_is_seen(interpreted, heads):
     it, config = Case((32, 4), heads, S=256), ScanConfig(128, splits=2)
     sound = it.index
-    broken = lambda *slots: sound._replace(reach=sound.reach.at[1, 1, jnp.array(slots)].set(NAN_CODE))
+
+    def broken(*slots):
+        return sound._replace(reach=sound.reach.at[1, 1, jnp.array(slots)].set(NAN_CODE))
+
     begin, end = it.begin[1], it.end[1]
     it.index = broken(begin - 1, end)
     assert not any(np.isnan(found).any() for found in it.run(config=config))
@@ -368,7 +374,10 @@ def test_a_sample_chooses_what_all_slots_do():
     it = Case((32, 4), (8, 2), S=8192)
     (sampled, _), (exact, _) = it.truth(), it.truth(every=1)
     assert 0.01 < np.exp(exact[0, 0].max()) < 0.1
-    best = lambda x: set(np.argsort(x[0, 0])[-128:])
+
+    def best(x):
+        return set(np.argsort(x[0, 0])[-128:])
+
     assert len(best(sampled) & best(exact)) >= 120
 
 
@@ -376,7 +385,10 @@ def test_a_sample_chooses_what_all_slots_do():
 def test_sums_do_not_drift_over_many_steps_on_the_device():
     """All tokens alike: what a step loses by rounding, each of them would."""
     it = Case((32, 4), (8, 8), S=65536, length=3.0)
-    first = lambda x: jnp.broadcast_to(x[:, :, :1], x.shape)
+
+    def first(x):
+        return jnp.broadcast_to(x[:, :, :1], x.shape)
+
     it.index = it.index._replace(levels=first(it.index.levels), reach=first(it.index.reach))
     it.check(config=ScanConfig(128, splits=1))
 

@@ -39,7 +39,9 @@ def lower(f, *args):
 @pytest.mark.parametrize(("N", "K"), HEADS)
 @pytest.mark.sampled
 def test_lowers(R, Z, N, K):
-    f = lambda q, k, v, n: decode_attention(q, k, v, n, scale=1.0)
+    def f(q, k, v, n):
+        return decode_attention(q, k, v, n, scale=1.0)
+
     args = shape(3, N, R), shape(3, K, 300, R), shape(3, K, 300, Z), shape(3, dtype=jnp.int32)
     o, lse = lower(f, *args).out_info
     assert (o.shape, lse.shape) == ((3, N, Z), (3, N))
@@ -49,9 +51,11 @@ def test_lowers(R, Z, N, K):
 @pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.sampled
 def test_lowers_with_two_ranks(R, Z, H, block):
-    f = lambda q, k, v, n, ring: decode_attention(
-        q, k, v, n, scale=1.0, ring=ring, sinks=4, window=256, config=DecodeConfig(block=block, stages=1)
-    )
+    def f(q, k, v, n, ring):
+        return decode_attention(
+            q, k, v, n, scale=1.0, ring=ring, sinks=4, window=256, config=DecodeConfig(block=block, stages=1)
+        )
+
     ring = Ring(shape(2, 4, 264, H - R), shape(2, 4, 264, H - Z))
     args = shape(2, 8, H), shape(2, 4, 512, R), shape(2, 4, 512, Z), shape(2, dtype=jnp.int32), ring
     assert lower(f, *args).out_info[0].shape == (2, 8, H)
@@ -59,7 +63,9 @@ def test_lowers_with_two_ranks(R, Z, H, block):
 
 @pytest.mark.parametrize(("H", "sinks"), [(64, 0), (128, 4), (256, 4)])
 def test_lowers_near_keys_alone(H, sinks):
-    f = lambda q, k, v, n, ring: decode_attention(q, k, v, n, scale=1.0, ring=ring, sinks=sinks, window=256)
+    def f(q, k, v, n, ring):
+        return decode_attention(q, k, v, n, scale=1.0, ring=ring, sinks=sinks, window=256)
+
     ring = Ring(shape(2, 4, 264, H), shape(2, 4, 264, H))
     args = shape(2, 8, H), shape(2, 4, 9999, 0), shape(2, 4, 9999, 0), shape(2, dtype=jnp.int32), ring
     assert lower(f, *args).out_info[0].shape == (2, 8, H)
@@ -67,16 +73,18 @@ def test_lowers_near_keys_alone(H, sinks):
 
 @pytest.mark.parametrize("block", [64, 128])
 def test_lowers_by_position(block):
-    f = lambda q, k, v, n, t: decode_attention(
-        q, k, v, n, scale=1.0, positions=t, config=DecodeConfig(block=block)
-    )
+    def f(q, k, v, n, t):
+        return decode_attention(q, k, v, n, scale=1.0, positions=t, config=DecodeConfig(block=block))
+
     integers = [shape(2, dtype=jnp.int32), shape(2, 300, dtype=jnp.int32)]
     lower(f, shape(2, 8, 64), shape(2, 4, 300, 64), shape(2, 4, 300, 96), *integers)
 
 
 @pytest.mark.parametrize("page", [64, 128, 256])
 def test_lowers_paged(page):
-    f = lambda q, k, v, n, table: decode_attention(q, k, v, n, scale=1.0, block_table=table)
+    def f(q, k, v, n, table):
+        return decode_attention(q, k, v, n, scale=1.0, block_table=table)
+
     pool = [shape(20, 2, page, rank) for rank in (64, 96)]
     integers = [shape(4, dtype=jnp.int32), shape(4, 5, dtype=jnp.int32)]
     lower(f, shape(4, 8, 64), *pool, *integers)
@@ -149,9 +157,10 @@ def test_rows_of_more_tokens_than_slots_are_full_ones(near, paged):
             for x in (k, v)
         )
     table = {"block_table": jnp.arange(B * S // 64, dtype=jnp.int32).reshape(B, -1)} if paged else {}
-    run = lambda *lengths: decode_attention(
-        q, k, v, jnp.array(lengths), scale=0.1, ring=ring, **near, **table
-    )
+
+    def run(*lengths):
+        return decode_attention(q, k, v, jnp.array(lengths), scale=0.1, ring=ring, **near, **table)
+
     for found, expected in zip(run(S + 70, 99), run(S, 99), strict=True):
         np.testing.assert_array_equal(found, expected)
 
@@ -218,11 +227,14 @@ def test_by_position(R, Z, N, K, config):
         q, k, v, jnp.asarray(LENGTHS), scale=R**-0.5, positions=jnp.asarray(positions), config=config
     )
     visible = (positions >= 0) & (positions < LENGTHS[:, None])
-    row = lambda b, n: attend(
-        R**-0.5 * (f64(q[b, n])[None] @ f64(k[b, n // (N // K)]).T),
-        visible[b][None],
-        [(f64(v[b, n // (N // K)]), 1.0)],
-    )
+
+    def row(b, n):
+        return attend(
+            R**-0.5 * (f64(q[b, n])[None] @ f64(k[b, n // (N // K)]).T),
+            visible[b][None],
+            [(f64(v[b, n // (N // K)]), 1.0)],
+        )
+
     rows = [[row(b, n) for n in range(N)] for b in range(B)]
     truth, truth_lse = (np.array([[part[i][0] for part in heads] for heads in rows]) for i in range(2))
     check(o, lse, truth, truth_lse, BF16)
@@ -236,11 +248,14 @@ def test_paged_equals_contiguous_bit_by_bit(page):
     ring = Ring(draw(3, B, K, window + 8, 96), draw(4, B, K, window + 8, 64))
     order = np.random.default_rng(0).permutation(B * S // page)
     table = jnp.asarray(np.argsort(order).reshape(B, -1), jnp.int32)
-    cut = lambda x: (
-        x.reshape(B, K, S // page, page, -1).swapaxes(1, 2).reshape(B * S // page, K, page, -1)[order]
-    )
-    f = lambda k, v, **paged: decode_attention(
-        q, k, v, jnp.asarray(LENGTHS), scale=0.1, ring=ring, sinks=4, window=window, **paged
-    )
+
+    def cut(x):
+        return x.reshape(B, K, S // page, page, -1).swapaxes(1, 2).reshape(B * S // page, K, page, -1)[order]
+
+    def f(k, v, **paged):
+        return decode_attention(
+            q, k, v, jnp.asarray(LENGTHS), scale=0.1, ring=ring, sinks=4, window=window, **paged
+        )
+
     whole, paged = f(k, v)[0], f(cut(k), cut(v), block_table=table)[0]
     assert np.array_equal(np.asarray(whole).view(np.uint16), np.asarray(paged).view(np.uint16))

@@ -31,13 +31,19 @@ ENDS = (0, 1, LARGEST_BLOCK, 300, S + 9)
 def planes_of(kinds, S):
     """Any bytes: also reaches of 0, and of what is no number."""
     rng = np.random.default_rng(0)
-    random = lambda *shape: jnp.asarray(rng.integers(0, 256, shape), jnp.uint8)
+
+    def random(*shape):
+        return jnp.asarray(rng.integers(0, 256, shape), jnp.uint8)
+
     return [[Plane(random(B, K, S, C * b // 8), random(B, K, S), b) for C, b in each] for each in kinds]
 
 
 def read(planes, dtype):
     """What the code says, of the planes of one array."""
-    coded = lambda plane: (plane.levels[..., None, :], plane.reach[..., None, None])
+
+    def coded(plane):
+        return (plane.levels[..., None, :], plane.reach[..., None, None])
+
     parts = [compiled_codes.decode(FittedIntegers(plane.bits), coded(plane), plane.width) for plane in planes]
     return jnp.concatenate(parts, axis=-1)[..., 0, :].astype(dtype)
 
@@ -134,7 +140,9 @@ def test_rows_of_any_length_on_the_device(S):
 
 
 def like(S, *, bits=4, width=32, dtype=jnp.uint8):
-    shape = lambda *dims: jax.ShapeDtypeStruct(dims, dtype)
+    def shape(*dims):
+        return jax.ShapeDtypeStruct(dims, dtype)
+
     return Plane(shape(16, 32, S, width * bits // 8), shape(16, 32, S), bits)
 
 

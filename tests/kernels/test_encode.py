@@ -27,7 +27,9 @@ KINDS = {
 
 
 def planes_like(kinds, *tokens):
-    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.uint8)
+    def shape(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.uint8)
+
     return [
         [Plane(shape(*tokens, C * bits // 8), shape(*tokens), bits) for C, bits in each] for each in kinds
     ]
@@ -39,9 +41,15 @@ class Case:
     def __init__(self, kinds, T, dtype=jnp.bfloat16):
         rng = np.random.default_rng(T)
         widths = [sum(C for C, _ in each) for each in kinds]
-        size = lambda: np.exp(2 * rng.normal(size=(B, T, K, 1)))
+
+        def size():
+            return np.exp(2 * rng.normal(size=(B, T, K, 1)))
+
         self.x = [jnp.asarray(rng.normal(size=(B, T, K, C)) * size(), dtype) for C in widths]
-        random = lambda x: jnp.asarray(rng.integers(0, 256, x.shape), jnp.uint8)
+
+        def random(x):
+            return jnp.asarray(rng.integers(0, 256, x.shape), jnp.uint8)
+
         self.planes = [
             [Plane(random(plane.levels), random(plane.reach), plane.bits) for plane in each]
             for each in planes_like(kinds, B, K, S)
@@ -190,7 +198,10 @@ def check_special(**options):
     np.testing.assert_array_equal(np.isnan(now).all(-1), ~np.isfinite(x).all(-1))
     assert (now[:, :2, 1] == 0).all()
     finite = np.isfinite(x).all(-1) & ~np.isnan(true).any(-1)
-    wrong = lambda y: ((y - x)[finite] ** 2).sum(-1)
+
+    def wrong(y):
+        return ((y - x)[finite] ** 2).sum(-1)
+
     np.testing.assert_allclose(wrong(now), wrong(true), rtol=1e-4)
 
 
@@ -214,7 +225,9 @@ def test_what_is_past_the_end_of_the_store_is_not_written(page):
 
 
 def test_planes_whose_offsets_triton_gets_wrong_are_refused():
-    like = lambda S: Plane(*(jax.ShapeDtypeStruct((16, 32, S, *w), jnp.uint8) for w in ((64,), ())), 4)
+    def like(S):
+        return Plane(*(jax.ShapeDtypeStruct((16, 32, S, *w), jnp.uint8) for w in ((64,), ())), 4)
+
     row, x = jax.ShapeDtypeStruct((16,), jnp.int32), jax.ShapeDtypeStruct((16, 1, 32, 128), jnp.bfloat16)
     reasons = [encode_refusal([x], [[like(S)]], row, row) for S in (65536, 131072, 131136)]
     assert reasons[::2] == [None, None]

@@ -27,7 +27,10 @@ def drawn(P, Z, *, order=False, pitch=0, transposed=False, seed=0):
         rows[:, kv, :, kv * pitch % 8 : kv * pitch % 8 + G] = lse[:, kv]
     held, rows = (jnp.asarray(x, jnp.float32) for x in (held, rows))
     parts = Parts(held, rows, tuple(map(int, places)) if order else None, pitch, transposed)
-    by_head = lambda x: np.moveaxis(x, 3, 2).reshape(B, K * G, P, *x.shape[4:])
+
+    def by_head(x):
+        return np.moveaxis(x, 3, 2).reshape(B, K * G, P, *x.shape[4:])
+
     return parts, (by_head(o), by_head(lse))
 
 

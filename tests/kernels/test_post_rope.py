@@ -27,7 +27,10 @@ def random_inputs(
 ) -> list[jax.Array]:
     """Arguments of `post_rope`, drawn in float64 and rounded to the dtypes that it takes."""
     rng = np.random.default_rng(seed)
-    normal = lambda *shape: rng.standard_normal(shape)
+
+    def normal(*shape):
+        return rng.standard_normal(shape)
+
     angles = rng.integers(0, 100_000, (B, T, 1)) * 10_000.0 ** -(np.arange(H // 2) / (H // 2))
     arguments = [
         jnp.asarray(normal(B, T, K * G, H), dtype),
@@ -154,7 +157,10 @@ def test_equals_reference(
         if ours is None:
             continue
         assert ours.dtype == dtype
-        loss = lambda x, truth=truth: np.linalg.norm(np.asarray(x, np.float64) - truth)
+
+        def loss(x, truth=truth):
+            return np.linalg.norm(np.asarray(x, np.float64) - truth)
+
         assert loss(ours) <= 2 * loss(theirs)
 
 

@@ -70,7 +70,9 @@ def lists(K, blocks, most=4, dtype=jnp.int32):
 @pytest.mark.parametrize(("T", "S", "N", "K"), [(256, 256, 4, 4), (1, 40, 8, 2), (203, 1001, 4, 1)])
 @pytest.mark.sampled
 def test_lowers(R, Z, T, S, N, K):
-    f = lambda q, k, v: prefill_attention(q, k, v, scale=1.0)
+    def f(q, k, v):
+        return prefill_attention(q, k, v, scale=1.0)
+
     o, lse = lower(f, shape(2, T, N, R), shape(2, K, S, R), shape(2, K, S, Z)).out_info
     assert (o.shape, lse.shape, lse.dtype) == ((2, T, N, Z), (2, N, T), jnp.float32)
 
@@ -79,21 +81,27 @@ def test_lowers(R, Z, T, S, N, K):
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.sampled
 def test_lowers_with_two_ranks(R, Z, H, dtype):
-    f = lambda q, k, v, t: prefill_attention(q, k, v, scale=1.0, trailing=t, sinks=4, window=192)
+    def f(q, k, v, t):
+        return prefill_attention(q, k, v, scale=1.0, trailing=t, sinks=4, window=192)
+
     prefix = shape(1, 2, 300, R, dtype=dtype), shape(1, 2, 300, Z, dtype=dtype)
     args = shape(1, 77, 4, H, dtype=dtype), *prefix, trailing_shapes(1, 2, 256, H, R, Z, dtype)
     assert lower(f, *args).out_info[0].shape == (1, 77, 4, H)
 
 
 def test_lowers_far_keys_alone():
-    f = lambda q, k, v: prefill_attention(q, k, v, scale=1.0, sinks=4, window=128, keys="far")
+    def f(q, k, v):
+        return prefill_attention(q, k, v, scale=1.0, sinks=4, window=128, keys="far")
+
     lower(f, shape(1, 300, 4, 64), shape(1, 2, 300, 64), shape(1, 2, 300, 64))
 
 
 @pytest.mark.parametrize(("H", "sinks"), [(64, 0), (128, 4), (256, 4)])
 @pytest.mark.sampled
 def test_lowers_near_keys_alone(H, sinks):
-    f = lambda q, k, v, t: prefill_attention(q, k, v, scale=1.0, trailing=t, sinks=sinks, window=100)
+    def f(q, k, v, t):
+        return prefill_attention(q, k, v, scale=1.0, trailing=t, sinks=sinks, window=100)
+
     trailing = trailing_shapes(1, 2, 500, H, 0, 0)
     trailing = trailing if sinks else trailing._replace(sink_k=None, sink_v=None)
     args = shape(1, 300, 4, H), shape(1, 2, 9999, 0), shape(1, 2, 9999, 0), trailing
@@ -155,8 +163,13 @@ def test_far_keys_are_visited_where_they_are(seed):
     begin, plain, mixed, inner, edge, sink_step = map(
         int, prefill_items.steps_of(g, block, *(jnp.int32(x) for x in (first, end, 0)))
     )
-    far = lambda t: set(range(sinks, min(t - window + 1, S)))
-    rows = lambda blocks: {row for i in blocks for row in range(i * block, (i + 1) * block)}
+
+    def far(t):
+        return set(range(sinks, min(t - window + 1, S)))
+
+    def rows(blocks):
+        return {row for i in blocks for row in range(i * block, (i + 1) * block)}
+
     unmasked = rows(range(begin, begin + plain))
     masked = rows(([0] if sink_step else []) + list(range(edge, edge + inner - sink_step)))
     assert mixed == 0
@@ -203,7 +216,10 @@ def test_a_tile_of_lists_fits_whatever_the_widths(blocks):
 @pytest.mark.sampled
 def test_lowers_with_each_config(warpgroups, overlap):
     config = PrefillConfig(block_kv=64, warpgroups=warpgroups, overlap=overlap)
-    f = lambda q, k, v: prefill_attention(q, k, v, scale=1.0, config=config)
+
+    def f(q, k, v):
+        return prefill_attention(q, k, v, scale=1.0, config=config)
+
     lower(f, shape(1, 300, 4, 32), shape(1, 2, 300, 32), shape(1, 2, 300, 64))
 
 
@@ -213,9 +229,10 @@ def test_lowers_with_each_config(warpgroups, overlap):
 def test_lowers_paged(page, R, Z, H):
     trailing = trailing_shapes(2, 2, 512, H, R, Z) if H else None
     near = {"sinks": 4, "window": 192} if H else {}
-    f = lambda q, k, v, trailing, table: prefill_attention(
-        q, k, v, scale=1.0, trailing=trailing, block_table=table, **near
-    )
+
+    def f(q, k, v, trailing, table):
+        return prefill_attention(q, k, v, scale=1.0, trailing=trailing, block_table=table, **near)
+
     held = [shape(20, 2, page, rank) for rank in (R, Z)]
     lowered = lower(f, shape(2, 77, 4, H or R), *held, trailing, shape(2, 5, dtype=jnp.int32))
     assert lowered.out_info[0].shape == (2, 77, 4, H or Z)
@@ -225,7 +242,10 @@ def test_blocks_divide_pages(monkeypatch):
     """The measured ones too; without pages they are as they were measured."""
     found = {"block_kv": 256, "stages": 1, "warpgroups": 2, "overlap": False}
     monkeypatch.setattr(prefill_kernel, "measured", lambda kernel, **widths: found)
-    config = lambda **page: prefill_kernel.config_for(64, 64, 64, 64, **page)
+
+    def config(**page):
+        return prefill_kernel.config_for(64, 64, 64, 64, **page)
+
     assert config() == config(page=256) == config(page=512) == PrefillConfig(**found)
     for page, block in ((64, 64), (128, 128), (192, 64), (320, 64), (384, 128)):
         assert config(page=page) == PrefillConfig(**found | {"block_kv": block})
@@ -293,7 +313,10 @@ def test_by_default_turns_are_taken_where_they_won():
 )  # fmt: skip
 def test_refuses(change, message):
     given = {"q": shape(1, 64, 4, 32), "k": shape(1, 2, 64, 32), "v": shape(1, 2, 64, 32)} | change
-    static = lambda x: isinstance(x, (int, str, PrefillConfig)) or x == given.get("blocks")
+
+    def static(x):
+        return isinstance(x, (int, str, PrefillConfig)) or x == given.get("blocks")
+
     arrays = {name: x for name, x in given.items() if not static(x)}
     options = {name: x for name, x in given.items() if static(x)}
     with pytest.raises(ValueError, match=message):
@@ -361,12 +384,20 @@ def test_two_ranks(R, Z, H, sinks, T, starts):
     q, k, v = draw(0, B, T, N, H), draw(1, B, K, S, R), draw(2, B, K, S, Z)
     tails = draw(3, B, K, S, H - R), draw(4, B, K, S, H - Z)
     first = np.maximum(np.array(starts) - window + 1, 0) // 256 * 256
-    padded = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, 700), (0, 0)))
-    rows = lambda x: jnp.stack([padded(x)[b, :, n : n + 1000] for b, n in enumerate(first)])
+
+    def padded(x):
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 700), (0, 0)))
+
+    def rows(x):
+        return jnp.stack([padded(x)[b, :, n : n + 1000] for b, n in enumerate(first)])
+
     heads = [x[:, :, :8] for x in tails] if sinks else []
     trailing = Trailing(*(rows(x) for x in tails), jnp.asarray(first, jnp.int32), *heads)
     options = {"scale": H**-0.5, "starts": np.array(starts), "sinks": sinks, "window": window}
-    f = lambda q, k, v, trailing: prefill_attention(q, k, v, trailing=trailing, **options)
+
+    def f(q, k, v, trailing):
+        return prefill_attention(q, k, v, trailing=trailing, **options)
+
     o, lse = jax.jit(f)(q, k, v, trailing)
     check(o, lse, *prefill(q, k, v, tail=tails, lengths=np.array(starts) + T, **options), BF16)
 
@@ -381,7 +412,10 @@ def test_near_keys_alone(H, sinks, window, T, starts):
     B, N, K, starts = 2, 4, 2, np.array(starts)
     q, k, v = draw(0, B, T, N, H), draw(1, B, K, 1300, H), draw(2, B, K, 1300, H)
     halo = starts - window
-    cut = lambda x: jnp.stack([jnp.roll(x[b], -halo[b], axis=1)[:, : window + T] for b in range(B)])
+
+    def cut(x):
+        return jnp.stack([jnp.roll(x[b], -halo[b], axis=1)[:, : window + T] for b in range(B)])
+
     options = {"scale": H**-0.5, "starts": starts, "sinks": sinks, "window": window}
     of_sinks = (k[:, :, :8], v[:, :, :8]) if sinks else ()
     trailing = Trailing(cut(k), cut(v), jnp.asarray(halo), *of_sinks)

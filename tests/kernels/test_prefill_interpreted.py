@@ -34,7 +34,9 @@ F32 = jnp.float32
 
 
 def _product(*pairs):
-    dot = lambda q, k: jnp.dot(q[...].astype(F32), k[...].astype(F32).T, precision="highest")
+    def dot(q, k):
+        return jnp.dot(q[...].astype(F32), k[...].astype(F32).T, precision="highest")
+
     return sum(dot(q, k) for q, k in pairs)
 
 
@@ -144,7 +146,10 @@ def near_alone(T, starts, counts, window, sinks, halo, config):
     S = int(max(starts)) + T + halo
     q, k, v = draw(0, B, T, 1, H), draw(1, B, 1, S, H), draw(2, B, 1, S, H)
     base = starts - halo
-    cut = lambda x: jnp.stack([jnp.roll(x[b], -base[b], axis=1)[:, : halo + T] for b in range(B)])
+
+    def cut(x):
+        return jnp.stack([jnp.roll(x[b], -base[b], axis=1)[:, : halo + T] for b in range(B)])
+
     of_sinks = (k[:, :, :8], v[:, :, :8]) if sinks else ()
     trailing = Trailing(cut(k), cut(v), jnp.asarray(base, jnp.int32), *of_sinks)
     options = {"scale": 0.3, "starts": starts, "lengths": starts + counts, "sinks": sinks, "window": window}
@@ -226,7 +231,10 @@ def test_listed_blocks_in_pages():
     q, k, v = draw(0, B, T, N, 32), draw(1, B, K, S, 32), draw(2, B, K, S, 32)
     starts, order = np.array([300]), np.random.default_rng(1).permutation(S // page)
     listed, lists = lists_of(np.random.default_rng(2), K, starts, starts + T, T, S, blocks, 0.5)
-    paged = lambda x: x[0].reshape(K, S // page, page, -1).swapaxes(0, 1)[np.argsort(order)]
+
+    def paged(x):
+        return x[0].reshape(K, S // page, page, -1).swapaxes(0, 1)[np.argsort(order)]
+
     options = {"scale": 0.2, "starts": starts, "blocks": blocks}
     table = jnp.asarray(order[None], jnp.int32)
     config = PrefillConfig(64, 2, 1)

@@ -23,10 +23,15 @@ def classes(T, share, seed):
 @pytest.mark.parametrize(("T", "near"), [(90, {}), (90, {"sinks": 4, "window": 100}), (1, {})])
 @pytest.mark.sampled
 def test_lowers(T, near):
-    integers = lambda n: shape(2, n, dtype=jnp.int32)
+    def integers(n):
+        return shape(2, n, dtype=jnp.int32)
+
     sizes = zip((90, 700), RANKS, strict=True)
     segments = [Segment(shape(2, 2, n, R), shape(2, 2, n, Z), integers(n)) for n, (R, Z) in sizes]
-    f = lambda q, t, segments: segment_attention(q, t, segments, scale=1.0, **near)
+
+    def f(q, t, segments):
+        return segment_attention(q, t, segments, scale=1.0, **near)
+
     o, lse = lower(f, shape(2, T, 4, 64), integers(T), segments).out_info
     assert (o.shape, lse.shape) == ((2, T, 4, 96), (2, 4, T))
 
@@ -35,7 +40,10 @@ def test_lowers(T, near):
 @pytest.mark.parametrize(("positions", "message"), [((2, 91), "B, T"), ((3, 90), "B, T")])
 def test_refuses_positions_of_another_shape(positions, message):
     segment = Segment(shape(2, 2, 40, 32), shape(2, 2, 40, 64), shape(2, 40, dtype=jnp.int32))
-    f = lambda q, t, s: segment_attention(q, t, [s], scale=1.0)
+
+    def f(q, t, s):
+        return segment_attention(q, t, [s], scale=1.0)
+
     with pytest.raises(ValueError, match=message):
         lower(f, shape(2, 90, 4, 32), shape(*positions, dtype=jnp.int32), segment)
 
@@ -77,7 +85,10 @@ def test_classes(share, near, queries):
         "one": np.array([[T - 7], [150]]),
     }[queries]
     q = draw(9, 2, t.shape[1], N, H)
-    f = lambda q, t, segments: segment_attention(q, t, segments, scale=H**-0.5, **near)
+
+    def f(q, t, segments):
+        return segment_attention(q, t, segments, scale=H**-0.5, **near)
+
     o, lse = jax.jit(f)(q, jnp.asarray(t), segments)
     rows = [[one_head(q[b, :, n], t[b], segments, b, n // 2, **near) for n in range(N)] for b in range(2)]
     truth, truth_lse = (np.stack([np.stack([head[i] for head in heads]) for heads in rows]) for i in range(2))

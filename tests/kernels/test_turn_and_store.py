@@ -34,8 +34,13 @@ class Case:
         self, kinds, B=3, G=2, shift=False, dtype=jnp.bfloat16, rotation=jnp.float16, seed=0, H=H, Hv=H
     ):
         rng = np.random.default_rng(seed)
-        normal = lambda *shape: rng.normal(size=shape)
-        size = lambda: np.exp(normal(B, 1, 1))
+
+        def normal(*shape):
+            return rng.normal(size=shape)
+
+        def size():
+            return np.exp(normal(B, 1, 1))
+
         self.q = jnp.asarray(normal(B, K * G, H), dtype)
         self.k, self.v = (jnp.asarray(normal(B, K, C) * size(), dtype) for C in (H, Hv))
         angles = rng.integers(0, 9999, (B, 1)) * 1e4 ** -(np.arange(H // 2) / (H // 2))
@@ -43,10 +48,18 @@ class Case:
         cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
         self.turning = Turning(cos, sin, *basis, jnp.asarray(normal(K, H), dtype) if shift else None)
         self.keys, self.values, self.ring_bits = kinds
-        byte = lambda *shape: jnp.asarray(rng.integers(0, 256, shape), jnp.uint8)
-        plane = lambda slots, C, bits: Plane(byte(B, K, slots, C * bits // 8), byte(B, K, slots), bits)
+
+        def byte(*shape):
+            return jnp.asarray(rng.integers(0, 256, shape), jnp.uint8)
+
+        def plane(slots, C, bits):
+            return Plane(byte(B, K, slots, C * bits // 8), byte(B, K, slots), bits)
+
         self.planes = [[plane(S, *each) for each in kind] for kind in (self.keys, self.values)]
-        ring = lambda C: plane(M, C, 8) if self.ring_bits == 8 else jnp.asarray(normal(B, K, M, C), dtype)
+
+        def ring(C):
+            return plane(M, C, 8) if self.ring_bits == 8 else jnp.asarray(normal(B, K, M, C), dtype)
+
         self.rings = [ring(H), ring(Hv)]
         # The second row's token is padding; the third is a sink.
         self.starts = np.resize([5 + WINDOW, 100, 2], B)

@@ -55,7 +55,10 @@ class Masked:
                 important[:T] = self.important[group]
             widths = [np.where(important, b, a) for a, b in ((less.qk, more.qk), (less.v, more.v))]
             seen = []
-            attend = lambda q, k, v, widths=widths, seen=seen: self.attend(q, k, v, *widths, seen)
+
+            def attend(q, k, v, widths=widths, seen=seen):
+                return self.attend(q, k, v, *widths, seen)
+
             x, _ = block(x, positions, attend)
             if leads:
                 self.important[index] = classify(seen[0][:T], self.important[index])
@@ -68,14 +71,22 @@ class Masked:
         sinks, window = self.plan.near(0)
         near = (j < sinks) | (j > t - window) if sinks or window else t < 0
         near = np.broadcast_to(near, (T, T))
-        cut = lambda x, ranks: x * (np.arange(self.H) < ranks[:, None])[:, None]
-        score = lambda key: jnp.einsum("tnh,snh->nts", q[0], key) * self.H**-0.5
+
+        def cut(x, ranks):
+            return x * (np.arange(self.H) < ranks[:, None])[:, None]
+
+        def score(key):
+            return jnp.einsum("tnh,snh->nts", q[0], key) * self.H**-0.5
+
         logits = jnp.where(near, score(k), score(cut(k, R)))
         logits = jnp.where(j <= t, logits, -jnp.inf)
         lse = jax.nn.logsumexp(logits, -1)
         seen.append(np.asarray(jax.nn.logsumexp(lse, 0)))
         weights = jnp.exp(logits - lse[..., None])
-        mix = lambda mask, value: jnp.einsum("nts,snh->tnh", jnp.where(mask, weights, 0), value)
+
+        def mix(mask, value):
+            return jnp.einsum("nts,snh->tnh", jnp.where(mask, weights, 0), value)
+
         return (mix(near, v) + mix(~near, cut(v, Z)))[None], None
 
 
@@ -220,8 +231,13 @@ def test_class_layers_lower_for_cuda(monkeypatch, tiny_llama: TinyModel, near):
     network = half(tiny_llama.model(class_plan(tiny_llama, **near)))
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     cache = network.new_cache(batch=2, capacity=128)
-    integers = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
-    extend = lambda cache, tokens, end: network.extend(cache, tokens, end, "pallas")
+
+    def integers(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.int32)
+
+    def extend(cache, tokens, end):
+        return network.extend(cache, tokens, end, "pallas")
+
     for width, kernel in ((80, "zdc_prefill"), (1, "zdc_decode")):
         traced = jax.jit(extend).trace(cache, integers(2, width), integers(2))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -240,7 +256,10 @@ def replayed(network, x, lse, implementation):
     for width, end in pieces + tokens:
         positions, ends = jnp.asarray(held[:, None] + np.arange(width)), jnp.asarray(end)
         taken = jnp.minimum(positions, T - 1)
-        pick = lambda array, taken=taken: jnp.take_along_axis(array, taken[..., None], 1)
+
+        def pick(array, taken=taken):
+            return jnp.take_along_axis(array, taken[..., None], 1)
+
         given = pick(lse).swapaxes(1, 2), positions, ends, specs[0].blocks
         group, order = arrange(group, *given)
         x_new, aux = pick(x).astype(network.dtype), Classified(group, order)

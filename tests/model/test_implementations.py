@@ -86,7 +86,10 @@ def test_model_on_kernels_lowers_for_cuda(monkeypatch, caplog, config, name):
     network = bfloat16(TinyModel(config).model(CompressionPlan.uniform(config, **PLANS[name]))).network
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     cache = network.new_cache(batch=2, capacity=256)
-    integers = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
+
+    def integers(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.int32)
+
     extend = jax.jit(lambda cache, tokens, end: network.extend(cache, tokens, end))
     calls = {
         "prefill": lambda: extend.trace(cache, integers(2, 100), integers(2)),
@@ -106,14 +109,23 @@ def test_model_on_kernels_lowers_for_cuda(monkeypatch, caplog, config, name):
 
 def random_calls(rng):
     """One call of each kind, at sizes that kernels take, or do not: function and shapes of its arrays."""
+
     # The later a choice, the likelier: the last is what kernels take.
-    pick = lambda *choices: choices[min(rng.integers(2 * len(choices)), len(choices) - 1)]
+    def pick(*choices):
+        return choices[min(rng.integers(2 * len(choices)), len(choices) - 1)]
+
     R, Z, sinks, window = pick(24, 272, 16), pick(40, 32), pick(70, 0, 4), pick(0, 60, 128)
     H, K, G, S = max(R, Z) + pick(8, 0, 16), pick(1, 2), pick(3, 60, 1), pick(253, 256)
     dtype = pick(jnp.float32, jnp.bfloat16)
-    shape = lambda *dims, dtype=dtype: jax.ShapeDtypeStruct((2, *dims), dtype)
+
+    def shape(*dims, dtype=dtype):
+        return jax.ShapeDtypeStruct((2, *dims), dtype)
+
     integers = partial(shape, dtype=jnp.int32)
-    qkv = lambda T, qk, v: [shape(T, K * G, qk), shape(T, K, qk), shape(T, K, v)]
+
+    def qkv(T, qk, v):
+        return [shape(T, K * G, qk), shape(T, K, qk), shape(T, K, v)]
+
     prefix = [shape(K, S, rank) for rank in (R, Z)]
     rings = [shape(K, sinks + window, H - rank) for rank in (R, Z)]
     cache = PrefixRingState(*prefix, *rings, (sinks, window))
@@ -196,8 +208,13 @@ def test_model_on_kernels_is_the_model_on_xla(config, name):
     exact = tiny.model(CompressionPlan.uniform(config, **PLANS[name]))
     half = bfloat16(exact)
     tokens = tiny.tokens(2, 190)
-    cached = lambda network, name: replay(network, tokens, name)
-    whole = lambda network, name: np.asarray(network.hidden(jnp.asarray(tokens), name), np.float32)
+
+    def cached(network, name):
+        return replay(network, tokens, name)
+
+    def whole(network, name):
+        return np.asarray(network.hidden(jnp.asarray(tokens), name), np.float32)
+
     for run in (cached, whole):
         truth = run(exact.network, "xla")
         errors = {name: np.linalg.norm(run(half.network, name) - truth) for name in ("xla", "pallas")}

@@ -88,7 +88,9 @@ class Truth:
         return np.concatenate([both.real, both.imag], -1)
 
     def mlp(self, x, weights, spec):
-        silu = lambda a: a / (1 + np.exp(-a))
+        def silu(a):
+            return a / (1 + np.exp(-a))
+
         up = x @ weights["up"]
         return (silu(x @ weights["gate"]) * up if spec.mlp == "gated" else silu(up)) @ weights["down"]
 
@@ -152,7 +154,10 @@ def test_calibration_sees_each_layer_under_its_own_mask():
 
 def test_a_plan_may_only_narrow_a_sliding_layer():
     config = config_of("window")
-    plan = lambda ranks: CompressionPlan((LayerRanks(16, 16), ranks), 2, 32, window=5)
+
+    def plan(ranks):
+        return CompressionPlan((LayerRanks(16, 16), ranks), 2, 32, window=5)
+
     plan(LayerRanks(0, 0, 4)).check_model(config, "")
     for ranks in (LayerRanks(0, 0, 10), LayerRanks(0, 0), LayerRanks(16, 16)):
         with pytest.raises(PlanError, match="layer 1 of the model sees the last 9 tokens: the plan must"):
@@ -166,7 +171,10 @@ def test_a_plan_may_only_narrow_a_sliding_layer():
 
 def test_folding_loses_no_weight(tiny_opt: TinyModel):
     basis, weights = tiny_opt.basis(), dict(tiny_opt.layers[0]["attention"])
-    fold = lambda weights: fold_attention(weights, OPT, basis, 0, LayerRanks(32, 32), full_width=False)
+
+    def fold(weights):
+        return fold_attention(weights, OPT, basis, 0, LayerRanks(32, 32), full_width=False)
+
     fold(weights)
     with pytest.raises(ValueError, match=r"layer 0: no rule to fold the attention weights \['gate'\]"):
         fold(weights | {"gate": weights["q"]})

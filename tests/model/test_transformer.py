@@ -83,7 +83,10 @@ def test_arrays_without_a_window_are_smaller(tiny: TinyModel):
 def test_folded_at_full_rank_is_the_same_program(tiny_opt: TinyModel):
     rotated = tiny_opt.model(CompressionPlan.full(tiny_opt.config)).network
     tokens = jnp.asarray(tiny_opt.tokens(1, 16))
-    program = lambda network: str(jax.make_jaxpr(lambda n, t: n(t))(network, tokens))
+
+    def program(network):
+        return str(jax.make_jaxpr(lambda n, t: n(t))(network, tokens))
+
     assert program(rotated) == program(tiny_opt.dense)
 
 

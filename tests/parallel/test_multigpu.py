@@ -85,7 +85,10 @@ def test_codes_on_kernels_are_those_of_one_device():
     k, v = k + 0.5, v[:, ::-1]
     end = jnp.full(1, T, jnp.int32)
     how = {"spec": spec, "scale": 0.1, "implementation": "pallas", "formats": NATIVE}
-    attend = lambda q, k, v: coded_attention(q, k, v, end, None, **how)[:2]
+
+    def attend(q, k, v):
+        return coded_attention(q, k, v, end, None, **how)[:2]
+
     on_mesh = jax.shard_map(
         attend,
         mesh=MeshConfig(sequence=2).create(),
@@ -113,7 +116,7 @@ def test_engine_answers_as_generate_on_one_device(steps):
     expected = [each.tokens for each in generate(model, prompts, 12, stop_tokens=()).completions]
     network = ShardedTransformer.of(model.network, MeshConfig(sequence=2).create())
     events: queue.Queue = queue.Queue()
-    settings = EngineConfig(rows=3, max_model_len=96, page=16, chunk=32, steps=steps)
+    settings = EngineConfig(max_sequences=3, max_model_len=96, page=16, chunk=32, decode_steps=steps)
     with Engine(replace(model, network=network), settings) as engine:
         for index, prompt in enumerate(prompts):
             request = EngineRequest(tuple(prompt), 12, ignore_eos=True)
@@ -132,7 +135,10 @@ def test_attention_runs_beside_the_exchange():
     """In the order of the compiled program: near attention, and far attention of each group of heads."""
     mesh, tokens = MeshConfig(sequence=2).create(), PartitionSpec(None, "sequence")
     spec = PrefixRing(num_kv_heads=8, head_dim=128, dtype="bfloat16", R=32, Z=64, sinks=4, window=512)
-    attend = lambda *qkv: sharded_attention(*qkv, scale=0.1, spec=spec, implementation="pallas")[0]
+
+    def attend(*qkv):
+        return sharded_attention(*qkv, scale=0.1, spec=spec, implementation="pallas")[0]
+
     program = jax.jit(
         jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens, check_vma=False)
     )

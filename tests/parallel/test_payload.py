@@ -82,7 +82,10 @@ def test_codes_arrive_as_in_float64(kind, width):
     expected = emulated(x, coded_blocks(kind, width))
     differs = np.abs(got - expected).max(-1) > 1e-4
     assert differs.mean() < 0.01
-    wrong = lambda found: np.mean((np.asarray(found) - x) ** 2)
+
+    def wrong(found):
+        return np.mean((np.asarray(found) - x) ** 2)
+
     np.testing.assert_allclose(wrong(got), wrong(expected), rtol=1e-3)
 
 

@@ -15,7 +15,7 @@ from zdc_jax.plan import CompressionPlan, LayerRanks
 from zdc_jax.planning.checked import CHECKS, Surrogate, checked_plan
 from zdc_jax.planning.coded_costs import coded_forecast, coded_levels
 from zdc_jax.planning.forecast import Forecast
-from zdc_jax.planning.layer_costs import kept
+from zdc_jax.planning.layer_costs import build_layer
 from zdc_jax.planning.predictor import Predictor
 from zdc_jax.planning.profile import Profile
 
@@ -25,7 +25,7 @@ FULL = CompressionPlan.full(CONFIG)
 WINDOWS, RANKS = np.array([128, 512], np.int32), np.array([16, 32], np.int32)
 PREDICTOR = Predictor.stored()
 RANK_CHOICES = [LayerRanks(0, 0), *(LayerRanks(qk, v) for qk, v in product((16, 32, 48), repeat=2))]
-CODE_CHOICES = [LayerRanks(0, 0), *(kept(keys, values) for keys, values in product(*coded_levels(48)))]
+CODE_CHOICES = [LayerRanks(0, 0), *(build_layer(keys, values) for keys, values in product(*coded_levels(48)))]
 
 
 def ranks_size(ranks: LayerRanks) -> int:
@@ -63,7 +63,10 @@ KINDS = {
 def profile(seed: int) -> Profile:
     """Of layers whose distant tokens are worth from much less to much more than the limits below."""
     rng = np.random.default_rng(seed)
-    error = lambda: np.sort(rng.random((LAYERS, len(RANKS))) ** 2, axis=1)[:, ::-1]
+
+    def error():
+        return np.sort(rng.random((LAYERS, len(RANKS))) ** 2, axis=1)[:, ::-1]
+
     write = np.array([1.0, 0.8]) * np.exp(rng.normal(0, 0.1, (LAYERS, 2)))
     return Profile(np.exp(rng.normal(-4, 1.5, LAYERS)), write, error(), error(), WINDOWS, RANKS, "made-up")
 
@@ -84,9 +87,9 @@ class Truth:
     def measure(self, plan: CompressionPlan) -> float:
         """The relative increase of perplexity, once for each plan."""
         assert plan not in self.measured
-        kept = (self.costs[plan.window][i][self.choices.index(ranks)] for i, ranks in enumerate(plan.layers))
+        costs = (self.costs[plan.window][i][self.choices.index(ranks)] for i, ranks in enumerate(plan.layers))
         noise = self.noise * np.random.default_rng(len(self.measured)).normal()
-        return self.measured.setdefault(plan, float(np.expm1(sum(kept) + noise)))
+        return self.measured.setdefault(plan, float(np.expm1(sum(costs) + noise)))
 
     def checked(self, limit: float) -> CompressionPlan | None:
         """What is under test."""
@@ -135,7 +138,10 @@ def test_checked_plans_are_near_the_smallest_of_all(kind, monkeypatch):
     """Of models whose layers cost half to twice what is predicted; paths alone do not bring them there."""
     models = [(kind, seed, 0.6) for seed in range(4)]
     least = np.array([Truth(*model).smallest(0.02) for model in models])
-    sizes = lambda: np.array([(Truth(*model).checked(0.02) or FULL).bytes(CONTEXT) for model in models])
+
+    def sizes():
+        return np.array([(Truth(*model).checked(0.02) or FULL).bytes(CONTEXT) for model in models])
+
     ratios = sizes() / least
     monkeypatch.setattr(Surrogate, "_changed", lambda self, best: ())
     along_paths = sizes() / least

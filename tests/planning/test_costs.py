@@ -56,7 +56,10 @@ def test_a_request_adds_up_over_layers_and_classes():
     assert layer_parts(plan, 0) == [(1.0, alike)]
     assert layer_parts(plan, 1) == [(0.25, more), (0.75, less)]
     call = AttentionCall(32, 8, 128, 4096, batch=16)
-    one = lambda ranks: (H200.prefill(call, [(1.0, ranks)]), H200.decode(call, [(1.0, ranks)]))
+
+    def one(ranks):
+        return (H200.prefill(call, [(1.0, ranks)]), H200.decode(call, [(1.0, ranks)]))
+
     prefill, decode = (
         [0.25 * a + 0.75 * b, c] for a, b, c in zip(*map(one, (more, less, alike)), strict=True)
     )

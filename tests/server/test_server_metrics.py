@@ -57,7 +57,10 @@ def test_tokens_that_come_together_share_their_time(monkeypatch: pytest.MonkeyPa
     for event in (Event(tokens=(1, 2)), Event(tokens=(3, 4, 5)), Event(finish_reason="cancelled")):
         now[0] += 3
         watch.take(event)
-    value = lambda name, **labels: metrics.registry.get_sample_value(name, {"model_name": "tiny"} | labels)
+
+    def value(name, **labels):
+        return metrics.registry.get_sample_value(name, {"model_name": "tiny"} | labels)
+
     assert value("vllm:time_to_first_token_seconds_sum") == 3
     assert value("vllm:inter_token_latency_seconds_sum") == 3
     assert value("vllm:inter_token_latency_seconds_count") == 3

@@ -137,12 +137,15 @@ print("ended")
 @pytest.mark.sampled
 def test_signals_end_it():
     paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
-    start = lambda: subprocess.Popen(
-        [sys.executable, "-c", SERVE],
-        env=os.environ | {"PYTHONPATH": paths},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+
+    def start():
+        return subprocess.Popen(
+            [sys.executable, "-c", SERVE],
+            env=os.environ | {"PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
     with start() as first, start() as second:
         for process, number in ((first, signal.SIGTERM), (second, signal.SIGINT)):
             line = process.stdout.readline()

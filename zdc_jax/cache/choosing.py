@@ -79,7 +79,10 @@ class Choosing(NearFar):
 
     def rows(self, far: FarTokens, slots: Int[Array, "B K n"]) -> tuple[Array, Array]:
         """Keys [B, K, n, R] and values [B, K, n, Z] in these slots, and no others read."""
-        take = lambda x: jnp.take_along_axis(x, slots[..., None], axis=2)
+
+        def take(x):
+            return jnp.take_along_axis(x, slots[..., None], axis=2)
+
         return take(far.k), take(far.v)
 
     def all_rows(self, far: FarTokens) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
@@ -88,20 +91,29 @@ class Choosing(NearFar):
 
     def create_far(self, batch: int, capacity: int) -> FarTokens:
         """`NearFar.create_far`."""
-        empty = lambda width: jnp.zeros((batch, self.num_kv_heads, capacity, width), self.dtype)
+
+        def empty(width):
+            return jnp.zeros((batch, self.num_kv_heads, capacity, width), self.dtype)
+
         return FarTokens(empty(self.R), empty(self.Z))
 
     def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
         """`NearFar.write_far`."""
         start, kept = positions[:, 0], positions < end[:, None]
-        put = lambda buffer, x: put_rows(buffer, x[..., : buffer.shape[-1]], start, kept)
+
+        def put(buffer, x):
+            return put_rows(buffer, x[..., : buffer.shape[-1]], start, kept)
+
         return state.far._replace(k=put(state.far.k, k), v=put(state.far.v, v))
 
     def attend_far(self, far: FarTokens, q: Array, positions: Array, call: Call) -> tuple[Array, Array]:
         """`NearFar.attend_far`."""
         if q.shape[1] == 1:
             return self.attend_pages(far, q, positions, self.chosen(far, q, positions, call), call)
-        are_chosen = lambda q, positions: self.are_chosen(far, q, positions, call.scale)
+
+        def are_chosen(q, positions):
+            return self.are_chosen(far, q, positions, call.scale)
+
         return self._attend_masked(far, call, are_chosen, q, positions)
 
     def attend_pages(
@@ -231,7 +243,10 @@ class PageBounds(Choosing):
         rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % page), (0, 0)))
         rows = rows[:, :, : pages * page, : self.R].reshape(*rows.shape[:2], pages, page, self.R)
         complete = (first[:, None] + jnp.arange(pages) + 1) * page <= end[:, None]
-        put = lambda buffer, new: put_rows(buffer, new.swapaxes(1, 2), first, complete)
+
+        def put(buffer, new):
+            return put_rows(buffer, new.swapaxes(1, 2), first, complete)
+
         least, largest = far.index
         return far._replace(index=(put(least, rows.min(3)), put(largest, rows.max(3))))
 

@@ -47,7 +47,10 @@ class ClassBlocks:
         Both are rounded up to the 8 rows that a GPU copies at a time.
         """
         blocks, slots = -(-capacity // self.block), self.slots(self.block)
-        rounded = lambda rows: -(-rows // 8) * 8
+
+        def rounded(rows):
+            return -(-rows // 8) * 8
+
         return rounded(blocks * slots), rounded(blocks * (self.block - slots))
 
     def important_in(self, tokens: int) -> int:
@@ -88,7 +91,10 @@ class GroupState:
     def create(cls, blocks: ClassBlocks, *, batch: int, capacity: int) -> "GroupState":
         """Nothing held yet."""
         important, rest = blocks.segment_slots(capacity)
-        empty = lambda slots: jnp.full((batch, slots), EMPTY, jnp.int32)
+
+        def empty(slots):
+            return jnp.full((batch, slots), EMPTY, jnp.int32)
+
         importance = jnp.full((batch, blocks.block), -jnp.inf, jnp.float32)
         return cls((empty(important), empty(rest)), importance)
 
@@ -224,7 +230,10 @@ class ClassMember(LayerCacheSpec):
 
     def create(self, batch: int, capacity: int) -> MemberState:
         """`LayerCacheSpec.create`."""
-        empty = lambda slots, width: jnp.zeros((batch, self.num_kv_heads, slots, width), self.dtype)
+
+        def empty(slots, width):
+            return jnp.zeros((batch, self.num_kv_heads, slots, width), self.dtype)
+
         sized = zip(self.blocks.segment_slots(capacity), (self.important, self.rest), strict=True)
         segments = (ClassArrays(empty(slots, R), empty(slots, Z)) for slots, (R, Z) in sized)
         return MemberState(self.near.create(batch, capacity), *segments)

@@ -76,7 +76,10 @@ class CodedChoosing(CodedFar, Choosing):
     def create_far(self, batch: int, capacity: int) -> FarTokens:
         """`NearFar.create_far`."""
         slots = batch, self.num_kv_heads, slots_for(capacity)
-        empty = lambda code, width: empty_tokens(code, slots, width, self.dtype) if width else ()
+
+        def empty(code, width):
+            return empty_tokens(code, slots, width, self.dtype) if width else ()
+
         index, k, v = (empty(code, width) for code, width in self._planes())
         return FarTokens(k, v, index)
 
@@ -212,12 +215,18 @@ class CodedChoosing(CodedFar, Choosing):
 
     def rows(self, far: FarTokens, slots: Int[Array, "B K n"]) -> tuple[Array, Array]:
         """`Choosing.rows`."""
-        take = lambda x: jnp.take_along_axis(x, slots[..., None], axis=2)
+
+        def take(x):
+            return jnp.take_along_axis(x, slots[..., None], axis=2)
+
         return self.all_rows(jax.tree.map(take, far))
 
     def all_rows(self, far: FarTokens) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
         """`Choosing.all_rows`."""
-        decoded = lambda code, coded, width: decode_tokens(code, coded, width).astype(self.dtype)
+
+        def decoded(code, coded, width):
+            return decode_tokens(code, coded, width).astype(self.dtype)
+
         k = decoded(self.key_code, far.k, self.R - self.index)
         if self.index:
             k = jnp.concatenate([decoded(self.index_code, far.index, self.index), k], axis=-1)
@@ -266,7 +275,10 @@ class CodedChoosing(CodedFar, Choosing):
         B, T, N, _ = q.shape
         on_kernels = self._chooses_on_kernels(far, q, call)
         block = self._at_once(far, q) if on_kernels else query_block(2 * B * N * self.capacity(far), T)
-        chosen = lambda q, positions: self.chosen(far, q, positions, call)
+
+        def chosen(q, positions):
+            return self.chosen(far, q, positions, call)
+
         return by_query_blocks(chosen, block, q, positions)
 
     def _planes(self) -> tuple[tuple[Code, int], ...]:
@@ -288,5 +300,8 @@ def put_coded(held: Coded, code: Code, x: Float[Array, "B T K C"], *, positions:
     """Coded arrays [B, K, S, …], or pages, with x at `positions` below `end`; those of C = 0 are none."""
     if not x.shape[-1]:
         return held
-    put = lambda buffer, new: put_tokens(buffer, new, positions, end)
+
+    def put(buffer, new):
+        return put_tokens(buffer, new, positions, end)
+
     return jax.tree.map(put, held, encode_tokens(code, x), is_leaf=lambda leaf: isinstance(leaf, Pages))

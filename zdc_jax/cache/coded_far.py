@@ -81,7 +81,7 @@ class CodedFar(NearFar):
                 far, aux = self.decode_parts(held.far, q[..., : self.R], positions, call, aux)
                 near = self.near.decode_held(held.near, q, positions, call)
                 return Attended(held, *of_parts(q, near, far), aux)
-            q, k = k.turned(q, call.implementation)
+            q, k = k.rotated(q, call.implementation)
         return super().attend(state, q, k, v, positions, end, aux, call)
 
     def _put_token(

@@ -53,7 +53,10 @@ class CodedRing(PrefixRing):
         """`LayerCacheSpec.create`."""
         state = jax.eval_shape(partial(self.plain.create, batch, capacity))
         k, v = (jnp.zeros(leaf.shape, leaf.dtype) for leaf in (state.k, state.v))
-        empty = lambda ring: empty_tokens(self.code, ring.shape[:-1], self.head_dim, self.dtype)
+
+        def empty(ring):
+            return empty_tokens(self.code, ring.shape[:-1], self.head_dim, self.dtype)
+
         return PrefixRingState(k, v, empty(state.ring_k), empty(state.ring_v), state.near)
 
     def write(
@@ -68,7 +71,10 @@ class CodedRing(PrefixRing):
                 ((ring_k,), (ring_v,)) = done
                 return replace(state, ring_k=ring_k, ring_v=ring_v)
         put = partial(put_ring, positions=positions, end=end, sinks=sinks, window=window)
-        coded = lambda ring, x: jax.tree.map(lambda held, new: put(held, x=new), ring, self._encode(x))
+
+        def coded(ring, x):
+            return jax.tree.map(lambda held, new: put(held, x=new), ring, self._encode(x))
+
         return replace(state, ring_k=coded(state.ring_k, k), ring_v=coded(state.ring_v, v))
 
     def attend(

@@ -182,7 +182,10 @@ class CodedStore(CodedFar):
             rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % block), (0, 0)))
         rows = rows[:, :, : blocks * block, :width].reshape(*rows.shape[:2], blocks, block, width)
         complete = (first[:, None] + jnp.arange(blocks) + 1) * block <= end[:, None]
-        put = lambda buffer, new: _put_blocks(buffer, new, first, complete)
+
+        def put(buffer, new):
+            return _put_blocks(buffer, new, first, complete)
+
         return jax.tree.map(put, held, code.encode(rows))
 
 
@@ -190,7 +193,9 @@ def _put_in_pages(code: Code, held: Coded, x: Array, *, positions: Array, end: A
     """Pages `held`, of a code of single tokens, with those of x [B, T, K, C] below `end`; on any device."""
 
     def put(pages: Pages, new: Array) -> Pages:
-        flat = lambda array: array.reshape(*array.shape[:3], -1)
+        def flat(array):
+            return array.reshape(*array.shape[:3], -1)
+
         done = put_tokens(Pages(flat(pages.pool), pages.table), flat(new), positions, end)
         assert isinstance(done, Pages)
         return Pages(done.pool.reshape(pages.pool.shape), pages.table)
@@ -200,6 +205,9 @@ def _put_in_pages(code: Code, held: Coded, x: Array, *, positions: Array, end: A
 
 def _put_blocks(buffer: Any, new: Any, first: Array, complete: Array) -> Array:
     """`buffer` [B, K, n, …] with new [B, K, blocks, …] from block `first` on, where complete."""
-    flat = lambda x: x.reshape(*x.shape[:3], -1)
+
+    def flat(x):
+        return x.reshape(*x.shape[:3], -1)
+
     put = put_rows(flat(buffer), flat(new).swapaxes(1, 2), first, complete)
     return put.reshape(buffer.shape)

@@ -59,13 +59,19 @@ def coded_shapes(code: Code, C: int, dtype: str) -> Coded:
 
 def empty_blocks(code: Code, batch: tuple[int, ...], C: int, dtype: str) -> Coded:
     """Zeros in place of the codes of blocks [*batch, block, C]."""
-    make = lambda leaf: jnp.zeros((*batch, *leaf.shape), leaf.dtype)
+
+    def make(leaf):
+        return jnp.zeros((*batch, *leaf.shape), leaf.dtype)
+
     return jax.tree.map(make, coded_shapes(code, C, dtype))
 
 
 def empty_tokens(code: Code, batch: tuple[int, ...], C: int, dtype: str) -> Coded:
     """Zeros in place of what `encode_tokens` gives of vectors [*batch, C]."""
-    make = lambda leaf: jnp.zeros((*batch, leaf.size), leaf.dtype)
+
+    def make(leaf):
+        return jnp.zeros((*batch, leaf.size), leaf.dtype)
+
     return jax.tree.map(make, coded_shapes(code, C, dtype))
 
 

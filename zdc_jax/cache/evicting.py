@@ -124,8 +124,13 @@ class Evicting(LayerCacheSpec):
         whole = bool(self.sinks or self.window)
         Hq, Hv = (self.head_dim, self.head_dim) if whole else (self.R, self.Z)
         K, choosing = self.num_kv_heads, 1 if self.scoring.shared else self.num_kv_heads
-        empty = lambda slots, width: jnp.zeros((batch, K, slots, width), self.dtype)
-        scores = lambda slots: jnp.zeros((batch, choosing, slots), jnp.float32)
+
+        def empty(slots, width):
+            return jnp.zeros((batch, K, slots, width), self.dtype)
+
+        def scores(slots):
+            return jnp.zeros((batch, choosing, slots), jnp.float32)
+
         return EvictingState(
             near_k=empty(near, Hq),
             near_v=empty(near, Hv),
@@ -182,8 +187,13 @@ class Evicting(LayerCacheSpec):
         far = highest(self.scoring.final(choosing, j, end), j != EMPTY, state.positions.shape[2])
         near = jnp.clip(first[:, None] + jnp.arange(window + block), 0, T - 1)[:, None]
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-        take = lambda x, at, width: _take(x, at)[..., :width].astype(self.dtype)
-        join = lambda old, x: jnp.concatenate([old[:, :, :sinks], take(x, near, None)], 2)
+
+        def take(x, at, width):
+            return _take(x, at)[..., :width].astype(self.dtype)
+
+        def join(old, x):
+            return jnp.concatenate([old[:, :, :sinks], take(x, near, None)], 2)
+
         return replace(
             state,
             near_k=join(state.near_k, k),
@@ -240,7 +250,10 @@ class Evicting(LayerCacheSpec):
         state, o, lse = self._see(state, q, start[:, None], end, scale)
         length = start + 1
         complete = new[:, 0] & (length % block == 0)
-        settle = lambda state: self._settled(state, length, complete)
+
+        def settle(state):
+            return self._settled(state, length, complete)
+
         return jax.lax.cond(complete.any(), settle, lambda state: state, state), o, lse
 
     def _see(
@@ -252,7 +265,10 @@ class Evicting(LayerCacheSpec):
         near_seen = (near_j != EMPTY) & (near_j <= positions[:, :, None])
         far_seen = (state.positions != EMPTY)[:, :, None, None]
         q = q.reshape(B, T, K, N // K, -1)
-        score = lambda q, k, seen: jnp.where(seen, scale * einsum_f32("BTKGH,BKSH->BKGTS", q, k), -jnp.inf)
+
+        def score(q, k, seen):
+            return jnp.where(seen, scale * einsum_f32("BTKGH,BKSH->BKGTS", q, k), -jnp.inf)
+
         logits = jnp.concatenate(
             [
                 score(q, state.near_k, near_seen[:, None, None]),
@@ -263,7 +279,10 @@ class Evicting(LayerCacheSpec):
         lse = logsumexp(logits, axis=-1, keepdims=True)
         weights = jnp.exp(logits - lse)
         near, far = jnp.split(weights, [near_j.shape[2]], axis=-1)
-        mix = lambda part, v: einsum_f32("BKGTS,BKSH->BTKGH", part.astype(v.dtype), v)
+
+        def mix(part, v):
+            return einsum_f32("BKGTS,BKSH->BTKGH", part.astype(v.dtype), v)
+
         o, more = mix(near, state.near_v), mix(far, state.far_v)
         o += jnp.pad(more, [(0, 0)] * 4 + [(0, o.shape[-1] - self.Z)])
         o, lse = o.reshape(B, T, N, -1).astype(self.dtype), lse.reshape(B, N, T)
@@ -302,7 +321,10 @@ class Evicting(LayerCacheSpec):
         leaving = jnp.broadcast_to(
             jnp.where(leaving >= sinks, leaving, EMPTY)[:, None], (*state.positions.shape[:2], block)
         )
-        join = lambda far, near: jnp.concatenate([far, near[:, :, :block]], 2)
+
+        def join(far, near):
+            return jnp.concatenate([far, near[:, :, :block]], 2)
+
         held, scores = join(state.positions, leaving), join(state.far_scores, state.near_scores)
         chosen = highest(self.scoring.final(scores, held, length), held != EMPTY, slots)
         chosen = jnp.where(complete, chosen, jnp.arange(slots))
@@ -312,7 +334,10 @@ class Evicting(LayerCacheSpec):
         sunk = jnp.broadcast_to(jnp.arange(sinks), (*near.shape[:2], sinks))
         whole = jnp.concatenate([sunk, sinks + near], 2)
         known = (lambda x: jnp.where(complete, 0.0, x)) if self.scoring.observed else lambda x: x
-        recent = lambda x: x[:, :, sinks:]
+
+        def recent(x):
+            return x[:, :, sinks:]
+
         return EvictingState(
             near_k=_take(state.near_k, whole),
             near_v=_take(state.near_v, whole),

@@ -118,7 +118,10 @@ class HostedChoosing(CodedChoosing):
 
     def rows(self, far: FarTokens, slots: Int[Array, "B K n"]) -> tuple[Array, Array]:
         """`Choosing.rows`: the host gathers, the device decodes."""
-        take = lambda leaf: jnp.take_along_axis(leaf, slots[..., None], axis=2)
+
+        def take(leaf):
+            return jnp.take_along_axis(leaf, slots[..., None], axis=2)
+
         held = self._split(fetched(far.k, slots))
         return super().all_rows(held._replace(index=jax.tree.map(take, far.index)))
 
@@ -187,7 +190,9 @@ def put_tokens(
     start = positions[:, 0]
     if T == 1:
         slot = jnp.where(start < end, start, S)
-        put = lambda row, store: _copied(store, jax.lax.dynamic_slice_in_dim(x, row, 1), row, slot[row])
+
+        def put(row: Array | int, store: Array) -> Array:
+            return _copied(store, jax.lax.dynamic_slice_in_dim(x, row, 1), row, slot[row])
     else:
         width = min(T, S)
         first = jnp.clip(start, 0, S - width)

@@ -90,9 +90,12 @@ class KVCache:
         return arrays + sum(spec.fixed_bytes for spec in self.specs)
 
 
-def held_bytes(specs: Sequence[LayerCacheSpec], capacity: int, batch: int = 1) -> int:
+def cache_bytes(specs: Sequence[LayerCacheSpec], capacity: int, batch: int = 1) -> int:
     """Bytes of a cache for `batch` rows of `capacity` tokens, lengths and `fixed_bytes` included."""
-    held = lambda spec: spec.bytes(capacity, batch) + spec.fixed_bytes
+
+    def held(spec):
+        return spec.bytes(capacity, batch) + spec.fixed_bytes
+
     return batch * LENGTH_BYTES + sum(n * held(spec) for spec, n in Counter(specs).items())
 
 
@@ -118,7 +121,7 @@ def free_host_bytes() -> int | None:
 
 def device_bytes(specs: Sequence[LayerCacheSpec], capacity: int, batch: int = 1) -> int:
     """Those of `held_bytes` that lie in the device's memory."""
-    return held_bytes(specs, capacity, batch) - host_bytes(specs, capacity, batch)
+    return cache_bytes(specs, capacity, batch) - host_bytes(specs, capacity, batch)
 
 
 def host_bytes(specs: Sequence[LayerCacheSpec], capacity: int, batch: int = 1) -> int:

@@ -37,7 +37,10 @@ class Latents(NearFar):
 
     def create_far(self, batch: int, capacity: int) -> tuple[Array, Array]:
         """`NearFar.create_far`."""
-        empty = lambda width: jnp.zeros((batch, self.num_kv_heads, capacity, width), self.dtype)
+
+        def empty(width):
+            return jnp.zeros((batch, self.num_kv_heads, capacity, width), self.dtype)
+
         return empty(self.R), empty(self.Z)
 
     def write_far(

@@ -87,9 +87,10 @@ class Paged(LayerCacheSpec):
             return done._replace(state=pools_of(done.state)[0])
         rows = [leaf.rows() if isinstance(leaf, Pages) else leaf for leaf in pages]
         done = self.spec.attend(jax.tree.unflatten(tree, rows), q, k, v, positions, end, aux, call)
-        back = lambda held, new: held.put_rows(
-            new, positions[:, 0], end, tokens=positions.shape[1], page=self.page
-        )
+
+        def back(held, new):
+            return held.put_rows(new, positions[:, 0], end, tokens=positions.shape[1], page=self.page)
+
         found = [
             back(held, new) if isinstance(held, Pages) else new
             for held, new in zip(pages, jax.tree.leaves(done.state), strict=True)
@@ -108,7 +109,10 @@ class Paged(LayerCacheSpec):
         rows: a state of `spec`, with a prompt of `end` tokens in each row, at most `tokens`.
         """
         start, leaves = jnp.zeros_like(end), zip(jax.tree.leaves(state), jax.tree.leaves(rows), strict=True)
-        put = lambda pool, new: Pages(pool, table).put_rows(new, start, end, tokens=tokens, page=self.page)
+
+        def put(pool, new):
+            return Pages(pool, table).put_rows(new, start, end, tokens=tokens, page=self.page)
+
         found = [
             put(held, new) if pooled else new
             for (held, new), pooled in zip(leaves, self.pooled(state), strict=True)

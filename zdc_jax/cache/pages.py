@@ -58,7 +58,10 @@ class Pages:
         which, at = self._written(start, end, tokens=T, page=slots)
         token = (which[..., None] * slots + jnp.arange(slots)).reshape(len(start), -1) - start[:, None]
         new = (token >= 0) & (token < T) & (token < (end - start)[:, None])
-        as_pages = lambda x: x.reshape(len(at), slots, *x.shape[2:]).swapaxes(1, 2)
+
+        def as_pages(x):
+            return x.reshape(len(at), slots, *x.shape[2:]).swapaxes(1, 2)
+
         x = jnp.take_along_axis(x, jnp.clip(token, 0, T - 1)[:, :, None, None], axis=1)
         # Read before they are written over, so that XLA writes in place.
         old, pool = lax.optimization_barrier((jnp.take(self.pool, at, axis=0, mode="clip"), self.pool))
@@ -98,7 +101,10 @@ class Pages:
 
 def pools_of(state: Any) -> tuple[Any, Array | None]:
     """A tree with the pool of `Pages` in the place of each, and their table; None if there are no pages."""
-    is_pages = lambda x: isinstance(x, Pages)
+
+    def is_pages(x):
+        return isinstance(x, Pages)
+
     tables = [x.table for x in jax.tree.leaves(state, is_leaf=is_pages) if is_pages(x)]
     pools = jax.tree.map(lambda x: x.pool if is_pages(x) else x, state, is_leaf=is_pages)
     return pools, tables[0] if tables else None

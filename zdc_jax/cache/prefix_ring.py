@@ -66,7 +66,10 @@ class PrefixRing(LayerCacheSpec):
 
     def create(self, batch: int, capacity: int) -> PrefixRingState:
         """`LayerCacheSpec.create`."""
-        empty = lambda slots, width: jnp.zeros((batch, self.num_kv_heads, slots, width), self.dtype)
+
+        def empty(slots, width):
+            return jnp.zeros((batch, self.num_kv_heads, slots, width), self.dtype)
+
         H, ring = self.head_dim, self.ring_slots(capacity)
         # XLA prints constants of no elements slot by slot, for many seconds where there are millions.
         first, second = (empty(capacity if width else 1, width) for width in (self.R, self.Z))
@@ -229,7 +232,10 @@ def _read_recent(state: PrefixRingState, start: Array, sinks: int, window: int) 
     positions = start[:, None] - window + jnp.arange(window)  # [B, W]
     slots = ring_slot(positions, sinks=sinks, window=window)
     rows = jnp.arange(start.shape[0])[:, None]
-    gather = lambda buffer, slot: buffer[rows, :, slot].swapaxes(1, 2)
+
+    def gather(buffer, slot):
+        return buffer[rows, :, slot].swapaxes(1, 2)
+
     prefix = jnp.maximum(positions, 0)
     return NearKeys(
         _joined(gather(state.k, prefix), gather(state.ring_k, slots)),
@@ -240,7 +246,10 @@ def _read_recent(state: PrefixRingState, start: Array, sinks: int, window: int) 
 
 def _read_sinks(state: PrefixRingState, sinks: int, window: int) -> NearKeys:
     batch = state.k.shape[0]
-    join = lambda prefix, ring: _joined(prefix[:, :, :sinks], ring[:, :, window : window + sinks])
+
+    def join(prefix, ring):
+        return _joined(prefix[:, :, :sinks], ring[:, :, window : window + sinks])
+
     return NearKeys(
         join(state.k, state.ring_k),
         join(state.v, state.ring_v),

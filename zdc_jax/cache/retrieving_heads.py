@@ -29,7 +29,10 @@ class RetrievingHeads(NearFar):
 
     def create_far(self, batch: int, capacity: int) -> tuple[Array, Array]:
         """`NearFar.create_far`."""
-        empty = lambda width: jnp.zeros((batch, len(self.heads), capacity, width), self.dtype)
+
+        def empty(width):
+            return jnp.zeros((batch, len(self.heads), capacity, width), self.dtype)
+
         return empty(self.R), empty(self.Z)
 
     def write_far(
@@ -37,7 +40,10 @@ class RetrievingHeads(NearFar):
     ) -> tuple[Array, Array]:
         """`NearFar.write_far`."""
         start, kept, heads = positions[:, 0], positions < end[:, None], jnp.array(self.heads)
-        put = lambda held, x: put_rows(held, x[:, :, heads, : held.shape[-1]], start, kept)
+
+        def put(held, x):
+            return put_rows(held, x[:, :, heads, : held.shape[-1]], start, kept)
+
         return put(state.far[0], k), put(state.far[1], v)
 
     def attend_far(

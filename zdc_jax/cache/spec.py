@@ -177,14 +177,20 @@ class LayerCacheSpec(ABC):
 
     def of_rows(self, state: State, rows: Int[Array, " P"]) -> State:
         """A state of those rows, beside what all rows share; of a number that is no row's, any row."""
-        take = lambda leaf, shared: leaf if shared else jnp.take(leaf, rows, axis=0, mode="clip")
+
+        def take(leaf, shared):
+            return leaf if shared else jnp.take(leaf, rows, axis=0, mode="clip")
+
         leaves, tree = jax.tree.flatten(state)
         return jax.tree.unflatten(tree, map(take, leaves, self.pooled(state)))
 
     def with_rows(self, state: State, rows: Int[Array, " P"], some: State) -> State:
         """With rows, and what all share, as they are in `some`, a state of `of_rows`; numbers that are no
         row's are left out."""
-        put = lambda leaf, own, shared: own if shared else leaf.at[rows].set(own, mode="drop")
+
+        def put(leaf, own, shared):
+            return own if shared else leaf.at[rows].set(own, mode="drop")
+
         leaves, tree = jax.tree.flatten(state)
         return jax.tree.unflatten(tree, map(put, leaves, jax.tree.leaves(some), self.pooled(state)))
 

@@ -70,7 +70,7 @@ class Turn:
     """What the newest reply took: tokens of the chat before it, how many of them the cache still held."""
 
     prompt_tokens: int
-    kept_tokens: int
+    cached_tokens: int
     generation: Generation
 
 
@@ -205,7 +205,7 @@ class Held:
         cls, tokenizer: Tokenizer, text: str, prompt: list[int], chosen: list[int], cache: KVCache
     ) -> Self:
         """After a turn: the text of the chat so far and its token ids, and what the model chose then."""
-        more = [text + text_behind(tokenizer, prompt, tokens) for tokens in (chosen, chosen[:-1])]
+        more = [text + text_after(tokenizer, prompt, tokens) for tokens in (chosen, chosen[:-1])]
         return cls(cache, (*prompt, *chosen), *more)
 
     def continued(self, tokenizer: Tokenizer, text: str, ids: list[int]) -> list[int] | None:
@@ -215,20 +215,20 @@ class Held:
         The newest token may be one that the template does not write, or writes otherwise: it may go.
         """
         for known, beginning in ((self.tokens, self.text), (self.tokens[:-1], self.text_held)):
-            rest = tokens_behind(tokenizer, beginning, text, ids)
+            rest = tokens_after(tokenizer, beginning, text, ids)
             if rest is not None and len(known) + len(rest) >= len(self.tokens):
                 return [*known, *rest]
         return None
 
 
-def text_behind(tokenizer: Tokenizer, prompt: list[int], chosen: list[int]) -> str:
+def text_after(tokenizer: Tokenizer, prompt: list[int], chosen: list[int]) -> str:
     """Text of chosen tokens, special ones included, where they stand: some decoders change a beginning."""
     context = prompt[-CONTEXT:]
     before = tokenizer.decode(context, skip_special_tokens=False)
     return tokenizer.decode([*context, *chosen], skip_special_tokens=False)[len(before) :]
 
 
-def tokens_behind(tokenizer: Tokenizer, beginning: str, text: str, ids: list[int]) -> list[int] | None:
+def tokens_after(tokenizer: Tokenizer, beginning: str, text: str, ids: list[int]) -> list[int] | None:
     """Tokens of a text, all of them `ids`, behind its beginning; None where it has another, or a token spans
     the end of it."""
     if not text.startswith(beginning):

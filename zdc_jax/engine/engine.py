@@ -14,8 +14,8 @@ from zdc_jax.engine.checks import check_request
 from zdc_jax.engine.job import Job
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.request import Busy, Closing, EngineRequest, EngineStats, Event
-from zdc_jax.engine.runner import Reading, Runner, servable
-from zdc_jax.engine.scheduler import Piece, Plan, Scheduler, Work
+from zdc_jax.engine.runner import ChunkInputs, Runner, servable
+from zdc_jax.engine.scheduler import Plan, PrefillChunk, Scheduler, Work
 from zdc_jax.errors import PromptError
 from zdc_jax.fields import check_fields
 from zdc_jax.generation.next_token import Scores, Token
@@ -44,12 +44,12 @@ class EngineConfig:
         from 32 on.
     """
 
-    rows: int = 8
+    max_sequences: int = 8
     max_model_len: int | None = None
     cache_tokens: int | None = None
     page: int = 128
     chunk: int = PREFILL_CHUNK
-    steps: int | None = None
+    decode_steps: int | None = None
     max_waiting: int = 256
     reuse: bool = True
 
@@ -58,7 +58,7 @@ class EngineConfig:
             check_fields(self)
         except ValueError as error:
             raise PromptError(str(error)) from error
-        for name in ("rows", "cache_tokens", "page", "steps", "max_waiting"):
+        for name in ("max_sequences", "cache_tokens", "page", "decode_steps", "max_waiting"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise PromptError(f"{name}={value} must be at least 1")
         if self.chunk != bucket(self.chunk):
@@ -86,7 +86,7 @@ class _Result:
 
     chosen: Chosen
     jobs: tuple[tuple[int, Job], ...]
-    scored: tuple[Job, Piece, Scores] | None = None
+    scored: tuple[Job, PrefillChunk, Scores] | None = None
 
     def __post_init__(self) -> None:
         for array in jax.tree.leaves((self.chosen, self.scored and self.scored[2])):
@@ -114,13 +114,13 @@ class Engine:
         self._alignment = math.lcm(*(spec.alignment for spec in model.plan.layer_caches("bfloat16")))
         layout = Layout.of(
             network.device_caches,
-            rows=self.config.rows,
+            rows=self.config.max_sequences,
             longest=self.max_model_len,
             page=self.config.page,
             cache_tokens=self.config.cache_tokens,
             reuse=self.config.reuse,
         )
-        self._runner = Runner(network, layout, chunk=self.config.chunk, steps=self.config.steps)
+        self._runner = Runner(network, layout, chunk=self.config.chunk, steps=self.config.decode_steps)
         self._scheduler = self._new_scheduler()
         self._jobs: dict[Work, Job] = {}
         self._inbox: list[Job] = []
@@ -196,7 +196,7 @@ class Engine:
     def _new_scheduler(self) -> Scheduler:
         layout = self._runner.layout
         return Scheduler(
-            self.config.rows,
+            self.config.max_sequences,
             self.config.chunk,
             pages=layout.pages,
             page=layout.page,
@@ -280,9 +280,14 @@ class Engine:
             assert work.row is not None
             jobs.append((work.row, job := self._jobs[work]))
             decoding.put(work.row, job.numbers, job.choice)
-        scored = lambda piece: self._jobs[piece.work].wants_scores(piece.begin)
-        for group in self._runner.grouping.groups(plan.pieces, scored):
-            chosen, scores, decoded = self._runner.read([self._reading(piece) for piece in group], decoding)
+
+        def scored(chunk):
+            return self._jobs[chunk.work].wants_scores(chunk.begin)
+
+        for group in self._runner.grouping.groups(plan.chunks, scored):
+            chosen, scores, decoded = self._runner.read(
+                [self._chunk_inputs(chunk) for chunk in group], decoding
+            )
             results += self._read(group, chosen, scores)
             if decoded is not None:
                 results.append(_Result(decoded, tuple(jobs)))
@@ -292,31 +297,33 @@ class Engine:
             results += [_Result(chosen, tuple(jobs)) for chosen in found]
         return results
 
-    def _reading(self, piece: Piece) -> Reading:
+    def _chunk_inputs(self, chunk: PrefillChunk) -> ChunkInputs:
         """What the runner is to read."""
-        work, job = piece.work, self._jobs[piece.work]
+        work, job = chunk.work, self._jobs[chunk.work]
         assert work.row is not None
         job.queued = job.queued or time.monotonic() - job.came
-        if piece.begin == work.cached:
+        if chunk.begin == work.cached:
             asked = len(work.text)
             self._count(prompt_tokens=asked, prefix_queries=asked, prefix_hits=work.cached)
-        tokens, following = work.text[piece.begin : piece.end], work.text[piece.end :][:1] or (0,)
-        wanted = following[0] if job.wants_scores(piece.begin) else None
-        return Reading(work.row, tokens, piece.begin, piece.last, job.numbers, job.choice, wanted)
+        tokens, following = work.text[chunk.begin : chunk.end], work.text[chunk.end :][:1] or (0,)
+        wanted = following[0] if job.wants_scores(chunk.begin) else None
+        return ChunkInputs(work.row, tokens, chunk.begin, chunk.last, job.numbers, job.choice, wanted)
 
-    def _read(self, pieces: Sequence[Piece], chosen: list[Chosen], scores: Scores | None) -> list[_Result]:
+    def _read(
+        self, chunks: Sequence[PrefillChunk], chosen: list[Chosen], scores: Scores | None
+    ) -> list[_Result]:
         """Results of pieces that are being read.
 
         They are waited for, even where nothing is generated: else many would be started.
         """
         results = []
-        for piece, found in zip(pieces, chosen, strict=True):
-            job = self._jobs[piece.work]
-            if piece.tail is not None:
-                assert piece.work.row is not None
-                self._runner.keep(piece.work.row, piece.tail)
-            scored = None if scores is None else (job, piece, scores)
-            results.append(_Result(found, ((0, job),) if piece.last else (), scored))
+        for chunk, found in zip(chunks, chosen, strict=True):
+            job = self._jobs[chunk.work]
+            if chunk.tail is not None:
+                assert chunk.work.row is not None
+                self._runner.keep(chunk.work.row, chunk.tail)
+            scored = None if scores is None else (job, chunk, scores)
+            results.append(_Result(found, ((0, job),) if chunk.last else (), scored))
         return results
 
     def _hand_out(self, results: list[_Result]) -> None:
@@ -324,8 +331,8 @@ class Engine:
         for result in results:
             chosen = jax.device_get(result.chosen)
             if result.scored is not None:
-                reader, piece, scores = result.scored
-                reader.score(piece.begin, piece.end, jax.device_get(scores))
+                reader, chunk, scores = result.scored
+                reader.score(chunk.begin, chunk.end, jax.device_get(scores))
             takers = [(place, job) for place, job in result.jobs if not job.ended and chosen.made[place]]
             self._count(generation_tokens=sum(int(chosen.made[place]) for place, _ in takers))
             for place, job in takers:

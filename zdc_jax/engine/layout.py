@@ -54,8 +54,8 @@ class Layout:
         if not all("pages" in spec.clauses for spec in specs):
             if cache_tokens is not None:
                 raise PlanError(
-                    f"{cache_tokens=}: the plan's method has no pages, but {rows=} of {longest} tokens each; "
-                    "leave cache_tokens out"
+                    f"{cache_tokens=}: the plan's method has no pages, but max_sequences={rows} of {longest} "
+                    "tokens each; leave cache_tokens out"
                 )
             capacity = -(-longest // page) * page
             return cls(rows, capacity, rows, capacity, None, tuple(specs))
@@ -68,7 +68,7 @@ class Layout:
             fitting = made._fitting(specs, free if cache_tokens else int(SHARE * free))
             if cache_tokens and wanted > fitting:
                 raise CacheMemoryError(
-                    f"{cache_tokens=}: memory has room for {fitting * page} beside {rows=}"
+                    f"{cache_tokens=}: memory has room for {fitting * page} beside max_sequences={rows}"
                 )
             made = replace(made, pages=min(wanted, fitting))
         if made.pages < each:
@@ -85,8 +85,11 @@ class Layout:
 
     def _fitting(self, specs: Sequence[LayerCacheSpec], limit: int) -> int:
         """Pages that fit into so many bytes, beside rows and tails."""
-        bytes_of = lambda pages: device_bytes(
-            [Paged.of(spec, page=self.page, pages=pages) for spec in specs], self.capacity, self.rows
-        )
+
+        def bytes_of(pages):
+            return device_bytes(
+                [Paged.of(spec, page=self.page, pages=pages) for spec in specs], self.capacity, self.rows
+            )
+
         empty = bytes_of(0) + (self.tails or 0) * self._own_bytes(specs)
         return max(0, limit - empty) // max(1, bytes_of(1) - bytes_of(0))

@@ -39,7 +39,7 @@ from zdc_jax.generation.steps import (
     Frontier,
     Network,
     advance,
-    advance_beside,
+    advance_with,
     at_end,
     bucket,
     choose,
@@ -54,7 +54,7 @@ logger = logging.getLogger("zdc_jax")
 
 CLAUSES = frozenset({"chunked", "ragged", "order", "reuse"})
 """Of the contract of caches: texts are read in pieces, beside others, in rows that served others before."""
-PIECE = 4
+CHUNK_HEADER = 4
 """Numbers of a piece before its tokens: row, first position, tokens, whether it is the last of its text."""
 SEVERAL = 3
 """Pieces of as many rows are read in one program at most. Attention is given each padded to all tokens."""
@@ -67,13 +67,13 @@ NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
 seems to make these anew where arrays have moved since, our kernels one by one. On an H200 a piece in four
 layers of Llama-2-13B in codes takes 8.5 ms with them and 7.2 without, a decoded token 5.2 and 4.1; without
 codes a piece takes 6.4 and 5.8, a token 3.1 and 3.4."""
-READING = NO_GRAPHS | {"xla_gpu_dot_merger_threshold_mb": 0}
+PREFILL_OPTIONS = NO_GRAPHS | {"xla_gpu_dot_merger_threshold_mb": 0}
 """Options for pieces. XLA would make one product of those that give q and k, and copy their weights together
 for it at each piece: 5 % of the time of 1024 tokens of Llama-2-13B."""
 
 
 @dataclass(frozen=True)
-class Reading:
+class ChunkInputs:
     """A piece of a row's text: tokens from position `begin` on; behind the `last` of a text one is generated.
 
     numbers, choice: how that is chosen. following: the token behind the piece, where those behind each of
@@ -153,7 +153,10 @@ class Runner:
         layout, network = self.layout, self._network
         cache = network.new_cache(batch=layout.rows, capacity=layout.capacity, specs=layout.specs)
         self._state = DecodeState.of(cache, self._where)
-        copies = lambda x: jnp.zeros((layout.tails or 0, *x.shape[1:]), x.dtype, device=x.sharding)
+
+        def copies(x):
+            return jnp.zeros((layout.tails or 0, *x.shape[1:]), x.dtype, device=x.sharding)
+
         self._tails = list(map(copies, cache.own)) if layout.tails else []
         self._pages = np.zeros((layout.rows, layout.capacity // layout.page), np.int32)
         self._table: Array | None = None
@@ -175,7 +178,7 @@ class Runner:
         self._state = self._programs["restore"](self._state, self._tails, pair)
 
     def read(
-        self, pieces: Sequence[Reading], beside: "Decoding"
+        self, chunks: Sequence[ChunkInputs], beside: "Decoding"
     ) -> tuple[list[Chosen], Scores | None, Chosen | None]:
         """Pieces of a group, and a token of each other row that decodes, in one program.
 
@@ -183,27 +186,27 @@ class Runner:
           what each piece gives; scores of the one piece that asks for them, which is by itself; tokens of
           other rows, None where there are none or they are left to `decode`.
         """
-        (first, *more), found, decodes = pieces, None, beside.active.any()
+        (first, *more), found, decodes = chunks, None, beside.active.any()
         width = self._widths[0] if more else self._width(len(first.tokens))
         if self.together and (more or decodes or width < self._widths[0]):
             count, others = self.grouping.several if more else 1, beside.packed()
-            packed = _packed(pieces, count, width, nowhere=self.layout.rows)
+            packed = _packed(chunks, count, width, nowhere=self.layout.rows)
             given = np.concatenate([packed, others.ravel()])
-            frontiers, hidden, decoded = self._step(_beside(count, width), given)
+            frontiers, hidden, decoded = self._step(_name_read_and_decode(count, width), given)
             if decodes:
                 found = self._chosen(f"next {beside.choice}", decoded, self._sent(others))
         else:
             whole = " whole" if self._at_once(first) else ""
-            packed = _packed(pieces, 1, width, nowhere=0)
+            packed = _packed(chunks, 1, width, nowhere=0)
             frontier, hidden, _ = self._step(f"read{whole} {width}", packed)
             frontiers = (frontier,)
-        chosen = [self._first(piece, frontier) for piece, frontier in zip(pieces, frontiers, strict=False)]
+        chosen = [self._first(chunk, frontier) for chunk, frontier in zip(chunks, frontiers, strict=False)]
         return chosen, self._scores(first, hidden), found
 
-    def _at_once(self, piece: Reading) -> bool:
+    def _at_once(self, chunk: ChunkInputs) -> bool:
         """Whether it is a text that is read whole."""
-        long = self.whole is not None and len(piece.tokens) > self.whole
-        return long and piece.begin == 0 and piece.following is None
+        long = self.whole is not None and len(chunk.tokens) > self.whole
+        return long and chunk.begin == 0 and chunk.following is None
 
     def decode(self, rows: "Decoding", steps: int) -> list[Chosen]:
         """`steps` times one more token of rows that have not ended, in one program if it is for so many."""
@@ -220,19 +223,19 @@ class Runner:
         self._state, found = self._programs[name](*given)
         return found
 
-    def _first(self, piece: Reading, frontier: Frontier) -> Chosen:
+    def _first(self, chunk: ChunkInputs, frontier: Frontier) -> Chosen:
         """The token behind a piece; behind one that is not the last none is made, of which there is word
         when the piece is read."""
-        if not piece.last:
+        if not chunk.last:
             return Chosen(frontier.held, frontier.gets, frontier.held, None, None, None)
-        packed = np.concatenate([[np.int32(piece.row)], piece.numbers])[None]
-        return self._chosen(f"first {piece.choice}", frontier, packed)
+        packed = np.concatenate([[np.int32(chunk.row)], chunk.numbers])[None]
+        return self._chosen(f"first {chunk.choice}", frontier, packed)
 
-    def _scores(self, piece: Reading, hidden: Array) -> Scores | None:
-        if piece.following is None:
+    def _scores(self, chunk: ChunkInputs, hidden: Array) -> Scores | None:
+        if chunk.following is None:
             return None
         behind = np.zeros(len(hidden), np.int32)
-        behind[: len(piece.tokens)] = *piece.tokens[1:], piece.following
+        behind[: len(chunk.tokens)] = *chunk.tokens[1:], chunk.following
         return self._programs[f"score {len(hidden)}"](self._ends, hidden, behind)
 
     def _chosen(self, name: str, frontier: Frontier, packed: np.ndarray | Array) -> Chosen:
@@ -261,19 +264,22 @@ class Runner:
     def _lower_all(self) -> Iterator[tuple[str, Lowered]]:
         """All programs by name, those first that take longest to compile."""
         layout = self.layout
-        piece = lambda step, width: self._lowered(step, READING, PIECE + width)
+
+        def lower_read(step, width):
+            return self._lowered(step, PREFILL_OPTIONS, CHUNK_HEADER + width)
+
         widest = self._widths[0]
         beside = dict.fromkeys([(self.grouping.several, widest), *((1, width) for width in self._widths)])
         for count, width in beside if self.together else ():
-            step = partial(_read_beside, count, layout.rows)
-            numbers = count * PIECE + width + layout.rows * (1 + WIDTH)
-            yield _beside(count, width), self._lowered(step, READING, numbers)
+            step = partial(_read_and_decode, count, layout.rows)
+            numbers = count * CHUNK_HEADER + width + layout.rows * (1 + WIDTH)
+            yield _name_read_and_decode(count, width), self._lowered(step, PREFILL_OPTIONS, numbers)
         if (chunk := self.whole) is not None:
             whole = {self._width(chunk << i) for i in range(1, (layout.capacity // chunk).bit_length() + 1)}
-            yield from ((f"read whole {width}", piece(_read_whole, width)) for width in whole)
+            yield from ((f"read whole {width}", lower_read(_read_whole, width)) for width in whole)
         # Where nobody decodes, only long pieces would suffer from the room for others' tokens.
         alone = [widest] if self.together else self._widths
-        yield from ((f"read {width}", piece(_read_piece, width)) for width in alone)
+        yield from ((f"read {width}", lower_read(_read_chunk, width)) for width in alone)
         rows = layout.rows, 1 + WIDTH
         yield "decode", self._lowered(_decode, _decoding(layout), *rows)
         choices: tuple[Choice, ...] = ("greedy", "any") if self.steps > 1 else ()
@@ -306,7 +312,11 @@ class Runner:
 
         Where those of several pieces in one program do not, pieces are read one by one.
         """
-        several = _beside(self.grouping.several, self._widths[0]) if self.grouping.several > 1 else None
+        several = (
+            _name_read_and_decode(self.grouping.several, self._widths[0])
+            if self.grouping.several > 1
+            else None
+        )
         if (free := free_device_bytes()) is None:
             return
         for name, program in self._programs.items():
@@ -322,19 +332,30 @@ class Runner:
 
     def _choosing(self) -> Iterator[tuple[str, Lowered]]:
         """Programs that choose tokens, and that score those of a piece."""
-        lower = lambda run, *given: jax.jit(run, out_shardings=self._where).lower(self._ends, *given)
-        like = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=self._where)
+
+        def lower(run, *given):
+            return jax.jit(run, out_shardings=self._where).lower(self._ends, *given)
+
+        def like(dtype, *shape):
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._where)
+
         hidden = partial(like, self._network.dtype)
         D = self._network.config.embed_dim
         steps = ("first", _first, 1), ("next", _next, self.layout.rows)
         for (name, step, count), choice in itertools.product(steps, get_args(Choice)):
-            run = lambda ends, *given, step=step, choice=choice: step(ends.whole, *given, choice)
+
+            def run(ends, *given, step=step, choice=choice):
+                return step(ends.whole, *given, choice)
+
             frontier: Any = hidden(count, D), like(bool, count), like(jnp.int32, count)
             given = self._state.last, self._state.done, Frontier(*frontier), like(jnp.int32, count, 1 + WIDTH)
             yield f"{name} {choice}", lower(run, *given)
+
+        def score(ends, *given):
+            return scores(ends.whole.unembed, *given)
+
         for width in self._widths:
-            run = lambda ends, *given: scores(ends.whole.unembed, *given)
-            yield f"score {width}", lower(run, hidden(width, D), like(jnp.int32, width))
+            yield f"score {width}", lower(score, hidden(width, D), like(jnp.int32, width))
 
     def _width(self, tokens: int) -> int:
         """Of the program that reads so many: a power of two, or the whole row."""
@@ -393,31 +414,31 @@ def _in_one(choice: Choice) -> str:
     return f"decode in one {'greedy' if choice == 'greedy' else 'any'}"
 
 
-def _beside(several: int, width: int) -> str:
+def _name_read_and_decode(several: int, width: int) -> str:
     """Name of a program that reads so many pieces, of as many tokens together, and lets other rows decode."""
     return f"read {several} beside {width}"
 
 
-def _packed(pieces: Sequence[Reading], count: int, width: int, *, nowhere: int) -> np.ndarray:
+def _packed(chunks: Sequence[ChunkInputs], count: int, width: int, *, nowhere: int) -> np.ndarray:
     """As programs take `count` pieces of `width` tokens; those that are none are of row `nowhere`."""
-    heads = [piece.packed for piece in pieces] + [[nowhere, 0, 0, False]] * (count - len(pieces))
-    tokens = [token for piece in pieces for token in piece.tokens]
+    heads = [chunk.packed for chunk in chunks] + [[nowhere, 0, 0, False]] * (count - len(chunks))
+    tokens = [token for chunk in chunks for token in chunk.tokens]
     return np.array([*itertools.chain(*heads), *tokens, *[0] * (width - len(tokens))], np.int32)
 
 
-def _read_piece(
+def _read_chunk(
     network: Network, state: DecodeState, packed: Array
 ) -> tuple[DecodeState, tuple[Frontier, Array, None]]:
     """One piece of one row, whose own part of the cache is taken out and put back; its hidden states, too."""
-    row, begin, count, last = packed[:PIECE]
-    one, tokens, end = state.cache.row(row), packed[PIECE:], begin + count
+    row, begin, count, last = packed[:CHUNK_HEADER]
+    one, tokens, end = state.cache.row(row), packed[CHUNK_HEADER:], begin + count
     one = replace(one, lengths=begin[None]).release(begin[None] == 0)
     hidden, one = network.extend(one, tokens[None], end[None])
     frontier = Frontier(at_end(hidden, count[None]), last[None].astype(bool), end[None])
     return state._replace(cache=state.cache.with_row(row, one)), (frontier, hidden[0], None)
 
 
-def _read_beside(
+def _read_and_decode(
     several: int,
     rows: int,
     network: Transformer,
@@ -425,12 +446,15 @@ def _read_beside(
     packed: Array,
 ) -> tuple[DecodeState, tuple[tuple[Frontier, ...], Array, Frontier]]:
     """Pieces of `several` rows, and one step of all rows that are active."""
-    heads, packed = packed[: several * PIECE].reshape(several, PIECE), packed[several * PIECE :]
+    heads, packed = (
+        packed[: several * CHUNK_HEADER].reshape(several, CHUNK_HEADER),
+        packed[several * CHUNK_HEADER :],
+    )
     tokens, others = packed[: -rows * (1 + WIDTH)], packed[-rows * (1 + WIDTH) :].reshape(rows, 1 + WIDTH)
     row, begin, count, last = heads.T
     place = Place(row, begin, begin + count)
     given = others[:, 0].astype(bool), others[:, 1:], place, tokens
-    cache, decoded, hidden = advance_beside(network, state, *given)
+    cache, decoded, hidden = advance_with(network, state, *given)
     each = [slice(i, i + 1) for i in range(several)]
     ends = [at_end(hidden[None], jnp.cumsum(count)[one]) for one in each]
     frontiers = tuple(
@@ -443,8 +467,8 @@ def _read_whole(
     network: ShardedTransformer, state: DecodeState, packed: Array
 ) -> tuple[DecodeState, tuple[Frontier, None, None]]:
     """A text of one row, from its first token to its last, divided over `sequence`; then put into pages."""
-    row, _, count = packed[: PIECE - 1]
-    tokens, one = packed[PIECE:], state.cache.row(row)
+    row, _, count = packed[: CHUNK_HEADER - 1]
+    tokens, one = packed[CHUNK_HEADER:], state.cache.row(row)
     capacity, pages = state.cache.capacity, cast(Array, one.table)
     end, new = network.prefill(tokens[None], count[None], capacity=capacity)
     layers = tuple(
@@ -483,7 +507,10 @@ def _first(
     row = packed[0, 0]
     given = jax.lax.dynamic_slice_in_dim(last, row, 1), jax.lax.dynamic_slice_in_dim(done, row, 1)
     *new, chosen = _next(embeddings, *given, frontier, packed, choice)
-    put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, row, 0)
+
+    def put(whole, part):
+        return jax.lax.dynamic_update_slice_in_dim(whole, part, row, 0)
+
     return put(last, new[0]), put(done, new[1]), chosen
 
 

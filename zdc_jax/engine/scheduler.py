@@ -62,7 +62,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PrefillChunk:
     """Tokens `begin` to `end` of a work's text, to be read; `last`: a token is generated behind them.
 
     tail: slot that takes a copy of the row then, or None.
@@ -85,7 +85,7 @@ class Plan:
     steps of `decode`, beside a piece or behind them. changed: works that have other pages than before."""
 
     restored: tuple[tuple[Work, int], ...]
-    pieces: tuple[Piece, ...]
+    chunks: tuple[PrefillChunk, ...]
     decode: tuple[Work, ...]
     steps: int
     changed: tuple[Work, ...]
@@ -103,18 +103,20 @@ class Grouping:
     widest: int
     width: Callable[[int], int]
 
-    def groups(self, pieces: Sequence[Piece], alone: Callable[[Piece], bool]) -> Iterator[Sequence[Piece]]:
+    def groups(
+        self, chunks: Sequence[PrefillChunk], alone: Callable[[PrefillChunk], bool]
+    ) -> Iterator[Sequence[PrefillChunk]]:
         """Pieces in their order, those of one program together; `alone`: which share none."""
-        while pieces:
-            counts = range(min(self.several, len(pieces)), 1, -1)
-            fit = (count for count in counts if self._fit(pieces[:count]))
-            count = next((count for count in fit if not any(map(alone, pieces[:count]))), 1)
-            yield pieces[:count]
-            pieces = pieces[count:]
+        while chunks:
+            counts = range(min(self.several, len(chunks)), 1, -1)
+            fit = (count for count in counts if self._fit(chunks[:count]))
+            count = next((count for count in fit if not any(map(alone, chunks[:count]))), 1)
+            yield chunks[:count]
+            chunks = chunks[count:]
 
-    def _fit(self, pieces: Sequence[Piece]) -> bool:
+    def _fit(self, chunks: Sequence[PrefillChunk]) -> bool:
         """Whether a program takes these, and one by one they would be padded to as many tokens or more."""
-        counts = [piece.end - piece.begin for piece in pieces]
+        counts = [chunk.end - chunk.begin for chunk in chunks]
         return sum(counts) <= self.widest <= sum(map(self.width, counts))
 
 
@@ -191,16 +193,16 @@ class Scheduler:
         """The next step, which counts as done from now on; None where there is nothing to do."""
         self._changed = {}
         restored = tuple(self._admit())
-        pieces = tuple(self._pieces())
-        begun = {piece.work for piece in pieces}  # Their first tokens are not chosen before the step ends.
+        chunks = tuple(self._chunks())
+        begun = {chunk.work for chunk in chunks}  # Their first tokens are not chosen before the step ends.
         able = (work for work in self.running.values() if work.decodes and work not in begun)
         ready = sorted(able, key=_order)
         left = max((work.max_tokens - work.promised for work in ready), default=1)
-        steps = 1 if pieces or self.waiting else min(self.steps, left)
+        steps = 1 if chunks or self.waiting else min(self.steps, left)
         decode = tuple(work for work in ready if self._grow(work, steps))
-        if not pieces and not decode:
+        if not chunks and not decode:
             return None
-        return Plan(restored, pieces, decode, steps, tuple(self._changed))
+        return Plan(restored, chunks, decode, steps, tuple(self._changed))
 
     def _wait(self, work: Work) -> None:
         work.text = work.prompt + tuple(work.output)
@@ -243,7 +245,7 @@ class Scheduler:
                 assert slot is not None
                 yield work, slot
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _chunks(self) -> Iterator[PrefillChunk]:
         """Of those that read, the most urgent first, then whoever has least left.
 
         A step in which it is passed over brings it on as much as one in which it reads. So a text waits for
@@ -251,14 +253,19 @@ class Scheduler:
         Each has one piece: those of different rows may be read in one program, and what is left of a text is
         read beside the next tokens of others.
         """
-        missing = lambda work: len(work.text) - work.read - work.passed * self.budget
-        urgency = lambda work: (work.priority, missing(work), work.arrival)
+
+        def missing(work):
+            return len(work.text) - work.read - work.passed * self.budget
+
+        def urgency(work):
+            return (work.priority, missing(work), work.arrival)
+
         left = self.budget
         for work in sorted((work for work in self.running.values() if work.reads), key=urgency):
             count = self._next_count(work, left)
             if count > 0:
                 left -= count
-                yield self._piece(work, count)
+                yield self._chunk(work, count)
             else:
                 work.passed += 1
 
@@ -280,7 +287,7 @@ class Scheduler:
         work.marks = []  # A row could be copied only at its end.
         return True
 
-    def _piece(self, work: Work, count: int) -> Piece:
+    def _chunk(self, work: Work, count: int) -> PrefillChunk:
         begin, end = work.read, work.read + count
         work.read = end
         work.promised += end == len(work.text)
@@ -291,7 +298,7 @@ class Scheduler:
             work.marks.pop(0)
             assert self.tails is not None
             tail = self.tails.put(work.keys[end // self.page - 1])
-        return Piece(work, begin, end, tail)
+        return PrefillChunk(work, begin, end, tail)
 
     def _wanted(self) -> int:
         """Pages that the next step needs beside those of its rows, at most."""

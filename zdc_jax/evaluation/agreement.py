@@ -64,7 +64,10 @@ class Agreement:
     @classmethod
     def of(cls, departures: Sequence[Departure]) -> "Agreement":
         """Of at least one context."""
-        mean = lambda values: float(np.mean(list(values)))
+
+        def mean(values):
+            return float(np.mean(list(values)))
+
         return cls(
             first_difference=mean(each.first_difference for each in departures),
             same=mean(each.first_difference == each.dense_count for each in departures),

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache, free_bytes
 from zdc_jax.evaluation.questions import QUESTION_TOKENS, Question
-from zdc_jax.evaluation.sheets import Sheet
+from zdc_jax.evaluation.sheets import TaskDocument
 from zdc_jax.generation.steps import PREFILL_CHUNK, bucket
 from zdc_jax.model.transformer import Embeddings, Transformer
 
@@ -63,31 +63,31 @@ def read_contexts(
 
 
 def answers_on(
-    network: Transformer, sheets: Sequence[Sheet], *, protocol: Protocol, batch: int = 1
+    network: Transformer, documents: Sequence[TaskDocument], *, protocol: Protocol, batch: int = 1
 ) -> dict[str, list[tuple[Answer, ...]]]:
     """The answers to all questions of each task, sheet by sheet, `batch` sheets at a time.
 
     All questions are padded to one width, so that a plan not seen before compiles few programs.
     """
     found: dict[str, list[tuple[Answer, ...]]] = {}
-    for start in range(0, len(sheets), batch):
-        piece = sheets[start : start + batch]
+    for start in range(0, len(documents), batch):
+        piece = documents[start : start + batch]
         rows = [*piece, *[piece[-1]] * (batch - len(piece))]
-        contexts = np.stack([sheet.context for sheet in rows])
+        contexts = np.stack([document.context for document in rows])
         _, cache = read_contexts(network, contexts, room=QUESTION_TOKENS, protocol=protocol)
-        for name, given in sheet_answers(network, cache, rows).items():
+        for name, given in answer_questions(network, cache, rows).items():
             found.setdefault(name, []).extend(given[: len(piece)])
     return found
 
 
-def sheet_answers(
-    network: Transformer, cache: KVCache, sheets: Sequence[Sheet]
+def answer_questions(
+    network: Transformer, cache: KVCache, documents: Sequence[TaskDocument]
 ) -> dict[str, list[tuple[Answer, ...]]]:
     """The answers of each row of a cache to all questions of its sheet, by task.
 
     All are read in one call, each on a copy of its row; one after another where memory has no room for that.
     """
-    questions = [[q for asked in sheet.questions.values() for q in asked] for sheet in sheets]
+    questions = [[q for asked in document.questions.values() for q in asked] for document in documents]
     each = len(questions[0])
     needed, free = each * cache.bytes(), free_bytes()
     if free is not None and COPIES_SHARE * free < needed:
@@ -100,7 +100,8 @@ def sheet_answers(
         flat = answers(network, copies, [q for row in questions for q in row], width=QUESTION_TOKENS)
         rows = [iter(flat[start : start + each]) for start in range(0, len(flat), each)]
     return {
-        name: [tuple(islice(row, len(asked))) for row in rows] for name, asked in sheets[0].questions.items()
+        name: [tuple(islice(row, len(asked))) for row in rows]
+        for name, asked in documents[0].questions.items()
     }
 
 

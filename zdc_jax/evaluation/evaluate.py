@@ -21,11 +21,11 @@ from zdc_jax.evaluation.agreement import (
     continuations,
     departures,
 )
-from zdc_jax.evaluation.answers import Answer, Protocol, read_contexts, sheet_answers
+from zdc_jax.evaluation.answers import Answer, Protocol, answer_questions, read_contexts
 from zdc_jax.evaluation.perplexity import PerplexityReport, compare, token_nll
 from zdc_jax.evaluation.questions import QUESTION_TOKENS
 from zdc_jax.evaluation.retention import Retention, retention
-from zdc_jax.evaluation.sheets import ALIGNMENT, Sheet, context_length, make_sheets
+from zdc_jax.evaluation.sheets import ALIGNMENT, TaskDocument, context_length, make_task_documents
 from zdc_jax.evaluation.splits import Split, documents_of, split_seed
 from zdc_jax.evaluation.text import Document, token_windows
 from zdc_jax.generation.steps import PREFILL_CHUNK
@@ -35,7 +35,7 @@ from zdc_jax.plan import CompressionPlan
 PERPLEXITY, AGREEMENT = "perplexity", "agreement"
 """What can be asked for beside the tasks of `zdc_jax.evaluation.tasks`."""
 TASKS = (PERPLEXITY, AGREEMENT, *known.names())
-LEAST_SHEETS = 8
+LEAST_DOCUMENTS = 8
 """Sheets between two looks at whether there are enough; fewer say little about other text."""
 FIRST_LOOK = 32
 """Sheets before the first look. Of what one sheet in twenty loses, eight show nothing two times in three, and
@@ -50,7 +50,7 @@ class Material:
 
     context: int
     windows: Int[np.ndarray, "W T"] | None
-    sheets: Sequence[Sheet]
+    task_documents: Sequence[TaskDocument]
     agreement: bool
 
 
@@ -77,7 +77,7 @@ def prepare(
     tasks: Sequence[str] = TASKS,
     contexts: Sequence[int] = (),
     split: Split = "report",
-    max_sheets: int = 128,
+    max_documents: int = 128,
     seed: int = 0,
 ) -> list[Material]:
     """Text for `evaluate`, one item for each of `contexts`; checks all there is to check, without weights.
@@ -96,7 +96,7 @@ def prepare(
     """
     if tokenizer is None:
         raise EvaluationError("the model has no tokenizer, so no text can be read")
-    for name, value, least in (("max_sheets", max_sheets, 1), ("seed", seed, 0)):
+    for name, value, least in (("max_documents", max_documents, 1), ("seed", seed, 0)):
         if value < least:
             raise EvaluationError(f"{name}={value} must be >= {least}")
     if not tasks:
@@ -110,7 +110,8 @@ def prepare(
             raise EvaluationError(f"{context=} must be 2 to the model's {config.max_positions} positions")
     chosen = list(documents_of(split, documents))
     return [
-        _material(config, tokenizer, plan, chosen, tasks, each, max_sheets, split, seed) for each in contexts
+        _material(config, tokenizer, plan, chosen, tasks, each, max_documents, split, seed)
+        for each in contexts
     ]
 
 
@@ -121,7 +122,7 @@ def _material(
     documents: list[Document],
     tasks: Sequence[str],
     context: int,
-    max_sheets: int,
+    max_documents: int,
     split: Split,
     seed: int,
 ) -> Material:
@@ -132,7 +133,7 @@ def _material(
         found, _ = token_windows(
             documents, tokenizer, length=length, num_windows=most, seed=seed, eos_id=eos_id
         )
-        if len(found) < (least := min(LEAST_SHEETS, most)):
+        if len(found) < (least := min(LEAST_DOCUMENTS, most)):
             raise TextError(
                 f"too little text: {least} windows of {length} tokens ({least * length:,}) needed, "
                 f"{len(found)} ({found.size:,}) found in the third of the text that {split!r} may read"
@@ -140,14 +141,14 @@ def _material(
         return found
 
     posed = known.chosen((task for task in tasks if task not in (PERPLEXITY, AGREEMENT)), context)
-    sheets: list[Sheet] = []
+    task_documents: list[TaskDocument] = []
     if posed or AGREEMENT in tasks:
         length = context_length(context, _alignment(plan, config))
-        sheets = make_sheets(
-            posed, windows(length, max_sheets), tokenizer, seed=seed, not_drawn=config.eos_ids
+        task_documents = make_task_documents(
+            posed, windows(length, max_documents), tokenizer, seed=seed, not_drawn=config.eos_ids
         )
-    text = windows(context, min(max_sheets, MOST_WINDOWS)) if PERPLEXITY in tasks else None
-    return Material(context, text, sheets, AGREEMENT in tasks)
+    text = windows(context, min(max_documents, MOST_WINDOWS)) if PERPLEXITY in tasks else None
+    return Material(context, text, task_documents, AGREEMENT in tasks)
 
 
 def _alignment(plan: CompressionPlan, config: ModelConfig) -> int:
@@ -217,7 +218,7 @@ class Evaluation:
 
     def of(self, network: Transformer) -> ContextReport:
         """Of one plan. Sheets are read until the retention of each task that counts is known well."""
-        found, agreement = self._sheets(network)
+        found, agreement = self._judge_documents(network)
         return ContextReport(self.material.context, self._perplexity(network), agreement, found)
 
     def _perplexity(self, network: Transformer) -> PerplexityReport | None:
@@ -228,10 +229,10 @@ class Evaluation:
             self._dense_nll = token_nll(self.dense, windows, batch=self.batch)
         return compare(network, self._dense_nll, windows, batch=self.batch)
 
-    def _sheets(self, network: Transformer) -> tuple[dict[str, Retention], Agreement | None]:
-        own, found, count = list[Read](), dict[str, Retention](), len(self.material.sheets)
+    def _judge_documents(self, network: Transformer) -> tuple[dict[str, Retention], Agreement | None]:
+        own, found, count = list[Read](), dict[str, Retention](), len(self.material.task_documents)
         while len(own) < count:
-            enough = min(max(len(own) + LEAST_SHEETS, FIRST_LOOK), count)
+            enough = min(max(len(own) + LEAST_DOCUMENTS, FIRST_LOOK), count)
             while len(own) < enough:
                 own += self._read(network, len(own))
                 self.watch(f"{len(own)} of at most {count} contexts of {self.material.context} tokens")
@@ -264,12 +265,14 @@ class Evaluation:
         return own
 
     def _contexts(self, network: Transformer, start: int) -> tuple[Array, KVCache]:
-        contexts = np.stack([sheet.context for sheet in self._batch(self.material.sheets, start)])
+        contexts = np.stack(
+            [document.context for document in self._batch(self.material.task_documents, start)]
+        )
         return read_contexts(network, contexts, room=QUESTION_TOKENS, protocol=self.protocol)
 
     def _answers(self, network: Transformer, cache: KVCache, start: int) -> list[Read]:
-        found = sheet_answers(network, cache, self._batch(self.material.sheets, start))
-        rows = len(self.material.sheets[start : start + self.batch])
+        found = answer_questions(network, cache, self._batch(self.material.task_documents, start))
+        rows = len(self.material.task_documents[start : start + self.batch])
         return [Read({task: given[row] for task, given in found.items()}) for row in range(rows)]
 
     def _batch[T](self, rows: Sequence[T], start: int) -> list[T]:

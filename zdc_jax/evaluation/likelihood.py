@@ -144,7 +144,12 @@ def _score_piece(
         return chosen - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == target
 
     size = min(_POSITIONS_PER_BLOCK, targets.shape[1])
-    split = lambda x: jnp.stack(jnp.split(x, x.shape[1] // size, axis=1))
-    join = lambda x: jnp.concatenate(list(x), axis=1)
+
+    def split(x):
+        return jnp.stack(jnp.split(x, x.shape[1] // size, axis=1))
+
+    def join(x):
+        return jnp.concatenate(list(x), axis=1)
+
     log_probs, is_greedy = jax.lax.map(block, (split(hidden), split(targets)))
     return join(log_probs), join(is_greedy), cache

@@ -73,7 +73,9 @@ def next_token_nll(
     targets = jnp.pad(targets, ((0, 0), (0, pad)))
 
     def block(start: Array) -> Array:
-        cut = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, start, _POSITIONS_PER_BLOCK, axis)
+        def cut(x, axis):
+            return jax.lax.dynamic_slice_in_dim(x, start, _POSITIONS_PER_BLOCK, axis)
+
         logits = embeddings.unembed(cut(hidden, 1))
         chosen = jnp.take_along_axis(logits, cut(targets, 1)[..., None], axis=-1)[..., 0]
         return jax.nn.logsumexp(logits, axis=-1) - chosen

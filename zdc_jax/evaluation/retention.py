@@ -44,7 +44,7 @@ class Retention:
     dense: float
     whole: float
     counts: bool
-    sheets: int
+    documents: int
     by_depth: tuple[DepthRetention | None, ...] | None
 
     @property
@@ -65,33 +65,35 @@ def retention(dense: Sequence[Sequence[Answer]], plan: Sequence[Sequence[Answer]
         interval=(1 + low, 1 + high) if len(changes) > 1 else None,
         score=score(plan),
         dense=dense_score,
-        whole=float(np.mean([_right(sheet).all() for sheet in plan])),
+        whole=float(np.mean([_right(document).all() for document in plan])),
         counts=dense_score >= LEAST_SCORE,
-        sheets=len(changes),
+        documents=len(changes),
         by_depth=_by_depth(dense, plan),
     )
 
 
-def log_probability(sheets: Sequence[Sequence[Answer]]) -> Float[np.ndarray, " sheets"]:
+def log_probability(documents: Sequence[Sequence[Answer]]) -> Float[np.ndarray, " sheets"]:
     """Mean log-probability of the right tokens of each sheet, float64."""
-    tokens = ([answer.log_probability for answer in sheet] for sheet in sheets)
-    return np.array([np.concatenate(sheet).astype(np.float64).mean() for sheet in tokens])
+    tokens = ([answer.log_probability for answer in document] for document in documents)
+    return np.array([np.concatenate(document).astype(np.float64).mean() for document in tokens])
 
 
 def _right(answers: Sequence[Answer]) -> np.ndarray:
     return np.concatenate([answer.right for answer in answers])
 
 
-def score(sheets: Sequence[Sequence[Answer]]) -> float:
+def score(documents: Sequence[Sequence[Answer]]) -> float:
     """Share of all right tokens that are the most likely."""
-    return float(np.concatenate([_right(sheet) for sheet in sheets]).mean())
+    return float(np.concatenate([_right(document) for document in documents]).mean())
 
 
 def _by_depth(
     dense: Sequence[Sequence[Answer]], plan: Sequence[Sequence[Answer]]
 ) -> tuple[DepthRetention | None, ...] | None:
     quarters: list[list[tuple[Answer, Answer]]] = [[] for _ in range(QUARTERS)]
-    for pair in ((a, b) for sheets in zip(dense, plan, strict=True) for a, b in zip(*sheets, strict=True)):
+    for pair in (
+        (a, b) for documents in zip(dense, plan, strict=True) for a, b in zip(*documents, strict=True)
+    ):
         if (depth := pair[0].depth) is None:
             return None
         quarters[min(int(depth * QUARTERS), QUARTERS - 1)].append(pair)

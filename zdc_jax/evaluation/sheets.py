@@ -19,7 +19,7 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Sheet:
+class TaskDocument:
     """A context, int32 [S], and the questions of each task about it, all asked of the same context."""
 
     context: Int[np.ndarray, " S"]
@@ -38,14 +38,14 @@ def context_length(length: int, alignment: int = ALIGNMENT) -> int:
     return context
 
 
-def make_sheets(
+def make_task_documents(
     tasks: Mapping[str, Pose],
     windows: Int[np.ndarray, "W S"],
     tokenizer: Tokenizer,
     *,
     seed: int,
     not_drawn: tuple[int, ...] = (),
-) -> list[Sheet]:
+) -> list[TaskDocument]:
     """A sheet of each window of text; its end makes room for statements and the tokenizer's first tokens.
 
     Args:
@@ -60,16 +60,19 @@ def make_sheets(
     writer = Writer(tokenizer, np.setdiff1d(windows, not_drawn).astype(np.int32))
     beginning = writer.beginning()
     rngs = (np.random.default_rng([seed, index]) for index in range(len(windows)))
-    return [_sheet(tasks, window, writer, beginning, rng) for window, rng in zip(windows, rngs, strict=False)]
+    return [
+        _make_document(tasks, window, writer, beginning, rng)
+        for window, rng in zip(windows, rngs, strict=False)
+    ]
 
 
-def _sheet(
+def _make_document(
     tasks: Mapping[str, Pose],
     window: Int[np.ndarray, " S"],
     writer: Writer,
     beginning: Int[np.ndarray, " _"],
     rng: np.random.Generator,
-) -> Sheet:
+) -> TaskDocument:
     """Statements take half of a context at most, so that text surrounds them."""
     posed = {name: pose(rng, writer) for name, pose in tasks.items()}
     sizes = {name: sum(map(len, each.statements)) for name, each in posed.items()}
@@ -87,7 +90,7 @@ def _sheet(
     questions = {
         name: each.ask(context, [next(begin) for _ in each.statements]) for name, each in posed.items()
     }
-    return Sheet(context, questions)
+    return TaskDocument(context, questions)
 
 
 def _with_statements(

@@ -45,9 +45,9 @@ class Generation:
 
 @dataclass(frozen=True)
 class Delta:
-    """One piece of a stream: row of the prompt, new token ids and text, and why the row ended (else None)."""
+    """Part of a stream: index of the prompt, new token ids and text, and why it ended (else None)."""
 
-    row: int
+    sequence: int
     tokens: tuple[int, ...]
     text: str | None
     finish_reason: FinishReason | None

@@ -64,8 +64,13 @@ class RowNumbers(NamedTuple):
     @classmethod
     def of(cls, numbers: Int[Array, "B WIDTH"]) -> "RowNumbers":
         """Out of `row_numbers`."""
-        column = lambda name: numbers[:, AT[name]]
-        floats = lambda name: jax.lax.bitcast_convert_type(column(name), jnp.float32)
+
+        def column(name):
+            return numbers[:, AT[name]]
+
+        def floats(name):
+            return jax.lax.bitcast_convert_type(column(name), jnp.float32)
+
         keys = jax.lax.bitcast_convert_type(numbers[:, AT["key_0"] : AT["key_1"] + 1], jnp.uint32)
         sampling = SamplingArrays(
             floats("temperature"),

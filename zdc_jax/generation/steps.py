@@ -155,7 +155,7 @@ def advance(
     return replace(longer, lengths=lengths), Frontier(hidden[:, 0], gets, end)
 
 
-def advance_beside(
+def advance_with(
     network: Transformer,
     state: DecodeState,
     wanted: Bool[Array, " B"],
@@ -274,7 +274,10 @@ def decode_steps(
         state, index, made, tokens = carry
         cache, frontier = advance(network, state, wanted, numbers, implementation)
         last, done, found = choose(network.embeddings, state.last, state.done, frontier, numbers, choice)
-        put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, index, 1)
+
+        def put(x, new):
+            return jax.lax.dynamic_update_slice_in_dim(x, new, index, 1)
+
         tokens = jax.tree.map(put, tokens, Token(found.tokens, *found[3:]))
         return DecodeState(cache, last, done), index + 1, made + found.made, tokens
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zdc_jax.plan import CompressionPlan
 
 
-Turns = tuple[tuple[int, ...], tuple[int, ...]]
+Rotations = tuple[tuple[int, ...], tuple[int, ...]]
 """Blocks of keys, and of values."""
 
 
@@ -39,7 +39,7 @@ class MethodSettings:
 
     latent_keys: ClassVar[bool] = False
 
-    def turns(self, R: int, Z: int) -> Turns:
+    def rotations(self, R: int, Z: int) -> Rotations:
         """Sizes of the blocks of leading coordinates that `zdc_jax.cache.gaussian_codes.turn` is folded into,
         of keys of R coordinates and of values of Z."""
         return (), ()

@@ -23,7 +23,7 @@ from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
 from zdc_jax.fields import MOST
-from zdc_jax.methods import MethodSettings, Turns, check_one_of, check_range, far_layers
+from zdc_jax.methods import MethodSettings, Rotations, check_one_of, check_range, far_layers
 from zdc_jax.plan import CompressionPlan
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -71,7 +71,7 @@ class Settings(MethodSettings):
         if self.memory == "host" and not self.read:
             raise PlanError("memory='host' with read=0: what is always read belongs on the device")
 
-    def turns(self, R: int, Z: int) -> Turns:
+    def rotations(self, R: int, Z: int) -> Rotations:
         """`MethodSettings.turns`: of the index, of the other coordinates of keys, and of values."""
         return tuple(size for size in (self.index, R - self.index) if size), (Z,)
 

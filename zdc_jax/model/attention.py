@@ -83,8 +83,8 @@ class Attention(nnx.Module):
         if (basis := self._basis()) is not None:
             return *rope_and_basis(q, k, positions, self._angles(), *basis, implementation), v
         if self.spec.rope is not None:
-            turned = jnp.asarray(self._angles(), jnp.float32)
-            q, k = (rotate(each, positions, turned, interleaved=False) for each in (q, k))
+            rotated = jnp.asarray(self._angles(), jnp.float32)
+            q, k = (rotate(each, positions, rotated, interleaved=False) for each in (q, k))
         return q, k, v
 
     def project_unturned(

@@ -39,7 +39,9 @@ class Block(nnx.Module):
     """One layer: attention and feed-forward, each added to what it took in; norms as `spec` says."""
 
     def __init__(self, weights: Mapping[str, Any], config: ModelConfig, spec: LayerSpec):
-        norm = lambda name: Norm(weights[name], config)
+        def norm(name):
+            return Norm(weights[name], config)
+
         sandwich = spec.norms == "sandwich"
         self.attention_norm, self.mlp_norm = norm("attention_norm"), norm("mlp_norm")
         self.attention_output_norm = norm("attention_output_norm") if sandwich else None

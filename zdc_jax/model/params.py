@@ -77,7 +77,10 @@ def _is_shape(value: Any) -> bool:
 
 def num_params(config: ModelConfig) -> int:
     """Count of parameters of the unmodified model."""
-    count = lambda tree: sum(math.prod(s) for s in jax.tree.leaves(tree, is_leaf=_is_shape))
+
+    def count(tree):
+        return sum(math.prod(s) for s in jax.tree.leaves(tree, is_leaf=_is_shape))
+
     layers = sum(count(layer_shapes(config, layer)) for layer in range(config.num_layers))
     return layers + count(embedding_shapes(config))
 

@@ -116,8 +116,13 @@ def _layer(
     """One layer; aux: what pieces and tokens hand on, each their own."""
     T = x.shape[1] - len(end)
     call = partial(Call, block.attention.scale, implementation)
-    of_pieces = lambda x: packing.apart(x[:, :T])
-    of_tokens = lambda x: x[:, T:].swapaxes(0, 1)
+
+    def of_pieces(x):
+        return packing.apart(x[:, :T])
+
+    def of_tokens(x):
+        return x[:, T:].swapaxes(0, 1)
+
     own = None if table is None else jnp.take(table, place.row, axis=0, mode="clip")
     new = place.begin[:, None] + jnp.arange(T)
     # Else XLA reads rows and pages of several layers at once, and copies what is written before that.

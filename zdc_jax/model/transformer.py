@@ -188,7 +188,7 @@ def _prompt_layer(
 
     def attend(q: Array, k: Any, v: Array) -> tuple[Array, State]:
         if isinstance(k, UnturnedKeys):
-            q, k = k.turned(q, None)
+            q, k = k.rotated(q, None)
         o, lse = block.attention.attend(q, k, v)
         return o, spec.keep_prompt(q, k, v, lse, positions, end, capacity, call)
 

@@ -127,7 +127,10 @@ def near_attention(
     positions = jnp.broadcast_to(start + jnp.arange(T), (B, T))
     held = start - window + jnp.arange(window + T)
     held = jnp.concatenate([jnp.arange(P), jnp.where(held >= P, held, -1)])
-    join = lambda sinks, recent: jnp.concatenate([sinks, recent], 2)
+
+    def join(sinks, recent):
+        return jnp.concatenate([sinks, recent], 2)
+
     near = NearKeys(join(sink_k, k), join(sink_v, v), jnp.broadcast_to(held, (B, *held.shape)))
     return xla_attention(q, no_k, no_v, positions, scale=scale, near=near, sinks=P, window=window)
 
@@ -201,7 +204,9 @@ def segment_attention(
       NotImplementedError: the chosen implementation cannot do this call, with the reason.
     """
 
-    operands = lambda q: {"q": q, "positions": positions, "segments": segments}
+    def operands(q):
+        return {"q": q, "positions": positions, "segments": segments}
+
     refusals: dict[Implementation, Callable[[], str | None]] = {
         "pallas": lambda: kernel_refusal(segment_refusal, operands, q),
         "cudnn": lambda: "it reads no keys of several classes",
@@ -327,7 +332,10 @@ def _xla_whole(
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H]
     near = None
     if sinks or window:
-        lead = lambda x: jnp.pad(x[:, :, :sinks], ((0, 0), (0, 0), (0, window), (0, 0)))
+
+        def lead(x):
+            return jnp.pad(x[:, :, :sinks], ((0, 0), (0, 0), (0, window), (0, 0)))
+
         lead_positions = jnp.pad(positions[:, :sinks], ((0, 0), (0, window)), constant_values=-1)
         near = NearKeys(
             jnp.concatenate([lead(k), k], 2),

@@ -33,7 +33,7 @@ class UnturnedKeys(NamedTuple):
         """With what there is of each token changed."""
         return self._replace(keys=change(self.keys), positions=change(self.positions))
 
-    def turned(
+    def rotated(
         self, q: Float[Array, "B T N H"], implementation: Implementation | None
     ) -> tuple[Float[Array, "B T N C"], Float[Array, "B T K C"]]:
         """Queries and keys as `rope_and_basis` gives them."""
@@ -106,10 +106,10 @@ def rotate(
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     y = x.astype(jnp.float32)
     a, b = (y[..., 0::2], y[..., 1::2]) if interleaved else jnp.split(y, 2, axis=-1)
-    turned = (a * cos - b * sin, b * cos + a * sin)
+    rotated = (a * cos - b * sin, b * cos + a * sin)
     if interleaved:
-        return jnp.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+        return jnp.stack(rotated, axis=-1).reshape(x.shape).astype(x.dtype)
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
 def rope_and_basis(
@@ -130,7 +130,10 @@ def rope_and_basis(
     H, C = q_rotation.shape[1:]
     operands = partial(_operands, frequencies=frequencies)
     arrays, options = (q, k, positions, q_rotation, k_rotation, k_shift), {"qk_rank": C, "keep_tail": False}
-    refusal = lambda: attention.kernel_refusal(post_rope_refusal, operands, *arrays, **options)
+
+    def refusal():
+        return attention.kernel_refusal(post_rope_refusal, operands, *arrays, **options)
+
     if implementation in (None, "pallas") and refusal() is None:
         rotated, keys, _ = post_rope(**operands(*arrays), **options)
         return rotated.reshape(*q.shape[:3], C), keys.swapaxes(1, 2).reshape(*k.shape[:3], C)

@@ -71,7 +71,10 @@ def xla_attention(
 
     def one_block(index: Array) -> tuple[Array, Array]:
         start = index * block
-        take = lambda x: jax.lax.dynamic_slice_in_dim(x, start, block, axis=1)
+
+        def take(x):
+            return jax.lax.dynamic_slice_in_dim(x, start, block, axis=1)
+
         near_block = None if near is None else _near_block(near, start, past - window, window + block)
         return _xla_block(take(q), k, v, take(positions), scale, near_block, sinks, window)
 
@@ -148,7 +151,10 @@ def by_query_blocks(found: Callable[..., Any], block: int, *of_queries: Shaped[A
         return found(*(jax.lax.dynamic_slice_in_dim(x, index * block, block, axis=1) for x in padded))
 
     blocks = jax.lax.map(one_block, jnp.arange((T + pad) // block))
-    join = lambda x: jnp.moveaxis(x, 0, 1).reshape(B, T + pad, *x.shape[3:])[:, :T]
+
+    def join(x):
+        return jnp.moveaxis(x, 0, 1).reshape(B, T + pad, *x.shape[3:])[:, :T]
+
     return jax.tree.map(join, blocks)
 
 

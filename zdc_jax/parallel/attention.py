@@ -54,7 +54,10 @@ def sharded_attention(
       NotImplementedError: the chosen implementation cannot do this call, with the reason.
     """
     keys = FarKeys.of(q, v, spec, scale=scale, implementation=implementation, formats=formats)
-    cut = lambda q, k, v: (q[..., : spec.R], k[..., : spec.R], v[..., : spec.Z])
+
+    def cut(q: Array, k: Any, v: Array) -> tuple[Array, Any, Array]:
+        return q[..., : spec.R], k[..., : spec.R], v[..., : spec.Z]
+
     if keys.are_all:
         o, _, exchanged = far(*cut(q, k, v), keys, None)
         return widened(o, v.shape[-1]), exchanged

@@ -287,7 +287,10 @@ def _attend_segments(
 @partial(jax.jit, static_argnames="mesh")
 def _restored(x: Array, arrangement: Arrangement, mesh: Mesh) -> Array:
     """x [B, T, D], in class order on each device, by position again."""
-    restore = lambda x, arrangement: arrangement.restored(x)
+
+    def restore(x, arrangement):
+        return arrangement.restored(x)
+
     return on_mesh(mesh, restore, (_TOKENS, _ARRANGEMENT), _TOKENS)(x, arrangement)
 
 

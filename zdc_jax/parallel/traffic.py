@@ -43,15 +43,18 @@ def prefill_bytes(
         how: Any = {"length": length, "degree": degree, "payload": payload, "itemsize": itemsize}
         layers = range(len(plan.layers))
         return batch * sum(_coded_bytes(config, plan, index, **how) for index in layers)
-    layer = lambda index: layer_bytes(
-        config,
-        plan.layers[index],
-        plan.near(index),
-        length=length,
-        degree=degree,
-        payload=payload,
-        itemsize=itemsize,
-    )
+
+    def layer(index):
+        return layer_bytes(
+            config,
+            plan.layers[index],
+            plan.near(index),
+            length=length,
+            degree=degree,
+            payload=payload,
+            itemsize=itemsize,
+        )
+
     if plan.classes is not None:
         check_classes(payload)
         return batch * _class_bytes(

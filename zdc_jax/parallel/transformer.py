@@ -253,7 +253,10 @@ class ShardedTransformer(nnx.Module):
         for block, spec in zip(self.prompt_layers, self.layer_caches, strict=True):
             program = _prompt_layer.lower(block, x, end, aux, spec, *given)
             programs.setdefault((spec, jax.tree.structure(aux)), program)
-            handed = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=divided)
+
+            def handed(leaf):
+                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=divided)
+
             aux = jax.tree.map(handed, program.out_info[2])
         with ThreadPoolExecutor() as threads:
             list(threads.map(lambda program: program.compile(), programs.values()))

@@ -14,7 +14,7 @@ from scipy.special import ndtr
 
 from zdc_jax.plan import CompressionPlan, LayerRanks
 from zdc_jax.planning.forecast import Draft, Forecast
-from zdc_jax.planning.layer_costs import LayerCosts, kept
+from zdc_jax.planning.layer_costs import LayerCosts, build_layer
 from zdc_jax.planning.predictor import check_limit
 
 CHECKS = 12
@@ -105,4 +105,4 @@ class Surrogate:
 
 def _choices(costs: LayerCosts) -> list[LayerRanks]:
     """All that a layer may keep."""
-    return [LayerRanks(0, 0), *(kept(keys, values) for keys in costs.keys for values in costs.values)]
+    return [LayerRanks(0, 0), *(build_layer(keys, values) for keys in costs.keys for values in costs.values)]

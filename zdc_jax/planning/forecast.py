@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from zdc_jax.plan import CompressionPlan, LayerRanks
-from zdc_jax.planning.layer_costs import LayerCosts, cheapest_path, kept
+from zdc_jax.planning.layer_costs import LayerCosts, build_layer, cheapest_path
 
 
 class Draft(NamedTuple):
@@ -40,7 +40,7 @@ class Forecast:
 
     def draft(self, layers: Iterable[LayerRanks], window: int) -> Draft:
         """Of layers that slide it counts alone whether they keep anything beside the plan's window."""
-        most = kept(self.costs[window].keys[-1], self.costs[window].values[-1])
+        most = build_layer(self.costs[window].keys[-1], self.costs[window].values[-1])
         pairs = zip(layers, self.full.layers, strict=True)
         return Draft(tuple(most if ranks.qk and whole.window else ranks for ranks, whole in pairs), window)
 

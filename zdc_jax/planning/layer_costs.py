@@ -16,7 +16,7 @@ CODED_NEAR = 8
 
 
 @dataclass(frozen=True)
-class Grade:
+class Precision:
     """How much a layer keeps of far keys, or of far values: `rank` coordinates a head, in `bits` each.
 
     With fewer than 16 bits they are codes of method `coded`; of keys the first `index` may have other bits.
@@ -35,7 +35,7 @@ class Grade:
         return bits / 8 + scales
 
 
-def kept(keys: Grade, values: Grade) -> LayerRanks:
+def build_layer(keys: Precision, values: Precision) -> LayerRanks:
     """A layer that keeps its keys and values at these grades, both codes or neither; codes are all read."""
     if keys.bits == WHOLE_BITS:
         return LayerRanks(keys.rank, values.rank)
@@ -45,13 +45,13 @@ def kept(keys: Grade, values: Grade) -> LayerRanks:
     return LayerRanks(keys.rank, values.rank, settings=settings)
 
 
-def grades(ranks: LayerRanks) -> tuple[Grade, Grade]:
+def precisions(ranks: LayerRanks) -> tuple[Precision, Precision]:
     """Of keys and of values: the inverse of `kept`, where a layer keeps far tokens."""
     coded = ranks.settings
     if not isinstance(coded, Settings):
-        return Grade(ranks.qk), Grade(ranks.v)
+        return Precision(ranks.qk), Precision(ranks.v)
     index = (coded.index, coded.bits_index) if coded.index else ()
-    return Grade(ranks.qk, coded.bits_k, *index), Grade(ranks.v, coded.bits_v)
+    return Precision(ranks.qk, coded.bits_k, *index), Precision(ranks.v, coded.bits_v)
 
 
 class LayerCosts(NamedTuple):
@@ -61,8 +61,8 @@ class LayerCosts(NamedTuple):
     v [L, len(values)]: costs of these; cut [L]: the layer sees no distant token.
     """
 
-    keys: tuple[Grade, ...]
-    values: tuple[Grade, ...]
+    keys: tuple[Precision, ...]
+    values: tuple[Precision, ...]
     qk: np.ndarray
     v: np.ndarray
     cut: np.ndarray
@@ -77,20 +77,22 @@ class LayerCosts(NamedTuple):
         """Cost of a layer at these ranks, which need not be levels: at those next below, or the first."""
         if ranks.qk == 0:
             return float(self.cut[layer])
-        keys, values = grades(ranks)
+        keys, values = precisions(ranks)
         return float(self.qk[layer, _level(self.keys, keys)] + self.v[layer, _level(self.values, values)])
 
 
-def _falling(costs: np.ndarray, levels: Sequence[Grade]) -> np.ndarray:
+def _falling(costs: np.ndarray, levels: Sequence[Precision]) -> np.ndarray:
     """`costs` [L, levels], each raised to those of all larger grades. Two may have one size."""
-    sizes = np.array([grade.size for grade in levels])
+    sizes = np.array([precision.size for precision in levels])
     counts = (sizes > sizes[:, None]) | np.eye(len(sizes), dtype=bool)
     return np.where(counts, np.maximum(costs, 0)[:, None], 0).max(-1)
 
 
-def _level(levels: Sequence[Grade], grade: Grade) -> int:
+def _level(levels: Sequence[Precision], precision: Precision) -> int:
     """Index of a grade, or of the largest of those that are no larger, or 0."""
-    found = [(each.size, each == grade, i) for i, each in enumerate(levels) if each.size <= grade.size]
+    found = [
+        (each.size, each == precision, i) for i, each in enumerate(levels) if each.size <= precision.size
+    ]
     return max(found, default=(0, False, 0))[-1]
 
 
@@ -101,7 +103,7 @@ def rank_levels(head_dim: int) -> tuple[int, ...]:
     return tuple(sorted({int(allowed[np.abs(allowed - rank).argmin()]) for rank in wanted}))
 
 
-def steps_down(
+def list_reductions(
     costs: LayerCosts, layers: Sequence[LayerRanks], *, single: bool = False
 ) -> list[tuple[int, LayerRanks]]:
     """Every layer with every smaller choice of grades (`single`: the next size of one, or cutting it off), by
@@ -110,10 +112,14 @@ def steps_down(
     for layer, now in enumerate(layers):
         if now.qk == 0:
             continue
-        keys, values = grades(now)
+        keys, values = precisions(now)
         fewer_keys, fewer_values = _smaller(costs.keys, keys, single), _smaller(costs.values, values, single)
-        both = [] if single else [kept(k, v) for k in fewer_keys for v in fewer_values]
-        fewer = [*(kept(k, values) for k in fewer_keys), *(kept(keys, v) for v in fewer_values), *both]
+        both = [] if single else [build_layer(k, v) for k in fewer_keys for v in fewer_values]
+        fewer = [
+            *(build_layer(k, values) for k in fewer_keys),
+            *(build_layer(keys, v) for v in fewer_values),
+            *both,
+        ]
         for ranks in [LayerRanks(0, 0), *fewer]:
             saved = _size(now) - _size(ranks)
             price = (costs.of(layer, ranks) - costs.of(layer, now)) / saved
@@ -121,20 +127,20 @@ def steps_down(
     return [(layer, ranks) for *_, layer, ranks in sorted(steps, key=lambda step: step[:3])]
 
 
-def _smaller(levels: Sequence[Grade], grade: Grade, single: bool) -> list[Grade]:
-    smaller = [each for each in levels if each.size < grade.size]
+def _smaller(levels: Sequence[Precision], precision: Precision, single: bool) -> list[Precision]:
+    smaller = [each for each in levels if each.size < precision.size]
     return [each for each in smaller if each.size == smaller[-1].size] if single else smaller
 
 
 def _size(ranks: LayerRanks) -> float:
-    return sum(grade.size for grade in grades(ranks)) if ranks.qk else 0.0
+    return sum(precision.size for precision in precisions(ranks)) if ranks.qk else 0.0
 
 
 def cheapest_path(costs: LayerCosts) -> list[tuple[LayerRanks, ...]]:
     """Ranks of all layers from the most that they keep to none, always the step of least cost per byte."""
-    layers = [kept(costs.keys[-1], costs.values[-1])] * len(costs.cut)
+    layers = [build_layer(costs.keys[-1], costs.values[-1])] * len(costs.cut)
     path = [tuple(layers)]
-    while steps := steps_down(costs, layers):
+    while steps := list_reductions(costs, layers):
         layer, layers[layer] = steps[0]
         path.append(tuple(layers))
     return path

@@ -20,7 +20,7 @@ from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
 from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.forecast import Forecast
-from zdc_jax.planning.layer_costs import Grade, LayerCosts
+from zdc_jax.planning.layer_costs import LayerCosts, Precision
 from zdc_jax.planning.profile import SINKS, Profile
 
 TINY_NATS = 2e-4
@@ -63,11 +63,16 @@ class Features(NamedTuple):
 def layer_nats(weights: Weights, features: Features) -> Array:
     """Predicted increase of the mean negative log likelihood that each layer causes, nats a token."""
     far_nats, window, score, value, rotary = features
-    at = lambda pair: pair[0] + pair[1] * rotary
-    log = lambda x, least=1e-6: jnp.log(jnp.maximum(x, least))
-    part = lambda error, pair, power: jnp.where(
-        error > 0, jnp.exp(at(pair) + jnp.exp(power) * log(error)), 0.0
-    )
+
+    def at(pair):
+        return pair[0] + pair[1] * rotary
+
+    def log(x, least=1e-06):
+        return jnp.log(jnp.maximum(x, least))
+
+    def part(error, pair, power):
+        return jnp.where(error > 0, jnp.exp(at(pair) + jnp.exp(power) * log(error)), 0.0)
+
     kept = part(score, weights.qk, weights.qk_power) + part(value, weights.v, weights.v_power)
     whole = jnp.exp(at(weights.cut) + weights.nats * log(far_nats, TINY_NATS) + weights.window * log(window))
     return whole * jnp.where((score >= 1) & (value >= 1), 1.0, kept)
@@ -122,7 +127,7 @@ class Predictor:
             return np.asarray(layer_nats(self.weights, features), np.float64)
 
         none, one = np.zeros_like(score), whole + 1
-        levels = tuple(map(Grade, (*profile.ranks.tolist(), head_dim)))
+        levels = tuple(map(Precision, (*profile.ranks.tolist(), head_dim)))
         cut = nats(one, one)[:, 0]
         return LayerCosts(levels, levels, nats(score, none), nats(none, value), cut).monotone()
 
@@ -133,9 +138,16 @@ class Predictor:
             window: self.layer_costs(profile, index, config.head_dim, rotary=rotary)
             for index, window in enumerate(profile.windows.tolist())
         }
-        named = lambda plan: plan.for_model(profile.fingerprint)
-        near = lambda window: {"window": window, "sinks": SINKS}
-        make = lambda ranks, window: named(CompressionPlan.of_layers(config, ranks, **near(window)))
+
+        def named(plan):
+            return plan.for_model(profile.fingerprint)
+
+        def near(window):
+            return {"window": window, "sinks": SINKS}
+
+        def make(ranks, window):
+            return named(CompressionPlan.of_layers(config, ranks, **near(window)))
+
         floor = float(floor_nats(self.weights, jnp.array(float(rotary))))
         return Forecast(named(CompressionPlan.full(config)), floor, costs, make)
 

@@ -41,7 +41,7 @@ class ReplicaSettings:
     def room(self) -> int:
         """Requests that one replica takes at once, running or waiting."""
         config = EngineConfig(**self.engine)
-        return config.rows + config.max_waiting
+        return config.max_sequences + config.max_waiting
 
     def new_engine(self) -> Serving:
         """Loads the model."""

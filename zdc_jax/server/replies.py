@@ -41,7 +41,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Piece:
+class AnswerDelta:
     """Part of an answer, or all of it. offset: characters of the answer before it; first: it begins one."""
 
     text: str
@@ -73,7 +73,7 @@ class Reply(ABC):
     def whole(self) -> dict[str, Any]:
         """The body of an answer that has ended."""
         choices = [
-            self._choice(index, Piece(answer.text, answer.logprobs, answer.finish_reason))
+            self._choice(index, AnswerDelta(answer.text, answer.logprobs, answer.finish_reason))
             for index, answer in enumerate(self._answers)
         ]
         return self._head(self.whole_kind) | {"choices": choices, "usage": self.usage()}
@@ -86,9 +86,9 @@ class Reply(ABC):
         logprobs = [*event.prompt_logprobs, *event.logprobs]
         if not (text or logprobs or event.finish_reason):
             return None
-        piece = Piece(text, logprobs, event.finish_reason, offset, not answer.begun)
+        delta = AnswerDelta(text, logprobs, event.finish_reason, offset, not answer.begun)
         answer.shown, answer.begun = len(answer.text), True
-        return self._head(self.chunk_kind) | {"choices": [self._chunk_choice(index, piece)]}
+        return self._head(self.chunk_kind) | {"choices": [self._chunk_choice(index, delta)]}
 
     def last_chunk(self) -> dict[str, Any]:
         """Counts tokens."""
@@ -111,11 +111,11 @@ class Reply(ABC):
         return {"id": self._id, "object": kind, "created": self._created, "model": self._name}
 
     @abstractmethod
-    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
         """An answer, whole."""
 
     @abstractmethod
-    def _chunk_choice(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _chunk_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
         """A piece of an answer."""
 
     def _token_text(self, token: int) -> str:
@@ -138,26 +138,26 @@ class CompletionReply(Reply):
     def _decoded(self, tokens: Sequence[int]) -> str:
         return "" if self._tokenizer is None else self._tokenizer.decode(tokens)
 
-    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        logprobs = self._logprobs(piece) if piece.logprobs else None
+    def _choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
+        logprobs = self._logprobs(delta) if delta.logprobs else None
         return {
             "index": index,
-            "text": piece.text,
+            "text": delta.text,
             "logprobs": logprobs,
-            "finish_reason": piece.finish_reason,
+            "finish_reason": delta.finish_reason,
         }
 
     _chunk_choice = _choice
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any]:
-        texts = [self._token_text(one.token) for one in piece.logprobs]
-        offsets = [piece.offset]
+    def _logprobs(self, delta: AnswerDelta) -> dict[str, Any]:
+        texts = [self._token_text(one.token) for one in delta.logprobs]
+        offsets = [delta.offset]
         for text in texts[:-1]:
             offsets.append(offsets[-1] + len(text))
         return {
             "tokens": texts,
-            "token_logprobs": [one.logprob and _finite(one.logprob) for one in piece.logprobs],
-            "top_logprobs": [self._top(one) for one in piece.logprobs],
+            "token_logprobs": [one.logprob and _finite(one.logprob) for one in delta.logprobs],
+            "top_logprobs": [self._top(one) for one in delta.logprobs],
             "text_offset": offsets,
         }
 
@@ -175,17 +175,17 @@ class ChatReply(Reply):
 
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        message = {"role": "assistant", "content": piece.text}
-        return self._around(index, piece, "message", message)
+    def _choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
+        message = {"role": "assistant", "content": delta.text}
+        return self._around(index, delta, "message", message)
 
-    def _chunk_choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        delta = {"role": "assistant"} if piece.first else {}
-        return self._around(index, piece, "delta", delta | {"content": piece.text})
+    def _chunk_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
+        message = {"role": "assistant"} if delta.first else {}
+        return self._around(index, delta, "delta", message | {"content": delta.text})
 
-    def _around(self, index: int, piece: Piece, key: str, message: dict[str, str]) -> dict[str, Any]:
-        logprobs = {"content": [self._logprobs(one) for one in piece.logprobs]} if piece.logprobs else None
-        return {"index": index, key: message, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+    def _around(self, index: int, delta: AnswerDelta, key: str, message: dict[str, str]) -> dict[str, Any]:
+        logprobs = {"content": [self._logprobs(one) for one in delta.logprobs]} if delta.logprobs else None
+        return {"index": index, key: message, "logprobs": logprobs, "finish_reason": delta.finish_reason}
 
     def _logprobs(self, one: TokenLogprobs) -> dict[str, Any]:
         assert one.logprob is not None  # Chats tell nothing of prompts.

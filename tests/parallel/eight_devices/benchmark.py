@@ -74,9 +74,10 @@ def test_ulysses_builds_the_cache_and_others_none(tmp_path, monkeypatch):
     calls = []
     for name in ("prefill", "hidden"):
         whole = getattr(ShardedTransformer, name)
-        record = lambda *args, name=name, whole=whole, **options: (
-            calls.append((name, options.get("capacity"))) or whole(*args, **options)
-        )
+
+        def record(*args, name=name, whole=whole, **options):
+            return calls.append((name, options.get("capacity"))) or whole(*args, **options)
+
         monkeypatch.setattr(ShardedTransformer, name, record)
     tasks = ("dense", "all_gather")
     assert main([*OPTIONS.split(), "--results", str(tmp_path), "--tasks", *tasks]) == 0
@@ -115,12 +116,15 @@ def test_what_was_compiled_ahead_is_not_compiled_again(compilations_logged, capl
     near = CompressionPlan.uniform(config, qk=32, v=32, window=9, sinks=3)
     plan = replace(near, method="coded", settings=Settings(bits_k=4, bits_v=4, bits_near=8, index=0, read=0))
     side = OnMesh(Model(config, mesh).on_mesh(plan, decodes=True), "xla")
-    programs = lambda: [
-        name
-        for record in caplog.records
-        for name in ("_prompt_layer", "decode")
-        if record.getMessage().startswith(f"Compiling jit({name})")
-    ]
+
+    def programs():
+        return [
+            name
+            for record in caplog.records
+            for name in ("_prompt_layer", "decode")
+            if record.getMessage().startswith(f"Compiling jit({name})")
+        ]
+
     side.compile([64], {64: [1, 2]})
     assert sorted(programs()) == ["_prompt_layer", "decode", "decode"]
     caplog.clear()
@@ -141,9 +145,14 @@ def test_a_figure_that_fails_leaves_the_others(tmp_path):
 def test_weights_are_on_each_device_once():
     mesh = MeshConfig(sequence=4).create()
     model, plan = Model(SHAPES["tiny"], mesh), CompressionPlan.full(SHAPES["tiny"])
-    held = lambda tree: {
-        shard.data.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) for shard in x.addressable_shards
-    }
+
+    def held(tree):
+        return {
+            shard.data.unsafe_buffer_pointer()
+            for x in jax.tree.leaves(tree)
+            for shard in x.addressable_shards
+        }
+
     runahead = RunaheadTransformer(model.on_each(plan), list(mesh.devices.flat))
     made = held((model.embeddings, model.layers))
     assert held((model.on_mesh(plan), model.on_first(plan, "bfloat16"), runahead.networks)) <= made
@@ -153,7 +162,10 @@ def test_search_finds_what_times_were_made_of(monkeypatch):
     """Two of 32 layers are measured; the partition is that of all of them."""
     mesh = MeshConfig(sequence=4).create()
     model, cost = Model(SHAPES["tiny"], mesh), PieceCost(call=0.0, token=3e-5, past=4e-9, own=2e-9)
-    times = lambda model, tokens, partitions, **_: {p: sum(cost.seconds(p)) / 16 for p in partitions}
+
+    def times(model, tokens, partitions, **_):
+        return {p: sum(cost.seconds(p)) / 16 for p in partitions}
+
     monkeypatch.setattr(sequence_parts, "measured", times)
     monkeypatch.setattr(sequence_parts, "link_bandwidth", lambda *devices: 1e15)
     plan = CompressionPlan.full(SHAPES["tiny"])

@@ -53,7 +53,10 @@ def assert_mostly_close(got, expected, atol=1e-5):
 def test_what_arrives_is_what_the_codes_say(N, K):
     qkv = drawn(N, K, 40, 12)
     sent = Formats.coded(40, 12)
-    scatter = lambda *x: scatter_heads(x, SEQUENCE, (sent.q, sent.k, sent.v))
+
+    def scatter(*x):
+        return scatter_heads(x, SEQUENCE, (sent.q, sent.k, sent.v))
+
     for kind, x, got in zip("qkv", qkv, sharded(scatter, (TOKENS,) * 3, [HEADS] * 3)(*qkv), strict=True):
         copies = 1 if kind == "q" else kv_copies(K, U)
         assert_mostly_close(got, np.repeat(as_sent(kind, x), copies, axis=2))
@@ -74,7 +77,10 @@ def by_definition(qkv, ranks, near, *, of_plan):
     """Attention in float64: far q, k, v and o rounded, and the halo where the window is not the plan's."""
     q, k, v = (np.asarray(x, np.float64) for x in qkv)
     R, Z, (sinks, window) = ranks.qk, ranks.v, near
-    share = lambda x: np.repeat(x, q.shape[2] // x.shape[2], axis=2)
+
+    def share(x):
+        return np.repeat(x, q.shape[2] // x.shape[2], axis=2)
+
     far = as_sent("q", q[..., :R]), share(as_sent("k", k[..., :R])), share(as_sent("v", v[..., :Z]))
     if not of_plan:
         q, k, v = q[..., :R], k[..., :R], v[..., :Z]
@@ -83,7 +89,10 @@ def by_definition(qkv, ranks, near, *, of_plan):
     i, j = np.arange(T)[:, None], np.arange(T)
     is_near = (i - j < window) | (j < sinks)
     is_halo = is_near & (j >= sinks) & (i // (T // U) != j // (T // U))
-    weights = lambda q, k: np.exp(np.einsum("BTNR,BSNR->BNTS", q, k) / np.sqrt(H)) * (j <= i)
+
+    def weights(q, k):
+        return np.exp(np.einsum("BTNR,BSNR->BNTS", q, k) / np.sqrt(H)) * (j <= i)
+
     parts = [
         (weights(q, share(k)) * (is_near & ~is_halo), share(v)),
         (weights(q, share(halo_k)) * is_halo, share(halo_v)),

@@ -107,7 +107,10 @@ def test_as_on_one_device(name, heads, mesh):
     at = LENGTHS[:, None] - 1 + np.arange(1 + STEPS)
     assert_close(np.stack([last, *got], 1), expected[rows, at])
     copies = max(1, mesh.sequence * mesh.model // HEADS[heads][1])
-    arrays = lambda layers: sum(x.nbytes for x in jax.tree.leaves(layers))
+
+    def arrays(layers):
+        return sum(x.nbytes for x in jax.tree.leaves(layers))
+
     alone = sum(spec.bytes(CAPACITY, 2) for spec in network.layer_caches)
     assert arrays(held.layers) == copies * alone
     if mesh.model == 1:
@@ -127,7 +130,10 @@ def test_layers_compiled_ahead_are_not_compiled_again(name, caplog):
     sharded = ShardedTransformer.of(network_of(name, "GQA"), MeshConfig(sequence=2).create())
     prompts, end = jnp.zeros((2, 48), jnp.int32), jnp.full(2, 48)
     sharded.compile_prefill(prompts, end, capacity=CAPACITY)
-    layers = lambda: [r for r in caplog.records if r.getMessage().startswith("Compiling jit(_prompt_layer)")]
+
+    def layers():
+        return [r for r in caplog.records if r.getMessage().startswith("Compiling jit(_prompt_layer)")]
+
     with jax.log_compiles():
         sharded.prefill(prompts, end, capacity=CAPACITY)
         assert not layers()

@@ -114,9 +114,12 @@ def test_pieces_have_a_number_of_steps_that_xla_knows():
     state = DecodeState.of(sharded.new_cache(batch=2, capacity=64), whole_on(mesh))
     numbers = np.stack([row_numbers(9, 20, (), Sampling(), np.zeros(2, np.uint32))] * 2)
     given = Flat.of(sharded), state, np.ones(2, bool), numbers
-    loops = lambda limit: re.findall(
-        r" while\(.*", decode.lower(*given, limit, steps=7, choice="greedy").compile().as_text()
-    )
+
+    def loops(limit):
+        return re.findall(
+            r" while\(.*", decode.lower(*given, limit, steps=7, choice="greedy").compile().as_text()
+        )
+
     assert any('"known_trip_count":{"n":"7"}' in loop for loop in loops(None))
     assert not any('"n":"7"' in loop for loop in loops(np.int32(7)))
 

@@ -52,7 +52,10 @@ def test_plans_are_checked_where_they_will_run(tmp_path, monkeypatch):
     """On the mesh and in float8."""
     folder, placed = calibrated_folder(tmp_path, 128), []
     monkeypatch.setattr("zdc_jax.planning.checked.CHECKS", 1)
-    measured = lambda network, windows, batch: placed.append(network) or np.ones(len(windows)) * len(placed)
+
+    def measured(network, windows, batch):
+        return placed.append(network) or np.ones(len(windows)) * len(placed)
+
     monkeypatch.setattr("zdc_jax.planning.choose.window_nll", measured)
     asked = {"check_text": folder / "text", "mesh": MeshConfig(sequence=2), "payload": "float8"}
     with pytest.warns(UserWarning, match="nothing is compressed"):

@@ -86,7 +86,10 @@ def exchanged(monkeypatch, spec, formats):
     """Bytes of the all-to-alls of attention on kernels, four heads and 512 tokens on four devices."""
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     options = {"scale": 1.0, "spec": spec, "implementation": "pallas"}
-    attend = lambda *qkv: sharded_attention(*qkv, **options, formats=formats)[0]
+
+    def attend(*qkv):
+        return sharded_attention(*qkv, **options, formats=formats)[0]
+
     specs, mesh = P(None, "sequence"), MeshConfig(sequence=4).create()
     program = jax.jit(
         jax.shard_map(attend, mesh=mesh, in_specs=(specs,) * 3, out_specs=specs, check_vma=False)
@@ -102,11 +105,17 @@ def test_piece_on_a_cache_that_was_handed_on_lowers_on_kernels(monkeypatch, plan
     """250 tokens after 252, whose cache came with room for 256."""
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
     block, [spec] = network(PLANS[plan]).layers[0], PLANS[plan].layer_caches("bfloat16")
-    array = lambda *dims: jax.ShapeDtypeStruct((1, *dims), jnp.bfloat16)
+
+    def array(*dims):
+        return jax.ShapeDtypeStruct((1, *dims), jnp.bfloat16)
+
     K, H = CONFIG.num_kv_heads, CONFIG.head_dim
     held = jax.eval_shape(lambda: with_slots(spec.create(1, 512), 256))
     qkv = array(250, CONFIG.num_heads, H), array(250, K, H), array(250, K, H)
-    integers = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
+
+    def integers(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.int32)
+
     traced = _attended.trace(
         block, spec, array(250, CONFIG.embed_dim), qkv, held, integers(1, 250), integers(1), 512, "pallas"
     )

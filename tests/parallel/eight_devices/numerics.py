@@ -47,7 +47,10 @@ def test_within_tolerance(name):
 @pytest.mark.parametrize("name", ["plan", "ring_zigzag"])
 def test_a_head_that_is_off_by_a_hundredth(name, monkeypatch):
     attend = AttentionParts._attention
-    off = lambda self, *qkv: (attend(self, *qkv) * jnp.ones((8, 1)).at[5].set(1.01)).astype(jnp.bfloat16)
+
+    def off(self, *qkv):
+        return (attend(self, *qkv) * jnp.ones((8, 1)).at[5].set(1.01)).astype(jnp.bfloat16)
+
     monkeypatch.setattr(AttentionParts, "_attention", off)
     with pytest.raises(ArithmeticError, match=r"head 5 is off by 1\.\d+%, 0\.5% is allowed"):
         parts(name).numerics()

@@ -48,7 +48,10 @@ def emulated(x, scale):
 def test_what_arrives_is_what_the_cast_gives(N, K):
     (q, k, v), scales = drawn(N, K, 5, 3)
     sent = Formats.float8(*scales)
-    scatter = lambda *x: scatter_heads(x, SEQUENCE, (sent.q, sent.k, sent.v))
+
+    def scatter(*x):
+        return scatter_heads(x, SEQUENCE, (sent.q, sent.k, sent.v))
+
     got = sharded(scatter, (TOKENS,) * 3, [HEADS] * 3)(q, k, v)
     copies = kv_copies(K, U)
     expected = [emulated(x, scale) for x, scale in zip((q, k, v), scales, strict=True)]
@@ -75,10 +78,16 @@ def far_and_near(qkv, scales, ranks, sinks, window, round_to):
     group = q.shape[2] // k.shape[2]
     far = [x[..., :r] for x, r in zip((q, k, v), (ranks.qk, ranks.qk, ranks.v), strict=True)]
     far_q, far_k, far_v = (np.float64(round_to(x, s)) for x, s in zip(far, scales, strict=True))
-    share = lambda x: np.repeat(x, group, axis=2)
+
+    def share(x):
+        return np.repeat(x, group, axis=2)
+
     i, j = np.arange(T)[:, None], np.arange(T)
     near = (i - j < window) | (j < sinks)
-    scores = lambda q, k: np.exp(np.einsum("BTNR,BSNR->BNTS", q, share(k)) / np.sqrt(H)) * (j <= i)
+
+    def scores(q, k):
+        return np.exp(np.einsum("BTNR,BSNR->BNTS", q, share(k)) / np.sqrt(H)) * (j <= i)
+
     weights = scores(q, k) * near, scores(far_q, far_k) * ~near
     sums = [w.sum(-1).swapaxes(1, 2)[..., None] for w in weights]
     o = [np.einsum("BNTS,BSNZ->BTNZ", w, share(x)) for w, x in zip(weights, (v, far_v), strict=True)]

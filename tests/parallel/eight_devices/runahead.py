@@ -167,7 +167,10 @@ def test_measured_and_fitted():
 def test_refuses():
     network, tokens, _ = one_device("llama", "GQA", "full")
     model = RunaheadTransformer(network, jax.devices()[:2])
-    run = lambda partition, capacity: model.prefill(tokens, LENGTHS, partition=partition, capacity=capacity)
+
+    def run(partition, capacity):
+        return model.prefill(tokens, LENGTHS, partition=partition, capacity=capacity)
+
     with pytest.raises(MeshError, match=r"tokens=\(60, 30\).* must divide 96 tokens over 2 devices"):
         run(Partition((60, 30)), 96)
     with pytest.raises(MeshError, match=r"tokens=\(60, 30, 6\).* must divide 96 tokens over 2 devices"):

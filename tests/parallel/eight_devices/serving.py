@@ -21,7 +21,7 @@ from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 CONFIG = replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2)
-ENGINE = EngineConfig(rows=2, max_model_len=96, page=16, chunk=32)
+ENGINE = EngineConfig(max_sequences=2, max_model_len=96, page=16, chunk=32)
 CODES = coded.Settings(bits_k=4, bits_v=4, bits_index=6, index=8, read=0, bits_near=8)
 PLANS = {
     "full": CompressionPlan.full(CONFIG),
