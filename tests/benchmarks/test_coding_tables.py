@@ -11,7 +11,7 @@ from benchmarks.quality.coded_layers import single_layers
 from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import Settings
 from zdc_jax.plan import CompressionPlan, LayerRanks
-from zdc_jax.planning.layer_costs import Precision, kept
+from zdc_jax.planning.layer_costs import Precision, build_layer
 
 EIGHT = Precision(32, 8)
 
@@ -30,7 +30,7 @@ def entry(layers, cost: float) -> dict:
 
 
 def test_single_layers_are_those_that_alone_are_lowered(tmp_path):
-    whole, journal = [kept(EIGHT, EIGHT)] * LLAMA.num_layers, tmp_path / "j"
+    whole, journal = [build_layer(EIGHT, EIGHT)] * LLAMA.num_layers, tmp_path / "j"
 
     def with_one(ranks):
         return [whole[0], ranks, *whole[2:]]
@@ -38,10 +38,10 @@ def test_single_layers_are_those_that_alone_are_lowered(tmp_path):
     entries = [
         entry(None, 0.0),
         entry(whole, 0.05),
-        entry(with_one(kept(Precision(16, 2, 8, 4), EIGHT)), 0.1),
-        entry(with_one(kept(EIGHT, Precision(32, 3))), 0.2),
+        entry(with_one(build_layer(Precision(16, 2, 8, 4), EIGHT)), 0.1),
+        entry(with_one(build_layer(EIGHT, Precision(32, 3))), 0.2),
         entry([LayerRanks(0, 0), *whole[1:]], 0.3),
-        entry([kept(Precision(32, 2), EIGHT)] * LLAMA.num_layers, 0.9),
+        entry([build_layer(Precision(32, 2), EIGHT)] * LLAMA.num_layers, 0.9),
     ]
     journal.write_text("".join(json.dumps(each) + "\n" for each in entries))
     rows = single_layers(journal)

@@ -383,7 +383,9 @@ def test_tokens_of_a_cache_without_pages_are_refused(tiny):
     settings = methods.named("h2o").Settings(kept=16, block=16)
     plan = replace(CompressionPlan.full(TWO_LAYERS), method="h2o", settings=settings)
     specs, given = plan.layer_caches("float32"), {"rows": 3, "longest": 160, "page": 16, "reuse": True}
-    refusal = "cache_tokens=480: the plan's method has no pages, but max_sequences=3 of 160 tokens each; leave"
+    refusal = (
+        "cache_tokens=480: the plan's method has no pages, but max_sequences=3 of 160 tokens each; leave"
+    )
     with pytest.raises(PlanError, match=refusal):
         layout.Layout.of(specs, cache_tokens=480, **given)
     made = layout.Layout.of(specs, cache_tokens=None, **given)
