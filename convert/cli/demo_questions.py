@@ -1,0 +1,92 @@
+"""Questions of `zdc demo` about facts that stand far back in real text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from convert.demo_checkpoint.facts import Fact, ask, draw_facts
+from zdc_jax.conversation.prompt import chat_prompt, opening
+from zdc_jax.errors import ConversionError
+from zdc_jax.generation.api import generate
+from zdc_jax.generation.request import Prompt
+from zdc_jax.loading import LanguageModel
+
+LEAD = 100
+"""Tokens of text before a fact."""
+ANSWER_TOKENS = 24
+"""Tokens that are generated for each question."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question at the end of a long text that contains the answer.
+
+    ending: the question as it follows the passage.
+    """
+
+    fact: Fact
+    passage: str
+    ending: str
+
+    @property
+    def text(self) -> str:
+        """Passage and question."""
+        return self.passage + self.ending
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One line of generated text for each question, and the speed of decoding."""
+
+    lines: tuple[str, ...]
+    right: tuple[bool, ...]
+    tokens_per_second: float
+
+
+def write_questions(model: LanguageModel, prose: str, *, count: int, distance: int) -> list[Question]:
+    """Hide a fact in each of several passages, `distance` tokens before the question.
+
+    Raises:
+      ConversionError: the model has no tokenizer.
+    """
+    if model.tokenizer is None:
+        raise ConversionError("the model has no tokenizer, the demo needs one")
+    offsets = model.tokenizer.encode(prose, add_special_tokens=False).offsets
+    size = LEAD + distance
+    facts = draw_facts(np.random.default_rng(0), min(count, (len(offsets) - 1) // size), held_out=True)
+    questions = []
+    for index, fact in enumerate(facts):
+        begin, middle, end = (offsets[index * size + each][0] for each in (0, LEAD, size))
+        passage = hide_fact(fact, prose[begin:end], middle - begin)
+        ending = f"\n\n{fact.question}" if model.chat_template else ask(fact)
+        questions.append(Question(fact, passage, ending))
+    return questions
+
+
+def hide_fact(fact: Fact, passage: str, place: int) -> str:
+    """Write a fact as a paragraph of its own in front of the line that holds the character at `place`."""
+    place = passage.rfind("\n", 0, place) + 1
+    return f"{passage[:place].rstrip()}\n\n{fact.statement}\n\n{passage[place:].strip()}"
+
+
+def make_prompt(model: LanguageModel, question: Question) -> Prompt:
+    """Return the text that is continued, or the tokens of a message to a chat model."""
+    return chat_prompt(model, opening(None, question.text)) if model.chat_template else question.text
+
+
+def answer_questions(model: LanguageModel, questions: Sequence[Question], *, batch: int) -> Answers:
+    """Generate an answer to each question; the last batch is timed, because the first one compiles."""
+    lines, speed = list[str](), 0.0
+    for start in range(0, len(questions), batch):
+        prompts = [make_prompt(model, question) for question in questions[start : start + batch]]
+        result = generate(model, prompts, ANSWER_TOKENS, stop_tokens=())
+        lines += [take_line(completion.text or "") for completion in result.completions]
+        speed = result.timings.tokens_per_second(len(prompts) * (ANSWER_TOKENS - 1))
+    right = (str(question.fact.number) in line for question, line in zip(questions, lines, strict=True))
+    return Answers(tuple(lines), tuple(right), speed)
+
+
+def take_line(text: str) -> str:
+    """Return the first line that holds text."""
+    return next((line.strip() for line in text.split("\n") if line.strip()), "")
