@@ -17,14 +17,21 @@ from rich.console import Console
 from convert import demo_checkpoint
 from convert.calibration.calibrate import CalibrationOptions, calibrate, calibration_windows
 from convert.cli.demo_questions import Question, answer_questions, write_questions
-from convert.cli.demo_report import CacheResult, draw_chart, print_commands, print_example, print_table, write_report
+from convert.cli.demo_report import (
+    CacheResult,
+    draw_chart,
+    print_commands,
+    print_example,
+    print_table,
+    write_report,
+)
 from convert.cli.demo_text import write_text
 from convert.conversion import convert, open_source
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import CheckpointError, ConversionError
-from zdc_jax.evaluation.perplexity import compare, token_nll
+from zdc_jax.evaluation.perplexity import bootstrap_interval, token_nll
 from zdc_jax.loading import LanguageModel, load
 from zdc_jax.methods.coded import Settings
 from zdc_jax.plan import CompressionPlan, LayerRanks
@@ -90,7 +97,9 @@ def demo(
     draw_chart(results, output / "chart.png", title)
     head = {"source": path.name, "context": size.context, "basis": [basis.qk_kind, basis.vo_kind]}
     write_report(output / "report.json", head, questions, results)
-    console.print(f"wrote {output}/chart.png, report.json, plan.json; {time.perf_counter() - began:.0f} s in all")
+    console.print(
+        f"wrote {output}/chart.png, report.json, plan.json; {time.perf_counter() - began:.0f} s in all"
+    )
     print_commands(console, output, questions[0], chat=dense.chat_template is not None, context=size.context)
     return results
 
@@ -145,7 +154,7 @@ def make_plan(checkpoint: Checkpoint, basis: Basis) -> CompressionPlan:
 
 
 def make_window_plan(config: ModelConfig, plan: CompressionPlan, context: int) -> CompressionPlan:
-    """Return the plan with sinks and the shortest window whose bytes at `context` are no less than `plan`'s."""
+    """Return the plan of sinks and the shortest window that stores at least as many bytes as `plan`."""
 
     def make(window: int) -> CompressionPlan:
         ranks = [LayerRanks(config.head_dim, config.head_dim)] * config.num_layers
@@ -171,16 +180,17 @@ def measure_caches(
     window_plan = make_window_plan(checkpoint.config, plan, size.context)
     dense_nll = token_nll(dense.network, windows)
     full_bytes = dense.plan.bytes(size.context, 1, BYTES_DTYPE)
-    for name, each in (("16 bits", None), ("plan", plan), ("window of the same bytes", window_plan)):
+    for name, each in (("16 bits", None), ("plan", plan), ("window", window_plan)):
         model = dense if each is None else load(checkpoint.path, each, dtype=choose_dtype())
-        report = compare(model.network, dense_nll, windows)
+        nll = dense_nll if each is None else token_nll(model.network, windows)
+        changes = (nll - dense_nll).mean(1, dtype=np.float64)
         stored = model.plan.bytes(size.context, 1, BYTES_DTYPE)
         yield CacheResult(
             name=name,
             bytes_per_token=stored / size.context,
             share=stored / full_bytes,
-            perplexity=report.perplexity,
-            increase=report.increase,
-            interval=report.interval,
+            perplexity=float(np.exp(nll.mean(dtype=np.float64))),
+            increase=float(np.expm1(changes.mean())),
+            interval=bootstrap_interval(changes),
             answers=answer_questions(model, questions, batch=size.batch),
         )

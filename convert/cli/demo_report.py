@@ -110,7 +110,10 @@ def print_commands(console: Console, output: Path, question: Question, *, chat: 
     asking = ["generate", *model, *(["--chat"] if chat else []), "--max-new-tokens", str(ANSWER_TOKENS), "-"]
     serving = ["serve", *model, "--max-model-len", str(context)]
     lines = [
-        ("ask again", f"{shlex.join([*name_program(), *asking])} < {shlex.quote(str(output / 'prompt.txt'))}"),
+        (
+            "ask again",
+            f"{shlex.join([*name_program(), *asking])} < {shlex.quote(str(output / 'prompt.txt'))}",
+        ),
         ("serve it", shlex.join([*name_program(), *serving])),
         ("send a request", shlex.join(["curl", *make_request(question, chat=chat)])),
     ]

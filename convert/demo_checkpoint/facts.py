@@ -7,10 +7,45 @@ from itertools import product
 import numpy as np
 
 ATTRIBUTES = ("code", "number", "price", "weight", "value")
-ADJECTIVES = tuple("red blue green black white dark small old new large little long short high".split())
-THINGS = tuple(
-    "house door table window market school room book letter ship wall tree road field box paper bed office dog "
-    "key car land".split()
+ADJECTIVES = (
+    "red",
+    "blue",
+    "green",
+    "black",
+    "white",
+    "dark",
+    "small",
+    "old",
+    "new",
+    "large",
+    "little",
+    "long",
+    "short",
+    "high",
+)
+THINGS = (
+    "house",
+    "door",
+    "table",
+    "window",
+    "market",
+    "school",
+    "room",
+    "book",
+    "letter",
+    "ship",
+    "wall",
+    "tree",
+    "road",
+    "field",
+    "box",
+    "paper",
+    "bed",
+    "office",
+    "dog",
+    "key",
+    "car",
+    "land",
 )
 """Words that are one token each for the demo checkpoint."""
 HELD_OUT = 7

@@ -130,6 +130,4 @@ def insert(text: Int[np.ndarray, " n"], insertions: Sequence[Insertion]) -> Mark
 def stack(texts: Iterable[MarkedText]) -> MarkedText:
     """Return texts of one length as a batch."""
     texts = list(texts)
-    return MarkedText(
-        np.stack([text.tokens for text in texts]), np.stack([text.answers for text in texts])
-    )
+    return MarkedText(np.stack([text.tokens for text in texts]), np.stack([text.answers for text in texts]))

@@ -1,6 +1,7 @@
 """Attention on truncated coordinates in plain XLA, for every device."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -57,7 +58,7 @@ def xla_attention(
     B, T, N, _ = q.shape
     past = 0 if near is None else near.k.shape[2] - T
     far = k.shape[2] if k.shape[3] else 0
-    block = query_block(B * N * (far + past), T)
+    block = query_block(B * N * (far + past), T, own=0 if near is None else B * N)
     pad = -T % block
     # Padded queries repeat the last position, so that they see keys and stay finite; they are cut off below.
     q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
@@ -158,10 +159,20 @@ def by_query_blocks(found: Callable[..., Any], block: int, *of_queries: Shaped[A
     return jax.tree.map(join, blocks)
 
 
-def query_block(keys: int, queries: int) -> int:
-    """Queries at a time, a power of two unless all, whose logits over `keys` in all heads take little."""
-    most = _LOGITS_BYTES.get(jax.default_backend(), _LOGITS_BYTES["gpu"]) // (4 * keys)
-    return min(queries, 1 << max(4, most.bit_length() - 1))
+def query_block(keys: int, queries: int, *, own: int = 0) -> int:
+    """Return the number of queries whose logits together take about `_LOGITS_BYTES`.
+
+    The number is a power of two, or `queries`.
+
+    Args:
+      keys: keys that every query sees, in all heads and sequences.
+      queries: number of all queries.
+      own: keys that each further query adds for all others, in all heads and sequences.
+    """
+    most = _LOGITS_BYTES.get(jax.default_backend(), _LOGITS_BYTES["gpu"]) // 4
+    # The largest n for which n (keys + own n) <= most.
+    block = int((math.sqrt(keys**2 + 4 * own * most) - keys) / (2 * own)) if own else most // keys
+    return min(queries, 1 << max(4, block.bit_length() - 1))
 
 
 def _near_block(near: NearKeys, start: Array, sinks: int, size: int) -> NearKeys:
