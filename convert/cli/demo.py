@@ -48,9 +48,13 @@ MARKER = ".zdc-demo"
 
 @dataclass(frozen=True)
 class DemoSize:
-    """Amounts of text in tokens, windows and questions."""
+    """Amounts of text in tokens, windows and questions.
+
+    lead, distance: tokens before a fact, and between a fact and the question about it.
+    """
 
     context: int = 1792
+    lead: int = 150
     distance: int = 1500
     calibration_windows: int = 20
     heldout_windows: int = 8
@@ -88,7 +92,9 @@ def demo(
     plan.save(output / "plan.json")
     windows = cut_windows(checkpoint, text.heldout, size)
     dense = load(checkpoint.path, dtype=choose_dtype())
-    questions = write_questions(dense, text.read_prose(), count=size.questions, distance=size.distance)
+    questions = write_questions(
+        dense, text.read_prose(), count=size.questions, lead=size.lead, distance=size.distance
+    )
     (output / "prompt.txt").write_text(questions[0].text)
     results = list(measure_caches(checkpoint, dense, plan, windows, questions, size))
     title = f"{path.name}, {size.context:,} tokens"

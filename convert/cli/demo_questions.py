@@ -12,8 +12,6 @@ from zdc_jax.generation.api import generate
 from zdc_jax.generation.request import Prompt
 from zdc_jax.loading import LanguageModel
 
-LEAD = 150
-"""Tokens of text before a fact."""
 PREFILL_CHUNK = 256
 """Longest prefill chunk; the last chunk is padded, so that short ones save time."""
 ANSWER_TOKENS = 24
@@ -46,8 +44,10 @@ class Answers:
     tokens_per_second: float
 
 
-def write_questions(model: LanguageModel, prose: str, *, count: int, distance: int) -> list[Question]:
-    """Hide a fact in each of several passages, `distance` tokens before the question.
+def write_questions(
+    model: LanguageModel, prose: str, *, count: int, lead: int, distance: int
+) -> list[Question]:
+    """Hide a fact in each of several passages, after `lead` and before `distance` tokens of text.
 
     Raises:
       ConversionError: the model has no tokenizer.
@@ -55,13 +55,13 @@ def write_questions(model: LanguageModel, prose: str, *, count: int, distance: i
     if model.tokenizer is None:
         raise ConversionError("the model has no tokenizer, the demo needs one")
     offsets = model.tokenizer.encode(prose, add_special_tokens=False).offsets
-    size = LEAD + distance
+    size = lead + distance
     facts = draw_facts(np.random.default_rng(0), min(count, (len(offsets) - 1) // size), held_out=True)
     questions = []
     for index, fact in enumerate(facts):
-        begin, middle, end = (offsets[index * size + each][0] for each in (0, LEAD, size))
+        begin, middle, end = (offsets[index * size + each][0] for each in (0, lead, size))
         passage = hide_fact(fact, prose[begin:end], middle - begin)
-        ending = f"\n\n{fact.question}" if model.chat_template else ask(fact)
+        ending = ask_in_chat(fact) if model.chat_template else ask(fact)
         questions.append(Question(fact, passage, ending))
     return questions
 
@@ -70,6 +70,11 @@ def hide_fact(fact: Fact, passage: str, place: int) -> str:
     """Write a fact as a paragraph of its own in front of the line that holds the character at `place`."""
     place = passage.rfind("\n", 0, place) + 1
     return f"{passage[:place].rstrip()}\n\n{fact.statement}\n\n{passage[place:].strip()}"
+
+
+def ask_in_chat(fact: Fact) -> str:
+    """Return the end of a message to a chat model."""
+    return f"\n\nQuestion: {fact.question} Answer with a number from the text."
 
 
 def make_prompt(model: LanguageModel, question: Question) -> Prompt:

@@ -87,12 +87,12 @@ def list_pairs(*, held_out: bool) -> Iterator[tuple[str, str]]:
 def draw_facts(rng: np.random.Generator, count: int, *, held_out: bool) -> list[Fact]:
     """Draw facts about different things with different numbers of four digits."""
     pairs = list(list_pairs(held_out=held_out))
-    chosen = rng.choice(len(pairs), count, replace=False)
+    chosen = [pairs[index] for index in rng.choice(len(pairs), count, replace=False)]
     numbers = rng.choice(np.arange(1000, 10_000), count, replace=False)
     attributes = rng.choice(ATTRIBUTES, count)
     return [
-        Fact(str(attribute), *pairs[pair], int(number))
-        for attribute, pair, number in zip(attributes, chosen, numbers, strict=True)
+        Fact(str(attribute), adjective, thing, int(number))
+        for attribute, (adjective, thing), number in zip(attributes, chosen, numbers, strict=True)
     ]
 
 

@@ -1,6 +1,8 @@
-"""`zdc demo` leaves what is not its own alone, and names a command that can be pasted."""
+"""`zdc demo` runs, leaves folders of others alone, and prints commands that can be pasted."""
 
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,10 +10,17 @@ import pytest
 from hf_variants import write_variant
 from rich.console import Console
 
+from convert import demo_checkpoint
 from convert.cli import demo as module
-from convert.cli.demo import _claim, _program
+from convert.cli.demo import DemoSize, claim_folder, make_plan, make_window_plan
+from convert.cli.demo_questions import hide_fact
+from convert.cli.demo_report import name_program, write_report
 from convert.cli.main import main
+from convert.conversion import convert
+from convert.demo_checkpoint.facts import Fact
 from zdc_jax.errors import CheckpointError
+from zdc_jax.loading import load
+from zdc_jax.plan import CompressionPlan
 
 
 def test_folders_of_others_are_refused(tmp_path, capsys):
@@ -31,19 +40,19 @@ def test_its_own_folder_is_taken_again(tmp_path, exists):
     output = tmp_path / "a" / "demo"
     if exists:
         output.mkdir(parents=True)
-    _claim(output)
+    claim_folder(output)
     (output / "report.json").write_text("{}")
-    _claim(output)
+    claim_folder(output)
     (output / ".zdc-demo").unlink()
     with pytest.raises(CheckpointError):
-        _claim(output)
+        claim_folder(output)
 
 
 def test_the_program_named_is_the_one_that_runs(monkeypatch):
     monkeypatch.setattr(sys, "argv", [".venv/bin/zdc", "demo"])
-    assert _program() == [".venv/bin/zdc"]
+    assert name_program() == [".venv/bin/zdc"]
     monkeypatch.setattr(sys, "argv", ["/anywhere/convert/cli.py", "demo"])
-    python, *module = _program()
+    python, *module = name_program()
     assert Path(python).samefile(sys.executable)
     assert module == ["-m", "convert.cli.main"]
 
@@ -51,7 +60,7 @@ def test_the_program_named_is_the_one_that_runs(monkeypatch):
 def test_sources_that_cannot_be_shown_leave_nothing(tmp_path, capsys):
     short = write_variant("llama-gqa", tmp_path / "hf")
     for source, error in (
-        (short, "has 128 positions, the demo needs 1024"),
+        (short, "has 128 positions, the demo needs 1792"),
         (tmp_path / "no", "no is not a folder"),
     ):
         assert main(["demo", "--source", str(source), "--output", str(tmp_path / "output")]) == 2
@@ -59,18 +68,42 @@ def test_sources_that_cannot_be_shown_leave_nothing(tmp_path, capsys):
         assert not (tmp_path / "output").exists()
 
 
-def test_a_report_is_written_whole_or_not_at_all(tmp_path, monkeypatch, full_disk):
-    made = SimpleNamespace(config=SimpleNamespace(num_layers=1), qk_kind="keys", vo_kind="output")
-    for name, found in (
-        ("convert", made),
-        ("calibrate", made),
-        ("write_text", (tmp_path, tmp_path)),
-        ("_measured", []),
-        ("_print", None),
-    ):
-        monkeypatch.setattr(module, name, lambda *_, found=found, **__: found)
-    _claim(tmp_path)
-    (tmp_path / "report.json").write_bytes(b"old")
+def test_a_report_is_written_whole_or_not_at_all(tmp_path, full_disk):
+    report = tmp_path / "report.json"
+    report.write_bytes(b"old")
     with pytest.raises(OSError, match="No space left"):
-        module.demo(tmp_path, Console(quiet=True))
-    assert (tmp_path / "report.json").read_bytes() == b"old"
+        write_report(report, {"source": "model"}, [], [])
+    assert report.read_bytes() == b"old"
+
+
+def test_a_window_plan_stores_as_many_bytes_as_the_plan(tmp_path):
+    checkpoint = convert(demo_checkpoint.PATH, tmp_path / "model", progress=False)
+    plan = make_plan(checkpoint, SimpleNamespace(coordinates_hash=""))
+    window_plan = make_window_plan(checkpoint.config, plan, 1792)
+    shorter = replace(window_plan, window=window_plan.window - 1)
+    wanted = plan.bytes(1792)
+    assert shorter.bytes(1792) < wanted <= window_plan.bytes(1792)
+    assert (window_plan.method, window_plan.window < 900) == ("window", True)
+
+
+def test_a_fact_is_a_paragraph_in_front_of_its_line():
+    fact = Fact("code", "red", "house", 4821)
+    assert hide_fact(fact, "one\ntwo\nthree", 5) == "one\n\nThe code of the red house is 4821.\n\ntwo\nthree"
+
+
+def test_the_demo_ends_with_a_quantized_plan_that_loads(tmp_path):
+    size = DemoSize(
+        context=256, distance=60, lead=40, calibration_windows=2, heldout_windows=2, questions=2, batch=1
+    )
+    results = module.demo(tmp_path / "out", Console(quiet=True), size=size)
+    plan = CompressionPlan.load(tmp_path / "out" / "plan.json")
+    assert (plan.method, plan.settings.read, plan.settings.bits_near) == ("coded", 0, 8)
+    assert load(tmp_path / "out" / "model", tmp_path / "out" / "plan.json").plan == plan
+    full, quantized, window = results
+    assert full.share == 1
+    assert quantized.share == pytest.approx(window.share, rel=0.02)
+    assert all(len(result.answers.lines) == 2 for result in results)
+    assert (tmp_path / "out" / "chart.png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [each["name"] for each in report["caches"]] == ["16 bits", "plan", "window"]
+    assert report["questions"][0]["fact"] in (tmp_path / "out" / "prompt.txt").read_text()
