@@ -1,6 +1,6 @@
 """How fast are the kernels, beside what the card can do and beside its best other kernels?
 
-    XLA_PYTHON_CLIENT_MEM_FRACTION=0.8 python -m benchmarks.bench_kernels
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.8 python -m benchmarks.kernels.bench_kernels
 
 Prints the ceilings first. Rows that carry an `error` were checked in the same run, on the tensors that are
 timed: prefill and decode against float64, the epilogue against XLA. The paged and the segment rows are times
@@ -35,8 +35,8 @@ import numpy as np
 import tyro
 
 from benchmarks.common import RESULTS, commit, earlier, write_result
-from benchmarks.rivals.flash_attention_3 import Call
-from benchmarks.timing import (
+from benchmarks.kernels.flash_attention_3 import Call
+from benchmarks.kernels.timing import (
     copy_bandwidth,
     device_ms,
     flash_attention_3,

@@ -1,6 +1,6 @@
 """FlashAttention-3 as a peer of our kernels: PyTorch calls it, in a process that has no JAX.
 
-    python -m benchmarks.rivals.flash_attention_3 --library _vllm_fa3_C.abi3.so --tokens 16384 --kv-heads 8
+    python -m benchmarks.kernels.flash_attention_3 --library _vllm_fa3_C.abi3.so --tokens 16384 --kv-heads 8
 
 Prints one line of JSON (`measured`). The library is vLLM's build, which has only the form for prompts of
 several lengths: a prompt is called as vLLM calls it, a batch of one.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks.rivals.flash_attention_3 import Call
+from benchmarks.kernels.flash_attention_3 import Call
 
 
 def device_ms(f: Callable[..., Any], *args: Any, iterations: int = 7) -> list[float]:
@@ -123,7 +123,7 @@ def torch_attention(S: int, N: int, H: int) -> dict[str, Any]:
 
 
 def flash_attention_3(call: Call) -> dict[str, Any]:
-    """What `benchmarks.rivals.flash_attention_3` measures of a call; `refused` says why it does not."""
+    """What `benchmarks.kernels.flash_attention_3` measures of a call; `refused` says why it does not."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(call).items()]
     return _answer([sys.executable, "-m", Call.__module__, *flags])
 

@@ -1,7 +1,7 @@
 """Which tile sizes are fastest on this card? Writes `kernels_pallas/tuned/<device>.json`.
 
-    python -m benchmarks.tune_kernels
-    python -m benchmarks.tune_kernels --only coded_decode
+    python -m benchmarks.kernels.tune_kernels
+    python -m benchmarks.kernels.tune_kernels --only coded_decode
 
 Times candidates in turns at widths that plans use, and keeps the fastest beside all raw times. Kernels take
 the table's config where widths and device match, else their default rule.
@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from benchmarks import coded_shapes as coded
 from benchmarks.common import commit, environment
-from benchmarks.timing import in_turns, normal
+from benchmarks.kernels import bench_coded as coded
+from benchmarks.kernels.timing import in_turns, normal
 from kernels_pallas import (
     CodedConfig,
     DecodeConfig,

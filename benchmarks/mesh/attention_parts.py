@@ -15,13 +15,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.exact_attention import exact_rows
-from benchmarks.rivals.methods import ZIGZAG, Method, attention_of
-from benchmarks.rivals.partition import Partition, in_eights
-from benchmarks.rivals.partition_search import PieceCost, link_bandwidth, measured, searched
-from benchmarks.rivals.runahead import RunaheadTransformer
-from benchmarks.rivals.traffic import handed_bytes
-from benchmarks.rivals.zigzag import zigzag_order
+from benchmarks.mesh.rivals.exchanges import zigzag_order
+from benchmarks.mesh.rivals.methods import ZIGZAG, Method, attention_of, handed_bytes
+from benchmarks.mesh.rivals.partition import ChunkCost, Partition, in_eights, searched
+from benchmarks.mesh.rivals.runahead import RunaheadTransformer, link_bandwidth, measure_partitions
 from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
 from zdc_jax.ops.attention import Implementation, self_attention
@@ -31,6 +28,41 @@ from zdc_jax.parallel.far import FarKeys, near_set
 from zdc_jax.parallel.mesh import SEQUENCE, whole_on
 from zdc_jax.parallel.payload import NATIVE, Formats, Payload, scale_for
 from zdc_jax.plan import CompressionPlan, LayerRanks
+
+
+def exact_rows(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    positions: np.ndarray,
+    *,
+    scale: float,
+    ranks: LayerRanks,
+    near: tuple[int, int],
+) -> np.ndarray:
+    """o [S, n, H], float64, of queries [S, n, H] at `positions` [S] that share one KV head.
+
+    Args:
+      k, v: of all tokens in order, [T, H].
+      scale: factor on the scores. ranks: coordinates that far keys count with.
+      near: sinks and window, whose keys count with all H; those of a far key beyond its rank count as zero.
+    """
+    k, v = k.astype(np.float64), v.astype(np.float64)
+    (sinks, window), (R, Z) = near, (ranks.qk, ranks.v)
+    t, j = positions[:, None], np.arange(len(k))[None]
+    is_near = (j < sinks) | (j > t - window)
+    o = np.zeros(q.shape)
+    for head in range(q.shape[1]):
+        rows = q[:, head].astype(np.float64)
+        far_scores = rows[:, :R] @ k[:, :R].T
+        scores = np.where(is_near, far_scores + rows[:, R:] @ k[:, R:].T, far_scores) * scale
+        scores = np.where(j <= t, scores, -np.inf)
+        p = np.exp(scores - scores.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+        o[:, head, :Z] = p @ v[:, :Z]
+        o[:, head, Z:] = np.where(is_near, p, 0) @ v[:, Z:]
+    return o
+
 
 TOKENS, HEADS, HEADS_FIRST = P(None, SEQUENCE), P(None, None, SEQUENCE), P(None, SEQUENCE)
 """How [B, T, N, H] lies on the mesh, by token or by head, and how [B, N, T] and [B, N, T, H] lie by head."""
@@ -81,9 +113,9 @@ def searched_partition(
     length, (first, second) = tokens.shape[1], model.devices[:2]
     pair = RunaheadTransformer(model.networks[0], [first] * 2)
     eighths = [Partition((m * length // 8, n * length // 8)) for m, n in ((1, 1), (1, 4), (4, 4), (4, 2))]
-    times = measured(pair, tokens, eighths, implementation=implementation, repeats=2)
+    times = measure_partitions(pair, tokens, eighths, implementation=implementation, repeats=2)
     scale = layers / len(model.plan.layers)
-    cost = PieceCost.fit({partition: scale * each for partition, each in times.items()})
+    cost = ChunkCost.fit({partition: scale * each for partition, each in times.items()})
 
     def handed(end):
         return handed_bytes(model.plan, Partition((end, 1)), capacity=in_eights(length))[0]

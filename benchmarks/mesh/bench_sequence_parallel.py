@@ -1,7 +1,7 @@
 """What does truncation gain where a prompt is divided over devices? Whole models and one layer's parts.
 
     export XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true
-    python -m benchmarks.bench_sequence_parallel --mesh sequence=4
+    python -m benchmarks.mesh.bench_sequence_parallel --mesh sequence=4
 
 A row is a method of sequence parallelism on a plan, KV-Runahead, or one device (`sequence_rows.ROWS`):
 `dense` on cuDNN, others on our kernels; `plan` keeps a window and sinks at full rank and `far` coordinates of
@@ -27,7 +27,7 @@ One process a GPU, over sockets as between hosts:
     export NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NVLS_ENABLE=0 NCCL_IB_DISABLE=1 NCCL_NET=Socket \\
         NCCL_SOCKET_IFNAME=lo NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4
     for id in 0 1 2 3; do
-        CUDA_VISIBLE_DEVICES=$id python -m benchmarks.bench_sequence_parallel --label sockets \\
+        CUDA_VISIBLE_DEVICES=$id python -m benchmarks.mesh.bench_sequence_parallel --label sockets \\
             --tasks dense plan late --coordinator 127.0.0.1:5555 --num-processes 4 --process-id $id &
     done; wait
 
@@ -49,17 +49,16 @@ import numpy as np
 import tyro
 from jax.sharding import NamedSharding
 
-from benchmarks.bench_generate import seconds
 from benchmarks.common import RESULTS, commit, earlier, write_result
-from benchmarks.rivals.methods import ZIGZAG, attention_of, padded
-from benchmarks.rivals.partition import Partition, in_eights, interpolated
-from benchmarks.rivals.runahead import RunaheadTransformer
-from benchmarks.rivals.runahead_mesh import MeshRunahead, piece_layer
-from benchmarks.rivals.traffic import handed_bytes, method_bytes
-from benchmarks.rivals.zigzag import ZigzagTransformer, zigzag_layer
-from benchmarks.sequence_models import SHAPES, Model, ShapeName
-from benchmarks.sequence_parts import AttentionParts, link_rate, searched_partition
-from benchmarks.sequence_rows import ROWS, TASKS, Row, Task, compare
+from benchmarks.mesh.attention_parts import AttentionParts, link_rate, searched_partition
+from benchmarks.mesh.models import SHAPES, Model, ShapeName
+from benchmarks.mesh.rivals.exchanges import ZigzagTransformer, zigzag_layer
+from benchmarks.mesh.rivals.methods import ZIGZAG, attention_of, handed_bytes, method_bytes, padded
+from benchmarks.mesh.rivals.partition import Partition, in_eights, interpolated
+from benchmarks.mesh.rivals.runahead import RunaheadTransformer
+from benchmarks.mesh.rivals.runahead_mesh import MeshRunahead, chunk_layer
+from benchmarks.mesh.rows import ROWS, TASKS, Row, Task, compare
+from benchmarks.model.models import seconds
 from zdc_jax.axes import Array
 from zdc_jax.errors import MeshError
 from zdc_jax.model.transformer import Embeddings
@@ -208,9 +207,9 @@ class Bench:
         if row.method == "runahead":
             partition = self.partition(row, length)
             if jax.process_count() > 1:
-                pieces = MeshRunahead(self.model.on_mesh(plan))
-                last = partial(pieces.last_hidden, partition=partition, implementation=implementation)
-                return lambda: _unembed(pieces.network.embeddings, last(tokens, end))
+                runahead = MeshRunahead(self.model.on_mesh(plan))
+                last = partial(runahead.last_hidden, partition=partition, implementation=implementation)
+                return lambda: _unembed(runahead.network.embeddings, last(tokens, end))
             runahead = self.runahead(plan)
             prefill = partial(runahead.prefill, partition=partition, capacity=in_eights(length))
             ends = runahead.networks[-1].embeddings
@@ -277,7 +276,7 @@ class Bench:
             partition = self.partition(row, length)
             handed = handed_bytes(plan, partition, capacity=in_eights(length))
             out = {"formula": max(handed), "by_device": handed, "partition": partition.tokens}
-            return out if jax.process_count() == 1 else out | self.sent_in_pieces(row, partition)
+            return out if jax.process_count() == 1 else out | self.sent_in_chunks(row, partition)
         assert row.method is not None
         how = {"length": length, "degree": self.degree, "method": row.method, "payload": row.payload}
         formula = method_bytes(self.config, plan, **how)
@@ -297,12 +296,12 @@ class Bench:
             out["cache"] = cache_bytes(self.config, plan, **held)
         return out
 
-    def sent_in_pieces(self, row: Row, partition: Partition) -> dict[str, Any]:
+    def sent_in_chunks(self, row: Row, partition: Partition) -> dict[str, Any]:
         """Of one program for all: bytes in one layer's times layers; rows of padding by device."""
         network = self.model.on_mesh(self.plan(row, 1))
         x, end = self.by_token(self.degree * partition.longest, network.dtype), jnp.full(1, partition.length)
         options = (partition, in_eights(partition.length), self.mesh, self.implementation(row))
-        program = piece_layer.lower(network.prompt_layers[0], x, end, network.layer_caches[0], *options)
+        program = chunk_layer.lower(network.prompt_layers[0], x, end, network.layer_caches[0], *options)
         compiled = self.config.num_layers * hlo_bytes(program.compile().as_text())
         return {"compiled": compiled, "padding": partition.padding}
 

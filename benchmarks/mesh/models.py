@@ -1,6 +1,7 @@
-"""Shapes of well-known models, and random weights of them that lie on every device of a mesh."""
+"""Model on a mesh"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -8,29 +9,24 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.bench_calibration import LLAMA_2_13B
-from benchmarks.bench_generate import LLAMA_2_7B
-from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
+from benchmarks.model.models import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_8B, InOneCall, capacity_for, random_codes
+from zdc_jax.cache.kv_cache import KVCache
+from zdc_jax.config import ModelConfig
 from zdc_jax.model.block import Block
 from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
 from zdc_jax.model.transformer import Embeddings, Transformer
+from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.payload import Payload, scale_for
-from zdc_jax.parallel.transformer import ShardedTransformer
+from zdc_jax.parallel.transformer import ShardedTransformer, held_sharding
 from zdc_jax.parallel.weights import WeightPlacement
 from zdc_jax.plan import CompressionPlan
 
 SHAPES = {
     "llama-2-7b": LLAMA_2_7B,
     "llama-2-13b": replace(LLAMA_2_13B, max_positions=2**18),
-    "llama-3-8b": replace(
-        LLAMA_2_7B,
-        ffn_dim=14336,
-        num_kv_heads=8,
-        vocab_size=128256,
-        layers=LayerSpec(rope=RopeConfig(theta=500_000.0)).repeated(32),
-    ),
+    "llama-3-8b": LLAMA_3_8B,
     "tiny": replace(
         LLAMA_2_7B,
         layers=LLAMA_2_7B.layers[:2],
@@ -125,3 +121,83 @@ def random_scales(config: ModelConfig) -> dict[str, jax.Array]:
     rms = np.full((config.num_kv_heads, config.head_dim), 0.02 * config.embed_dim**0.5)
     scale = jnp.asarray(scale_for(rms), config.dtype)
     return {"q_scale": scale, "k_scale": scale, "v_scale": scale}
+
+
+class OnMesh:
+    """Prompts read whole, their tokens divided; then tokens on the cache that they leave, divided by head.
+
+    implementation: of attention; with `cudnn` nothing is decoded.
+    """
+
+    def __init__(self, network: ShardedTransformer, implementation: Implementation):
+        self.network, self.implementation = network, implementation
+        self.decode = InOneCall(network, implementation)
+
+    def cache(self, batch: int, capacity: int) -> KVCache:
+        """Empty."""
+        return self.network.new_cache(batch=batch, capacity=capacity)
+
+    def prefill(self, cache: KVCache, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
+        """The first token of each row, and a new cache of the capacity of `cache`, which is given up."""
+        for leaf in jax.tree.leaves(cache):  # Else both were held, which two H100 cannot for Llama-2-7B.
+            leaf.delete()
+        end = jnp.full(len(tokens), tokens.shape[1], jnp.int32)
+        how: Any = {"capacity": cache.capacity, "implementation": self.implementation}
+        last, held = self.network.prefill(tokens, end, **how)
+        return _chosen(self.network.embeddings, last), held
+
+    def filled(self, cache: KVCache, length: int) -> KVCache:
+        """As if `length` tokens were held: random codes, or zeros; time does not depend on numbers."""
+        keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(cache))))
+
+        # One at a time: memory that cannot be had is awaited for 10 s by each that is under way.
+        def codes(leaf, where):
+            return jax.block_until_ready(_random_codes(leaf, next(keys), where))
+
+        def drawn(leaf, where):
+            return codes(leaf, where) if leaf.dtype == jnp.uint8 else leaf
+
+        divided = self._divided(cache)
+        layers = jax.tree.map(drawn, cache.layers, divided.layers)
+        full = replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, length))
+        return jax.device_put(full, divided)
+
+    def compile(self, prompts: Sequence[int], batches: Mapping[int, Sequence[int]]) -> None:
+        """What reads prompts of these lengths, and decodes so many rows of each length: at once, in threads.
+
+        Tracing and lowering are Python's, for which threads wait for each other.
+        """
+        with ThreadPoolExecutor() as threads:
+            jobs = [threads.submit(self._compile_prefill, length) for length in prompts]
+            jobs += [threads.submit(self._compile_step, B, S) for S, rows in batches.items() for B in rows]
+        for job in jobs:
+            job.result()
+
+    def _compile_prefill(self, length: int) -> None:
+        tokens, end = jnp.zeros((1, length), jnp.int32), jnp.full(1, length, jnp.int32)
+        how: Any = {"capacity": capacity_for(length), "implementation": self.implementation}
+        self.network.compile_prefill(tokens, end, **how)
+
+    def _compile_step(self, batch: int, length: int) -> None:
+        cache = jax.eval_shape(lambda: self.cache(batch, capacity_for(length)))
+
+        def shaped(leaf, where):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+        self.decode.compile(jax.tree.map(shaped, cache, self._divided(cache)))
+
+    def _divided(self, cache: KVCache) -> KVCache:
+        """Where each of its arrays lies."""
+        return jax.tree.map(partial(held_sharding, self.network.mesh), cache)
+
+
+@partial(jax.jit, donate_argnums=0, static_argnames="where")
+def _random_codes(codes: jax.Array, key: jax.Array, where: NamedSharding) -> jax.Array:
+    """In the place of zeros, and divided as they are."""
+    return jax.lax.with_sharding_constraint(random_codes(codes, key), where)
+
+
+@jax.jit
+def _chosen(embeddings: Embeddings, last: jax.Array) -> jax.Array:
+    """The likeliest token [B, 1] after hidden states [B, D]."""
+    return embeddings.unembed(last).argmax(-1).astype(jnp.int32)[:, None]

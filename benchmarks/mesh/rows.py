@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.rivals.methods import Method
+from benchmarks.mesh.rivals.methods import Method
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.payload import Payload
 from zdc_jax.parallel.weights import WeightPlacement
@@ -77,36 +77,6 @@ TASKS: tuple[Task, ...] = (
     *("dense_coded:check", "plan_coded:check"),
     *NUMERICS,
 )
-
-LABELS = {
-    "dense": "dense Ulysses (cuDNN)",
-    "dense_float8": "dense Ulysses (cuDNN), exchanged as float8",
-    "dense_pallas": "dense Ulysses (our kernels)",
-    "dense_coded": "dense Ulysses (our kernels), exchanged as codes",
-    "plan": "**Ulysses on truncated coordinates**",
-    "plan_float8": "truncated, exchanged as float8",
-    "plan_coded": "truncated, exchanged as codes",
-    "plan_gathered": "truncated, weights gathered by layer",
-    "late": "truncated after the exchange",
-    "all_gather": "all-gather of keys and values, dense",
-    "all_gather_zigzag": "all-gather, dense, zigzag shards",
-    "all_gather_plan": "all-gather, truncated",
-    "ring": "ring attention, dense",
-    "ring_zigzag": "ring attention, dense, zigzag shards",
-    "ring_plan": "ring attention, truncated, no sinks",
-    "runahead_dense": "KV-Runahead, dense",
-    "runahead": "KV-Runahead, truncated",
-    "runahead_searched": "KV-Runahead, truncated, searched partition",
-    "one_device_dense": "one GPU, dense (cuDNN)",
-    "one_device": "one GPU, truncated",
-}
-"""Rows as tables and plots name and order them."""
-SEQUENCE_RESULTS = {
-    "NVLink": "sequence-parallel-llama-2-7b-4",
-    "sockets": "sequence-parallel-llama-2-7b-4-4-processes-sockets",
-}
-"""Result files that those show, by link; of prompts of `SEQUENCE_LENGTH` tokens."""
-SEQUENCE_LENGTH = 131072
 
 PEERS = ("dense", "one_device", "one_device_dense")
 

@@ -1,6 +1,6 @@
 """How long does the offline route take? Moments, stored basis and profile of a model of Llama-2-13B's shape.
 
-    python -m benchmarks.bench_calibration --tokens 1000000
+    python -m benchmarks.model.bench_calibration --tokens 1000000
 
 Weights are random bf16 (time does not depend on them). The forward pass alone is timed beside the moments,
 and the paper's route (prune half of the sequences, K-means, decomposition) runs on the same tokens.
@@ -8,7 +8,6 @@ and the paper's route (prune half of the sequences, K-means, decomposition) runs
 
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,27 +23,8 @@ from convert.calibration.collect_profile import collect_profile, whole_plan
 from convert.calibration.kmeans import kmeans_moments
 from convert.calibration.make_basis import make_basis
 from convert.calibration.moments import Moments
-from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
-from zdc_jax.model.params import embedding_shapes, layer_shapes, num_params, random_tree
+from zdc_jax.model.params import num_params
 from zdc_jax.model.transformer import Transformer
-from zdc_jax.plan import CompressionPlan
-
-LLAMA_2_13B = ModelConfig(
-    family="llama",
-    layers=LayerSpec(rope=RopeConfig(theta=10_000.0)).repeated(40),
-    norm="rms",
-    embed_dim=5120,
-    ffn_dim=13824,
-    vocab_size=32000,
-    num_heads=40,
-    num_kv_heads=40,
-    head_dim=128,
-    max_positions=4096,
-    norm_eps=1e-5,
-    activation="silu",
-    dtype="bfloat16",
-    tie_embeddings=False,
-)
 
 
 @dataclass(frozen=True)
@@ -59,15 +39,6 @@ class Options:
     overhead_windows: int = 16
     name: str = "calibration-llama-2-13b-shape"
     results: Path = RESULTS
-
-
-def random_network(config: ModelConfig) -> Transformer:
-    """Random weights made layer by layer on the device."""
-    key = jax.random.key(0)
-    make = jax.jit(lambda key: random_tree(layer_shapes(config, 0), config, key))
-    layers: Iterator[Any] = (make(jax.random.fold_in(key, 1 + index)) for index in range(config.num_layers))
-    embeddings = random_tree(embedding_shapes(config), config, key)
-    return Transformer(config, CompressionPlan.full(config), embeddings, layers)
 
 
 def seconds_per_window(network: Transformer, windows: np.ndarray, batch: int) -> dict[str, Any]:
@@ -90,7 +61,7 @@ def seconds_per_window(network: Transformer, windows: np.ndarray, batch: int) ->
 def main(options: Options) -> None:
     """Times each stage and writes one JSON."""
     config = replace(LLAMA_2_13B, layers=LLAMA_2_13B.layers[: options.layers])
-    network = random_network(config)
+    network = build(config)
     context = config.max_positions
     rng = np.random.default_rng(0)
     shape = (options.tokens // context // options.batch * options.batch, context)

@@ -1,9 +1,9 @@
 """What does one plan gain, and what does it cost? A searched plan in large shapes, beside cuDNN in bfloat16.
 
-    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m benchmarks.bench_one_plan --plan plan.json
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m benchmarks.model.bench_one_plan --plan plan.json
 
 The plan was found for a small model and keeps in a shape the same shares of layers and of the head dim
-(`benchmarks.transferred_plans`); `quality` is what it costs there. Random weights; codes are random. Wall
+(`benchmarks.model.transferred_plans`); `quality` is what it costs there. Random weights; codes are random. Wall
 clock. `first_token` is from a prompt of one row to its first token: the peer reads it at once, we in pieces
 of `chunk` tokens, as `generate` does. `token` is the time of one token of each row, for one row, for `BATCH`,
 and for the largest number of rows that memory holds: `largest` is the number that decoded, 0 where not even
@@ -27,18 +27,27 @@ import jax
 import numpy as np
 import tyro
 
-from benchmarks.bench_coded_models import SHAPES, OnKernels
-from benchmarks.bench_generate import BEGUN, OnCudnn, Ours, build, capacity_for, decode_times, prefill_times
 from benchmarks.common import RESULTS, commit, earlier, write_result
-from benchmarks.on_mesh import OnMesh
-from benchmarks.sequence_models import Model
-from benchmarks.transferred_plans import check_on_kernels, is_judged, judged_quality, transferred
+from benchmarks.mesh.models import Model, OnMesh
+from benchmarks.model.models import (
+    BEGUN,
+    LLAMA_2_7B,
+    LLAMA_3_8B,
+    OnCudnn,
+    OnKernels,
+    build,
+    capacity_for,
+    decode_times,
+    prefill_times,
+)
+from benchmarks.model.transferred_plans import check_on_kernels, is_judged, judged_quality, transferred
 from zdc_jax.cache.kv_cache import cache_bytes
 from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.config import ModelConfig
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.plan import CompressionPlan
 
+SHAPES = {"Llama-2-7B": LLAMA_2_7B, "Llama-3-8B": LLAMA_3_8B}
 BATCH = 8
 KEPT = 0.03
 """Share of the free memory that the largest batch leaves to what a step needs beside the cache."""
@@ -90,10 +99,9 @@ def sides(kind: Kind, config: ModelConfig, options: Options) -> Sides:
         network = Model(config, mesh).on_mesh(plan, decodes=decodes)
         side = OnMesh(network, "pallas" if decodes else "cudnn")
         return Sides(side, side if decodes else None, network.device_caches)
-    whole = build("post_rope" if kind == "searched" else "folded", config)
-    whole.plan = plan
-    reads: Any = OnCudnn(whole) if kind == "cudnn" else Ours(whole, options.chunk)
-    return Sides(reads, reads if kind == "cudnn" else OnKernels(whole), plan.layer_caches("bfloat16"))
+    whole = build(config, plan, rotated=kind == "searched")
+    side: Any = OnCudnn(whole) if kind == "cudnn" else OnKernels(whole, options.chunk)
+    return Sides(side, side, plan.layer_caches("bfloat16"))
 
 
 def rows_that_fit(caches: tuple[LayerCacheSpec, ...], tokens: int) -> int:

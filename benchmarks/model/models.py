@@ -1,39 +1,50 @@
-"""What does a whole model gain? Llama-2-7B's shape, random weights, one GPU, beside the same model on cuDNN.
+"""Shapes of well-known models with random weights, and how benchmarks read prompts and decode tokens with them.
 
-    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m benchmarks.bench_generate --rows cudnn window
-
-Each row is one build of the model: `cudnn`, unmodified, full rank, attention and cache in the layout cuDNN
-reads in place; `folded`, unmodified weights on our kernels, which is what a basis inside the weights costs at
-run time; `post_rope`, a random orthogonal basis really applied at full rank after the rotary embedding;
-`window`, the same with 512 tokens and 4 sinks at full rank and the rest at (32, 64). Times do not depend on
-the values. Wall clock after a warm-up: a prompt from call to token; decoding as `decode_times` says, ours in
-`generate`'s loop and cuDNN's by a call for each token, which is the faster way for it. Rows of
-one run share a process and are merged by name with those of earlier runs, each with its commit.
+Times do not depend on the values of weights. A *side* is one implementation under test, with four methods:
+`cache(batch, capacity)`, `prefill(cache, tokens)`, `filled(cache, length)` and `decode(cache, token, count)`.
 """
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
-from benchmarks.bench_calibration import LLAMA_2_13B
-from benchmarks.common import RESULTS, commit, earlier, write_result
-from benchmarks.one_call import InOneCall
+from benchmarks.kernels.bench_coded import REACHES
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.config import ModelConfig
-from zdc_jax.generation.steps import Flat
+from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
+from zdc_jax.generation.row_numbers import row_numbers
+from zdc_jax.generation.sampling import Sampling
+from zdc_jax.generation.steps import SMALLEST_BUCKET, DecodeState, Flat, Network, decode
+from zdc_jax.methods.coded import Settings
 from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
 from zdc_jax.model.transformer import Transformer
+from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.contract import in_two_rows
+from zdc_jax.parallel.mesh import whole_on
+from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
 
+LLAMA_2_13B = ModelConfig(
+    family="llama",
+    layers=LayerSpec(rope=RopeConfig(theta=10_000.0)).repeated(40),
+    norm="rms",
+    embed_dim=5120,
+    ffn_dim=13824,
+    vocab_size=32000,
+    num_heads=40,
+    num_kv_heads=40,
+    head_dim=128,
+    max_positions=4096,
+    norm_eps=1e-5,
+    activation="silu",
+    dtype="bfloat16",
+    tie_embeddings=False,
+)
 LLAMA_2_7B = replace(
     LLAMA_2_13B,
     layers=LLAMA_2_13B.layers[:32],
@@ -43,91 +54,151 @@ LLAMA_2_7B = replace(
     num_kv_heads=32,
     max_positions=2**18,
 )
+LLAMA_3_8B = replace(
+    LLAMA_2_7B,
+    ffn_dim=14336,
+    num_kv_heads=8,
+    vocab_size=128256,
+    layers=LayerSpec(rope=RopeConfig(theta=500_000.0)).repeated(32),
+)
+SINKS, WINDOW = 4, 512
 ROOM = 128
-"""Tokens that are decoded behind those that a cache holds, at most."""
+"""Largest number of tokens decoded after those that a cache stores."""
 BEGUN = 4
-"""Tokens of the shorter run, whose time is taken off the longer one's."""
-RowName = Literal["cudnn", "folded", "post_rope", "window"]
+"""Tokens of the shorter run, whose time is subtracted from that of the longer run."""
+MOST = SMALLEST_BUCKET
+"""Largest number of tokens of one call, as in the smallest program of `generate`."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """`layers` shortens the model for a trial; `long` and `short` are prompts in tokens, `steps` decoded."""
+def build(config: ModelConfig, plan: CompressionPlan | None = None, *, rotated: bool = False) -> Transformer:
+    """Return a model of this shape with random weights, made layer by layer on the device.
 
-    rows: tuple[RowName, ...] = ("cudnn", "folded", "post_rope", "window")
-    layers: int = 32
-    long: int = 131072
-    short: int = 8192
-    chunk: int = 16384
-    steps: int = 20
-    name: str = "generate-llama-2-7b-shape"
-    results: Path = RESULTS
-
-
-def plan_of(name: RowName, config: ModelConfig) -> CompressionPlan:
-    """Ranks and window of a row."""
-    if name == "window":
-        return CompressionPlan.uniform(config, qk=32, v=64, window=512, sinks=4)
-    return CompressionPlan.full(config)
-
-
-def build(name: RowName, config: ModelConfig) -> Transformer:
-    """Random weights made on the device; with the rotations of `post_rope` where the row has them."""
+    Args:
+      plan: the plan that the model runs; the full plan without one.
+      rotated: whether queries and keys are multiplied by a random orthogonal basis after the rotary
+        embedding, as in plans with a basis.
+    """
     key = jax.random.key(0)
 
     @jax.jit
-    def layer(key: jax.Array) -> Any:
+    def make_layer(key: jax.Array) -> Any:
         weights = random_tree(layer_shapes(config, 0), config, key)
-        if name in ("post_rope", "window"):
+        if rotated:
             shape = (config.num_kv_heads, config.head_dim, config.head_dim)
             basis = jnp.linalg.qr(jax.random.normal(key, shape))[0].astype(jnp.float16)
             weights["attention"] |= {"q_rotation": basis, "k_rotation": basis}
         return weights
 
-    layers = (layer(jax.random.fold_in(key, 1 + index)) for index in range(config.num_layers))
-    return Transformer(
-        config, plan_of(name, config), random_tree(embedding_shapes(config), config, key), layers
-    )
+    layers = (make_layer(jax.random.fold_in(key, 1 + index)) for index in range(config.num_layers))
+    embeddings = random_tree(embedding_shapes(config), config, key)
+    return Transformer(config, plan or CompressionPlan.full(config), embeddings, layers)
 
 
-class Ours:
-    """The product's own path: `Transformer.extend` on a `KVCache`."""
+def coded_plan(config: ModelConfig) -> CompressionPlan:
+    """Return the plan that quantizes all coordinates to 4 bits in every layer and reads all tokens."""
+    H, settings = config.head_dim, Settings(index=0, read=0)
+    plan = CompressionPlan.uniform(config, qk=H, v=H, sinks=SINKS, window=WINDOW)
+    layers = tuple(replace(ranks, settings=settings) for ranks in plan.layers)
+    return replace(plan, method="coded", settings=settings, layers=layers)
+
+
+@partial(jax.jit, donate_argnums=0)
+def random_codes(codes: jax.Array, key: jax.Array) -> jax.Array:
+    """Replace zeros by random levels, or by random scales if there is one byte a token."""
+    if codes.shape[-1] == 1:
+        return codes * 0 + jax.random.randint(key, codes.shape, *REACHES).astype(jnp.uint8)
+    return codes ^ jax.random.bits(key, codes.shape, jnp.uint8)  # An unused argument could not be donated.
+
+
+class InOneCall:
+    """Greedy decoding of all sequences as `generate` does it, several tokens in one call."""
+
+    def __init__(self, network: Network, implementation: Implementation):
+        self._flat = Flat.of(network)
+        self._where = whole_on(network.mesh) if isinstance(network, ShardedTransformer) else None
+        self._options: Any = {"steps": MOST, "choice": "greedy", "implementation": implementation}
+
+    def __call__(self, cache: KVCache, token: jax.Array, count: int) -> tuple[jax.Array, KVCache]:
+        """Return the last of `count` more tokens of each sequence, int32 [B, 1], and the cache.
+
+        Raises:
+          ValueError: `count` exceeds `MOST`.
+        """
+        if count > MOST:
+            raise ValueError(f"{count=} must be <= {MOST}")
+        ended = jnp.zeros(len(token), bool)
+        state = DecodeState(cache, *jax.device_put((token[:, 0], ended), self._where))
+        state, _ = decode(*self._arguments(state, count), **self._options)
+        return state.last[:, None], state.cache
+
+    def compile(self, cache: KVCache) -> None:
+        """Compile the program for a cache of these shapes."""
+
+        def like(dtype):
+            return jax.ShapeDtypeStruct(cache.lengths.shape, dtype, sharding=self._where)
+
+        state = DecodeState(cache, like(jnp.int32), like(bool))
+        decode.lower(*self._arguments(state, 1), **self._options).compile()
+
+    def _arguments(self, state: DecodeState, count: int) -> tuple[Any, ...]:
+        """Return the arguments of `decode` where every sequence is active until the cache is full."""
+        batch, room = len(state.last), state.cache.capacity
+        numbers = row_numbers(1, room, (), Sampling(), np.zeros(2, np.uint32))
+        return self._flat, state, np.ones(batch, bool), np.tile(numbers, (batch, 1)), np.int32(count)
+
+
+class OnKernels:
+    """Side that runs the library's own path: `Transformer.extend` and `generate`'s loop on our kernels.
+
+    Attributes:
+      chunk: tokens of one prefill chunk.
+    """
 
     def __init__(self, network: Transformer, chunk: int):
-        self.chunk, self.plan = chunk, network.plan
+        self.network, self.chunk = network, chunk
         self.flat, self.decode = Flat.of(network), InOneCall(network, "pallas")
 
     def cache(self, batch: int, capacity: int) -> KVCache:
-        return KVCache.create(self.plan.layer_caches("bfloat16"), batch=batch, capacity=capacity)
+        """Return an empty cache."""
+        return self.network.new_cache(batch=batch, capacity=capacity)
 
     def prefill(self, cache: KVCache, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
+        """Read a prompt [B, T] in chunks; return the first token of each sequence and the cache."""
         for start in range(0, tokens.shape[1], self.chunk):
             token, cache = extended(self.flat, cache, tokens[:, start : start + self.chunk])
         return token, cache
 
     def filled(self, cache: KVCache, length: int) -> KVCache:
-        """As if `length` tokens were held (zeros): time does not depend on values."""
-        return replace(cache, lengths=jnp.full_like(cache.lengths, length))
+        """Return the cache as if it stored `length` tokens: random quantized values, zeros in 16 bits."""
+        keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(cache))))
+
+        def fill(leaf):
+            return random_codes(leaf, next(keys)) if leaf.dtype == jnp.uint8 else leaf
+
+        layers = jax.tree.map(fill, cache.layers)
+        return replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, length))
 
 
 @partial(jax.jit, donate_argnums=1)
 def extended(flat: Flat[Transformer], cache: KVCache, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
-    """The token [B, 1] behind more tokens [B, T] of each row, on our kernels; the cache that holds them."""
+    """Read tokens [B, T] on our kernels; return the next token [B, 1] and the cache."""
     network = flat.whole
     hidden, cache = network.extend(cache, tokens, cache.lengths + tokens.shape[1], "pallas")
     return network.embeddings.unembed(hidden[:, -1]).argmax(-1).astype(jnp.int32)[:, None], cache
 
 
 class OnCudnn:
-    """The peer: the same blocks, full rank, one [B, S, K, H] pair of caches a layer, updated in place.
+    """Side of the peer: the same layers at full rank, with cuDNN's attention.
 
-    Layers are unrolled so that cuDNN reads each cache where it lies; nothing is copied or transposed.
+    Each layer has one pair of caches [B, S, K, H], updated in place. Layers are unrolled, so that cuDNN reads
+    each cache where it is stored: nothing is copied or transposed.
     """
 
     def __init__(self, network: Transformer):
         self.config, self.flat = network.config, Flat.of(network)
 
     def cache(self, batch: int, capacity: int) -> Any:
+        """Return an empty cache."""
         c = self.config
 
         def zeros():
@@ -139,16 +210,15 @@ class OnCudnn:
         }
 
     def prefill(self, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        """Read a whole prompt [B, T] at once; return the first token of each sequence and the cache."""
         return _cudnn_step(self.flat, cache, tokens)
 
     def filled(self, cache: Any, length: int) -> Any:
+        """Return the cache as if it stored `length` tokens."""
         return {**cache, "lengths": jnp.full_like(cache["lengths"], length)}
 
     def decode(self, cache: Any, token: jax.Array, count: int) -> tuple[jax.Array, Any]:
-        """By a call for each token, asked for ahead.
-
-        In a loop of the device's each took 0.2 to 0.7 ms more on an H100.
-        """
+        """Decode tokens by one call each, dispatched ahead; this is faster here than a loop on the device."""
         for _ in range(count):
             token, cache = _cudnn_step(self.flat, cache, token)
         return token, cache
@@ -165,17 +235,17 @@ def _cudnn_step(flat: Flat[Transformer], cache: Any, tokens: jax.Array) -> tuple
     for block, (keys, values) in zip(network.layers, cache["kv"], strict=True):
 
         def attend(q: Any, k: Any, v: Any, keys: Any = keys, values: Any = values) -> Any:
-            q, k, v = (given[: len(tokens)] for given in (q, k, v))
+            q, k, v = (x[: len(tokens)] for x in (q, k, v))
 
             def put(buffer, new):
                 return jax.lax.dynamic_update_slice(buffer, new, (0, lengths[0], 0, 0))
 
             keys, values = put(keys, k), put(values, v)
             kv.append((keys, values))
-            own = partial(jax.nn.dot_product_attention, q, scale=scale, implementation="cudnn")
+            attention = partial(jax.nn.dot_product_attention, q, scale=scale, implementation="cudnn")
             if T > 1:
-                return own(k, v, is_causal=True), None
-            o = own(keys, values, key_value_seq_lengths=lengths + 1)
+                return attention(k, v, is_causal=True), None
+            o = attention(keys, values, key_value_seq_lengths=lengths + 1)
             return jnp.broadcast_to(o, (rows, *o.shape[1:])), None
 
         x, _ = block(x, positions, attend)
@@ -184,19 +254,19 @@ def _cudnn_step(flat: Flat[Transformer], cache: Any, tokens: jax.Array) -> tuple
 
 
 def seconds(f: Callable[[], Any]) -> float:
-    """Wall time of one synchronised call."""
+    """Return the wall time of one synchronized call."""
     began = time.perf_counter()
     jax.block_until_ready(f())
     return time.perf_counter() - began
 
 
 def capacity_for(tokens: int) -> int:
-    """Of a cache that holds so many tokens and takes what is decoded."""
+    """Return the capacity of a cache that stores `tokens` and accepts the tokens decoded after them."""
     return tokens + ROOM
 
 
 def prefill_times(side: Any, tokens: int, repeats: int) -> list[float]:
-    """Seconds from a prompt of one row to its first token; the first, which compiles, is left out."""
+    """Return seconds from a prompt of one sequence to its first token, without the call that compiles."""
     prompt = jnp.asarray(np.random.default_rng(0).integers(32000, size=(1, tokens)), jnp.int32)
     times = []
     for _ in range(repeats + 1):
@@ -207,13 +277,13 @@ def prefill_times(side: Any, tokens: int, repeats: int) -> list[float]:
 
 
 def decode_times(side: Any, batch: int, tokens: int, steps: int, *, repeats: int = 4) -> list[float]:
-    """Seconds per decoded token, `batch` rows of `tokens` each.
+    """Return seconds per decoded token of `batch` sequences of `tokens` each.
 
-    Of `steps` more than `BEGUN`: what a run costs besides its tokens is not in them, be it one call or a call
-    for each, if those are asked for ahead.
+    Each time is the difference of two runs, one of `BEGUN` tokens and one of `steps` more. So the constant
+    cost of a call cancels out.
 
     Raises:
-      ValueError: a cache of `capacity_for` has no room for so many.
+      ValueError: a cache of `capacity_for(tokens)` has no room for the tokens of all runs.
     """
     counts = (2, 2, *[BEGUN, BEGUN + steps] * repeats)
     if sum(counts) > ROOM:
@@ -228,60 +298,3 @@ def decode_times(side: Any, batch: int, tokens: int, steps: int, *, repeats: int
         times.append(time.perf_counter() - began)
     few, more = times[2::2], times[3::2]
     return [(b - a) / steps for a, b in zip(few, more, strict=True)]
-
-
-def decode_once(side: Any, batch: int, tokens: int) -> None:
-    """A token of `batch` rows of `tokens` each; nothing of it is kept, nor where it fails."""
-    cache = side.filled(side.cache(batch, capacity_for(tokens)), tokens)
-    jax.block_until_ready(side.decode(cache, jnp.zeros((batch, 1), jnp.int32), 1)[0])
-
-
-def largest_batch(side: Any, plan: CompressionPlan, tokens: int) -> int:
-    """Rows of `tokens` whose cache fits beside the weights: computed, then allocated and decoded once."""
-    stats = jax.local_devices()[0].memory_stats()
-    free = stats["bytes_limit"] - stats["bytes_in_use"]
-    batch = int(free // plan.bytes(capacity_for(tokens)))
-    while batch:
-        try:
-            decode_once(side, batch, tokens)
-            return batch
-        except Exception as error:  # XLA raises its own type for memory that cannot be had.
-            if "RESOURCE_EXHAUSTED" not in str(error) and "memory" not in str(error):
-                raise
-        batch -= 1
-    return 0
-
-
-def measure(name: RowName, options: Options) -> dict[str, Any]:
-    """All figures of one row, printed as they are seen."""
-    config = replace(LLAMA_2_7B, layers=LLAMA_2_7B.layers[: options.layers])
-    network = build(name, config)
-    plan = network.plan
-    side: Any = OnCudnn(network) if name == "cudnn" else Ours(network, options.chunk)
-    out: dict[str, Any] = {"kv_bytes_16k": plan.bytes(16384)}
-
-    def record(key: str, value: Any) -> None:
-        out[key] = value
-        shown = value if isinstance(value, int) else f"{1e3 * float(np.median(value)):.2f} ms"
-        print(f"{name:10} {key:28} {shown}", flush=True)
-
-    record("decode_b16_8k", decode_times(side, 16, 8192, options.steps))
-    record("prefill_8k", prefill_times(side, options.short, 5))
-    if name in ("cudnn", "window"):
-        record("decode_b8_16k", decode_times(side, 8, 16384, options.steps))
-        record("prefill_128k", prefill_times(side, options.long, 1))
-        record("largest_batch_16k", largest_batch(side, plan, 16384))
-    return out
-
-
-def main(options: Options) -> None:
-    """Measures the rows and writes one JSON file, anew after each."""
-    settings = {k: v for k, v in asdict(options).items() if k not in ("results", "name", "rows")}
-    results: dict[str, Any] = earlier(options.results / f"{options.name}.json", settings) or {}
-    for name in options.rows:
-        results[name] = measure(name, options) | {"commit": commit()}
-        print(write_result(options.name, settings, results, options.results), flush=True)
-
-
-if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))

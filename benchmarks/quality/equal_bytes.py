@@ -8,6 +8,7 @@ that a run that was broken off goes on.
 """
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -23,7 +24,6 @@ import tyro
 from benchmarks.common import RESULTS, commit, environment
 from benchmarks.quality.material import Material, Measured, draw, measure
 from benchmarks.quality.plans import FIRST, Entry, others, share_held, share_read
-from benchmarks.quality.rows import model_of
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.answers import Protocol
@@ -159,7 +159,7 @@ class Bench:
         difference = found.nll - dense.nll
         dtype = self.dtype.name
         return {
-            "model": model_of(self.options.name),
+            "model": self.options.name.removeprefix("equal-bytes-").removeprefix("coded-"),
             "method": cell.method,
             "budget": cell.budget,
             "plan": cell.plan.to_json(),
@@ -336,5 +336,31 @@ def main(options: Options) -> None:
     print(bench.path)
 
 
+def merge(whole: Path, *parts: Path) -> None:
+    """Writes `whole`."""
+    files = [json.loads(path.read_text()) for path in ([whole] if whole.exists() else []) + [*parts]]
+
+    def same(file):
+        return {k: file["config"][k] for k in SAME}
+
+    if any(same(file) != same(files[0]) for file in files):
+        sys.exit(f"{[str(path) for path in parts]} are not judged on the same windows and sheets")
+    rows, refused = {}, []
+    for file in files:
+        for row in file["rows"]:
+            row["model"] = whole.stem.removeprefix("equal-bytes-").removeprefix("coded-")
+            rows.setdefault((row["context"], row["method"], row["budget"], row["protocol"]), row)
+        refused += [reason for reason in file["refused"] if reason not in refused]
+    order = sorted(rows, key=lambda key: (key[0], key[1], -(key[2] or 0), key[3]))
+    materials = {k: v for file in files for k, v in file["config"]["material"].items()}
+    merged = files[0] | {"benchmark": whole.stem, "rows": [rows[key] for key in order], "refused": refused}
+    merged["config"] = files[0]["config"] | {"name": whole.stem, "material": materials}
+    save(whole, merged)
+    print(f"{whole}: {len(order)} rows")
+
+
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    if sys.argv[1:2] == ["merge"]:
+        merge(*map(Path, sys.argv[2:]))
+    else:
+        main(tyro.cli(Options, description=__doc__))

@@ -1,7 +1,7 @@
 """The model that is served: a converted folder, or the shape of a large one with random weights.
 
 Times do not depend on the values of weights. A searched plan of a small model keeps in a shape the same
-shares of layers and of the head dim (`benchmarks.transferred_plans`); what it reads grows with `growth`.
+shares of layers and of the head dim (`benchmarks.model.transferred_plans`); what it reads grows with `growth`.
 """
 
 from dataclasses import dataclass, replace
@@ -10,10 +10,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from benchmarks.bench_calibration import LLAMA_2_13B
-from benchmarks.bench_generate import LLAMA_2_7B, build
-from benchmarks.bench_host_memory import LLAMA_3_8B
-from benchmarks.transferred_plans import transferred
+from benchmarks.model.models import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_8B, SINKS, WINDOW, build
+from benchmarks.model.transferred_plans import transferred
 from zdc_jax import load, methods
 from zdc_jax.config import ModelConfig
 from zdc_jax.loading import LanguageModel
@@ -30,7 +28,6 @@ SHAPES = {
         "Llama-3-8B": LLAMA_3_8B,
     }.items()
 }
-SINKS, WINDOW = 4, 512
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,7 @@ class ServedModel:
         config = SHAPES[self.shape]
         config = replace(config, layers=config.layers[: self.layers])
         plan = self._plan_of(config)
-        network = build("folded" if plan == CompressionPlan.full(config) else "post_rope", config)
-        network.plan = plan
+        network = build(config, plan, rotated=plan != CompressionPlan.full(config))
         return LanguageModel(network if mesh is None else ShardedTransformer.of(network, mesh))
 
     @property

@@ -16,8 +16,7 @@ import numpy as np
 import tyro
 
 from benchmarks.common import RESULTS, commit, write_result
-from benchmarks.serving.replay import ENOUGH, Served
-from benchmarks.serving.traces import Arrival, arrivals
+from benchmarks.serving.replay import ENOUGH, Arrival, Served, arrivals
 from zdc_jax.engine.runner import SEVERAL
 from zdc_jax.engine.scheduler import Grouping, Plan, PrefillChunk, Scheduler, Work
 from zdc_jax.generation.steps import bucket

@@ -1,17 +1,17 @@
 """How long does a prompt take that attends to lists of key blocks, the choice of the blocks included?
 
-    XLA_PYTHON_CLIENT_MEM_FRACTION=0.8 python -m benchmarks.bench_block_lists
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.8 python -m benchmarks.studies.bench_block_lists
 
 Peers are cuDNN and our own kernel over all keys, at full rank, in the same run; calls take turns. Queries and
 keys are random, so that which blocks are chosen says nothing: how many is set by `--densities`. What a choice
-of so many costs in quality is measured on SmolLM2 by `benchmarks.quality.block_lists`; its rows also say
+of so many costs in quality is measured on SmolLM2 by `benchmarks.studies.block_lists`; its rows also say
 which density a longer prompt would have. `ms` is attention alone, `choice_ms` the choice, `speedup` the
 peer's time over both. `error` is relative, against float64, that of the worst head of sampled rows.
 
     … --judged benchmarks/results/block-lists-smollm2-135m.json
 
 times instead lists that are as long as those of judged choices were on the small model, head by head
-(`benchmarks.judged_lists`): `ms` is the mean over its layers, `ms_by_layer` says each, and choosing reads the
+(`benchmarks.studies.bench_block_lists`): `ms` is the mean over its layers, `ms_by_layer` says each, and choosing reads the
 same share of the coordinates. The JSON file is written anew after each prompt; others stay as they are in it.
 """
 
@@ -27,12 +27,46 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from benchmarks.bench_kernels import H, N, cudnn, error
 from benchmarks.common import RESULTS, commit, earlier, write_result
-from benchmarks.judged_lists import counts_at, random_lists
-from benchmarks.quality.key_blocks import BlockChoice, block_lists
-from benchmarks.timing import costs_in_turns, device_ms, normal
+from benchmarks.kernels.bench_kernels import H, N, cudnn, error
+from benchmarks.kernels.timing import costs_in_turns, device_ms, normal
+from benchmarks.studies.key_blocks import (
+    BlockChoice,
+    as_lists,
+    best_blocks,
+    block_lists,
+    near_blocks,
+    visible_blocks,
+)
 from kernels_pallas import BlockLists, prefill_attention
+
+
+def counts_at(row: dict[str, Any], tokens: int, heads: int, size: int) -> np.ndarray:
+    """Blocks in the lists of a prompt of so many tokens, [layers, heads, ⌈tokens / size⌉] int32.
+
+    Args:
+      row: of `block-lists-*.json`, with `counts` by layer, KV head and query block, and `exponent`.
+      size: of its blocks, in queries and keys.
+    """
+    counts, exponent = np.array(row["counts"]), row["exponent"]
+    nq, longer = counts.shape[-1], -(-tokens // size)
+    recent = np.arange(nq - nq // 4, nq)
+    level = (counts[..., recent] * (nq / (recent + 1)) ** exponent).mean(-1, keepdims=True)
+    behind = level * ((np.arange(nq, longer) + 1) / nq) ** exponent
+    grown = np.concatenate([counts[..., :longer], behind], axis=-1)
+    listed = np.ceil(np.minimum(grown, np.arange(1, longer + 1))).astype(np.int32)
+    return listed[:, np.arange(heads) * counts.shape[1] // heads]
+
+
+def random_lists(key: jax.Array, counts: jax.Array, tokens: int, choice: BlockChoice) -> BlockLists:
+    """So many blocks [K, nq] in each list, near ones always, the others anywhere: a batch of one."""
+    start, end = jnp.zeros(1, jnp.int32), jnp.full(1, tokens, jnp.int32)
+    visible = visible_blocks(start, end, tokens, tokens, choice.blocks)[:, None]
+    always = visible & near_blocks(start, end, tokens, tokens, choice)[:, None]
+    mass = jax.random.uniform(key, (1, *counts.shape, visible.shape[-1]))
+    visible, always = (jnp.broadcast_to(x, mass.shape) for x in (visible, always))
+    return as_lists(best_blocks(mass, visible, always, counts[None]))
+
 
 SCALE = H**-0.5
 CHOICES = {64: {"samples": 8, "window": 5}, 128: {"samples": 32, "window": 5}}

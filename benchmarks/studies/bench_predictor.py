@@ -1,20 +1,28 @@
-"""Does the predictor know plans of models that it has not seen? Three commands, in this order:
+"""Fit of the plan predictor, and its test on models left out of the fit.
 
-    python -m benchmarks.bench_predictor observe  --model HF_FOLDER --corpus CORPUS --name NAME
-    python -m benchmarks.bench_predictor fit
-    python -m benchmarks.bench_predictor evaluate --model HF_FOLDER --corpus CORPUS --name NAME
+Four commands, in this order:
 
-`observe`, for every model, searches plans at several limits on training text and writes all that it measured,
-with the model's features, to `results/observations/NAME.json`. `fit` learns from all of them and writes the
-predictor that ships. `evaluate` leaves the model out, learns from the others, and measures on held-out text,
-beside `oracle` (the search's best plan at the limit, by its text):
+    python -m benchmarks.studies.bench_predictor train    --corpus CORPUS --tokenizer FOLDER --output FOLDER
+    python -m benchmarks.studies.bench_predictor observe  --model HF_FOLDER --corpus CORPUS --name NAME
+    python -m benchmarks.studies.bench_predictor fit
+    python -m benchmarks.studies.bench_predictor evaluate --model HF_FOLDER --corpus CORPUS --name NAME
 
-`predicted`  unchecked, with the predictor's margin;
-`predicted, checked`  made sure on 16 training windows, and `as searched` on the twelve that the search had;
-`constant`   the plan of the model nearest in depth, of its kind, at the middle limit, whatever is asked;
-`look-up`    that model's plan at the limit asked. Both stretched by relative depth and share of the head dim.
+`train` trains the small models of `SHAPES`. `observe` searches plans of one model at several limits on training
+text. It writes all measurements, with the features of the model, to `results/observations/NAME.json`. `fit`
+learns from all observations and writes the predictor that ships. `evaluate` leaves one model out, learns from
+the others, and measures these plans on held-out text:
+
+`oracle`: the smallest plan that the search found within the limit.
+`predicted`: the predicted plan, unchecked, with the margin of the predictor.
+`predicted, checked`: the same, checked on 16 training windows; `as searched` on the 12 windows of the search.
+`look-up`: the plan of the model nearest in depth, of its kind, at the same limit.
+`constant`: the plan of that model at the middle limit.
+
+Plans of other models are stretched by relative depth and by share of the head dimension.
 """
 
+import math
+import shutil
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
@@ -25,29 +33,173 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
-from benchmarks import bench_quality
 from benchmarks.common import RESULTS, write_result
-from convert.calibration.calibrate import measured_profile
+from convert.calibration.calibrate import collect_moments, measured_profile
+from convert.calibration.make_basis import make_basis
+from convert.conversion import convert
 from convert.search.fit_predictor import Observations, fit
 from convert.search.search import Search, SearchOptions
 from convert.search.trials import TrialBook, trial_json
+from zdc_jax.checkpoint import MANIFEST, Checkpoint
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
+from zdc_jax.evaluation.text import read_documents, token_windows
+from zdc_jax.loading import load
 from zdc_jax.plan import CompressionPlan, LayerRanks, allowed_ranks
 from zdc_jax.planning.checked import checked_plan
 from zdc_jax.planning.predictor import Predictor
 from zdc_jax.planning.profile import SINKS
 
 OBSERVATIONS = RESULTS / "observations"
-STORED = Path(__file__).parents[1] / "zdc_jax" / "planning" / "predictor.json"
+STORED = Path(__file__).parents[2] / "zdc_jax" / "planning" / "predictor.json"
 SEARCHED = (0.01, 0.02, 0.05, 0.005, 0.1)
 LIMITS = (0.01, 0.02, 0.05)
 SEARCH_WINDOWS, CHECK_WINDOWS = 12, 16
+CONTEXT = 4096
+TOPICS_LEFT_OUT = ("tinystories",)
+"""Topics whose documents are too short for one window."""
+LEARNING_RATE, WARMUP = 1e-3, 100
+STEPS = {"llama": 1200, "opt": 2500}
+"""Training steps by family. Learned positions of OPT take longer than rotary embeddings."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Shape of a small model to train."""
+
+    family: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    ffn: int
+
+
+SHAPES = {
+    "llama-64": Shape("llama", 8, 4, 4, 64, 256, 704),
+    "llama-gqa-32": Shape("llama", 12, 8, 2, 32, 256, 512),
+    "llama-mqa-128": Shape("llama", 6, 4, 1, 128, 256, 704),
+    "llama-gqa-64": Shape("llama", 10, 4, 2, 64, 256, 512),
+    "opt-64": Shape("opt", 8, 4, 4, 64, 256, 1024),
+    "opt-32": Shape("opt", 12, 8, 8, 32, 256, 768),
+}
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train the small models on one GPU, a minute or two each; needs torch and transformers.
+
+    Attributes:
+      corpus: text, `CORPUS/<topic>/train.txt.xz`.
+      tokenizer: folder with `tokenizer.json`.
+      output: folder for the models, one Hugging Face folder each.
+      names: models of `SHAPES` to train.
+      batch: windows of 4,096 tokens a step.
+    """
+
+    corpus: Path
+    tokenizer: Path
+    output: Path
+    names: tuple[str, ...] = tuple(SHAPES)
+    batch: int = 16
+    seed: int = 0
+
+    def main(self) -> None:
+        """Train the models one after another."""
+        import tokenizers
+        import torch
+
+        torch.backends.cuda.matmul.allow_tf32 = True
+        tokenizer = tokenizers.Tokenizer.from_file(str(self.tokenizer / "tokenizer.json"))
+        windows = packed_windows(self.corpus, tokenizer, eos=2)
+        print(f"{windows.size:,} tokens")
+        for name in self.names:
+            model = train(name, windows, tokenizer.get_vocab_size(), self.batch, self.seed)
+            model.save_pretrained(self.output / name)
+            for file in self.tokenizer.glob("tokenizer*.json"):
+                shutil.copy(file, self.output / name)
+
+
+def packed_windows(corpus: Path, tokenizer: Any, eos: int) -> np.ndarray:
+    """Return all training text as windows [W, 4096], whole documents with `eos` after each."""
+    texts = [document.text for document in read_documents(sorted(corpus.glob("*/train.txt.xz")))]
+    order = np.random.default_rng(0).permutation(len(texts))
+    encoded = tokenizer.encode_batch_fast([texts[i] for i in order], add_special_tokens=False)
+    stream = np.concatenate([np.array([*document.ids, eos], np.int32) for document in encoded])
+    return stream[: len(stream) // CONTEXT * CONTEXT].reshape(-1, CONTEXT)
+
+
+def make_model(shape: Shape, vocabulary: int) -> Any:
+    """Return a transformers model of this shape with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+
+    shared = {
+        "vocab_size": vocabulary,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    if shape.family == "llama":
+        extra = {
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+            "intermediate_size": shape.ffn,
+        }
+        return LlamaForCausalLM(LlamaConfig(**shared, **extra))
+    assert shape.heads == shape.kv_heads
+    assert shape.heads * shape.head_dim == shape.hidden
+    config = OPTConfig(**shared, ffn_dim=shape.ffn, word_embed_proj_dim=shape.hidden, dropout=0.0)
+    return OPTForCausalLM(config)
+
+
+def train(name: str, windows: np.ndarray, vocabulary: int, batch_size: int, seed: int) -> Any:
+    """Train one model with AdamW on random batches, in bfloat16, with warm-up and a cosine schedule."""
+    import torch
+
+    torch.manual_seed(seed)
+    shape = SHAPES[name]
+    model, steps = make_model(shape, vocabulary).cuda(), STEPS[shape.family]
+    optimizer = torch.optim.AdamW(
+        model.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+
+    def rate(step):
+        return min(step / WARMUP, 0.5 * (1 + math.cos(math.pi * step / steps)) + 0.02)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    rng, began = np.random.default_rng(seed), time.perf_counter()
+    for step in range(steps):
+        batch = torch.from_numpy(windows[rng.integers(len(windows), size=batch_size)]).long().cuda()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if (step + 1) % 100 == 0:
+            took = time.perf_counter() - began
+            print(f"{name} step {step + 1} loss {loss.item():.3f} {took:.0f} s", flush=True)
+    return model.to(torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One model; the corpus' `train` split is calibrated, searched and checked on, `heldout` reported."""
+    """One model and its text.
+
+    Attributes:
+      model: a Hugging Face folder or a converted one.
+      corpus: text. The `train` split serves calibration, search and checks; `heldout` serves the report.
+      windows: held-out windows of 4,096 tokens.
+      tokens: calibration tokens.
+      dtype: dtype of the model; as stored without one.
+    """
 
     model: Path
     corpus: Path
@@ -61,30 +213,53 @@ class Run:
 
 
 class Bench:
-    """The model with its basis and profile, and books of trials on text."""
+    """The converted model with its basis, its profile and its text."""
 
     def __init__(self, run: Run, folder: Path):
-        options = bench_quality.Options(
-            run.model, run.corpus, run.name, run.windows, run.tokens, run.seed, run.batch, run.dtype
+        self.run = run
+        if (run.model / MANIFEST).exists():
+            folder = run.model
+        else:
+            convert(run.model, folder := folder / "converted", progress=False)
+        self.checkpoint = Checkpoint.open(folder)
+        self.config = self.checkpoint.config
+        training = self.draw("train", run.tokens // CONTEXT)
+        self.heldout = self.draw("heldout", run.windows)
+        fingerprint = self.checkpoint.fingerprint
+        dense = load(folder, dtype=run.dtype).network
+        moments = collect_moments(dense, training, fingerprint=fingerprint, batch=run.batch)
+        layers = (self.checkpoint.layer(index) for index in range(self.config.num_layers))
+        weights = [np.asarray(layer["attention"]["o"], np.float64) for layer in layers]
+        self.basis = make_basis(moments, weights, qk="balanced", vo="balanced")
+        self.profile = measured_profile(self.checkpoint, self.basis, training, dtype=run.dtype)
+        self.searched = self.draw("train", run.tokens // CONTEXT + SEARCH_WINDOWS)
+
+    def draw(self, split: str, count: int) -> np.ndarray:
+        """Return windows [count, 4096] of one split of the corpus."""
+        files = sorted(
+            path
+            for path in self.run.corpus.glob(f"*/{split}.txt.xz")
+            if path.parent.name not in TOPICS_LEFT_OUT
         )
-        self.run, self.quality = run, bench_quality.Bench(options, folder)
-        self.config = self.quality.config
-        self.basis = self.quality.make_basis(self.quality.moments, qk="balanced", vo="balanced")
-        self.profile = measured_profile(
-            self.quality.checkpoint, self.basis, self.quality.train, dtype=run.dtype
-        )
-        count = run.tokens // bench_quality.CONTEXT + SEARCH_WINDOWS
-        self.searched, _ = self.quality.windows("train", count)
+        return token_windows(
+            read_documents(files),
+            self.checkpoint.tokenizer(),
+            length=CONTEXT,
+            num_windows=count,
+            seed=self.run.seed,
+            eos_id=self.config.eos_ids[0],
+        )[0]
 
     @cached_property
     def checks(self) -> dict[str, TrialBook]:
-        """Text that plans are checked on: other than the search's, and the search's own."""
+        """Trials for checked plans: on text that the search did not use, and on the text of the search."""
         other = self.searched[-SEARCH_WINDOWS - CHECK_WINDOWS : -SEARCH_WINDOWS]
         own = self.searched[-SEARCH_WINDOWS:]
         return {"predicted, checked": self.book(other), "predicted, checked as searched": self.book(own)}
 
     def book(self, windows: np.ndarray) -> TrialBook:
-        path, run = self.quality.checkpoint.path, self.run
+        """Return an empty book of trials on these windows."""
+        path, run = self.checkpoint.path, self.run
         return TrialBook(
             path, windows, basis=self.basis, profile=self.profile, dtype=run.dtype, batch=run.batch
         )
@@ -92,10 +267,10 @@ class Bench:
 
 @dataclass(frozen=True)
 class Observe(Run):
-    """Search one model's plans and write what was measured."""
+    """Search the plans of one model and write all measurements."""
 
     def main(self) -> None:
-        """Writes `observations/NAME.json`."""
+        """Write `observations/NAME.json`."""
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(self, Path(folder))
             book = bench.book(bench.searched[-SEARCH_WINDOWS:])
@@ -112,8 +287,8 @@ class Fit:
     """Learn from all observations and write the predictor that ships with the package."""
 
     def main(self) -> None:
-        """Writes `zdc_jax/predictor.json`."""
-        predictor = fit(all_observations())
+        """Write `zdc_jax/planning/predictor.json`."""
+        predictor = fit(load_observations())
         STORED.write_text(predictor.to_json())
         print(predictor.to_json())
 
@@ -123,11 +298,11 @@ class Evaluate(Run):
     """Predict plans of a model left out of the fit and measure them on held-out text."""
 
     def main(self) -> None:
-        """Writes `predicted-NAME.json`."""
+        """Write `predicted-NAME.json`."""
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(self, Path(folder))
-            heldout, rows = bench.book(bench.quality.heldout), []
-            others = {each.name: each for each in all_observations()}
+            heldout, rows = bench.book(bench.heldout), []
+            others = {each.name: each for each in load_observations()}
             own = others.pop(self.name)
             predictor = fit(list(others.values()))
             for limit in LIMITS:
@@ -142,15 +317,15 @@ class Evaluate(Run):
         print(write_result(f"predicted-{self.name}", settings, {"rows": rows}, self.results))
 
 
-def all_observations() -> list[Observations]:
-    """Of every model observed, by name."""
+def load_observations() -> list[Observations]:
+    """Load the observations of every model, ordered by name."""
     return [Observations.load(path) for path in sorted(OBSERVATIONS.glob("*.json"))]
 
 
 def predicted_plans(bench: Bench, predictor: Predictor, limit: float) -> dict[str, CompressionPlan]:
-    """Unchecked, and checked on either text."""
+    """Return the predicted plan, unchecked and checked on each text."""
     config, profile = bench.config, bench.profile
-    at: Any = {"context": bench_quality.CONTEXT}
+    at: Any = {"context": CONTEXT}
     plans = {"predicted": predictor.plan(config, profile, max_degradation=limit, **at)}
     for kind, book in bench.checks.items():
         began, known = time.perf_counter(), len(book.seen)
@@ -168,7 +343,7 @@ def predicted_plans(bench: Bench, predictor: Predictor, limit: float) -> dict[st
 def known_plans(
     bench: Bench, own: Observations, others: dict[str, Observations], limit: float
 ) -> dict[str, CompressionPlan]:
-    """What a search of this model found, and what the plans of others offer."""
+    """Return the best plan of the model's own search, and plans that other models offer."""
     alike = [each for each in others.values() if each.rotary == own.rotary]
     nearest = min(alike, key=lambda each: abs(len(each.far_nats) - len(own.far_nats)))
     return {
@@ -179,19 +354,20 @@ def known_plans(
 
 
 def best_plan(observations: Observations, limit: float, config: ModelConfig) -> CompressionPlan:
-    """The smallest plan observed within the limit, stretched to the shape of `config`."""
+    """Return the smallest plan observed within the limit, stretched to the shape of `config`."""
     plans = zip(observations.plans, observations.nats, strict=True)
-    held = [stretched(*plan, observations.head_dim, config) for plan, nats in plans
-            if nats <= np.log1p(limit)]  # fmt: skip
-    if not held:
+    within = [
+        stretched(*plan, observations.head_dim, config) for plan, nats in plans if nats <= np.log1p(limit)
+    ]
+    if not within:
         raise PlanError(f"{observations.name} has no plan within {limit:.1%}")
-    return min(held, key=lambda plan: plan.bytes(bench_quality.CONTEXT))
+    return min(within, key=lambda plan: plan.bytes(CONTEXT))
 
 
 def stretched(
     window: int, ranks: tuple[tuple[int, int], ...], head_dim: int, config: ModelConfig
 ) -> CompressionPlan:
-    """A plan of another shape: layers by relative depth, ranks by share of the head dim, rounded up."""
+    """Return a plan for another shape: layers by relative depth, ranks by share of the head dimension."""
     L, allowed = config.num_layers, allowed_ranks(config.head_dim)
 
     def fit_rank(rank):
@@ -203,7 +379,8 @@ def stretched(
 
 
 Command = (
-    Annotated[Observe, tyro.conf.subcommand("observe")]
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Observe, tyro.conf.subcommand("observe")]
     | Annotated[Fit, tyro.conf.subcommand("fit")]
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
 )

@@ -1,32 +1,269 @@
 """Which codes lose least, and which choice of what is read? A study of `coded`, the same in all layers.
 
-    python -m benchmarks.quality.coding --model CONVERTED --corpus CORPUS --name coding-smollm2-135m
+    python -m benchmarks.studies.coding --model CONVERTED --corpus CORPUS --name coding-smollm2-135m
 
 Parts: `bases` is run with several calibrations; `codes` and `near` read everything; `choice` and `growth`
 read few far tokens; `tokens` gives important ones more bits. What no method has is rounded as it would be
-(`benchmarks.quality.study_caches`). Variants of searched plans are measured with `--plans`.
+(`benchmarks.studies.coding`). Variants of searched plans are measured with `--plans`.
 Text is `CORPUS/<topic>/train.txt.xz`: what is chosen by it must be judged on other text.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 import tyro
+from jax.nn import logsumexp
 
-from benchmarks.quality import study_caches as study
 from benchmarks.quality.equal_bytes import Bench, Cell, Options
 from benchmarks.quality.plans import method_plan
 from zdc_jax import methods
+from zdc_jax.axes import Array
+from zdc_jax.cache.choosing import FarTokens
+from zdc_jax.cache.coded_choosing import CodedChoosing, put_coded
 from zdc_jax.cache.coded_store import CodedStore
-from zdc_jax.cache.codes import Code
+from zdc_jax.cache.codes import SCALE_DTYPE, Code, Coded, Int8, Split, pack
 from zdc_jax.cache.fitted_integers import FittedIntegers
-from zdc_jax.cache.gaussian_codes import Gaussian
+from zdc_jax.cache.gaussian_codes import Gaussian, nearest_levels, turn
 from zdc_jax.cache.integer_codes import TokenIntegers
+from zdc_jax.cache.near_far import NearFarState
+from zdc_jax.cache.prefix_ring import PrefixRing
+from zdc_jax.cache.spec import Attended, Call, LayerCacheSpec
 from zdc_jax.config import ModelConfig
+from zdc_jax.methods import Rotations, layer_shape
 from zdc_jax.model.transformer import Transformer
+from zdc_jax.ops.attention import Implementation
+from zdc_jax.ops.importance import received_attention, token_importance
+from zdc_jax.ops.xla import by_query_blocks, query_block
 from zdc_jax.plan import CompressionPlan
+
+
+@dataclass(frozen=True)
+class Varied(CompressionPlan):
+    """A plan whose layers keep tokens by `cache(**layer_shape)`, with turns of these blocks folded in."""
+
+    cache: Callable[..., LayerCacheSpec] = PrefixRing
+    blocks: Rotations | None = None
+
+    @classmethod
+    def of(
+        cls, plan: CompressionPlan, cache: Callable[..., LayerCacheSpec], blocks: Rotations | None = None
+    ) -> "Varied":
+        """`plan`, so varied; its own turns where there are no `blocks`."""
+        return cls(**vars(plan), cache=cache, blocks=blocks)
+
+    def layer_caches(self, dtype: str) -> tuple[LayerCacheSpec, ...]:
+        """As in the plan, where a layer has no far tokens."""
+        shapes = [layer_shape(self, dtype, index) for index in range(len(self.layers))]
+        return tuple((self.cache if shape["R"] else PrefixRing)(**shape) for shape in shapes)
+
+    def rotations(self, layer: int) -> Rotations:
+        """`CompressionPlan.turns`."""
+        return super().rotations(layer) if self.blocks is None else self.blocks
+
+    def to_json(self) -> dict[str, Any]:
+        """Of the plan without what is varied: that is in the label of its row."""
+        own = CompressionPlan.__dataclass_fields__
+        return CompressionPlan(**{name: getattr(self, name) for name in own}).to_json()
+
+
+def split_code(*each: tuple[int, Code]) -> Code:
+    """Consecutive coordinates in codes of their own: (coordinates, code) of each part."""
+    (width, code), *others = each
+    return Split(width, code, split_code(*others)) if others else code
+
+
+@dataclass(frozen=True)
+class PowerOfTwoScale(Gaussian):
+    """`Gaussian` whose scale is the next power of two below a token's root mean square, times √2."""
+
+    def encode(self, x: Array) -> Coded:
+        """`Code.encode`."""
+        x = x.astype(jnp.float32)
+        size = jnp.sqrt(jnp.square(x).mean(-1, keepdims=True))
+        _, exponent = jnp.frexp(jnp.maximum(size, jnp.finfo(jnp.float32).tiny))
+        coarse = jnp.ldexp(2**-0.5, exponent)
+        return pack(nearest_levels(x / coarse, self.bits), self.bits), coarse.astype(SCALE_DTYPE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestTokenOfPage(CodedChoosing):
+    """Pages by their best token, not by the sum."""
+
+    def of_pages(self, scores: Array) -> Array:
+        """`CodedChoosing.of_pages`."""
+        return scores.max(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerChoice(CodedChoosing):
+    """All heads of a layer share what is read."""
+
+    def probabilities(self, far: FarTokens, q: Array, positions: Array, scale: float) -> Array:
+        """`Choosing.probabilities`, summed over all heads."""
+        of_heads = super().probabilities(far, q, positions, scale)
+        return jnp.broadcast_to(logsumexp(of_heads, axis=2, keepdims=True), of_heads.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadChoice(CodedChoosing):
+    """Each query head reads tokens of its own, from copies of its KV head's; `group` query heads a KV head.
+
+    `num_kv_heads` is that of query heads; the ring keeps those of keys.
+    """
+
+    group: int
+
+    @property
+    def near(self) -> PrefixRing:
+        """`NearFar.near`."""
+        return replace(super().near, num_kv_heads=self.num_kv_heads // self.group)
+
+    def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
+        """`NearFar.write_far`."""
+        k, v = (jnp.repeat(x, self.group, axis=2) for x in (k, v))
+        return super().write_far(state, k, v, positions, end)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeMass(CodedChoosing):
+    """What is chosen answers for all far tokens: it weighs as much as the index says that all of them do."""
+
+    def attend_far(self, far: FarTokens, q: Array, positions: Array, call: Call) -> tuple[Array, Array]:
+        """`NearFar.attend_far`, with the index's log-sum-exp over all where that is larger."""
+        o, lse = super().attend_far(far, q, positions, call)
+
+        def mass(q: Array, positions: Array) -> Array:
+            heads = q.reshape(*q.shape[:2], self.num_kv_heads, -1, q.shape[-1])
+            scores = self.page_scores(far, heads, call.scale)
+            is_far = self._is_far(jnp.arange(scores.shape[-1]), positions[:, :, None, None, None])
+            found = logsumexp(jnp.where(is_far, scores, -jnp.inf), axis=-1)
+            return found.reshape(*found.shape[:2], -1)
+
+        block = query_block(q.shape[0] * q.shape[2] * self.capacity(far), q.shape[1])
+        of_all = by_query_blocks(mass, block, q, positions).swapaxes(1, 2)
+        return o, jnp.where(jnp.isneginf(lse), lse, jnp.maximum(lse, of_all))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiedIndex(CodedChoosing):
+    """The index is a copy: keys are turned over all R coordinates, `index` of them lie beside them again.
+
+    Weights have turned all coordinates of q and k together, so that the index is turned back here.
+    """
+
+    def create_far(self, batch: int, capacity: int) -> FarTokens:
+        """`NearFar.create_far`: a plane of all coordinates of keys."""
+        far = super().create_far(batch, capacity)
+        return far._replace(k=self._whole.create_far(batch, capacity).k)
+
+    def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
+        """`NearFar.write_far`."""
+        whole = self._whole.write_far(state, k, v, positions, end)
+        index = self._index_of(k)[..., : self.index]
+        put = partial(put_coded, positions=positions, end=end)
+        return whole._replace(index=put(state.far.index, self.index_code, index))
+
+    def all_rows(self, far: FarTokens) -> tuple[Array, Array]:
+        """`Choosing.all_rows`."""
+        return self._whole.all_rows(far._replace(index=()))
+
+    def page_scores(self, far: FarTokens, q: Array, scale: float) -> Array:
+        """`Choosing.page_scores`."""
+        return super().page_scores(far, self._index_of(q), scale)
+
+    @property
+    def _whole(self) -> CodedChoosing:
+        """The same without an index."""
+        own = {each.name: getattr(self, each.name) for each in fields(CodedChoosing)}
+        return CodedChoosing(**own | {"index": 0})
+
+    def _index_of(self, x: Array) -> Array:
+        return x[..., : self.R] @ jnp.asarray(turn(self.R).T, x.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundedNear(CodedStore):
+    """Near tokens in 8 bits, as the ring would keep them; the ring here holds what those say."""
+
+    def project(
+        self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
+    ) -> tuple[Array, Array, Array]:
+        """`LayerCacheSpec.project`: keys are rounded once they are turned."""
+        return attention.project(x, positions, implementation)
+
+    def write(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> NearFarState:
+        """`LayerCacheSpec.write`."""
+        return super().write(state, _in_8_bits(k), _in_8_bits(v), positions, end)
+
+    def attend(self, state: NearFarState, q: Array, k: Any, v: Array, *rest: Any) -> Attended:
+        """`LayerCacheSpec.attend`."""
+        return super().attend(state, q, _in_8_bits(k), _in_8_bits(v), *rest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportantBits(CodedStore):
+    """Of a prompt that is read exactly, the `share` of tokens that matter most keep more bits.
+
+    by: `denominators` of their softmax (ZDC §5.2), or attention `received` as keys (as in ZipCache and MiKV).
+    Both codes are rounded to, and stored in the eight bits of the store's.
+    """
+
+    share: float
+    by: str
+    more: Code
+    less: Code
+
+    def keep_prompt(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        lse: Array,
+        positions: Array,
+        end: Array,
+        capacity: int,
+        call: Call,
+    ) -> NearFarState:
+        """`LayerCacheSpec.keep_prompt`."""
+        if self.by == "received":
+            weight = received_attention(q, k, lse, positions, scale=call.scale).swapaxes(1, 2)
+        else:
+            weight = jnp.broadcast_to(token_importance(lse)[..., None], k.shape[:3])
+        weight = jnp.where(positions[..., None] < end[:, None, None], weight, -jnp.inf)
+        rank = jnp.argsort(jnp.argsort(-weight, axis=1), axis=1)
+        important = (rank < self.share * end[:, None, None])[..., None]
+
+        def mixed(x, width):
+            return jnp.concatenate(
+                [
+                    jnp.where(
+                        important, _through(self.more, x[..., :width]), _through(self.less, x[..., :width])
+                    ),
+                    x[..., width:],
+                ],
+                axis=-1,
+            ).astype(x.dtype)
+
+        far = (
+            super()
+            .keep_prompt(q, mixed(k, self.R), mixed(v, self.Z), lse, positions, end, capacity, call)
+            .far
+        )
+        near = super().keep_prompt(q, k, v, lse, positions, end, capacity, call).near
+        return NearFarState(near, far)
+
+
+def _through(code: Code, x: Array) -> Array:
+    """What a code of single tokens says of vectors."""
+    return code.decode(code.encode(x[..., None, :]), x.shape[-1])[..., 0, :]
+
+
+def _in_8_bits(x: Array) -> Array:
+    return _through(Int8(), x).astype(x.dtype)
+
 
 ALL: dict[str, Any] = {"read": 0, "index": 0}
 WINDOW = 64
@@ -52,7 +289,7 @@ def stored(
     """Everything read, keys and values in these codes, after turns of these blocks of keys."""
     cache = partial(CodedStore, key_code=key, value_code=value or key)
     H = config.head_dim
-    return study.Varied.of(coded(config, **ALL), cache, None if blocks is None else (blocks, (H,)))
+    return Varied.of(coded(config, **ALL), cache, None if blocks is None else (blocks, (H,)))
 
 
 def bases(config: ModelConfig) -> Named:
@@ -69,7 +306,7 @@ def codes(config: ModelConfig) -> Named:
     H, four = config.head_dim, Gaussian(4)
     for k, v in ((8, 8), (8, 4), (4, 8), (4, 4), (4, 3), (3, 4), (3, 3), (4, 2), (3, 2), (2, 2)):
         yield f"keys {k}, values {v} bits", coded(config, bits_k=k, bits_v=v, **ALL)
-    yield "not turned", study.Varied.of(coded(config, **ALL), _store(four), ((), ()))
+    yield "not turned", Varied.of(coded(config, **ALL), _store(four), ((), ()))
     prefixes = (
         (16, 4, 4),
         (32, 4, 4),
@@ -82,20 +319,20 @@ def codes(config: ModelConfig) -> Named:
         (32, 3, 2),
     )
     for index, bits, rest in prefixes:
-        parts = study.parts((index, Gaussian(bits)), (H - index, Gaussian(rest)))
+        key = split_code((index, Gaussian(bits)), (H - index, Gaussian(rest)))
         blocks = index, H - index
-        yield f"first {index} at {bits} bits, the rest at {rest}", stored(config, parts, four, blocks)
+        yield f"first {index} at {bits} bits, the rest at {rest}", stored(config, key, four, blocks)
     sixteen = (16,) * (H // 16)
     yield (
         "blocks of 16, a scale each",
-        stored(config, study.parts(*((16, four) for _ in sixteen)), four, sixteen),
+        stored(config, split_code(*((16, four) for _ in sixteen)), four, sixteen),
     )
     yield "blocks of 16, one scale", stored(config, four, four, sixteen)
-    yield "two scales", stored(config, study.parts((H // 2, four), (H // 2, four)))
+    yield "two scales", stored(config, split_code((H // 2, four), (H // 2, four)))
     for name, group in (("one scale", H), ("groups of 32", 32)):
         yield f"integers, {name}", stored(config, TokenIntegers(4, group))
     yield "best levels for a Gaussian", stored(config, four)
-    yield "scale a power of two", stored(config, study.PowerOfTwoScale(4))
+    yield "scale a power of two", stored(config, PowerOfTwoScale(4))
 
 
 def near(config: ModelConfig) -> Named:
@@ -103,8 +340,8 @@ def near(config: ModelConfig) -> Named:
     for window in (16, 128, 256, 512):
         yield f"window {window}", coded(config, window=window, **ALL)
     for window in (64, 256):
-        cache = partial(study.RoundedNear, key_code=Gaussian(4), value_code=Gaussian(4))
-        yield f"window {window} in 8 bits", study.Varied.of(coded(config, window=window, **ALL), cache)
+        cache = partial(RoundedNear, key_code=Gaussian(4), value_code=Gaussian(4))
+        yield f"window {window} in 8 bits", Varied.of(coded(config, window=window, **ALL), cache)
 
 
 def choice(config: ModelConfig) -> Named:
@@ -117,16 +354,16 @@ def choice(config: ModelConfig) -> Named:
     for page in (8, 16, 32):
         yield f"pages of {page}", coded(config, page=page)
         yield f"pages of {page}, read 512", coded(config, page=page, read=512)
-        yield f"pages of {page} by the best token", _chosen(config, study.BestTokenOfPage, page=page)
-    yield "a layer's choice", _chosen(config, study.LayerChoice)
+        yield f"pages of {page} by the best token", _chosen(config, BestTokenOfPage, page=page)
+    yield "a layer's choice", _chosen(config, LayerChoice)
     group = config.group_size
 
     def heads(**shape):
-        return study.HeadChoice(**shape | {"num_kv_heads": shape["num_kv_heads"] * group, "group": group})
+        return HeadChoice(**shape | {"num_kv_heads": shape["num_kv_heads"] * group, "group": group})
 
     yield "a head's choice", _chosen(config, heads)
-    yield "all mass", _chosen(config, study.WholeMass)
-    yield "a copied index", _chosen(config, study.CopiedIndex, blocks=((config.head_dim,),) * 2)
+    yield "all mass", _chosen(config, WholeMass)
+    yield "a copied index", _chosen(config, CopiedIndex, blocks=((config.head_dim,),) * 2)
     for every in (2, 3, 6):
         yield f"{every} layers share a choice", _shared(config, every)
 
@@ -144,7 +381,7 @@ def tokens(config: ModelConfig) -> Named:
     for by in ("denominators", "received"):
         for share, more, less in ((1 / 2, 4, 2), (1 / 6, 8, 2)):
             cache = partial(
-                study.ImportantBits,
+                ImportantBits,
                 key_code=FittedIntegers(8),
                 value_code=FittedIntegers(8),
                 share=share,
@@ -153,7 +390,7 @@ def tokens(config: ModelConfig) -> Named:
                 less=FittedIntegers(less),
             )
             label = f"{share:.0%} of tokens at {more} bits, the rest at {less}, by {by}"
-            yield label, study.Varied.of(coded(config, **ALL), cache)
+            yield label, Varied.of(coded(config, **ALL), cache)
 
 
 PARTS: dict[str, Callable[[ModelConfig], Named]] = {
@@ -178,7 +415,7 @@ def _chosen(
     made = partial(
         cache, index=own.index, read=own.read, page=page, index_code=four, key_code=four, value_code=four
     )
-    return study.Varied.of(coded(config, page=page), made, blocks)
+    return Varied.of(coded(config, page=page), made, blocks)
 
 
 def _shared(config: ModelConfig, every: int) -> CompressionPlan:
@@ -200,7 +437,7 @@ class StudyBench(Bench):
 
     def measure(self, cell: Cell, network: Transformer | None = None) -> dict[str, Any]:
         """One row, which says whether its bytes are those of a cache that a method has."""
-        return super().measure(cell, network) | {"simulated": isinstance(cell.plan, study.Varied)}
+        return super().measure(cell, network) | {"simulated": isinstance(cell.plan, Varied)}
 
     def cells(self) -> Iterator[Cell]:
         """At one context after another."""

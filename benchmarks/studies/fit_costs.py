@@ -1,6 +1,6 @@
 """Fits the constants of `zdc_jax.planning.costs` to the measured kernels, and says how far each row is off.
 
-python -m benchmarks.fit_costs
+python -m benchmarks.studies.fit_costs
 """
 
 import json

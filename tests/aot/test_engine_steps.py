@@ -12,7 +12,7 @@ import pytest
 from abstract_gpu import on_abstract_h200
 from compiled import compiled, device
 
-from benchmarks.bench_generate import LLAMA_2_7B, build
+from benchmarks.model.models import LLAMA_2_7B, build
 from zdc_jax import methods
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.engine import runner
@@ -57,7 +57,7 @@ PLANS = {
 
 def arguments(plan: CompressionPlan, longest: int):
     """Leaves and structure of a network, its layout, and the state of an engine, as shapes."""
-    network = build("post_rope", CONFIG)
+    network = build(CONFIG, rotated=True)
     network.plan = plan
     leaves, tree = jax.tree.flatten(network)
     given = {"rows": ROWS, "longest": longest, "page": 128, "cache_tokens": ROWS * TOKENS, "reuse": True}
@@ -195,7 +195,7 @@ def test_pieces_and_tokens_beside_them_take_the_kernels_of_both(on_kernels, name
 @pytest.mark.parametrize("choice", get_args(Choice))
 def test_choosing_tokens_never_waits_for_the_host(choice):
     """Of a vocabulary that is sorted where somebody draws."""
-    network = build("post_rope", replace(CONFIG, vocab_size=32_000))
+    network = build(replace(CONFIG, vocab_size=32_000), rotated=True)
     leaves, tree = jax.tree.flatten(network.embeddings)
     sharding = jax.sharding.SingleDeviceSharding(device())
 

@@ -8,9 +8,8 @@ import pytest
 from conftest import LLAMA, TinyModel
 
 from benchmarks.serving.models import ServedModel
+from benchmarks.serving.replay import Arrival, Served, arrivals, main
 from benchmarks.serving.replay import Options as ReplayOptions
-from benchmarks.serving.replay import Served, main
-from benchmarks.serving.traces import Arrival, arrivals
 
 ONE_LAYER = replace(LLAMA, layers=LLAMA.layers[:1])
 """Each program of an engine has all layers, and compiling it takes the time."""

@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.serving.replay import Arrival
 from benchmarks.serving.simulate import Cost, simulate
-from benchmarks.serving.traces import Arrival
 
 COST = Cost(
     token=1e-3,

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import bench_sequence_parallel
-from benchmarks.rivals.partition import Partition
-from benchmarks.rivals.runahead_mesh import MeshRunahead
+from benchmarks.mesh import bench_sequence_parallel
+from benchmarks.mesh.rivals.partition import Partition
+from benchmarks.mesh.rivals.runahead_mesh import MeshRunahead
 from convert.cli.main import main
 from zdc_jax import MeshConfig, load, stream
 

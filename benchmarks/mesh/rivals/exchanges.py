@@ -1,12 +1,4 @@
-"""All-gather and ring on zigzag shards: of 2U chunks of a prompt device i of U holds chunks i and 2U-1-i.
-
-So all devices have as much causal attention to do, as in Llama 3's context parallelism and in zigzag ring
-attention. Tokens are permuted once, before they are embedded; only attention depends on where they stand.
-
-`all_gather_zigzag` and `ring_zigzag` take what one device holds, q [B, 2c, N, H], k and v [B, 2c, K, H] in
-chunks of c tokens, as `sharded_attention` takes tokens in order. `ShardedTransformer.hidden` has tokens in
-order: these functions are for `ZigzagTransformer`.
-"""
+"""x"""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,13 +15,95 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings
-from zdc_jax.ops.attention import Implementation
-from zdc_jax.parallel.attention import ShardedAttention, widened
-from zdc_jax.parallel.exchange import moved
-from zdc_jax.parallel.far import FarKeys
+from zdc_jax.ops.attention import Implementation, self_attention
+from zdc_jax.parallel.attention import ShardedAttention, sharded_attention, widened
+from zdc_jax.parallel.exchange import gather_heads, moved, scatter_heads
+from zdc_jax.parallel.far import FarKeys, Near
 from zdc_jax.parallel.mesh import BY_TOKEN, SEQUENCE, layout, on_mesh, sum_over
 from zdc_jax.parallel.transformer import ShardedTransformer, last_token
 from zdc_jax.parallel.weights import weight_specs
+
+
+def all_gather(
+    q: Array, k: Array, v: Array, keys: FarKeys, near: Near | None
+) -> tuple[Array, Array | None, None]:
+    """Keys and values of all tokens on every device, queries stay (Megatron-LM's context parallelism)."""
+
+    def gather(x):
+        return jax.lax.all_gather(x, SEQUENCE, axis=1, tiled=True)
+
+    both, _ = jax.lax.optimization_barrier((moved(gather, jnp.concatenate([k, v], -1)), near))
+    k, v = jnp.split(both, [k.shape[-1]], axis=-1)
+    return *keys.attend(q, k, v, jax.lax.axis_index(SEQUENCE) * q.shape[1]), None
+
+
+def ring(q: Array, k: Array, v: Array, keys: FarKeys, near: Near | None) -> tuple[Array, Array | None, None]:
+    """Keys and values go round, partial results are merged in float32 (Ring Attention, Liu et al., 2023).
+
+    Tokens are divided in order, so that the last device has most to do; keys later than all queries of a
+    device pass it by.
+    """
+    del near  # Far attention hides the way of the next keys alone.
+    U, me = jax.lax.axis_size(SEQUENCE), jax.lax.axis_index(SEQUENCE)
+    onward = [(source, (source + 1) % U) for source in range(U)]
+    (B, t, N, R), Z = q.shape, v.shape[-1]
+    unseen = jnp.zeros((B, t, N, Z), jnp.float32), jnp.full((B, N, t), -jnp.inf, jnp.float32)
+    result, both = unseen, jnp.concatenate([k, v], -1)
+    for distance in range(U):
+        source = (me - distance) % U
+
+        def attend(both: Array, source: Array = source) -> tuple[Array, Array]:
+            o, lse = keys.attend(q, both[..., :R], both[..., R:], me * t, source * t)
+            return o.astype(jnp.float32), lse
+
+        part = jax.lax.cond(source <= me, attend, lambda _: unseen, both)
+        result = merge_partial([result, part])
+        if distance < U - 1:
+            both = moved(lambda x: jax.lax.ppermute(x, SEQUENCE, onward), both)
+    return result[0].astype(v.dtype), result[1], None
+
+
+def all_gather_attention(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, None]:
+    """`sharded_attention`, whose options it takes, with `all_gather`."""
+    return sharded_attention(q, k, v, far=all_gather, **options)
+
+
+def ring_attention(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, None]:
+    """`sharded_attention`, whose options it takes, with `ring`."""
+    return sharded_attention(q, k, v, far=ring, **options)
+
+
+def late_ulysses(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float,
+    spec: PrefixRing,
+    implementation: Implementation | None = None,
+) -> tuple[Array, None]:
+    """As `sharded_attention`, in its shapes: near attention too is computed by head, behind the exchange.
+
+    Raises:
+      NotImplementedError: the chosen implementation cannot do this call, with the reason.
+    """
+    keys = FarKeys.of(q, v, spec, scale=scale, implementation=implementation)
+    width = v.shape[-1]
+    q, k, v = scatter_heads((q, k, v), SEQUENCE)
+    if keys.are_all:
+        q, k, v = q[..., : spec.R], k[..., : spec.R], v[..., : spec.Z]
+    o, _ = self_attention(
+        q,
+        k,
+        v,
+        scale=keys.scale,
+        qk_rank=spec.R,
+        v_rank=spec.Z,
+        sinks=keys.sinks,
+        window=keys.window,
+        implementation=keys.implementation,
+    )
+    return gather_heads(widened(o, width), SEQUENCE), None
 
 
 def zigzag_order(length: int, degree: int) -> Int[np.ndarray, " T"]:

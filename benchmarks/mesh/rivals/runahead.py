@@ -1,24 +1,25 @@
-"""KV-Runahead (Cho et al., 2024): pieces of a prompt on several devices, each on the keys of all before it.
+"""KV-Runahead (Cho et al., 2024): chunks of a prompt on several devices, each on the keys of all before it.
 
 Device i holds all weights. In every layer it receives the KV cache of all earlier tokens from device i - 1,
-appends those of its own piece, hands the longer cache on to device i + 1, and then computes attention (§4.1).
+appends those of its own chunk, hands the longer cache on to device i + 1, and then computes attention (§4.1).
 Nothing is gathered and nobody waits for all: the devices run staggered, the last one ends up with the whole
 cache. What travels is the cache of the plan: first coordinates of all tokens, and the ring of trailing ones.
 
 Pieces differ in length, so every device has programs of its own, compiled once for layers alike. All devices
-are of this process, which gives them their work in advance; for several: `benchmarks.rivals.runahead_mesh`.
+are of this process, which gives them their work in advance; for several: `benchmarks.mesh.rivals.runahead_mesh`.
 """
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from benchmarks.rivals.handed_cache import longer, no_tokens, with_slots
-from benchmarks.rivals.partition import Partition, cache_slots
+from benchmarks.mesh.rivals.partition import Partition, cache_slots, in_eights
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache, check_fits, free_bytes
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
@@ -27,10 +28,37 @@ from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation
+from zdc_jax.parallel.prompt_cache import stored
+
+
+def no_tokens(spec: PrefixRing, batch: int, capacity: int) -> PrefixRingState:
+    """What the first device begins with: a layer's cache with no room for any token, but with its ring.
+
+    Args:
+      batch: rows. capacity: of the cache that will be, in tokens a row; it says how large the ring is.
+    """
+    state = spec.create(batch, capacity)
+    return replace(state, k=state.k[:, :, :0], v=state.v[:, :, :0])
+
+
+def with_slots(state: PrefixRingState, slots: int) -> PrefixRingState:
+    """The same tokens with room for S = `slots` in all; of first coordinates, the ring stays."""
+    return replace(state, k=stored(state.k, slots), v=stored(state.v, slots))
+
+
+@partial(jax.jit, static_argnames=("spec", "slots"))
+def longer(
+    spec: PrefixRing, state: PrefixRingState, k: Array, v: Array, positions: Array, end: Array, slots: int
+) -> PrefixRingState:
+    """The cache to hand on: with this chunk's k, v [B, t, K, H] at `positions` [B, t], as `spec.write` does.
+
+    end [B]: tokens that each row holds after this chunk. slots: of the longer cache.
+    """
+    return spec.write(with_slots(state, slots), k, v, positions, end)
 
 
 class RunaheadTransformer:
-    """A `Transformer` on each of several devices, for prompts that come in pieces.
+    """A `Transformer` on each of several devices, for prompts that come in chunks.
 
     networks: the copies, in order of `devices`; the last one decodes on the cache that `prefill` gives.
 
@@ -43,7 +71,7 @@ class RunaheadTransformer:
         if not devices:
             raise MeshError(f"{devices=} must name at least one device")
         if network.plan.classes is not None:
-            raise NotImplementedError("plans with token classes do not run in pieces")
+            raise NotImplementedError("plans with token classes do not run in chunks")
         self.plan, self.devices = network.plan, tuple(devices)
         self.networks = tuple(jax.device_put(network, device) for device in devices)
 
@@ -74,24 +102,24 @@ class RunaheadTransformer:
         specs, dtype = self.networks[0].layer_caches, self.networks[0].dtype
         check_fits(specs, batch=batch, capacity=capacity, free=free_bytes())
         layers, ahead = list[PrefixRingState](), 2 * len(self.devices)
-        pieces = self._pieces(tokens, end, partition, capacity)
+        chunks = self._chunks(tokens, end, partition, capacity)
         empty = {spec: no_tokens(spec, batch, capacity) for spec in specs}
         for index, spec in enumerate(specs):
             if index >= ahead:
                 # What a device will receive takes memory once it is asked for: so not all layers at once.
                 jax.block_until_ready(layers[index - ahead])
             cache = empty[spec]
-            for piece in pieces:
-                cache = piece.run(index, spec, jax.device_put(cache, piece.device), implementation)
+            for chunk in chunks:
+                cache = chunk.run(index, spec, jax.device_put(cache, chunk.device), implementation)
             layers.append(cache)
-        last = jnp.zeros((batch, pieces[0].x.shape[-1]), dtype)
-        for piece in pieces:
-            end, last = jax.device_put((end, last), piece.device)
-            last = _last_token(piece.x, piece.positions, end, last)
+        last = jnp.zeros((batch, chunks[0].x.shape[-1]), dtype)
+        for chunk in chunks:
+            end, last = jax.device_put((end, last), chunk.device)
+            last = _last_token(chunk.x, chunk.positions, end, last)
         return last, KVCache(tuple(layers), end, specs, capacity)
 
-    def _pieces(self, tokens: Array, end: Array, partition: Partition, capacity: int) -> list["_Piece"]:
-        pieces = []
+    def _chunks(self, tokens: Array, end: Array, partition: Partition, capacity: int) -> list["_Chunk"]:
+        chunks = []
         spans = zip(partition.starts, partition.ends, strict=True)
         slots = cache_slots(partition, self.plan.sinks, capacity)
         for device, network, (start, stop), room in zip(
@@ -101,15 +129,15 @@ class RunaheadTransformer:
             held = tokens[:, start:stop], positions, jnp.minimum(end, stop)
             own, positions, stored = jax.device_put(held, device)
             x = _embedded(network.embeddings, own, positions)
-            pieces.append(_Piece(device, network, positions, stored, room, x))
-        return pieces
+            chunks.append(_Chunk(device, network, positions, stored, room, x))
+        return chunks
 
 
 @dataclass
-class _Piece:
+class _Chunk:
     """What one device works on: its tokens' positions [B, t] and hidden states x [B, t, D].
 
-    end [B]: tokens that each row holds after this piece. slots: tokens that its caches have room for.
+    end [B]: tokens that each row holds after this chunk. slots: tokens that its caches have room for.
     """
 
     device: jax.Device
@@ -122,7 +150,7 @@ class _Piece:
     def run(
         self, index: int, spec: PrefixRing, cache: PrefixRingState, implementation: Implementation | None
     ) -> PrefixRingState:
-        """One layer, on the cache of all tokens before; gives the cache with this piece.
+        """One layer, on the cache of all tokens before; gives the cache with this chunk.
 
         Three programs, so that projections do not wait for the cache, nor the next device for attention
         (§4.3, receive beside the projections and send beside the softmax).
@@ -161,7 +189,7 @@ def _attended(
 ) -> Array:
     """One layer on projected tokens: attention on the cache of all before and on themselves, feed-forward.
 
-    Takes the cache as it came and appends once more: attention needs the ring as it was before this piece.
+    Takes the cache as it came and appends once more: attention needs the ring as it was before this chunk.
     """
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
@@ -174,7 +202,56 @@ def _attended(
 
 @jax.jit
 def _last_token(x: Array, positions: Array, end: Array, last: Array) -> Array:
-    """Hidden states [B, D] of position end - 1 where this piece has it, else those found before."""
+    """Hidden states [B, D] of position end - 1 where this chunk has it, else those found before."""
     place = end - 1 - positions[:, 0]
     picked = jnp.take_along_axis(x, jnp.clip(place, 0, x.shape[1] - 1)[:, None, None], axis=1)[:, 0]
     return jnp.where(((place >= 0) & (place < x.shape[1]))[:, None], picked, last)
+
+
+def measure_partitions(
+    model: RunaheadTransformer,
+    tokens: Int[Array, "B T"],
+    partitions: Sequence[Partition],
+    *,
+    implementation: Implementation | None = None,
+    repeats: int = 5,
+) -> dict[Partition, float]:
+    """Median seconds to the first token's logits, on the devices of the model, without compilation.
+
+    Where all of these are one and the same, its chunks run one by one, which is what `ChunkCost.fit` takes.
+
+    Args:
+      tokens: prompts, of which each partition takes as many tokens as it has. repeats: runs that count.
+
+    Raises:
+      what `RunaheadTransformer.prefill` does.
+    """
+    embeddings = model.networks[-1].embeddings
+
+    def once(partition: Partition) -> float:
+        began = time.perf_counter()
+        prompts = tokens[:, : partition.length]
+        end = jnp.full(len(tokens), partition.length, jnp.int32)
+        prefill = partial(model.prefill, partition=partition, implementation=implementation)
+        last, _ = prefill(prompts, end, capacity=in_eights(partition.length))
+        jax.block_until_ready(_logits(embeddings, last))
+        return time.perf_counter() - began
+
+    return {each: median([once(each) for _ in range(repeats + 1)][1:]) for each in partitions}
+
+
+@jax.jit
+def _logits(embeddings: Embeddings, last: Array) -> Array:
+    return embeddings.unembed(last)
+
+
+def link_bandwidth(source: jax.Device, target: jax.Device, *, size: int = 2**28, repeats: int = 5) -> float:
+    """Bytes per second of an array of `size` bytes on its way to another device, median of `repeats`."""
+    array = jax.block_until_ready(jax.device_put(jnp.zeros(size, jnp.uint8), source))
+
+    def once() -> float:
+        began = time.perf_counter()
+        jax.block_until_ready(jax.device_put(array, target))
+        return time.perf_counter() - began
+
+    return size / median([once() for _ in range(repeats + 1)][1:])

@@ -1,11 +1,11 @@
 """KV-Runahead in one program for all devices of a mesh, which may be those of several processes.
 
 Pieces are padded to the longest; `Partition.padding` tells what that computes for nothing. In every layer the
-cache goes from device to device as in `benchmarks.rivals.runahead`, one hop after the other: each hop is a
+cache goes from device to device as in `benchmarks.mesh.rivals.runahead`, one hop after the other: each hop is a
 collective permute between two devices, of as many bytes as there, and the others go on. So the devices run
 staggered, but as each runs the same program, its attention waits until its own cache is handed on as well.
 
-A device keeps what it has of its own piece. After the last layer one exchange by head leaves the cache as
+A device keeps what it has of its own chunk. After the last layer one exchange by head leaves the cache as
 `ShardedTransformer.prefill` leaves it (ours): no device ever holds all layers of all tokens.
 """
 
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
-from benchmarks.rivals.handed_cache import longer, no_tokens, with_slots
-from benchmarks.rivals.partition import Partition, cache_slots, in_eights
+from benchmarks.mesh.rivals.partition import Partition, cache_slots, in_eights
+from benchmarks.mesh.rivals.runahead import longer, no_tokens, with_slots
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
@@ -34,12 +34,12 @@ from zdc_jax.parallel.prompt_cache import stored, with_new_empties
 from zdc_jax.parallel.transformer import ShardedTransformer, last_token
 from zdc_jax.parallel.weights import weight_specs
 
-_BY_PIECE = PartitionSpec(None, None, SEQUENCE)
-"""How what devices keep of their pieces lies, [B, K, t, R], and the ring [B, K, M, C] that each has."""
+_BY_CHUNK = PartitionSpec(None, None, SEQUENCE)
+"""How what devices keep of their chunks lies, [B, K, t, R], and the ring [B, K, M, C] that each has."""
 
 
 class MeshRunahead:
-    """Prompts in pieces over the devices of a network along `sequence`; every process makes the same calls.
+    """Prompts in chunks over the devices of a network along `sequence`; every process makes the same calls.
 
     Raises:
       MeshError: the mesh has several devices along `data` or `model`.
@@ -51,10 +51,10 @@ class MeshRunahead:
         if network.mesh.size != network.mesh.shape[SEQUENCE]:
             raise MeshError(f"mesh={dict(network.mesh.shape)} must have one device along data and model")
         if network.plan.classes is not None:
-            raise NotImplementedError("plans with token classes do not run in pieces")
+            raise NotImplementedError("plans with token classes do not run in chunks")
         for name, allowed in (("weights", "replicated"), ("payload", "native")):
             if (value := getattr(network, name)) != allowed:
-                raise NotImplementedError(f"{name}={value!r} does not run in pieces, {allowed!r} does")
+                raise NotImplementedError(f"{name}={value!r} does not run in chunks, {allowed!r} does")
         self.network = network
 
     def last_hidden(
@@ -116,25 +116,25 @@ class MeshRunahead:
         partition.check(devices=devices, length=tokens.shape[1], capacity=capacity)
         x = _embed(network.embeddings, _padded(tokens, partition), partition, network.mesh)
         for block, spec in zip(network.prompt_layers, network.layer_caches, strict=True):
-            x, layer = piece_layer(block, x, end, spec, partition, capacity, network.mesh, implementation)
+            x, layer = chunk_layer(block, x, end, spec, partition, capacity, network.mesh, implementation)
             keep(layer)
         return last_token(x, _row(end - 1, partition) + 1, network.mesh)
 
 
 def _padded(tokens: Int[Array, "B T"], partition: Partition) -> Int[Array, "B T'"]:
     """Pieces of the same length one after another; T' = U times the longest."""
-    pieces = jnp.split(tokens, partition.ends[:-1], axis=1)
-    return jnp.concatenate([jnp.pad(x, ((0, 0), (0, partition.longest - x.shape[1]))) for x in pieces], 1)
+    chunks = jnp.split(tokens, partition.ends[:-1], axis=1)
+    return jnp.concatenate([jnp.pad(x, ((0, 0), (0, partition.longest - x.shape[1]))) for x in chunks], 1)
 
 
 def _row(position: Int[Array, " B"], partition: Partition) -> Int[Array, " B"]:
-    """Where a token lies among padded pieces."""
-    piece = jnp.searchsorted(jnp.array(partition.ends), position, side="right")
-    return position - jnp.array(partition.starts)[piece] + piece * partition.longest
+    """Where a token lies among padded chunks."""
+    chunk = jnp.searchsorted(jnp.array(partition.ends), position, side="right")
+    return position - jnp.array(partition.starts)[chunk] + chunk * partition.longest
 
 
 def _places(x: Array, partition: Partition) -> tuple[Int[Array, "B t"], Int[Array, ""]]:
-    """Positions of this device's rows of x [B, t, ...], and that of the first behind its piece."""
+    """Positions of this device's rows of x [B, t, ...], and that of the first behind its chunk."""
     device = jax.lax.axis_index(SEQUENCE)
     start, stop = (jnp.array(ends)[device] for ends in (partition.starts, partition.ends))
     return jnp.broadcast_to(start + jnp.arange(x.shape[1]), x.shape[:2]), stop
@@ -143,7 +143,7 @@ def _places(x: Array, partition: Partition) -> tuple[Int[Array, "B t"], Int[Arra
 @partial(jax.jit, static_argnames=("partition", "mesh"))
 def _embed(embeddings: Embeddings, tokens: Array, partition: Partition, mesh: Mesh) -> Array:
     def local(embeddings: Embeddings, tokens: Array) -> Array:
-        # Padding takes positions of its piece, so that it stays within the table of learned ones.
+        # Padding takes positions of its chunk, so that it stays within the table of learned ones.
         positions, stop = _places(tokens, partition)
         return embeddings.embed(tokens, jnp.minimum(positions, stop - 1))
 
@@ -151,7 +151,7 @@ def _embed(embeddings: Embeddings, tokens: Array, partition: Partition, mesh: Me
 
 
 @partial(jax.jit, static_argnames=("spec", "partition", "capacity", "mesh", "implementation"))
-def piece_layer(
+def chunk_layer(
     block: Block,
     x: Float[Array, "B T' D"],
     end: Int[Array, " B"],
@@ -161,9 +161,9 @@ def piece_layer(
     mesh: Mesh,
     implementation: Implementation | None,
 ) -> tuple[Float[Array, "B T' D"], PrefixRingState]:
-    """One layer on padded pieces, and what each device keeps of it for `by_head`; T' as in `_padded`.
+    """One layer on padded chunks, and what each device keeps of it for `by_head`; T' as in `_padded`.
 
-    That is its piece's first coordinates [B, K, t, R] and [B, K, t, Z], and the ring as its piece leaves it
+    That is its chunk's first coordinates [B, K, t, R] and [B, K, t, Z], and the ring as its chunk leaves it
     [B, K, M, H-R] and [B, K, M, H-Z]. Jitted, so that layers alike are traced and compiled once.
 
     Args:
@@ -187,7 +187,7 @@ def piece_layer(
         return block(x, positions, attend, implementation)
 
     in_specs = (weight_specs(block, BY_TOKEN), layout("B T D"), layout("B"))
-    return on_mesh(mesh, local, in_specs, (layout("B T D"), _BY_PIECE))(block, x, end)
+    return on_mesh(mesh, local, in_specs, (layout("B T D"), _BY_CHUNK))(block, x, end)
 
 
 def runahead_attention(
@@ -199,7 +199,7 @@ def runahead_attention(
     spec: PrefixRing,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B t N H"], None]:
-    """One device's attention of `piece_layer`, inside of a `shard_map`, where all pieces have t tokens."""
+    """One device's attention of `chunk_layer`, inside of a `shard_map`, where all chunks have t tokens."""
     partition = Partition((q.shape[1],) * jax.lax.axis_size(SEQUENCE))
     end = jnp.full(len(q), partition.length)
     capacity, call = in_eights(partition.length), Call(scale, implementation)
@@ -216,7 +216,7 @@ def _attended(
     capacity: int,
     call: Call,
 ) -> Attended:
-    """What this device's queries see of all pieces up to its own."""
+    """What this device's queries see of all chunks up to its own."""
     positions, stop = _places(q, partition)
     before = _received(spec, k, v, end, partition, capacity)
     return spec.attend(before, q, k, v, positions, jnp.minimum(end, stop), None, call)
@@ -225,7 +225,7 @@ def _attended(
 def _received(
     spec: PrefixRing, k: Array, v: Array, end: Array, partition: Partition, capacity: int
 ) -> PrefixRingState:
-    """The cache of all tokens before this device's piece, with room for the longest behind any of them.
+    """The cache of all tokens before this device's chunk, with room for the longest behind any of them.
 
     Hop by hop all devices do what the sender does, with its sizes; only the receiver keeps what comes.
     """
@@ -252,7 +252,7 @@ def _handed_on(x: Array, sender: int) -> Array:
 
 @partial(jax.jit, static_argnames=("partition", "capacity", "mesh"))
 def by_head(kept: PrefixRingState, partition: Partition, capacity: int, mesh: Mesh) -> PrefixRingState:
-    """The cache of one layer by head, from what each device keeps of its piece (`piece_layer`).
+    """The cache of one layer by head, from what each device keeps of its chunk (`chunk_layer`).
 
     First coordinates go by an all-to-all; of the rings the last device's counts, and is scattered. On a
     device k is [B, K/U, S, R] then, with S = `capacity` and K copied to a multiple of U (`kv_copies`).
@@ -265,8 +265,8 @@ def by_head(kept: PrefixRingState, partition: Partition, capacity: int, mesh: Me
     def gathered(x: Array) -> Array:
         x = repeated(x)
         x = moved(lambda x: jax.lax.all_to_all(x, SEQUENCE, 1, 2, tiled=True), x)
-        pieces = [x[:, :, index * t : index * t + count] for index, count in enumerate(partition.tokens)]
-        return stored(jnp.concatenate(pieces, 2), capacity)
+        chunks = [x[:, :, index * t : index * t + count] for index, count in enumerate(partition.tokens)]
+        return stored(jnp.concatenate(chunks, 2), capacity)
 
     def scattered(ring: Array) -> Array:
         last = jnp.where(jax.lax.axis_index(SEQUENCE) == U - 1, ring, 0)
@@ -277,4 +277,4 @@ def by_head(kept: PrefixRingState, partition: Partition, capacity: int, mesh: Me
         first, ring = (gathered(kept.k), gathered(kept.v)), (scattered(kept.ring_k), scattered(kept.ring_v))
         return with_new_empties(PrefixRingState(*first, *ring, kept.near))
 
-    return on_mesh(mesh, local, (_BY_PIECE,), layout("B K S R"))(kept)
+    return on_mesh(mesh, local, (_BY_CHUNK,), layout("B K S R"))(kept)

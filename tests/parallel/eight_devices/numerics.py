@@ -6,11 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.exact_attention import exact_rows
-from benchmarks.rivals.methods import padded
-from benchmarks.sequence_models import SHAPES
-from benchmarks.sequence_parts import TOLERANCE, AttentionParts
-from benchmarks.sequence_rows import NUMERICS, ROWS
+from benchmarks.mesh.attention_parts import TOLERANCE, AttentionParts, exact_rows
+from benchmarks.mesh.models import SHAPES
+from benchmarks.mesh.rivals.methods import padded
+from benchmarks.mesh.rows import NUMERICS, ROWS
 from zdc_jax.ops.attention import self_attention
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.plan import CompressionPlan, LayerRanks

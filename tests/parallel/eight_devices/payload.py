@@ -9,7 +9,7 @@ import pytest
 from conftest import LLAMA, TinyModel
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.rivals.far import ring_attention
+from benchmarks.mesh.rivals.exchanges import ring_attention
 from zdc_jax import load
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.checkpoint import Checkpoint
