@@ -1,23 +1,25 @@
-"""How fast is decoding from coded keys and values, beside cuDNN on all of them in bfloat16?
+"""Benchmark of kernels for quantized caches against cuDNN on all keys and values in bfloat16.
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 python -m benchmarks.kernels.bench_coded
 
-One new token a row, 32 query heads of 128 coordinates. Keys and values are random integers with random
-reaches. Near tokens, a window of 512 and 4 sinks in 16 bits, are read by the decode kernel and counted in
-every row. `whole`: all far tokens are read, in 4 bits. `bit planes`: so are those of 6 and 3 bits. `chosen`:
-an index of 32 coordinates scores all, and each KV head reads 1024 of them. Times are device times (CUPTI),
-all kernels of a step together; `delay` is what scanning and selecting take of it, timed by themselves. The
-peer and the read bandwidth are measured in the same run; of ours the median counts, of the peer the fastest.
-`error` is the larger relative error of the first head of the first row and the last of the last, against
-float64 on the same integers and the same choice.
+Each row decodes one new token of each sequence with 32 query heads of 128 coordinates. Keys and values are
+random integers with random scales. The decode kernel reads the recent tokens (window 512 and 4 sinks in 16
+bits), which every row includes. Kinds of rows:
 
-`encode`: keys and values of a prompt of 8192 tokens, the kernel alone, its bytes beside those that a copy
-moves in that time. `prompt chunk`: 1024 new tokens and their far ones behind 31,744, all in 4 bits, as the
-product reads them; the peer is the same attention to bfloat16. `prompt chunk chosen`: the same new tokens, of
-which each reads 1024 far ones by the index, beside the same peer; `xla_ms` is what XLA takes, and `agreement`
-how much of what kernels choose it chooses, too. `new tokens`: queries, keys and values turned, coded and
-stored in one launch; the peer turns, then codes, then puts into the ring. `selection`: 1024 scores of each
-row; the peer is XLA's.
+- `whole`: all older tokens are read, in 4 bits.
+- `bit planes`: all older tokens are read, in 6 and 3 bits.
+- `chosen`: an index of 32 coordinates scores all older tokens, and each KV head reads 1,024 of them.
+- `encode`: a prompt of 8,192 tokens is quantized; `bandwidth` is relative to a copy.
+- `prompt chunk`: 1,024 new tokens attend to 31,744 older ones in 4 bits; the peer has the same in bfloat16.
+- `prompt chunk chosen`: each of the new tokens reads 1,024 older ones; `xla_ms` is the time on XLA, and
+  `agreement` the share of tokens that XLA chooses too.
+- `new tokens`: queries, keys and values are rotated, quantized and stored in one launch; the peer uses
+  several.
+- `selection`: 1,024 scores of each row are selected; the peer is XLA.
+
+Times are device times (CUPTI) of all kernels of a step. `delay` is the part of scanning and selecting, timed
+alone. Ours is a median, the peer's time is its fastest. `error` is relative to float64 on the same integers
+and the same choice, the larger of two heads.
 """
 
 import itertools
@@ -59,14 +61,20 @@ from zdc_jax.cache.spec import Call
 N, H, SINKS, WINDOW = 32, 128, 4, 512
 SCALE = H**-0.5
 HEADS = {"MHA": 32, "GQA-4": 8}
-REACHES = (112, 128)
-"""Codes of random reaches: 1/4 to 1."""
+SCALE_BYTES = (112, 128)
+"""Bounds of random 8-bit scales, which mean 1/4 to 1."""
 Coded = tuple[tuple[jax.Array, jax.Array], ...]
-"""Levels and reach of planes."""
+"""Levels and scales of planes."""
 
 
 class Plan(NamedTuple):
-    """Coordinates and bits of the planes of keys, and of values; read: tokens chosen by the first, 0: all."""
+    """Plan of one layer.
+
+    Attributes:
+      keys: coordinates and bits of each plane of keys.
+      values: coordinates and bits of values.
+      read: tokens that the first plane chooses; 0 for all.
+    """
 
     keys: tuple[tuple[int, int], ...]
     values: tuple[int, int]
@@ -74,12 +82,12 @@ class Plan(NamedTuple):
 
     @property
     def bits(self) -> tuple[int, ...]:
-        """Of all planes."""
+        """Bits of all planes."""
         return tuple(bits for _, bits in (*self.keys, self.values))
 
     @property
     def nbytes(self) -> tuple[int, ...]:
-        """Of the levels of a token, of all planes."""
+        """Bytes of the levels of one token, for each plane."""
         return tuple(C * bits // 8 for C, bits in (*self.keys, self.values))
 
 
@@ -92,41 +100,41 @@ PLANS = {
 
 @partial(jax.jit, static_argnums=(1, 2))
 def random_plane(key: jax.Array, tokens: tuple[int, ...], width: int) -> tuple[jax.Array, jax.Array]:
-    """Levels of `width` bytes and reaches of random tokens."""
-    levels, reach = jax.random.split(key)
+    """Return levels of `width` bytes and scales of random tokens."""
+    levels, scale = jax.random.split(key)
     return (
         jax.random.bits(levels, (*tokens, width), jnp.uint8),
-        jax.random.randint(reach, tokens, *REACHES).astype(jnp.uint8),
+        jax.random.randint(scale, tokens, *SCALE_BYTES).astype(jnp.uint8),
     )
 
 
 def random_tokens(plan: Plan, B: int, K: int, S: int) -> Coded:
-    """All planes of so many tokens."""
+    """Return all planes of S random tokens of B sequences and K heads."""
     seeds = jax.random.split(jax.random.key(3, impl="rbg"), len(plan.bits))
     return tuple(random_plane(seed, (B, K, S), width) for seed, width in zip(seeds, plan.nbytes, strict=True))
 
 
 def planes(far: Coded, plan: Plan) -> list[Plane]:
-    """Of keys, then of values."""
+    """Return the planes of keys, then of values."""
     return [Plane(*pair, bits) for pair, bits in zip(far, plan.bits, strict=True)]
 
 
 def span(B: int, S: int) -> tuple[jax.Array, jax.Array]:
-    """Slots of far tokens of each row."""
+    """Return the first slot and the end of the older tokens of each sequence."""
     return jnp.full(B, SINKS, jnp.int32), jnp.full(B, S - WINDOW, jnp.int32)
 
 
 PROMPT = 8192
-BEHIND, CHUNK = 31744, 1024
-"""Tokens that are there, and new ones."""
+EARLIER, CHUNK = 31744, 1024
+"""Tokens in the cache, and new ones."""
 COUNT = 1024
-"""Scores that are selected of a row."""
+"""Scores selected from each row."""
 XLA_REPEATS = 2
-"""Of what takes many times as long as kernels."""
+"""Repeats of calls that take many times as long as kernels."""
 
 
 class Scores(NamedTuple):
-    """Rows B·K of S scores."""
+    """B·K rows of S scores."""
 
     B: int
     K: int
@@ -137,13 +145,13 @@ SELECTIONS = Scores(16, 8, 32768), Scores(16, 32, 32768), Scores(1, 8, 131072)
 
 
 def put(k: jax.Array, v: jax.Array, empty: Coded, start: jax.Array) -> Any:
-    """A store of plan `chosen` with the keys and values of a prompt."""
+    """Quantize keys and values of a prompt into an empty store of plan `chosen`."""
     index, rest, values = planes(empty, PLANS["chosen"])
     return encode([k, v], [[index, rest], [values]], start, start + k.shape[1])
 
 
 def encode_row(heads: str, repeats: int, rate: float) -> dict[str, Any]:
-    """Keys and values of a prompt, with an index, into an empty store; the kernel alone. rate: of a copy."""
+    """Time the kernel that quantizes a prompt with an index into an empty store; `rate` is that of a copy."""
     K, plan, T = HEADS[heads], PLANS["chosen"], PROMPT
 
     def zeros(*shape):
@@ -173,8 +181,7 @@ def encode_row(heads: str, repeats: int, rate: float) -> dict[str, Any]:
 
 
 def new_tokens_row(heads: str, B: int, repeats: int) -> dict[str, Any]:
-    """One new token of each row turned, coded and put into store and ring: in one launch, and one after the
-    other."""
+    """Time one new token of each sequence, rotated, quantized and stored in one launch and in several."""
     K, plan, start = HEADS[heads], PLANS["chosen"], jnp.full(B, WINDOW, jnp.int32)
 
     def zeros(*shape):
@@ -188,28 +195,28 @@ def new_tokens_row(heads: str, B: int, repeats: int) -> dict[str, Any]:
     rings = [normal(i, B, K, WINDOW + 8, H) for i in (5, 6)]
     near = {"sinks": SINKS, "window": WINDOW}
 
-    def at_once(held: Any, *new: jax.Array) -> Any:
-        empty, rings = held
+    def at_once(state: Any, *new: jax.Array) -> Any:
+        empty, rings = state
         index, rest, values = planes(empty, plan)
         stored = Stored([index, rest], rings[0]), Stored([values], rings[1])
         q, keys, values = turn_and_store(*(x[:, 0] for x in new), turning, *stored, start, start + 1, **near)
         written = tuple(plane[:2] for plane in (*keys.planes, *values.planes))
         return (written, [keys.ring, values.ring]), q
 
-    def turned(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rows = [x.swapaxes(0, 1) for x in (q, k)]  # A tile is of one row's tokens.
+    def rotate(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows = [x.swapaxes(0, 1) for x in (q, k)]  # A tile holds tokens of one sequence.
         q, k, _ = post_rope(*rows, *(x[None] for x in turning[:2]), *bases, qk_rank=H, keep_tail=False)
         return q.swapaxes(0, 1), k.transpose(2, 0, 1, 3)
 
-    def apart(held: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        (empty, rings), (q, k) = held, turned(q, k)
+    def apart(state: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        (empty, rings), (q, k) = state, rotate(q, k)
         at = near | {"positions": start[:, None], "end": start + 1}
         rings = [put_ring(ring, x=x, **at) for ring, x in zip(rings, (k, v), strict=True)]
         written = tuple(plane[:2] for each in put(k, v, empty, start) for plane in each)
         return (written, rings), q
 
     times, peer = (_in_place(f, (empty, rings), (q, k, v), repeats) for f in (at_once, apart))
-    turning_times = device_ms(turned, q, k, iterations=repeats)
+    turning_times = device_ms(rotate, q, k, iterations=repeats)
     return {
         "kind": "new tokens",
         "heads": heads,
@@ -223,21 +230,21 @@ def new_tokens_row(heads: str, B: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def _in_place(f: Any, held: Any, given: tuple[jax.Array, ...], repeats: int) -> list[float]:
-    """Milliseconds of all kernels of f(held, *given), which gives what is held next and other things."""
-    call, held = jax.jit(f, donate_argnums=0), jax.tree.map(jnp.copy, held)
-    held, _ = call(held, *given)
+def _in_place(f: Any, state: Any, inputs: tuple[jax.Array, ...], repeats: int) -> list[float]:
+    """Return milliseconds of all kernels of `f(state, *inputs)`, which returns the next state first."""
+    call, state = jax.jit(f, donate_argnums=0), jax.tree.map(jnp.copy, state)
+    state, _ = call(state, *inputs)
 
     def run() -> Any:
-        nonlocal held
-        held, found = call(held, *given)
-        return found
+        nonlocal state
+        state, output = call(state, *inputs)
+        return output
 
     return [sum(ms for _, ms in kernel_times(run)) for _ in range(repeats)]
 
 
 def whole_store(heads: str) -> CodedStore:
-    """The product's store of plan `whole`."""
+    """Return the library's store of plan `whole`."""
     (_, bits_k), (_, bits_v) = *PLANS["whole"].keys, PLANS["whole"].values
     return CodedStore(
         num_kv_heads=HEADS[heads],
@@ -253,13 +260,13 @@ def whole_store(heads: str) -> CodedStore:
 
 
 def chunk_row(heads: str, repeats: int) -> dict[str, Any]:
-    """A piece of a prompt and its far tokens, decoded for it, beside the same numbers held in bfloat16."""
-    K, S, plan = HEADS[heads], BEHIND + CHUNK, PLANS["whole"]
+    """Time a prompt chunk on quantized older tokens, and on the same values in bfloat16."""
+    K, S, plan = HEADS[heads], EARLIER + CHUNK, PLANS["whole"]
     store, call = whole_store(heads), Call(SCALE, "pallas")
     far = tuple(
-        (levels[..., None, :], reach[..., None, None]) for levels, reach in random_tokens(plan, 1, K, S)
+        (levels[..., None, :], scale[..., None, None]) for levels, scale in random_tokens(plan, 1, K, S)
     )
-    q, positions = normal(0, 1, CHUNK, N, H), BEHIND + jnp.arange(CHUNK, dtype=jnp.int32)[None]
+    q, positions = normal(0, 1, CHUNK, N, H), EARLIER + jnp.arange(CHUNK, dtype=jnp.int32)[None]
 
     def coded(far, q, positions):
         return store.attend_far(far, q, positions, call)
@@ -286,7 +293,7 @@ def chunk_row(heads: str, repeats: int) -> dict[str, Any]:
 
 
 def choosing_store(heads: str) -> CodedChoosing:
-    """The product's store of plan `chosen`."""
+    """Return the library's store of plan `chosen`."""
     plan = PLANS["chosen"]
     (index, index_bits), (_, bits_k), (_, bits_v) = *plan.keys, plan.values
     return CodedChoosing(
@@ -306,13 +313,13 @@ def choosing_store(heads: str) -> CodedChoosing:
 
 
 class Query(NamedTuple):
-    """One query head at one place of a piece, for the truth."""
+    """One query head at one position of a chunk, to be checked."""
 
     t: int
     n: int
 
     def error(self, o: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> float:
-        """Of o [1, T, N, H], relative to float64 on k, v [1, K, S, H] in its `slots` [1, T, K, n]."""
+        """Return the relative error of o [1, T, N, H] on k, v [1, K, S, H] in `slots` [1, T, K, n]."""
 
         def f64(x):
             return np.asarray(x.astype(jnp.float32), np.float64)
@@ -325,9 +332,9 @@ class Query(NamedTuple):
         return float(np.linalg.norm(f64(o[0, self.t, self.n]) - true) / np.linalg.norm(true))
 
     def agreement(self, store: CodedChoosing, far: FarTokens, q: jax.Array, slots: jax.Array) -> float:
-        """Share of its slots that XLA chooses, too, which does not round queries."""
+        """Return the share of its slots that XLA also chooses; XLA does not round queries."""
         here, kv = slice(self.t, self.t + 1), self.n // (N // store.num_kv_heads)
-        positions = jnp.full((1, 1), BEHIND + self.t, jnp.int32)
+        positions = jnp.full((1, 1), EARLIER + self.t, jnp.int32)
         chosen = store.chosen(far, q[:, here], positions, Call(SCALE, "xla"))[0, 0, kv]
         return float(np.isin(slots[0, self.t, kv], chosen).mean())
 
@@ -336,20 +343,20 @@ SAMPLED = Query(0, 0), Query(517, N // 2), Query(CHUNK - 1, N - 1)
 
 
 def chosen_chunk_row(heads: str, repeats: int) -> dict[str, Any]:
-    """A piece of a prompt whose tokens each choose what they read, beside attention to all in bfloat16.
+    """Time a prompt chunk in which each token chooses what it reads, and attention to all tokens in bfloat16.
 
-    error, agreement: the worst of `SAMPLED`, see `Query`. xla_ms: of the same call on XLA, which reads all.
+    `error` and `agreement` are the worst of `SAMPLED`. `xla_ms` is the time of the same call on XLA.
     """
-    K, S, plan, store = HEADS[heads], BEHIND + CHUNK, PLANS["chosen"], choosing_store(heads)
-    index, k, v = ((levels, reach[..., None]) for levels, reach in random_tokens(plan, 1, K, S))
+    K, S, plan, store = HEADS[heads], EARLIER + CHUNK, PLANS["chosen"], choosing_store(heads)
+    index, k, v = ((levels, scale[..., None]) for levels, scale in random_tokens(plan, 1, K, S))
     far = FarTokens(k, v, index)
-    q, positions = normal(0, 1, CHUNK, N, H), BEHIND + jnp.arange(CHUNK, dtype=jnp.int32)[None]
-    given, on_kernels = (far, q, positions), Call(SCALE, "pallas")
+    q, positions = normal(0, 1, CHUNK, N, H), EARLIER + jnp.arange(CHUNK, dtype=jnp.int32)[None]
+    inputs, on_kernels = (far, q, positions), Call(SCALE, "pallas")
 
     def attend(far, q, positions):
         return store.attend_far(far, q, positions, on_kernels)
 
-    # What a leader hands on, alone: its attention is dropped by the compiler.
+    # The choice alone: the compiler drops the attention of a leading layer.
     leader = replace(store, leads=True)
 
     def choose(far, q, positions):
@@ -361,11 +368,11 @@ def chosen_chunk_row(heads: str, repeats: int) -> dict[str, Any]:
     def exact(k, v, q, positions):
         return store.attend_rows(q, k, v, positions, on_kernels)
 
-    times, delay = (device_ms(call, *given, iterations=repeats) for call in (attend, choose))
+    times, delay = (device_ms(call, *inputs, iterations=repeats) for call in (attend, choose))
     rows = jax.jit(store.all_rows)(far)
     peer = device_ms(exact, *rows, q, positions, iterations=repeats)
-    masked = device_ms(on_xla, *given, iterations=XLA_REPEATS)
-    (o, _), slots = jax.jit(attend)(*given), jax.jit(choose)(*given)
+    masked = device_ms(on_xla, *inputs, iterations=XLA_REPEATS)
+    (o, _), slots = jax.jit(attend)(*inputs), jax.jit(choose)(*inputs)
     ms, peer_ms = float(np.median(times)), min(peer)
     return {
         "kind": "prompt chunk chosen",
@@ -387,14 +394,14 @@ def chosen_chunk_row(heads: str, repeats: int) -> dict[str, Any]:
 
 
 def by_xla(scores: jax.Array, begin: jax.Array, end: jax.Array) -> jax.Array:
-    """XLA's selection of slots begin ≤ j < end, of equal scores any."""
+    """Select slots begin ≤ j < end by XLA; ties fall anywhere."""
     at = jnp.arange(scores.shape[-1])
     counts = (at >= begin[:, None, None]) & (at < end[:, None, None])
     return jax.lax.top_k(jnp.where(counts, scores, -jnp.inf), COUNT, is_stable=False)[1]
 
 
 def selection_row(shape: Scores, repeats: int) -> dict[str, Any]:
-    """The largest scores of all rows, by the kernel and by XLA; those of few rows stay in the GPU's cache."""
+    """Time the selection of the largest scores by the kernel and by XLA; few rows stay in the GPU's cache."""
     scores, ends = normal(0, *shape, dtype=jnp.float32), span(shape.B, shape.S)
 
     def ours(scores, begin, end):
@@ -416,7 +423,7 @@ def selection_row(shape: Scores, repeats: int) -> dict[str, Any]:
 
 
 class Shape(NamedTuple):
-    """Rows, and tokens of each."""
+    """Sequences, and tokens of each."""
 
     B: int
     S: int
@@ -424,13 +431,18 @@ class Shape(NamedTuple):
 
 OF_HEADS = ("encode", "prompt chunk", "prompt chunk chosen")
 ROWS = 8
-"""Of new tokens."""
+"""Sequences of the rows `new tokens`."""
 KINDS = (*OF_HEADS, "new tokens", "selection", *PLANS)
 
 
 @dataclass(frozen=True)
 class Options:
-    """shapes: of decoding, rows and tokens. kinds: of `KINDS`."""
+    """Options of the benchmark.
+
+    Attributes:
+      shapes: sequences and tokens of decoding.
+      kinds: kinds of rows to run, from `KINDS`.
+    """
 
     shapes: tuple[Shape, ...] = (Shape(16, 32768), Shape(16, 131072), Shape(1, 131072))
     kinds: tuple[str, ...] = KINDS
@@ -440,37 +452,37 @@ class Options:
 
 
 def read_bandwidth() -> float:
-    """Bytes read per second by a sum of 4 GiB."""
+    """Return bytes read per second by a sum of 4 GiB."""
     x = jax.random.bits(jax.random.key(0, impl="rbg"), (2**30,), jnp.uint32)
     return x.nbytes / (np.median(device_ms(lambda x: x.sum(dtype=jnp.uint32), x)) * 1e-3)
 
 
 def choose(q: jax.Array, far: Coded, begin: jax.Array, end: jax.Array, *, plan: Plan) -> jax.Array:
-    """Slots that each KV head reads."""
+    """Return the slots that each KV head reads."""
     index = planes(far, plan)[0]
     scores, _ = index_scores(q[..., : index.width], index, begin, end, scale=SCALE)
     return largest(scores, begin, end, k=plan.read)
 
 
 def step(q: jax.Array, far: Coded, ring: Ring, begin: jax.Array, end: jax.Array, *, plan: Plan) -> jax.Array:
-    """One token of each row: near and far tokens under one softmax, [B, N, H]; begin and end: see `span`."""
+    """Attend with one token a sequence to recent and older tokens under one softmax: [B, N, H]."""
     B, K, S = far[0][1].shape
     nothing, lengths = jnp.zeros((B, K, S, 0), q.dtype), end + WINDOW
     near = decode_parts(q, nothing, nothing, lengths, scale=SCALE, ring=ring, sinks=SINKS, window=WINDOW)
     slots = choose(q, far, begin, end, plan=plan) if plan.read else None
     *keys, values = planes(far, plan)
-    found = coded_parts(q, keys, values, begin, end, scale=SCALE, slots=slots)
-    return merged_at_once([near, found], N // K, q.dtype)[0]
+    older = coded_parts(q, keys, values, begin, end, scale=SCALE, slots=slots)
+    return merged_at_once([near, older], N // K, q.dtype)[0]
 
 
 class Head(NamedTuple):
-    """One query head of one row, for the truth."""
+    """One query head of one sequence, to be checked."""
 
     b: int
     n: int
 
     def exact(self, q: jax.Array, far: Coded, ring: Ring, slots: Any, *, plan: Plan, S: int) -> np.ndarray:
-        """Its result in float64."""
+        """Return the result of the head in float64."""
 
         def f64(x):
             return np.asarray(x.astype(jnp.float32), np.float64)
@@ -478,9 +490,9 @@ class Head(NamedTuple):
         kv = self.n // (N // ring.k.shape[1])
 
         def read(pair: tuple[jax.Array, jax.Array], bits: int) -> np.ndarray:
-            levels, reach = (x[self.b, kv] for x in pair)
+            levels, scale = (x[self.b, kv] for x in pair)
             code, width = FittedIntegers(bits), levels.shape[-1] * 8 // bits
-            return f64(code.decode((levels[:, None], reach[:, None, None]), width)[:, 0])
+            return f64(code.decode((levels[:, None], scale[:, None, None]), width)[:, 0])
 
         *keys, v = (read(pair, bits) for pair, bits in zip(far, plan.bits, strict=True))
         k, at = np.concatenate(keys, 1), np.arange(S)
@@ -496,27 +508,27 @@ class Head(NamedTuple):
 
 
 def peer_times(shape: Shape, K: int, repeats: int) -> list[float]:
-    """Of cuDNN on all tokens; its arrays are gone afterwards."""
+    """Return times of cuDNN on all tokens; its arrays are freed afterwards."""
     B, S = shape
     q, k, v = normal(0, B, 1, N, H), normal(1, B, S, K, H), normal(2, B, S, K, H)
     return device_ms(lambda q, k, v: cudnn(q, k, v, causal=False), q, k, v, iterations=repeats)
 
 
 def row(kind: str, heads: str, shape: Shape, peer: list[float], repeats: int, rate: float) -> dict[str, Any]:
-    """One plan at one shape."""
+    """Time one plan at one shape."""
     (B, S), K, plan = shape, HEADS[heads], PLANS[kind]
     far = random_tokens(plan, B, K, S)
     q, ring = normal(0, B, N, H), Ring(normal(4, B, K, WINDOW + 8, H), normal(5, B, K, WINDOW + 8, H))
     call, chooses, ends = partial(step, plan=plan), partial(choose, plan=plan), span(B, S)
     times = device_ms(call, q, far, ring, *ends, iterations=repeats)
     delay = device_ms(chooses, q, far, *ends, iterations=repeats) if plan.read else [0.0]
-    found = jax.jit(call)(q, far, ring, *ends)
+    output = jax.jit(call)(q, far, ring, *ends)
     slots = jax.jit(chooses)(q, far, *ends) if plan.read else None
     wrong = []
     for head in (Head(0, 0), Head(B - 1, N - 1)):
         true = head.exact(q, far, ring, slots, plan=plan, S=S)
         wrong.append(
-            np.linalg.norm(np.asarray(found[head.b, head.n], np.float64) - true) / np.linalg.norm(true)
+            np.linalg.norm(np.asarray(output[head.b, head.n], np.float64) - true) / np.linalg.norm(true)
         )
     read = plan.read / S if plan.read else 1.0
     stored = [sum(x.nbytes for x in pair) for pair in far]
@@ -541,7 +553,7 @@ def row(kind: str, heads: str, shape: Shape, peer: list[float], repeats: int, ra
 
 
 def rows(options: Options, reading: float, copying: float) -> Iterator[dict[str, Any]]:
-    """Of all kinds but decoding, and of decoding at all shapes, its kinds beside the same peer."""
+    """Yield rows of all kinds; kinds of decoding share one measurement of the peer at each shape."""
     makers = partial(encode_row, rate=copying), chunk_row, chosen_chunk_row
     for (kind, make), heads in itertools.product(zip(OF_HEADS, makers, strict=True), HEADS):
         if kind in options.kinds:
@@ -558,16 +570,16 @@ def rows(options: Options, reading: float, copying: float) -> Iterator[dict[str,
 
 
 def main(options: Options) -> None:
-    """Writes one JSON, again after each row."""
+    """Write one JSON file, again after each row."""
     if unknown := set(options.kinds) - {*KINDS}:
         raise SystemExit(f"kinds={sorted(unknown)} must be of {KINDS}")
-    reading, copying, found = read_bandwidth(), copy_bandwidth(), []
+    reading, copying, finished = read_bandwidth(), copy_bandwidth(), []
     print(f"reading {reading / 1e12:.2f} TB/s, copying {copying / 1e12:.2f}", flush=True)
     for each in rows(options, reading, copying):
         print({name: value for name, value in each.items() if name not in ("plan", "repeats")}, flush=True)
-        found.append(each)
+        finished.append(each)
         config = {"read_bandwidth": reading, "copy_bandwidth": copying}
-        path = write_result(options.name, config, found, options.results)
+        path = write_result(options.name, config, finished, options.results)
     print(path)
 
 

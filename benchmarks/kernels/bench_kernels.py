@@ -1,23 +1,22 @@
-"""How fast are the kernels, beside what the card can do and beside its best other kernels?
+"""Benchmark of the attention kernels against the limits of the card and against their best peers.
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.8 python -m benchmarks.kernels.bench_kernels
 
-Prints the ceilings first. Rows that carry an `error` were checked in the same run, on the tensors that are
-timed: prefill and decode against float64, the epilogue against XLA. The paged and the segment rows are times
-only; their numbers are checked by `tests/kernels`. Peers run in the same process (cuDNN through JAX, JAX's
-own kernel), PyTorch's and FlashAttention-3 in processes of their own. Times are device times (CUPTI; CUDA
-events in those processes); a cached row's bytes are those it must read.
+The script prints the ceilings of the card first. Times are device times (CUPTI). Peers run in the same
+process: cuDNN through JAX, and JAX's own kernel. PyTorch and FlashAttention-3 run in processes of their own,
+timed by CUDA events. The bytes of a row with a cache are the bytes that it must read.
 
-`error` is that of the worst head and row, relative, in the norm of the head's coordinates: of sampled queries
-of a prompt, of the first and the last row of a batch that decodes. Rows of commits before 80eada0 say that of
-one head, and of all sampled rows together.
+Rows with an `error` were checked in the same run on the tensors that are timed: prefill and decode against
+float64, the epilogue against XLA. `error` is the relative error of the worst head and row, in the norm of the
+head's coordinates. Prefill samples queries of the prompt; decode checks the first and the last sequence.
+`tests/kernels` checks the numbers of paged and segment rows, which have times only.
 
     … --flash-attention-3 vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so
 
-adds FlashAttention-3, from the library that vLLM's wheel holds. A peer that fails has a row that says why.
+adds FlashAttention-3 from the library in vLLM's wheel. The row of a peer that fails gives the reason.
 
-The JSON file is written anew after each section, and other sections stay as they are in it. `ceilings` are
-those of the last run; the bounds of a row are by those of its own.
+The JSON file is written again after each section; other sections stay. `ceilings` are those of the last run,
+and the bounds of a row are those of its own run.
 """
 
 import functools
@@ -60,14 +59,17 @@ MULTIPROCESSORS, EXP_PER_CLOCK, CLOCK = 132, 16, 1.755e9
 N, H = 32, 128
 PREFILL_RANKS = [(128, 128), (96, 96), (64, 128), (64, 96), (48, 96), (64, 64), (32, 64)]
 RISING = [(128, 128), (64, 96)]
-"""Ranks that are timed in the worst case, too."""
+"""Ranks that are also timed in the worst case."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """`sections` to run; `name` of the file in `results`.
+    """Options of the benchmark.
 
-    flash_attention_3: the library `_vllm_fa3_C.abi3.so` of vLLM's wheel; None leaves its rows out.
+    Attributes:
+      sections: sections to run.
+      flash_attention_3: the library `_vllm_fa3_C.abi3.so` of vLLM's wheel; without it its rows are left out.
+      name: name of the result file.
     """
 
     sections: tuple[Section, ...] = SECTIONS
@@ -78,13 +80,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured on this card: bytes per second of a copy, operations per second of a matrix product."""
+    """Limits measured on this card: bytes per second of a copy, operations per second of a matrix product."""
 
     copy: float
     matmul: float
 
     def bounds(self, *, flops: float, exps: float, nbytes: float) -> dict[str, float]:
-        """Milliseconds that each resource alone would take; exp at its nominal rate and clock."""
+        """Return the milliseconds that each resource alone would take; exponentials at nominal rate."""
         return {
             "tensor": 1e3 * flops / self.matmul,
             "exp": 1e3 * exps / (MULTIPROCESSORS * EXP_PER_CLOCK * CLOCK),
@@ -98,7 +100,7 @@ Row = dict[str, Any]
 def row(
     name: str, times: list[float], peer: list[float] | None, bounds: dict[str, float], **more: Any
 ) -> Row:
-    """One measurement, printed as it is made."""
+    """Return one measurement as a row, and print it."""
     ms = float(np.median(times))
     limit = max(bounds, key=lambda bound: bounds[bound])
     out: Row = {"name": name, "ms": ms, "times": times, "bounds": bounds, "limit": limit}
@@ -113,13 +115,17 @@ def row(
 
 
 def refused(name: str, why: str) -> Row:
-    """The row of a peer that did not run, printed."""
+    """Return the row of a peer that did not run, and print it."""
     print(f"{name:44} refused: {why[:200]}", flush=True)
     return {"name": name, "refused": why[:200]}
 
 
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, window: int | None = None) -> jax.Array:
-    """The peer: full rank, [B, T, N, H]. window: the newest tokens that a query sees, itself among them."""
+    """Compute full-rank attention [B, T, N, H] by cuDNN.
+
+    Args:
+      window: the number of newest tokens that a query sees, itself included.
+    """
     return jax.nn.dot_product_attention(
         q, k, v, scale=H**-0.5, is_causal=causal, implementation="cudnn",
         local_window_size=None if window is None else (window - 1, 0),
@@ -129,23 +135,26 @@ def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, window: int
 def flash_rows(
     library: Path | None, name: str, peer: list[float], bounds: dict[str, float], **call: Any
 ) -> Iterator[Row]:
-    """The row of FlashAttention-3; none without its library."""
+    """Yield the row of FlashAttention-3; none without its library."""
     if library is None:
         return
-    name, found = f"flash-attention-3 {name}", flash_attention_3(Call(library, heads=N, **call))
-    if "refused" in found:
-        yield refused(name, found["refused"])
+    name, answer = f"flash-attention-3 {name}", flash_attention_3(Call(library, heads=N, **call))
+    if "refused" in answer:
+        yield refused(name, answer["refused"])
     else:
-        yield row(name, found["times"], peer, bounds, error=found["error"]) | {"torch": found["torch"]}
+        yield row(name, answer["times"], peer, bounds, error=answer["error"]) | {"torch": answer["torch"]}
 
 
 def exact_rows(
     q: jax.Array, k: jax.Array, v: jax.Array, positions: list[int], tail: Any, sinks: int, window: int
 ) -> np.ndarray:
-    """Float64 output [B, positions, N, Hv] of q [B, positions, N, Hq], k [B, K, S, R], v [B, K, S, Z].
+    """Return the float64 output [B, positions, N, Hv].
 
-    tail: further coordinates of near keys and values, [B, K, S, ·] each, or None. Far keys of no width are
-    not seen.
+    Args:
+      q: queries [B, positions, N, Hq].
+      k: keys [B, K, S, R]. Older keys of width 0 are not seen.
+      v: values [B, K, S, Z].
+      tail: further coordinates of recent keys and values, [B, K, S, ·] each, or None.
     """
     (B, P, N, _), K = q.shape, k.shape[1]
     q, *keys = jax.device_get((q.reshape(B, P, K, N // K, -1), k, v, *(tail or ())))
@@ -159,7 +168,7 @@ def exact_rows(
 def exact_head(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, *tail: np.ndarray, at: list[int], sinks: int, window: int
 ) -> np.ndarray:
-    """The same of one head of keys: q [positions, G, Hq], k [S, R], v [S, Z], tail [S, ·] each."""
+    """Return the output of one KV head: q [positions, G, Hq], k [S, R], v [S, Z], tail [S, ·] each."""
     q, k, v, *tail = (np.asarray(x, np.float64) for x in (q, k, v, *tail))
     j, t = np.arange(len(k)), np.array(at)[:, None, None]
     near = (j < sinks) | (j > t - window)
@@ -175,13 +184,13 @@ def exact_head(
 
 
 def error(out: jax.Array, exact: np.ndarray) -> float:
-    """Relative error of the worst head and row, in the norm of its coordinates; both [..., Z]."""
+    """Return the relative error of the worst head and row, in the norm of its coordinates; both [..., Z]."""
     size = functools.partial(np.linalg.norm, axis=-1)
     return float((size(np.asarray(out, np.float64) - exact) / size(exact)).max())
 
 
 def prefill(ceilings: Ceilings, library: Path | None) -> Iterator[Row]:
-    """Whole prompts, one rank: every head its own keys, and groups of four."""
+    """Time whole prompts at one rank: one KV head for each query head, and groups of four."""
     yield from prefill_heads(ceilings, library, 32, PREFILL_RANKS)
     yield from prefill_heads(ceilings, library, 8, [(128, 128), (64, 96)])
 
@@ -189,7 +198,7 @@ def prefill(ceilings: Ceilings, library: Path | None) -> Iterator[Row]:
 def prefill_heads(
     ceilings: Ceilings, library: Path | None, K: int, ranks: list[tuple[int, int]]
 ) -> Iterator[Row]:
-    """S=16384 causal with K heads of keys; cuDNN at 128 is the peer of every rank."""
+    """Time causal prompts of 16,384 tokens with K KV heads; the peer is cuDNN at 128 coordinates."""
     S, positions = 16384, [0, 1, 777, 8191, 16383]
     at = rows_at(positions)
     pairs = N * S * (S + 1) / 2
@@ -223,19 +232,20 @@ def prefill_heads(
 
 
 def rising(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same, but weights grow 2^16 times in 64 keys: every block raises every maximum, the worst case.
+    """Return queries and keys whose scores rise: weights grow 2^16 times in 64 keys, the worst case.
 
-    q: [B, T, N, R]. k: [B, K, S, R]. Their first coordinates are replaced.
+    Every block raises every running maximum. The first coordinates of q [B, T, N, R] and k [B, K, S, R] are
+    replaced.
     """
     ramp = (jnp.arange(k.shape[2]) / 4).astype(k.dtype)
     return q.at[..., 0].set(H**0.5 * math.log(2)), k.at[..., 0].set(ramp)
 
 
 def jax_kernel(S: int, bounds: dict[str, float], peer: list[float]) -> Iterator[Row]:
-    """JAX's own FlashAttention-3 kernel, where it agrees to run."""
+    """Time JAX's own FlashAttention-3 kernel, if it accepts the call."""
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
-    q, k, v = (normal(i, 1, S, N, H, dtype=jnp.float16) for i in range(3))  # It takes no bfloat16.
+    q, k, v = (normal(i, 1, S, N, H, dtype=jnp.float16) for i in range(3))  # The kernel refuses bfloat16.
     config = attention_mgpu.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=True)
     try:
         times = device_ms(lambda q, k, v: attention_mgpu.attention(q, k, v, config), q, k, v)
@@ -246,7 +256,7 @@ def jax_kernel(S: int, bounds: dict[str, float], peer: list[float]) -> Iterator[
 
 
 def two_rank(ceilings: Ceilings, library: Path | None) -> Iterator[Row]:
-    """Window 512 and 4 sinks at full rank, the rest at two ranks, S=32768, beside those ranks alone."""
+    """Time a window of 512 and 4 sinks at full rank over older tokens at two ranks, and those ranks alone."""
     S = 32768
     q, *full = (normal(i, 1, S, N, H) for i in range(3))
     peer = device_ms(lambda q, k, v: cudnn(q, k, v, causal=True), q, *full)
@@ -260,7 +270,7 @@ def two_rank(ceilings: Ceilings, library: Path | None) -> Iterator[Row]:
 
 
 def two_rank_shape(ceilings: Ceilings, q: jax.Array, R: int, Z: int, peer: list[float]) -> Iterator[Row]:
-    """One pair of ranks alone, and beside near keys; `over_alone` is the ratio of their times."""
+    """Time one pair of ranks alone and with recent keys; `over_alone` is the ratio of the times."""
     S, window, sinks, positions = q.shape[1], 512, 4, [0, 600, 20000, 32767]
     pairs, near = N * S * (S + 1) / 2, N * S * (window + sinks)
 
@@ -295,16 +305,16 @@ def two_rank_shape(ceilings: Ceilings, q: jax.Array, R: int, Z: int, peer: list[
 
 
 def window_alone(ceilings: Ceilings, library: Path | None) -> Iterator[Row]:
-    """Layers without far attention: window 512 and 4 sinks at full rank, beside cuDNN on all tokens."""
+    """Time layers without older tokens: window 512 and 4 sinks at full rank; cuDNN sees all tokens."""
     for S in (16384, 131072):
         yield from window_shape(ceilings, library, S)
     yield decode_window(ceilings, 16, 8192)
 
 
 def window_shape(ceilings: Ceilings, library: Path | None, S: int) -> Iterator[Row]:
-    """Our kernel beside cuDNN; cuDNN and FlashAttention-3 also with that window alone: they have no sinks.
+    """Time our kernel with a window, and cuDNN and FlashAttention-3 with the same window but without sinks.
 
-    `over_windowed`: our time over that of cuDNN's window.
+    `over_windowed` is our time over that of cuDNN's window.
     """
     sinks, window, positions = 4, 512, [0, 600, S // 2, S - 1]
 
@@ -335,7 +345,7 @@ def window_shape(ceilings: Ceilings, library: Path | None, S: int) -> Iterator[R
 def cudnn_window(
     q: jax.Array, k: jax.Array, v: jax.Array, window: int, peer: list[float], bounds: dict[str, float]
 ) -> Row:
-    """cuDNN's own window, where it agrees to run; q, k, v [1, S, N, H]."""
+    """Time cuDNN's own window, if it accepts the call; q, k, v [1, S, N, H]."""
     S = q.shape[1]
     name, positions = f"cudnn window {window} S={S}", [0, window, S // 2, S - 1]
     at = rows_at(positions)
@@ -351,7 +361,7 @@ def cudnn_window(
 
 
 def decode_window(ceilings: Ceilings, B: int, S: int) -> Row:
-    """One token a row on the ring alone."""
+    """Time one token a sequence on the ring alone."""
     near = {"sinks": 4, "window": 512}
     q, k, v = normal(0, B, 1, N, H), normal(1, B, S, N, H), normal(2, B, S, N, H)
     peer = device_ms(lambda q, k, v: cudnn(q, k, v, causal=False), q, k, v)
@@ -365,13 +375,13 @@ def decode_window(ceilings: Ceilings, B: int, S: int) -> Row:
 
 
 def decode(ceilings: Ceilings) -> Iterator[Row]:
-    """One token a row on caches of several gigabytes."""
+    """Time one token a sequence on caches of several gigabytes."""
     for B, S, K in ((16, 8192, 32), (16, 8192, 8), (1, 131072, 8), (64, 4096, 8)):
         yield from decode_shape(ceilings, B, S, K)
 
 
 def decode_shape(ceilings: Ceilings, B: int, S: int, K: int) -> Iterator[Row]:
-    """One rank and two, contiguous and (once) paged, beside cuDNN at full rank on as many tokens."""
+    """Time one rank and two ranks, contiguous and once paged; cuDNN reads as many tokens at full rank."""
     lengths, shape = jnp.full(B, S, jnp.int32), f"B={B} S={S} K={K}"
 
     def bounds(nbytes):
@@ -399,12 +409,12 @@ PAGE = 128
 
 
 def one_token(q: Any, k: Any, v: Any, ring: Any, **options: Any) -> jax.Array:
-    """The decode kernel's output."""
+    """Return the output of the decode kernel."""
     return decode_attention(q, k, v, scale=H**-0.5, ring=None if ring is None else Ring(*ring), **options)[0]
 
 
 def pages(x: jax.Array) -> jax.Array:
-    """[B, K, S, R] as [pages, K, page size, R]."""
+    """Return [B, K, S, R] as [pages, K, page size, R]."""
     B, K, S, R = x.shape
     return x.reshape(B, K, S // PAGE, PAGE, R).swapaxes(1, 2).reshape(-1, K, PAGE, R)
 
@@ -412,7 +422,7 @@ def pages(x: jax.Array) -> jax.Array:
 def decode_error(
     f: Callable[..., jax.Array], q: Any, k: Any, v: Any, ring: Any, sinks: int, window: int
 ) -> float:
-    """Error of the first and the last row; the ring is laid out by position for the reference."""
+    """Return the error of the first and the last sequence, with the ring ordered by position."""
     S, rows, tail = k.shape[2], np.array(sorted({0, len(q) - 1})), None
     if ring is not None:
         j = np.arange(S)
@@ -423,13 +433,13 @@ def decode_error(
 
 
 def epilogue(ceilings: Ceilings) -> Iterator[Row]:
-    """Rotary embedding, rotation and truncation of projected q and k, into the cache's layout."""
+    """Time rotary embedding, basis and truncation of projected q and k, into the layout of the cache."""
     for K, C, R, keep_tail in ((32, 128, 32, True), (32, 64, 64, False), (8, 128, 32, True)):
         yield epilogue_shape(ceilings, K, C, R, keep_tail)
 
 
 def epilogue_shape(ceilings: Ceilings, K: int, C: int, R: int, keep_tail: bool) -> Row:
-    """8192 tokens, C coordinates kept, the first R of k apart from the others."""
+    """Time 8,192 tokens with C coordinates kept, the first R of k stored apart from the others."""
     T = 8192
     q, k = normal(0, 1, T, N, H), normal(1, 1, T, K, H)
     angles = jax.random.uniform(jax.random.key(2), (1, T, H // 2), maxval=6.28)
@@ -453,7 +463,7 @@ def epilogue_shape(ceilings: Ceilings, K: int, C: int, R: int, keep_tail: bool) 
 
 
 def segments(ceilings: Ceilings) -> Iterator[Row]:
-    """Half of 16384 tokens at (64, 96), the others at (32, 64): attention, and the projection of q."""
+    """Time half of 16,384 tokens at (64, 96) and half at (32, 64): attention, and the projections."""
     S, D = 16384, 4096
     order = jax.random.permutation(jax.random.key(9), S).astype(jnp.int32)
     halves = jnp.sort(order[: S // 2])[None], jnp.sort(order[S // 2 :])[None]
@@ -494,11 +504,11 @@ def segments(ceilings: Ceilings) -> Iterator[Row]:
 
 
 def class_decode(ceilings: Ceilings, B: int, S: int) -> Row:
-    """One token a row, half of its keys at (64, 96) and half at (32, 64), slots in order of position."""
+    """Time one token a sequence, half of its keys at (64, 96) and half at (32, 64)."""
     q, where = normal(0, B, 1, N, 64), jnp.arange(S, dtype=jnp.int32).reshape(-1, 2).T
     keys = [
-        Segment(normal(1, B, N, S // 2, R), normal(2, B, N, S // 2, Z), jnp.broadcast_to(held, (B, S // 2)))
-        for (R, Z), held in zip(((64, 96), (32, 64)), where, strict=True)
+        Segment(normal(1, B, N, S // 2, R), normal(2, B, N, S // 2, Z), jnp.broadcast_to(slots, (B, S // 2)))
+        for (R, Z), slots in zip(((64, 96), (32, 64)), where, strict=True)
     ]
     last = jnp.full((B, 1), S - 1, jnp.int32)
 
@@ -512,22 +522,22 @@ def class_decode(ceilings: Ceilings, B: int, S: int) -> Row:
 
 
 def rows_at(positions: Sequence[int]) -> Callable[[jax.Array], jax.Array]:
-    """Takes the rows at these positions [B, positions, ...] of an array [B, S, ...]."""
+    """Return a function that selects rows [B, positions, ...] of an array [B, S, ...]."""
     return operator.itemgetter((slice(None), jnp.array(positions)))
 
 
 def turn(x: jax.Array, cos: jax.Array, sin: jax.Array, rotation: jax.Array) -> jax.Array:
-    """The same in XLA: x [B, T, N, H], rotation [K, H, C]."""
+    """Apply rotary embedding and basis in XLA: x [B, T, N, H], rotation [K, H, C]."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
-    groups = turned.reshape(*x.shape[:2], rotation.shape[0], -1, x.shape[-1])
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+    groups = rotated.reshape(*x.shape[:2], rotation.shape[0], -1, x.shape[-1])
     return jnp.einsum("BTKGH,KHR->BTKGR", groups, rotation).reshape(*x.shape[:3], -1)
 
 
 def main(options: Options) -> None:
-    """Runs the sections and writes one JSON file, anew after each."""
-    settings = {"sections": SECTIONS}  # Of a whole file.
+    """Run the sections and write one JSON file, again after each section."""
+    settings = {"sections": SECTIONS}  # The settings of a whole file.
     results: dict[str, Any] = earlier(options.results / f"{options.name}.json", settings) or {}
     ceilings = Ceilings(copy_bandwidth(), matmul_rate())
     print(
@@ -543,7 +553,7 @@ def main(options: Options) -> None:
     }
     results["ceilings"] = asdict(ceilings)
     for section in options.sections:
-        results[section] = [found | {"commit": commit()} for found in functions[section](ceilings)]
+        results[section] = [row | {"commit": commit()} for row in functions[section](ceilings)]
         print(write_result(options.name, settings, results, options.results))
 
 

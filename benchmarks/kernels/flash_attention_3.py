@@ -1,9 +1,9 @@
-"""FlashAttention-3 as a peer of our kernels: PyTorch calls it, in a process that has no JAX.
+"""FlashAttention-3 as a peer of our kernels, called by PyTorch in a process without JAX.
 
     python -m benchmarks.kernels.flash_attention_3 --library _vllm_fa3_C.abi3.so --tokens 16384 --kv-heads 8
 
-Prints one line of JSON (`measured`). The library is vLLM's build, which has only the form for prompts of
-several lengths: a prompt is called as vLLM calls it, a batch of one.
+The script prints one line of JSON (`measure`). The library is vLLM's build, which accepts only prompts of
+several lengths. One prompt is passed as a batch of one, as vLLM does.
 """
 
 import json
@@ -18,8 +18,9 @@ import tyro
 class Call:
     """Causal attention of one prompt of random bfloat16 numbers.
 
-    library: `vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so` of vLLM's wheel, for the PyTorch that it asks for.
-    window: the newest tokens that a query sees, itself among them; None is all.
+    Attributes:
+      library: `vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so` of vLLM's wheel, with the PyTorch that it requires.
+      window: the number of newest tokens that a query sees, itself included; None for all.
     """
 
     library: Path
@@ -30,11 +31,14 @@ class Call:
     window: int | None = None
 
 
-def measured(call: Call) -> dict[str, Any]:
-    """`times` of seven calls after three that warm up, milliseconds by CUDA events; `error` of the worst head
-    of sampled rows, relative, against float64; version of `torch`.
+def measure(call: Call) -> dict[str, Any]:
+    """Time one call and compare it with float64.
 
-    Calls wait in a queue behind each other, so that the host's part in them is not timed.
+    Calls are queued one after another, so that the time of the host is hidden.
+
+    Returns:
+      `times` of seven calls after three that warm up, in milliseconds by CUDA events; `error`, the largest
+      relative error of a head in sampled rows; the version of `torch`.
     """
     import torch
 
@@ -66,13 +70,19 @@ def measured(call: Call) -> dict[str, Any]:
 
 
 def attention(call: Call, q: Any, k: Any, v: Any) -> Any:
-    """A function of nothing that gives the output [S, N, H]; q [S, N, H], k and v [S, K, H] on the device."""
+    """Return a function without arguments that computes the output [S, N, H].
+
+    Args:
+      q: queries [S, N, H] on the device.
+      k: keys [S, K, H].
+      v: values [S, K, H].
+    """
     import torch
 
     ends = torch.tensor([0, call.tokens], device=q.device, dtype=torch.int32)
     operator = torch.ops._vllm_fa3_C.fwd.default
     absent = {argument.name: None for argument in operator._schema.arguments}
-    given = {
+    arguments = {
         "q": q,
         "k": k,
         "v": v,
@@ -86,16 +96,16 @@ def attention(call: Call, q: Any, k: Any, v: Any) -> Any:
         "window_size_right": -1 if call.window is None else 0,
         "softcap": 0.0,
         "is_rotary_interleaved": True,
-        "num_splits": 0,  # The library chooses.
+        "num_splits": 0,  # Chosen by the library.
         "sm_margin": 0,
         "cp_world_size": 1,
         "cp_rank": 0,
     }
-    return lambda: operator(**absent | given)[0]
+    return lambda: operator(**absent | arguments)[0]
 
 
 def exact_rows(q: Any, k: Any, v: Any, positions: Any, window: int) -> Any:
-    """Float64 output [n, H] of queries [n, H] at `positions` [n] of one head, whose k and v are [S, H]."""
+    """Return the float64 output [n, H] of queries [n, H] at `positions` [n]; k and v [S, H]."""
     import torch
 
     j, t = torch.arange(len(k), device=k.device), positions[:, None]
@@ -105,4 +115,4 @@ def exact_rows(q: Any, k: Any, v: Any, positions: Any, window: int) -> Any:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measured(tyro.cli(Call, description=__doc__))))
+    print(json.dumps(measure(tyro.cli(Call, description=__doc__))))

@@ -1,4 +1,4 @@
-"""Device time of jitted functions, and of PyTorch's in a process of their own."""
+"""Device times of jitted functions, and of PyTorch in a process of its own."""
 
 import itertools
 import json
@@ -18,35 +18,41 @@ from benchmarks.kernels.flash_attention_3 import Call
 
 
 def device_ms(f: Callable[..., Any], *args: Any, iterations: int = 7) -> list[float]:
-    """Milliseconds on the device of each of `iterations` calls after one that warms up, all their kernels
-    together, by CUPTI. Inputs should be larger than the 60 MB second-level cache: it is not flushed.
+    """Return milliseconds on the device of each of `iterations` calls, after one call that warms up.
+
+    CUPTI adds up all kernels of a call. Inputs should be larger than the second-level cache of 60 MB, which
+    is not flushed.
     """
     _, times = profiler.measure(jax.jit(f), iterations=iterations)(*args)
     return [float(t) for t in times]
 
 
 def kernel_times(run: Callable[[], Any]) -> list[tuple[str, float]]:
-    """Name and milliseconds of each kernel that a call launches, by CUPTI; it should have run before.
+    """Return name and milliseconds of each kernel that a call launches, by CUPTI.
+
+    The call should have run before.
 
     Raises:
-      RuntimeError: CUPTI tells of none.
+      RuntimeError: CUPTI reports no kernel.
     """
     cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext
     cupti._cupti_init()
     try:
         jax.block_until_ready(run())
     finally:
-        found = cupti._cupti_get_timings(True)
-    if not found:
-        raise RuntimeError("CUPTI tells of no kernel")
-    return [(name, float(ms)) for name, ms in found]
+        timings = cupti._cupti_get_timings(True)
+    if not timings:
+        raise RuntimeError("CUPTI reports no kernel; run on a GPU")
+    return [(name, float(ms)) for name, ms in timings]
 
 
 def costs_in_turns(
     calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]], *, rounds: int = 4, iterations: int = 5
 ) -> dict[str, dict[str, Any]]:
-    """Of each function on its arguments: `ms` as in `device_ms` (none without a GPU), `peak_bytes`, of
-    arguments, results and what the program needs beside them, `scratch_bytes`.
+    """Return times and memory of each function on its arguments.
+
+    Each result has `ms` as in `device_ms` (none without a GPU), `peak_bytes` (arguments, results and scratch
+    memory together) and `scratch_bytes`.
     """
     programs = {name: (jax.jit(f).lower(*args).compile(), args) for name, (f, args) in calls.items()}
     costs: dict[str, dict[str, Any]] = {}
@@ -64,30 +70,30 @@ def costs_in_turns(
 def in_turns[Name](
     programs: dict[Name, tuple[Callable[..., Any], tuple[Any, ...]]], *, rounds: int = 4, iterations: int = 5
 ) -> dict[Name, list[float]]:
-    """Milliseconds as in `device_ms` of each compiled function on its arguments, all rounds together.
+    """Return milliseconds of each compiled function on its arguments, all rounds together.
 
-    Each has its turn in each round: the card's clock falls as it warms up.
+    The functions alternate in each round, because the clock of the card falls as the card warms up.
     """
     times: dict[Name, list[float]] = {name: [] for name in programs}
     for _, (name, (program, args)) in itertools.product(range(rounds), programs.items()):
-        _, found = profiler.measure(program, iterations=iterations)(*args)
-        times[name] += [float(t) for t in found]
+        _, measured = profiler.measure(program, iterations=iterations)(*args)
+        times[name] += [float(t) for t in measured]
     return times
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
-    """Random normal numbers on the device."""
+    """Return random normal numbers on the device."""
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written per second by a copy of 4 GiB."""
+    """Return bytes read and written per second by a copy of 4 GiB."""
     x = normal(0, 2**30, dtype=jnp.float32)
     return 2 * x.nbytes / (np.median(device_ms(lambda x: x * 1.0000001, x)) * 1e-3)
 
 
 def matmul_rate() -> float:
-    """Floating-point operations per second of a bf16 product of 8192 x 8192 matrices."""
+    """Return floating-point operations per second of a bf16 product of 8192 × 8192 matrices."""
     a, b = normal(0, 8192, 8192), normal(1, 8192, 8192)
     return 2 * 8192**3 / (np.median(device_ms(lambda a, b: a @ b, a, b)) * 1e-3)
 
@@ -116,24 +122,25 @@ print(json.dumps(out))
 
 
 def torch_attention(S: int, N: int, H: int) -> dict[str, Any]:
-    """Milliseconds of causal attention in PyTorch's FlashAttention and cuDNN back ends, by CUDA events;
-    `refused` says why there are none.
+    """Time causal attention in PyTorch's FlashAttention and cuDNN back ends, in milliseconds by CUDA events.
+
+    A result `refused` gives the reason why there are no times.
     """
     return _answer([sys.executable, "-c", _TORCH, str(S), str(N), str(H)])
 
 
 def flash_attention_3(call: Call) -> dict[str, Any]:
-    """What `benchmarks.kernels.flash_attention_3` measures of a call; `refused` says why it does not."""
+    """Run `benchmarks.kernels.flash_attention_3` for one call; `refused` explains a failure."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(call).items()]
     return _answer([sys.executable, "-m", Call.__module__, *flags])
 
 
 def _answer(command: list[str], seconds: float = 300.0) -> dict[str, Any]:
-    """The JSON that a process prints last; one that fails, or takes longer than `seconds`, has `refused`."""
+    """Return the JSON that a process prints last, or `refused` if it fails or takes longer than `seconds`."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return {"refused": f"no answer in {seconds:.0f} s"}
+        return {"refused": f"no answer within {seconds:.0f} s"}
     if done.returncode:
         errors = re.findall(r"^[\w.]*Error: .*", done.stderr, re.MULTILINE)
         return {"refused": (errors or [f"exit status {done.returncode}"])[-1][:200]}

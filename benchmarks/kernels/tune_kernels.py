@@ -1,10 +1,10 @@
-"""Which tile sizes are fastest on this card? Writes `kernels_pallas/tuned/<device>.json`.
+"""Search for the fastest tile sizes on this card; writes `kernels_pallas/tuned/<device>.json`.
 
     python -m benchmarks.kernels.tune_kernels
     python -m benchmarks.kernels.tune_kernels --only coded_decode
 
-Times candidates in turns at widths that plans use, and keeps the fastest beside all raw times. Kernels take
-the table's config where widths and device match, else their default rule.
+Candidates alternate at widths that plans use. The table keeps the fastest one and all raw times. Kernels take
+the config of the table where widths and device match, and their default rule elsewhere.
 """
 
 import json
@@ -48,13 +48,18 @@ CODED = [
     coded.PLANS["chosen"],
 ]
 STAGES = (2, 3, 4)
-"""Of coded keys and values; a list of slots has none."""
+"""Pipeline stages of quantized keys and values; a list of slots has none."""
 Kernel = Literal["prefill", "decode", "coded_decode"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """folder: of the table. only: kernels to tune (default all); entries of others stay as they are."""
+    """Options of the search.
+
+    Attributes:
+      folder: folder of the table.
+      only: kernels to tune, all by default; entries of other kernels stay.
+    """
 
     folder: Path = FOLDER
     only: tuple[Kernel, ...] = ()
@@ -65,17 +70,19 @@ def fastest(
     candidates: list[Any],
     run: Callable[..., Any],
     args: tuple[Any, ...],
-    beside: Sequence[Any] = (),
+    others: Sequence[Any] = (),
 ) -> dict[str, Any]:
-    """The entry of these widths: config of the lowest median, and every candidate's times in ms.
+    """Return the table entry of these widths: the fastest config, and all times.
 
-    run: the kernel on `args`, with a config by that name. beside: configs that are timed, too, and not taken.
+    Args:
+      run: the kernel on `args`, with the config as keyword.
+      others: configs that are timed and not chosen.
     """
     programs = {}
-    for config in (*candidates, *beside):
+    for config in (*candidates, *others):
         try:
             programs[config] = jax.jit(partial(run, config=config)).lower(*args).compile(), args
-        except ValueError as refusal:  # Too much shared memory.
+        except ValueError as refusal:  # The config needs too much shared memory.
             print(widths, config, str(refusal)[:80], flush=True)
     times = in_turns(programs)
     ms = {config: float(np.median(each)) for config, each in times.items()}
@@ -86,7 +93,7 @@ def fastest(
 
 
 def prefill_candidates(Z: int) -> list[PrefillConfig]:
-    """One block after another, in turns, and overlapped, in smaller blocks where registers ask for it."""
+    """Return configs of one block after another, of alternating warpgroups, and of overlapped blocks."""
     overlapped = ((128, 2), (128, 3)) if Z <= 64 else ((64, 3), (64, 4))
     return [
         PrefillConfig(128, 2, 3),
@@ -96,7 +103,7 @@ def prefill_candidates(Z: int) -> list[PrefillConfig]:
 
 
 def prefill() -> Iterator[dict[str, Any]]:
-    """Causal prompts of 16,384 tokens, 32 heads."""
+    """Time causal prompts of 16,384 tokens, 32 heads."""
     for R, Z in ONE_RANK:
         arrays = normal(0, 1, PROMPT, N, R), normal(1, 1, N, PROMPT, R), normal(2, 1, N, PROMPT, Z)
         run = partial(prefill_attention, scale=0.1)
@@ -116,7 +123,7 @@ def prefill() -> Iterator[dict[str, Any]]:
 
 
 def decode() -> Iterator[dict[str, Any]]:
-    """16 rows of 8192 tokens, 32 heads; the number of parts stays the rule's, which knows the batch."""
+    """Time 16 sequences of 8,192 tokens, 32 heads; the number of splits stays that of the rule."""
     B = 16
     lengths = jnp.full(B, S, jnp.int32)
     for R, Z, H in [(R, Z, 0) for R, Z in ((128, 128), (64, 96), (32, 64))] + TWO_RANKS:
@@ -133,9 +140,9 @@ def decode() -> Iterator[dict[str, Any]]:
 
 
 def coded_decode() -> Iterator[dict[str, Any]]:
-    """16 rows of 32,768 tokens in codes, 8 KV heads of four queries; the number of parts stays the rule's.
+    """Time 16 sequences of 32,768 quantized tokens, 8 KV heads of four queries.
 
-    Others are timed beside it.
+    The number of splits stays that of the rule; other numbers are timed for comparison.
     """
     B, K, tokens = 16, 8, 32768
     for plan in CODED:
@@ -145,13 +152,13 @@ def coded_decode() -> Iterator[dict[str, Any]]:
         def of_parts(splits, stages=stages):
             return [CodedConfig(each, splits) for each in stages]
 
-        beside = [*of_parts(max(1, rule.splits // 2)), *of_parts(2 * rule.splits)]
+        others = [*of_parts(max(1, rule.splits // 2)), *of_parts(2 * rule.splits)]
         widths = {"C": coded.H, "Z": coded.H, "bytes": sum(plan.nbytes), "chosen": plan.read}
-        yield fastest(widths, of_parts(rule.splits), *coded_call(plan, B, K, tokens), beside)
+        yield fastest(widths, of_parts(rule.splits), *coded_call(plan, B, K, tokens), others)
 
 
 def coded_call(plan: coded.Plan, B: int, K: int, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What runs a config, and its arguments: of far tokens alone, all of them or any that a list has."""
+    """Return a function that runs a config, and its arguments; only older tokens, all of them or a list."""
     q, far = normal(0, B, coded.N, coded.H), coded.random_tokens(plan, B, K, tokens)
     ends, slots = coded.span(B, tokens), None
     if plan.read:
@@ -172,7 +179,7 @@ KERNELS: dict[Kernel, Callable[[], Iterator[dict[str, Any]]]] = {
 
 
 def main(options: Options) -> None:
-    """Measures the kernels and writes the table. What stays keeps the record of its own run."""
+    """Measure the kernels and write the table; entries that stay keep the record of their own run."""
     path = options.folder / file_of(jax.devices()[0].device_kind).name
     table = json.loads(path.read_text()) if options.only and path.exists() else environment()
     table |= {kernel: list(KERNELS[kernel]()) for kernel in options.only or KERNELS}

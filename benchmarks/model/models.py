@@ -1,4 +1,4 @@
-"""Shapes of well-known models with random weights, and how benchmarks read prompts and decode tokens with them.
+"""Shapes of well-known models with random weights, and how benchmarks read and decode with them.
 
 Times do not depend on the values of weights. A *side* is one implementation under test, with four methods:
 `cache(batch, capacity)`, `prefill(cache, tokens)`, `filled(cache, length)` and `decode(cache, token, count)`.
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels.bench_coded import REACHES
+from benchmarks.kernels.bench_coded import SCALE_BYTES
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
 from zdc_jax.generation.row_numbers import row_numbers
@@ -106,7 +106,7 @@ def coded_plan(config: ModelConfig) -> CompressionPlan:
 def random_codes(codes: jax.Array, key: jax.Array) -> jax.Array:
     """Replace zeros by random levels, or by random scales if there is one byte a token."""
     if codes.shape[-1] == 1:
-        return codes * 0 + jax.random.randint(key, codes.shape, *REACHES).astype(jnp.uint8)
+        return codes * 0 + jax.random.randint(key, codes.shape, *SCALE_BYTES).astype(jnp.uint8)
     return codes ^ jax.random.bits(key, codes.shape, jnp.uint8)  # An unused argument could not be donated.
 
 
