@@ -1,7 +1,7 @@
-"""One layer's attention on a mesh, taken apart: exchange, far and near halves, near beside the exchange.
+"""One layer's attention on a mesh in parts: exchange, recent and older tokens, and their overlap.
 
-Its numerics at the timed length. And what links and single devices take, from which a partition for
-KV-Runahead is searched.
+The module also checks numerics at the timed length, and measures links and single devices for the partition
+search of KV-Runahead.
 """
 
 import time
@@ -40,12 +40,14 @@ def exact_rows(
     ranks: LayerRanks,
     near: tuple[int, int],
 ) -> np.ndarray:
-    """o [S, n, H], float64, of queries [S, n, H] at `positions` [S] that share one KV head.
+    """Return o [S, n, H] in float64 of queries [S, n, H] at `positions` [S] that share one KV head.
 
     Args:
-      k, v: of all tokens in order, [T, H].
-      scale: factor on the scores. ranks: coordinates that far keys count with.
-      near: sinks and window, whose keys count with all H; those of a far key beyond its rank count as zero.
+      k: keys of all tokens in order, [T, H].
+      v: values of all tokens in order, [T, H].
+      scale: factor on the scores.
+      ranks: coordinates of older keys and values; the others count as zero.
+      near: sinks and window, whose keys count with all H coordinates.
     """
     k, v = k.astype(np.float64), v.astype(np.float64)
     (sinks, window), (R, Z) = near, (ranks.qk, ranks.v)
@@ -65,24 +67,23 @@ def exact_rows(
 
 
 TOKENS, HEADS, HEADS_FIRST = P(None, SEQUENCE), P(None, None, SEQUENCE), P(None, SEQUENCE)
-"""How [B, T, N, H] lies on the mesh, by token or by head, and how [B, N, T] and [B, N, T, H] lie by head."""
+"""Layouts of [B, T, N, H] by token and by head, and of [B, N, T] and [B, N, T, H] by head."""
 
 
 SAMPLED = 16
-"""Rows of each device whose numerics are compared: its first and last, and others evenly between."""
+"""Rows of each device whose numerics are compared: the first, the last, and others evenly between."""
 TOLERANCE: dict[Payload, float] = {"native": 0.005, "float8": 0.08, "coded": 0.25}
 """Largest relative error of a head, at any length.
 
-bf16 rounds off 0.16 % in root mean square, once for probabilities, once for the result and once for partial
-results that are merged: 0.23 to 0.28 % in all, 0.31 % at most on a CPU; a head that is off by 1 % is not
-within it. Normal numbers lose 2.6 % in e4m3 and about 10 % in 4 bits. v and o add as much each, and scores of
-q and k with a variance of 1 twice as much in square: 5.1 % and 20 %, less where near keys are not rounded; on
-a CPU up to 5.7 % (512 tokens) and 17 % (8192).
+bf16 rounds three times: probabilities, the result, and partial results that are merged. That gives at most
+  0.31 % on a CPU, so a head that is off by 1 % fails. Normal numbers lose 2.6 % in e4m3 and about 10 % in 4
+  bits. Values and outputs add as much each, and scores add twice as much in square. On a CPU the sum is up to
+  5.7 % and 17 %.
 """
 
 
 def seconds_each(f: Callable[..., Any], *args: Any, rounds: int = 5, steps: int = 5) -> list[float]:
-    """Wall seconds of a call: means over `steps` dispatched without waiting, after one that compiles."""
+    """Return wall seconds of a call, each a mean over `steps` calls dispatched without waiting."""
     jax.block_until_ready(f(*args))
     times = []
     for _ in range(rounds):
@@ -95,7 +96,7 @@ def seconds_each(f: Callable[..., Any], *args: Any, rounds: int = 5, steps: int 
 
 
 def link_rate(mesh: Mesh, nbytes: int) -> float:
-    """Bytes a second that leave a device in a bare all-to-all of about `nbytes` on each; no relayout."""
+    """Return bytes a second that leave a device in a bare all-to-all of about `nbytes` on each device."""
     U = mesh.shape[SEQUENCE]
     exchange = partial(jax.lax.all_to_all, axis_name=SEQUENCE, split_axis=0, concat_axis=0)
     words = normal(mesh, P(SEQUENCE), (U * U, nbytes // U // 4), jnp.float32)
@@ -106,9 +107,12 @@ def link_rate(mesh: Mesh, nbytes: int) -> float:
 def searched_partition(
     model: RunaheadTransformer, tokens: Array, layers: int, implementation: Implementation
 ) -> Partition:
-    """Of prompts [1, T] over the model's devices, by a cost fitted to four pairs of pieces on the first.
+    """Search a partition of prompts [1, T] over the model's devices.
 
-    `layers` of the whole model, of which `model` may hold fewer.
+    The cost is fitted to four pairs of chunks on the first device.
+
+    Args:
+      layers: layers of the whole model; `model` may have fewer.
     """
     length, (first, second) = tokens.shape[1], model.devices[:2]
     pair = RunaheadTransformer(model.networks[0], [first] * 2)
@@ -129,21 +133,21 @@ def searched_partition(
 
 
 def normal(mesh: Mesh, spec: P, shape: tuple[int, ...], dtype: Any = jnp.bfloat16, seed: int = 0) -> Array:
-    """Random normal numbers, made where they lie."""
+    """Return random normal numbers, made on the devices that store them."""
     return _normal(NamedSharding(mesh, spec), shape, dtype)(np.int32(seed))
 
 
 @cache
 def _normal(sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> Callable[[np.int32], Array]:
-    """A jitted function of the seed, the same one for the same arrays: compiled once."""
+    """Return a jitted function of the seed; cached, so that equal arrays compile once."""
     return jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), shape, dtype), out_shardings=sharding)
 
 
 class AttentionParts:
-    """Times of one layer's attention and its parts, on random arrays that lie on the mesh as a layer's do.
+    """Times of one layer's attention and its parts, on random arrays in the layout of a layer.
 
-    `length` T is a multiple of the devices along `sequence`, the only axis with several; all layers of `plan`
-    are alike.
+    The length T is a multiple of the devices along `sequence`, the only axis with several devices. All layers
+    of `plan` are alike.
     """
 
     def __init__(
@@ -166,7 +170,7 @@ class AttentionParts:
         self.keys = FarKeys(scale, *near, implementation, self.formats, of_plan)
 
     def names(self) -> list[str]:
-        """The parts that this method has."""
+        """Return the parts that this method has."""
         near = not self.keys.are_all and self.method != "late_ulysses"
         exchange = self.method in ("ulysses", "late_ulysses")
         has = {
@@ -179,7 +183,7 @@ class AttentionParts:
         return [name for name in has if has[name]]
 
     def seconds(self, name: str) -> list[float]:
-        """Wall seconds of one part, see `seconds_each`."""
+        """Return wall seconds of one part, see `seconds_each`."""
         near, exchanged = (TOKENS, HEADS), (TOKENS, HEADS_FIRST, HEADS_FIRST)
 
         def both(*qkv):
@@ -202,14 +206,14 @@ class AttentionParts:
         return seconds_each(_on(self.mesh, f, in_spec, out_specs), *arrays)
 
     def numerics(self) -> dict[str, float]:
-        """Relative errors of attention on the arrays that `seconds` times, of `SAMPLED` rows of each device.
+        """Return relative errors of attention against float64, in `SAMPLED` rows of each device.
 
-        Against float64 on the host. `row`: the largest of one row of one head, ‖got - exact‖ / ‖exact‖.
-        `head`: the largest root mean square of a head over its rows. So rows count alike, though the first is
-        of length √H and the T-th of about √(eH/T).
+        The arrays are those that `seconds` times. `row` is the largest error of one row of one head, ‖got -
+        exact‖ / ‖exact‖. `head` is the largest root mean square of a head over its rows, so that short rows
+        count as much as long ones.
 
         Raises:
-          ArithmeticError: a head's is above the payload's `TOLERANCE`.
+          ArithmeticError: the error of a head exceeds the payload's `TOLERANCE`.
         """
         U, K, H = self.mesh.shape[SEQUENCE], self.config.num_kv_heads, self.config.head_dim
         t, n = self.length // U, self.config.num_heads // K
@@ -240,11 +244,13 @@ class AttentionParts:
             off = np.linalg.norm(got[:, queries] - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
             errors[queries] = off.T
         by_head = np.sqrt((errors**2).mean(1))
-        found = {"head": float(by_head.max()), "row": float(errors.max())}
-        if not found["head"] <= (allowed := TOLERANCE[self.payload]):  # NaN is none.
+        worst_errors = {"head": float(by_head.max()), "row": float(errors.max())}
+        if not worst_errors["head"] <= (allowed := TOLERANCE[self.payload]):  # NaN fails too.
             worst = int(np.argmax(by_head))
-            raise ArithmeticError(f"head {worst} is off by {found['head']:.3%}, {allowed:.1%} is allowed")
-        return found
+            raise ArithmeticError(
+                f"head {worst} is off by {worst_errors['head']:.3%}; {allowed:.1%} is allowed"
+            )
+        return worst_errors
 
     def _attention(self, q: Array, k: Array, v: Array) -> Array:
         payload = {} if self.formats is NATIVE else {"formats": self.formats}
@@ -262,7 +268,7 @@ class AttentionParts:
         return self.keys.attend(q, k, v)
 
     def _exchange(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        """Both all-to-alls with their relayouts; numbers of q stand in for what attention would give."""
+        """Run both all-to-alls with their relayouts; values of q stand in for the output of attention."""
         H, late = self.config.head_dim, self.method == "late_ulysses"
         ranks = LayerRanks(H, H) if late else self.ranks
         first = q[..., : ranks.qk], k[..., : ranks.qk], v[..., : ranks.v]
@@ -285,7 +291,7 @@ class AttentionParts:
 
 
 def _formats(payload: Payload, kv_heads: int, ranks: LayerRanks) -> Formats:
-    """`Formats.of` of normal numbers."""
+    """Return the formats of a payload for normal numbers."""
     if payload == "native":
         return NATIVE
     if payload == "coded":

@@ -1,37 +1,36 @@
-"""What does truncation gain where a prompt is divided over devices? Whole models and one layer's parts.
+"""Benchmark of sequence parallelism: whole models and parts of one layer, by method.
 
     export XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true
     python -m benchmarks.mesh.bench_sequence_parallel --mesh sequence=4
 
-A row is a method of sequence parallelism on a plan, KV-Runahead, or one device (`sequence_rows.ROWS`):
-`dense` on cuDNN, others on our kernels; `plan` keeps a window and sinks at full rank and `far` coordinates of
-the rest. Random bf16 weights; times do not depend on the values. Wall clock: from call to the first token's
-logits, layer by layer as `generate` does, after a run of one layer that compiles; parts of one layer's
-attention as means over calls dispatched without waiting. Ulysses builds the cache on the way, as `generate`
-does, and KV-Runahead does in one process; other methods and one device leave none.
+A row is one method on one plan, KV-Runahead, or one device (`benchmarks.mesh.rows.ROWS`). `dense` runs on
+cuDNN, other rows on our kernels. `plan` keeps a window and sinks at full rank and `far` coordinates of older
+tokens. Weights are random bf16. Times are wall clock from the call to the logits of the first token, layer by
+layer as in `generate`, after a run of one layer that compiles. Parts of one layer's attention are means over
+calls dispatched without waiting. Ulysses builds the cache, as `generate` does; KV-Runahead does so in one
+process. Other methods and one device build none.
 
-Bytes that leave a device are counted in the compiled program of one layer, beside the formula; what Ulysses
-sends once for the cache is apart, as `cache`. Those of KV-Runahead, of the device that hands on most, are by
-the formula alone in one process: no program has them. In several its pieces are padded, and `padding` are the
-rows that each device computes for nothing.
+`bytes` that leave a device come from a formula and from the compiled program of one layer. `cache` counts
+what Ulysses sends once for the cache. KV-Runahead in one process has the formula only, for the device that
+sends most. In several processes its chunks are padded; `padding` is the number of padded rows on each device.
 
-The numerics check runs two layers on a short prompt in the same dtype and in float32: `error` of the row and
-`own_error` of one device with the same plan are against float32, relative to the largest logit. `numerics`:
-one layer's attention at the timed length against float64, see `AttentionParts.numerics`; of KV-Runahead in
-even pieces, by the one program that several processes run. Rows are merged by name into the JSON file, which
-is written anew after each figure; a figure that fails becomes its error. `commits` are those of a row's
-figures.
+`check` runs two layers on a short prompt. `error` (the row) and `own_error` (one device with the same plan)
+are relative to the largest logit in float32. `numerics` compares one layer's attention at the timed length
+with float64 (`AttentionParts.numerics`); KV-Runahead uses even chunks there.
+
+Rows are merged by name into the JSON file, which is written again after each figure. A figure that fails is
+replaced by its error. `commits` are those of the figures of a row.
 
 One process a GPU, over sockets as between hosts:
 
-    export NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NVLS_ENABLE=0 NCCL_IB_DISABLE=1 NCCL_NET=Socket \\
-        NCCL_SOCKET_IFNAME=lo NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4
+    export NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NVLS_ENABLE=0 NCCL_IB_DISABLE=1 NCCL_NET=Socket
+    export NCCL_SOCKET_IFNAME=lo NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4
     for id in 0 1 2 3; do
-        CUDA_VISIBLE_DEVICES=$id python -m benchmarks.mesh.bench_sequence_parallel --label sockets \\
+        CUDA_VISIBLE_DEVICES=$id python -m benchmarks.mesh.bench_sequence_parallel --label sockets
             --tasks dense plan late --coordinator 127.0.0.1:5555 --num-processes 4 --process-id $id &
     done; wait
 
-`link_rate` tells what such a link carries: bytes a second that leave a device in a bare all-to-all.
+`link_rate` is the bandwidth of such a link: bytes a second that leave a device in a bare all-to-all.
 """
 
 import os
@@ -73,10 +72,20 @@ from zdc_jax.plan import CompressionPlan
 
 @dataclass(frozen=True)
 class Options:
-    """`lengths` T in tokens; `far` ranks R and Z; `layers` shortens the model for a trial; `check` tokens of
-    the numerics check; `link_bytes` on each device for the link's rate; `label` ends the name of the JSON
-    file; `traces` folder for a profile of each row's first token; the last three as `zdc_jax.initialize`
-    takes them."""
+    """Options of the benchmark.
+
+    Attributes:
+      lengths: prompt lengths in tokens.
+      far: ranks R and Z of older tokens.
+      layers: layers of the model; fewer for a trial.
+      check: tokens of the numerics check.
+      link_bytes: bytes on each device for the link's rate.
+      label: end of the name of the JSON file.
+      traces: folder for a profile of each row's first token.
+      coordinator: address of the first process, as in `zdc_jax.initialize`.
+      num_processes: number of processes, as in `zdc_jax.initialize`.
+      process_id: number of this process, as in `zdc_jax.initialize`.
+    """
 
     mesh: str = "sequence=4"
     shape: ShapeName = "llama-2-7b"
@@ -98,7 +107,7 @@ class Options:
 
 
 class Bench:
-    """One model on one mesh, and the tasks that are asked of it."""
+    """One model on one mesh, and the tasks to run on it."""
 
     def __init__(self, options: Options):
         self.options = options
@@ -117,11 +126,11 @@ class Bench:
         self.model = Model(self.config, self.mesh)
 
     def record(self, into: dict[str, Any], key: str, figure: Callable[[], Any]) -> None:
-        """Keeps a figure, or why there is none, prints it with the seconds it took, writes the file anew."""
+        """Record a figure or its error, print it with its seconds, and write the file again."""
         began = time.perf_counter()
         try:
             into[key] = figure()
-        except Exception as error:  # XLA's and the kernels' own types; other figures can still be had.
+        except Exception as error:  # Other figures may still succeed.
             into[key], self.failed = {"error": f"{type(error).__name__}: {error}"[:500]}, True
         if "row" in into:
             into.setdefault("commits", {})[key] = commit()
@@ -136,7 +145,7 @@ class Bench:
         write_result(self.name, self.settings(), self.results, self.options.results)
 
     def settings(self) -> dict[str, Any]:
-        """What the results depend on."""
+        """Return the settings that the results depend on."""
         apart = (
             "results",
             "tasks",
@@ -149,11 +158,11 @@ class Bench:
         )
         settings = {key: value for key, value in asdict(self.options).items() if key not in apart}
         variables = {key: value for key, value in os.environ.items() if key.startswith(("XLA_", "NCCL_"))}
-        variables.pop("NCCL_VERSION", None)  # Of the container, where it sets that.
+        variables.pop("NCCL_VERSION", None)  # Some containers set this version.
         return {**settings, "processes": jax.process_count(), "environment": variables}
 
     def run(self, task: Task, length: int) -> None:
-        """The figures of one task at one length."""
+        """Run one task at one length."""
         name, _, figures = task.partition(":")
         row, key = ROWS[name], f"{name} {length}"
         out = self.results.setdefault(key, {})
@@ -174,7 +183,7 @@ class Bench:
                     self.record(out, "bytes", lambda: self.sent(row, length))
 
     def plan(self, row: Row, layers: int | None = None) -> CompressionPlan:
-        """The row's plan for the first layers."""
+        """Return the row's plan for the first layers."""
         options, config = self.options, replace(self.config, layers=self.config.layers[: layers or None])
         if row.near is None:
             return CompressionPlan.full(config)
@@ -183,13 +192,13 @@ class Bench:
         return CompressionPlan.uniform(config, qk=qk, v=v, window=options.window, sinks=sinks)
 
     def implementation(self, row: Row) -> Implementation:
-        """The row's own on GPUs; elsewhere there is only XLA."""
+        """Return the row's implementation on GPUs, and XLA elsewhere."""
         return row.implementation if jax.default_backend() == "gpu" else "xla"
 
     def first_token(self, name: str, length: int) -> list[float]:
-        """Seconds from a prompt to the logits of its last token."""
+        """Return seconds from a prompt to the logits of its last token."""
         row, tokens = ROWS[name], self.tokens(length)
-        # Layers alike share one program, which is compiled here with all others.
+        # Equal layers share one program, which is compiled here with all others.
         jax.block_until_ready(self.logits(row, tokens, layers=1)())
         whole = self.logits(row, tokens)
         times = [seconds(whole) for _ in range(self.options.repeats)]
@@ -199,7 +208,7 @@ class Bench:
         return times
 
     def logits(self, row: Row, tokens: Array, layers: int | None = None) -> Callable[[], Array]:
-        """A call of the row's model for float32 logits of the last token [1, V]."""
+        """Return a call of the row's model for float32 logits of the last token, [1, V]."""
         plan, implementation = self.plan(row, layers), self.implementation(row)
         if row.method is None:
             return self.on_one_device(plan, tokens, self.config.dtype, implementation)
@@ -228,26 +237,26 @@ class Bench:
     def on_one_device(
         self, plan: CompressionPlan, tokens: Array, dtype: str, implementation: Implementation
     ) -> Callable[[], Array]:
-        """The same of one device in any dtype."""
+        """Return such a call for one device, in any dtype."""
         network = self.model.on_first(plan, dtype)
         return lambda: _unembed(network.embeddings, network.hidden(tokens, implementation)[:, -1])
 
     def runahead(self, plan: CompressionPlan) -> RunaheadTransformer:
-        """On the devices of the mesh, which are of this process."""
+        """Return KV-Runahead on the devices of the mesh, which belong to this process."""
         return RunaheadTransformer(self.model.on_each(plan), list(self.mesh.devices.flat))
 
     def partition(self, row: Row, length: int) -> Partition:
-        """Of a prompt over the devices: even, or as was searched for the longest of `lengths`."""
+        """Return the partition of a prompt: even, or as searched for the longest of `lengths`."""
         if row.partition == "even":
             return Partition.even(length, self.degree)
         return interpolated([self.searched], length)
 
     @cached_property
     def searched(self) -> Partition:
-        """The partition that the search proposes, on the first layers; all layers cost the same.
+        """Partition that the search proposes from the first layers, as all layers cost the same.
 
         Raises:
-          MeshError: in several processes, where no device is timed alone.
+          MeshError: in several processes, where no device can be timed alone.
         """
         if jax.process_count() > 1:
             raise MeshError(f"partitions are searched in one process, not in {jax.process_count()}")
@@ -257,7 +266,7 @@ class Bench:
         return searched_partition(runahead, tokens, self.config.num_layers, self.implementation(row))
 
     def parts(self, row: Row, length: int) -> AttentionParts:
-        """One layer's attention."""
+        """Return one layer's attention in parts."""
         assert row.method is not None
         return AttentionParts(
             self.config,
@@ -270,7 +279,7 @@ class Bench:
         )
 
     def sent(self, row: Row, length: int) -> dict[str, Any]:
-        """Bytes that leave a device in all layers: formula, and one layer's compiled program times layers."""
+        """Return bytes that leave a device in all layers, by formula and by one layer's compiled program."""
         plan, layers = self.plan(row), self.config.num_layers
         if row.method == "runahead":
             partition = self.partition(row, length)
@@ -292,12 +301,12 @@ class Bench:
         if row.weights == "gathered":
             out["formula"] += layers * gathered_bytes(block, self.mesh)
         if row.method == "ulysses":
-            held = {"capacity": in_eights(length), "degree": self.degree, "payload": row.payload}
-            out["cache"] = cache_bytes(self.config, plan, **held)
+            sizes = {"capacity": in_eights(length), "degree": self.degree, "payload": row.payload}
+            out["cache"] = cache_bytes(self.config, plan, **sizes)
         return out
 
     def sent_in_chunks(self, row: Row, partition: Partition) -> dict[str, Any]:
-        """Of one program for all: bytes in one layer's times layers; rows of padding by device."""
+        """Return compiled bytes of all layers and padded rows of KV-Runahead in several processes."""
         network = self.model.on_mesh(self.plan(row, 1))
         x, end = self.by_token(self.degree * partition.longest, network.dtype), jnp.full(1, partition.length)
         options = (partition, in_eights(partition.length), self.mesh, self.implementation(row))
@@ -306,12 +315,12 @@ class Bench:
         return {"compiled": compiled, "padding": partition.padding}
 
     def by_token(self, length: int, dtype: Any) -> jax.ShapeDtypeStruct:
-        """Hidden states of a prompt, as they lie on the mesh."""
+        """Return the shape of hidden states of a prompt in their layout on the mesh."""
         sharding = NamedSharding(self.mesh, layout("B T D"))
         return jax.ShapeDtypeStruct((1, length, self.config.embed_dim), dtype, sharding=sharding)
 
     def check(self, row: Row) -> dict[str, float]:
-        """Errors of two layers' logits, of the row and of one device, against float32 on one device."""
+        """Return errors of the logits of two layers, of the row and of one device, against float32."""
         layers = min(2, self.config.num_layers)
         plan, tokens = self.plan(row, layers), self.tokens(self.options.check)
         with jax.default_matmul_precision("highest"):
@@ -324,7 +333,7 @@ class Bench:
         return {"error": error(self.logits(row, tokens, layers)()), "own_error": error(alone)}
 
     def tokens(self, length: int) -> Array:
-        """One prompt."""
+        """Return one random prompt."""
         rng = np.random.default_rng(0)
         return jnp.asarray(rng.integers(self.config.vocab_size, size=(1, length)), jnp.int32)
 
@@ -335,7 +344,7 @@ def _unembed(embeddings: Embeddings, hidden: Array) -> Array:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Carries out the tasks; 1 where a figure could not be had."""
+    """Run the tasks; return 1 if a figure failed."""
     options = tyro.cli(Options, args=arguments, description=__doc__)
     processes = (options.coordinator, options.num_processes, options.process_id)
     if processes != (None, None, None):

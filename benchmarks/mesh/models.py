@@ -1,4 +1,4 @@
-"""Model on a mesh"""
+"""Models with random weights on a mesh, and a side that reads and decodes with them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,11 +42,11 @@ ShapeName = Literal[*SHAPES]
 
 
 class Model:
-    """Random weights with a random basis after the rotary embedding, the same on every device.
+    """Random weights with a random basis after the rotary embedding, equal on every device.
 
-    Each device makes them for itself: nothing comes from the host, and no device holds them twice, for what
-    the methods below give is made of these very arrays where it keeps their dtype and division. A plan says
-    how many of the first layers there are; the basis is there only where it has a window.
+    Each device makes its own weights, so nothing comes from the host. The networks of the methods share these
+    arrays where dtype and layout agree, so no device stores them twice. A plan may cover only the first
+    layers. Layers get a basis only if the plan has a window.
     """
 
     def __init__(self, config: ModelConfig, mesh: Mesh):
@@ -67,8 +67,10 @@ class Model:
         *,
         decodes: bool = False,
     ) -> ShardedTransformer:
-        """For prompts, and for single tokens if it `decodes`; what `gathered` and tokens need lies beside the
-        whole."""
+        """Return a network for prompts, and for single tokens if it `decodes`.
+
+        Gathered weights and weights for decoding are stored in addition to the replicated ones.
+        """
         scales = random_scales(self.config) if payload == "float8" else {}
         scaled = ({**layer, "attention": layer["attention"] | scales} for layer in self._of(plan))
         spec = self.config.layers[0]
@@ -78,11 +80,11 @@ class Model:
         return ShardedTransformer(self.config, plan, ends, layers, self.mesh, **options)
 
     def on_each(self, plan: CompressionPlan) -> Transformer:
-        """Of arrays that every device of the mesh holds, to be put on one or another."""
+        """Return a network of arrays that every device stores, to be placed on single devices."""
         return Transformer(self._cut(plan), plan, self.embeddings, self._of(plan))
 
     def on_first(self, plan: CompressionPlan, dtype: str) -> Transformer:
-        """On this process's first device; converted where `dtype` is not that of the weights."""
+        """Return a network on this process's first device, converted to `dtype`."""
 
         def local(tree):
             return jax.tree.map(lambda x: x.addressable_data(0).astype(dtype), tree)
@@ -91,7 +93,7 @@ class Model:
         return Transformer(config, plan, local(self.embeddings), map(local, self._of(plan)))
 
     def _cut(self, plan: CompressionPlan) -> ModelConfig:
-        """The model with as many layers as the plan has."""
+        """Return the model with as many layers as the plan has."""
         return replace(self.config, layers=self.config.layers[: len(plan.layers)])
 
     def _ends(self, seed: jax.Array) -> Any:
@@ -114,9 +116,10 @@ class Model:
 
 
 def random_scales(config: ModelConfig) -> dict[str, jax.Array]:
-    """Scales of a float8 payload for random weights: normal matrices give every coordinate this mean square.
+    """Return scales of a float8 payload for random weights.
 
-    Inputs are normalised to a mean square of 1, weights are N(0, 0.02²), and the basis is orthogonal.
+    Inputs are normalized to a mean square of 1, weights are N(0, 0.02²), and the basis is orthogonal. So all
+    coordinates have the same mean square.
     """
     rms = np.full((config.num_kv_heads, config.head_dim), 0.02 * config.embed_dim**0.5)
     scale = jnp.asarray(scale_for(rms), config.dtype)
@@ -124,9 +127,10 @@ def random_scales(config: ModelConfig) -> dict[str, jax.Array]:
 
 
 class OnMesh:
-    """Prompts read whole, their tokens divided; then tokens on the cache that they leave, divided by head.
+    """Side that reads whole prompts divided by token, and decodes with the cache divided by head.
 
-    implementation: of attention; with `cudnn` nothing is decoded.
+    Attributes:
+      implementation: implementation of attention; `cudnn` decodes nothing.
     """
 
     def __init__(self, network: ShardedTransformer, implementation: Implementation):
@@ -134,23 +138,23 @@ class OnMesh:
         self.decode = InOneCall(network, implementation)
 
     def cache(self, batch: int, capacity: int) -> KVCache:
-        """Empty."""
+        """Return an empty cache."""
         return self.network.new_cache(batch=batch, capacity=capacity)
 
     def prefill(self, cache: KVCache, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
-        """The first token of each row, and a new cache of the capacity of `cache`, which is given up."""
-        for leaf in jax.tree.leaves(cache):  # Else both were held, which two H100 cannot for Llama-2-7B.
+        """Return the first token of each sequence and a new cache; the given `cache` is deleted."""
+        for leaf in jax.tree.leaves(cache):  # Memory may not hold both caches.
             leaf.delete()
         end = jnp.full(len(tokens), tokens.shape[1], jnp.int32)
         how: Any = {"capacity": cache.capacity, "implementation": self.implementation}
-        last, held = self.network.prefill(tokens, end, **how)
-        return _chosen(self.network.embeddings, last), held
+        last, filled = self.network.prefill(tokens, end, **how)
+        return _chosen(self.network.embeddings, last), filled
 
     def filled(self, cache: KVCache, length: int) -> KVCache:
-        """As if `length` tokens were held: random codes, or zeros; time does not depend on numbers."""
+        """Return the cache as if it stored `length` tokens: random quantized values, or zeros."""
         keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(cache))))
 
-        # One at a time: memory that cannot be had is awaited for 10 s by each that is under way.
+        # One at a time: each pending array waits 10 s for memory that is not there.
         def codes(leaf, where):
             return jax.block_until_ready(_random_codes(leaf, next(keys), where))
 
@@ -163,9 +167,9 @@ class OnMesh:
         return jax.device_put(full, divided)
 
     def compile(self, prompts: Sequence[int], batches: Mapping[int, Sequence[int]]) -> None:
-        """What reads prompts of these lengths, and decodes so many rows of each length: at once, in threads.
+        """Compile, in threads, the programs for prompts of these lengths and for batches at each length.
 
-        Tracing and lowering are Python's, for which threads wait for each other.
+        Tracing and lowering hold Python's lock, so only compilation is parallel.
         """
         with ThreadPoolExecutor() as threads:
             jobs = [threads.submit(self._compile_prefill, length) for length in prompts]
@@ -187,17 +191,17 @@ class OnMesh:
         self.decode.compile(jax.tree.map(shaped, cache, self._divided(cache)))
 
     def _divided(self, cache: KVCache) -> KVCache:
-        """Where each of its arrays lies."""
+        """Return the sharding of each array of the cache."""
         return jax.tree.map(partial(held_sharding, self.network.mesh), cache)
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="where")
 def _random_codes(codes: jax.Array, key: jax.Array, where: NamedSharding) -> jax.Array:
-    """In the place of zeros, and divided as they are."""
+    """Replace zeros by random codes of the same layout."""
     return jax.lax.with_sharding_constraint(random_codes(codes, key), where)
 
 
 @jax.jit
 def _chosen(embeddings: Embeddings, last: jax.Array) -> jax.Array:
-    """The likeliest token [B, 1] after hidden states [B, D]."""
+    """Return the likeliest token [B, 1] after hidden states [B, D]."""
     return embeddings.unembed(last).argmax(-1).astype(jnp.int32)[:, None]

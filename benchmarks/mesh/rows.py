@@ -1,4 +1,4 @@
-"""What `bench_sequence_parallel` measures, in order of business, and what its figures say together."""
+"""Rows and tasks of `bench_sequence_parallel`, and comparisons between its figures."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,9 +13,15 @@ from zdc_jax.parallel.weights import WeightPlacement
 
 @dataclass(frozen=True)
 class Row:
-    """One way to a prompt's first token: `method` None is one device, `near` None a full plan.
+    """One way to the first token of a prompt.
 
-    partition: of the prompt over devices, for `runahead` (KV-Runahead) only.
+    Attributes:
+      method: method of sequence parallelism; None for one device.
+      near: recent tokens at full rank; None for a full plan.
+      implementation: implementation of attention on GPUs.
+      partition: partition of the prompt for KV-Runahead.
+      weights: placement of weights.
+      payload: format of the exchange.
     """
 
     method: Method | None
@@ -35,7 +41,7 @@ ROWS = {
     "ring": Row("ring", None),
     "runahead": Row("runahead", "window and sinks"),
     "all_gather_plan": Row("all_gather", "window and sinks"),
-    "ring_plan": Row("ring", "window"),  # The kernels cannot skip sinks of keys that go round.
+    "ring_plan": Row("ring", "window"),  # The kernels cannot skip sinks in keys of other devices.
     "one_device_dense": Row(None, None, "cudnn"),
     "dense_pallas": Row("ulysses", None),
     "plan_float8": Row("ulysses", "window and sinks", payload="float8"),
@@ -55,8 +61,11 @@ NUMERICS = tuple(
 )
 CHECKS = tuple(f"{name}:check" for name in ROWS)
 Task = Literal[*ROWS, *PARTS, *NUMERICS, *CHECKS]
-"""A row's name alone: its time to the first token and bytes; with `:parts`, one layer's attention in parts,
-with `:numerics`, its errors at the timed length; with `:check`, two layers' errors on a short prompt."""
+"""Task: a row's name alone (TTFT and bytes), or with a suffix.
+
+`:parts` times one layer's attention in parts, `:numerics` measures its errors at the timed length, and
+`:check` measures the errors of two layers on a short prompt.
+"""
 TASKS: tuple[Task, ...] = (
     *(
         "dense",
@@ -82,18 +91,21 @@ PEERS = ("dense", "one_device", "one_device_dense")
 
 
 def median(out: dict[str, Any], key: str) -> float | None:
-    """Seconds of a figure; None where there are none."""
+    """Return the median seconds of a figure; None if it was not measured."""
     times = out.get(key)
     return float(np.median(times)) if isinstance(times, list) else None
 
 
 def compare(results: dict[str, Any], layers: int) -> None:
-    """Writes into each row, as `compared`, what follows from its figures and from its peers' of that length.
+    """Write into each row, as `compared`, the ratios of its figures to those of its peers at the same length.
 
-    speedup_over: times to the first token of peers over this one's. of_dense: bytes and exchange as shares of
-    dense Ulysses'. together_over_sum: near attention and exchange in one program over both alone.
-    exchange_share: of the exchange alone in the first token's time. rest: seconds a layer beside attention.
-    Rows are compared in times only that were taken at one commit.
+    - `speedup_over_PEER`: TTFT of the peer over that of the row.
+    - `bytes_of_dense`, `exchange_of_dense`: shares of the figures of dense Ulysses.
+    - `together_over_sum`: recent tokens and exchange in one program, over the sum of both alone.
+    - `exchange_share`: share of the exchange in the TTFT.
+    - `rest`: seconds a layer without attention.
+
+    Times are compared only within one commit.
     """
     for out in results.values():
         if not isinstance(out, dict) or "row" not in out:
@@ -104,10 +116,11 @@ def compare(results: dict[str, Any], layers: int) -> None:
         )
         alone = None if exchange is None or near is None else exchange + near
         compared = {
-            f"speedup_over_{name}": _over(_beside(out, peer[name], "first_token"), first) for name in PEERS
+            f"speedup_over_{name}": _over(_same_commit(out, peer[name], "first_token"), first)
+            for name in PEERS
         }
         compared["bytes_of_dense"] = _over(sent(out), sent(peer["dense"]))
-        compared["exchange_of_dense"] = _over(exchange, _beside(out, peer["dense"], "exchange"))
+        compared["exchange_of_dense"] = _over(exchange, _same_commit(out, peer["dense"], "exchange"))
         compared["together_over_sum"] = _over(median(out, "near_and_exchange"), alone)
         compared["exchange_share"] = _over(exchange, _over(first, layers))
         if first is not None and attention is not None:
@@ -116,12 +129,12 @@ def compare(results: dict[str, Any], layers: int) -> None:
 
 
 def sent(out: dict[str, Any]) -> float | None:
-    """Bytes of a prompt that leave a device, at most; None where they are not known."""
+    """Return bytes of a prompt that leave a device, at most; None if not known."""
     return out.get("bytes", {}).get("formula")
 
 
-def _beside(out: dict[str, Any], peer: dict[str, Any], key: str) -> float | None:
-    """Seconds of a peer's figure, where it is of the same commit."""
+def _same_commit(out: dict[str, Any], peer: dict[str, Any], key: str) -> float | None:
+    """Return the seconds of a peer's figure if it has the same commit."""
 
     def commit(row):
         return row.get("commits", {}).get(key)

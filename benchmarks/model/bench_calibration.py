@@ -1,9 +1,9 @@
-"""How long does the offline route take? Moments, stored basis and profile of a model of Llama-2-13B's shape.
+"""Benchmark of calibration: moments, stored basis and profile of a model of Llama-2-13B's shape.
 
     python -m benchmarks.model.bench_calibration --tokens 1000000
 
-Weights are random bf16 (time does not depend on them). The forward pass alone is timed beside the moments,
-and the paper's route (prune half of the sequences, K-means, decomposition) runs on the same tokens.
+Weights are random bf16. The forward pass alone is timed together with the moments. The paper's route (prune
+half of the sequences, K-means, decomposition) runs on the same tokens.
 """
 
 import tempfile
@@ -29,7 +29,12 @@ from zdc_jax.model.transformer import Transformer
 
 @dataclass(frozen=True)
 class Options:
-    """`layers` shortens the model for a trial; `kmeans` adds the paper's route."""
+    """Options of the benchmark.
+
+    Attributes:
+      layers: layers of the model; fewer for a trial.
+      kmeans: whether the paper's route runs too.
+    """
 
     tokens: int = 1_000_000
     batch: int = 2
@@ -42,7 +47,7 @@ class Options:
 
 
 def seconds_per_window(network: Transformer, windows: np.ndarray, batch: int) -> dict[str, Any]:
-    """Alternates forward alone and forward with moments; medians over batches, seconds a window."""
+    """Time the forward pass alone and with moments, alternating; return medians in seconds a window."""
     forward = jax.jit(lambda network, tokens: network.hidden(tokens).sum())
     sums, weight = zero_sums(network), jnp.ones(batch)
     raw: dict[str, list[float]] = {"forward": [], "with_moments": []}
@@ -59,7 +64,7 @@ def seconds_per_window(network: Transformer, windows: np.ndarray, batch: int) ->
 
 
 def main(options: Options) -> None:
-    """Times each stage and writes one JSON."""
+    """Time each stage and write one JSON file."""
     config = replace(LLAMA_2_13B, layers=LLAMA_2_13B.layers[: options.layers])
     network = build(config)
     context = config.max_positions
@@ -99,7 +104,7 @@ def main(options: Options) -> None:
 
 
 def seconds_of_profile(network: Transformer, windows: np.ndarray) -> float:
-    """As `zdc calibrate` measures it, in no basis: widths are what take time."""
+    """Return the seconds of `zdc calibrate`'s profile, without a basis, since only widths take time."""
     plan, network.plan = network.plan, whole_plan(network.config)
     began = time.perf_counter()
     collect_profile(network, windows, fingerprint="random", progress=True)
@@ -108,7 +113,7 @@ def seconds_of_profile(network: Transformer, windows: np.ndarray) -> float:
 
 
 def store_basis(moments: Moments, output_weights: list[np.ndarray], **kinds: Any) -> dict[str, float]:
-    """Seconds from moments to a stored basis."""
+    """Return the seconds from moments to a stored basis."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         make_basis(moments, output_weights, **kinds).save(Path(folder) / "basis")

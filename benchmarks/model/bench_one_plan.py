@@ -1,20 +1,25 @@
-"""What does one plan gain, and what does it cost? A searched plan in large shapes, beside cuDNN in bfloat16.
+"""Benchmark of one searched plan in large shapes: time to first token, time per output token, most sequences.
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m benchmarks.model.bench_one_plan --plan plan.json
 
-The plan was found for a small model and keeps in a shape the same shares of layers and of the head dim
-(`benchmarks.model.transferred_plans`); `quality` is what it costs there. Random weights; codes are random. Wall
-clock. `first_token` is from a prompt of one row to its first token: the peer reads it at once, we in pieces
-of `chunk` tokens, as `generate` does. `token` is the time of one token of each row, for one row, for `BATCH`,
-and for the largest number of rows that memory holds: `largest` is the number that decoded, 0 where not even
-one fits by its bytes in the memory that JAX has, less `KEPT`, and nothing is timed. We decode in `generate`'s
-loop; what its call costs besides tokens is in none (`decode_times`). The peer decodes by a call for each
-token, asked for ahead, which is faster for it. Rows are merged by shape, kind and length into the JSON file,
-which is written anew after each figure; `commits` are those of a row's figures, of `token` by batch.
+The plan was found for a small model. In a larger shape it keeps the same shares of layers and of the head
+dimension (`benchmarks.model.transferred_plans`); `quality` is what it costs on the small model. Weights and
+quantized values are random. Times are wall clock:
 
-`dense` is full rank on our own kernels. With `--mesh sequence=2` prompts are divided by token over so many
-devices and read at once, and tokens are decoded with heads divided; `cudnn` is then dense Ulysses, which
-reads prompts only, and memory is that of each device.
+- `first_token`: seconds from a prompt of one sequence to its first token. We read chunks of `chunk` tokens,
+  more than the 2,048 of `generate`. The cuDNN peer reads the prompt at once.
+- `token`: seconds per output token of one sequence, of `BATCH`, and of the largest batch.
+- `largest`: the number of sequences that decoded in memory. It is 0 if not even one fits by its bytes into
+  the memory that JAX has, less `KEPT`; then nothing is timed.
+
+We decode in `generate`'s loop, without the constant cost of a call (`decode_times`). The peer decodes by one
+call per token, dispatched ahead, which is faster for it. `dense` is full rank on our own kernels.
+
+With `--mesh sequence=2` prompts are divided by token and read at once, and tokens are decoded with the heads
+divided. `cudnn` is then dense Ulysses, which reads prompts only. Memory is that of each device.
+
+Rows are merged by shape, kind and length into the JSON file, which is written again after each figure.
+`commits` are those of the figures of a row, of `token` by batch.
 """
 
 import gc
@@ -50,7 +55,7 @@ from zdc_jax.plan import CompressionPlan
 SHAPES = {"Llama-2-7B": LLAMA_2_7B, "Llama-3-8B": LLAMA_3_8B}
 BATCH = 8
 KEPT = 0.03
-"""Share of the free memory that the largest batch leaves to what a step needs beside the cache."""
+"""Share of the free memory that the largest batch leaves for the other needs of a step."""
 Kind = Literal["cudnn", "dense", "searched"]
 Figure = Literal["token", "first_token", "largest"]
 FIGURES: tuple[Figure, ...] = get_args(Figure)
@@ -58,10 +63,15 @@ FIGURES: tuple[Figure, ...] = get_args(Figure)
 
 @dataclass(frozen=True)
 class Options:
-    """plan: a searched one. judged: JSON of judged plans, this one among them at judged_context tokens.
+    """Options of the benchmark.
 
-    lengths: of prompts and of rows that decode, in tokens. figures: those that are timed; others stay in the
-    file. layers shortens the models for a trial. mesh: as `MeshConfig.parse` takes it, default one device.
+    Attributes:
+      plan: a searched plan.
+      judged: JSON of judged plans, which has this plan at `judged_context` tokens.
+      lengths: tokens of prompts and of sequences that decode.
+      figures: figures to time; other figures stay in the file.
+      layers: layers of the models; fewer for a trial.
+      mesh: mesh in the syntax of `MeshConfig.parse`; one device by default.
     """
 
     plan: Path
@@ -81,7 +91,13 @@ class Options:
 
 
 class Sides(NamedTuple):
-    """What reads prompts, what decodes tokens (None: nothing), and how layers of one device keep them."""
+    """Sides of one kind.
+
+    Attributes:
+      reads: the side that reads prompts.
+      decodes: the side that decodes tokens; None if nothing is decoded.
+      caches: cache specs of one device.
+    """
 
     reads: Any
     decodes: Any
@@ -89,12 +105,12 @@ class Sides(NamedTuple):
 
 
 def sides(kind: Kind, config: ModelConfig, options: Options) -> Sides:
-    """Of one kind, with random weights, on one device or on the mesh."""
+    """Return the sides of one kind, with random weights, on one device or on the mesh."""
     plan = CompressionPlan.full(config)
     if kind == "searched":
         plan = transferred(CompressionPlan.load(options.plan), config, growth=1)
     if options.mesh is not None:
-        decodes = kind != "cudnn"  # It does not read the cache that prompts leave.
+        decodes = kind != "cudnn"  # cuDNN does not read the cache of the prompts.
         mesh = MeshConfig.parse(options.mesh).create()
         network = Model(config, mesh).on_mesh(plan, decodes=decodes)
         side = OnMesh(network, "pallas" if decodes else "cudnn")
@@ -105,23 +121,23 @@ def sides(kind: Kind, config: ModelConfig, options: Options) -> Sides:
 
 
 def rows_that_fit(caches: tuple[LayerCacheSpec, ...], tokens: int) -> int:
-    """Rows of so many tokens in the memory that is free now, by bytes."""
+    """Return how many sequences of this length fit into free memory, by their bytes."""
     stats = jax.local_devices()[0].memory_stats()
     free = (1 - KEPT) * (stats["bytes_limit"] - stats["bytes_in_use"])
     return int(free // cache_bytes(caches, tokens))
 
 
 def fitting(time: Callable[[int], list[float]], most: int) -> tuple[int, list[float]]:
-    """Seconds of a token of the largest batch of at most so many rows that memory really holds.
+    """Return the largest batch of at most `most` that memory really holds, and its seconds per token.
 
     Raises:
-      Exception: what XLA raises for other reasons, or for one row.
+      Exception: XLA's error for another reason, or for a batch of one.
     """
     batch = most
     while True:
         try:
             return batch, time(batch)
-        except Exception as error:  # XLA raises its own type for memory that cannot be had.
+        except Exception as error:  # XLA has its own error type for a lack of memory.
             if batch == 1 or not any(word in str(error) for word in ("RESOURCE_EXHAUSTED", "memory")):
                 raise
         gc.collect()
@@ -129,21 +145,23 @@ def fitting(time: Callable[[int], list[float]], most: int) -> tuple[int, list[fl
 
 
 def quality(options: Options) -> dict[str, Any]:
-    """Of the plan on the small model: shares of bytes, increase of perplexity, retention of each task.
+    """Return the quality of the plan on the small model: bytes, perplexity, retention of each task.
+
+    Retention covers all quarters of the context; `benchmarks.report` shows the quarters that count.
 
     Raises:
-      SystemExit: it was not judged.
+      SystemExit: the plan was not judged.
     """
     fits = is_judged(CompressionPlan.load(options.plan), options.judged, options.judged_context)
-    if (found := judged_quality(options.judged, fits)) is None:
-        raise SystemExit(f"plan={options.plan} was not judged in {options.judged}")
-    return found
+    if (judged := judged_quality(options.judged, fits)) is None:
+        raise SystemExit(f"plan={options.plan} was not judged in {options.judged}; judge it with equal_bytes")
+    return judged
 
 
 def measured(
     kind: Kind, config: ModelConfig, options: Options, rows: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """The row of each length as far as it has come, after each of its figures; rows: earlier ones."""
+    """Yield the row of each length after each of its figures; `rows` are earlier ones."""
     reads, decodes, caches = sides(kind, config, options)
     figures = options.figures if decodes is not None else ("first_token",)
     for length in options.lengths:
@@ -179,7 +197,7 @@ def measured(
 
 
 def kept(rows: list[dict[str, Any]], length: int, figures: tuple[Figure, ...]) -> dict[str, Any]:
-    """The earlier row of that length, without the figures that are to be timed."""
+    """Return the earlier row of this length, without the figures to be timed."""
     row = next(
         (row for row in rows if row["length"] == length), {"length": length, "token": {}, "commits": {}}
     )
@@ -195,7 +213,7 @@ def kept(rows: list[dict[str, Any]], length: int, figures: tuple[Figure, ...]) -
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
-    """With medians in milliseconds instead of all repeats."""
+    """Return a row with medians in milliseconds in place of all repeats."""
 
     def ms(times):
         return round(1e3 * float(np.median(times)), 2)
@@ -206,7 +224,7 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(options: Options) -> None:
-    """Nothing is timed before the plan is known to be judged, and kernels to decode it."""
+    """Check that the plan was judged and that kernels decode it; then time and write one JSON file."""
     judged = quality(options)
     configs = {
         name: replace(SHAPES[name], layers=SHAPES[name].layers[: options.layers]) for name in options.shapes
@@ -220,7 +238,7 @@ def main(options: Options) -> None:
     path = options.results / f"{options.name}.json"
     settings = {"chunk": options.chunk, "begun": BEGUN, "steps": options.steps, "quality": judged}
     settings |= {} if options.mesh is None else {"mesh": options.mesh}
-    # A trial must not go on from the rows of whole models.
+    # A trial must not add to the rows of whole models.
     settings |= {} if options.layers == Options.layers else {"layers": options.layers}
     entries = earlier(path, settings)
     for shape, config in configs.items():
@@ -234,7 +252,7 @@ def main(options: Options) -> None:
 
 
 def rows_of(entries: list[dict[str, Any]], shape: str, kind: Kind) -> list[dict[str, Any]]:
-    """The list of rows of a shape and kind in these results, where one is made if there is none."""
+    """Return the list of rows of a shape and kind, added to the results if there is none."""
     for entry in entries:
         if (entry["shape"], entry["kind"]) == (shape, kind):
             return entry["rows"]

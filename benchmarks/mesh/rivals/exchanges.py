@@ -1,4 +1,13 @@
-"""x"""
+"""Rival exchanges of sequence parallelism: all-gather, ring attention, late Ulysses, and zigzag shards.
+
+`all_gather` and `ring` are `FarAttention` functions of what one device stores (`zdc_jax.parallel.far`). The
+functions named `…_attention` add recent tokens and serve `ShardedTransformer.hidden`.
+
+In zigzag shards, device i of U stores chunks i and 2U-1-i of 2U chunks of a prompt. So all devices have the
+same amount of causal attention, as in Llama 3's context parallelism and in zigzag ring attention. Tokens are
+permuted once, before they are embedded. `all_gather_zigzag` and `ring_zigzag` accept q [B, 2c, N, H] and k, v
+[B, 2c, K, H] in chunks of c tokens. They serve `ZigzagTransformer`.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +36,7 @@ from zdc_jax.parallel.weights import weight_specs
 def all_gather(
     q: Array, k: Array, v: Array, keys: FarKeys, near: Near | None
 ) -> tuple[Array, Array | None, None]:
-    """Keys and values of all tokens on every device, queries stay (Megatron-LM's context parallelism)."""
+    """Gather all keys and values on every device; queries stay (Megatron-LM's context parallelism)."""
 
     def gather(x):
         return jax.lax.all_gather(x, SEQUENCE, axis=1, tiled=True)
@@ -38,12 +47,12 @@ def all_gather(
 
 
 def ring(q: Array, k: Array, v: Array, keys: FarKeys, near: Near | None) -> tuple[Array, Array | None, None]:
-    """Keys and values go round, partial results are merged in float32 (Ring Attention, Liu et al., 2023).
+    """Send keys and values round, and merge partial results in float32 (Ring Attention, Liu et al., 2023).
 
-    Tokens are divided in order, so that the last device has most to do; keys later than all queries of a
-    device pass it by.
+    Tokens are divided in order, so the last device has most to do. Keys later than all queries of a device
+    are skipped.
     """
-    del near  # Far attention hides the way of the next keys alone.
+    del near  # Attention to older tokens alone hides the transfer of the next keys.
     U, me = jax.lax.axis_size(SEQUENCE), jax.lax.axis_index(SEQUENCE)
     onward = [(source, (source + 1) % U) for source in range(U)]
     (B, t, N, R), Z = q.shape, v.shape[-1]
@@ -64,12 +73,12 @@ def ring(q: Array, k: Array, v: Array, keys: FarKeys, near: Near | None) -> tupl
 
 
 def all_gather_attention(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, None]:
-    """`sharded_attention`, whose options it takes, with `all_gather`."""
+    """Run `sharded_attention` with `all_gather`; `options` are those of `sharded_attention`."""
     return sharded_attention(q, k, v, far=all_gather, **options)
 
 
 def ring_attention(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, None]:
-    """`sharded_attention`, whose options it takes, with `ring`."""
+    """Run `sharded_attention` with `ring`; `options` are those of `sharded_attention`."""
     return sharded_attention(q, k, v, far=ring, **options)
 
 
@@ -82,10 +91,12 @@ def late_ulysses(
     spec: PrefixRing,
     implementation: Implementation | None = None,
 ) -> tuple[Array, None]:
-    """As `sharded_attention`, in its shapes: near attention too is computed by head, behind the exchange.
+    """Exchange all coordinates and truncate afterwards, as methods do that compress only the cache.
+
+    Shapes are those of `sharded_attention`. Recent tokens too are computed by head, after the exchange.
 
     Raises:
-      NotImplementedError: the chosen implementation cannot do this call, with the reason.
+      NotImplementedError: the chosen implementation cannot serve this call, with the reason.
     """
     keys = FarKeys.of(q, v, spec, scale=scale, implementation=implementation)
     width = v.shape[-1]
@@ -107,26 +118,29 @@ def late_ulysses(
 
 
 def zigzag_order(length: int, degree: int) -> Int[np.ndarray, " T"]:
-    """The position of the token in each row of all devices; 2 `degree` divides `length` T."""
+    """Return the position of the token in each row of all devices; 2 `degree` divides `length` T."""
     chunks = np.arange(length).reshape(2 * degree, -1)
     return np.stack([chunks[:degree], chunks[: degree - 1 : -1]], 1).ravel()
 
 
 def all_gather_zigzag(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, None]:
-    """Keys and values of all tokens on every device, put in order; a query chunk reads those up to its own.
+    """Gather keys and values of all tokens in order; each query chunk reads those up to its own.
 
-    options: `scale`, `spec` and `implementation` of `sharded_attention`.
+    Args:
+      options: `scale`, `spec` and `implementation` of `sharded_attention`.
 
     Raises:
-      NotImplementedError: the plan has a near set; the implementation cannot do this call.
+      NotImplementedError: the plan has recent tokens at full rank, or the implementation cannot serve this
+        call.
     """
     return _attended(q, k, v, _all_gather, **options)
 
 
 def ring_zigzag(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, None]:
-    """Keys and values go round, partial results are merged in float32; options and errors as above.
+    """Send keys and values round and merge in float32; options and errors are those of `all_gather_zigzag`.
 
-    Of a device before, all queries see the first chunk; of one behind, the second query chunk sees both.
+    All queries see the first chunk of an earlier device. The second query chunk sees both chunks of a later
+    one.
     """
     return _attended(q, k, v, _ring, **options)
 
@@ -179,7 +193,7 @@ def _ring(q: Array, k: Array, v: Array, keys: FarKeys) -> Array:
         return jnp.concatenate([unseen[0], o], 1), jnp.concatenate([unseen[1], lse], 2)
 
     both = jnp.concatenate([k, v], -1)
-    # Between its own two chunks there is nothing: they are as one sequence to each other.
+    # A device's own two chunks attend to each other as one sequence.
     result = attend(q, both, 0)
     for distance in range(1, U):
         both = moved(lambda x: jax.lax.ppermute(x, SEQUENCE, onward), both)
@@ -189,7 +203,7 @@ def _ring(q: Array, k: Array, v: Array, keys: FarKeys) -> Array:
 
 
 def _chunks() -> tuple[Array, Array]:
-    """Which of the 2U chunks this device holds."""
+    """Return the numbers of the two chunks that this device stores."""
     me = jax.lax.axis_index(SEQUENCE)
     return me, 2 * jax.lax.axis_size(SEQUENCE) - 1 - me
 
@@ -197,10 +211,11 @@ def _chunks() -> tuple[Array, Array]:
 class ZigzagTransformer:
     """Prompts in zigzag shards over the devices of a network along `sequence`.
 
-    attention: `all_gather_zigzag` or `ring_zigzag`.
+    Attributes:
+      attention: `all_gather_zigzag` or `ring_zigzag`.
 
     Raises:
-      NotImplementedError: the plan has token classes; weights are gathered; the payload is not native.
+      NotImplementedError: the plan has token classes, weights are gathered, or the payload is not native.
     """
 
     def __init__(self, network: ShardedTransformer, attention: ShardedAttention):
@@ -214,10 +229,11 @@ class ZigzagTransformer:
     def hidden(
         self, tokens: Int[Array, "B T"], implementation: Implementation | None = None
     ) -> Float[Array, "B T' D"]:
-        """Last hidden states, padded to T', a multiple of 2U; row r is of position `zigzag_order(T', U)[r]`.
+        """Return the last hidden states, padded to a multiple of 2U, in `zigzag_order`.
 
         Raises:
-          NotImplementedError: the plan has a near set; the implementation cannot do a call.
+          NotImplementedError: the plan has recent tokens at full rank, or the implementation cannot serve a
+            call.
         """
         network, length = self.network, tokens.shape[1]
         tokens = jnp.pad(tokens, ((0, 0), (0, self.padded(length) - length)))[:, self.order(length)]
@@ -232,22 +248,22 @@ class ZigzagTransformer:
         end: Int[Array, " B"],
         implementation: Implementation | None = None,
     ) -> Float[Array, "B D"]:
-        """Of the last of `end` tokens of each prompt, on every device; raises what `hidden` does."""
+        """Return the hidden state of the last of `end` tokens of each prompt; raises as `hidden`."""
         row = jnp.asarray(np.argsort(self.order(tokens.shape[1])))[end - 1]
         return last_token(self.hidden(tokens, implementation), row + 1, self.network.mesh)
 
     def padded(self, length: int) -> int:
-        """T' of `length` T."""
+        """Return the padded length T'."""
         chunks = 2 * self.network.mesh.shape[SEQUENCE]
         return -(-length // chunks) * chunks
 
     def order(self, length: int) -> Int[np.ndarray, " T'"]:
-        """`zigzag_order` of a prompt of `length` tokens."""
+        """Return `zigzag_order` for a prompt of `length` tokens."""
         return zigzag_order(self.padded(length), self.network.mesh.shape[SEQUENCE])
 
 
 def _positions(x: Array) -> Int[Array, "B t"]:
-    """Of this device's tokens, for x [B, t, ...]; inside `on_mesh`."""
+    """Return positions of this device's tokens, for x [B, t, ...]; inside `on_mesh`."""
     B, c = x.shape[0], x.shape[1] // 2
     positions = jnp.concatenate([index * c + jnp.arange(c) for index in _chunks()])
     return jnp.broadcast_to(positions, (B, 2 * c))
@@ -256,7 +272,7 @@ def _positions(x: Array) -> Int[Array, "B t"]:
 @partial(jax.jit, static_argnames="mesh")
 def _embed(embeddings: Embeddings, tokens: Array, length: Array, mesh: Mesh) -> Array:
     def local(embeddings: Embeddings, tokens: Array, length: Array) -> Array:
-        # Padding takes the last position, so that it stays within the table of learned positions.
+        # Padding has the last position, to stay within the table of learned positions.
         return embeddings.embed(tokens, jnp.minimum(_positions(tokens), length - 1))
 
     in_specs = (PartitionSpec(), layout("B T"), PartitionSpec())
@@ -272,7 +288,7 @@ def zigzag_layer(
     attention: ShardedAttention,
     implementation: Implementation | None,
 ) -> Float[Array, "B T' D"]:
-    """`whole_layer` on zigzag shards. Jitted, so that layers alike are traced and compiled once.
+    """Run `whole_layer` on zigzag shards; jitted, so that equal layers are compiled once.
 
     Raises:
       NotImplementedError: what `attention` raises.

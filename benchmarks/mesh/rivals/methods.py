@@ -1,4 +1,7 @@
-"""x"""
+"""Methods of sequence parallelism by name, and the bytes that leave a device with each.
+
+`zdc_jax.parallel.traffic` has the bytes of our own method.
+"""
 
 from typing import Literal
 
@@ -27,23 +30,26 @@ ATTENTION: dict[InOrder, ShardedAttention] = {
     "all_gather": all_gather_attention,
     "ring": ring_attention,
 }
-"""`ulysses` is the library's own: truncated coordinates are exchanged (dense Ulysses where the plan is full).
-`late_ulysses`: all coordinates are exchanged and truncated after it, as methods do that compress only the
-cache. `all_gather`, `ring`: truncated keys and values of all tokens come to the queries."""
+"""Attention functions of tokens in order.
+
+`ulysses` is the library's own method, which exchanges truncated coordinates (dense Ulysses for a full plan).
+`late_ulysses` exchanges all coordinates and truncates afterwards. `all_gather` and `ring` bring truncated
+keys and values of all tokens to the queries.
+"""
 ZIGZAG: dict[Zigzag, ShardedAttention] = {
     "all_gather_zigzag": all_gather_zigzag,
     "ring_zigzag": ring_zigzag,
 }
-"""The same where each device holds an early and a late chunk, without near sets (`rivals.zigzag`)."""
+"""Attention functions of zigzag shards, without recent tokens at full rank."""
 
 
 def attention_of(method: Method) -> ShardedAttention:
-    """Of any of them; of KV-Runahead in even pieces."""
+    """Return the attention function of a method; of KV-Runahead for even chunks."""
     return {**ATTENTION, **ZIGZAG, "runahead": runahead_attention}[method]
 
 
 def padded(method: Method, length: int, degree: int) -> int:
-    """Tokens of a prompt of `length`, padded: as many on each of `degree` devices, or in each chunk."""
+    """Return the padded length of a prompt, a multiple of the devices or of the zigzag chunks."""
     unit = 2 * degree if method in ZIGZAG else degree
     return -(-length // unit) * unit
 
@@ -59,14 +65,14 @@ def method_bytes(
     batch: int = 1,
     itemsize: int = 2,
 ) -> int:
-    """`prefill_bytes` of any method; other arguments as there.
+    """Return `prefill_bytes` of any method.
 
-    `late_ulysses` sends what dense Ulysses does. `all_gather` and `ring` send K (R + Z) for each of t (U-1)
-    tokens, t = ⌈T/U⌉, of `itemsize` bytes, and the near set as `ulysses` does, without its log-sum-exp; on
-    zigzag shards t = 2 ⌈T/2U⌉, and there is no near set.
+    `late_ulysses` sends what dense Ulysses does. `all_gather` and `ring` send K (R + Z) numbers for each of t
+    (U-1) tokens, t = ⌈T/U⌉, and recent tokens as `ulysses` does, without its log-sum-exp. On zigzag shards t
+    = 2 ⌈T/2U⌉, and there are no recent tokens.
 
     Raises:
-      NotImplementedError: the method cannot send this payload or token classes; what `prefill_bytes` raises.
+      NotImplementedError: the method cannot send this payload or token classes, or `prefill_bytes` refuses.
     """
     check_attention(attention_of(method), payload, plan)
     if method in ("ulysses", "late_ulysses"):
@@ -85,11 +91,11 @@ def method_bytes(
 def handed_bytes(
     plan: CompressionPlan, partition: Partition, *, capacity: int, batch: int = 1, itemsize: int = 2
 ) -> tuple[int, ...]:
-    """Bytes of KV cache that each device hands on to the next with KV-Runahead; none from the last.
+    """Return bytes of the KV cache that each device passes to the next with KV-Runahead; 0 for the last.
 
-    K (S (R + Z) + M (2H - R - Z)) a layer and row, with S slots of each device's cache (`cache_slots`) and M
-    of the ring: a dense plan's sum is Eq. 6 of the paper. The hidden state of each row's last token comes on
-    top, once a prompt.
+    The formula is K (S (R + Z) + M (2H - R - Z)) a layer and sequence. S counts the slots of a device's cache
+    (`cache_slots`), and M those of the ring. For a dense plan the sum is Eq. 6 of the paper. The hidden state
+    of each sequence's last token is added once a prompt.
     """
     kept = sum(ranks.qk + ranks.v for ranks in plan.layers)
     ring = 0

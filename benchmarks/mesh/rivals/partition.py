@@ -1,4 +1,16 @@
-"""x"""
+"""Partitions of a prompt over devices, and the search for the one with the least TTFT (KV-Runahead §4.2).
+
+The paper measures every candidate of a grid. Here a cost model, fitted to chunks measured on one device,
+proposes partitions, and only those are measured on all devices (ours):
+
+    pair = RunaheadTransformer(network, [device] * 2)
+    cost = ChunkCost.fit(measure_partitions(pair, tokens, partitions_of_several_lengths))
+    link = lambda end: handed_bytes(plan, Partition((end, 1)), capacity=capacity)[0] / bandwidth
+    proposal = searched(length, U, cost, layers=len(plan.layers), link=link)
+    model = RunaheadTransformer(network, devices)
+    times = measure_partitions(model, tokens, [Partition.even(length, U), proposal])
+    best = min(times, key=times.get)
+"""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +26,10 @@ from zdc_jax.errors import MeshError
 
 @dataclass(frozen=True)
 class Partition:
-    """Tokens of each device's piece of a prompt; pieces follow one another by position.
+    """Chunks of a prompt, one for each device, in order of position.
+
+    Attributes:
+      tokens: tokens of each device's chunk.
 
     Raises:
       MeshError: no device, or a device without a token.
@@ -28,7 +43,7 @@ class Partition:
 
     @classmethod
     def even(cls, length: int, devices: int) -> Self:
-        """KVR-E: pieces alike, the first ones longer by a token where devices do not divide length.
+        """Return chunks of equal length (KVR-E); the first ones have the remaining tokens.
 
         Raises:
           MeshError: fewer tokens than devices, or no device.
@@ -40,36 +55,44 @@ class Partition:
 
     @classmethod
     def ending_at(cls, ends: Sequence[int]) -> Self:
-        """Inverse of `ends`. Raises `MeshError` where these do not ascend from 1 or more."""
+        """Return the partition with these `ends`.
+
+        Raises:
+          MeshError: the ends do not ascend from 1 or more.
+        """
         return cls(tuple(int(end - start) for start, end in zip((0, *ends), ends, strict=False)))
 
     @property
     def length(self) -> int:
-        """Tokens of the whole prompt, padding of its rows included."""
+        """Tokens of the whole prompt, padding included."""
         return sum(self.tokens)
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Of each piece, the position behind its last token."""
+        """Position after the last token of each chunk."""
         return tuple(accumulate(self.tokens))
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest piece."""
+        """Tokens of the longest chunk."""
         return max(self.tokens)
 
     @property
     def padding(self) -> tuple[int, ...]:
-        """Rows that each device computes for nothing where all pieces are padded to the longest."""
+        """Padded rows of each device if all chunks are padded to the longest."""
         return tuple(self.longest - count for count in self.tokens)
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Of each piece, the position of its first token."""
+        """Position of the first token of each chunk."""
         return (0, *self.ends[:-1])
 
     def check(self, *, devices: int, length: int, capacity: int) -> None:
-        """Raises `MeshError` unless this divides `length` tokens over `devices` and `capacity` holds them."""
+        """Check that the partition divides `length` tokens over `devices`, within `capacity`.
+
+        Raises:
+          MeshError: the partition does not fit.
+        """
         if len(self.tokens) != devices or self.length != length:
             raise MeshError(f"partition={self} must divide {length} tokens over {devices} devices")
         if length > capacity:
@@ -77,12 +100,12 @@ class Partition:
 
 
 def interpolated(table: Sequence[Partition], length: int) -> Partition:
-    """KVR-P: shares of a length between those of the two nearest in a table of searched partitions.
+    """Interpolate a partition between the two nearest lengths of a table of searched partitions (KVR-P).
 
-    Linear in the length (§4.2; §5, "Context-level Partitioning"), constant outside the table.
+    Shares are linear in the length (§4.2; §5, "Context-level Partitioning") and constant outside the table.
 
     Raises:
-      MeshError: an empty table, partitions of different numbers of devices, fewer tokens than devices.
+      MeshError: an empty table, partitions of different numbers of devices, or fewer tokens than devices.
     """
     degrees = sorted({len(partition.tokens) for partition in table})
     if len(degrees) != 1:
@@ -95,31 +118,34 @@ def interpolated(table: Sequence[Partition], length: int) -> Partition:
     shares = np.array([partition.ends for partition in known]) / np.array(lengths)[:, None]
     share = np.array([np.interp(length, lengths, column) for column in shares.T])
     index = np.arange(degree)
-    # Rounded ends may coincide, but every piece needs a token.
+    # Rounded ends may coincide, but every chunk needs a token.
     ends = np.maximum.accumulate(np.maximum(np.rint(share * length).astype(int), 1) - index) + index
     return Partition.ending_at(np.minimum(ends, length - degree + 1 + index).tolist())
 
 
 def cache_slots(partition: Partition, sinks: int, capacity: int) -> tuple[int, ...]:
-    """Tokens that the caches of each device have room for, in eights; `capacity` on the last device.
+    """Return the slots of each device's caches, in multiples of 8; the last device has `capacity`.
 
-    Of the others as few as hold their tokens (and the sinks, which are read together): all slots travel.
+    The other devices have as few slots as their tokens and the sinks need, because all slots are sent.
     """
     least = (max(end, sinks) for end in partition.ends[:-1])
     return (*(min(in_eights(count), capacity) for count in least), capacity)
 
 
 def in_eights(tokens: int) -> int:
-    """Slots for so many tokens in a cache that kernels can read."""
+    """Return the slots for `tokens` in a cache that kernels can read, a multiple of 8."""
     return -(-tokens // 8) * 8
 
 
 @dataclass(frozen=True)
 class ChunkCost:
-    """Seconds of one device for t tokens after s: call + token · t + past · t s + own · t² (§3, and a floor).
+    """Seconds of t tokens after s: call + token · t + past · t s + own · t² (§3, plus a constant).
 
-    `token` stands for all products with weights, `past` and `own` for attention on earlier tokens and on the
-    piece itself.
+    Attributes:
+      call: constant cost.
+      token: cost of a token in all products with weights.
+      past: cost of attention of a token to an earlier one.
+      own: cost of attention within the chunk.
     """
 
     call: float
@@ -129,13 +155,13 @@ class ChunkCost:
 
     @classmethod
     def fit(cls, seconds: Mapping[Partition, float]) -> Self:
-        """Least squares of relative errors, no term below 0.
+        """Fit the four terms by least squares of relative errors, none below 0.
 
         Args:
-          seconds: that one device takes for all pieces of a partition, one by one.
+          seconds: seconds of one device for all chunks of a partition, one by one.
 
         Raises:
-          ValueError: the partitions do not tell the four terms apart, or a time is not above 0.
+          ValueError: the partitions do not determine the four terms, or a time is not above 0.
         """
         rows = np.array([_terms(partition).sum(0) for partition in seconds]).reshape(-1, 4)
         times = np.array(list(seconds.values()))
@@ -144,46 +170,46 @@ class ChunkCost:
         scale = np.maximum(rows.max(0, initial=0), 1)
         if np.linalg.matrix_rank(rows / scale) < 4:
             raise ValueError(f"seconds must tell 4 terms apart, got partitions {list(seconds)}")
-        found, _ = nnls(rows / scale / times[:, None], np.ones(len(times)))
-        return cls(*(found / scale).tolist())
+        terms, _ = nnls(rows / scale / times[:, None], np.ones(len(times)))
+        return cls(*(terms / scale).tolist())
 
     def of(self, start: int, tokens: int) -> float:
-        """Of one piece, all layers together."""
+        """Return the seconds of one chunk, all layers together."""
         return self.call + (self.token + self.past * start + self.own * tokens) * tokens
 
     def seconds(self, partition: Partition) -> list[float]:
-        """Of each piece, all layers together."""
-        return [self.of(*piece) for piece in zip(partition.starts, partition.tokens, strict=True)]
+        """Return the seconds of each chunk, all layers together."""
+        return [self.of(*chunk) for chunk in zip(partition.starts, partition.tokens, strict=True)]
 
 
 def _terms(partition: Partition) -> np.ndarray:
-    """What the coefficients of `ChunkCost` are multiplied with [U, 4]."""
+    """Return the factors of the four terms, [U, 4]."""
     t, s = np.array(partition.tokens, float), np.array(partition.starts, float)
     return np.stack([np.ones_like(t), t, t * s, t * t], 1)
 
 
 Link = Callable[[int], float]
-"""Seconds that a link is busy with the caches of so many first tokens, all layers together."""
+"""Seconds that a link needs for the caches of the first `end` tokens, all layers together."""
 
 
 def predicted_ttft(partition: Partition, cost: ChunkCost, *, layers: int, link: Link) -> float:
-    """Seconds to the first token of staggered devices (ours; both objectives of §4.2 in one formula).
+    """Predict the TTFT of staggered devices (ours; both objectives of §4.2 in one formula).
 
-    Every layer of a device takes the same share of its piece's seconds, and hands its cache on before it
-    turns to attention. So the slowest device or link works on all layers but one without a break; what comes
-    before is one hand-over from each device to the next, what comes after is one layer of the last device.
+    In every layer a device spends the same share of its chunk's seconds, and passes its cache on before
+    attention. So the slowest device or link works on all layers but one without a break. One transfer from
+    each device to the next comes before, and one layer of the last device comes after.
     """
     pieces, handed = cost.seconds(partition), [link(end) for end in partition.ends[:-1]]
     return ((layers - 1) * max([*pieces, *handed]) + sum(handed) + pieces[-1]) / layers
 
 
 def searched(length: int, devices: int, cost: ChunkCost, *, layers: int, link: Link) -> Partition:
-    """KVR-S: the partition with the least predicted TTFT, for any number of devices.
+    """Search the partition with the least predicted TTFT, for any number of devices (KVR-S).
 
-    If no device or link may be busy for longer than some bound, the last device has least to do when all
-    others take as much as the bound allows. So partitions are a matter of one number, and the hierarchical
-    grid search (§4.2, Fig. 6) is one on a line (ours). Of what a bound leaves free, when hand-overs and the
-    last device's layer end, it sees only these partitions: a share of 1 / layers of the time.
+    Let no device or link be busy longer than some bound. Then the last device has least to do if all others
+    use the whole bound. So one number determines a partition, and the hierarchical grid search (§4.2, Fig. 6)
+    becomes one on a line (ours). The search ignores transfers and the last device's layer within a bound,
+    which is a share of 1 / layers of the time.
 
     Raises:
       MeshError: fewer tokens than devices, or no device.
@@ -196,19 +222,19 @@ def searched(length: int, devices: int, cost: ChunkCost, *, layers: int, link: L
     low, high = 0.0, max(cost.seconds(Partition((length,)))[0], link(length))
     for _ in range(_LEVELS):
         bounds = np.linspace(low, high, _GRID)
-        found = [_filled(length, devices, cost, link, bound) for bound in bounds]
-        nearest = min(range(_GRID), key=lambda index: ttft(found[index]))
-        best = min(best, found[nearest], key=ttft)
+        proposals = [_filled(length, devices, cost, link, bound) for bound in bounds]
+        nearest = min(range(_GRID), key=lambda index: ttft(proposals[index]))
+        best = min(best, proposals[nearest], key=ttft)
         low, high = bounds[max(nearest - 1, 0)], bounds[min(nearest + 1, _GRID - 1)]
     return best
 
 
 _GRID, _LEVELS = 17, 12
-"""Bounds of a level; each level looks at an eighth of the one before, at last at seconds · 1e-10."""
+"""Bounds of a level, and levels; each level looks at an eighth of the level before."""
 
 
 def _filled(length: int, devices: int, cost: ChunkCost, link: Link, bound: float) -> Partition:
-    """Pieces as long as neither they nor their hand-over takes more than `bound` seconds, or of one token.
+    """Return chunks that each use at most `bound` seconds, their transfer included, or have one token.
 
     The last device has the rest.
     """

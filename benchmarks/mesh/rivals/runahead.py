@@ -1,12 +1,13 @@
-"""KV-Runahead (Cho et al., 2024): chunks of a prompt on several devices, each on the keys of all before it.
+"""KV-Runahead (Cho et al., 2024): chunks of a prompt on several devices of one process.
 
-Device i holds all weights. In every layer it receives the KV cache of all earlier tokens from device i - 1,
-appends those of its own chunk, hands the longer cache on to device i + 1, and then computes attention (§4.1).
-Nothing is gathered and nobody waits for all: the devices run staggered, the last one ends up with the whole
-cache. What travels is the cache of the plan: first coordinates of all tokens, and the ring of trailing ones.
+Device i stores all weights. In every layer it receives the KV cache of all earlier tokens
+from device i - 1 and appends its own chunk. It passes the longer cache on to device i + 1, and then computes
+attention (§4.1). Nothing
+is gathered. The devices run staggered, and the last one ends up with the whole cache. The cache of the plan
+is sent: first coordinates of all tokens, and the ring of trailing coordinates.
 
-Pieces differ in length, so every device has programs of its own, compiled once for layers alike. All devices
-are of this process, which gives them their work in advance; for several: `benchmarks.mesh.rivals.runahead_mesh`.
+Chunks differ in length, so every device has its own programs, compiled once for equal layers. One process
+dispatches the work of all devices ahead; `benchmarks.mesh.rivals.runahead_mesh` serves several processes.
 """
 
 import time
@@ -32,17 +33,18 @@ from zdc_jax.parallel.prompt_cache import stored
 
 
 def no_tokens(spec: PrefixRing, batch: int, capacity: int) -> PrefixRingState:
-    """What the first device begins with: a layer's cache with no room for any token, but with its ring.
+    """Return the cache of the first device: no room for any token, but with its ring.
 
     Args:
-      batch: rows. capacity: of the cache that will be, in tokens a row; it says how large the ring is.
+      batch: sequences.
+      capacity: capacity of the final cache in tokens a sequence, which determines the size of the ring.
     """
     state = spec.create(batch, capacity)
     return replace(state, k=state.k[:, :, :0], v=state.v[:, :, :0])
 
 
 def with_slots(state: PrefixRingState, slots: int) -> PrefixRingState:
-    """The same tokens with room for S = `slots` in all; of first coordinates, the ring stays."""
+    """Return the same tokens with room for S = `slots` in all; the ring stays."""
     return replace(state, k=stored(state.k, slots), v=stored(state.v, slots))
 
 
@@ -50,17 +52,20 @@ def with_slots(state: PrefixRingState, slots: int) -> PrefixRingState:
 def longer(
     spec: PrefixRing, state: PrefixRingState, k: Array, v: Array, positions: Array, end: Array, slots: int
 ) -> PrefixRingState:
-    """The cache to hand on: with this chunk's k, v [B, t, K, H] at `positions` [B, t], as `spec.write` does.
+    """Return the cache to pass on, with this chunk's k, v [B, t, K, H] at `positions` [B, t].
 
-    end [B]: tokens that each row holds after this chunk. slots: of the longer cache.
+    Args:
+      end: tokens of each sequence after this chunk, [B].
+      slots: slots of the longer cache.
     """
     return spec.write(with_slots(state, slots), k, v, positions, end)
 
 
 class RunaheadTransformer:
-    """A `Transformer` on each of several devices, for prompts that come in chunks.
+    """A `Transformer` on each of several devices, for prompts in chunks.
 
-    networks: the copies, in order of `devices`; the last one decodes on the cache that `prefill` gives.
+    Attributes:
+      networks: copies in order of `devices`; the last one decodes with the cache of `prefill`.
 
     Raises:
       MeshError: no device.
@@ -84,18 +89,19 @@ class RunaheadTransformer:
         capacity: int,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B D"], KVCache]:
-        """Hidden states of the last of `end` tokens of each prompt, and a cache of `capacity` tokens a row.
+        """Return the hidden state of the last of `end` tokens of each prompt, and a cache.
 
-        Both are on the last device, as `Transformer.extend` on an empty cache leaves them on one.
+        Both are on the last device, and equal to those of `Transformer.extend` on an empty cache.
 
         Args:
-          tokens: padded on the right. partition: of T, over these devices.
-          implementation: of attention on each device, see `zdc_jax.ops.attention`.
+          tokens: prompts, padded on the right.
+          partition: partition of T over these devices.
+          implementation: implementation of attention on each device, see `zdc_jax.ops.attention`.
 
         Raises:
-          MeshError: the partition is not one of T tokens over these devices, or T is more than `capacity`.
+          MeshError: the partition is not one of T tokens over these devices, or T exceeds `capacity`.
           CacheMemoryError: the cache cannot fit in free memory of a device; before anything is computed.
-          NotImplementedError: the implementation cannot do a call.
+          NotImplementedError: the implementation cannot serve a call.
         """
         batch, length = tokens.shape
         partition.check(devices=len(self.devices), length=length, capacity=capacity)
@@ -106,7 +112,7 @@ class RunaheadTransformer:
         empty = {spec: no_tokens(spec, batch, capacity) for spec in specs}
         for index, spec in enumerate(specs):
             if index >= ahead:
-                # What a device will receive takes memory once it is asked for: so not all layers at once.
+                # Memory for a transfer is taken when it is dispatched, so not all layers at once.
                 jax.block_until_ready(layers[index - ahead])
             cache = empty[spec]
             for chunk in chunks:
@@ -126,8 +132,8 @@ class RunaheadTransformer:
             self.devices, self.networks, spans, slots, strict=True
         ):
             positions = jnp.broadcast_to(jnp.arange(start, stop), (len(tokens), stop - start))
-            held = tokens[:, start:stop], positions, jnp.minimum(end, stop)
-            own, positions, stored = jax.device_put(held, device)
+            placed = tokens[:, start:stop], positions, jnp.minimum(end, stop)
+            own, positions, stored = jax.device_put(placed, device)
             x = _embedded(network.embeddings, own, positions)
             chunks.append(_Chunk(device, network, positions, stored, room, x))
         return chunks
@@ -135,9 +141,13 @@ class RunaheadTransformer:
 
 @dataclass
 class _Chunk:
-    """What one device works on: its tokens' positions [B, t] and hidden states x [B, t, D].
+    """Work of one device.
 
-    end [B]: tokens that each row holds after this chunk. slots: tokens that its caches have room for.
+    Attributes:
+      positions: positions of its tokens, [B, t].
+      end: tokens of each sequence after this chunk, [B].
+      slots: slots of its caches.
+      x: hidden states, [B, t, D].
     """
 
     device: jax.Device
@@ -150,10 +160,10 @@ class _Chunk:
     def run(
         self, index: int, spec: PrefixRing, cache: PrefixRingState, implementation: Implementation | None
     ) -> PrefixRingState:
-        """One layer, on the cache of all tokens before; gives the cache with this chunk.
+        """Run one layer on the cache of all earlier tokens; return the cache with this chunk.
 
-        Three programs, so that projections do not wait for the cache, nor the next device for attention
-        (§4.3, receive beside the projections and send beside the softmax).
+        Three programs keep projections from waiting for the cache, and the next device from waiting for
+        attention (§4.3, receive during the projections and send during the softmax).
         """
         block, own = self.network.layers[index], (self.positions, self.end)
         qkv = _projected(block, self.x, self.positions, implementation)
@@ -171,7 +181,7 @@ def _embedded(embeddings: Embeddings, tokens: Array, positions: Array) -> Array:
 def _projected(
     block: Block, x: Array, positions: Array, implementation: Implementation | None
 ) -> tuple[Array, Array, Array]:
-    """q, k, v of one layer. Jitted, as those below, so that layers alike are compiled once a device."""
+    """Return q, k, v of one layer; jitted, so that equal layers are compiled once a device."""
     return block.projected(x, positions, implementation)
 
 
@@ -187,9 +197,9 @@ def _attended(
     slots: int,
     implementation: Implementation | None,
 ) -> Array:
-    """One layer on projected tokens: attention on the cache of all before and on themselves, feed-forward.
+    """Run one layer on projected tokens, which attend to all earlier tokens and to themselves.
 
-    Takes the cache as it came and appends once more: attention needs the ring as it was before this chunk.
+    The cache is appended once more here, because attention needs the ring from before this chunk.
     """
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
@@ -202,7 +212,7 @@ def _attended(
 
 @jax.jit
 def _last_token(x: Array, positions: Array, end: Array, last: Array) -> Array:
-    """Hidden states [B, D] of position end - 1 where this chunk has it, else those found before."""
+    """Return hidden states [B, D] at position end - 1 if this chunk has it, else those found earlier."""
     place = end - 1 - positions[:, 0]
     picked = jnp.take_along_axis(x, jnp.clip(place, 0, x.shape[1] - 1)[:, None, None], axis=1)[:, 0]
     return jnp.where(((place >= 0) & (place < x.shape[1]))[:, None], picked, last)
@@ -216,15 +226,16 @@ def measure_partitions(
     implementation: Implementation | None = None,
     repeats: int = 5,
 ) -> dict[Partition, float]:
-    """Median seconds to the first token's logits, on the devices of the model, without compilation.
+    """Return median seconds to the first token's logits of each partition, without compilation.
 
-    Where all of these are one and the same, its chunks run one by one, which is what `ChunkCost.fit` takes.
+    If all devices of the model are the same one, its chunks run one by one, as `ChunkCost.fit` needs.
 
     Args:
-      tokens: prompts, of which each partition takes as many tokens as it has. repeats: runs that count.
+      tokens: prompts; each partition uses as many tokens as it has.
+      repeats: runs that count.
 
     Raises:
-      what `RunaheadTransformer.prefill` does.
+      MeshError, CacheMemoryError, NotImplementedError: from `RunaheadTransformer.prefill`.
     """
     embeddings = model.networks[-1].embeddings
 
@@ -246,7 +257,7 @@ def _logits(embeddings: Embeddings, last: Array) -> Array:
 
 
 def link_bandwidth(source: jax.Device, target: jax.Device, *, size: int = 2**28, repeats: int = 5) -> float:
-    """Bytes per second of an array of `size` bytes on its way to another device, median of `repeats`."""
+    """Return bytes per second of an array of `size` bytes sent to another device, median of `repeats`."""
     array = jax.block_until_ready(jax.device_put(jnp.zeros(size, jnp.uint8), source))
 
     def once() -> float:

@@ -1,12 +1,12 @@
-"""KV-Runahead in one program for all devices of a mesh, which may be those of several processes.
+"""KV-Runahead in one program for all devices of a mesh, in one or several processes.
 
-Pieces are padded to the longest; `Partition.padding` tells what that computes for nothing. In every layer the
-cache goes from device to device as in `benchmarks.mesh.rivals.runahead`, one hop after the other: each hop is a
-collective permute between two devices, of as many bytes as there, and the others go on. So the devices run
-staggered, but as each runs the same program, its attention waits until its own cache is handed on as well.
+Chunks are padded to the longest (`Partition.padding`). In every layer the cache goes from device to device as
+in `benchmarks.mesh.rivals.runahead`, one hop after the other. Each hop is a collective permute between two
+devices, and the other devices go on. So the devices run staggered. Each runs the same program, so its
+attention waits until its own cache has been passed on.
 
-A device keeps what it has of its own chunk. After the last layer one exchange by head leaves the cache as
-`ShardedTransformer.prefill` leaves it (ours): no device ever holds all layers of all tokens.
+A device keeps its own chunk. After the last layer, one exchange by head leaves the cache in the layout of
+`ShardedTransformer.prefill` (ours). No device ever stores all layers of all tokens.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from zdc_jax.parallel.transformer import ShardedTransformer, last_token
 from zdc_jax.parallel.weights import weight_specs
 
 _BY_CHUNK = PartitionSpec(None, None, SEQUENCE)
-"""How what devices keep of their chunks lies, [B, K, t, R], and the ring [B, K, M, C] that each has."""
+"""Layout of the chunks that devices keep, [B, K, t, R], and of the ring [B, K, M, C] of each device."""
 
 
 class MeshRunahead:
@@ -43,8 +43,7 @@ class MeshRunahead:
 
     Raises:
       MeshError: the mesh has several devices along `data` or `model`.
-      NotImplementedError: the plan has token classes; weights are gathered, for which all devices would wait
-        in every layer; there is a float8 payload, which is one of exchanges.
+      NotImplementedError: the plan has token classes, weights are gathered, or the payload is not native.
     """
 
     def __init__(self, network: ShardedTransformer):
@@ -65,15 +64,16 @@ class MeshRunahead:
         partition: Partition,
         implementation: Implementation | None = None,
     ) -> Float[Array, "B D"]:
-        """Hidden states of the last of `end` tokens of each prompt, on every device; leaves no cache.
+        """Return the hidden state of the last of `end` tokens of each prompt; builds no cache.
 
         Args:
-          tokens: padded on the right. partition: of T, over the devices along `sequence`.
-          implementation: of attention on each device, see `zdc_jax.ops.attention`.
+          tokens: prompts, padded on the right.
+          partition: partition of T over the devices along `sequence`.
+          implementation: implementation of attention on each device, see `zdc_jax.ops.attention`.
 
         Raises:
           MeshError: the partition is not one of T tokens over these devices.
-          NotImplementedError: the implementation cannot do a call.
+          NotImplementedError: the implementation cannot serve a call.
         """
         capacity = in_eights(tokens.shape[1])
         return self._through_layers(tokens, end, partition, capacity, implementation, keep=lambda layer: None)
@@ -87,15 +87,14 @@ class MeshRunahead:
         capacity: int,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B D"], KVCache]:
-        """`last_hidden`, and a cache of `capacity` tokens a row for `ShardedTransformer.extend`.
+        """Return `last_hidden`, and a cache of `capacity` tokens a sequence for `ShardedTransformer.extend`.
 
-        It is divided by head, its KV heads repeated, as by `ShardedTransformer.prefill`.
+        The cache is divided by head, with KV heads repeated, as by `ShardedTransformer.prefill`.
 
         Raises:
-          what `last_hidden` does, and
-          MeshError: T is more than `capacity`.
-          CacheMemoryError: a device's share of the cache cannot fit in its free memory; before anything is
-            computed.
+          MeshError: T exceeds `capacity`, or the partition does not fit.
+          CacheMemoryError: a device's share cannot fit in its free memory; before anything is computed.
+          NotImplementedError: the implementation cannot serve a call.
         """
         network, kept = self.network, list[PrefixRingState]()
         network.check_fits(len(tokens), capacity)
@@ -122,19 +121,19 @@ class MeshRunahead:
 
 
 def _padded(tokens: Int[Array, "B T"], partition: Partition) -> Int[Array, "B T'"]:
-    """Pieces of the same length one after another; T' = U times the longest."""
+    """Return chunks padded to the same length, one after another; T' = U times the longest."""
     chunks = jnp.split(tokens, partition.ends[:-1], axis=1)
     return jnp.concatenate([jnp.pad(x, ((0, 0), (0, partition.longest - x.shape[1]))) for x in chunks], 1)
 
 
 def _row(position: Int[Array, " B"], partition: Partition) -> Int[Array, " B"]:
-    """Where a token lies among padded chunks."""
+    """Return the row of a token among padded chunks."""
     chunk = jnp.searchsorted(jnp.array(partition.ends), position, side="right")
     return position - jnp.array(partition.starts)[chunk] + chunk * partition.longest
 
 
 def _places(x: Array, partition: Partition) -> tuple[Int[Array, "B t"], Int[Array, ""]]:
-    """Positions of this device's rows of x [B, t, ...], and that of the first behind its chunk."""
+    """Return positions of this device's rows of x [B, t, ...], and the position after its chunk."""
     device = jax.lax.axis_index(SEQUENCE)
     start, stop = (jnp.array(ends)[device] for ends in (partition.starts, partition.ends))
     return jnp.broadcast_to(start + jnp.arange(x.shape[1]), x.shape[:2]), stop
@@ -143,7 +142,7 @@ def _places(x: Array, partition: Partition) -> tuple[Int[Array, "B t"], Int[Arra
 @partial(jax.jit, static_argnames=("partition", "mesh"))
 def _embed(embeddings: Embeddings, tokens: Array, partition: Partition, mesh: Mesh) -> Array:
     def local(embeddings: Embeddings, tokens: Array) -> Array:
-        # Padding takes positions of its chunk, so that it stays within the table of learned ones.
+        # Padding has positions of its chunk, to stay within the table of learned positions.
         positions, stop = _places(tokens, partition)
         return embeddings.embed(tokens, jnp.minimum(positions, stop - 1))
 
@@ -161,17 +160,20 @@ def chunk_layer(
     mesh: Mesh,
     implementation: Implementation | None,
 ) -> tuple[Float[Array, "B T' D"], PrefixRingState]:
-    """One layer on padded chunks, and what each device keeps of it for `by_head`; T' as in `_padded`.
+    """Run one layer on padded chunks, and return what each device keeps for `by_head`.
 
-    That is its chunk's first coordinates [B, K, t, R] and [B, K, t, Z], and the ring as its chunk leaves it
-    [B, K, M, H-R] and [B, K, M, H-Z]. Jitted, so that layers alike are traced and compiled once.
+    A device keeps its chunk's first coordinates, [B, K, t, R] and [B, K, t, Z]. It also keeps the ring after
+    its chunk, [B, K, M, H-R] and [B, K, M, H-Z]. The function is jitted, so that equal layers are compiled
+    once. T' is that of `_padded`.
 
     Args:
-      x: hidden states in the model's dtype, divided over `sequence`. end: tokens that each row holds.
-      spec: how the layer keeps tokens. capacity: of the cache that will be.
+      x: hidden states in the model's dtype, divided over `sequence`.
+      end: tokens of each sequence.
+      spec: cache spec of the layer.
+      capacity: capacity of the final cache.
 
     Raises:
-      NotImplementedError: the implementation cannot do this call.
+      NotImplementedError: the implementation cannot serve this call.
     """
 
     def local(block: Block, x: Array, end: Array) -> tuple[Array, PrefixRingState]:
@@ -199,7 +201,7 @@ def runahead_attention(
     spec: PrefixRing,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B t N H"], None]:
-    """One device's attention of `chunk_layer`, inside of a `shard_map`, where all chunks have t tokens."""
+    """Run one device's attention of `chunk_layer` inside a `shard_map`, with chunks of t tokens."""
     partition = Partition((q.shape[1],) * jax.lax.axis_size(SEQUENCE))
     end = jnp.full(len(q), partition.length)
     capacity, call = in_eights(partition.length), Call(scale, implementation)
@@ -216,7 +218,7 @@ def _attended(
     capacity: int,
     call: Call,
 ) -> Attended:
-    """What this device's queries see of all chunks up to its own."""
+    """Attend with this device's queries to all chunks up to its own."""
     positions, stop = _places(q, partition)
     before = _received(spec, k, v, end, partition, capacity)
     return spec.attend(before, q, k, v, positions, jnp.minimum(end, stop), None, call)
@@ -225,14 +227,14 @@ def _attended(
 def _received(
     spec: PrefixRing, k: Array, v: Array, end: Array, partition: Partition, capacity: int
 ) -> PrefixRingState:
-    """The cache of all tokens before this device's chunk, with room for the longest behind any of them.
+    """Return the cache of all tokens before this device's chunk, with room for the longest chunk.
 
-    Hop by hop all devices do what the sender does, with its sizes; only the receiver keeps what comes.
+    In each hop all devices run the sender's program with its sizes; only the receiver keeps the result.
     """
     device, (sinks, _) = jax.lax.axis_index(SEQUENCE), spec.near(capacity)
     room = in_eights(max(partition.starts[-1] + partition.longest, sinks))
     cache = no_tokens(spec, k.shape[0], capacity)
-    held = with_slots(cache, room)
+    received = with_slots(cache, room)
     counts = cache_slots(partition, sinks, capacity)
     for sender, count in enumerate(counts[:-1]):
         start, stop = partition.starts[sender], partition.ends[sender]
@@ -240,22 +242,22 @@ def _received(
         own = (x[:, : stop - start] for x in (k, v))
         cache = longer(spec, cache, *own, positions, jnp.minimum(end, stop), count)
         cache = jax.tree.map(partial(_handed_on, sender=sender), cache)
-        held = jax.tree.map(partial(jnp.where, device == sender + 1), with_slots(cache, room), held)
-    return held
+        received = jax.tree.map(partial(jnp.where, device == sender + 1), with_slots(cache, room), received)
+    return received
 
 
 def _handed_on(x: Array, sender: int) -> Array:
-    """What the next device gets of the sender's x; the others get zeros."""
+    """Return the sender's x on the next device, and zeros on the others."""
     pair = [(sender, sender + 1)]
     return moved(lambda x: jax.lax.ppermute(x, SEQUENCE, pair), x) if x.size else x
 
 
 @partial(jax.jit, static_argnames=("partition", "capacity", "mesh"))
 def by_head(kept: PrefixRingState, partition: Partition, capacity: int, mesh: Mesh) -> PrefixRingState:
-    """The cache of one layer by head, from what each device keeps of its chunk (`chunk_layer`).
+    """Return the cache of one layer by head, from what each device keeps of its chunk (`chunk_layer`).
 
-    First coordinates go by an all-to-all; of the rings the last device's counts, and is scattered. On a
-    device k is [B, K/U, S, R] then, with S = `capacity` and K copied to a multiple of U (`kv_copies`).
+    First coordinates go by an all-to-all. The ring of the last device is scattered. On a device k is [B, K/U,
+    S, R] then, with S = `capacity` and K repeated to a multiple of U (`kv_copies`).
     """
     U, t = len(partition.tokens), partition.longest
 

@@ -51,7 +51,7 @@ def test_a_head_that_is_off_by_a_hundredth(name, monkeypatch):
         return (attend(self, *qkv) * jnp.ones((8, 1)).at[5].set(1.01)).astype(jnp.bfloat16)
 
     monkeypatch.setattr(AttentionParts, "_attention", off)
-    with pytest.raises(ArithmeticError, match=r"head 5 is off by 1\.\d+%, 0\.5% is allowed"):
+    with pytest.raises(ArithmeticError, match=r"head 5 is off by 1\.\d+%; 0\.5% is allowed"):
         parts(name).numerics()
 
 

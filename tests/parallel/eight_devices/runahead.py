@@ -192,7 +192,7 @@ def test_refuses():
     with pytest.raises(MeshError, match=r"'data': 2.* must have one device along data and model"):
         MeshRunahead(by_rows)
     gathered = ShardedTransformer.of(network, MeshConfig(sequence=2).create(), weights="gathered")
-    with pytest.raises(NotImplementedError, match="weights='gathered' does not run in pieces"):
+    with pytest.raises(NotImplementedError, match="weights='gathered' does not run in chunks"):
         MeshRunahead(gathered)
     classes = TokenClasses((0,), (0.5,), network.plan.layers)
     model, _ = tiny("llama", "GQA")
