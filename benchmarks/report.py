@@ -2,11 +2,12 @@
 
     python -m benchmarks.report
 
-A table stands between `<!-- table NAME -->` and `<!-- end NAME -->`. Its last line names the result files, with
-the devices and commits of the rows.
+A table stands between `<!-- table NAME -->` and `<!-- end NAME -->`. Its last line names the result files,
+with the devices and commits of the rows.
 
-Retention in every table counts a quarter of the context only where the unmodified model's score in that quarter
-is at least 0.5. The retention of a task is the geometric mean over these quarters, weighted by their questions.
+Retention in every table counts a quarter of the context only where the unmodified model's score in that
+quarter is at least 0.5. The retention of a task is the geometric mean over these quarters, weighted by their
+questions.
 """
 
 import functools
@@ -339,8 +340,8 @@ def sequence() -> str:
         sent, error = nvlink.get("bytes", {}).get("formula"), nvlink.get("numerics", {}).get("head")
         size = f"{sent / 1e9:.2f}" if sent else "–"
         exchange = f"{1e3 * median(nvlink['exchange']):.2f}" if "exchange" in nvlink else "–"
-        found = f"{size} | {f'{100 * error:.2g} %' if error else '–'} | {exchange}"
-        lines.append(f"{label} | {first_token(nvlink)} | {found} | {first_token(sockets)}")
+        sizes = f"{size} | {f'{100 * error:.2g} %' if error else '–'} | {exchange}"
+        lines.append(f"{label} | {first_token(nvlink)} | {sizes} | {first_token(sockets)}")
     rates = [f"{run['link_rate'] / 1e9:.1f} GB/s" for run in runs]
     lines.append(f"bare all-to-all | {rates[0]} | – | – | – | – | {rates[1]} | –")
     heads = "method | TTFT over NVLink, s | speed | GB that leave a GPU | error of a head"
@@ -392,11 +393,11 @@ def choice_in_words(label: str) -> str:
     kind, *words = label.split()
     if kind == "recent":
         return "the last blocks"
-    given = dict(word.partition("=")[::2] for word in words)
-    rule, text = ("mass", "of the mass") if "mass" in given else ("share", "of the blocks")
-    blocks = f"{given.get('Q', 128)} × {given.get('P', 128)}"
-    sampled = f"{given['R']} coordinates of {given['m']} queries"
-    return f"{float(given[rule]):.0%} {text}, {sampled}, blocks of {blocks}"
+    settings = dict(word.partition("=")[::2] for word in words)
+    rule, text = ("mass", "of the mass") if "mass" in settings else ("share", "of the blocks")
+    blocks = f"{settings.get('Q', 128)} × {settings.get('P', 128)}"
+    sampled = f"{settings['R']} coordinates of {settings['m']} queries"
+    return f"{float(settings[rule]):.0%} {text}, {sampled}, blocks of {blocks}"
 
 
 def block_lists() -> str:
@@ -476,7 +477,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def with_tables(text: str) -> str:
-    """Return a page with every table written anew.
+    """Return a page with every table rewritten.
 
     Raises:
       KeyError: the page marks a table that `TABLES` does not have.

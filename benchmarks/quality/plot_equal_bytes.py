@@ -33,14 +33,14 @@ SHARES = {"bytes_share": "stored", "read_share": "read a token"}
 
 def styles(methods: set[str]) -> dict[str, dict[str, Any]]:
     """Return the style of each method: a color for each family, with shades and markers for its methods."""
-    found = dict.fromkeys(methods, PLAN)
+    style = dict.fromkeys(methods, PLAN)
     for kind, color in COLORS.items():
         alike = FAMILIES[kind]
         for place, method in enumerate(alike):
             shade = matplotlib.colormaps[color](0.95 - 0.55 * place / max(1, len(alike) - 1))
             marker = MARKERS[place % len(MARKERS)]
-            found[method] = {"color": shade, "marker": marker, "markersize": 4.5, "linewidth": 1.3}
-    return found
+            style[method] = {"color": shade, "marker": marker, "markersize": 4.5, "linewidth": 1.3}
+    return style
 
 
 def draw_panel(increase: Axes, retention: Axes, rows: list[Row], share: str, style: dict[str, Any]) -> None:

@@ -75,8 +75,8 @@ class Filled:
         for row, own in enumerate(pages):
             self.runner.set_pages(row, own.tolist())
         self.decoding = self.runner.nobody()
-        lengths = options.held + 1, 2 * options.chunk
-        self.numbers = row_numbers(*lengths, (), Sampling(), np.zeros(2, np.uint32))
+        limits = options.held + 1, 2 * options.chunk
+        self.numbers = row_numbers(*limits, (), Sampling(), np.zeros(2, np.uint32))
         for row in range(options.rows):
             self.decoding.put(row, self.numbers, "greedy")
         state = self.runner._state

@@ -1,16 +1,16 @@
 """Fit of the plan predictor, and its test on models left out of the fit.
 
-Four commands, in this order:
+Four commands of `python -m benchmarks.studies.bench_predictor`, in this order:
 
-    python -m benchmarks.studies.bench_predictor train    --corpus CORPUS --tokenizer FOLDER --output FOLDER
-    python -m benchmarks.studies.bench_predictor observe  --model HF_FOLDER --corpus CORPUS --name NAME
-    python -m benchmarks.studies.bench_predictor fit
-    python -m benchmarks.studies.bench_predictor evaluate --model HF_FOLDER --corpus CORPUS --name NAME
+    train --corpus CORPUS --tokenizer FOLDER --output FOLDER
+    observe --model HF_FOLDER --corpus CORPUS --name NAME
+    fit
+    evaluate --model HF_FOLDER --corpus CORPUS --name NAME
 
-`train` trains the small models of `SHAPES`. `observe` searches plans of one model at several limits on training
-text. It writes all measurements, with the features of the model, to `results/observations/NAME.json`. `fit`
-learns from all observations and writes the predictor that ships. `evaluate` leaves one model out, learns from
-the others, and measures these plans on held-out text:
+`train` trains the small models of `SHAPES`. `observe` searches plans of one model at several limits on
+training text. It writes all measurements, with the features of the model, to
+`results/observations/NAME.json`. `fit` learns from all observations and writes the predictor that ships.
+`evaluate` leaves one model out and learns from the others. It measures these plans on held-out text:
 
 `oracle`: the smallest plan that the search found within the limit.
 `predicted`: the predicted plan, unchecked, with the margin of the predictor.

@@ -1,11 +1,13 @@
-"""At which density of key blocks does a prompt keep perplexity and retrieval? A study of quality on a model.
+"""Study of block lists: perplexity and retrieval at several densities of key blocks.
 
-    python -m benchmarks.studies.block_lists --model CONVERTED --corpus CORPUS         --name block-lists-smollm2-135m --contexts 4096 --split heldout --documents 4         --choices "keys R=32 m=8 mass=0.98 w=5 Q=64 P=64" "recent share=0.5"
+    python -m benchmarks.studies.block_lists --model CONVERTED --corpus CORPUS
+        --name block-lists-smollm2-135m --contexts 4096 --split heldout --documents 4
+        --choices "keys R=32 m=8 mass=0.98 w=5 Q=64 P=64" "recent share=0.5"
 
-`CONVERTED` is calibrated on windows as long as the contexts. Contexts are read by lists, in every layer, and
-compared with the unmodified model: perplexity of the contexts of sheets, statements included, and the
-questions about them, read by lists too or with all blocks. Lists are real, their attention is plain XLA: no
-times. A run adds to one JSON and replaces its own rows of the same choice, context, split and seed.
+`CONVERTED` is calibrated on windows as long as the contexts. Every layer reads the contexts by lists.
+Perplexity of the contexts and the answers to their questions are compared with the unmodified model.
+Questions are read by lists and with all blocks. Attention to lists is plain XLA, so there are no times. A run
+adds its rows to one JSON file and replaces rows of the same choice, context, split and seed.
 """
 
 import json
@@ -43,8 +45,12 @@ from zdc_jax.plan import CompressionPlan
 
 
 class ListedState(NamedTuple):
-    """kept: keys and values, all coordinates. listed [B, K, ⌈S/Q⌉] int32: blocks that each block of queries
-    attended to, at the block of its first position."""
+    """State of a layer that reads by lists.
+
+    Attributes:
+      kept: keys and values, all coordinates.
+      listed: number of blocks that each block of queries attended to, int32 [B, K, ⌈S/Q⌉].
+    """
 
     kept: PrefixRingState
     listed: Array
@@ -52,13 +58,12 @@ class ListedState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ListedBlocks(PrefixRing):
-    """The plain cache, read by lists; without a `choice` every list holds all blocks."""
+    """The plain cache, read by lists; without a `choice` every list has all blocks."""
 
     choice: BlockChoice | None = None
     blocks: tuple[int, int] = (128, 128)
 
     def create(self, batch: int, capacity: int) -> Any:
-        """`LayerCacheSpec.create`."""
         count = -(-capacity // self.blocks[0])
         listed = jnp.zeros((batch, self.num_kv_heads, count), jnp.int32)
         return ListedState(super().create(batch, capacity), listed)
@@ -74,7 +79,6 @@ class ListedBlocks(PrefixRing):
         aux: Any,
         call: Call,
     ) -> Attended:
-        """`LayerCacheSpec.attend`."""
         kept = self.write(state.kept, k, v, positions, end)
         start = positions[:, 0]
         lists = self.lists(q, kept.k, start, end, call.scale)
@@ -88,7 +92,7 @@ class ListedBlocks(PrefixRing):
         return Attended(ListedState(kept, listed), o, lse, aux)
 
     def lists(self, q: Array, k: Array, start: Array, end: Array, scale: float) -> BlockLists:
-        """What queries attend to."""
+        """Return the lists of the queries."""
         if self.choice is not None:
             return block_lists(q, k, start, end, scale=scale, choice=self.choice)
         visible = visible_blocks(start, end, q.shape[1], k.shape[2], self.blocks)
@@ -105,7 +109,7 @@ def list_attention(
     scale: float,
     blocks: tuple[int, int],
 ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
-    """Causal attention to the keys of listed blocks alone, list after list; and the log-sum-exp.
+    """Attend causally to the keys of listed blocks; return the output and the log-sum-exp.
 
     A query that sees no key gives zeros and a log-sum-exp of -inf.
     """
@@ -117,8 +121,8 @@ def list_attention(
     flat = BlockLists(lists.blocks.reshape(B * K * nq, -1), lists.counts.reshape(-1))
     first = jnp.repeat(start[:, None] + jnp.arange(nq) * Q, K, axis=0).reshape(-1)
 
-    def one(given: tuple[Array, Array, BlockLists, Array]) -> tuple[Array, Array]:
-        index, queries, own, first = given
+    def one(inputs: tuple[Array, Array, BlockLists, Array]) -> tuple[Array, Array]:
+        index, queries, own, first = inputs
         t = first + jnp.tile(jnp.arange(Q), G)[:, None]
         cut = partial(jax.lax.dynamic_slice, slice_sizes=(1, P, H))
 
@@ -145,17 +149,21 @@ def list_attention(
 
 
 LENGTHS = (2048, 4096, 8192)
-"""Prompts whose density is told: a prompt's queries are the first ones of a longer one."""
+"""Lengths of shorter prompts whose density is reported; their queries are the first ones of the prompt."""
 SHORT = 32
-"""Questions are padded to so many tokens, or to `QUESTION_TOKENS`."""
+"""Length to which short questions are padded; longer ones are padded to `QUESTION_TOKENS`."""
 EXTRAPOLATED = (32_768, 131_072)
-"""Prompts whose density is extrapolated."""
+"""Lengths of prompts whose density is extrapolated."""
 
 
 @dataclass(frozen=True)
 class BlockOptions(Options):
-    """choices: as `choice_of` reads them, in order. The first of `contexts` is taken. layers: of the count
-    of blocks, whether the JSON has them by layer, head and query block."""
+    """Options of the study.
+
+    Attributes:
+      choices: choices in the syntax of `choice_of`. Only the first of `contexts` is measured.
+      layers: whether the JSON file has the number of blocks by layer, head and query block.
+    """
 
     split: Literal["train", "heldout"] = "heldout"
     choices: tuple[str, ...] = ()
@@ -164,34 +172,39 @@ class BlockOptions(Options):
 
 
 def choice_of(label: str) -> BlockChoice:
-    """`keys R=32 m=8 mass=0.95 Q=128 P=128 sinks=1 w=2 worst`: what is missing is the default.
+    """Parse a choice such as `keys R=32 m=8 mass=0.95 Q=128 P=128 sinks=1 w=2 worst`.
 
     Raises:
-      ValueError: a word that says nothing, or what `BlockChoice` refuses.
+      ValueError: an unknown word, or a value that `BlockChoice` refuses.
     """
     names = {"R": "coordinates", "m": "samples", "sinks": "sinks", "w": "window"}
-    given: dict[str, Any] = {"rule": "mass", "amount": 1.0}
+    settings: dict[str, Any] = {"rule": "mass", "amount": 1.0}
     blocks = {"Q": 128, "P": 128}
     for word in label.split():
         name, _, value = word.partition("=")
         if word in ESTIMATES:
-            given["estimate"] = word
+            settings["estimate"] = word
         elif word == "worst":
-            given["worst"] = True
+            settings["worst"] = True
         elif name in RULES:
-            given |= {"rule": name, "amount": float(value)}
+            settings |= {"rule": name, "amount": float(value)}
         elif name in blocks:
             blocks[name] = int(value)
         elif name in names:
-            given[names[name]] = int(value)
+            settings[names[name]] = int(value)
         else:
-            raise ValueError(f"{label!r}: {word!r} says nothing about a choice")
-    return BlockChoice(**given, blocks=(blocks["Q"], blocks["P"]))
+            raise ValueError(f"choice={label!r}: unknown word {word!r}; see `choice_of` for the syntax")
+    return BlockChoice(**settings, blocks=(blocks["Q"], blocks["P"]))
 
 
-class SheetResult(NamedTuple):
-    """One sheet: nats of each token of its context but the first; answers by how questions are read and task;
-    how many blocks each block of the context's queries attended to, [L, K, nq]."""
+class DocumentResult(NamedTuple):
+    """Results of one document.
+
+    Attributes:
+      nll: nats of each token of the context except the first.
+      answers: answers by way of reading and by task.
+      counts: blocks that each block of queries attended to, [L, K, nq].
+    """
 
     nll: np.ndarray
     answers: dict[str, dict[str, list[tuple[Answer, ...]]]]
@@ -199,69 +212,71 @@ class SheetResult(NamedTuple):
 
 
 class BlockBench(Bench):
-    """Networks by choice, what they are judged on, and the rows so far."""
+    """Networks by choice, their documents, and the rows so far."""
 
     options: BlockOptions
 
     def documents(self) -> tuple[TaskDocument, ...]:
-        """Of the first context, drawn from the split."""
-        given = self.options
+        """Draw the documents of the first context from the split."""
+        options = self.options
         drawn = draw(
             self.checkpoint,
-            given.corpus,
-            given.split,
-            context=given.contexts[0],
+            options.corpus,
+            options.split,
+            context=options.contexts[0],
             windows=0,
-            documents=given.documents,
-            seed=given.seed,
+            documents=options.documents,
+            seed=options.seed,
         )
         return drawn.documents
 
     def by_lists(self, choice: BlockChoice | None) -> Transformer:
-        """The model in its basis, read by lists; the unmodified one without a choice."""
+        """Return the model in its basis, read by lists; the unmodified one without a choice."""
         plan = replace(CompressionPlan.full(self.config), rotated=choice is not None)
         blocks = choice.blocks if choice else ListedBlocks.blocks
         return self.network(Varied.of(plan, partial(ListedBlocks, choice=choice, blocks=blocks)))
 
-    def results(self, choice: BlockChoice | None, documents: tuple[TaskDocument, ...]) -> list[SheetResult]:
-        """Sheet by sheet, as many at once as there are threads."""
+    def results(
+        self, choice: BlockChoice | None, documents: tuple[TaskDocument, ...]
+    ) -> list[DocumentResult]:
+        """Return results by document, with one thread each."""
         network, context = self.by_lists(choice), self.options.contexts[0]
         with ThreadPoolExecutor(self.options.threads) as pool:
             return list(pool.map(lambda document: result_of(network, document, context), documents))
 
     def judged(self) -> Iterator[dict[str, Any]]:
-        """A row for each choice."""
+        """Yield a row for each choice."""
         documents = self.documents()
         began = time.perf_counter()
         dense = self.results(None, documents)
         print(f"dense: {time.perf_counter() - began:.0f} s", flush=True)
         for label in self.options.choices:
             began = time.perf_counter()
-            found = self.results(choice_of(label), documents)
-            yield self.row(label, dense, found) | {"seconds": time.perf_counter() - began}
+            results = self.results(choice_of(label), documents)
+            yield self.row(label, dense, results) | {"seconds": time.perf_counter() - began}
 
-    def row(self, label: str, dense: list[SheetResult], found: list[SheetResult]) -> dict[str, Any]:
-        """What a choice costs beside the unmodified model, and its density."""
+    def row(self, label: str, dense: list[DocumentResult], measured: list[DocumentResult]) -> dict[str, Any]:
+        """Return the cost of a choice against the unmodified model, and its density."""
         choice = choice_of(label)
-        by_token = np.stack([one.nll - other.nll for one, other in zip(found, dense, strict=True)])
+        by_token = np.stack([one.nll - other.nll for one, other in zip(measured, dense, strict=True)])
         difference = by_token.mean(1)
         quarters = np.array_split(by_token, 4, axis=1)
-        counts = np.mean([one.counts for one in found], axis=0)
+        counts = np.mean([one.counts for one in measured], axis=0)
 
         def join(results, how, task):
             return [one for each in results for one in each.answers[how][task]]
 
         tasks = {
             how: {
-                task: asdict(retention(join(dense, "all", task), join(found, how, task)))
-                for task in found[0].answers[how]
+                task: asdict(retention(join(dense, "all", task), join(measured, how, task)))
+                for task in measured[0].answers[how]
             }
             for how in ("lists", "all")
         }
         return {
             "choice": label,
             **self.drawn_from(),
-            "documents": len(found),
+            "documents": len(measured),
             "dense_perplexity": float(np.exp(np.mean([one.nll for one in dense]))),
             "increase_by_quarter": [float(np.expm1(quarter.mean())) for quarter in quarters],
             "increase": float(np.expm1(difference.mean())),
@@ -275,12 +290,17 @@ class BlockBench(Bench):
         }
 
     def drawn_from(self) -> dict[str, Any]:
-        """What a row is of."""
-        given = self.options
-        return {"context": given.contexts[0], "split": given.split, "seed": given.seed, "dtype": given.dtype}
+        """Return context, split, seed and dtype of a row."""
+        options = self.options
+        return {
+            "context": options.contexts[0],
+            "split": options.split,
+            "seed": options.seed,
+            "dtype": options.dtype,
+        }
 
     def run(self) -> None:
-        """Adds the rows to the JSON, one by one."""
+        """Add rows to the JSON file one by one."""
 
         def key(row):
             return (row["choice"], row["context"], row["split"], row["seed"])
@@ -292,30 +312,30 @@ class BlockBench(Bench):
             print(line(row), flush=True)
 
     def save_rows(self, rows: list[dict[str, Any]]) -> None:
-        """The JSON."""
+        """Write the JSON file."""
         basis = {"basis": self.basis_kind, "model": self.checkpoint.fingerprint}
         save(self.path, {"benchmark": self.options.name, **environment(), "config": basis, "rows": rows})
 
 
-def result_of(network: Transformer, document: TaskDocument, context: int) -> SheetResult:
-    """One sheet, read by the lists of the network; its questions by lists, and with all blocks."""
-    pieces, cache = read(network, document.context[None], context, "cached")
+def result_of(network: Transformer, document: TaskDocument, context: int) -> DocumentResult:
+    """Read one document by the lists of the network, and its questions by lists and with all blocks."""
+    chunks, cache = read(network, document.context[None], context, "cached")
     tokens = jnp.asarray(document.context[None])
-    nll = next_token_nll(network.embeddings, jnp.concatenate(pieces, 1), tokens)
+    nll = next_token_nll(network.embeddings, jnp.concatenate(chunks, 1), tokens)
     whole = replace(cache, specs=tuple(replace(spec, choice=None) for spec in cache.specs))
-    found = {"all": answers_of(network, whole, document)}
+    answers = {"all": answers_of(network, whole, document)}
     if whole.specs != cache.specs:
-        found["lists"] = answers_of(network, cache, document)
+        answers["lists"] = answers_of(network, cache, document)
     counts = np.stack([np.asarray(state.listed[0]) for state in cache.layers])
     queries = cache.specs[0].blocks[0]
     each = np.asarray(nll[0], np.float64)
-    return SheetResult(each, found, counts[..., : len(document.context) // queries])
+    return DocumentResult(each, answers, counts[..., : len(document.context) // queries])
 
 
 def answers_of(
     network: Transformer, cache: KVCache, document: TaskDocument
 ) -> dict[str, list[tuple[Answer, ...]]]:
-    """The answers to all questions of a sheet by task, one question after another: no copies of the cache."""
+    """Answer all questions of a document by task, one at a time to avoid copies of the cache."""
 
     def width(question):
         return SHORT if len(question.tokens) <= SHORT else QUESTION_TOKENS
@@ -327,8 +347,11 @@ def answers_of(
 
 
 def densities(counts: np.ndarray, blocks: tuple[int, int]) -> dict[str, Any]:
-    """From blocks by layer, head and query block [L, K, nq]: the share of what is causal, in all, by layer,
-    for shorter prompts; and the mean number of blocks by query block."""
+    """Return densities from blocks by layer, head and query block, [L, K, nq].
+
+    Densities are shares of the causal blocks: in all, by layer, and for shorter prompts. The result also has
+      the mean number of blocks by query block.
+    """
     (Q, P), nq = blocks, counts.shape[-1]
     visible = (np.arange(1, nq + 1) * Q - 1) // P + 1
 
@@ -344,11 +367,11 @@ def densities(counts: np.ndarray, blocks: tuple[int, int]) -> dict[str, Any]:
 
 
 def extrapolated(counts: np.ndarray, blocks: tuple[int, int]) -> dict[str, Any]:
-    """The power of its position that the number of listed blocks grows by, from the mean counts [nq] of the
-    last three quarters of query blocks; and the density of longer prompts, if it goes on so.
+    """Predict the density of longer prompts from mean counts [nq].
 
-    Up to the last query block counts are as measured, behind it n_i = n (i / nq)^exponent, where n is what
-    the fitted line says of the last one. Beside it `constant`, of exponent 0, and `proportional`, of 1.
+    The number of listed blocks grows as a power of the position, fitted to the last three quarters of query
+    blocks. Measured counts stay; later blocks have n_i = n (i / nq)^exponent, where n is the fitted value of
+    the last one. `constant` has exponent 0, and `proportional` has 1.
     """
     (Q, P), nq = blocks, len(counts)
     fitted = np.arange(nq // 4, nq) + 1
@@ -371,7 +394,7 @@ def extrapolated(counts: np.ndarray, blocks: tuple[int, int]) -> dict[str, Any]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A judged row, to be read; the lowest retention of a task that counts, questions by lists and by all."""
+    """Return a row in words, with the lowest retention of a task for each way of reading questions."""
     least = {
         how: min((task["retention"], name) for name, task in tasks.items() if task["counts"])
         for how, tasks in row["tasks"].items()
@@ -385,7 +408,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main(options: BlockOptions) -> None:
-    """Measures the choices."""
+    """Measure the choices."""
     BlockBench(options).run()
 
 

@@ -1,11 +1,12 @@
-"""Which codes lose least, and which choice of what is read? A study of `coded`, the same in all layers.
+"""Study of codes for keys and values, and of choices of the tokens to read; the same settings in all layers.
 
     python -m benchmarks.studies.coding --model CONVERTED --corpus CORPUS --name coding-smollm2-135m
 
-Parts: `bases` is run with several calibrations; `codes` and `near` read everything; `choice` and `growth`
-read few far tokens; `tokens` gives important ones more bits. What no method has is rounded as it would be
-(`benchmarks.studies.coding`). Variants of searched plans are measured with `--plans`.
-Text is `CORPUS/<topic>/train.txt.xz`: what is chosen by it must be judged on other text.
+`bases` is run with several calibrations. `codes` and `near` read all tokens; `choice` and `growth` read few
+older tokens; `tokens` gives important tokens more bits. Codes that no method has are simulated: values are
+rounded, and their bytes are not real. Scales of fewer bits are stored in 16 bits. A choice by each query head
+copies keys and values. `--plans` measures variants of searched plans. The text is
+`CORPUS/<topic>/train.txt.xz`, so a setting chosen here must be judged on other text.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,7 +43,7 @@ from zdc_jax.plan import CompressionPlan
 
 @dataclass(frozen=True)
 class Varied(CompressionPlan):
-    """A plan whose layers keep tokens by `cache(**layer_shape)`, with turns of these blocks folded in."""
+    """A plan whose layers have caches `cache(**layer_shape)`, with transforms of `blocks` folded in."""
 
     cache: Callable[..., LayerCacheSpec] = PrefixRing
     blocks: Rotations | None = None
@@ -51,36 +52,33 @@ class Varied(CompressionPlan):
     def of(
         cls, plan: CompressionPlan, cache: Callable[..., LayerCacheSpec], blocks: Rotations | None = None
     ) -> "Varied":
-        """`plan`, so varied; its own turns where there are no `blocks`."""
+        """Return such a variant of `plan`; without `blocks` the transforms are its own."""
         return cls(**vars(plan), cache=cache, blocks=blocks)
 
     def layer_caches(self, dtype: str) -> tuple[LayerCacheSpec, ...]:
-        """As in the plan, where a layer has no far tokens."""
         shapes = [layer_shape(self, dtype, index) for index in range(len(self.layers))]
         return tuple((self.cache if shape["R"] else PrefixRing)(**shape) for shape in shapes)
 
     def rotations(self, layer: int) -> Rotations:
-        """`CompressionPlan.turns`."""
         return super().rotations(layer) if self.blocks is None else self.blocks
 
     def to_json(self) -> dict[str, Any]:
-        """Of the plan without what is varied: that is in the label of its row."""
+        """Return the JSON of the plan without the variant, which the label of the row names."""
         own = CompressionPlan.__dataclass_fields__
         return CompressionPlan(**{name: getattr(self, name) for name in own}).to_json()
 
 
 def split_code(*each: tuple[int, Code]) -> Code:
-    """Consecutive coordinates in codes of their own: (coordinates, code) of each part."""
+    """Return a code with parts of consecutive coordinates, (coordinates, code) each."""
     (width, code), *others = each
     return Split(width, code, split_code(*others)) if others else code
 
 
 @dataclass(frozen=True)
 class PowerOfTwoScale(Gaussian):
-    """`Gaussian` whose scale is the next power of two below a token's root mean square, times √2."""
+    """`Gaussian` code whose scale is √2 times the next power of two below a token's RMS."""
 
     def encode(self, x: Array) -> Coded:
-        """`Code.encode`."""
         x = x.astype(jnp.float32)
         size = jnp.sqrt(jnp.square(x).mean(-1, keepdims=True))
         _, exponent = jnp.frexp(jnp.maximum(size, jnp.finfo(jnp.float32).tiny))
@@ -90,57 +88,55 @@ class PowerOfTwoScale(Gaussian):
 
 @dataclass(frozen=True, kw_only=True)
 class BestTokenOfPage(CodedChoosing):
-    """Pages by their best token, not by the sum."""
+    """Choice of pages by their best token instead of the sum."""
 
     def of_pages(self, scores: Array) -> Array:
-        """`CodedChoosing.of_pages`."""
         return scores.max(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerChoice(CodedChoosing):
-    """All heads of a layer share what is read."""
+    """Choice of tokens shared by all heads of a layer."""
 
     def probabilities(self, far: FarTokens, q: Array, positions: Array, scale: float) -> Array:
-        """`Choosing.probabilities`, summed over all heads."""
         of_heads = super().probabilities(far, q, positions, scale)
         return jnp.broadcast_to(logsumexp(of_heads, axis=2, keepdims=True), of_heads.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadChoice(CodedChoosing):
-    """Each query head reads tokens of its own, from copies of its KV head's; `group` query heads a KV head.
+    """Choice of tokens by each query head, from copies of its KV head.
 
-    `num_kv_heads` is that of query heads; the ring keeps those of keys.
+    `num_kv_heads` is the number of query heads; the ring keeps the KV heads.
+
+    Attributes:
+      group: query heads of a KV head.
     """
 
     group: int
 
     @property
     def near(self) -> PrefixRing:
-        """`NearFar.near`."""
         return replace(super().near, num_kv_heads=self.num_kv_heads // self.group)
 
     def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
-        """`NearFar.write_far`."""
         k, v = (jnp.repeat(x, self.group, axis=2) for x in (k, v))
         return super().write_far(state, k, v, positions, end)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WholeMass(CodedChoosing):
-    """What is chosen answers for all far tokens: it weighs as much as the index says that all of them do."""
+    """Choice whose tokens have the weight of all older ones, estimated by the index."""
 
     def attend_far(self, far: FarTokens, q: Array, positions: Array, call: Call) -> tuple[Array, Array]:
-        """`NearFar.attend_far`, with the index's log-sum-exp over all where that is larger."""
         o, lse = super().attend_far(far, q, positions, call)
 
         def mass(q: Array, positions: Array) -> Array:
             heads = q.reshape(*q.shape[:2], self.num_kv_heads, -1, q.shape[-1])
             scores = self.page_scores(far, heads, call.scale)
             is_far = self._is_far(jnp.arange(scores.shape[-1]), positions[:, :, None, None, None])
-            found = logsumexp(jnp.where(is_far, scores, -jnp.inf), axis=-1)
-            return found.reshape(*found.shape[:2], -1)
+            total = logsumexp(jnp.where(is_far, scores, -jnp.inf), axis=-1)
+            return total.reshape(*total.shape[:2], -1)
 
         block = query_block(q.shape[0] * q.shape[2] * self.capacity(far), q.shape[1])
         of_all = by_query_blocks(mass, block, q, positions).swapaxes(1, 2)
@@ -149,34 +145,30 @@ class WholeMass(CodedChoosing):
 
 @dataclass(frozen=True, kw_only=True)
 class CopiedIndex(CodedChoosing):
-    """The index is a copy: keys are turned over all R coordinates, `index` of them lie beside them again.
+    """Choice by a copy of the index, stored in addition to keys transformed over all R coordinates.
 
-    Weights have turned all coordinates of q and k together, so that the index is turned back here.
+    Weights transform all coordinates of q and k together, so the index is transformed back here.
     """
 
     def create_far(self, batch: int, capacity: int) -> FarTokens:
-        """`NearFar.create_far`: a plane of all coordinates of keys."""
         far = super().create_far(batch, capacity)
         return far._replace(k=self._whole.create_far(batch, capacity).k)
 
     def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
-        """`NearFar.write_far`."""
         whole = self._whole.write_far(state, k, v, positions, end)
         index = self._index_of(k)[..., : self.index]
         put = partial(put_coded, positions=positions, end=end)
         return whole._replace(index=put(state.far.index, self.index_code, index))
 
     def all_rows(self, far: FarTokens) -> tuple[Array, Array]:
-        """`Choosing.all_rows`."""
         return self._whole.all_rows(far._replace(index=()))
 
     def page_scores(self, far: FarTokens, q: Array, scale: float) -> Array:
-        """`Choosing.page_scores`."""
         return super().page_scores(far, self._index_of(q), scale)
 
     @property
     def _whole(self) -> CodedChoosing:
-        """The same without an index."""
+        """The same store without an index."""
         own = {each.name: getattr(self, each.name) for each in fields(CodedChoosing)}
         return CodedChoosing(**own | {"index": 0})
 
@@ -186,29 +178,32 @@ class CopiedIndex(CodedChoosing):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundedNear(CodedStore):
-    """Near tokens in 8 bits, as the ring would keep them; the ring here holds what those say."""
+    """Store whose recent tokens have 8 bits; the ring stores their rounded values."""
 
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
     ) -> tuple[Array, Array, Array]:
-        """`LayerCacheSpec.project`: keys are rounded once they are turned."""
+        """Leave keys unrounded; they are rounded after the transform."""
         return attention.project(x, positions, implementation)
 
     def write(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> NearFarState:
-        """`LayerCacheSpec.write`."""
         return super().write(state, _in_8_bits(k), _in_8_bits(v), positions, end)
 
     def attend(self, state: NearFarState, q: Array, k: Any, v: Array, *rest: Any) -> Attended:
-        """`LayerCacheSpec.attend`."""
         return super().attend(state, q, _in_8_bits(k), _in_8_bits(v), *rest)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportantBits(CodedStore):
-    """Of a prompt that is read exactly, the `share` of tokens that matter most keep more bits.
+    """Store that gives the most important tokens of an exact prompt more bits.
 
-    by: `denominators` of their softmax (ZDC §5.2), or attention `received` as keys (as in ZipCache and MiKV).
-    Both codes are rounded to, and stored in the eight bits of the store's.
+    Values are rounded to both codes, and stored in the 8 bits of the store's own code.
+
+    Attributes:
+      share: share of important tokens.
+      by: importance by `denominators` of the softmax (ZDC §5.2), or by attention `received` (ZipCache, MiKV).
+      more: code of important tokens.
+      less: code of the others.
     """
 
     share: float
@@ -227,7 +222,6 @@ class ImportantBits(CodedStore):
         capacity: int,
         call: Call,
     ) -> NearFarState:
-        """`LayerCacheSpec.keep_prompt`."""
         if self.by == "received":
             weight = received_attention(q, k, lse, positions, scale=call.scale).swapaxes(1, 2)
         else:
@@ -257,7 +251,7 @@ class ImportantBits(CodedStore):
 
 
 def _through(code: Code, x: Array) -> Array:
-    """What a code of single tokens says of vectors."""
+    """Return vectors rounded to a code of single tokens."""
     return code.decode(code.encode(x[..., None, :]), x.shape[-1])[..., 0, :]
 
 
@@ -272,13 +266,17 @@ Named = Iterator[tuple[str, CompressionPlan]]
 
 @dataclass(frozen=True)
 class StudyOptions(Options):
-    """parts: those to measure (default all, and none where there are `plans`)."""
+    """Options of the study.
+
+    Attributes:
+      parts: parts to measure, all by default; none by default with `plans`.
+    """
 
     parts: tuple[str, ...] = ()
 
 
 def coded(config: ModelConfig, *, window: int = WINDOW, **settings: Any) -> CompressionPlan:
-    """All coordinates of all layers, by method `coded`."""
+    """Return a plan of method `coded` with all coordinates of all layers."""
     H = config.head_dim
     return method_plan(config, "coded", ranks=(H, H), window=window, **settings)
 
@@ -286,14 +284,14 @@ def coded(config: ModelConfig, *, window: int = WINDOW, **settings: Any) -> Comp
 def stored(
     config: ModelConfig, key: Code, value: Code | None = None, blocks: tuple[int, ...] | None = None
 ) -> CompressionPlan:
-    """Everything read, keys and values in these codes, after turns of these blocks of keys."""
+    """Return a plan that reads all tokens, with these codes and with transforms of these blocks of keys."""
     cache = partial(CodedStore, key_code=key, value_code=value or key)
     H = config.head_dim
     return Varied.of(coded(config, **ALL), cache, None if blocks is None else (blocks, (H,)))
 
 
 def bases(config: ModelConfig) -> Named:
-    """Keys alone, values alone and the choice alone in few bits: run with several calibrations."""
+    """Yield few bits for keys alone, values alone and the index alone; run with several calibrations."""
     for k, v in ((2, 8), (3, 8), (4, 8), (8, 2), (8, 3)):
         yield f"keys {k}, values {v} bits", coded(config, bits_k=k, bits_v=v, **ALL)
     eight = {"bits_k": 8, "bits_v": 8, "bits_index": 8, "read": 128}
@@ -302,7 +300,7 @@ def bases(config: ModelConfig) -> Named:
 
 
 def codes(config: ModelConfig) -> Named:
-    """Bits, turns, levels and scales."""
+    """Yield bits, transforms, levels and scales."""
     H, four = config.head_dim, Gaussian(4)
     for k, v in ((8, 8), (8, 4), (4, 8), (4, 4), (4, 3), (3, 4), (3, 3), (4, 2), (3, 2), (2, 2)):
         yield f"keys {k}, values {v} bits", coded(config, bits_k=k, bits_v=v, **ALL)
@@ -336,7 +334,7 @@ def codes(config: ModelConfig) -> Named:
 
 
 def near(config: ModelConfig) -> Named:
-    """Windows, and their bits."""
+    """Yield windows, and their bits."""
     for window in (16, 128, 256, 512):
         yield f"window {window}", coded(config, window=window, **ALL)
     for window in (64, 256):
@@ -345,7 +343,7 @@ def near(config: ModelConfig) -> Named:
 
 
 def choice(config: ModelConfig) -> Named:
-    """By how many coordinates, how many tokens, in what pages, by whom."""
+    """Yield choices by coordinates of the index, number of tokens, pages, and who chooses."""
     for index in (8, 16, 24, 32):
         for read in (64, 128, 256, 512):
             yield f"index {index}, read {read}", coded(config, index=index, read=read)
@@ -369,14 +367,14 @@ def choice(config: ModelConfig) -> Named:
 
 
 def growth(config: ModelConfig) -> Named:
-    """How many must be read at each context: run with several `contexts`."""
+    """Yield numbers of tokens to read; run with several `contexts`."""
     for read in (64, 128, 256, 512, 1024):
         for index in (16, 32):
             yield f"index {index}, read {read}", coded(config, index=index, read=read)
 
 
 def tokens(config: ModelConfig) -> Named:
-    """More bits for important tokens, at three bits in the mean; run with the protocol `exact`."""
+    """Yield more bits for important tokens, 3 bits on average; run with the protocol `exact`."""
     yield "all at 3 bits", coded(config, bits_k=3, bits_v=3, **ALL)
     for by in ("denominators", "received"):
         for share, more, less in ((1 / 2, 4, 2), (1 / 6, 8, 2)):
@@ -410,16 +408,16 @@ def _store(code: Code) -> Callable[..., CodedStore]:
 def _chosen(
     config: ModelConfig, cache: Callable[..., Any], page: int = 1, blocks: methods.Rotations | None = None
 ) -> CompressionPlan:
-    """The default choice by a cache of the study's."""
+    """Return the default choice with a cache of this study."""
     own, four = methods.named("coded").Settings(page=page), FittedIntegers(4)
-    made = partial(
+    make = partial(
         cache, index=own.index, read=own.read, page=page, index_code=four, key_code=four, value_code=four
     )
-    return Varied.of(coded(config, page=page), made, blocks)
+    return Varied.of(coded(config, page=page), make, blocks)
 
 
 def _shared(config: ModelConfig, every: int) -> CompressionPlan:
-    """Of so many consecutive layers the first chooses."""
+    """Return a plan in which one of `every` consecutive layers chooses for all."""
     plan = coded(config)
     follows = replace(plan.settings, index=0)
     layers = (
@@ -430,17 +428,17 @@ def _shared(config: ModelConfig, every: int) -> CompressionPlan:
 
 
 class StudyBench(Bench):
-    """Cells of the parts; nothing is judged on what the report is judged on."""
+    """Cells of the parts, judged on training text."""
 
     split: ClassVar[str] = "train"
     options: StudyOptions
 
     def measure(self, cell: Cell, network: Transformer | None = None) -> dict[str, Any]:
-        """One row, which says whether its bytes are those of a cache that a method has."""
+        """Measure one row, marked `simulated` if its bytes are not real."""
         return super().measure(cell, network) | {"simulated": isinstance(cell.plan, Varied)}
 
     def cells(self) -> Iterator[Cell]:
-        """At one context after another."""
+        """Yield cells, context by context."""
         wanted = self.options.parts or (() if self.options.plans else tuple(PARTS))
         if unknown := set(wanted) - PARTS.keys():
             raise SystemExit(f"parts={sorted(unknown)} must be of {sorted(PARTS)}")
@@ -454,7 +452,7 @@ class StudyBench(Bench):
 
 
 def main(options: StudyOptions) -> None:
-    """Measures the cells and writes one JSON."""
+    """Measure the cells and write one JSON file."""
     bench = StudyBench(options)
     bench.run()
     print(bench.path)

@@ -1,4 +1,4 @@
-"""Fits the constants of `zdc_jax.planning.costs` to the measured kernels, and says how far each row is off.
+"""Fit of the constants of `zdc_jax.planning.costs` to measured kernels, with the error of each row.
 
 python -m benchmarks.studies.fit_costs
 """
@@ -17,11 +17,11 @@ from zdc_jax.planning.costs import AttentionCall, KernelCosts, Parts
 
 KERNELS = RESULTS / "kernels-h200.json"
 N, H = 32, 128
-"""Query heads and head dim of every row (`bench_kernels`)."""
+"""Query heads and head dimension of every row of `bench_kernels`."""
 
 
 class Measured(NamedTuple):
-    """One row of the table: the call it timed, ranks of its tokens, seconds."""
+    """One measured row: the call, the ranks of its tokens, and seconds."""
 
     name: str
     kind: str
@@ -30,36 +30,36 @@ class Measured(NamedTuple):
     seconds: float
 
     def predicted(self, costs: KernelCosts) -> float:
-        """Seconds by the model."""
+        """Return the seconds that the model predicts."""
         return (costs.decode if self.kind == "decode" else costs.prefill)(self.call, self.parts)
 
 
 def measured_rows(path: Path = KERNELS) -> list[Measured]:
-    """The rows that the model describes: contiguous caches, our kernels."""
+    """Return the rows that the model describes: contiguous caches on our kernels."""
     results = json.loads(path.read_text())["results"]
     rows = (row for section in results.values() if isinstance(section, list) for row in section)
     described = ((row, _describe(row["name"])) for row in rows)
-    return [Measured(row["name"], *found, 1e-3 * row["ms"]) for row, found in described if found is not None]
+    return [Measured(row["name"], *call, 1e-3 * row["ms"]) for row, call in described if call is not None]
 
 
 def _describe(name: str) -> tuple[str, AttentionCall, Parts] | None:
     def alike(R, Z):
         return [(1.0, LayerRanks(int(R), int(Z)))]
 
-    if found := re.fullmatch(r"prefill \((\d+),(\d+)\) K=(\d+)", name):
-        R, Z, K = found.groups()
+    if match := re.fullmatch(r"prefill \((\d+),(\d+)\) K=(\d+)", name):
+        R, Z, K = match.groups()
         return "prefill", AttentionCall(N, int(K), H, 16384), alike(R, Z)
-    if found := re.fullmatch(r"decode \((\d+),(\d+)\)( ring 512)? B=(\d+) S=(\d+) K=(\d+)", name):
-        R, Z, ring, B, S, K = found.groups()
+    if match := re.fullmatch(r"decode \((\d+),(\d+)\)( ring 512)? B=(\d+) S=(\d+) K=(\d+)", name):
+        R, Z, ring, B, S, K = match.groups()
         near = (512, 4) if ring else (0, 0)
         return "decode", AttentionCall(N, int(K), H, int(S), int(B), *near), alike(R, Z)
-    if found := re.fullmatch(r"window 512 alone S=(\d+)", name):
-        call = AttentionCall(N, N, H, int(found[1]), window=512, sinks=4)
+    if match := re.fullmatch(r"window 512 alone S=(\d+)", name):
+        call = AttentionCall(N, N, H, int(match[1]), window=512, sinks=4)
         return "prefill", call, alike(0, 0)
-    if found := re.fullmatch(r"\((\d+),(\d+)\) alone S=(\d+)", name):
-        return "prefill", AttentionCall(N, N, H, int(found[3])), alike(found[1], found[2])
-    if found := re.fullmatch(r"two ranks, window 512, far \((\d+),(\d+)\)", name):
-        return "prefill", AttentionCall(N, N, H, 32768, window=512, sinks=4), alike(*found.groups())
+    if match := re.fullmatch(r"\((\d+),(\d+)\) alone S=(\d+)", name):
+        return "prefill", AttentionCall(N, N, H, int(match[3])), alike(match[1], match[2])
+    if match := re.fullmatch(r"two ranks, window 512, far \((\d+),(\d+)\)", name):
+        return "prefill", AttentionCall(N, N, H, 32768, window=512, sinks=4), alike(*match.groups())
     halves = [(0.5, LayerRanks(64, 96)), (0.5, LayerRanks(32, 64))]
     return {
         "decode window 512 alone B=16 S=8192 K=32": (
@@ -77,7 +77,7 @@ def _describe(name: str) -> tuple[str, AttentionCall, Parts] | None:
 
 
 def fit(rows: list[Measured]) -> KernelCosts:
-    """Constants of least squared relative error; the factor of classes from its only row."""
+    """Fit the constants by least squares of relative errors; one row gives the factor of classes."""
     prefill = [row for row in rows if row.kind == "prefill" and len(row.parts) == 1]
     decode = [row for row in rows if row.kind == "decode" and len(row.parts) == 1]
     (classes,) = (row for row in rows if row.kind == "prefill" and len(row.parts) == 2)
@@ -93,7 +93,7 @@ def _least_squares(terms: list[np.ndarray]) -> list[float]:
 
 
 def main() -> None:
-    """Prints the constants and the rows."""
+    """Print the constants and the rows."""
     rows = measured_rows()
     costs = fit(rows)
     for name, value in asdict(costs).items():

@@ -1,13 +1,13 @@
-"""Which blocks of keys a block of queries attends to, by KV head: lists for the prefill of long prompts.
+"""Choice of key blocks for each block of queries: lists for the prefill of long prompts, by KV head.
 
-Every list holds the first blocks (sinks) and the last ones (the window, with the diagonal). The others are
-chosen by how much attention a few queries of the block would give them, in few coordinates. Query heads of a
-KV head share a list. Choosing blocks of keys for blocks of queries by an estimate is that of MInference
-(Jiang et al., 2024), to keep blocks until a share of the mass is there that of FlexPrefill (Lai et al.,
-2025); that the estimate reads leading coordinates of a calibrated basis, for sampled queries, is ours.
+Every list has the first blocks (sinks) and the last ones (the window, with the diagonal). The other blocks
+are chosen by an estimate of the attention that a few queries of the block give them, in few coordinates.
+Query heads of a KV head share a list. MInference (Jiang et al., 2024) chooses key blocks for query blocks by
+an estimate. FlexPrefill (Lai et al., 2025) keeps blocks until they hold a share of the mass. The estimate
+from leading coordinates of a calibrated basis, for sampled queries, is ours.
 
-Query block i of a row holds positions start + i·Q … start + (i+1)·Q - 1, key block j holds j·P … (j+1)·P - 1,
-of blocks (Q, P). nq = ⌈T/Q⌉, nk = ⌈S/P⌉.
+Blocks are (Q, P). Query block i of a sequence has positions start + i·Q … start + (i+1)·Q - 1, and key block
+j has j·P … (j+1)·P - 1. nq = ⌈T/Q⌉, nk = ⌈S/P⌉.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from zdc_jax.axes import Array
 from zdc_jax.ops.contract import einsum_f32
 
 FILLER = -1
-"""What stands in a list behind its blocks."""
+"""Value after the last block of a list."""
 
 Rule = Literal["mass", "share", "count"]
 Estimate = Literal["keys", "means", "recent"]
@@ -33,22 +33,25 @@ ESTIMATES: tuple[Estimate, ...] = ("keys", "means", "recent")
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """How blocks are chosen. Hashable, static under `jax.jit`.
+    """Rule for choosing blocks; hashable, static under `jax.jit`.
 
     Attributes:
-      rule, amount: `mass`: blocks are taken, largest first, until they hold this share of the estimated
-        mass, in (0, 1]. `share`: of the blocks that the query block may see, in (0, 1], rounded up. `count`:
-        so many blocks. Sinks and window count in all three, and are in even where they are more.
+      rule: `mass` chooses the largest blocks until they hold a share of the estimated mass. `share` chooses a
+        share
+        of the visible blocks, and `count` a number of blocks. Sinks and window count and are always chosen.
+      amount: share in (0, 1], rounded up to blocks, or number of blocks.
       coordinates: leading coordinates of q and k that the estimate reads.
-      samples: queries of a block that the estimate reads, evenly spaced, its last query among them.
-      estimate: `keys`: a softmax over all keys, summed by block. `means`: over the mean keys of blocks.
-        `recent`: none, the last blocks are taken.
-      worst: a block is worth what the sampled query that wants it most would give it, not the mean.
+      samples: queries of a block that the estimate reads, evenly spaced, with the last query.
+      estimate: `keys` is a softmax over all keys, summed by block. `means` uses the mean keys of blocks.
+        `recent`
+        chooses the last blocks without an estimate.
+      worst: whether a block counts by the sampled query that wants it most, instead of the mean.
       blocks: (Q, P), queries and keys of a block.
-      sinks: first blocks in every list. window: last ones, 1 for those that any query of the block stands in.
+      sinks: number of first blocks in every list.
+      window: number of last blocks; 1 for the blocks that contain a query of the block.
 
     Raises:
-      ValueError: a value that is none of these.
+      ValueError: an invalid value.
     """
 
     rule: Rule
@@ -86,12 +89,13 @@ def block_lists(
     scale: float,
     choice: BlockChoice,
 ) -> BlockLists:
-    """Lists of key blocks for queries at `start` … start + T - 1, of which those below `end` are real.
+    """Return lists of key blocks for queries at `start` … start + T - 1, of which those below `end` are real.
 
     Args:
-      q, k: any float dtype, in coordinates whose first ones matter most; slot = position of k, which holds
-        at least the positions below `end`; what later slots hold plays no part (with `means` it must be a
-        number).
+      q: queries of any float dtype, in coordinates ordered by importance.
+      k: keys in the same coordinates; slot = position, at least up to `end`. Later slots play no part, but
+        must be
+        numbers for `means`.
       scale: factor on the scores.
     """
     return as_lists(listed_blocks(q, k, start, end, scale=scale, choice=choice))
@@ -106,7 +110,7 @@ def listed_blocks(
     scale: float,
     choice: BlockChoice,
 ) -> Bool[Array, "B K nq nk"]:
-    """`block_lists`, as which blocks are in."""
+    """Return which blocks `block_lists` chooses."""
     T, S, K = q.shape[1], k.shape[2], k.shape[1]
     visible = visible_blocks(start, end, T, S, choice.blocks)
     always = visible & near_blocks(start, end, T, S, choice)
@@ -120,14 +124,14 @@ def listed_blocks(
     if choice.rule == "count":
         return best_blocks(mass, visible, always, jnp.int32(choice.amount))
     seen = visible.sum(-1)
-    # Of 25 blocks 0.2 are 5, though 0.2 · 25 lies above 5 in float32.
+    # 0.2 · 25 is above 5 in float32, and must not round up to 6.
     return best_blocks(mass, visible, always, jnp.ceil(choice.amount * seen - 1e-4).astype(jnp.int32))
 
 
 def visible_blocks(
     start: Int[Array, " B"], end: Int[Array, " B"], T: int, S: int, blocks: tuple[int, int]
 ) -> Bool[Array, "B nq nk"]:
-    """Whether a real query of the block may see a key of the block."""
+    """Return whether a real query of the block may see a key of the block."""
     first, last = _query_ends(start, end, T, blocks[0])
     begins = jnp.arange(-(-S // blocks[1])) * blocks[1]
     return (begins <= last[..., None]) & (first <= last)[..., None]
@@ -136,7 +140,7 @@ def visible_blocks(
 def near_blocks(
     start: Int[Array, " B"], end: Int[Array, " B"], T: int, S: int, choice: BlockChoice
 ) -> Bool[Array, "B nq nk"]:
-    """Blocks of sinks, and from `window` - 1 blocks before that of the block's first query on."""
+    """Return blocks of sinks, and blocks from `window` - 1 before that of the block's first query."""
     first, _ = _query_ends(start, end, T, choice.blocks[0])
     j = jnp.arange(-(-S // choice.blocks[1]))
     return (j < choice.sinks) | (j > first[..., None] // choice.blocks[1] - choice.window)
@@ -151,10 +155,10 @@ def estimated_mass(
     scale: float,
     choice: BlockChoice,
 ) -> Float[Array, "B K nq nk"]:
-    """Share of its attention that the sampled queries of a block would give each block of keys, float32.
+    """Estimate the share of attention that the sampled queries of a block give each block of keys, float32.
 
-    The mean (or, where `choice.worst`, the largest) over sampled queries and over the query heads of a KV
-    head. Of all coordinates and all queries it is the mean share itself.
+    The result is the mean (the largest if `choice.worst`) over sampled queries and over the query heads of a
+    KV head. With all coordinates and all queries it is exact.
     """
     (B, T, N, _), (K, S) = q.shape, k.shape[1:3]
     (Q, P), R, at = choice.blocks, choice.coordinates, _sampled(start, end, T, choice)
@@ -188,7 +192,7 @@ def kernel_mass(
     choice: BlockChoice,
     interpret: bool = False,
 ) -> Float[Array, "B K nq nk"]:
-    """`estimated_mass` with the estimate `keys`, not `worst`, by one kernel; raises as `block_mass` does."""
+    """Return `estimated_mass` of the estimate `keys`, not `worst`, by one kernel; raises as `block_mass`."""
     queries, at, keys = _kernel_inputs(q, k, start, end, choice)
     return block_mass(queries, at, keys, scale=scale, keys=choice.blocks[1], interpret=interpret)
 
@@ -196,7 +200,7 @@ def kernel_mass(
 def _kernel_inputs(
     q: Array, k: Array, start: Array, end: Array, choice: BlockChoice
 ) -> tuple[Array, Array, Array]:
-    """Sampled queries [B, K, nq, m·G, R], their positions, and keys."""
+    """Return sampled queries [B, K, nq, m·G, R], their positions, and keys."""
     (B, T, N, _), K, R = q.shape, k.shape[1], choice.coordinates
     at = _sampled(start, end, T, choice)
     _, nq, m = at.shape
@@ -210,13 +214,13 @@ def _kernel_inputs(
 def _mass(
     q: Array, k: Array, start: Array, end: Array, *, scale: float, choice: BlockChoice
 ) -> Float[Array, "B K nq nk"]:
-    """`kernel_mass` where the kernel runs, else `estimated_mass`."""
-    given, options = (q, k, start, end), {"scale": scale, "choice": choice}
+    """Return `kernel_mass` where the kernel runs, else `estimated_mass`."""
+    arrays, options = (q, k, start, end), {"scale": scale, "choice": choice}
     if choice.estimate == "keys" and not choice.worst and device_refusal(q) is None:
-        inputs = jax.eval_shape(lambda *given: _kernel_inputs(*given, choice), *given)
+        inputs = jax.eval_shape(lambda *arrays: _kernel_inputs(*arrays, choice), *arrays)
         if block_mass_refusal(*inputs, scale=scale, keys=choice.blocks[1]) is None:
-            return kernel_mass(*given, **options)
-    return estimated_mass(*given, **options)
+            return kernel_mass(*arrays, **options)
+    return estimated_mass(*arrays, **options)
 
 
 def best_blocks(
@@ -225,9 +229,10 @@ def best_blocks(
     always: Bool[Array, "B K nq nk"],
     count: Int[Array, "*_"],
 ) -> Bool[Array, "B K nq nk"]:
-    """Those `always` in, and of the other visible ones the best, until `count` are in; of equals the first.
+    """Choose the blocks in `always` and the best other visible ones, up to `count`; the first of equal ones.
 
-    count: broadcasts to [B, K, nq].
+    Args:
+      count: number of blocks, broadcast to [B, K, nq].
     """
     count = jnp.broadcast_to(count, mass.shape[:-1])[..., None]
 
@@ -247,32 +252,34 @@ def blocks_of_mass(
     always: Bool[Array, "B K nq nk"],
     share: float,
 ) -> Bool[Array, "B K nq nk"]:
-    """Those `always` in, and of the other visible ones the best, until they hold `share` of the mass."""
+    """Choose the blocks in `always` and the best other visible ones until they hold `share` of the mass."""
     mass = jnp.where(visible, mass, 0)
     wanted = share * mass.sum(-1, keepdims=True)
 
-    def held(above):
+    def mass_of(above):
         return jnp.where(always | above, mass, 0).sum(-1, keepdims=True)
 
-    above, equal, value = _at_threshold(mass, lambda above: held(above) >= wanted)
-    missing = jnp.where(value > 0, jnp.ceil((wanted - held(above)) / value), 0)
+    above, equal, value = _at_threshold(mass, lambda above: mass_of(above) >= wanted)
+    missing = jnp.where(value > 0, jnp.ceil((wanted - mass_of(above)) / value), 0)
     return visible & (always | above | _first(equal & visible & ~always, missing))
 
 
 def as_lists(listed: Bool[Array, "B K nq nk"]) -> BlockLists:
-    """Which blocks are in, as lists."""
+    """Return chosen blocks as lists."""
     *lead, nk = listed.shape
     rows, j = listed.reshape(-1, nk), jnp.arange(nk, dtype=jnp.int32)
-    # Those that are not in go to places that there are not, each to another.
+    # Blocks that are not chosen go to distinct places out of range, which are dropped.
     place = jnp.where(rows, jnp.cumsum(rows, axis=-1) - 1, nk + j)
     empty, row = jnp.full(rows.shape, FILLER, jnp.int32), jnp.arange(len(rows))[:, None]
-    found = empty.at[row, place].set(jnp.broadcast_to(j, rows.shape), mode="drop", unique_indices=True)
-    return BlockLists(found.reshape(*lead, nk), rows.sum(-1, dtype=jnp.int32).reshape(lead))
+    blocks = empty.at[row, place].set(jnp.broadcast_to(j, rows.shape), mode="drop", unique_indices=True)
+    return BlockLists(blocks.reshape(*lead, nk), rows.sum(-1, dtype=jnp.int32).reshape(lead))
 
 
 def _at_threshold(mass: Array, enough: Callable[[Array], Array]) -> tuple[Array, Array, Array]:
-    """Which values ≥ 0 lie above the largest threshold that leaves `enough` at or above it, which are equal
-    to it, and it. No sort: a long prompt has tens of thousands of rows of a thousand blocks each."""
+    """Return values above and at the largest threshold that keeps `enough`, and the threshold.
+
+    Values must be ≥ 0. A bisection replaces sorting, because a long prompt has tens of thousands of rows.
+    """
     bits = jax.lax.bitcast_convert_type(mass.astype(jnp.float32), jnp.int32)
 
     def lower(i: Array, threshold: Array) -> Array:
@@ -285,18 +292,18 @@ def _at_threshold(mass: Array, enough: Callable[[Array], Array]) -> tuple[Array,
 
 
 def _first(candidates: Array, count: Array) -> Array:
-    """The first `count` of them in each row."""
+    """Return the first `count` candidates of each row."""
     return candidates & (jnp.cumsum(candidates, axis=-1) <= count)
 
 
 def _sampled(start: Array, end: Array, T: int, choice: BlockChoice) -> Int[Array, "B nq m"]:
-    """Positions of the sampled queries; of fewer real ones than samples the first stands for the rest."""
+    """Return positions of the sampled queries; the first repeats if queries are few."""
     m, (first, last) = choice.samples, _query_ends(start, end, T, choice.blocks[0])
     at = first[..., None] + (last - first + 1)[..., None] * jnp.arange(1, m + 1) // m - 1
     return jnp.maximum(at, first[..., None])
 
 
 def _query_ends(start: Array, end: Array, T: int, Q: int) -> tuple[Array, Array]:
-    """Positions of the first and last real query of each block [B, nq]; last < first of none."""
+    """Return positions of the first and last real query of each block [B, nq]; last < first if none."""
     first = start[:, None] + jnp.arange(-(-T // Q)) * Q
     return first, jnp.minimum(jnp.minimum(first + Q, (start + T)[:, None]), end[:, None]) - 1
