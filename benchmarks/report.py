@@ -6,8 +6,7 @@ A table stands between `<!-- table NAME -->` and `<!-- end NAME -->`. Its last l
 with the devices and commits of the rows.
 
 Retention in every table counts a quarter of the context only where the unmodified model's score in that
-quarter is at least 0.5. The retention of a task is the geometric mean over these quarters, weighted by their
-questions.
+quarter is at least 0.5. It is the geometric mean over these quarters, weighted by their questions.
 """
 
 import functools
@@ -36,7 +35,6 @@ PLANS = (*PLANS, "coded, 1 %", "coded, 0.5 %", "searched")
 """Searched plans in the order of their table; `searched` has ranks only."""
 SETS = {"first": "", "second": "other-windows/", "third": "third-windows/"}
 """Sets of windows and documents that no search used, by folder."""
-PROTOCOLS = ("cached", "exact")
 FAMILIES = {
     "floor": ("rotated",),
     "recent tokens": ("window", "duo"),
@@ -51,8 +49,8 @@ HEADLINE = (
     *(("turboquant", 0.28), ("kivi", 0.36), ("int8", 0.52), ("rotated", 1.0)),
 )
 KINDS = {"searched": "searched plan", "dense": "16 bits, our kernels", "cudnn": "16 bits, cuDNN"}
-LINKS = ("sequence-parallel-llama-2-7b-4", "sequence-parallel-llama-2-7b-4-4-processes-sockets")
-"""Result files of one prompt on four GPUs, over NVLink and over sockets."""
+NVLINK = "sequence-parallel-llama-2-7b-4"
+SOCKETS = f"{NVLINK}-4-processes-sockets"
 METHODS = {
     "dense": "Ulysses, dense, cuDNN",
     "dense_float8": "Ulysses, dense, cuDNN, exchanged as float8",
@@ -91,13 +89,14 @@ def table(heads: str, rows: Iterable[str], *sources: str) -> str:
     return "\n".join(lines) + f"\n\nSource: {'; '.join(map(describe, sources))}."
 
 
-def describe(name: str) -> str:
-    """Return the name of a result file with its device and the commits in it."""
-    run = read(name)
-    commits = sorted(set(commits_of(run.get("rows", run.get("results")))) or {run["commit"]})
-    device = "CPU" if run["device"] == "cpu" else run["device"].removeprefix("NVIDIA ").split(" ")[0]
-    count = f"{run['devices']} " if run["devices"] > 1 and device != "CPU" else ""
-    return f"`{name}.json` ({count}{device}; {', '.join(dict.fromkeys(commit[:7] for commit in commits))})"
+def describe(pattern: str) -> str:
+    """Return the names of result files, a name or a pattern, with their device and the commits in them."""
+    runs = [read(str(path.relative_to(RESULTS).with_suffix(""))) for path in RESULTS.glob(f"{pattern}.json")]
+    rows = [run.get("rows", run.get("results")) for run in runs]
+    commits = {commit[:7] for commit in commits_of(rows)} or {run["commit"][:7] for run in runs}
+    device = "CPU" if runs[0]["device"] == "cpu" else runs[0]["device"].removeprefix("NVIDIA ").split(" ")[0]
+    count = f"{runs[0]['devices']} " if runs[0]["devices"] > 1 and device != "CPU" else ""
+    return f"`{pattern}.json` ({count}{device}; {', '.join(sorted(commits))})"
 
 
 def commits_of(value: Any) -> Iterator[str]:
@@ -185,7 +184,7 @@ def equal_bytes(context: int, protocol: str) -> str:
 
     def cell(method: str, budget: float | None) -> str:
         if (row := index.get((method, budget))) is None:
-            return "–"
+            return ""
         judged = f"{percent(row['increase'])}, {lowest(row['tasks']).retention:.2f}"
         return judged if budget else f"{row['bytes_share']:.1%}: {judged}"
 
@@ -211,7 +210,9 @@ def searched_plans() -> str:
     lines = []
     for plan in PLANS:
         context = 8192 if "8192" in plan else 4096
-        for (text, folder), protocol in ((each, protocol) for each in SETS.items() for protocol in PROTOCOLS):
+        for (text, folder), protocol in (
+            (each, protocol) for each in SETS.items() for protocol in ("cached", "exact")
+        ):
             rows = [row for row in rows_at(context, protocol, folder) if row["method"] == plan]
             about = f"{plan} | {context:,} | {text} | {protocol}"
             if rows:
@@ -286,8 +287,11 @@ def one_plan_on_mesh(name: str) -> str:
 
 
 def kernels(name: str, wanted: Sequence[str] | None = None) -> str:
-    """Return kernels with the resource that bounds them and their speed over cuDNN."""
-    rows = [row for rows in read(name)["results"].values() if isinstance(rows, list) for row in rows]
+    """Return kernels, except those of token classes, with their bounds and their speed over cuDNN."""
+    sections = {
+        key: rows for key, rows in read(name)["results"].items() if key not in ("ceilings", "segments")
+    }
+    rows = [row for rows in sections.values() for row in rows]
     lines = []
     for row in (row for row in rows if "ms" in row and (wanted is None or row["name"] in wanted)):
         speed = f"{row['speedup']:.2f}x" if "speedup" in row else "–"
@@ -333,7 +337,7 @@ def coded_parts() -> str:
 
 def sequence() -> str:
     """Return one prompt of 131,072 tokens divided over four GPUs, by method."""
-    runs = [read(name)["results"] for name in LINKS]
+    runs = [read(name)["results"] for name in (NVLINK, SOCKETS)]
     lines = []
     for row, label in METHODS.items():
         nvlink, sockets = (run.get(f"{row} 131072", {}) for run in runs)
@@ -346,7 +350,7 @@ def sequence() -> str:
     lines.append(f"bare all-to-all | {rates[0]} | – | – | – | – | {rates[1]} | –")
     heads = "method | TTFT over NVLink, s | speed | GB that leave a GPU | error of a head"
     heads = f"{heads} | exchange, ms a layer | TTFT over sockets, s | speed"
-    return table(heads, lines, *LINKS)
+    return table(heads, lines, NVLINK, SOCKETS)
 
 
 def first_token(out: Row) -> str:
@@ -371,7 +375,7 @@ def payload() -> str:
             plan = "all coordinates" if row["label"] == "full" else row["label"]
             lines.append(f"{model} | {plan} | {kind} | {share:.2f} | {with_interval(judged)}")
     heads = "model | plan | payload | bytes of a 16-bit exchange | perplexity"
-    return table(heads, lines, *(f"payload-{model}" for model in models))
+    return table(heads, lines, "payload-*")
 
 
 def calibration() -> str:
@@ -447,7 +451,7 @@ def predictor() -> str:
             f"{kind} | {len(chosen)} | {median(ratios):.2f} | {max(ratios):.2f} | {len(over)} | {excess}"
         )
     heads = "plan | cases | bytes over the search's: median | largest | over the limit | at most by"
-    return table(heads, lines, *files)
+    return table(heads, lines, "predicted-*")
 
 
 FEW = ("prefill (128,128) K=32", "prefill (64,96) K=32", "decode (64,96) B=16 S=8192 K=32")
@@ -455,7 +459,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "equal bytes": partial(equal_bytes, 4096, "cached"),
     "equal bytes exact": partial(equal_bytes, 4096, "exact"),
     "equal bytes 8192": partial(equal_bytes, 8192, "cached"),
-    "equal bytes 8192 exact": partial(equal_bytes, 8192, "exact"),
     "headline": headline,
     "searched": searched_plans,
     "kvpress": kvpress,

@@ -165,7 +165,7 @@ def test_search_finds_what_times_were_made_of(monkeypatch):
     def times(model, tokens, partitions, **_):
         return {p: sum(cost.seconds(p)) / 16 for p in partitions}
 
-    monkeypatch.setattr(attention_parts, "measured", times)
+    monkeypatch.setattr(attention_parts, "measure_partitions", times)
     monkeypatch.setattr(attention_parts, "link_bandwidth", lambda *devices: 1e15)
     plan = CompressionPlan.full(SHAPES["tiny"])
     runahead = RunaheadTransformer(model.on_each(plan), list(mesh.devices.flat))
