@@ -50,14 +50,14 @@ from jax.sharding import NamedSharding
 
 from benchmarks.common import RESULTS, commit, earlier, write_result
 from benchmarks.mesh.attention_parts import AttentionParts, link_rate, searched_partition
-from benchmarks.mesh.models import SHAPES, Model, ShapeName
+from benchmarks.mesh.models import Model
 from benchmarks.mesh.rivals.exchanges import ZigzagTransformer, zigzag_layer
 from benchmarks.mesh.rivals.methods import ZIGZAG, attention_of, handed_bytes, method_bytes, padded
 from benchmarks.mesh.rivals.partition import Partition, in_eights, interpolated
 from benchmarks.mesh.rivals.runahead import RunaheadTransformer
 from benchmarks.mesh.rivals.runahead_mesh import MeshRunahead, chunk_layer
 from benchmarks.mesh.rows import ROWS, TASKS, Row, Task, compare
-from benchmarks.model.models import seconds
+from benchmarks.model.models import SHAPES, ShapeName, seconds
 from zdc_jax.axes import Array
 from zdc_jax.errors import MeshError
 from zdc_jax.model.transformer import Embeddings

@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.model.models import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_8B, InOneCall, capacity_for, random_codes
+from benchmarks.model.models import InOneCall, capacity_for, random_codes
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.block import Block
@@ -22,23 +22,6 @@ from zdc_jax.parallel.payload import Payload, scale_for
 from zdc_jax.parallel.transformer import ShardedTransformer, held_sharding
 from zdc_jax.parallel.weights import WeightPlacement
 from zdc_jax.plan import CompressionPlan
-
-SHAPES = {
-    "llama-2-7b": LLAMA_2_7B,
-    "llama-2-13b": replace(LLAMA_2_13B, max_positions=2**18),
-    "llama-3-8b": LLAMA_3_8B,
-    "tiny": replace(
-        LLAMA_2_7B,
-        layers=LLAMA_2_7B.layers[:2],
-        embed_dim=64,
-        ffn_dim=96,
-        vocab_size=97,
-        num_heads=8,
-        num_kv_heads=8,
-        head_dim=32,
-    ),
-}
-ShapeName = Literal[*SHAPES]
 
 
 class Model:

@@ -3,14 +3,16 @@
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m benchmarks.model.bench_generate \
         --plan benchmarks/plans/smollm2-135m-8192.json --lengths 8192 32768 131072
 
-Sides: `ours-16` (16-bit cache), `ours-plan` (a plan), `vllm-16` and `vllm-fp8` (vLLM with a 16-bit and a float8
-cache). Each side runs in a process of its own, one after another on the same GPU. With `--shape` the weights are
-random, and a plan of another model is transferred to the shape (`transferred_plans`). With `--model` they are those
-of a converted folder; vLLM then runs random weights of `--config`, a Hugging Face config.json of the same shape.
+Sides: `ours-16` (16-bit cache), `ours-plan` (a plan), `vllm-16` and `vllm-fp8` (vLLM with a 16-bit and a
+float8 cache). Each side runs in a process of its own, one after another on the same GPU. With `--shape` the
+weights are random, and a plan of another model is transferred to the shape (`transferred_plans`). With
+`--model` they are those of a converted folder; vLLM then runs random weights of `--config`, a Hugging Face
+config.json of the same shape.
 
-The first call of each shape compiles and is not counted. For ours, both times are `Generation.timings`. For vLLM,
-they are the request metrics of `LLM.generate`: from arrival to the first token, and from first to last token. No
-side shares prefixes between calls. `fits` is the number of sequences of a length that the memory holds at once.
+The first call of each shape compiles and is not counted. For ours, both times are `Generation.timings`. For
+vLLM, they are the request metrics of `LLM.generate`: from arrival to the first token, and from first to
+last token. No side shares prefixes between calls. `fits` is the number of sequences of a length that the
+memory holds at once.
 """
 
 import json
@@ -72,7 +74,7 @@ def draw_prompts(*, sequences: int, length: int, vocabulary: int, seed: int) -> 
 
 def run_ours(side: Side, options: Options) -> None:
     """Time `zdc_jax.generate` on one side and print a row for each length and batch."""
-    from benchmarks.model.shapes import fits, load_side
+    from benchmarks.model.models import fits, load_side
     from zdc_jax.generation.api import generate
 
     model = load_side(
@@ -115,7 +117,7 @@ def run_vllm(side: Side, options: Options) -> None:
     import vllm
     from vllm import LLM, SamplingParams, TokensPrompt
 
-    from benchmarks.model.shapes import write_config
+    from benchmarks.model.models import write_config
 
     with tempfile.TemporaryDirectory() as folder:
         vocabulary = write_config(options.shape, Path(folder), layers=options.layers, config=options.config)

@@ -4,22 +4,27 @@ Times do not depend on the values of weights. A *side* is one implementation und
 `cache(batch, capacity)`, `prefill(cache, tokens)`, `filled(cache, length)` and `decode(cache, token, count)`.
 """
 
+import json
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.bench_coded import SCALE_BYTES
-from zdc_jax.cache.kv_cache import KVCache
+from benchmarks.model.transferred_plans import transferred
+from zdc_jax.cache.kv_cache import KVCache, cache_bytes
 from zdc_jax.config import LayerSpec, ModelConfig, RopeConfig
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.generation.steps import SMALLEST_BUCKET, DecodeState, Flat, Network, decode
+from zdc_jax.loading import LanguageModel, load
 from zdc_jax.methods.coded import Settings
 from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
 from zdc_jax.model.transformer import Transformer
@@ -61,6 +66,22 @@ LLAMA_3_8B = replace(
     vocab_size=128256,
     layers=LayerSpec(rope=RopeConfig(theta=500_000.0)).repeated(32),
 )
+SHAPES = {
+    "llama-2-7b": LLAMA_2_7B,
+    "llama-2-13b": replace(LLAMA_2_13B, max_positions=2**18),
+    "llama-3-8b": LLAMA_3_8B,
+    "tiny": replace(
+        LLAMA_2_7B,
+        layers=LLAMA_2_7B.layers[:2],
+        embed_dim=64,
+        ffn_dim=96,
+        vocab_size=97,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=32,
+    ),
+}
+ShapeName = Literal[*SHAPES]
 SINKS, WINDOW = 4, 512
 ROOM = 128
 """Largest number of tokens decoded after those that a cache stores."""
@@ -68,6 +89,67 @@ BEGUN = 4
 """Tokens of the shorter run, whose time is subtracted from that of the longer run."""
 MOST = SMALLEST_BUCKET
 """Largest number of tokens of one call, as in the smallest program of `generate`."""
+
+
+def load_side(*, shape: str, folder: Path | None, plan: Path | None, layers: int | None) -> LanguageModel:
+    """Return a converted folder's model, or one of a shape with random weights, under a plan or none."""
+    if folder is not None:
+        return load(folder, plan)
+    config = find_shape(shape, layers)
+    if plan is None:
+        return LanguageModel(build(config))
+    chosen = transferred(CompressionPlan.load(plan), config, growth=1)
+    return LanguageModel(build(config, chosen, rotated=True))
+
+
+def find_shape(name: str, layers: int | None) -> ModelConfig:
+    """Return the configuration of a shape, cut to its first layers if a number is given."""
+    config = SHAPES[name]
+    return replace(config, layers=config.layers[:layers])
+
+
+def fits(plan: CompressionPlan, *, tokens: int, share: float) -> int:
+    """Return the sequences of so many tokens whose caches fit into a share of the free memory.
+
+    A device without memory statistics (a CPU) has room for one.
+    """
+    stats = jax.local_devices()[0].memory_stats()
+    if not stats:
+        return 1
+    free = share * (stats["bytes_limit"] - stats["bytes_in_use"])
+    return int(free // cache_bytes(plan.layer_caches("bfloat16"), tokens))
+
+
+def write_config(shape: str, folder: Path, *, layers: int | None, config: Path | None) -> int:
+    """Write config.json of a Llama of this shape, or copy one, and return its vocabulary's size."""
+    if config is not None:
+        shutil.copy(config, folder / "config.json")
+        return json.loads(config.read_text())["vocab_size"]
+    model = find_shape(shape, layers)
+    rope = model.layers[0].rope
+    assert rope is not None
+    values = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": model.embed_dim,
+        "intermediate_size": model.ffn_dim,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_positions,
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": rope.theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope.theta},
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(values, indent=1))
+    return model.vocab_size
 
 
 def build(config: ModelConfig, plan: CompressionPlan | None = None, *, rotated: bool = False) -> Transformer:

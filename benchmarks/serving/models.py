@@ -39,8 +39,8 @@ class ServedModel:
       shape: a shape of `SHAPES` with random weights, instead of a folder.
       plan: a plan file.
       kind: plan of a shape without a file. `coded8` quantizes to 8 bits, as fp8 caches do, in integers that
-        kernels
-        read. `near` keeps recent tokens only, so it reads next to nothing of the cache: a bound, no model.
+        kernels read. `near` keeps recent tokens only, so it reads next to nothing of the cache: a bound,
+        no model.
       growth: factor on the tokens that a plan reads.
       layers: layers of a shape; fewer for a trial.
       mesh: mesh in the syntax of `MeshConfig.parse`; one device by default.

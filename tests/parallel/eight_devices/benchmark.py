@@ -10,9 +10,10 @@ import pytest
 
 from benchmarks.mesh import attention_parts
 from benchmarks.mesh.bench_sequence_parallel import main
-from benchmarks.mesh.models import SHAPES, Model, OnMesh
+from benchmarks.mesh.models import Model, OnMesh
 from benchmarks.mesh.rivals.partition import ChunkCost, searched
 from benchmarks.mesh.rivals.runahead import RunaheadTransformer
+from benchmarks.model.models import SHAPES
 from zdc_jax.methods.coded import Settings
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.transformer import ShardedTransformer

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from benchmarks.mesh.attention_parts import TOLERANCE, AttentionParts, exact_rows
-from benchmarks.mesh.models import SHAPES
 from benchmarks.mesh.rivals.methods import padded
 from benchmarks.mesh.rows import NUMERICS, ROWS
+from benchmarks.model.models import SHAPES
 from zdc_jax.ops.attention import self_attention
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.plan import CompressionPlan, LayerRanks
