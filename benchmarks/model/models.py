@@ -109,7 +109,7 @@ def find_shape(name: str, layers: int | None) -> ModelConfig:
 
 
 def fits(plan: CompressionPlan, *, tokens: int, share: float) -> int:
-    """Return the sequences of so many tokens whose caches fit into a share of the free memory.
+    """Return how many sequences of `tokens` tokens have caches that fit into a share of the free memory.
 
     A device without memory statistics (a CPU) has room for one.
     """
