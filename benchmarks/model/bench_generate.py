@@ -1,18 +1,18 @@
-"""Time to first token and time per output token, as `generate` gives them, compared with vLLM.
+"""Time to first token and time per output token of `generate`, compared with vLLM.
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m benchmarks.model.bench_generate \
         --plan benchmarks/plans/smollm2-135m-8192.json --lengths 8192 32768 131072
 
 Sides: `ours-16` (16-bit cache), `ours-plan` (a plan), `vllm-16` and `vllm-fp8` (vLLM with a 16-bit and a
 float8 cache). Each side runs in a process of its own, one after another on the same GPU. With `--shape` the
-weights are random, and a plan of another model is transferred to the shape (`transferred_plans`). With
-`--model` they are those of a converted folder; vLLM then runs random weights of `--config`, a Hugging Face
-config.json of the same shape.
+weights are random, and the plan of another model is transferred to the shape. With `--model` the weights
+are those of a converted folder; vLLM then runs random weights of `--config`, a Hugging Face config.json of
+the same shape.
 
-The first call of each shape compiles and is not counted. For ours, both times are `Generation.timings`. For
-vLLM, they are the request metrics of `LLM.generate`: from arrival to the first token, and from first to
-last token. No side shares prefixes between calls. `fits` is the number of sequences of a length that the
-memory holds at once.
+The first call of each shape compiles and is not counted. Our times are those of `Generation.timings`. The
+times of vLLM are the request metrics of `LLM.generate`: from arrival to the first token, and from the first
+to the last token. No side shares prefixes between calls. `fits` is the number of sequences whose caches the
+memory holds.
 """
 
 import json
@@ -27,7 +27,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import tyro
 
-from benchmarks.common import RESULTS, commit, write_result
+from benchmarks.common import RESULTS, as_text, commit, environment
+from zdc_jax.files import whole_file
 
 Side = Literal["ours-16", "ours-plan", "vllm-16", "vllm-fp8"]
 MEMORY_SHARE = 0.95
@@ -64,6 +65,8 @@ class Options:
 
 
 Row = dict[str, Any]
+MARK = "@@"
+"""Beginning of the lines that a worker prints for its parent."""
 
 
 def draw_prompts(*, sequences: int, length: int, vocabulary: int, seed: int) -> list[list[int]]:
@@ -77,6 +80,7 @@ def run_ours(side: Side, options: Options) -> None:
     from benchmarks.model.models import fits, load_side
     from zdc_jax.generation.api import generate
 
+    send("environment", environment())
     model = load_side(
         shape=options.shape,
         folder=options.model,
@@ -88,7 +92,7 @@ def run_ours(side: Side, options: Options) -> None:
         for sequences in options.sequences:
             row = {"side": side, "tokens": length, "sequences": sequences, "fits": most}
             if sequences > most:
-                print_row(row)
+                send("row", row)
                 continue
             timings = []
             for seed in range(options.repeats + 1):
@@ -100,7 +104,8 @@ def run_ours(side: Side, options: Options) -> None:
                 wall = time.perf_counter() - began
                 timings.append((result.timings, wall))
             counts = [len(completion.tokens) - 1 for completion in result.completions]
-            print_row(
+            send(
+                "row",
                 row
                 | {
                     "first_token": [timing.prefill for timing, _ in timings[1:]],
@@ -108,17 +113,20 @@ def run_ours(side: Side, options: Options) -> None:
                     "wall": [wall for _, wall in timings[1:]],
                     "first_call": timings[0][1],
                     "compile": timings[0][0].compile,
-                }
+                },
             )
 
 
 def run_vllm(side: Side, options: Options) -> None:
     """Time vLLM on one side and print a row for each length and batch."""
+    import torch
     import vllm
     from vllm import LLM, SamplingParams, TokensPrompt
 
     from benchmarks.model.models import write_config
 
+    versions = {"vllm": vllm.__version__, "torch": torch.__version__}
+    send("environment", {"device": torch.cuda.get_device_name(), "commit": commit(), "versions": versions})
     with tempfile.TemporaryDirectory() as folder:
         vocabulary = write_config(options.shape, Path(folder), layers=options.layers, config=options.config)
         longest = max(options.lengths) + options.tokens + 1
@@ -143,9 +151,8 @@ def run_vllm(side: Side, options: Options) -> None:
         for sequences in options.sequences:
             fitting = slots // (length + options.tokens + 1)
             row = {"side": side, "tokens": length, "sequences": sequences, "fits": fitting}
-            row["version"] = vllm.__version__
             if sequences > fitting:
-                print_row(row)
+                send("row", row)
                 continue
             first, token, walls = [], [], []
             for seed in range(options.repeats + 1):
@@ -159,28 +166,30 @@ def run_vllm(side: Side, options: Options) -> None:
                 first.append(max(each.first_token_latency for each in metrics))
                 last = max(each.last_token_ts for each in metrics)
                 token.append((last - max(each.first_token_ts for each in metrics)) / options.tokens)
-            print_row(row | {"first_token": first[1:], "token": token[1:], "wall": walls[1:]})
+            send("row", row | {"first_token": first[1:], "token": token[1:], "wall": walls[1:]})
 
 
-def print_row(row: Row) -> None:
-    """Print a row for the process that started this one."""
-    print("ROW", json.dumps(row), flush=True)
+def send(kind: str, value: dict[str, Any]) -> None:
+    """Print a value for the process that started this one."""
+    print(MARK, json.dumps([kind, value]), flush=True)
 
 
-def run_side(side: Side) -> list[Row]:
-    """Run one side in a process of its own and return its rows."""
+def run_side(side: Side) -> tuple[dict[str, Any], list[Row]]:
+    """Run one side in a process of its own; return its environment and rows."""
+    assert __spec__ is not None
     command = [sys.executable, "-m", __spec__.name, *sys.argv[1:], "--worker", side]
-    rows: list[Row] = []
+    values: dict[str, list[dict[str, Any]]] = {"environment": [], "row": []}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith("ROW "):
-                rows.append(json.loads(line[4:]) | {"repeats": None, "commit": commit()})
-                rows[-1]["repeats"] = len(rows[-1].get("first_token", []))
-                print(describe(rows[-1]), flush=True)
+            if line.startswith(MARK):
+                kind, value = json.loads(line.removeprefix(MARK))
+                values[kind].append(value)
+                print(describe(value) if kind == "row" else f"{side}: {value}", flush=True)
     if process.returncode:
         print(f"{side}: exit status {process.returncode}", flush=True)
-    return rows
+    rows = [row | {"repeats": len(row.get("first_token", ())), "commit": commit()} for row in values["row"]]
+    return (values["environment"] or [{}])[0], rows
 
 
 def describe(row: Row) -> str:
@@ -203,12 +212,21 @@ def main(options: Options) -> None:
     if "ours-plan" in options.sides and options.plan is None:
         raise SystemExit("--sides ours-plan: no plan was given; add --plan PLAN.json, or name other --sides")
     path = options.results / f"{options.name}.json"
-    rows = json.loads(path.read_text())["results"] if path.exists() else []
-    settings = {name: value for name, value in asdict(options).items() if name not in ("worker", "results")}
-    settings |= {name: str(settings[name]) for name in ("model", "config", "plan") if settings[name]}
+    run = json.loads(path.read_text()) if path.exists() else {"environments": {}, "results": []}
+    run |= {"benchmark": options.name, "config": list_settings(options)}
     for side in options.sides:
-        rows = [row for row in rows if row["side"] != side] + run_side(side)
-        print(write_result(options.name, settings, rows, options.results))
+        run["environments"][side], rows = run_side(side)
+        run["results"] = [row for row in run["results"] if row["side"] != side] + rows
+        options.results.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as file:
+            file.write_text(as_text(run))
+    print(path)
+
+
+def list_settings(options: Options) -> dict[str, Any]:
+    """Return the options that belong to the results."""
+    settings = {name: value for name, value in asdict(options).items() if name not in ("worker", "results")}
+    return settings | {name: str(settings[name]) for name in ("model", "config", "plan") if settings[name]}
 
 
 if __name__ == "__main__":
