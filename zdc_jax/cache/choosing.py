@@ -90,7 +90,6 @@ class Choosing(NearFar):
         return far.k, far.v
 
     def create_far(self, batch: int, capacity: int) -> FarTokens:
-        """`NearFar.create_far`."""
 
         def empty(width):
             return jnp.zeros((batch, self.num_kv_heads, capacity, width), self.dtype)
@@ -98,7 +97,6 @@ class Choosing(NearFar):
         return FarTokens(empty(self.R), empty(self.Z))
 
     def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
-        """`NearFar.write_far`."""
         start, kept = positions[:, 0], positions < end[:, None]
 
         def put(buffer, x):
@@ -107,7 +105,6 @@ class Choosing(NearFar):
         return state.far._replace(k=put(state.far.k, k), v=put(state.far.v, v))
 
     def attend_far(self, far: FarTokens, q: Array, positions: Array, call: Call) -> tuple[Array, Array]:
-        """`NearFar.attend_far`."""
         if q.shape[1] == 1:
             return self.attend_pages(far, q, positions, self.chosen(far, q, positions, call), call)
 
@@ -166,7 +163,6 @@ class Choosing(NearFar):
 
     @property
     def queries_apart(self) -> bool:
-        """`LayerCacheSpec.queries_apart`."""
         return True
 
     def bytes_read(self, tokens: int) -> int:
@@ -226,7 +222,6 @@ class PageBounds(Choosing):
         super().__post_init__()
 
     def create_far(self, batch: int, capacity: int) -> FarTokens:
-        """`NearFar.create_far`."""
         shape = batch, self.num_kv_heads, -(-capacity // self.page), self.R
         bounds = jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)
         return super().create_far(batch, capacity)._replace(index=bounds)
@@ -251,14 +246,12 @@ class PageBounds(Choosing):
         return far._replace(index=(put(least, rows.min(3)), put(largest, rows.max(3))))
 
     def page_scores(self, far: FarTokens, q: Array, scale: float) -> Array:
-        """`Choosing.page_scores`."""
         # max(q · least, q · largest) is q · largest where q is positive, else q · least.
         ends = zip((jnp.minimum(q, 0), jnp.maximum(q, 0)), far.index, strict=True)
         least, largest = (einsum_f32("BTKGR,BKSR->BTKGS", part, end) for part, end in ends)
         return scale * (least + largest)
 
     def index_bytes(self, tokens: int) -> int:
-        """`Choosing.index_bytes`."""
         coordinates = 2 * -(-tokens // self.page) * self.R
         return self.num_kv_heads * coordinates * jnp.dtype(self.dtype).itemsize
 
@@ -282,9 +275,7 @@ class LeadingScores(Choosing):
             raise PlanError(f"index={self.index} must be 1 to {self.R}, the rank of the layer's keys")
 
     def page_scores(self, far: FarTokens, q: Array, scale: float) -> Array:
-        """`Choosing.page_scores`."""
         return scale * einsum_f32("BTKGR,BKSR->BTKGS", q[..., : self.index], far.k[..., : self.index])
 
     def index_bytes(self, tokens: int) -> int:
-        """`Choosing.index_bytes`."""
         return self.num_kv_heads * tokens * self.index * jnp.dtype(self.dtype).itemsize

@@ -166,7 +166,6 @@ class ClassLeader(LayerCacheSpec):
         return self.blocks.block
 
     def create(self, batch: int, capacity: int) -> LeaderState:
-        """`LayerCacheSpec.create`."""
         group = GroupState.create(self.blocks, batch=batch, capacity=capacity)
         return LeaderState(self.tokens.create(batch, capacity), group)
 
@@ -201,7 +200,6 @@ class ClassLeader(LayerCacheSpec):
         return replace(state, group=GroupState((important, rest), importance))
 
     def on_heads(self, num_kv_heads: int) -> "ClassLeader":
-        """`LayerCacheSpec.on_heads`."""
         tokens = replace(self.tokens, num_kv_heads=num_kv_heads)
         return replace(self, num_kv_heads=num_kv_heads, tokens=tokens)
 
@@ -229,7 +227,6 @@ class ClassMember(LayerCacheSpec):
         return bool(self.near.sinks or self.near.window)
 
     def create(self, batch: int, capacity: int) -> MemberState:
-        """`LayerCacheSpec.create`."""
 
         def empty(slots, width):
             return jnp.zeros((batch, self.num_kv_heads, slots, width), self.dtype)
@@ -295,7 +292,6 @@ class ClassMember(LayerCacheSpec):
         return Attended(replace(longer, near=near.state), o, lse, aux)
 
     def on_heads(self, num_kv_heads: int) -> "ClassMember":
-        """`LayerCacheSpec.on_heads`."""
         near = replace(self.near, num_kv_heads=num_kv_heads)
         return replace(self, num_kv_heads=num_kv_heads, near=near)
 

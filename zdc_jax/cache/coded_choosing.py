@@ -74,7 +74,6 @@ class CodedChoosing(CodedFar, Choosing):
                 raise PlanError(reason)
 
     def create_far(self, batch: int, capacity: int) -> FarTokens:
-        """`NearFar.create_far`."""
         slots = batch, self.num_kv_heads, slots_for(capacity)
 
         def empty(code, width):
@@ -84,17 +83,14 @@ class CodedChoosing(CodedFar, Choosing):
         return FarTokens(k, v, index)
 
     def made(self, far: FarTokens) -> Made:
-        """`CodedFar.made`."""
         index = [(self.index_code, far.index)] if self.index else []
         return [*index, (self.key_code, far.k)], [(self.value_code, far.v)]
 
     def of_made(self, keys: Sequence[Coded], values: Sequence[Coded]) -> FarTokens:
-        """`CodedFar.of_made`."""
         (*index, coded_k), (coded_v,) = keys, values
         return FarTokens(coded_k, coded_v, *index)
 
     def code_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
-        """`CodedFar.code_far`."""
         far = state.far
         put = partial(put_coded, positions=positions, end=end)
         return FarTokens(
@@ -156,7 +152,6 @@ class CodedChoosing(CodedFar, Choosing):
     def decode_parts(
         self, far: FarTokens, q: Array, positions: Array, call: Call, aux: Any
     ) -> tuple[Parts, Any]:
-        """`CodedFar.decode_parts`."""
         pages = self.chosen(far, q, positions, call) if self.index else aux
         parts = self._parts(far, q, positions, pages, call)
         return parts, pages if self.leads or not self.index else aux
@@ -214,7 +209,6 @@ class CodedChoosing(CodedFar, Choosing):
         return first.slots if isinstance(first, Pages) else first.shape[2]
 
     def rows(self, far: FarTokens, slots: Int[Array, "B K n"]) -> tuple[Array, Array]:
-        """`Choosing.rows`."""
 
         def take(x):
             return jnp.take_along_axis(x, slots[..., None], axis=2)
@@ -222,7 +216,6 @@ class CodedChoosing(CodedFar, Choosing):
         return self.all_rows(jax.tree.map(take, far))
 
     def all_rows(self, far: FarTokens) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
-        """`Choosing.all_rows`."""
 
         def decoded(code, coded, width):
             return decode_tokens(code, coded, width).astype(self.dtype)
@@ -256,7 +249,6 @@ class CodedChoosing(CodedFar, Choosing):
         return logsumexp(scores, axis=-1)
 
     def index_bytes(self, tokens: int) -> int:
-        """`Choosing.index_bytes`."""
         return tokens * self._plane_bytes(self._planes()[:1])
 
     @property

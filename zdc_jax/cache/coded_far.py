@@ -50,7 +50,6 @@ class CodedFar(NearFar):
         that they can; and what is handed on."""
 
     def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> State:
-        """`NearFar.write_far`."""
         keys, values = self.made(state.far)
         groups = (k[..., : self.R], keys), (v[..., : self.Z], values)
         if done := put_by_kernel(groups, positions, end):
@@ -74,7 +73,6 @@ class CodedFar(NearFar):
         aux: Any,
         call: Call,
     ) -> Attended:
-        """`LayerCacheSpec.attend`."""
         if isinstance(k, UnturnedKeys):
             if q.shape[1] == 1 and (stored := self._put_token(state, q, k, v, positions, end, call)):
                 q, held = stored

@@ -50,7 +50,6 @@ class CodedRing(PrefixRing):
         return PrefixRing(**_shape(self))
 
     def create(self, batch: int, capacity: int) -> PrefixRingState:
-        """`LayerCacheSpec.create`."""
         state = jax.eval_shape(partial(self.plain.create, batch, capacity))
         k, v = (jnp.zeros(leaf.shape, leaf.dtype) for leaf in (state.k, state.v))
 
@@ -62,7 +61,6 @@ class CodedRing(PrefixRing):
     def write(
         self, state: PrefixRingState, k: Array, v: Array, positions: Array, end: Array
     ) -> PrefixRingState:
-        """`LayerCacheSpec.write`."""
         sinks, window = state.near
         if k.shape[1] == 1:
             slot, taken = slot_of_token(positions, end, sinks=sinks, window=window)
@@ -98,7 +96,6 @@ class CodedRing(PrefixRing):
         return done._replace(state=self.write(state, k, v, positions, end))
 
     def kernel_rings(self, state: PrefixRingState) -> tuple[Any, Any] | None:
-        """`PrefixRing.kernel_rings`."""
         planes = kernel_planes([(self.code, state.ring_k), (self.code, state.ring_v)])
         return (planes[0], planes[1]) if planes else None
 
@@ -110,14 +107,12 @@ class CodedRing(PrefixRing):
         return call.implementation != "xla" and takes_kernels("near decode", None, refusal)
 
     def decode_held(self, state: PrefixRingState, q: Array, positions: Array, call: Call) -> Parts:
-        """`PrefixRing.decode_held`."""
         planes, (sinks, window) = [*(self.kernel_rings(state) or ())], state.near
         return coded_ring_decode(q, planes, positions, scale=call.scale, sinks=sinks, window=window)
 
     def attend_whole(
         self, q: Array, k: Array, v: Array, positions: Array, aux: object, call: Call
     ) -> Attended:
-        """`LayerCacheSpec.attend_whole`."""
         return self.plain.attend_whole(q, self.seen(k), self.seen(v), positions, aux, call)
 
     def _encode(self, x: Array) -> Coded:

@@ -60,7 +60,6 @@ class CodedStore(CodedFar):
         return max(self.key_code.block, self.value_code.block)
 
     def create_far(self, batch: int, capacity: int) -> tuple[Coded, Coded]:
-        """`NearFar.create_far`."""
         # A last block that never completes is always near; one there must be, for attention wants keys.
         tokens = max(1, capacity // self.block) * self.block if self.block > 1 else slots_for(capacity)
 
@@ -71,19 +70,16 @@ class CodedStore(CodedFar):
         return empty(self.key_code, self.R), empty(self.value_code, self.Z)
 
     def made(self, far: tuple[Coded, Coded]) -> Made:
-        """`CodedFar.made`."""
         keys, values = self._stored(far)
         return [keys], [values]
 
     def of_made(self, keys: Sequence[Coded], values: Sequence[Coded]) -> tuple[Coded, Coded]:
-        """`CodedFar.of_made`."""
         (coded_k,), (coded_v,) = keys, values
         return coded_k, coded_v
 
     def code_far(
         self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array
     ) -> tuple[Coded, Coded]:
-        """`CodedFar.code_far`."""
         stored, new = self._stored(state.far), (k[..., : self.R], v[..., : self.Z])
         if pools_of(state.far)[1] is not None:
             put = partial(_put_in_pages, positions=positions, end=end)
@@ -117,7 +113,6 @@ class CodedStore(CodedFar):
     def decode_parts(
         self, far: tuple[Coded, Coded], q: Array, positions: Array, call: Call, aux: Any
     ) -> tuple[Parts, Any]:
-        """`CodedFar.decode_parts`."""
         (pools, table), near = pools_of(far), (self.sinks, self.window)
         stored = kernel_planes(self._stored(pools))
         return coded_decode(q, stored, positions, near, scale=call.scale, table=table), aux

@@ -122,17 +122,14 @@ class Split(Code):
     rest: Code
 
     def refusal(self, C: int) -> str | None:
-        """`Code.refusal`."""
         if not 0 < self.index < C:
             return f"index={self.index} must be 1 to below {C}, the coordinates that are kept"
         return self.first.refusal(self.index) or self.rest.refusal(C - self.index)
 
     def encode(self, x: Array) -> Coded:
-        """`Code.encode`."""
         return self.first.encode(x[..., : self.index]), self.rest.encode(x[..., self.index :])
 
     def decode(self, coded: Coded, C: int) -> Array:
-        """`Code.decode`."""
         first, rest = coded
         parts = self.first.decode(first, self.index), self.rest.decode(rest, C - self.index)
         return jnp.concatenate(parts, axis=-1)
@@ -143,13 +140,11 @@ class Float8(Code):
     """float8 e4m3 without a scale: what serving systems call an fp8 cache. Larger than 448 is clipped."""
 
     def encode(self, x: Array) -> Coded:
-        """`Code.encode`."""
         most = float(jnp.finfo(jnp.float8_e4m3fn).max)
         coded = jnp.clip(x.astype(jnp.float32), -most, most).astype(jnp.float8_e4m3fn)
         return jax.lax.bitcast_convert_type(coded, jnp.uint8)
 
     def decode(self, coded: Coded, C: int) -> Array:
-        """`Code.decode`."""
         return jax.lax.bitcast_convert_type(coded, jnp.float8_e4m3fn).astype(jnp.float32)
 
 
@@ -158,13 +153,11 @@ class Int8(Code):
     """Integers -127 … 127 times a scale a token and head, its largest coordinate's."""
 
     def encode(self, x: Array) -> Coded:
-        """`Code.encode`."""
         x = x.astype(jnp.float32)
         scale = (jnp.abs(x).max(-1, keepdims=True) / 127).astype(SCALE_DTYPE)
         steps = x / jnp.maximum(scale.astype(jnp.float32), jnp.finfo(jnp.float32).tiny)
         return jnp.clip(jnp.round(steps), -127, 127).astype(jnp.int8), scale
 
     def decode(self, coded: Coded, C: int) -> Array:
-        """`Code.decode`."""
         levels, scale = coded
         return levels.astype(jnp.float32) * scale.astype(jnp.float32)

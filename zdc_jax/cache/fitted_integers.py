@@ -33,11 +33,9 @@ class FittedIntegers(Code):
     bits: int
 
     def refusal(self, C: int) -> str | None:
-        """`Code.refusal`."""
         return packing_refusal(C)
 
     def encode(self, x: Array) -> Coded:
-        """`Code.encode`."""
         x, half = x.astype(jnp.float32), 2 ** (self.bits - 1)
         largest = jnp.abs(x).max(-1, keepdims=True)
 
@@ -56,7 +54,6 @@ class FittedIntegers(Code):
         return pack(level.astype(jnp.uint8), self.bits), code.astype(jnp.uint8)
 
     def decode(self, coded: Coded, C: int) -> Array:
-        """`Code.decode`."""
         levels, reach = coded
         odd = 2 * unpack(levels, self.bits).astype(jnp.float32) + (1 - 2**self.bits)
         return odd * (from_e5m3(reach) / 2**self.bits)

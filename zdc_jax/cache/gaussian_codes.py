@@ -26,11 +26,9 @@ class Gaussian(Code):
     bits: int
 
     def refusal(self, C: int) -> str | None:
-        """`Code.refusal`."""
         return packing_refusal(C)
 
     def encode(self, x: Array) -> Coded:
-        """`Code.encode`."""
         x, tiny = x.astype(jnp.float32), jnp.finfo(jnp.float32).tiny
         # Squares of the coordinates themselves could overflow.
         largest = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), tiny)
@@ -40,7 +38,6 @@ class Gaussian(Code):
         return pack(nearest_levels(unit, self.bits), self.bits), (size * largest).astype(SCALE_DTYPE)
 
     def decode(self, coded: Coded, C: int) -> Array:
-        """`Code.decode`."""
         levels, size = coded
         table = jnp.asarray(gaussian_levels(self.bits), jnp.float32)
         unit = jnp.take(table, unpack(levels, self.bits), mode="clip")
@@ -60,11 +57,9 @@ class TurnedGaussian(Gaussian):
     """`Gaussian` of the coordinates after `turn`."""
 
     def turned(self, x: Array) -> Array:
-        """`Gaussian.turned`."""
         return jnp.matmul(x, jnp.asarray(turn(x.shape[-1]), jnp.float32), precision="highest")
 
     def turned_back(self, x: Array) -> Array:
-        """`Gaussian.turned_back`."""
         # The whole store is turned back at every step: a GPU may round factors as far as it likes to.
         return x @ jnp.asarray(turn(x.shape[-1]).T, jnp.float32)
 

@@ -76,7 +76,6 @@ class HostedChoosing(CodedChoosing):
         return attention.project(x, positions, implementation)
 
     def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
-        """`NearFar.write_far`."""
         return self._stored(self._indexed(state.far, k, positions, end), k, v, positions, end)
 
     def far_step(
@@ -131,11 +130,9 @@ class HostedChoosing(CodedChoosing):
         return super().all_rows(self._split(held)._replace(index=far.index))
 
     def capacity(self, far: FarTokens) -> int:
-        """`Choosing.capacity`."""
         return far.k.shape[1] - 1
 
     def host_bytes(self, capacity: int, batch: int = 1) -> int:
-        """`LayerCacheSpec.host_bytes`."""
         return batch * (slots_for(capacity) + 1) * self.num_kv_heads * self._width
 
     @property

@@ -22,20 +22,16 @@ class ChannelIntegers(Code):
 
     @property
     def block(self) -> int:
-        """`Code.block`."""
         return self.group
 
     def refusal(self, C: int) -> str | None:
-        """`Code.refusal`."""
         return packing_refusal(C)
 
     def encode(self, x: Array) -> Coded:
-        """`Code.encode`."""
         levels, scale, zero = quantise(x.astype(jnp.float32), self.bits, axis=-2)
         return pack(levels, self.bits), scale, zero
 
     def decode(self, coded: Coded, C: int) -> Array:
-        """`Code.decode`."""
         levels, scale, zero = coded
         return dequantise(unpack(levels, self.bits), scale, zero)
 
@@ -52,18 +48,15 @@ class TokenIntegers(Code):
     group: int
 
     def refusal(self, C: int) -> str | None:
-        """`Code.refusal`."""
         return packing_refusal(C)
 
     def encode(self, x: Array) -> Coded:
-        """`Code.encode`."""
         C = x.shape[-1]
         groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, self._channels(C))
         levels, scale, zero = quantise(groups, self.bits, axis=-1)
         return pack(levels.reshape(x.shape), self.bits), scale[..., 0], zero[..., 0]
 
     def decode(self, coded: Coded, C: int) -> Array:
-        """`Code.decode`."""
         levels, scale, zero = coded
         levels = unpack(levels, self.bits)
         groups = levels.reshape(*levels.shape[:-1], -1, self._channels(C))

@@ -36,7 +36,6 @@ class Latents(NearFar):
         return attention.project_latent(x, positions, implementation)
 
     def create_far(self, batch: int, capacity: int) -> tuple[Array, Array]:
-        """`NearFar.create_far`."""
 
         def empty(width):
             return jnp.zeros((batch, self.num_kv_heads, capacity, width), self.dtype)
@@ -52,7 +51,6 @@ class Latents(NearFar):
         return put_rows(latents, k.latents, start, kept), put_rows(values, v[..., : self.Z], start, kept)
 
     def near_keys(self, k: LatentKeys) -> Array:
-        """`NearFar.near_keys`."""
         return k.keys
 
     def far_part(

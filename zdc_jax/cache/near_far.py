@@ -133,11 +133,9 @@ class NearFar(LayerCacheSpec):
         return far, *self.far_part(far, q, k, positions, call, aux)
 
     def create(self, batch: int, capacity: int) -> NearFarState:
-        """`LayerCacheSpec.create`."""
         return NearFarState(self.near.create(batch, capacity), self.create_far(batch, capacity))
 
     def write(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> NearFarState:
-        """`LayerCacheSpec.write`."""
         far = self.write_far(state, k, v, positions, end)
         return NearFarState(self.near.write(state.near, self.near_keys(k), v, positions, end), far)
 
@@ -152,7 +150,6 @@ class NearFar(LayerCacheSpec):
         aux: Any,
         call: Call,
     ) -> Attended:
-        """`LayerCacheSpec.attend`."""
         call = replace(call, end=end)
         far, far_o, far_lse, aux = self.far_step(state, q, k, v, positions, end, call, aux)
         if not self.has_near:

@@ -74,7 +74,6 @@ class Paged(LayerCacheSpec):
     def attend(
         self, state: State, q: Array, k: Any, v: Any, positions: Array, end: Array, aux: Any, call: Call
     ) -> Attended:
-        """`LayerCacheSpec.attend`."""
         table, pooled = call.table, self.pooled(state)
         if not any(pooled):
             return self.spec.attend(state, q, k, v, positions, end, aux, call)
@@ -100,7 +99,6 @@ class Paged(LayerCacheSpec):
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
     ) -> tuple[Array, Any, Any]:
-        """`LayerCacheSpec.project`."""
         return self.spec.project(attention, x, positions, implementation, aux)
 
     def put_prompt(self, state: State, rows: State, tokens: int, end: Array, table: Array) -> State:
@@ -120,21 +118,17 @@ class Paged(LayerCacheSpec):
         return jax.tree.unflatten(jax.tree.structure(state), found)
 
     def on_heads(self, num_kv_heads: int) -> "Paged":
-        """`LayerCacheSpec.on_heads`."""
         return replace(self, num_kv_heads=num_kv_heads, spec=self.spec.on_heads(num_kv_heads))
 
     def host_bytes(self, capacity: int, batch: int = 1) -> int:
-        """`LayerCacheSpec.host_bytes`."""
         return self.spec.host_bytes(capacity, batch)
 
     @property
     def queries_apart(self) -> bool:
-        """`LayerCacheSpec.queries_apart`."""
         return self.spec.queries_apart
 
     @property
     def fixed_bytes(self) -> int:
-        """`LayerCacheSpec.fixed_bytes`."""
         return self.spec.fixed_bytes
 
 

@@ -65,7 +65,6 @@ class PrefixRing(LayerCacheSpec):
     clauses = LayerCacheSpec.clauses | {"pages"}
 
     def create(self, batch: int, capacity: int) -> PrefixRingState:
-        """`LayerCacheSpec.create`."""
 
         def empty(slots, width):
             return jnp.zeros((batch, self.num_kv_heads, slots, width), self.dtype)
@@ -87,7 +86,6 @@ class PrefixRing(LayerCacheSpec):
     def write(
         self, state: PrefixRingState, k: Array, v: Array, positions: Array, end: Array
     ) -> PrefixRingState:
-        """`LayerCacheSpec.write`."""
         new_k = put_tokens(state.k, k[..., : self.R], positions, end)
         new_v = put_tokens(state.v, v[..., : self.Z], positions, end)
         if not (self.sinks or self.window):

@@ -39,11 +39,9 @@ class Gear(Code):
 
     @property
     def block(self) -> int:
-        """`Code.block`."""
         return self.tokens
 
     def refusal(self, C: int) -> str | None:
-        """`Code.refusal`."""
         if not self.rank <= min(self.tokens, C):
             return f"rank={self.rank} must be at most {min(self.tokens, C)}, for blocks [{self.tokens}, {C}]"
         if C > LONGEST:
@@ -51,7 +49,6 @@ class Gear(Code):
         return packing_refusal(C)
 
     def encode(self, x: Array) -> Coded:
-        """`Code.encode`."""
         x = self._vectors(x.astype(jnp.float32))
         m = x.shape[-1]
         each = round(self.outliers / 2 * m)
@@ -65,7 +62,6 @@ class Gear(Code):
         return pack(levels, self.bits), scale, zero, A, B, left.astype(SCALE_DTYPE), places
 
     def decode(self, coded: Coded, C: int) -> Array:
-        """`Code.decode`."""
         levels, scale, zero, A, B, left, places = coded
         x = dequantise(unpack(levels, self.bits), scale, zero) + _product(A, B)
         return self._vectors(x + _spread(left, places, x.shape[-1]))

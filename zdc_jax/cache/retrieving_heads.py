@@ -28,7 +28,6 @@ class RetrievingHeads(NearFar):
             raise PlanError("window=0 must be at least 1 token: heads that do not retrieve see no other")
 
     def create_far(self, batch: int, capacity: int) -> tuple[Array, Array]:
-        """`NearFar.create_far`."""
 
         def empty(width):
             return jnp.zeros((batch, len(self.heads), capacity, width), self.dtype)
@@ -38,7 +37,6 @@ class RetrievingHeads(NearFar):
     def write_far(
         self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array
     ) -> tuple[Array, Array]:
-        """`NearFar.write_far`."""
         start, kept, heads = positions[:, 0], positions < end[:, None], jnp.array(self.heads)
 
         def put(held, x):

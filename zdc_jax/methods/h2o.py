@@ -31,7 +31,6 @@ class MeanScoring(Scoring):
     def final(
         self, scores: Float[Array, "B K S"], positions: Int[Array, "B #K S"], length: Int[Array, " B"]
     ) -> Float[Array, "B K S"]:
-        """`Scoring.final`."""
         return scores / (length[:, None, None] - positions)
 
 

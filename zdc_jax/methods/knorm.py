@@ -29,7 +29,6 @@ class NormScoring(Scoring):
     observed: int | None = 0
 
     def arriving(self, k: Float[Array, "B T K H"]) -> Float[Array, "B T K"]:
-        """`Scoring.arriving`."""
         return -jnp.linalg.norm(k.astype(jnp.float32), axis=-1)
 
 

@@ -56,7 +56,6 @@ class PooledScoring(Scoring):
     def final(
         self, scores: Float[Array, "B K S"], positions: Int[Array, "B #K S"], length: Int[Array, " B"]
     ) -> Float[Array, "B K S"]:
-        """`Scoring.final`."""
         none, combine = (-jnp.inf, jax.lax.max) if self.pooling == "max" else (0.0, jax.lax.add)
         scores = jnp.where(positions != EMPTY, scores, none)
         return jax.lax.reduce_window(scores, none, combine, (1, 1, self.pool), (1, 1, 1), "SAME")
