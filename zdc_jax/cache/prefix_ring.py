@@ -187,7 +187,7 @@ def put_tokens(
         return put_rows(held, x, start, positions < end[:, None])
     if x.shape[1] == 1:
         return held.put_token(x[:, 0], jnp.where(start < end, start, held.slots))
-    return held.put_piece(x, start, end)
+    return held.put_chunk(x, start, end)
 
 
 def ring_slots(sinks: int, window: int, capacity: int) -> int:
