@@ -90,7 +90,6 @@ class Choosing(NearFar):
         return far.k, far.v
 
     def create_far(self, batch: int, capacity: int) -> FarTokens:
-
         def empty(width):
             return jnp.zeros((batch, self.num_kv_heads, capacity, width), self.dtype)
 

@@ -209,14 +209,12 @@ class CodedChoosing(CodedFar, Choosing):
         return first.slots if isinstance(first, Pages) else first.shape[2]
 
     def rows(self, far: FarTokens, slots: Int[Array, "B K n"]) -> tuple[Array, Array]:
-
         def take(x):
             return jnp.take_along_axis(x, slots[..., None], axis=2)
 
         return self.all_rows(jax.tree.map(take, far))
 
     def all_rows(self, far: FarTokens) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
-
         def decoded(code, coded, width):
             return decode_tokens(code, coded, width).astype(self.dtype)
 

@@ -36,7 +36,6 @@ class Latents(NearFar):
         return attention.project_latent(x, positions, implementation)
 
     def create_far(self, batch: int, capacity: int) -> tuple[Array, Array]:
-
         def empty(width):
             return jnp.zeros((batch, self.num_kv_heads, capacity, width), self.dtype)
 

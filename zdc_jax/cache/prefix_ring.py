@@ -65,7 +65,6 @@ class PrefixRing(LayerCacheSpec):
     clauses = LayerCacheSpec.clauses | {"pages"}
 
     def create(self, batch: int, capacity: int) -> PrefixRingState:
-
         def empty(slots, width):
             return jnp.zeros((batch, self.num_kv_heads, slots, width), self.dtype)
 

@@ -28,7 +28,6 @@ class RetrievingHeads(NearFar):
             raise PlanError("window=0 must be at least 1 token: heads that do not retrieve see no other")
 
     def create_far(self, batch: int, capacity: int) -> tuple[Array, Array]:
-
         def empty(width):
             return jnp.zeros((batch, len(self.heads), capacity, width), self.dtype)
 
