@@ -12,7 +12,7 @@ from typing import Any
 from kernels_pallas import Parts, Stored
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes import Code, Coded
-from zdc_jax.cache.fitted_integers import as_before, kernel_planes, put_by_kernel
+from zdc_jax.cache.fitted_integers import restore_tree, kernel_planes, put_by_kernel
 from zdc_jax.cache.near_far import NearFar, NearFarState
 from zdc_jax.cache.pages import in_pages, pools_of
 from zdc_jax.cache.spec import Attended, Call, State
@@ -107,11 +107,11 @@ class CodedFar(NearFar):
             return None
         q, *written = found
         coded = [
-            in_pages(as_before([coded for _, coded in part], each.planes), table)
+            in_pages(restore_tree([coded for _, coded in part], each.planes), table)
             for part, each in zip((keys, values), written, strict=True)
         ]
         ring_k, ring_v = (
-            as_before(held, [each.ring])
+            restore_tree(held, [each.ring])
             for held, each in zip((state.near.ring_k, state.near.ring_v), written, strict=True)
         )
         near = replace(state.near, ring_k=ring_k, ring_v=ring_v)

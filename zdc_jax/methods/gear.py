@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from zdc_jax.cache.coded_store import CodedStore
-from zdc_jax.cache.residual_codes import LONGEST, Gear
+from zdc_jax.cache.residual_codes import MAX_VECTOR_LENGTH, Gear
 from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
 from zdc_jax.methods import MethodSettings, check_one_of, check_range, far_layers
@@ -34,8 +34,8 @@ class Settings(MethodSettings):
 
     def __post_init__(self) -> None:
         check_one_of("bits", self.bits, (2, 3, 4, 8))
-        check_one_of("group", self.group, tuple(range(8, LONGEST + 1, 8)))
-        check_range("rank", self.rank, 0, LONGEST)
+        check_one_of("group", self.group, tuple(range(8, MAX_VECTOR_LENGTH + 1, 8)))
+        check_range("rank", self.rank, 0, MAX_VECTOR_LENGTH)
         if type(self.outliers) not in (int, float) or not 0 <= self.outliers <= 0.5:
             raise PlanError(f"outliers={self.outliers!r:.80} must be a share from 0 to 0.5")
 
