@@ -29,7 +29,7 @@ class CodedFar(NearFar):
     """`NearFar` whose store is codes.
 
     On kernels a single token takes none of `NearFar`'s ways to write and to attend, but `decode_parts` and
-    the ring's `decode_held`. What changes the former overrides `project`, too, to get keys as stored.
+    the ring's `decode_stored`. What changes the former overrides `project`, too, to get keys as stored.
     """
 
     @abstractmethod
@@ -77,7 +77,7 @@ class CodedFar(NearFar):
             if q.shape[1] == 1 and (stored := self._put_token(state, q, k, v, positions, end, call)):
                 q, held = stored
                 far, aux = self.decode_parts(held.far, q[..., : self.R], positions, call, aux)
-                near = self.near.decode_held(held.near, q, positions, call)
+                near = self.near.decode_stored(held.near, q, positions, call)
                 return Attended(held, *of_parts(q, near, far), aux)
             q, k = k.rotated(q, call.implementation)
         return super().attend(state, q, k, v, positions, end, aux, call)
@@ -94,7 +94,7 @@ class CodedFar(NearFar):
     ) -> tuple[Array, NearFarState] | None:
         """Turned queries of single tokens, and the cache with these, by one kernel; None where it cannot."""
         rings = self.near.kernel_rings(state.near)
-        if not self.has_near or rings is None or not self.near.decodes_held(state.near, q, v, call):
+        if not self.has_near or rings is None or not self.near.can_decode_stored(state.near, q, v, call):
             return None
         if not self.reads_pages(state, q, v, call):
             return None

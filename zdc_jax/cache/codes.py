@@ -4,6 +4,7 @@ A `Code` is a quantization format. It encodes vectors into `Coded` arrays, and d
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -45,6 +46,10 @@ class Code(ABC):
         """Decode blocks of tokens with C coordinates into float32 vectors."""
 
 
+CodedParts = Sequence[tuple[Code, Coded]]
+"""Codes of consecutive parts of a vector's coordinates, each with its arrays."""
+
+
 def encode_tokens(code: Code, x: Float[Array, "*batch C"]) -> Coded:
     """Quantize vectors one by one, with a code of `block` 1, into arrays [*batch, …]."""
     return jax.tree.map(lambda leaf: leaf.reshape(*x.shape[:-1], -1), code.encode(x[..., None, :]))
@@ -63,14 +68,12 @@ def coded_shapes(code: Code, C: int, dtype: str) -> Coded:
 
 def empty_blocks(code: Code, batch: tuple[int, ...], C: int, dtype: str) -> Coded:
     """Return zeros with the shapes of quantized blocks [*batch, block, C]."""
-
     shapes = coded_shapes(code, C, dtype)
     return jax.tree.map(lambda leaf: jnp.zeros((*batch, *leaf.shape), leaf.dtype), shapes)
 
 
 def empty_tokens(code: Code, batch: tuple[int, ...], C: int, dtype: str) -> Coded:
     """Return zeros with the shapes that `encode_tokens` returns for vectors [*batch, C]."""
-
     shapes = coded_shapes(code, C, dtype)
     return jax.tree.map(lambda leaf: jnp.zeros((*batch, leaf.size), leaf.dtype), shapes)
 

@@ -12,7 +12,7 @@ from kernels_pallas import Plane
 from kernels_pallas.encode import SMALLEST, reaches_tried
 from kernels_pallas.short_scales import NAN_CODE, from_e5m3
 from zdc_jax.axes import Array
-from zdc_jax.cache.codes import Code, Coded, Split, pack, packing_refusal, unpack
+from zdc_jax.cache.codes import Code, Coded, CodedParts, Split, pack, packing_refusal, unpack
 from zdc_jax.cache.pages import in_pages, pools_of
 from zdc_jax.ops.stored import encoded
 
@@ -54,7 +54,7 @@ class FittedIntegers(Code):
 
         bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
         candidates = map(try_scale, reaches_tried(bits, self.bits, x.shape[-1]))
-        _, code, level = functools.reduce(_better, candidates)
+        _, code, level = functools.reduce(_choose_better, candidates)
         level = jnp.nan_to_num(level).astype(jnp.int32)
         level = half + jnp.where(x < 0, -1 - level, level)
         code = jnp.where(jnp.isfinite(largest), code, NAN_CODE)
@@ -66,7 +66,7 @@ class FittedIntegers(Code):
         return odd * (from_e5m3(scale) / 2**self.bits)
 
 
-def _better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
+def _choose_better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
     """Return the candidate of less error for each token; the first array of a candidate is its error."""
     return tuple(jnp.where(other[0] < one[0], y, x) for x, y in zip(one, other, strict=True))
 
@@ -93,13 +93,13 @@ def kernel_planes(stored: Iterable[tuple[Code, Coded]]) -> list[Plane]:
 
 
 def put_by_kernel(
-    groups: Sequence[tuple[Array, Sequence[tuple[Code, Coded]]]], positions: Array, end: Array
+    groups: Sequence[tuple[Array, CodedParts]], positions: Array, end: Array
 ) -> list[list[Coded]] | None:
     """Quantize new tokens and write them into the coded arrays [B, K, S, …], with one kernel.
 
     Args:
-      groups: pairs of tokens [B, T, K, C] and the codes with arrays that store consecutive parts of their
-        coordinates. The arrays may all be `Pages`.
+      groups: pairs of tokens [B, T, K, C] and the parts that store their coordinates. The arrays of the parts
+        may all be `Pages`.
       positions: positions of the tokens.
       end: position at which padding begins.
 
