@@ -68,8 +68,8 @@ def test_json_round_trip(tmp_path):
     ("change", "message"),
     [
         ({"heads": HEADS[:2]}, "heads has 2 lists, it must have one for each of 3 layers"),
-        ({"heads": [[2], [], []]}, r"heads=\(2,\) must ascend within 0 to 1, the KV heads"),
-        ({"heads": [[1, 0], [], []]}, r"heads=\(1, 0\) must ascend within 0 to 1"),
+        ({"heads": [[2], [], []]}, r"heads=\(2,\) must ascend from 0 to 1, the KV heads"),
+        ({"heads": [[1, 0], [], []]}, r"heads=\(1, 0\) must ascend from 0 to 1"),
         ({"heads": [[0, 0], [], []]}, r"heads=\(0, 0\) must ascend"),
         (
             {"heads": [["a"], [], []]},

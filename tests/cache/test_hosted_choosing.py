@@ -168,7 +168,7 @@ def test_settings_that_cannot_be():
         Settings(memory="disk")
     with pytest.raises(PlanError, match="memory='host' with read=0"):
         Settings(memory="host", read=0)
-    with pytest.raises(PlanError, match="must give bytes"):
+    with pytest.raises(PlanError, match="host memory stores bytes"):
         HostedChoosing(**GIVEN | {"value_code": Gaussian(2)}, index=8)
 
 
