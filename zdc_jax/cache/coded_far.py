@@ -59,7 +59,7 @@ class CodedFar(NearFar):
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
     ) -> tuple[Array, UnturnedKeys | Array, Array]:
-        """Compute q, k and v; q and k come before rotary embedding and basis if the latter is not folded."""
+        """Compute q, k and v; q and k are not rotated yet if the basis is not folded into the weights."""
         return attention.project_unturned(x, positions, implementation)
 
     def attend(

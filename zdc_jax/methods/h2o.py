@@ -28,7 +28,7 @@ class Settings(EvictingSettings):
 class MeanScoring(Scoring):
     """Attention received, by the number of queries from the token on."""
 
-    def final(
+    def finalize(
         self, scores: Float[Array, "B K S"], positions: Int[Array, "B #K S"], length: Int[Array, " B"]
     ) -> Float[Array, "B K S"]:
         return scores / (length[:, None, None] - positions)

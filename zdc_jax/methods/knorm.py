@@ -28,7 +28,7 @@ class NormScoring(Scoring):
 
     observed: int | None = 0
 
-    def arriving(self, k: Float[Array, "B T K H"]) -> Float[Array, "B T K"]:
+    def score_new(self, k: Float[Array, "B T K H"]) -> Float[Array, "B T K"]:
         return -jnp.linalg.norm(k.astype(jnp.float32), axis=-1)
 
 

@@ -53,7 +53,7 @@ class PooledScoring(Scoring):
     pool: int
     pooling: str
 
-    def final(
+    def finalize(
         self, scores: Float[Array, "B K S"], positions: Int[Array, "B #K S"], length: Int[Array, " B"]
     ) -> Float[Array, "B K S"]:
         none, combine = (-jnp.inf, jax.lax.max) if self.pooling == "max" else (0.0, jax.lax.add)
