@@ -206,7 +206,7 @@ def test_plans_say_what_is_read():
         ("loki", {"settings": {"read": 0}}, "read=0 must be a positive multiple of page=1"),
         ("loki", {"settings": {"index": 33}}, "index=33 must be from 1 to 32, the rank of the layer's keys"),
         ("loki", {"settings": {"index": 0}}, "index=0 must be from 1 to 32"),
-        ("loki", {"rotated": False}, "rotated=False: method 'loki' .* must be True"),
+        ("loki", {"rotated": False}, "rotated=False: method 'loki' needs a calibrated basis"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(name, change, message):
