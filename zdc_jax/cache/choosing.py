@@ -189,16 +189,16 @@ class Choosing(NearFar):
         return chosen_attention(q, k, v, visible[:, :, None], scale=scale)
 
     def _attend_masked(
-        self, far: FarTokens, call: Call, are_chosen: Callable[..., Array], q: Array, *of_queries: Array
+        self, far: FarTokens, call: Call, are_chosen: Callable[..., Array], q: Array, *per_query: Array
     ) -> tuple[Array, Array]:
         """Compute attention that reads the whole store and masks the pages that are not chosen.
 
         Args:
           far: store of far tokens.
           call: options of the call.
-          are_chosen: function of `q` and blocks of `of_queries` that returns a mask of pages.
+          are_chosen: function of `q` and blocks of `per_query` that returns a mask of pages.
           q: queries.
-          of_queries: further arrays with one entry per query; positions come first.
+          per_query: further arrays with one entry per query; positions come first.
         """
         takes_kernels("prompt of chosen tokens", call.implementation, lambda: MASKED)
         B, T, N, _ = q.shape
@@ -211,7 +211,7 @@ class Choosing(NearFar):
             return chosen_attention(q, k, v, visible.swapaxes(1, 2), scale=call.scale)
 
         # Twice the scores of attention, because the index has at most as many scores of its own.
-        return in_query_blocks(one_block, query_block(2 * B * N * S, T), q, *of_queries)
+        return in_query_blocks(one_block, query_block(2 * B * N * S, T), q, *per_query)
 
     def _is_far(self, j: Array, t: Array) -> Array:
         return (j >= self.sinks) & (j <= t - self.window)
@@ -226,7 +226,7 @@ class PageBounds(Choosing):
     cover all tokens of the page, which is complete before any of its tokens is far.
 
     Raises:
-      PlanError: the page is not from 2 tokens to the window; see also `Choosing`.
+      PlanError: `page` is below 2 or above the window; see also `Choosing`.
     """
 
     def __post_init__(self) -> None:

@@ -86,7 +86,7 @@ class CodedChoosing(CodedFar, Choosing):
             )
         if 1 < self.page > self.window:
             raise PlanError(f"page={self.page} must be 1, or at most {self.window} tokens, the window")
-        for code, width in self._planes():
+        for code, width in self._list_planes():
             if reason := code.refusal(width):
                 raise PlanError(reason)
 
@@ -96,7 +96,7 @@ class CodedChoosing(CodedFar, Choosing):
         def empty(code: Code, width: int) -> Coded:
             return empty_tokens(code, slots, width, self.dtype) if width else ()
 
-        index, k, v = (empty(code, width) for code, width in self._planes())
+        index, k, v = (empty(code, width) for code, width in self._list_planes())
         return FarTokens(k, v, index)
 
     def coded_parts(self, far: FarTokens) -> tuple[CodedParts, CodedParts]:
@@ -136,7 +136,7 @@ class CodedChoosing(CodedFar, Choosing):
         def one_block(q: Array, positions: Array) -> tuple[Array, Array]:
             return self.attend_pages(far, q, positions, self.chosen(far, q, positions, call), call)
 
-        return in_query_blocks(one_block, self._queries_at_once(far, q), q, positions)
+        return in_query_blocks(one_block, self._count_queries_at_once(far, q), q, positions)
 
     def chosen(self, far: FarTokens, q: Array, positions: Array, call: Call) -> Int[Array, "B T K n"]:
         """Return the pages that each query reads, for all queries at once; kernels choose single tokens."""
@@ -161,23 +161,23 @@ class CodedChoosing(CodedFar, Choosing):
             return super().attend_pages(far, q, positions, pages, replace(call, implementation="xla"))
 
         def one_block(q: Array, positions: Array, pages: Array) -> tuple[Array, Array]:
-            return of_parts(q, self._parts(far, q, positions, pages, call))
+            return of_parts(q, self._attend_slots(far, q, positions, pages, call))
 
-        return in_query_blocks(one_block, self._queries_at_once(far, q), q, positions, pages)
+        return in_query_blocks(one_block, self._count_queries_at_once(far, q), q, positions, pages)
 
     def decode_parts(
         self, far: FarTokens, q: Array, positions: Array, call: Call, aux: Any
     ) -> tuple[Parts, Any]:
         pages = self.chosen(far, q, positions, call) if self.index else aux
-        parts = self._parts(far, q, positions, pages, call)
+        parts = self._attend_slots(far, q, positions, pages, call)
         return parts, pages if self.leads or not self.index else aux
 
-    def _parts(
+    def _attend_slots(
         self, far: FarTokens, q: Array, positions: Array, slots: Int[Array, "B T K n"], call: Call
     ) -> Parts:
         """Compute the attention of each query to the tokens in its `slots`, on the kernel."""
         pools, table = pools_of(far)
-        planes, near = self._kernel_planes(pools), (self.sinks, self.window)
+        planes, near = self._convert_planes(pools), (self.sinks, self.window)
         return coded_decode(q, planes, positions, near, scale=call.scale, slots=slots, table=table)
 
     def reads_pages(self, state: NearFarState, q: Array, v: Any, call: Call) -> bool:
@@ -211,9 +211,9 @@ class CodedChoosing(CodedFar, Choosing):
         if self.page > 1:
             return f"kernels read single tokens, not pages of {self.page}"
         pools, table = pools_of(far)
-        return coded_decode_refusal(q, self._kernel_planes(pools), slots=slots, table=table)
+        return coded_decode_refusal(q, self._convert_planes(pools), slots=slots, table=table)
 
-    def _queries_at_once(self, far: FarTokens, q: Array) -> int:
+    def _count_queries_at_once(self, far: FarTokens, q: Array) -> int:
         """Return the number of queries per sequence that kernels process at once."""
         B, T = q.shape[:2]
         return queries_at_once(B, self.num_kv_heads, self.capacity(far), T)
@@ -265,17 +265,17 @@ class CodedChoosing(CodedFar, Choosing):
         return logsumexp(scores, axis=-1)
 
     def index_bytes(self, tokens: int) -> int:
-        return tokens * self._plane_bytes(self._planes()[:1])
+        return tokens * self._count_plane_bytes(self._list_planes()[:1])
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a chosen token, without the index, which is read for every token anyway."""
-        return self._plane_bytes(self._planes()[1:])
+        return self._count_plane_bytes(self._list_planes()[1:])
 
-    def _kernel_planes(self, far: FarTokens) -> list[Plane]:
+    def _convert_planes(self, far: FarTokens) -> list[Plane]:
         parts = (far.index, far.k, far.v)
         return kernel_planes(
-            (code, coded) for (code, width), coded in zip(self._planes(), parts, strict=True) if width
+            (code, coded) for (code, width), coded in zip(self._list_planes(), parts, strict=True) if width
         )
 
     def _choose_all(self, far: FarTokens, q: Array, positions: Array, call: Call) -> Array:
@@ -283,7 +283,9 @@ class CodedChoosing(CodedFar, Choosing):
         B, T, N, _ = q.shape
         on_kernels = self._chooses_on_kernels(far, q, call)
         block = (
-            self._queries_at_once(far, q) if on_kernels else query_block(2 * B * N * self.capacity(far), T)
+            self._count_queries_at_once(far, q)
+            if on_kernels
+            else query_block(2 * B * N * self.capacity(far), T)
         )
 
         def choose(q: Array, positions: Array) -> Array:
@@ -291,14 +293,13 @@ class CodedChoosing(CodedFar, Choosing):
 
         return by_query_blocks(choose, block, q, positions)
 
-    def _planes(self) -> tuple[tuple[Code, int], ...]:
+    def _list_planes(self) -> tuple[tuple[Code, int], ...]:
         """Return the codes of index, keys and values, each with its number of coordinates."""
         widths = self.index, self.R - self.index, self.Z
         return tuple(zip((self.index_code, self.key_code, self.value_code), widths, strict=True))
 
-    def _plane_bytes(self, planes: tuple[tuple[Code, int], ...]) -> int:
+    def _count_plane_bytes(self, planes: tuple[tuple[Code, int], ...]) -> int:
         """Return the bytes of one token in these planes, in all heads."""
-
         shapes = [coded_shapes(code, width, self.dtype) for code, width in planes if width]
         return self.num_kv_heads * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 

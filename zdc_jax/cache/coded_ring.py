@@ -47,12 +47,12 @@ class CodedRing(PrefixRing):
     @classmethod
     def of(cls, ring: PrefixRing, code: Code) -> Self:
         """Return `ring` with quantized storage."""
-        return cls(**_ring_fields(ring), code=code)
+        return cls(**_get_ring_fields(ring), code=code)
 
     @property
     def unquantized(self) -> PrefixRing:
         """The same ring in the model's dtype."""
-        return PrefixRing(**_ring_fields(self))
+        return PrefixRing(**_get_ring_fields(self))
 
     def create(self, batch: int, capacity: int) -> PrefixRingState:
         state = jax.eval_shape(partial(self.unquantized.create, batch, capacity))
@@ -106,7 +106,7 @@ class CodedRing(PrefixRing):
 
     def can_decode_stored(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
         planes = [*(self.kernel_rings(state) or ())]
-        refusal = partial(coded_decode_refusal, q, planes, slots=_all_slots_shape(planes))
+        refusal = partial(coded_decode_refusal, q, planes, slots=_shape_of_all_slots(planes))
         # No explicit implementation is passed on: kernels can still run on the decoded ring.
         return call.implementation != "xla" and takes_kernels("near decode", None, refusal)
 
@@ -132,7 +132,7 @@ class CodedRing(PrefixRing):
         return replace(state, ring_k=self._encode(state.ring_k), ring_v=self._encode(state.ring_v))
 
 
-def _all_slots_shape(planes: list[Plane]) -> jax.ShapeDtypeStruct | None:
+def _shape_of_all_slots(planes: list[Plane]) -> jax.ShapeDtypeStruct | None:
     """Return the shape of a list of all slots, for one query per sequence."""
     if not planes:
         return None
@@ -140,5 +140,5 @@ def _all_slots_shape(planes: list[Plane]) -> jax.ShapeDtypeStruct | None:
     return jax.ShapeDtypeStruct((B, 1, K, M), jnp.int32)
 
 
-def _ring_fields(ring: PrefixRing) -> dict[str, Any]:
+def _get_ring_fields(ring: PrefixRing) -> dict[str, Any]:
     return {field.name: getattr(ring, field.name) for field in fields(PrefixRing)}

@@ -79,7 +79,7 @@ class CodedStore(CodedFar):
         return empty(self.key_code, self.R), empty(self.value_code, self.Z)
 
     def coded_parts(self, far: tuple[Coded, Coded]) -> tuple[CodedParts, CodedParts]:
-        keys, values = self._code_pairs(far)
+        keys, values = self._pair_codes(far)
         return [keys], [values]
 
     def from_parts(self, keys: Sequence[Coded], values: Sequence[Coded]) -> tuple[Coded, Coded]:
@@ -89,7 +89,7 @@ class CodedStore(CodedFar):
     def code_far(
         self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array
     ) -> tuple[Coded, Coded]:
-        stored, new = self._code_pairs(state.far), (k[..., : self.R], v[..., : self.Z])
+        stored, new = self._pair_codes(state.far), (k[..., : self.R], v[..., : self.Z])
         if pools_of(state.far)[1] is not None:
             put = partial(_put_in_pages, positions=positions, end=end)
             coded_k, coded_v = (put(*each, x) for each, x in zip(stored, new, strict=True))
@@ -110,13 +110,13 @@ class CodedStore(CodedFar):
         """
         pools, table = pools_of(far)
         if q.shape[1] > 1:
-            if self._takes_numbers(pools, table, q, call):
-                planes = self._planes(pools)
+            if self._can_dequantize(pools, table, q, call):
+                planes = self._convert_planes(pools)
                 k, v = numbers(planes, positions, window=self.window, dtype=self.dtype, table=table)
             else:
                 k, v = self.read(far)
             return self.attend_rows(q, k, v, positions, call)
-        stored = kernel_planes(self._code_pairs(pools))
+        stored = kernel_planes(self._pair_codes(pools))
         refusal = partial(coded_decode_refusal, q, stored, table=table)
         if takes_kernels("coded decode", call.implementation, refusal):
             return of_parts(q, self.decode_parts(far, q, positions, call, None)[0])
@@ -126,14 +126,14 @@ class CodedStore(CodedFar):
         self, far: tuple[Coded, Coded], q: Array, positions: Array, call: Call, aux: Any
     ) -> tuple[Parts, Any]:
         (pools, table), near = pools_of(far), (self.sinks, self.window)
-        stored = kernel_planes(self._code_pairs(pools))
+        stored = kernel_planes(self._pair_codes(pools))
         return coded_decode(q, stored, positions, near, scale=call.scale, table=table), aux
 
     def reads_pages(self, state: NearFarState, q: Array, v: Any, call: Call) -> bool:
         (pools, table), q = pools_of(state.far), q[..., : self.R]
         if q.shape[1] > 1:
-            return self._takes_numbers(pools, table, q, call)
-        refusal = partial(coded_decode_refusal, q, kernel_planes(self._code_pairs(pools)), table=table)
+            return self._can_dequantize(pools, table, q, call)
+        refusal = partial(coded_decode_refusal, q, kernel_planes(self._pair_codes(pools)), table=table)
         return takes_kernels("coded decode", call.implementation, refusal)
 
     def read(self, far: tuple[Coded, Coded]) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
@@ -145,13 +145,13 @@ class CodedStore(CodedFar):
 
         return decode(self.key_code, far[0], self.R), decode(self.value_code, far[1], self.Z)
 
-    def _takes_numbers(
+    def _can_dequantize(
         self, pools: tuple[Coded, Coded], table: Int[Array, "B n"] | None, q: Array, call: Call
     ) -> bool:
         """Return whether kernels dequantize the store for a chunk of a prompt and attend to the result."""
         return takes_numbers(
             q,
-            self._planes(pools),
+            self._convert_planes(pools),
             sinks=self.sinks,
             window=self.window,
             dtype=self.dtype,
@@ -159,11 +159,11 @@ class CodedStore(CodedFar):
             table=table,
         )
 
-    def _planes(self, pools: tuple[Coded, Coded]) -> list[list[Plane]]:
+    def _convert_planes(self, pools: tuple[Coded, Coded]) -> list[list[Plane]]:
         """Return the planes of keys and those of values."""
-        return [kernel_planes([part]) for part in self._code_pairs(pools)]
+        return [kernel_planes([part]) for part in self._pair_codes(pools)]
 
-    def _code_pairs(self, far: tuple[Coded, Coded]) -> tuple[tuple[Code, Coded], ...]:
+    def _pair_codes(self, far: tuple[Coded, Coded]) -> tuple[tuple[Code, Coded], ...]:
         return (self.key_code, far[0]), (self.value_code, far[1])
 
     def _put_complete_blocks(

@@ -207,7 +207,7 @@ class Evicting(LayerCacheSpec):
         state = _put_sinks(self.create(positions.shape[0], capacity), k, v, positions, end)
         (sinks, window, block), T = state.sizes, positions.shape[1]
         first = end // block * block - window
-        scores, carried = self._prompt_scores(q, k, lse, positions, end, block, call.scale)
+        scores, carried = self._score_prompt(q, k, lse, positions, end, block, call.scale)
         j = jnp.where((positions >= sinks) & (positions < first[:, None]), positions, EMPTY)[:, None]
         far = highest(self.scoring.finalize(scores, j, end), j != EMPTY, state.positions.shape[2])
         near = jnp.clip(first[:, None] + jnp.arange(window + block), 0, T - 1)[:, None]
@@ -237,7 +237,7 @@ class Evicting(LayerCacheSpec):
     def _attend_chunk(
         self, state: EvictingState, q: Array, k: Array, v: Array, start: Array, end: Array, scale: float
     ) -> tuple[EvictingState, Array, Array]:
-        """Process blocks one after another, and settle each before the next."""
+        """Process blocks one after another; evict tokens after each block."""
         (B, T), block = q.shape[:2], state.sizes.block
         pad = -T % block
 
@@ -249,7 +249,7 @@ class Evicting(LayerCacheSpec):
             q, k, v, first = new
             state = self._put_block(state, k, v, first < end)
             state, o, lse = self._attend_stored(state, q, first[:, None] + jnp.arange(block), end, scale)
-            return self._settle(state, first + block, first + block <= end), (o, lse)
+            return self._evict(state, first + block, first + block <= end), (o, lse)
 
         firsts = start + block * jnp.arange((T + pad) // block)[:, None]
         state, (o, lse) = jax.lax.scan(step, state, (*map(split_blocks, (q, k, v)), firsts))
@@ -261,7 +261,7 @@ class Evicting(LayerCacheSpec):
     def _attend_token(
         self, state: EvictingState, q: Array, k: Array, v: Array, start: Array, end: Array, scale: float
     ) -> tuple[EvictingState, Array, Array]:
-        """Process one token per sequence; settle blocks only if some sequence completes one."""
+        """Process one token per sequence; evict tokens only if a sequence completes a block."""
         (sinks, window, block), new = state.sizes, (start < end)[:, None]
         slot = window + start % block
         scores = put_rows(state.near_scores[..., None], self._score_new(k)[..., None], slot, new)
@@ -275,10 +275,10 @@ class Evicting(LayerCacheSpec):
         length = start + 1
         complete = new[:, 0] & (length % block == 0)
 
-        def settle(state: EvictingState) -> EvictingState:
-            return self._settle(state, length, complete)
+        def evict(state: EvictingState) -> EvictingState:
+            return self._evict(state, length, complete)
 
-        return jax.lax.cond(complete.any(), settle, lambda state: state, state), o, lse
+        return jax.lax.cond(complete.any(), evict, lambda state: state, state), o, lse
 
     def _attend_stored(
         self, state: EvictingState, q: Array, positions: Array, end: Array, scale: float
@@ -289,7 +289,7 @@ class Evicting(LayerCacheSpec):
           The state with new scores, and the attention's o and lse.
         """
         (sinks, _, block), (B, T, N, _), K = state.sizes, q.shape, self.num_kv_heads
-        near_j = _near_positions(state.sizes, positions[:, 0])[:, None]  # [B, 1, M]
+        near_j = _list_near_positions(state.sizes, positions[:, 0])[:, None]  # [B, 1, M]
         near_visible = (near_j != EMPTY) & (near_j <= positions[:, :, None])
         far_visible = (state.positions != EMPTY)[:, :, None, None]
         q = q.reshape(B, T, K, N // K, -1)
@@ -341,8 +341,8 @@ class Evicting(LayerCacheSpec):
             near_scores=put(state.near_scores, self._score_new(k)),
         )
 
-    def _settle(self, state: EvictingState, length: Array, complete: Array) -> EvictingState:
-        """Choose the far tokens in the sequences of `length` tokens whose block is complete."""
+    def _evict(self, state: EvictingState, length: Array, complete: Array) -> EvictingState:
+        """Evict tokens in the sequences of `length` tokens whose block is complete."""
         (sinks, window, block), slots = state.sizes, state.positions.shape[2]
         complete = complete[:, None, None]
         leaving = length[:, None] - block - window + jnp.arange(block)
@@ -377,12 +377,13 @@ class Evicting(LayerCacheSpec):
             sizes=state.sizes,
         )
 
-    def _prompt_scores(
+    def _score_prompt(
         self, q: Array, k: Array, lse: Array, positions: Array, end: Array, block: int, scale: float
     ) -> tuple[Array, Array]:
-        """Return scores of all tokens of prompts [B, K', T]: to choose by now, and to carry on.
+        """Return two scores [B, K', T] of all tokens of prompts.
 
-        The second array counts only the queries of the current block, unless all queries count.
+        The first one chooses the far tokens. The second one is stored for later choices: it counts only the
+        queries of the current block, unless `observed` is None.
         """
         initial, observed = self._score_new(k).swapaxes(1, 2), self.scoring.observed
         if observed == 0:
@@ -448,7 +449,7 @@ def _put_sinks(state: EvictingState, k: Array, v: Array, positions: Array, end: 
     return replace(state, near_k=put(state.near_k, k), near_v=put(state.near_v, v))
 
 
-def _near_positions(sizes: Sizes, position: Int[Array, " B"]) -> Int[Array, "B M"]:
+def _list_near_positions(sizes: Sizes, position: Int[Array, " B"]) -> Int[Array, "B M"]:
     """Return the positions of the near slots during the block of `position`, with `EMPTY` for empty slots."""
     sinks, window, block = sizes
     recent = (position // block * block - window)[:, None] + jnp.arange(window + block)

@@ -81,7 +81,7 @@ class HostedChoosing(CodedChoosing):
         return attention.project(x, positions, implementation)
 
     def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
-        return self._stored(self._indexed(state.far, k, positions, end), k, v, positions, end)
+        return self._put_keys_and_values(self._put_index(state.far, k, positions, end), k, v, positions, end)
 
     def far_step(
         self,
@@ -101,17 +101,19 @@ class HostedChoosing(CodedChoosing):
         """
         if positions.shape[1] > 1 or not self.window:
             return super().far_step(state, q, k, v, positions, end, call, aux)
-        far = self._indexed(state.far, k, positions, end)
+        far = self._put_index(state.far, k, positions, end)
         o, lse, aux = self.far_part(far, q, k, positions, call, aux)
         # Without the barrier, XLA copies the whole store to read from it.
         store, o = jax.lax.optimization_barrier((far.k, o))
-        return self._stored(far._replace(k=store), k, v, positions, end), o, lse, aux
+        return self._put_keys_and_values(far._replace(k=store), k, v, positions, end), o, lse, aux
 
-    def _indexed(self, far: FarTokens, k: Array, positions: Array, end: Array) -> FarTokens:
+    def _put_index(self, far: FarTokens, k: Array, positions: Array, end: Array) -> FarTokens:
         index = put_coded(far.index, self.index_code, k[..., : self.index], positions=positions, end=end)
         return far._replace(index=index)
 
-    def _stored(self, far: FarTokens, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
+    def _put_keys_and_values(
+        self, far: FarTokens, k: Array, v: Array, positions: Array, end: Array
+    ) -> FarTokens:
         parts = (self.key_code, k[..., self.index : self.R]), (self.value_code, v[..., : self.Z])
         leaves = [leaf for code, x in parts for leaf in jax.tree.leaves(encode_tokens(code, x))]
         return far._replace(k=put_tokens(far.k, jnp.concatenate(leaves, axis=-1), positions, end))
@@ -196,7 +198,7 @@ def put_tokens(
         slot = jnp.where(start < end, start, S)
 
         def put(row: Array | int, store: Array) -> Array:
-            return _copied(store, jax.lax.dynamic_slice_in_dim(x, row, 1), row, slot[row])
+            return _copy_to_host(store, jax.lax.dynamic_slice_in_dim(x, row, 1), row, slot[row])
     else:
         width = min(T, S)
         first = jnp.clip(start, 0, S - width)
@@ -211,7 +213,7 @@ def put_tokens(
             )
             old, store = jax.lax.optimization_barrier((old, store))
             new = x[row, jnp.clip(source, 0, T - 1)][None]
-            return _copied(store, jnp.where(kept[None, :, None, None], new, old), row, first[row])
+            return _copy_to_host(store, jnp.where(kept[None, :, None, None], new, old), row, first[row])
 
     if B <= UNROLLED:
         for row in range(B):
@@ -220,5 +222,5 @@ def put_tokens(
     return jax.lax.fori_loop(0, B, put, store)
 
 
-def _copied(store: Array, x: UInt8[Array, "1 T K C"], row: Array | int, slot: Array) -> Array:
+def _copy_to_host(store: Array, x: UInt8[Array, "1 T K C"], row: Array | int, slot: Array) -> Array:
     return jax.lax.dynamic_update_slice(store, _to_host(x), (row, slot, 0, 0))

@@ -52,17 +52,17 @@ class TokenIntegers(Code):
 
     def encode(self, x: Array) -> Coded:
         C = x.shape[-1]
-        groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, self._channels(C))
+        groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, self._choose_group(C))
         levels, scale, zero = quantise(groups, self.bits, axis=-1)
         return pack(levels.reshape(x.shape), self.bits), scale[..., 0], zero[..., 0]
 
     def decode(self, coded: Coded, C: int) -> Array:
         levels, scale, zero = coded
         levels = unpack(levels, self.bits)
-        groups = levels.reshape(*levels.shape[:-1], -1, self._channels(C))
+        groups = levels.reshape(*levels.shape[:-1], -1, self._choose_group(C))
         return dequantise(groups, scale[..., None], zero[..., None]).reshape(levels.shape)
 
-    def _channels(self, C: int) -> int:
+    def _choose_group(self, C: int) -> int:
         return max(width for width in range(1, min(self.group, C) + 1) if C % width == 0)
 
 

@@ -62,12 +62,12 @@ class KVCache:
     @property
     def own(self) -> list[Array]:
         """Leaves of all layers that begin with the axis B: all but page pools."""
-        return [leaf for leaf, pooled in self._leaves() if not pooled]
+        return [leaf for leaf, pooled in self._list_leaves() if not pooled]
 
     def with_own(self, own: Sequence[Array]) -> "KVCache":
         """Return the cache with the leaves of `own` replaced."""
         new, tree = iter(own), jax.tree.structure(self.layers)
-        leaves = [leaf if pooled else next(new) for leaf, pooled in self._leaves()]
+        leaves = [leaf if pooled else next(new) for leaf, pooled in self._list_leaves()]
         return replace(self, layers=jax.tree.unflatten(tree, leaves))
 
     def row(self, index: Array) -> "KVCache":
@@ -86,7 +86,7 @@ class KVCache:
         lengths = jax.lax.dynamic_update_slice_in_dim(self.lengths, one.lengths, index, 0)
         return replace(self, layers=states, lengths=lengths)
 
-    def _leaves(self) -> list[tuple[Array, bool]]:
+    def _list_leaves(self) -> list[tuple[Array, bool]]:
         layers = zip(self.specs, self.layers, strict=True)
         pooled = [is_pool for spec, state in layers for is_pool in spec.pooled(state)]
         return list(zip(jax.tree.leaves(self.layers), pooled, strict=True))

@@ -43,7 +43,7 @@ class Paged(LayerCacheSpec):
         kind = type(self.spec).__name__
         if "pages" not in self.spec.clauses:
             raise PlanError(f"spec={kind}: pages need tokens stored by position; choose another method")
-        if any(slots.denominator > 1 for slots in _slots_per_page(self.spec, self.page)):
+        if any(slots.denominator > 1 for slots in _count_page_slots(self.spec, self.page)):
             raise PlanError(f"page={self.page}: must be a multiple of the block size of {kind}")
 
     @classmethod
@@ -60,13 +60,13 @@ class Paged(LayerCacheSpec):
 
     def pooled(self, state: State) -> list[bool]:
         """Return, for each leaf, whether it is a page pool."""
-        return [slots > 0 for slots in _slots_per_page(self.spec, self.page)]
+        return [slots > 0 for slots in _count_page_slots(self.spec, self.page)]
 
     def create(self, batch: int, capacity: int) -> State:
         """Create an empty pool, and the arrays [B, …] of leaves that do not store tokens by position."""
         leaves, tree = jax.tree.flatten(jax.eval_shape(lambda: self.spec.create(batch, capacity)))
         arrays = []
-        for leaf, slots in zip(leaves, _slots_per_page(self.spec, self.page), strict=True):
+        for leaf, slots in zip(leaves, _count_page_slots(self.spec, self.page), strict=True):
             K, rest = leaf.shape[1], leaf.shape[3:]
             shape = (self.pages, K, int(slots), *rest) if slots else leaf.shape
             arrays.append(jnp.zeros(shape, leaf.dtype))
@@ -143,7 +143,7 @@ class Paged(LayerCacheSpec):
 
 
 @lru_cache(maxsize=4096)
-def _slots_per_page(spec: LayerCacheSpec, page: int) -> tuple[Fraction, ...]:
+def _count_page_slots(spec: LayerCacheSpec, page: int) -> tuple[Fraction, ...]:
     """Return the slots that a page has in each leaf; 0 for leaves that do not store tokens by position."""
     one, two = (jax.tree.leaves(jax.eval_shape(lambda n=n: spec.create(1, n))) for n in (LONG, 2 * LONG))
     grown = [b.shape[2] - a.shape[2] if a.size and a.ndim > 2 else 0 for a, b in zip(one, two, strict=True)]

@@ -115,8 +115,8 @@ class PrefixRing(LayerCacheSpec):
         aux: object,
         call: Call,
     ) -> Attended:
-        sinks, window = state.near if self._sees_near(q, v) else (0, 0)
-        implementation = self._implementation(state, q, v, call)
+        sinks, window = state.near if self._reads_near(q, v) else (0, 0)
+        implementation = self._choose_implementation(state, q, v, call)
         on_kernel = _attend_decode if q.shape[1] == 1 else _attend_prefill
         attend = _attend_xla if implementation == "xla" else on_kernel
         written = self.write(state, k, v, positions, end)
@@ -124,7 +124,7 @@ class PrefixRing(LayerCacheSpec):
         return Attended(written, o, lse, aux)
 
     def reads_pages(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
-        return self._implementation(state, q, v, call) == "pallas"
+        return self._choose_implementation(state, q, v, call) == "pallas"
 
     def as_read(self, x: Shaped[Array, "*B C"]) -> Shaped[Array, "*B C"]:
         """Return near keys or values as queries read them; unchanged here."""
@@ -140,7 +140,7 @@ class PrefixRing(LayerCacheSpec):
 
     def can_decode_stored(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
         """Return whether `decode_stored` can run; raise as `attend` does."""
-        return self._implementation(state, q, v, call) == "pallas"
+        return self._choose_implementation(state, q, v, call) == "pallas"
 
     def decode_stored(
         self, state: PrefixRingState, q: Float[Array, "B 1 N H"], positions: Int[Array, "B 1"], call: Call
@@ -149,12 +149,14 @@ class PrefixRing(LayerCacheSpec):
         sinks, window = state.near
         return _run_decode(decode_parts, state, q, positions, call.scale, sinks, window)
 
-    def _sees_near(self, q: Array, v: Array) -> bool:
+    def _reads_near(self, q: Array, v: Array) -> bool:
         return q.shape[-1] > self.R or v.shape[-1] > self.Z
 
-    def _implementation(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> Implementation:
+    def _choose_implementation(
+        self, state: PrefixRingState, q: Array, v: Array, call: Call
+    ) -> Implementation:
         """Return the implementation that computes attention to the cache; raise as `attend` does."""
-        near, ((k, stored_v), table) = self._sees_near(q, v), pools_of((state.k, state.v))
+        near, ((k, stored_v), table) = self._reads_near(q, v), pools_of((state.k, state.v))
         sinks, window = state.near if near else (0, 0)
         rings = (state.ring_k, state.ring_v) if near else None
         refusal = partial(cache_refusal, sinks=sinks, window=window, table=table)

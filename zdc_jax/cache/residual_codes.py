@@ -58,7 +58,7 @@ class Gear(Code):
         return packing_refusal(C)
 
     def encode(self, x: Array) -> Coded:
-        x = self._vectors(x.astype(jnp.float32))
+        x = self._transpose_vectors(x.astype(jnp.float32))
         m = x.shape[-1]
         per_side = round(self.outliers / 2 * m)
         order = jnp.argsort(x, axis=-1)
@@ -68,15 +68,15 @@ class Gear(Code):
         levels, scale, zero = quantise(x, self.bits, -1, inliers)
         residual = x - dequantise(levels, scale, zero)
         A, B = low_rank(jnp.where(inliers, residual, 0), self.rank)
-        outliers = jnp.take_along_axis(residual - _product(A, B), places.astype(jnp.int32), axis=-1)
+        outliers = jnp.take_along_axis(residual - _multiply(A, B), places.astype(jnp.int32), axis=-1)
         return pack(levels, self.bits), scale, zero, A, B, outliers.astype(SCALE_DTYPE), places
 
     def decode(self, coded: Coded, C: int) -> Array:
         levels, scale, zero, A, B, outliers, places = coded
-        x = dequantise(unpack(levels, self.bits), scale, zero) + _product(A, B)
-        return self._vectors(x + _spread(outliers, places, x.shape[-1]))
+        x = dequantise(unpack(levels, self.bits), scale, zero) + _multiply(A, B)
+        return self._transpose_vectors(x + _spread(outliers, places, x.shape[-1]))
 
-    def _vectors(self, x: Array) -> Array:
+    def _transpose_vectors(self, x: Array) -> Array:
         """Transpose blocks [*batch, tokens, C] between tokens and vectors; its own inverse."""
         return x.swapaxes(-1, -2) if self.by_channel else x
 
@@ -95,7 +95,7 @@ def low_rank(
     largest = jnp.abs(x).max((-1, -2), keepdims=True)
     x = x / jnp.maximum(largest, jnp.finfo(jnp.float32).tiny)
     for index in range(rank):
-        row = jnp.broadcast_to(_start_vector(x.shape[-1]), (*x.shape[:-2], x.shape[-1]))
+        row = jnp.broadcast_to(_create_start_vector(x.shape[-1]), (*x.shape[:-2], x.shape[-1]))
         for _ in range(POWER_STEPS):
             column = jnp.einsum("...nm,...m->...n", x, row, precision="highest")
             column = column / jnp.maximum(jnp.linalg.norm(column, axis=-1, keepdims=True), SMALLEST)
@@ -106,12 +106,12 @@ def low_rank(
     return A, B
 
 
-def _start_vector(m: int) -> np.ndarray:
+def _create_start_vector(m: int) -> np.ndarray:
     """Return a start vector without alignment to any coordinate or simple pattern of coordinates."""
     return np.random.default_rng(m).normal(size=m).astype(np.float32)
 
 
-def _product(A: Array, B: Array) -> Array:
+def _multiply(A: Array, B: Array) -> Array:
     """Return A·B in float32."""
     return jnp.einsum("...nr,...rm->...nm", A, B, preferred_element_type=jnp.float32)
 

@@ -235,7 +235,7 @@ class LayerCacheSpec(ABC):
 
     def bytes(self, capacity: int, batch: int = 1) -> int:
         """Return the bytes of the arrays of `create`: all memory that this layer occupies."""
-        return _bytes(self, capacity, batch)
+        return _count_bytes(self, capacity, batch)
 
     def host_bytes(self, capacity: int, batch: int = 1) -> int:
         """Return the part of `bytes` that lies in host memory instead of device memory."""
@@ -259,7 +259,7 @@ class LayerCacheSpec(ABC):
 
 
 @lru_cache(maxsize=4096)
-def _bytes(spec: LayerCacheSpec, capacity: int, batch: int) -> int:
+def _count_bytes(spec: LayerCacheSpec, capacity: int, batch: int) -> int:
     shapes = jax.eval_shape(lambda: spec.create(batch, capacity))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 

@@ -101,7 +101,7 @@ def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...
             "rotated=False: method 'coded' needs a calibrated basis; "
             "run `zdc calibrate MODEL` and use a plan with rotated=True"
         )
-    specs = _mark_leaders(far_layers(plan, dtype, _far_spec))
+    specs = _mark_leaders(far_layers(plan, dtype, _create_far_spec))
     return tuple(_quantize_near(spec, plan.settings_of(layer)) for layer, spec in enumerate(specs))
 
 
@@ -116,7 +116,7 @@ def _quantize_near(spec: LayerCacheSpec, settings: MethodSettings) -> LayerCache
     return CodedRing.of(spec, NEAR_CODE)
 
 
-def _far_spec(settings: Settings) -> Callable[..., LayerCacheSpec]:
+def _create_far_spec(settings: Settings) -> Callable[..., LayerCacheSpec]:
     """Return the constructor of a layer's spec, with the arguments that its settings determine."""
     bits = settings.bits_index, settings.bits_k, settings.bits_v
     index, keys, values = map(FittedIntegers, bits)

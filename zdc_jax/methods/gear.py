@@ -46,9 +46,9 @@ class Settings(MethodSettings):
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
     """Return the specs of all layers under a plan; `dtype` is the model's."""
-    return far_layers(plan, dtype, _far_spec)
+    return far_layers(plan, dtype, _create_far_spec)
 
 
-def _far_spec(settings: Settings) -> Callable[..., LayerCacheSpec]:
+def _create_far_spec(settings: Settings) -> Callable[..., LayerCacheSpec]:
     code = partial(Gear, settings.bits, settings.group, settings.rank, settings.outliers)
     return partial(CodedStore, key_code=code(by_channel=True), value_code=code(by_channel=False))

@@ -34,8 +34,8 @@ def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...
             "rotated=False: method 'loki' needs a calibrated basis; "
             "run `zdc calibrate MODEL` and use a plan with rotated=True"
         )
-    return far_layers(plan, dtype, _far_spec)
+    return far_layers(plan, dtype, _create_far_spec)
 
 
-def _far_spec(settings: Settings) -> Callable[..., LayerCacheSpec]:
+def _create_far_spec(settings: Settings) -> Callable[..., LayerCacheSpec]:
     return partial(LeadingScores, index=settings.index, read=settings.read)
