@@ -161,5 +161,5 @@ def check_fits(specs: Sequence[LayerCacheSpec], *, batch: int, capacity: int, fr
             low, high = (middle, high) if count_bytes(specs, middle, batch) <= limit else (low, middle - 1)
         raise CacheMemoryError(
             f"{batch=}, {capacity=}: the KV cache needs {needed:,} bytes{where}, {limit:,} are free; "
-            f"the largest that fit are batch={largest_batch} at this capacity and capacity={low} at this batch"
+            f"the largest are batch={largest_batch} at this capacity and capacity={low} at this batch"
         )
