@@ -188,7 +188,6 @@ class CodedStore(CodedFar):
             rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % block), (0, 0)))
         rows = rows[:, :, : blocks * block, :width].reshape(*rows.shape[:2], blocks, block, width)
         complete = (first[:, None] + jnp.arange(blocks) + 1) * block <= end[:, None]
-
         put = partial(_put_blocks, first=first, complete=complete)
         return jax.tree.map(put, stored, code.encode(rows))
 
@@ -211,7 +210,6 @@ def _put_in_pages(code: Code, stored: Coded, x: Array, *, positions: Array, end:
 
 def _put_blocks(buffer: Any, new: Any, first: Array, complete: Array) -> Array:
     """Write `new` [B, K, blocks, …] into `buffer` [B, K, n, …] from block `first` on, where complete."""
-
     written = put_rows(_flatten_slots(buffer), _flatten_slots(new).swapaxes(1, 2), first, complete)
     return written.reshape(buffer.shape)
 

@@ -102,7 +102,6 @@ def cache_bytes(specs: Sequence[LayerCacheSpec], capacity: int, batch: int = 1) 
 
     Lengths and `fixed_bytes` are included.
     """
-
     layers = sum(n * (spec.bytes(capacity, batch) + spec.fixed_bytes) for spec, n in Counter(specs).items())
     return batch * LENGTH_BYTES + layers
 
