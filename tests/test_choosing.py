@@ -198,15 +198,15 @@ def test_plans_say_what_is_read():
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("quest", {"window": 15}, "page=16 must be 2 to 15 tokens, the window"),
-        ("quest", {"settings": {"page": 1}}, "page=1 must be 2 to 16 tokens"),
-        ("quest", {"settings": {"read": 40}}, "read=40 must be a multiple of page=16 tokens, and above 0"),
-        ("quest", {"settings": {"read": 0}}, "read=0 must be a multiple of page=16"),
+        ("quest", {"window": 15}, "page=16 must be from 2 to 15 tokens, the window"),
+        ("quest", {"settings": {"page": 1}}, "page=1 must be from 2 to 16 tokens"),
+        ("quest", {"settings": {"read": 40}}, "read=40 must be a positive multiple of page=16 tokens"),
+        ("quest", {"settings": {"read": 0}}, "read=0 must be a positive multiple of page=16"),
         ("quest", {"settings": {"read": "many"}}, "read='many' must be an integer"),
-        ("loki", {"settings": {"read": 0}}, "read=0 must be a multiple of page=1"),
-        ("loki", {"settings": {"index": 33}}, "index=33 must be 1 to 32, the rank of the layer's keys"),
-        ("loki", {"settings": {"index": 0}}, "index=0 must be 1 to 32"),
-        ("loki", {"rotated": False}, "rotated=False: method 'loki' .* must be True"),
+        ("loki", {"settings": {"read": 0}}, "read=0 must be a positive multiple of page=1"),
+        ("loki", {"settings": {"index": 33}}, "index=33 must be from 1 to 32, the rank of the layer's keys"),
+        ("loki", {"settings": {"index": 0}}, "index=0 must be from 1 to 32"),
+        ("loki", {"rotated": False}, "rotated=False: method 'loki' needs a calibrated basis"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(name, change, message):

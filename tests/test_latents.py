@@ -127,7 +127,7 @@ def test_layers_without_far_tokens_are_unmodified_rings(tiny):
 
 
 def test_what_gives_no_latents_is_refused(tiny):
-    with pytest.raises(PlanError, match="rotated=False: method 'palu' keeps latents of a basis"):
+    with pytest.raises(PlanError, match="rotated=False: method 'palu' needs a calibrated basis"):
         replace(palu(qk=H, v=H), rotated=False)
     with pytest.raises(CalibrationError, match="the basis has no k_latent"):
         tiny.model(palu(), replace(tiny.basis(), k_latent=None))

@@ -116,10 +116,10 @@ def test_plans_of_version_2_load(tmp_path):
         ({"bits_k": 7}, r"bits_k=7 must be one of \(2, 3, 4, 5, 6, 8\)"),
         ({"bits_index": 16}, "bits_index=16 must be one of"),
         ({"index": 12}, "index=12 must be a multiple of 8"),
-        ({"index": 32, "read": 0}, "index=32 must be 1 to below 32"),
-        ({"read": -1}, "read=-1 must be a whole number from 0"),
-        ({"index": 32}, "index=32 must be 0 to below 32"),
-        ({"index": 0}, "layer 0: index=0 with read=256 and page=1 must follow a layer that chooses as many"),
+        ({"index": 32, "read": 0}, "index=32 must be from 1 to 31"),
+        ({"read": -1}, "read=-1 must be an integer from 0"),
+        ({"index": 32}, "index=32 must be from 0 to 31"),
+        ({"index": 0}, "layer 0: index=0 with read=256 and page=1 must follow a layer with an index"),
     ],
 )
 def test_impossible_codes_are_refused(settings, message):

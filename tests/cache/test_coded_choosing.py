@@ -178,9 +178,9 @@ def test_zeros_outliers_and_what_is_no_number():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"index": 24}, "index=24 must be 0 to below 24"),
-        ({"page": 12}, "page=12 must be at most 7 tokens"),
-        ({"page": 5}, "read=12 must be a multiple of page=5"),
+        ({"index": 24}, "index=24 must be from 0 to 23"),
+        ({"page": 12}, "page=12 must be 1, or at most 7 tokens"),
+        ({"page": 5}, "read=12 must be a positive multiple of page=5"),
         ({"index": 4}, "rank 4 must be a multiple of 8"),
         ({"Z": 12}, "rank 12 must be a multiple of 8"),
     ],

@@ -71,7 +71,9 @@ def test_attention_reads_codes_of_far_tokens_alone(capacity, block, window):
 
 
 def test_windows_shorter_than_a_block_are_refused():
-    with pytest.raises(PlanError, match="window=15 must be at least 16, the tokens coded together"):
+    with pytest.raises(
+        PlanError, match="window=15 must be at least 16, the tokens that are quantized together"
+    ):
         store(16, 15)
 
 

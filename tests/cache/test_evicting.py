@@ -208,7 +208,7 @@ def test_settings_that_are_refused(method, settings, near, named):
 @pytest.mark.sampled
 def test_tokens_are_stored_only_as_they_are_attended_to():
     spec = Case("h2o").spec
-    with pytest.raises(NotImplementedError, match="not before"):
+    with pytest.raises(NotImplementedError, match="only in `attend`"):
         spec.write(
             spec.create(1, 8), *[jnp.zeros((1, 1, K, H))] * 2, jnp.zeros((1, 1), int), jnp.ones(1, int)
         )

@@ -130,7 +130,7 @@ def test_a_piece_in_pages_is_where_it_is_in_rows(seed):
     table = jnp.asarray(places.reshape(B, n), jnp.int32)
     pages = Pages(jnp.asarray(rng.normal(size=(B * n + 3, K, slots, 4)), jnp.float32), table)
     x = jnp.asarray(rng.normal(size=(B, T, K, 4)), jnp.float32)
-    found = pages.put_piece(x, jnp.asarray(start), jnp.asarray(end))
+    found = pages.put_chunk(x, jnp.asarray(start), jnp.asarray(end))
     kept = start[:, None] + np.arange(T) < end[:, None]
     wanted = put_rows(pages.rows(), x, jnp.asarray(start), jnp.asarray(kept))
     np.testing.assert_array_equal(found.rows(), wanted)
@@ -259,8 +259,8 @@ def test_methods_that_cannot_are_refused_by_name(tiny_llama):
     )
     plan = CompressionPlan.uniform(config, qk=32, v=32, sinks=2, window=16)
     for name, settings, message in [
-        ("h2o", evicting, "Evicting does not keep tokens by position"),
-        ("kivi", blocks, "page=8 tokens must be a multiple of the blocks of CodedStore"),
+        ("h2o", evicting, "spec=Evicting: pages need tokens stored by position"),
+        ("kivi", blocks, "page=8: must be a multiple of the block size of CodedStore"),
     ]:
         spec = replace(plan, method=name, settings=settings).layer_caches("float32")[0]
         with pytest.raises(PlanError, match=message):

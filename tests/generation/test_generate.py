@@ -296,7 +296,7 @@ def test_text_that_a_tokenizer_cannot_encode_is_named(model):
 def test_a_cache_that_cannot_fit_says_what_would(model, monkeypatch):
     need = model.plan.bytes(128, 2, "float32")
     monkeypatch.setattr("zdc_jax.cache.kv_cache.free_bytes", lambda: need - 1)
-    with pytest.raises(CacheMemoryError, match=f"needs {need:,} bytes.*batch 1 at this length"):
+    with pytest.raises(CacheMemoryError, match=f"needs {need:,} bytes.*batch=1 at this capacity"):
         generate(model, [[3], [4]], 4)
 
 
