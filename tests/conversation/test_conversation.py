@@ -79,7 +79,7 @@ class Read:
 @pytest.fixture
 def read(monkeypatch) -> Read:
     seen = Read()
-    deltas, piece = run.Run.deltas, run.read
+    deltas, piece = run.Run.deltas, run.prefill
 
     def spied(self, *rest):
         (prompt,) = self.request.prompts
@@ -93,7 +93,7 @@ def read(monkeypatch) -> Read:
         return piece(network, state, tokens, *rest, **options)
 
     monkeypatch.setattr(run.Run, "deltas", spied)
-    monkeypatch.setattr(run, "read", spied_piece)
+    monkeypatch.setattr(run, "prefill", spied_piece)
     return seen
 
 
@@ -307,7 +307,7 @@ def test_lengths_beyond_calibration_are_said_when_the_cache_grows(plain):
     model = replace(plain, basis=TinyModel(SHORT).basis())
     conversation = chat(model, max_new_tokens=10, stop_tokens=())
     conversation.say("a")
-    with pytest.warns(UserWarning, match="a row may hold 1.. tokens, the basis was calibrated on .* 64"):
+    with pytest.warns(UserWarning, match="sequences may have 1.. tokens, but the basis was .* 64:"):
         conversation.say("a long message " * 8)
     conversation.say("b")
 
@@ -316,9 +316,9 @@ def test_new_turns_do_not_recompile(plain):
     conversation = chat(plain, max_new_tokens=9, stop_tokens=())
     conversation.say("the end")
     conversation.say("Is it?")
-    sizes = steps.read._cache_size(), steps.decode._cache_size()
+    sizes = steps.prefill._cache_size(), steps.decode._cache_size()
     conversation.say("no")
-    assert (steps.read._cache_size(), steps.decode._cache_size()) == sizes
+    assert (steps.prefill._cache_size(), steps.decode._cache_size()) == sizes
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_new_turns_do_not_recompile(plain):
     [
         ({"max_new_tokens": 0}, PromptError, "max_new_tokens=0"),
         ({"max_new_tokens": True}, PromptError, "max_new_tokens=True"),
-        ({"sampling": [Sampling()] * 2}, PromptError, "sampling holds 2"),
+        ({"sampling": [Sampling()] * 2}, PromptError, "sampling has 2"),
         ({"stop": [""]}, PromptError, "empty string"),
         ({"stop_tokens": "x"}, PromptError, "stop_tokens='x'"),
         ({"prefill_chunk": 33}, PromptError, "prefill_chunk=33"),

@@ -330,7 +330,7 @@ def test_an_engine_that_cannot_go_on_tells_everybody(model, monkeypatch):
         ({"stop_tokens": tuple(range(20))}, "at most 16 are allowed"),
         ({"stop_tokens": None}, "stop_tokens=None must be a token id or a list"),
         ({"stop_tokens": (3, 2**40)}, f"token id {2**40} lies outside the vocabulary"),
-        ({"stop": ("x",)}, "stop strings need a model with a tokenizer"),
+        ({"stop": ("x",)}, "needs a model with a tokenizer"),
         ({"stop": (5,)}, "stop=.5,. must be a string"),
         ({"logprobs": 2.5}, "logprobs=2.5 must be 0 to 5"),
         ({"priority": "high"}, "priority='high' must be a whole number"),

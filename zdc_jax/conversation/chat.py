@@ -60,7 +60,7 @@ def chat(
     *told, hello = opening(system, "Hello")
     greeting = chat_prompt(model, [*told, hello], options)
     check_limit(max_new_tokens)
-    request = Request.checked(model, [greeting], 1, sampling, stop_tokens, stop, prefill_chunk)
+    request = Request.from_arguments(model, [greeting], 1, sampling, stop_tokens, stop, prefill_chunk)
     request = replace(request, max_new_tokens=int(max_new_tokens))
     return Conversation(model, request, told, options, implementation)
 

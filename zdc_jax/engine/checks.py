@@ -1,6 +1,6 @@
 """Whether a request can be served at all: known before any engine takes it."""
 
-from zdc_jax.engine.request import MOST_LOGPROBS, EngineRequest
+from zdc_jax.engine.request import MAX_LOGPROBS, EngineRequest
 from zdc_jax.errors import PromptError, foreign_errors_as
 from zdc_jax.generation.request import check_limit, stop_strings, stop_token_ids, token_ids
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
@@ -39,8 +39,8 @@ def check_request(model: TextModel, max_model_len: int, request: EngineRequest) 
     if not (is_whole(request.min_tokens) and 0 <= request.min_tokens <= request.max_tokens):
         raise PromptError(f"min_tokens={request.min_tokens} must be 0 to max_tokens={request.max_tokens}")
     asked_for = request.logprobs
-    if asked_for is not None and not (is_whole(asked_for) and 0 <= asked_for <= MOST_LOGPROBS):
-        raise PromptError(f"logprobs={asked_for!r} must be 0 to {MOST_LOGPROBS}")
+    if asked_for is not None and not (is_whole(asked_for) and 0 <= asked_for <= MAX_LOGPROBS):
+        raise PromptError(f"logprobs={asked_for!r} must be 0 to {MAX_LOGPROBS}")
     if request.prompt_logprobs and request.logprobs is None:
         raise PromptError("prompt_logprobs needs logprobs: how many alternatives of each token")
     if len(stop_ids(model, request)) > MAX_STOP_TOKENS:

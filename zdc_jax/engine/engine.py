@@ -20,7 +20,7 @@ from zdc_jax.errors import PromptError
 from zdc_jax.fields import check_fields
 from zdc_jax.generation.next_token import Scores, Token
 from zdc_jax.generation.request import check_chunk, warn_beyond_calibration
-from zdc_jax.generation.steps import PREFILL_CHUNK, Chosen, bucket
+from zdc_jax.generation.steps import PREFILL_CHUNK, SampledTokens, bucket
 from zdc_jax.loading import LanguageModel
 
 logger = logging.getLogger("zdc_jax")
@@ -84,7 +84,7 @@ class _Result:
     scored: a job, a piece of its prompt, and scores of the tokens behind those of the piece.
     """
 
-    chosen: Chosen
+    chosen: SampledTokens
     jobs: tuple[tuple[int, Job], ...]
     scored: tuple[Job, PrefillChunk, Scores] | None = None
 
@@ -310,7 +310,7 @@ class Engine:
         return ChunkInputs(work.row, tokens, chunk.begin, chunk.last, job.numbers, job.choice, wanted)
 
     def _read(
-        self, chunks: Sequence[PrefillChunk], chosen: list[Chosen], scores: Scores | None
+        self, chunks: Sequence[PrefillChunk], chosen: list[SampledTokens], scores: Scores | None
     ) -> list[_Result]:
         """Results of pieces that are being read.
 
@@ -333,10 +333,10 @@ class Engine:
             if result.scored is not None:
                 reader, chunk, scores = result.scored
                 reader.score(chunk.begin, chunk.end, jax.device_get(scores))
-            takers = [(place, job) for place, job in result.jobs if not job.ended and chosen.made[place]]
-            self._count(generation_tokens=sum(int(chosen.made[place]) for place, _ in takers))
+            takers = [(place, job) for place, job in result.jobs if not job.ended and chosen.counts[place]]
+            self._count(generation_tokens=sum(int(chosen.counts[place]) for place, _ in takers))
             for place, job in takers:
-                tokens = chosen.tokens[place, : chosen.made[place]].tolist()
+                tokens = chosen.tokens[place, : chosen.counts[place]].tolist()
                 parts = chosen.tokens, *chosen[3:]
                 try:
                     known = job.take(tokens, jax.tree.map(lambda x, at=place: x[at], Token(*parts)))

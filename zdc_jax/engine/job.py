@@ -15,7 +15,7 @@ from zdc_jax.errors import PromptError, foreign_errors_as
 from zdc_jax.generation.next_token import Choice, Scores, Token
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import request_keys
-from zdc_jax.generation.stopping import Row, StopStrings
+from zdc_jax.generation.stopping import OutputSequence, StopStrings
 from zdc_jax.loading import TextModel
 
 logger = logging.getLogger("zdc_jax")
@@ -44,7 +44,7 @@ class Job:
         self.work.anew = self._to_score > 0
         self.stop_ids = stop_ids(model, request)
         given = model.tokenizer, self.stop_ids, StopStrings(request.stop), request.min_tokens
-        self.answer = Row(0, *given)
+        self.answer = OutputSequence(0, *given)
         self._go_on(request.generated)
         (key,) = request_keys([request.sampling], [np.asarray(request.prompt, np.int32)])
         self.numbers = row_numbers(
@@ -86,7 +86,7 @@ class Job:
     def _go_on(self, tokens: tuple[int, ...]) -> None:
         """Adds tokens that were told of elsewhere; raises `PromptError` where none can follow them."""
         with foreign_errors_as(PromptError, "the tokenizer cannot decode generated"):
-            self.answer.take(tokens, full=len(tokens) >= self.work.max_tokens)
+            self.answer.append(tokens, full=len(tokens) >= self.work.max_tokens)
         if self.answer.finish_reason is not None:
             raise PromptError(f"generated: these {len(tokens)} tokens end the answer, so that none follows")
 
@@ -111,11 +111,11 @@ class Job:
         work.output += tokens
         full = len(work.output) >= work.max_tokens
         with foreign_errors_as(PromptError, "the tokenizer cannot decode the answer"):
-            delta = self.answer.take(tokens, full=full)
+            delta = self.answer.append(tokens, full=full)
         if delta is not None:
             shown = self._logprobs(delta.tokens, *chosen[1:])
             self.tell(Event(delta.tokens, delta.text, delta.finish_reason, tuple(shown)))
-        return full or (len(work.output) >= self.answer.least and tokens[-1] in self.stop_ids)
+        return full or (len(work.output) >= self.answer.min_tokens and tokens[-1] in self.stop_ids)
 
     def _logprobs(
         self,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from zdc_jax.generation.next_token import MOST_LOGPROBS as MOST_LOGPROBS
+from zdc_jax.generation.next_token import MAX_LOGPROBS as MAX_LOGPROBS
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import TextModel
 

@@ -30,20 +30,20 @@ from zdc_jax.cache.paged import Paged
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.scheduler import Grouping
 from zdc_jax.errors import CacheMemoryError, MeshError, PlanError
-from zdc_jax.generation.next_token import Choice, Scores, scores
+from zdc_jax.generation.next_token import Choice, Scores, score_tokens
 from zdc_jax.generation.row_numbers import WIDTH
 from zdc_jax.generation.steps import (
-    Chosen,
     DecodeState,
     Flat,
     Frontier,
     Network,
+    SampledTokens,
     advance,
     advance_with,
-    at_end,
     bucket,
     choose,
     decode_steps,
+    take_last,
 )
 from zdc_jax.model.together import Place
 from zdc_jax.model.transformer import Embeddings, Transformer
@@ -179,7 +179,7 @@ class Runner:
 
     def read(
         self, chunks: Sequence[ChunkInputs], beside: "Decoding"
-    ) -> tuple[list[Chosen], Scores | None, Chosen | None]:
+    ) -> tuple[list[SampledTokens], Scores | None, SampledTokens | None]:
         """Pieces of a group, and a token of each other row that decodes, in one program.
 
         Returns:
@@ -208,7 +208,7 @@ class Runner:
         long = self.whole is not None and len(chunk.tokens) > self.whole
         return long and chunk.begin == 0 and chunk.following is None
 
-    def decode(self, rows: "Decoding", steps: int) -> list[Chosen]:
+    def decode(self, rows: "Decoding", steps: int) -> list[SampledTokens]:
         """`steps` times one more token of rows that have not ended, in one program if it is for so many."""
         packed, found = self._sent(rows.packed()), []
         if steps == self.steps > 1:
@@ -223,11 +223,11 @@ class Runner:
         self._state, found = self._programs[name](*given)
         return found
 
-    def _first(self, chunk: ChunkInputs, frontier: Frontier) -> Chosen:
+    def _first(self, chunk: ChunkInputs, frontier: Frontier) -> SampledTokens:
         """The token behind a piece; behind one that is not the last none is made, of which there is word
         when the piece is read."""
         if not chunk.last:
-            return Chosen(frontier.held, frontier.gets, frontier.held, None, None, None)
+            return SampledTokens(frontier.lengths, frontier.active, frontier.lengths, None, None, None)
         packed = np.concatenate([[np.int32(chunk.row)], chunk.numbers])[None]
         return self._chosen(f"first {chunk.choice}", frontier, packed)
 
@@ -238,7 +238,7 @@ class Runner:
         behind[: len(chunk.tokens)] = *chunk.tokens[1:], chunk.following
         return self._programs[f"score {len(hidden)}"](self._ends, hidden, behind)
 
-    def _chosen(self, name: str, frontier: Frontier, packed: np.ndarray | Array) -> Chosen:
+    def _chosen(self, name: str, frontier: Frontier, packed: np.ndarray | Array) -> SampledTokens:
         given = self._ends, self._state.last, self._state.done, frontier, packed
         last, done, chosen = self._programs[name](*given)
         self._state = self._state._replace(last=last, done=done)
@@ -352,7 +352,7 @@ class Runner:
             yield f"{name} {choice}", lower(run, *given)
 
         def score(ends, *given):
-            return scores(ends.whole.unembed, *given)
+            return score_tokens(ends.whole.unembed, *given)
 
         for width in self._widths:
             yield f"score {width}", lower(score, hidden(width, D), like(jnp.int32, width))
@@ -434,7 +434,7 @@ def _read_chunk(
     one, tokens, end = state.cache.row(row), packed[CHUNK_HEADER:], begin + count
     one = replace(one, lengths=begin[None]).release(begin[None] == 0)
     hidden, one = network.extend(one, tokens[None], end[None])
-    frontier = Frontier(at_end(hidden, count[None]), last[None].astype(bool), end[None])
+    frontier = Frontier(take_last(hidden, count[None]), last[None].astype(bool), end[None])
     return state._replace(cache=state.cache.with_row(row, one)), (frontier, hidden[0], None)
 
 
@@ -456,7 +456,7 @@ def _read_and_decode(
     given = others[:, 0].astype(bool), others[:, 1:], place, tokens
     cache, decoded, hidden = advance_with(network, state, *given)
     each = [slice(i, i + 1) for i in range(several)]
-    ends = [at_end(hidden[None], jnp.cumsum(count)[one]) for one in each]
+    ends = [take_last(hidden[None], jnp.cumsum(count)[one]) for one in each]
     frontiers = tuple(
         Frontier(end, last[one].astype(bool), place.end[one]) for end, one in zip(ends, each, strict=True)
     )
@@ -488,21 +488,21 @@ def _decode(network: Network, state: DecodeState, packed: Array) -> tuple[Decode
 
 def _decode_in_one(
     steps: int, choice: Choice, network: Network, state: DecodeState, packed: Array
-) -> tuple[DecodeState, Chosen]:
+) -> tuple[DecodeState, SampledTokens]:
     """So many steps of all rows that are active, which ask the host nothing between."""
     return decode_steps(network, state, packed[:, 0].astype(bool), packed[:, 1:], None, steps, choice)
 
 
 def _next(
     embeddings: Embeddings, last: Array, done: Array, frontier: Frontier, packed: Array, choice: Choice
-) -> tuple[Array, Array, Chosen]:
+) -> tuple[Array, Array, SampledTokens]:
     """Tokens of all rows that get one."""
     return choose(embeddings, last, done, frontier, packed[:, 1:], choice)
 
 
 def _first(
     embeddings: Embeddings, last: Array, done: Array, frontier: Frontier, packed: Array, choice: Choice
-) -> tuple[Array, Array, Chosen]:
+) -> tuple[Array, Array, SampledTokens]:
     """The first token of one row."""
     row = packed[0, 0]
     given = jax.lax.dynamic_slice_in_dim(last, row, 1), jax.lax.dynamic_slice_in_dim(done, row, 1)

@@ -91,8 +91,8 @@ def test_processes_ask_for_the_same_pieces(ready):
     on_one = replace(model.model(CompressionPlan.full(model.config)), tokenizer=byte_tokenizer(97))
     mesh = MeshConfig(data=2, sequence=4).create()
     on_mesh = replace(on_one, network=ShardedTransformer.of(on_one.network, mesh))
-    asked = SimpleNamespace(made=SimpleNamespace(is_ready=lambda: ready))
-    request = Request.checked(on_mesh, PROMPTS, 20, None, (), (), 32)
+    asked = SimpleNamespace(counts=SimpleNamespace(is_ready=lambda: ready))
+    request = Request.from_arguments(on_mesh, PROMPTS, 20, None, (), (), 32)
     assert Run(on_mesh, request, None)._may_ask_ahead(asked)
     assert Run(on_one, request, None)._may_ask_ahead(asked) == (not ready)
     calls = []
