@@ -18,7 +18,7 @@ import tyro
 from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.serving.replay import ENOUGH, Served
 from benchmarks.serving.traces import Arrival, arrivals
-from zdc_jax.engine.runner import SEVERAL
+from zdc_jax.engine.runner import MAX_CHUNKS
 from zdc_jax.engine.scheduler import Grouping, Plan, PrefillChunk, Scheduler, Work
 from zdc_jax.generation.steps import bucket
 
@@ -150,7 +150,7 @@ class Options:
 
 def simulate(requests: Sequence[Arrival], cost: Cost, *, rows: int, chunk: int, tails: bool) -> list[Served]:
     """The requests, with their times; tails: whether rows hold something beside pages."""
-    programs = Grouping(SEVERAL, chunk, bucket)
+    programs = Grouping(MAX_CHUNKS, chunk, bucket)
     scheduler = Scheduler(
         rows,
         chunk,

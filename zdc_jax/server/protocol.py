@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens
-from zdc_jax.engine.checks import check_length, stop_ids
+from zdc_jax.engine.checks import check_length, resolve_stop_ids
 from zdc_jax.engine.request import MAX_LOGPROBS, EngineRequest
 from zdc_jax.generation.request import stop_strings, token_ids
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
@@ -183,7 +183,7 @@ class Asked(ToModel, ABC):
             raise RequestError(
                 f"{param}: token id {bad[0]} lies outside the vocabulary 0…{vocab - 1}", param=param
             )
-        if len(stop_ids(model, requests[0])) > MAX_STOP_TOKENS:
+        if len(resolve_stop_ids(model, requests[0])) > MAX_STOP_TOKENS:
             message = f"{param}: at most {MAX_STOP_TOKENS} are allowed, the model's own among them"
             raise RequestError(message, param=param)
 
