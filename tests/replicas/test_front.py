@@ -158,7 +158,7 @@ def test_what_cannot_be_served_is_refused_at_the_front(engines):
     asked = made(LocalFleet(engines), room=1)
 
     async def run() -> None:
-        with pytest.raises(PromptError, match="at most 200 are served"):
+        with pytest.raises(PromptError, match="exceed max_model_len=200"):
             asked.submit(EngineRequest((5,), 200), lambda event: None)
         hanging = tuple(engines[0].model.tokenizer.encode("on?").ids)
         asked.submit(EngineRequest(hanging, 9), lambda event: None)
