@@ -26,7 +26,7 @@ def _rows(name: str) -> list[dict[str, Any]]:
 def kernels_table() -> str:
     """A step of attention beside cuDNN."""
     lines = [
-        "| far tokens read | heads | rows | tokens | ms | choosing | cuDNN, ms | | of read bandwidth |",
+        "| older tokens read | heads | sequences | tokens | ms | choosing | cuDNN, ms | ratio | bandwidth |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in _rows("coded-h200"):
@@ -200,8 +200,8 @@ def _one_plan_cells(label: str, rows: list[dict[str, Any]], quality: dict[str, A
 
 def models_table() -> str:
     """A decoded token of whole models beside cuDNN, and what the same plan costs a real model."""
-    heads = ("shape", "far tokens read", "ms a token", "", "choosing, new tokens, ms", "tokens held")
-    heads += ("perplexity", "least retention")
+    heads = ("shape", "older tokens read", "ms per token", "speed-up", "choosing; new tokens, ms")
+    heads += ("tokens in memory", "perplexity", "weakest task")
     return "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *_model_lines()])
 
 
@@ -226,13 +226,8 @@ def _model_lines() -> Iterator[str]:
 
 TABLES = {
     "coded kernels": kernels_table,
-    "coded chunks": chunk_table,
-    "chosen chunks": chosen_chunk_table,
-    "coded selection": selection_table,
     "coded models": models_table,
     "one plan": one_plan_table,
     "one plan on two": partial(one_plan_on_mesh_table, "one-plan-h100-2"),
     "one plan on four": partial(one_plan_on_mesh_table, "one-plan-h100-4"),
-    "coded prompts": encode_table,
-    "new tokens": new_tokens_table,
 }

@@ -13,7 +13,6 @@ from typing import Any
 from benchmarks import coded_speed_tables
 from benchmarks.common import RESULTS
 from benchmarks.quality import block_tables
-from benchmarks.quality.coding_tables import coding_table, fetch_table, layers_table, memory_table
 from benchmarks.quality.rows import NAME, Row, family, in_order, least, missing, of, read_run, retentions
 from benchmarks.sequence_tables import sequence_table
 
@@ -407,16 +406,6 @@ TABLES = {
     "calibration": calibration_table,
     "kernels": kernel_table,
     "sequence": sequence_table,
-    **{
-        f"coding {part}": partial(coding_table, part)
-        for part in ("bases", "codes", "near", "choice", "growth")
-    },
-    "coding shared": partial(coding_table, "choice", "coding-2048"),
-    "coding whose": partial(coding_table, "choice", "coding-whose-choice"),
-    "coding tokens": partial(coding_table, "tokens", "coding-tokens"),
-    "coding layers": layers_table,
-    "host fetch": fetch_table,
-    "host memory": memory_table,
     **coded_speed_tables.TABLES,
     **block_tables.TABLES,
 }

@@ -101,7 +101,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     layers = row["density_by_layer"]
     return [
         str(row["context"]),
-        f"{row['sheets']} of {row['split']}, {row['seed']}",
+        f"{row['documents']} of {row['split']}, {row['seed']}",
         name_of(row["choice"]),
         f"{row['density']:.1%}",
         f"{min(layers):.0%} to {max(layers):.0%}",

@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 def served(folder):
     """The process and its address."""
     command = [sys.executable, "-m", "convert.cli.main", "serve", str(folder), "--port", "0"]
-    command += ["--rows", "2", "--chunk", "32", "--max-model-len", "128", "--steps", "2"]
+    command += ["--max-sequences", "2", "--chunk", "32", "--max-model-len", "128", "--decode-steps", "2"]
     environment = os.environ | {"ZDC_API_KEY": "sesame", "JAX_PLATFORMS": "cpu"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

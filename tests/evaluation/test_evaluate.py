@@ -75,7 +75,7 @@ def test_batches_do_not_matter_and_dense_is_read_once(tiny: TinyModel, protocol,
             assert each.documents == LEAST_DOCUMENTS
     assert all(abs(each.retention - 1) > 1e-3 for each in found.tasks.values())
     read = []
-    monkeypatch.setattr(module, "sheet_answers", lambda *given: read.append(given[0]) or real(*given))
+    monkeypatch.setattr(module, "answer_questions", lambda *given: read.append(given[0]) or real(*given))
     assert first.of(network) == found
     assert tiny.dense not in read
 
@@ -96,7 +96,7 @@ def test_reading_stops_when_retention_is_known(tiny: TinyModel, monkeypatch, cou
         lost = noise * rng.normal(size=len(batch)) * (network is not tiny.dense)
         return {"a": [(Answer(np.array([-1 - x], np.float32), np.array([counts])),) for x in lost]}
 
-    monkeypatch.setattr(module, "sheet_answers", answered)
+    monkeypatch.setattr(module, "answer_questions", answered)
     monkeypatch.setattr(module, "read_contexts", lambda *given, **options: (None, None))
     (given,) = material(max_documents=64, tasks=("copy@128",))
     (report,) = evaluate(tiny.dense, tiny.model(CompressionPlan.full(CONFIG)).network, [given], batch=2)
