@@ -91,8 +91,8 @@ class ChatTemplate:
           add_generation_prompt: end the text with the start of an assistant's reply.
 
         Raises:
-          ChatError: messages are malformed, the template does not use an option, or the template is invalid,
-            refuses the messages, violates the sandbox or its limits, or fails in another way.
+          ChatError: messages are malformed, the template does not use an option, or the template fails. It
+            may be invalid, refuse the messages, or violate the sandbox or its limits.
         """
         checked = checked_messages(messages)
         with _convert_template_errors():

@@ -359,10 +359,10 @@ class Engine:
             receivers = [(row, job) for row, job in result.jobs if not job.ended and chosen.counts[row]]
             self._count(generation_tokens=sum(int(chosen.counts[row]) for row, _ in receivers))
             for row, job in receivers:
-                self._deliver_row(job, chosen, row)
+                self._deliver_sequence(job, chosen, row)
 
-    def _deliver_row(self, job: Job, chosen: SampledTokens, row: int) -> None:
-        """Pass the tokens of one row to its job, and remove the job if it has ended."""
+    def _deliver_sequence(self, job: Job, chosen: SampledTokens, row: int) -> None:
+        """Pass the tokens at index `row` to their job, and remove the job if it has ended."""
 
         def take_row(array: Array) -> Array:
             return array[row]

@@ -4,9 +4,9 @@ The steps are those of `generate` (`zdc_jax.generation.steps`), for sequences th
 are compiled before the first request. Results are arrays still being computed; the engine reads them while
 the next step runs.
 
-Layers and the choice of tokens are separate programs, and neither has a branch that the host must take, for
-which a GPU would wait. So the host runs ahead, and says which kind of choice is needed. Several decode steps
-are one program of both, a loop of known length.
+Layers and the choice of tokens are separate programs. Neither has a branch that the host must take, for which
+a GPU would wait. So the host runs ahead, and says which kind of choice is needed. Several decode steps run as
+one program that contains both, in a loop of known length.
 """
 
 import itertools
@@ -53,15 +53,19 @@ from zdc_jax.parallel.transformer import ShardedTransformer
 logger = logging.getLogger("zdc_jax")
 
 CLAUSES = frozenset({"chunked", "ragged", "order", "reuse"})
-"""Clauses of the cache contract that the engine needs: sequences are prefilled in chunks, batched with
-others, in rows that served other requests before."""
+"""Clauses of the cache contract that the engine needs.
+
+Sequences are prefilled in chunks, batched with others, and take the place of sequences that have ended.
+"""
 CHUNK_HEADER = 4
-"""Numbers before a packed chunk's tokens: row, first position, token count, whether the text ends."""
+"""Numbers before a packed chunk's tokens: batch index, first position, token count, end of text."""
 MAX_CHUNKS = 3
 """Most chunks of one program; attention pads each of them to the tokens of all."""
 STEPS_ON_MESH = 4
-"""Default decode steps of one program on a mesh, where starting a step takes the host longer than running
-it takes the GPUs. More steps gain little."""
+"""Default decode steps of one program on a mesh.
+
+There the host takes longer to start a step than the GPUs take to run it. More steps gain little.
+"""
 NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
 """XLA options for programs with many custom kernels.
 
@@ -80,7 +84,7 @@ class ChunkInputs:
     """Inputs for one prefill chunk.
 
     Attributes:
-      row: row of the sequence.
+      row: index of the sequence in the batch.
       tokens: token ids of the chunk.
       begin: position of the first token.
       last: whether the text ends with the chunk, so that a token is generated after it.
@@ -108,8 +112,8 @@ class DecodeInputs:
     """Inputs for decoding.
 
     Attributes:
-      numbers: packed request parameters of each row (`row_numbers`), [B, WIDTH] int32.
-      active: rows that decode, [B] bool.
+      numbers: packed request parameters of each sequence (`row_numbers`), [B, WIDTH] int32.
+      active: sequences to decode, [B] bool.
       choice: kind of program that serves all of them.
     """
 
@@ -118,7 +122,7 @@ class DecodeInputs:
     choice: Choice
 
     def add(self, row: int, numbers: np.ndarray, choice: Choice) -> None:
-        """Add a row."""
+        """Add the sequence at index `row` of the batch."""
         self.numbers[row], self.active[row] = numbers, True
         self.choice = max(choice, self.choice, key=get_args(Choice).index)
 
@@ -186,42 +190,42 @@ class Runner:
         self._sent: tuple[np.ndarray, Array] | None = None
 
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
-        """Set the pages of a row for all later steps."""
+        """Set the pages of a sequence for all later steps."""
         self._pages[row, : len(pages)] = pages
         self._table = None
 
     def save_tail(self, row: int, tail: int) -> None:
-        """Copy a row's state outside pages to a snapshot."""
+        """Copy a sequence's state outside pages to a snapshot."""
         pair = np.array([row, tail], np.int32)
         self._tails = self._programs["save tail"](self._tails, self._state.cache.own, pair)
 
     def restore_tail(self, row: int, tail: int) -> None:
-        """Copy a snapshot to a row's state outside pages."""
+        """Copy a snapshot to a sequence's state outside pages."""
         pair = np.array([row, tail], np.int32)
         self._state = self._programs["restore tail"](self._state, self._tails, pair)
 
     def prefill(
         self, chunks: Sequence[ChunkInputs], decoding: DecodeInputs
     ) -> tuple[list[SampledTokens], Scores | None, SampledTokens | None]:
-        """Prefill a group of chunks and, if possible, decode one token of other rows in the same program.
+        """Prefill a group of chunks and, if possible, decode a token of other sequences in the same program.
 
         Args:
-          chunks: chunks of different rows; one that needs scores must be alone.
-          decoding: other rows to decode.
+          chunks: chunks of different sequences. A chunk that needs scores must be the only one.
+          decoding: other sequences to decode.
 
         Returns:
-          The token after each chunk, scores of the only chunk if it needs them, and the tokens of other rows.
-          The latter are None if no row decodes or the rows are left to `decode`.
+          The token after each chunk, scores of the only chunk if it needs them, and the tokens of the other
+          sequences. These are None if nothing decodes, or if decoding is left to `decode`.
         """
         (first, *more), decoded, decodes = chunks, None, decoding.active.any()
         width = self._widths[0] if more else self._pad_width(len(first.tokens))
         if self.together and (more or decodes or width < self._widths[0]):
-            count, packed_rows = self.grouping.several if more else 1, decoding.pack()
+            count, packed_inputs = self.grouping.several if more else 1, decoding.pack()
             packed_chunks = _pack_chunks(chunks, count, width, empty_row=self.layout.rows)
-            packed = np.concatenate([packed_chunks, packed_rows.ravel()])
+            packed = np.concatenate([packed_chunks, packed_inputs.ravel()])
             frontiers, hidden, others = self._run_step(_name_prefill_and_decode(count, width), packed)
             if decodes:
-                decoded = self._choose(f"choose next, {decoding.choice}", others, self._send(packed_rows))
+                decoded = self._choose(f"choose next, {decoding.choice}", others, self._send(packed_inputs))
         else:
             name = _name_prefill_whole(width) if self._is_whole(first) else _name_prefill(width)
             packed = _pack_chunks(chunks, 1, width, empty_row=0)
@@ -236,21 +240,21 @@ class Runner:
         is_long = self.whole is not None and len(chunk.tokens) > self.whole
         return is_long and chunk.begin == 0 and chunk.following is None
 
-    def decode(self, rows: DecodeInputs, steps: int) -> list[SampledTokens]:
-        """Decode `steps` tokens of each active row, in one program if `steps` is its number of steps.
+    def decode(self, inputs: DecodeInputs, steps: int) -> list[SampledTokens]:
+        """Decode `steps` tokens of each active sequence that has not ended.
 
-        Rows that have ended get no more tokens.
+        They are one program if `steps` is `self.steps`, and one program for each step otherwise.
         """
-        packed, tokens = self._send(rows.pack()), []
+        packed, tokens = self._send(inputs.pack()), []
         if steps == self.steps > 1:
-            return [self._run_step(_name_decode_loop(rows.choice), packed)]
+            return [self._run_step(_name_decode_loop(inputs.choice), packed)]
         for _ in range(steps):
             frontier = self._run_step("decode", packed)
-            tokens.append(self._choose(f"choose next, {rows.choice}", frontier, packed))
+            tokens.append(self._choose(f"choose next, {inputs.choice}", frontier, packed))
         return tokens
 
     def _run_step(self, name: str, packed: np.ndarray | Array) -> Any:
-        """Run a program of layers, and return its result besides the new state."""
+        """Run a program of layers, update the state, and return the other results."""
         self._state, result = self._programs[name](self._flat, self._state, self._send_table(), packed)
         return result
 
@@ -282,12 +286,12 @@ class Runner:
         return chosen
 
     def new_decode_inputs(self) -> DecodeInputs:
-        """Return inputs without active rows."""
+        """Return inputs without active sequences."""
         rows = self.layout.rows
         return DecodeInputs(np.full((rows, WIDTH), -1, np.int32), np.zeros(rows, bool), "greedy")
 
     def _send(self, packed: np.ndarray) -> Array:
-        """Return packed rows on all devices, transferred only if they differ from the last ones."""
+        """Return packed inputs on all devices, transferred only if they differ from the last ones."""
         if self._sent is None or not np.array_equal(packed, self._sent[0]):
             self._sent = packed, jax.device_put(packed, self._where)
         return self._sent[1]
@@ -465,7 +469,7 @@ def _name_prefill_whole(width: int) -> str:
 
 
 def _name_prefill_and_decode(count: int, width: int) -> str:
-    """Name the program for `count` chunks of `width` tokens in total, with decoding of other rows."""
+    """Name the program for `count` chunks of `width` tokens in total that also decodes other sequences."""
     return f"prefill {count} chunks and decode, {width} tokens"
 
 
@@ -481,7 +485,7 @@ def _name_score(width: int) -> str:
 def _pack_chunks(chunks: Sequence[ChunkInputs], count: int, width: int, *, empty_row: int) -> np.ndarray:
     """Pack chunks for a program with `count` chunks of `width` tokens in total.
 
-    Missing chunks are empty and have the row `empty_row`.
+    Missing chunks are empty and have the batch index `empty_row`.
     """
     headers = [chunk.header for chunk in chunks] + [[empty_row, 0, 0, False]] * (count - len(chunks))
     tokens = [token for chunk in chunks for token in chunk.tokens]
@@ -491,9 +495,9 @@ def _pack_chunks(chunks: Sequence[ChunkInputs], count: int, width: int, *, empty
 def _prefill_chunk(
     network: Network, state: DecodeState, packed: Array
 ) -> tuple[DecodeState, tuple[Frontier, Array, None]]:
-    """Prefill one chunk of one row; return its frontier and hidden states.
+    """Prefill one chunk of one sequence; return its frontier and hidden states.
 
-    The row's own part of the cache is taken out and put back.
+    The sequence's own part of the cache is taken out and put back.
     """
     row, begin, count, last = packed[:CHUNK_HEADER]
     cache, tokens, end = state.cache.row(row), packed[CHUNK_HEADER:], begin + count
@@ -510,9 +514,10 @@ def _prefill_and_decode(
     state: DecodeState,
     packed: Array,
 ) -> tuple[DecodeState, tuple[tuple[Frontier, ...], Array, Frontier]]:
-    """Prefill chunks of `several` rows and run one decode step of all active rows.
+    """Prefill chunks of `several` sequences and run one decode step of all active sequences.
 
-    Returns the state, the frontier and hidden states of the chunks, and the frontier of the active rows.
+    Returns the state, the frontiers and hidden states of the chunks, and the frontier of the active
+    sequences. The batch has `rows` sequences.
     """
     headers_size, rows_size = several * CHUNK_HEADER, rows * (1 + WIDTH)
     headers = packed[:headers_size].reshape(several, CHUNK_HEADER)
@@ -538,7 +543,7 @@ def _prefill_and_decode(
 def _prefill_whole(
     network: ShardedTransformer, state: DecodeState, packed: Array
 ) -> tuple[DecodeState, tuple[Frontier, None, None]]:
-    """Prefill the whole text of one row, split over `sequence`, and store it in pages."""
+    """Prefill the whole text of one sequence, split over the mesh axis `sequence`, and store it in pages."""
     row, _, count = packed[: CHUNK_HEADER - 1]
     tokens, cache = packed[CHUNK_HEADER:], state.cache.row(row)
     capacity, pages = state.cache.capacity, cast(Array, cache.table)
@@ -553,7 +558,7 @@ def _prefill_whole(
 
 
 def _decode(network: Network, state: DecodeState, packed: Array) -> tuple[DecodeState, Frontier]:
-    """Run the layers of one decode step of all active rows."""
+    """Run the layers of one decode step of all active sequences."""
     cache, frontier = advance(network, state, packed[:, 0].astype(bool), packed[:, 1:])
     return state._replace(cache=cache), frontier
 
@@ -561,21 +566,21 @@ def _decode(network: Network, state: DecodeState, packed: Array) -> tuple[Decode
 def _decode_loop(
     steps: int, choice: Choice, network: Network, state: DecodeState, packed: Array
 ) -> tuple[DecodeState, SampledTokens]:
-    """Run `steps` decode steps of all active rows, without asking the host in between."""
+    """Run `steps` decode steps of all active sequences, without asking the host in between."""
     return decode_steps(network, state, packed[:, 0].astype(bool), packed[:, 1:], None, steps, choice)
 
 
 def _choose_next(
     embeddings: Embeddings, last: Array, done: Array, frontier: Frontier, packed: Array, choice: Choice
 ) -> tuple[Array, Array, SampledTokens]:
-    """Choose the next tokens of all rows in the frontier."""
+    """Choose the next tokens of all sequences in the frontier."""
     return choose(embeddings, last, done, frontier, packed[:, 1:], choice)
 
 
 def _choose_first(
     embeddings: Embeddings, last: Array, done: Array, frontier: Frontier, packed: Array, choice: Choice
 ) -> tuple[Array, Array, SampledTokens]:
-    """Choose the first token of one row."""
+    """Choose the first token of one sequence."""
     row = packed[0, 0]
     new_last, new_done, chosen = _choose_next(
         embeddings,
@@ -593,13 +598,13 @@ def _choose_first(
 
 
 def _save_tail(tails: list[Array], own: list[Array], pair: Array) -> list[Array]:
-    """Copy a row's state outside pages to a snapshot; `pair` is the row and the snapshot's slot."""
+    """Copy a sequence's state outside pages to a snapshot; `pair` has the batch index and the slot."""
     row, tail = pair
     return [snapshot.at[tail].set(leaf[row]) for snapshot, leaf in zip(tails, own, strict=True)]
 
 
 def _restore_tail(state: DecodeState, tails: list[Array], pair: Array) -> DecodeState:
-    """Copy a snapshot to a row's state outside pages; `pair` is the row and the snapshot's slot."""
+    """Copy a snapshot to a sequence's state outside pages; `pair` has the batch index and the slot."""
     row, tail = pair
     own = [leaf.at[row].set(snapshot[tail]) for snapshot, leaf in zip(tails, state.cache.own, strict=True)]
     return state._replace(cache=state.cache.with_own(own))

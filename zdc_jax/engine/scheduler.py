@@ -1,13 +1,13 @@
 """Scheduler: which requests prefill or decode in the next step. Pure Python, without arrays.
 
-A running request has a row of the batch and pages of the cache. Its text is prefilled in chunks, then it
+A running request has a place in the batch and pages of the cache. Its text is prefilled in chunks, then it
 decodes. Each step prefills some chunks *and* decodes all sequences that are ready, so neither waits for the
 other. Requests wait by priority, then by arrival. A request starts when there are pages for its whole text,
 with one to spare for each running request that may still grow.
 
 If pages run out, or a more urgent request waits, the least urgent running request is preempted: it loses its
-row and pages. Later it prefills its prompt again, together with what it had generated. So the most urgent
-request always makes progress.
+place and its pages. Later it prefills its prompt again, together with what it had generated. So the most
+urgent request always makes progress.
 
 Pages keep their contents until they are allocated again. A text that starts with the same tokens shares them
 and prefills only the rest. Some methods also have state outside pages, such as the ring of recent tokens. It
@@ -32,7 +32,7 @@ class Work:
       salt: pages are shared only between requests with the same salt.
       output: tokens generated so far.
       skips_cache: prefill the whole text, in chunks, without shared pages.
-      row: row of the batch; None while the request waits.
+      row: index in the batch; None while the request waits.
       text: tokens to prefill: the prompt, and after a preemption the output so far.
       keys: keys of the whole pages of `text`.
       pages: pages in use, in order of position.
@@ -41,7 +41,7 @@ class Work:
       cached: tokens of `text` found in shared pages.
       marks: positions at which to take snapshots, ascending.
       arrival: order of arrival.
-      skipped_steps: steps with prefill of other texts but not of this one, since it has a row.
+      skipped_steps: steps since its start in which only other texts were prefilled.
     """
 
     prompt: tuple[int, ...]
@@ -148,7 +148,7 @@ class Scheduler:
     """Scheduler of waiting and running requests.
 
     Args:
-      rows: rows of the batch, which bound the number of running requests.
+      rows: size of the batch, the most running requests.
       budget: most prompt tokens of a step.
       pages: number of pages, enough for any single request.
       page: tokens of a page.
@@ -205,7 +205,7 @@ class Scheduler:
         return last if urgent and not self._has_room(self.waiting[0]) else None
 
     def preempt(self, work: Work) -> None:
-        """Free the row and pages of a running request and queue it again.
+        """Stop a running request, free its pages, and queue it again.
 
         All planned steps must be done, and `work.output` must have their tokens.
         """
@@ -256,7 +256,8 @@ class Scheduler:
     def _has_room(self, work: Work) -> bool:
         """Return whether a request can start.
 
-        It needs a row and pages for its text, with a page to spare for each running request that may grow.
+        It needs a place in the batch and pages for its text, with a page to spare for each running request
+        that may grow.
         """
         _, shared = self._find_shared(work)
         needed = self._count_pages(len(work.text)) - len(shared) + self.pool.count_idle(shared)

@@ -72,8 +72,8 @@ class Run:
     def deltas(self, steps: int) -> Iterator[Delta]:
         """Yield the new tokens of each sequence after prefill and after each `steps` decode steps.
 
-        If a call returns before its tokens are computed, the next call is issued at once, so that the device
-        does not wait for the host. Tokens decoded after a stop are discarded. On a mesh every call runs all
+        If a call returns before its tokens are computed, the next call is issued at once. So the device does
+        not wait for the host. Tokens decoded after a stop are discarded. On a mesh every call runs all
         `steps`, even if fewer are needed.
         """
         with self._timed("prefill"):

@@ -103,7 +103,24 @@ class StreamOptions(Body):
 
 
 class GenerationRequest(ModelRequest, ABC):
-    """Common fields of completions and chats."""
+    """Common fields of completions and chats.
+
+    Attributes:
+      max_tokens: most tokens of an answer.
+      temperature: softmax temperature; 0 is greedy decoding.
+      top_p: probability of the set of most likely tokens to sample from.
+      top_k: number of most likely tokens to sample from; 0 or -1 for all.
+      n: answers to each prompt.
+      seed: seed of the first answer; the others use consecutive seeds. Null for a random seed.
+      stop: string or strings that end an answer.
+      stop_token_ids: token ids that end an answer.
+      ignore_eos: do not stop at the model's end-of-sequence ids.
+      min_tokens: fewest tokens before an answer may end.
+      priority: requests with smaller numbers start first.
+      cache_salt: prefix-cache salt; cached tokens are shared only between requests with the same salt.
+      stream: send the answer as server-sent events.
+      stream_options: options of the stream.
+    """
 
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = 1.0
