@@ -26,7 +26,7 @@ from jax.profiler import ProfileData
 from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.serving.models import ServedFlags
 from zdc_jax.engine.layout import Layout
-from zdc_jax.engine.runner import SEVERAL, ChunkInputs, Runner, servable
+from zdc_jax.engine.runner import MAX_CHUNKS, ChunkInputs, Runner, servable
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import Sampling
 
@@ -60,7 +60,7 @@ class Filled:
 
     def __init__(self, options: Options):
         model = options.served.load()
-        network, rows = servable(model.network), options.rows + SEVERAL
+        network, rows = servable(model.network), options.rows + MAX_CHUNKS
         each = -(-(options.held + 2 * options.chunk) // PAGE)
         layout = Layout.of(
             network.device_caches,
@@ -74,11 +74,11 @@ class Filled:
         pages = np.random.default_rng(0).permutation(rows * each).reshape(rows, each)
         for row, own in enumerate(pages):
             self.runner.set_pages(row, own.tolist())
-        self.decoding = self.runner.nobody()
+        self.decoding = self.runner.new_decode_inputs()
         limits = options.held + 1, 2 * options.chunk
         self.numbers = row_numbers(*limits, (), Sampling(), np.zeros(2, np.uint32))
         for row in range(options.rows):
-            self.decoding.put(row, self.numbers, "greedy")
+            self.decoding.add(row, self.numbers, "greedy")
         state = self.runner._state
         lengths = jnp.where(jnp.asarray(self.decoding.active), options.held, 0).astype(jnp.int32)
         cache = replace(state.cache, lengths=lengths)
@@ -99,15 +99,15 @@ class Filled:
 
     def read(self) -> Any:
         """Read one prefill chunk."""
-        return self.runner.read(self.chunks(1), self.runner.nobody())
+        return self.runner.prefill(self.chunks(1), self.runner.new_decode_inputs())
 
     def both(self) -> Any:
         """Read the same chunk and decode a token of all other sequences, in one program."""
-        return self.runner.read(self.chunks(1), self.decoding)
+        return self.runner.prefill(self.chunks(1), self.decoding)
 
     def several(self) -> Any:
         """Read chunks of several sequences and decode a token of the others."""
-        return self.runner.read(self.chunks(self.runner.grouping.several), self.decoding)
+        return self.runner.prefill(self.chunks(self.runner.grouping.several), self.decoding)
 
 
 def profiled(step: Callable[[], Any], count: int) -> dict[str, Any]:

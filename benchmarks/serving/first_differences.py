@@ -21,7 +21,7 @@ import tyro
 from benchmarks.common import RESULTS, commit, write_result
 from zdc_jax import generate, load
 from zdc_jax.engine.engine import Engine, EngineConfig
-from zdc_jax.engine.request import MOST_LOGPROBS, EngineRequest, Event, TokenLogprobs
+from zdc_jax.engine.request import MAX_LOGPROBS, EngineRequest, Event, TokenLogprobs
 from zdc_jax.loading import LanguageModel
 
 
@@ -96,7 +96,7 @@ def of_engine(model: LanguageModel, prompts: list[tuple[int, ...]], options: Opt
     answers = [Answer() for _ in prompts]
     with Engine(model, config) as engine:
         for prompt, answer in zip(prompts, answers, strict=True):
-            ask = partial(EngineRequest, ignore_eos=True, logprobs=MOST_LOGPROBS)
+            ask = partial(EngineRequest, ignore_eos=True, logprobs=MAX_LOGPROBS)
             engine.submit(ask(prompt, options.tokens), answer.take)
         for answer in answers:
             answer.ended.wait()

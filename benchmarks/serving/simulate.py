@@ -17,7 +17,7 @@ import tyro
 
 from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.serving.replay import ENOUGH, Arrival, Served, arrivals
-from zdc_jax.engine.runner import SEVERAL
+from zdc_jax.engine.runner import MAX_CHUNKS
 from zdc_jax.engine.scheduler import Grouping, Plan, PrefillChunk, Scheduler, Work
 from zdc_jax.generation.steps import bucket
 
@@ -167,7 +167,7 @@ def simulate(requests: Sequence[Arrival], cost: Cost, *, rows: int, chunk: int, 
     Args:
       tails: whether sequences store something in addition to pages.
     """
-    programs = Grouping(SEVERAL, chunk, bucket)
+    programs = Grouping(MAX_CHUNKS, chunk, bucket)
     scheduler = Scheduler(
         rows,
         chunk,

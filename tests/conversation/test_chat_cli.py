@@ -135,7 +135,7 @@ def test_somebody_who_types_goes_on_after_errors_and_interrupts(model, capsys, m
     out, err = capsys.readouterr()
     assert out.startswith(f"> {interrupted[0]}\n> > ")
     error, cost = err.splitlines()
-    assert error.startswith("error: the conversation takes ")
+    assert error.startswith("error: the conversation has ")
     assert re.match(r"\[0 tokens kept, \d+ read", cost)
 
 
@@ -146,7 +146,7 @@ def test_a_pipe_stops_at_the_first_error(model, capsys, monkeypatch):
     assert out == ""
     (error,) = err.splitlines()
     assert error.startswith(
-        "error: the conversation takes 201 tokens and leaves none of the model's 128 positions"
+        "error: the conversation has 201 tokens and leaves no room for a reply within the model's 128"
     )
 
 

@@ -227,7 +227,7 @@ def test_warnings_are_one_line_and_hooks_are_put_back(folder, capsys):
         assert main(arguments) == 0
         assert warnings.showwarning is hook
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: a row may hold 101 tokens")
+    assert line.startswith("warning: sequences may have 101 tokens")
     assert warnings.showwarning is before
 
 

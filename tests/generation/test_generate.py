@@ -154,7 +154,7 @@ def test_a_run_knows_the_tokens_that_its_cache_holds_behind_a_stop_string(
     free = generate(model, prompts[:2], 40, stop_tokens=()).completions
     stop = next(free[0].text[i : i + 2] for i in range(9, 20) if free[0].text[i : i + 2] not in free[1].text)
     for rows in (1, 2):
-        ran = Run(model, Request.checked(model, prompts[:rows], 40, None, (), (stop,), 32), None)
+        ran = Run(model, Request.from_arguments(model, prompts[:rows], 40, None, (), (stop,), 32), None)
         deltas = list(ran.deltas(8))
         completions = ran.result().completions
         assert [row.finish_reason for row in completions] == ["stop", "length"][:rows]
@@ -185,7 +185,7 @@ def test_on_a_gpu(model, prompts):
 @pytest.mark.sampled
 def test_prefill_goes_on_where_a_cache_ends(model, prompts):
     """Rows hold unequal shares of their prompts, one nothing, and one all but its last token."""
-    request, held = Request.checked(model, prompts, 20, None, (), (), 32), np.array([33, 0, 69])
+    request, held = Request.from_arguments(model, prompts, 20, None, (), (), 32), np.array([33, 0, 69])
     tokens = np.zeros((3, 69), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : held[row]] = prompt[: held[row]]
@@ -216,13 +216,13 @@ def test_steps_decode_no_token_beyond_their_limit(model, prompts):
     for limit in range(1, 7):
         empty = model.network.new_cache(batch=3, capacity=100)
         hidden, cache = model.network.extend(empty, jnp.asarray(tokens), jnp.asarray(held))
-        at = steps.at_end(hidden, jnp.asarray(held))
+        at = steps.take_last(hidden, jnp.asarray(held))
         state, begun = steps.first(flat, steps.DecodeState.of(cache), at, np.ones(3, bool), numbers)
         state, made = steps.decode(flat, state, np.ones(3, bool), numbers, limit, steps=32)
         for row, whole in enumerate(by_hand):
             whole = whole[: room[row] - held[row]]
             whole = whole[: whole.index(stop[0]) + 1] if stop[0] in whole else whole
-            got = [int(begun.tokens[row, 0]), *made.tokens[row, : made.made[row]].tolist()]
+            got = [int(begun.tokens[row, 0]), *made.tokens[row, : made.counts[row]].tolist()]
             assert got == list(whole[: limit + 1])
             assert int(state.cache.lengths[row]) == held[row] + len(got) - 1
 
@@ -238,11 +238,11 @@ def test_text_prompts(model):
 @pytest.mark.sampled
 def test_new_lengths_and_samplings_do_not_recompile(model, prompts):
     generate(model, [prompts[0][:33]], 10, stop_tokens=(), sampling=Sampling(0.7, 5, 0.5, 1))
-    sizes = steps.read._cache_size(), steps.decode._cache_size()
+    sizes = steps.prefill._cache_size(), steps.decode._cache_size()
     for length in (34, 36, 37):
         sampling = Sampling(0.9, length, 0.8, length)
         generate(model, [prompts[0][:length]], length - 25, stop_tokens=(3,), sampling=sampling)
-    assert (steps.read._cache_size(), steps.decode._cache_size()) == sizes
+    assert (steps.prefill._cache_size(), steps.decode._cache_size()) == sizes
 
 
 @pytest.mark.parametrize(
@@ -265,11 +265,11 @@ def test_new_lengths_and_samplings_do_not_recompile(model, prompts):
         ([1], {"stop": (3,)}, "stop=.3,. must be a string"),
         ([1], {"stop_tokens": 2.0}, "stop_tokens=2.0 must be a token id"),
         ([1], {"stop_tokens": (True,)}, "stop_tokens=.True,. must be a token id"),
-        ([1], {"sampling": [Sampling()] * 2}, "sampling holds 2 for 1 prompts"),
-        ([[1], [2]], {"sampling": []}, "sampling holds 0 for 2 prompts"),
+        ([1], {"sampling": [Sampling()] * 2}, "sampling has 2 entries for 1 prompts"),
+        ([[1], [2]], {"sampling": []}, "sampling has 0 entries for 2 prompts"),
         ([1], {"sampling": 0.5}, "sampling=0.5 must be a Sampling"),
         ([1], {"sampling": [None]}, "must be a Sampling"),
-        ([1], {"stop_tokens": range(17)}, "17 stop tokens"),
+        ([1], {"stop_tokens": range(17)}, "stop_tokens has 17 ids"),
         ([1], {"stop_tokens": -1}, "stop_tokens=-1: token id -1 lies outside the vocabulary 0…96"),
         ([1], {"stop_tokens": (3, 97)}, "token id 97 lies outside"),
         ([1], {"stop_tokens": 2**40}, f"token id {2**40} lies outside"),

@@ -123,7 +123,7 @@ def _continued(
     given = wanted, numbers, np.int32(CONTINUED)
     _, later = decode(flat, state, *given, steps=CONTINUED, choice="greedy")
     tokens = np.concatenate([begun.tokens, later.tokens[:, :-1]], axis=1)
-    return tokens, 1 + np.asarray(later.made)
+    return tokens, 1 + np.asarray(later.counts)
 
 
 def _states(

@@ -23,7 +23,7 @@ from lm_eval.models.utils import maybe_truncate, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from zdc_jax.conversation.prompt import chat_stop_tokens, means_to_chat
+from zdc_jax.conversation.prompt import chat_stop_tokens, get_template_and_tokenizer
 from zdc_jax.errors import PromptError
 from zdc_jax.evaluation.likelihood import score_continuations
 from zdc_jax.generation.api import generate
@@ -115,7 +115,7 @@ class HarnessModel(TemplateLM):
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Source of the model's template, for the record; None where it is not asked for."""
-        return means_to_chat(self._model)[0].source if chat_template else None
+        return get_template_and_tokenizer(self._model)[0].source if chat_template else None
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -125,7 +125,7 @@ class HarnessModel(TemplateLM):
         Raises:
           ChatError: no template, or it refuses the messages.
         """
-        template, _ = means_to_chat(self._model)
+        template, _ = get_template_and_tokenizer(self._model)
         text = template.render(chat_history, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
             return text
