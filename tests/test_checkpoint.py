@@ -60,7 +60,7 @@ def assert_equal_trees(found: dict, expected: dict) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_items_are_read_back_as_numpy(family, dtype, tmp_path):
     config = replace(CONFIGS[family], dtype=dtype)
     write(tmp_path / "model", config)
@@ -150,7 +150,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_open_names_what_is_wrong(name, tmp_path):
     write(tmp_path / "model")
     damage, message = DAMAGE[name]
@@ -191,7 +191,7 @@ def test_any_change_of_the_manifest_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("item", ITEMS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_one_flipped_byte_in_any_file_is_found(item, tmp_path):
     checkpoint = write(tmp_path / "model")
     read = checkpoint.embeddings if item == "embeddings" else lambda: checkpoint.layer(int(item[-3:]))
@@ -400,7 +400,7 @@ def test_an_output_that_cannot_be_made_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_a_failed_overwrite_keeps_the_old(error, tmp_path):
     before = write(tmp_path / "model").fingerprint
     with pytest.raises(error):

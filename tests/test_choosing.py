@@ -105,7 +105,7 @@ def by_loops(spec: Choosing) -> np.ndarray:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("pieces", [[S], [20, *[1] * 24]], ids=["whole", "decoded"])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_queries_read_what_loops_choose(spec, pieces):
     q, k, v = tokens()
     expected = by_loops(spec)
@@ -114,7 +114,7 @@ def test_queries_read_what_loops_choose(spec, pieces):
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_a_decoded_token_reads_nothing_that_it_did_not_choose(spec):
     """What is not chosen may be no number at all."""
     q, k, v = tokens(1)
@@ -136,7 +136,7 @@ def test_a_decoded_token_reads_nothing_that_it_did_not_choose(spec):
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_who_reads_all_far_tokens_attends_to_all(spec):
     expected, found = (whole(each, *tokens(2)) for each in (PrefixRing(**SHAPE), replace(spec, read=S)))
     np.testing.assert_allclose(found.o, expected.o, atol=1e-5)
@@ -144,7 +144,7 @@ def test_who_reads_all_far_tokens_attends_to_all(spec):
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.sampled
+@pytest.mark.full
 def test_queries_go_in_blocks(spec, monkeypatch):
     together = whole(spec, *tokens(3))
     monkeypatch.setitem(xla._LOGITS_BYTES, jax.default_backend(), 1)
@@ -154,7 +154,7 @@ def test_queries_go_in_blocks(spec, monkeypatch):
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_of_equal_pages_the_lower_are_read(spec):
     q, k, v = tokens(4)
     k[:] = k[:, :1]

@@ -57,7 +57,7 @@ def by_loops(layer: dict, basis, x: np.ndarray) -> np.ndarray:
     return o
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_far_keys_are_turned_back_from_latents(tiny):
     x = np.random.default_rng(0).normal(size=(B, S, SHORT.embed_dim))
     basis = tiny.basis()

@@ -32,7 +32,7 @@ CONTEXT = 2048
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=[entry.name for entry in ENTRIES])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_a_plan_spends_its_budget(entry):
     """No more than it, and so much that one step more would be over it."""
     held, refused = 0, []
@@ -76,7 +76,7 @@ def test_groups_are_alike_and_lose_nothing(items, most):
 
 
 @pytest.mark.parametrize("protocol", ["cached", "exact"])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_an_unmodified_model_retains_all(protocol, monkeypatch):
     """Whatever the protocol: what is judged is the cache alone, and perplexity is that of a plain forward."""
     monkeypatch.setattr("benchmarks.quality.material.CONTINUATION", 128)

@@ -93,7 +93,6 @@ def on_kernels(monkeypatch):
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="what can be checked without a GPU")
-@pytest.mark.sampled
 def test_kernels_decode_what_was_transferred(on_kernels):
     check_on_kernels(transferred(PLAN, LARGE, growth=2), LARGE, 2, 1024)
 

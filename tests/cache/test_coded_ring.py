@@ -38,7 +38,7 @@ def by_loops(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("pieces", [[S], [11, 8, *[1] * 11]], ids=["whole", "decoded"])
-@pytest.mark.sampled
+@pytest.mark.full
 def test_attends_to_rounded_tokens(pieces):
     q, k, v = (tokens(heads, seed) for seed, heads in enumerate((K * G, K, K)))
     state, found, start = RING.create(B, S), [], 0

@@ -66,7 +66,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("shape", "schedule"), CASES, ids=str)
-@pytest.mark.sampled
+@pytest.mark.full
 def test_equals_the_device(shape, schedule):
     pages, rng = None, np.random.default_rng(1)
     if not shape["index"]:
@@ -102,7 +102,6 @@ def test_tokens_are_put_where_they_stand(T, unrolled, monkeypatch):
     np.testing.assert_array_equal(np.asarray(put)[:, :-1], expected)
 
 
-@pytest.mark.sampled
 def test_a_decoded_token_copies_no_store():
     """Reading before writing would make XLA keep the store twice, were there no barrier."""
     spec = HostedChoosing(**GIVEN, index=8)
@@ -180,7 +179,7 @@ def models(tiny: TinyModel) -> list[zdc_jax.LanguageModel]:
     return [tiny.model(replace(plan, method="coded", settings=each)) for each in settings]
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_the_same_tokens_are_generated(tiny_llama: TinyModel):
     """Prompts of unequal lengths, decoded in one loop on the device."""
     prompts = [tiny_llama.tokens(1, n, seed=n)[0].tolist() for n in (40, 23)]

@@ -114,7 +114,7 @@ _whole = jax.jit(lambda network, tokens: network(tokens))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2, top_k=30, seed=5)], ids=["greedy", "drawn"])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_a_kept_cache_gives_what_reading_all_again_gives(model, read, sampling):
     """Over turns that together are far longer than the window; replies end at their limit."""
     conversation = chat(model, system="hold on", max_new_tokens=9, stop_tokens=(), sampling=sampling)
@@ -141,7 +141,6 @@ def test_a_kept_cache_gives_what_reading_all_again_gives(model, read, sampling):
     assert keeps_cache(model) == (model.plan.classes is None)
 
 
-@pytest.mark.sampled
 def test_the_tokens_are_those_of_the_template_around_what_the_model_chose(plain, read):
     conversation = chat(plain, max_new_tokens=20, stop_tokens=(), sampling=Sampling(1.0, top_k=20))
     for message in MESSAGES:
@@ -193,7 +192,7 @@ def test_a_stop_token_is_part_of_the_text_that_the_template_writes(plain, read, 
     assert reply == anew(plain, read.prompts[2], 12, stop_tokens=chat_stop_tokens(model))
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_a_full_cache_gives_way_to_one_with_room_for_as_much_again(plain, read):
     conversation = chat(plain, max_new_tokens=10, stop_tokens=())
     capacities = []
@@ -207,7 +206,6 @@ def test_a_full_cache_gives_way_to_one_with_room_for_as_much_again(plain, read):
     assert completion.tokens == anew(plain, prompt, 10, stop_tokens=())
 
 
-@pytest.mark.sampled
 def test_replies_shorten_where_positions_end_and_then_there_are_none(plain):
     conversation = chat(plain, max_new_tokens=200, stop_tokens=())
     conversation.say("a")
@@ -389,7 +387,6 @@ def test_text_of_tokens_where_they_stand():
     assert decode_after(tokenizer, prompt, [*chosen, end]) == " the man</s>"
 
 
-@pytest.mark.sampled
 def test_tokens_after_a_beginning():
     tokenizer = chat_tokenizer()
 

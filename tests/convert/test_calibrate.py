@@ -91,7 +91,7 @@ def reference(tiny: TinyModel, tokens: np.ndarray) -> list[dict[str, np.ndarray]
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_moments_equal_brute_force(tiny: TinyModel, batch):
     tokens = tiny.tokens(3, 32)  # Three windows: batches of two leave a remainder.
     moments = collect_moments(tiny.dense, tokens, fingerprint="x", batch=batch)
@@ -139,7 +139,7 @@ np.savez({out!r}, **{{name: getattr(moments, name) for name in "qkvo"}})
 """
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_four_devices_equal_one(tiny_llama: TinyModel, tmp_path):
     out = tmp_path / "four.npz"
     script = FOUR_DEVICES.format(tests=str(Path(__file__).parents[1]), out=str(out))
@@ -187,7 +187,6 @@ def calibrated(converted, texts, tmp_path_factory) -> Path:
     return Path(folder)
 
 
-@pytest.mark.sampled
 def test_end_to_end(calibrated):
     checkpoint = Checkpoint.open(calibrated)
     basis, moments = stored_basis(checkpoint), Moments.load(checkpoint.calibration_path / "moments")
@@ -277,7 +276,6 @@ def test_a_new_basis_from_stored_moments(calibrated, tmp_path):
     assert (automatic.qk_kind, automatic.vo_kind) == ("balanced", "balanced")
 
 
-@pytest.mark.sampled
 def test_kmeans_route(model, texts):
     options = CalibrationOptions(
         tokens=1024, context=64, reduction="kmeans", clusters=32, qk="stacked", vo="balanced"

@@ -92,7 +92,6 @@ def test_plan_says_what_it_saves(folder, tmp_path, capsys):
     assert "1.000" not in lost
 
 
-@pytest.mark.sampled
 def test_evaluate_prints_what_it_writes(folder, tmp_path, capsys):
     """The unmodified model beside itself."""
     TinyModel(replace(LLAMA, max_positions=320)).write(tmp_path / "model")
@@ -176,7 +175,6 @@ def test_version(capsys):
     assert re.fullmatch(r"zdc \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
-@pytest.mark.sampled
 def test_generate(folder, capsys, monkeypatch):
     model = str(folder / "model")
     assert main(["generate", model, "w3 w4 w5", "w6", "--qk", "16", "--max-new-tokens", "4"]) == 0
@@ -204,7 +202,7 @@ def test_generated_text_is_printed_as_it_is(folder, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith(f"[red]w3[/red] :heart:{text}\n")
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_calibrating_while_converting(folder, tmp_path, capsys):
     """And from a path that would be markup."""
     source, output = shutil.copytree(folder / "hf", tmp_path / "[red]hf"), tmp_path / "model"
@@ -244,7 +242,6 @@ def test_missing_packages_are_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: zdc needs scipy, tyro; run: pip install 'zdc-jax[tools]'\n"
 
 
-@pytest.mark.sampled
 def test_a_method_in_the_models_own_coordinates(folder, tmp_path, capsys):
     model, plan = str(folder / "model"), tmp_path / "plan.json"
     flags = ["--method", "quest", "--set", "page=8", "read=16", "--window", "8"]

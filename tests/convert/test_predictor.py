@@ -41,7 +41,7 @@ def profile_of(tiny: TinyModel, tokens: np.ndarray) -> Profile:
     return collect_profile(network, tokens, fingerprint="x")
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_the_profile_is_what_far_keys_write(tiny):
     """The first layer in float64 with plain softmax, in the rotated basis."""
     tokens = tiny.tokens(2, 96)
@@ -78,7 +78,7 @@ def test_the_profile_is_what_far_keys_write(tiny):
     assert found.value_error[0, 0] == pytest.approx(np.sqrt(changes[2] / changes[0]), rel=1e-3)
 
 
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_the_profile_is_what_cutting_off_a_layer_costs(tiny):
     """Against models loaded with plans that keep everything but one layer's distant tokens."""
     tokens = tiny.tokens(2, 96)
@@ -105,7 +105,7 @@ def test_a_profile_comes_back_as_it_was_saved(tmp_path):
         Profile.load(tmp_path / "profile")
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_a_basis_without_text_takes_the_profile_away(folder, tmp_path):
     shutil.copytree(folder / "model", tmp_path / "model")
     options = CalibrationOptions(qk="stacked", vo="stacked")
@@ -145,7 +145,6 @@ def observations(seed: int, layers: int, *, rotary: bool) -> Observations:
     return replace(empty, nats=nats)
 
 
-@pytest.mark.sampled
 def test_the_fit_foretells_plans_of_an_unseen_model(tmp_path):
     models = [observations(seed, 5 + seed, rotary=seed % 2 == 0) for seed in range(4)]
     predictor = fit(models)
@@ -204,7 +203,7 @@ def test_an_unchecked_plan_has_a_margin_and_a_warning(folder):
 
 
 @pytest.mark.parametrize("method", ["zdc", "coded"])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_a_checked_plan_holds_the_limit_on_all_of_the_text(folder, method):
     checkpoint = Checkpoint.open(folder / "model")
     asked = {"max_degradation": 0.5, "check_text": folder / "text", "method": method}

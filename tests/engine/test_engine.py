@@ -101,7 +101,6 @@ def alone(model, request: EngineRequest, chunk: int = 32) -> tuple[int, ...]:
     return found.completions[0].tokens
 
 
-@pytest.mark.sampled
 def test_answers_are_those_of_generate(engine, model, tiny):
     requests = requests_of(tiny, 10)
     listeners = [ask(engine, request) for request in requests]
@@ -110,7 +109,7 @@ def test_answers_are_those_of_generate(engine, model, tiny):
     assert engine.stats().running == engine.stats().waiting == 0
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_an_urgent_request_takes_a_row_and_nobody_notices(engine, model, tiny):
     before = engine.stats().preemptions
     long = [EngineRequest(tuple(range(3 + i, 40)), 100, priority=1, ignore_eos=True) for i in range(4)]
@@ -298,7 +297,6 @@ def test_a_step_that_fails_ends_its_requests_alone(engine, model, monkeypatch):
     assert ask(engine, request).tokens() == alone(model, request)
 
 
-@pytest.mark.sampled
 def test_an_engine_that_cannot_go_on_tells_everybody(model, monkeypatch):
     engine = Engine(model, EngineConfig(max_sequences=1, max_model_len=160, chunk=32))
 
@@ -406,7 +404,6 @@ def test_a_prefix_is_shared_by_requests_at_once(engine, model):
     assert listeners[-1].events[0].cached_tokens == 48, "once two were the same, the window there was kept"
 
 
-@pytest.mark.sampled
 def test_requests_make_room_for_one_another_where_pages_run_out(model):
     """Room for one and a half requests; all of them grow."""
     config = replace(CONFIG, cache_tokens=240, reuse=False)
@@ -447,7 +444,7 @@ def test_more_tokens_than_memory_holds_are_refused_with_the_number_that_fit(mode
     assert 0.99 * 10_000_000 < held <= 10_000_000
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_steps_that_have_no_room_beside_the_cache_are_refused(model, monkeypatch):
     monkeypatch.setattr(runner, "free_device_bytes", lambda: 1000)
     with pytest.raises(CacheMemoryError, match=r"the program '.*' needs [\d,]+ bytes .*, 1,000 are free"):
@@ -476,7 +473,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_answers_of_other_caches_are_those_of_generate(tiny, name):
     method, settings = PLANS[name]
     plan = CompressionPlan.uniform(TWO_LAYERS, qk=32, v=32, sinks=2, window=16)
@@ -518,7 +515,6 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(engine, model, monkeypatc
     assert other.tokens() == alone(model, request)
 
 
-@pytest.mark.sampled
 def test_a_full_queue_and_a_closing_engine_refuse(model):
     engine = Engine(model, EngineConfig(max_sequences=1, max_model_len=160, chunk=32, max_waiting=1))
     long = EngineRequest(tuple(range(3, 30)), 100, ignore_eos=True)

@@ -90,7 +90,6 @@ REQUESTS = st.lists(
     pages=st.integers(13, 40),
     tails=st.sampled_from([None, 0, 1, 3]),
 )
-@pytest.mark.sampled
 def test_all_requests_end_and_every_token_is_read_once_in_order(
     requests, rows, budget, alignment, steps, pages, tails
 ):

@@ -43,7 +43,6 @@ def measured(dense, network, contexts):
     return theirs, departures(network, dense.embeddings, hidden, cache, theirs)
 
 
-@pytest.mark.sampled
 def test_a_model_agrees_with_itself(tiny: TinyModel):
     theirs, found = measured(tiny.dense, tiny.dense, tiny.tokens(3, S))
     assert found == [Departure(CONTINUED, CONTINUED, CONTINUED, 0.0)] * 3
@@ -51,7 +50,7 @@ def test_a_model_agrees_with_itself(tiny: TinyModel):
     assert theirs[0].tokens.tolist() == greedy(tiny.dense, tiny.tokens(3, S)[0])
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_a_plan_departs_where_greedy_runs_do(tiny: TinyModel):
     contexts = tiny.tokens(3, S)
     plan = CompressionPlan.uniform(tiny.config, qk=16, v=16, window=32)
@@ -68,7 +67,7 @@ def test_a_plan_departs_where_greedy_runs_do(tiny: TinyModel):
     assert min(departure.first_difference for departure in found) < CONTINUED
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_continuations_end_at_stop_tokens(tiny: TinyModel):
     """The stop token is one that the unmodified model says before long."""
     contexts = tiny.tokens(2, S)

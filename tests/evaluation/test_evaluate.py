@@ -40,7 +40,7 @@ def tiny() -> TinyModel:
     return TinyModel(CONFIG)
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_a_plan_equal_to_dense_loses_nothing(tiny: TinyModel, monkeypatch):
     monkeypatch.setattr(module, "FIRST_LOOK", 8)
     plan = CompressionPlan.full(CONFIG)
@@ -62,7 +62,7 @@ def test_a_plan_equal_to_dense_loses_nothing(tiny: TinyModel, monkeypatch):
 
 
 @pytest.mark.parametrize("protocol", ["cached", "exact"])
-@pytest.mark.sampled
+@pytest.mark.full
 def test_batches_do_not_matter_and_dense_is_read_once(tiny: TinyModel, protocol, monkeypatch):
     plan = CompressionPlan.uniform(CONFIG, qk=16, v=16, window=32, sinks=4)
     network = tiny.model(plan).network
@@ -87,7 +87,7 @@ real = module.answer_questions
     ("counts", "noise", "documents"),
     [(True, 0.0, FIRST_LOOK), (True, 0.05, 40), (True, 1.0, 64), (False, 1.0, FIRST_LOOK)],
 )
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_reading_stops_when_retention_is_known(tiny: TinyModel, monkeypatch, counts, noise, documents):
     """Answers are made up, of known noise; a standard error of 0.05 / √40 is known within 0.02."""
     rng = np.random.default_rng(0)
@@ -108,7 +108,6 @@ def test_reading_stops_when_retention_is_known(tiny: TinyModel, monkeypatch, cou
         assert report.tasks["a"].known or not counts
 
 
-@pytest.mark.sampled
 def test_splits_and_seeds_choose_other_text():
     contexts = [
         material(tasks=("passkey",), max_documents=8, split=split, seed=seed)[0]

@@ -43,7 +43,6 @@ def greedy_by_hand(model: LanguageModel, prompt: list[int], count: int) -> tuple
     return tuple(tokens[len(prompt) :])
 
 
-@pytest.mark.sampled
 def test_equals_greedy_decoding_without_a_cache(model, prompts):
     result = generate(model, prompts, 12, stop_tokens=(), prefill_chunk=32)
     for prompt, completion in zip(prompts, result.completions, strict=True):
@@ -56,7 +55,7 @@ MIXED = (Sampling(1.5, top_k=20, top_p=0.9, seed=3), Sampling(), Sampling(0.8, s
 
 
 @pytest.mark.parametrize("sampling", [None, MIXED])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_stream_equals_batch(model, prompts, sampling):
     options = {"sampling": sampling, "stop_tokens": ()}
     whole = generate(model, prompts, 30, **options)
@@ -73,7 +72,7 @@ def test_stream_equals_batch(model, prompts, sampling):
     assert ended == ["length"] * 3
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_a_draw_depends_on_its_request_alone(model, prompts):
     """Not on other prompts, nor on where it stands; equal requests of one call draw on."""
 
@@ -91,7 +90,6 @@ def test_a_draw_depends_on_its_request_alone(model, prompts):
     assert len(set(thrice)) == 3
 
 
-@pytest.mark.sampled
 def test_stop_tokens_end_their_row_only(model, prompts):
     free = [c.tokens for c in generate(model, prompts, 20, stop_tokens=()).completions]
     stop = free[0][6]
@@ -104,7 +102,6 @@ def test_stop_tokens_end_their_row_only(model, prompts):
         assert (completion.finish_reason == "stop") == (stop in unstopped)
 
 
-@pytest.mark.sampled
 def test_stop_strings_are_trimmed(model, prompts):
     free = generate(model, prompts[0], 30, stop_tokens=()).completions[0]
     stop = free.text[17:20]
@@ -117,7 +114,7 @@ def test_stop_strings_are_trimmed(model, prompts):
     assert "".join(piece.text for piece in pieces) == free.text[:at]
 
 
-@pytest.mark.sampled
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("most", "pieces", "ahead", "waiting"),
     [
@@ -144,7 +141,7 @@ def test_pieces_are_asked_for_ahead_where_calls_return(
     assert known == (ahead if returns else waiting)
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 @pytest.mark.parametrize("returns", [True, False])
 def test_a_run_knows_the_tokens_that_its_cache_holds_behind_a_stop_string(
     model, prompts, monkeypatch, returns
@@ -182,7 +179,6 @@ def test_on_a_gpu(model, prompts):
     assert generate(model, prompts, 30, **options).completions == expected.completions
 
 
-@pytest.mark.sampled
 def test_prefill_goes_on_where_a_cache_ends(model, prompts):
     """Rows hold unequal shares of their prompts, one nothing, and one all but its last token."""
     request, held = Request.from_arguments(model, prompts, 20, None, (), (), 32), np.array([33, 0, 69])
@@ -199,7 +195,7 @@ def test_prefill_goes_on_where_a_cache_ends(model, prompts):
     assert runs[0].chosen == runs[1].chosen
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_steps_decode_no_token_beyond_their_limit(model, prompts):
     """Rows end where they are full or at a stop token; the cache holds what was decoded."""
     held, room = [20, 5, 30], [100, 7, 100]
@@ -235,7 +231,6 @@ def test_text_prompts(model):
     assert by_text.text == model.tokenizer.decode(list(by_text.tokens))
 
 
-@pytest.mark.sampled
 def test_new_lengths_and_samplings_do_not_recompile(model, prompts):
     generate(model, [prompts[0][:33]], 10, stop_tokens=(), sampling=Sampling(0.7, 5, 0.5, 1))
     sizes = steps.prefill._cache_size(), steps.decode._cache_size()

@@ -109,7 +109,7 @@ def test_layers_compute_what_their_spec_says(model: TinyModel):
     close(model.dense.hidden(jnp.asarray(tokens)), Truth(model).hidden(tokens))
 
 
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_cached_pieces_under_a_full_rank_plan_are_the_model(model: TinyModel):
     """Folded, loaded and cached: what a spec says survives all of it."""
     basis = model.basis(qk="balanced", vo="balanced")
