@@ -329,7 +329,7 @@ def test_refusals_leave_nothing(model, texts, tmp_path):
         calibrate(model, [texts], too_many, progress=False)
     assert not (model / "calibration").exists()
     (model / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing; convert again"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing; run `zdc convert` again"):
         calibrate(model, [texts], OPTIONS, progress=False)
 
 
