@@ -367,7 +367,7 @@ def test_a_failing_calibration_keeps_basis_and_profile(calibrated, texts, tmp_pa
 
 def test_plans_need_a_basis_of_the_same_model(calibrated, converted, tmp_path):
     config = Checkpoint.open(converted).config
-    with pytest.raises(CalibrationError, match="run: zdc calibrate"):
+    with pytest.raises(CalibrationError, match="run `zdc calibrate"):
         load(converted, CompressionPlan.full(config))
     # The same model at another precision: equal shapes, other weights.
     other = tmp_path / "other"

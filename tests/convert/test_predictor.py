@@ -234,7 +234,7 @@ def test_plans_within_a_limit_on_calibrated_error(folder):
         ({}, PlanError, "give one of them"),
         ({"max_score_error": 1.0}, PlanError, "max_score_error=1.0 must lie"),
         ({"max_degradation": 0.1, "dtype": "float99"}, CheckpointError, "float99"),
-        ({"max_degradation": 0.1, "payload": "float8"}, MeshError, "give mesh="),
+        ({"max_degradation": 0.1, "payload": "float8"}, MeshError, "pass mesh="),
         ({"max_degradation": 0.0}, PlanError, "max_degradation=0.0 must be > 0"),
         ({"max_degradation": -0.5}, PlanError, "max_degradation=-0.5 must be > 0"),
         ({"max_degradation": -1.0, "check_text": "missing"}, PlanError, "max_degradation=-1.0"),
@@ -259,7 +259,7 @@ def test_impossible_limits(folder, arguments, error, message):
 
 
 def test_what_is_no_plan_is_not_loaded(folder):
-    with pytest.raises(PlanError, match="plan must be a CompressionPlan or the path"):
+    with pytest.raises(PlanError, match="must be a CompressionPlan or the path"):
         load(folder / "model", {"window": 1})
 
 
