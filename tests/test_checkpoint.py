@@ -386,7 +386,9 @@ def test_overwrite_leaves_other_folders_alone(content, tmp_path):
     kept = tmp_path / "home" / content
     kept.parent.mkdir()
     kept.write_text('{"name": "another program"}')
-    with pytest.raises(CheckpointError, match="not a converted folder, and --overwrite replaces only converted folders"):
+    with pytest.raises(
+        CheckpointError, match="not a converted folder, and --overwrite replaces only converted folders"
+    ):
         write(tmp_path / "home", overwrite=True)
     assert kept.exists()
     with pytest.raises(CheckpointError, match="not a converted folder"):

@@ -318,7 +318,7 @@ def test_refusals_leave_nothing(model, texts, tmp_path):
         calibrate(model, [texts], CalibrationOptions(context=129), progress=False)
     short = tmp_path / "short.txt"
     short.write_text("w3 w4")
-    with pytest.raises(TextError, match=r"not one whole window of 64 tokens.* has 2 tokens"):
+    with pytest.raises(TextError, match=r"too little text for one window of 64 tokens.* has 2 tokens"):
         calibrate(model, [short], OPTIONS, progress=False)
     with pytest.raises(CheckpointError, match="moments"):
         calibrate(model, [], OPTIONS, progress=False)
@@ -389,7 +389,7 @@ def test_plans_need_the_basis_they_were_made_for(calibrated, tmp_path):
     assert load(model, plan).plan == plan
     options = CalibrationOptions(qk="stacked", vo="stacked")
     new = calibrate(model, [], options, overwrite=True, progress=False)
-    with pytest.raises(PlanError, match=f"{old.coordinates_hash}.*{new.coordinates_hash}.* zdc plan"):
+    with pytest.raises(PlanError, match=f"{old.coordinates_hash}.*{new.coordinates_hash}.* `zdc plan`"):
         load(model, plan)
     assert load(model, plan, basis=old).plan == plan
 

@@ -305,7 +305,7 @@ def test_inspect_checks_hashes(folder, capsys):
             ["evaluate", "{}/model", "{}/text", "--tasks", "poetry"],
             "must be one of perplexity, agreement, copy",
         ),
-        (["evaluate", "{}/model", "{}/text", "--tasks", "passkey"], "128 tokens has no room for tasks"),
+        (["evaluate", "{}/model", "{}/text", "--tasks", "passkey"], "128 tokens is too short for tasks"),
         (["evaluate", "{}/model"], "at least one text"),
         (["evaluate", "{}/model", "{}/text", "--tasks"], "must name at least one of perplexity"),
         (["plan", "{}/model", "{}/plan.json", "--budget", "0.5", "--texts", "{}/text"], "drop --budget"),
