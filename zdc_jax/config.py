@@ -69,7 +69,7 @@ class RopeConfig:
             raise ValueError(f"theta={self.theta} must be > 1 for kind='yarn'")
 
     @property
-    def reach(self) -> int:
+    def extended_positions(self) -> int:
         """Context length that the scaling is designed for, in tokens; 0 for kinds that do not define it."""
         return int(self.factor * self.original_max_positions) if self.kind in ("yarn", "dynamic") else 0
 
@@ -246,8 +246,10 @@ class ModelConfig:
     @property
     def most_positions(self) -> int:
         """Longest context that `with_positions` allows, in tokens."""
-        reach = max(layer.rope.reach if layer.rope else 0 for layer in self.layers)
-        return self.max_positions if self.position_offset is not None else max(self.max_positions, reach)
+        if self.position_offset is not None:
+            return self.max_positions
+        ropes = (layer.rope for layer in self.layers if layer.rope is not None)
+        return max([self.max_positions, *(rope.extended_positions for rope in ropes)])
 
     def without_idle_windows(self) -> Self:
         """Return the model without sliding windows that cover its longest context.
@@ -314,9 +316,9 @@ def _convert_version_1(value: Mapping[str, Any]) -> dict[str, Any]:
     names = {field.name for field in fields(ModelConfig)}
     if unknown := value.keys() - names - {"num_layers", "rope", "pre_norm"}:
         raise TypeError(f"unknown fields {sorted(unknown)}")
-    kept = {name: value[name] for name in names & value.keys()}
+    common = {name: value[name] for name in names & value.keys()}
     offset = None if value["rope"] is not None else value["position_offset"]
-    return kept | {
+    return common | {
         "layers": [asdict(each) for each in layer.repeated(value["num_layers"])],
         "norm": "rms" if gated else "layer",
         "position_offset": offset,

@@ -54,9 +54,9 @@ class TokenClasses:
     """Token classes: important tokens store more coordinates than other tokens (ZDC §5.2).
 
     Consecutive layers form groups. The first layer of a group, its leader, stores all tokens at the plan's
-    ranks and sorts them by its softmax denominators. In the other layers of the group, the most important
-    tokens of every `block` positions have the ranks `important`; other tokens have the plan's ranks. Token
-    classes can be combined with a window.
+    ranks and orders them by importance (its softmax denominators). In the other layers of the group, the most
+    important tokens of every `block` positions have the ranks `important`; other tokens have the plan's
+    ranks. Token classes can be combined with a window.
 
     Attributes:
       leaders: indices of the leaders, ascending from 0.
@@ -100,12 +100,13 @@ class CompressionPlan:
       sinks: first tokens of a sequence that keep all coordinates.
       window: latest tokens of a sequence that keep all coordinates.
       fingerprint: fingerprint of the calibrated model; empty: any model of this shape.
-      basis: hash of the basis whose coordinates were chosen (`Basis.coordinates_hash`); empty: any basis.
+      basis: hash of the basis whose coordinates were chosen (`Basis.coordinates_hash`); empty: any
+        basis of this model.
       classes: token classes; None: all older tokens are treated alike.
       rotated: whether a basis is folded in. Without a basis the coordinates are those of the checkpoint, and
         a layer stores all of them or none.
       method: name of the method that stores older tokens (`zdc_jax.methods`).
-      settings: settings of the method; default: those of the method.
+      settings: settings of the method. Default: `Settings()` of the method.
 
     Raises:
       PlanError: a value is invalid.
@@ -173,9 +174,7 @@ class CompressionPlan:
         for name, value in (("block", classes.block), *(("leaders", leader) for leader in leaders)):
             _check_integer(name, value)
         if not leaders or leaders[0] != 0 or list(leaders) != sorted({*leaders}) or leaders[-1] >= count:
-            raise PlanError(
-                f"{leaders=} must be ascending layer indices from 0 to at most {count - 1}"
-            )
+            raise PlanError(f"{leaders=} must be ascending layer indices from 0 to at most {count - 1}")
         if len(classes.fraction) != len(leaders):
             raise PlanError(f"fraction={classes.fraction} must have one entry for each of {leaders=}")
         if not all(isinstance(share, Real) and 0 < share < 1 for share in classes.fraction):

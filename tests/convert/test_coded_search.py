@@ -454,7 +454,7 @@ def test_command(folder, tmp_path, capsys, monkeypatch):
     """On a model that loses by its far tokens, so that only a price on layers without makes codes of use."""
     for name, few in (
         ("convert.search.coded_search.CHOICES", (TokenChoice(16, 32), TokenChoice(8, 16))),
-        ("zdc_jax.planning.coded_costs.KEY_GRADES", ((1, 4, 0), (1, 8, 0))),
+        ("zdc_jax.planning.coded_costs.KEY_PRECISIONS", ((1, 4, 0), (1, 8, 0))),
         ("zdc_jax.planning.coded_costs.VALUE_BITS", (3, 8)),
     ):
         monkeypatch.setattr(name, few)

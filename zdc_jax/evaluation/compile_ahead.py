@@ -1,4 +1,4 @@
-"""Parallel compilation of the layers of a network (our own design).
+"""Parallel compilation of the layers of a network.
 
 Layers are normally compiled one after another, when the first pass reaches them. This takes minutes if every
 layer has settings of its own. XLA releases Python's global lock while it compiles, so threads save time.

@@ -146,8 +146,8 @@ def compare(
       windows: token ids, int32.
       batch: windows per call.
     """
-    own = token_nll(network, windows, batch=batch)
-    nll, dense_nll = (each.mean(1, dtype=np.float64) for each in (own, dense_token_nll))
+    plan_token_nll = token_nll(network, windows, batch=batch)
+    nll, dense_nll = (each.mean(1, dtype=np.float64) for each in (plan_token_nll, dense_token_nll))
     length, dtype = windows.shape[1], network.dtype.name
     return PerplexityReport(
         perplexity=float(np.exp(nll.mean())),
@@ -159,7 +159,9 @@ def compare(
         kv_bytes=network.plan.bytes(length, 1, dtype),
         dense_kv_bytes=CompressionPlan.full(network.config).bytes(length, 1, dtype),
         window_increases=tuple(np.expm1(nll - dense_nll).tolist()),
-        far=_compute_far_retention(dense_token_nll - own, windows, network.plan.window or DEFAULT_WINDOW),
+        far=_compute_far_retention(
+            dense_token_nll - plan_token_nll, windows, network.plan.window or DEFAULT_WINDOW
+        ),
     )
 
 
