@@ -179,7 +179,7 @@ def test_folding_loses_no_weight(tiny_opt: TinyModel):
         return fold_attention(weights, OPT, basis, 0, LayerRanks(32, 32), full_width=False)
 
     fold(weights)
-    with pytest.raises(ValueError, match=r"layer 0: folding does not support the attention weights \['gate'\]"):
+    with pytest.raises(ValueError, match=r"layer 0: folding does not support .* \['gate'\]"):
         fold(weights | {"gate": weights["q"]})
     with pytest.raises(ValueError, match=r"attention has no use for the weights \['gate'\]"):
         Attention(weights | {"gate": weights["q"]}, OPT, OPT.layers[0])
