@@ -154,8 +154,8 @@ def token_windows(
 
     The windows are taken from the topics in turn, in an order shuffled by the seed, until no topic has a
     complete window left. Without `num_windows`, the documents of each topic are read in order. With it, they
-    are cut at white space into passages of `length * PASSAGE_CHARS_PER_TOKEN` characters and shuffled, and
-    only the text that the windows need is tokenized.
+    are cut at white space into passages of `length * PASSAGE_CHARS_PER_TOKEN` characters and shuffled. Only
+    the text that the windows need is then tokenized.
 
     Args:
       documents: documents to read.

@@ -53,8 +53,8 @@ def induction_scores(
 def induction(seen: Seen) -> Float[Array, " K"]:
     """Return the mean attention probability of the token after the first occurrence, for each KV head.
 
-    A sequence has T/2 tokens and their repetition. The probability is that of position t - T/2 + 1 for
-    queries at t ≥ T/2, averaged over sequences, queries and the query heads of a group.
+    A sequence has T/2 tokens and their repetition. A query at t ≥ T/2 is scored by its
+    probability of position t - T/2 + 1. The mean is over sequences, queries and the query heads of a group.
     """
     B, T, K, H = seen.k.shape
     half = T // 2

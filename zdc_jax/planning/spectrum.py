@@ -27,7 +27,7 @@ def plan_from_spectrum(
     """Choose ranks greedily by the largest σ² over all layers.
 
     Every layer with older tokens stores at least 16 coordinates of them. σ² measures how sharp the scores of
-    a layer are, but not whether the layer needs older tokens, so it cannot decide which layers to cut off.
+    a layer are, but not whether the layer needs older tokens. It therefore cannot choose layers to cut off.
 
     Args:
       basis: calibrated basis. Its spectra σ [L, K, H] are comparable between layers.
