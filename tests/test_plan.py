@@ -18,7 +18,7 @@ from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses, allowed_rank
         ({"v": 48}, "v=48"),
         ({"window": -1}, "window=-1"),
         ({"sinks": -4}, "sinks=-4"),
-        ({"qk": 0, "window": 8}, "qk=0, v=16"),
+        ({"qk": 0, "window": 8}, "qk=0, v=16 must both be 0"),
         ({"qk": 0, "v": 0}, "window=0"),
     ],
 )
@@ -59,7 +59,7 @@ def test_plans_of_another_basis_are_refused():
     plan.check_basis("any")
     bound = plan.for_model("mine", "old")
     bound.check_basis("old")
-    with pytest.raises(PlanError, match="of basis 'old', this one is 'new': make the plan anew"):
+    with pytest.raises(PlanError, match="for basis 'old', this basis is 'new'; run `zdc plan` again"):
         bound.check_basis("new")
     assert bound.for_model("") == plan
 
@@ -77,7 +77,7 @@ def test_plans_of_version_1_come_with_a_warning(tmp_path, classes):
     path.write_text(json.dumps(value))
     assert CompressionPlan.load(path) == plan
     path.write_text(json.dumps(value | {"fingerprint": "abc"}))
-    with pytest.warns(UserWarning, match=r"old\.json: a plan of format version 1 .* anew with zdc plan"):
+    with pytest.warns(UserWarning, match=r"old\.json: format_version=1 .* run `zdc plan` again"):
         found = CompressionPlan.load(path)
     assert found == plan.for_model("abc")
     found.save(path)
@@ -160,7 +160,7 @@ def test_corrupt_files_are_refused(tmp_path, text):
         ("window", True, "window=True must be an int"),
         ("window", "a", "window='a' must be an int"),
         ("sinks", 2**31, "must be 0 to 2147483647 tokens"),
-        ("layers", [{"qk": 16.0, "v": 16}] * 3, "layer 0: rank qk=16.0 must be an int"),
+        ("layers", [{"qk": 16.0, "v": 16}] * 3, "layer 0: qk=16.0 must be an int"),
         ("fingerprint", 7, "fingerprint=7 must be a string"),
         ("basis", None, "basis=None must be a string"),
     ],

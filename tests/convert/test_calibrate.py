@@ -316,7 +316,7 @@ def test_refusals_leave_nothing(model, texts, tmp_path):
         calibrate(model, [texts], CalibrationOptions(context=129), progress=False)
     short = tmp_path / "short.txt"
     short.write_text("w3 w4")
-    with pytest.raises(TextError, match=r"not one whole window of 64 tokens.* has 2 tokens"):
+    with pytest.raises(TextError, match=r"too little text for one window of 64 tokens.* has 2 tokens"):
         calibrate(model, [short], OPTIONS, progress=False)
     with pytest.raises(CheckpointError, match="moments"):
         calibrate(model, [], OPTIONS, progress=False)
@@ -327,7 +327,7 @@ def test_refusals_leave_nothing(model, texts, tmp_path):
         calibrate(model, [texts], too_many, progress=False)
     assert not (model / "calibration").exists()
     (model / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing; convert again"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing; run `zdc convert` again"):
         calibrate(model, [texts], OPTIONS, progress=False)
 
 
@@ -365,7 +365,7 @@ def test_a_failing_calibration_keeps_basis_and_profile(calibrated, texts, tmp_pa
 
 def test_plans_need_a_basis_of_the_same_model(calibrated, converted, tmp_path):
     config = Checkpoint.open(converted).config
-    with pytest.raises(CalibrationError, match="run: zdc calibrate"):
+    with pytest.raises(CalibrationError, match="run `zdc calibrate"):
         load(converted, CompressionPlan.full(config))
     # The same model at another precision: equal shapes, other weights.
     other = tmp_path / "other"
@@ -387,7 +387,7 @@ def test_plans_need_the_basis_they_were_made_for(calibrated, tmp_path):
     assert load(model, plan).plan == plan
     options = CalibrationOptions(qk="stacked", vo="stacked")
     new = calibrate(model, [], options, overwrite=True, progress=False)
-    with pytest.raises(PlanError, match=f"{old.coordinates_hash}.*{new.coordinates_hash}.* zdc plan"):
+    with pytest.raises(PlanError, match=f"{old.coordinates_hash}.*{new.coordinates_hash}.* `zdc plan`"):
         load(model, plan)
     assert load(model, plan, basis=old).plan == plan
 

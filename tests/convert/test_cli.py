@@ -78,7 +78,7 @@ def test_plan_says_what_it_saves(folder, tmp_path, capsys):
     assert (some.fingerprint, some.basis) == (Checkpoint.open(model).fingerprint, "")
     some.for_model(some.fingerprint, "old").save(tmp_path / "old.json")
     assert main(["plan", model, str(tmp_path / "new.json"), "--plan", str(tmp_path / "old.json")]) == 2
-    assert "of basis 'old'" in capsys.readouterr().err
+    assert "for basis 'old'" in capsys.readouterr().err
     assert not (tmp_path / "new.json").exists()
     cut = replace(some, layers=(LayerRanks(0, 0),) * (len(some.layers) - 1) + some.layers[-1:], window=16)
     cut.save(tmp_path / "cut.json")
@@ -302,7 +302,7 @@ def test_inspect_checks_hashes(folder, capsys):
             ["evaluate", "{}/model", "{}/text", "--tasks", "poetry"],
             "must be one of perplexity, agreement, copy",
         ),
-        (["evaluate", "{}/model", "{}/text", "--tasks", "passkey"], "128 tokens has no room for tasks"),
+        (["evaluate", "{}/model", "{}/text", "--tasks", "passkey"], "128 tokens is too short for tasks"),
         (["evaluate", "{}/model"], "at least one text"),
         (["evaluate", "{}/model", "{}/text", "--tasks"], "must name at least one of perplexity"),
         (["plan", "{}/model", "{}/plan.json", "--budget", "0.5", "--texts", "{}/text"], "drop --budget"),

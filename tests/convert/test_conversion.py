@@ -238,7 +238,7 @@ def test_a_full_disk_leaves_what_was_there(overwrite, tmp_path, monkeypatch):
         save(orbax, path, tree)
 
     monkeypatch.setattr(ocp.StandardCheckpointer, "save", full)
-    with pytest.raises(CheckpointError, match=r"no space left for .*ours"):
+    with pytest.raises(CheckpointError, match=r"no space left on the disk of .*ours"):
         convert(tmp_path / "hf", tmp_path / "ours", dtype="bfloat16", overwrite=overwrite, progress=False)
     if overwrite:
         kept = Checkpoint.open(tmp_path / "ours")

@@ -366,14 +366,14 @@ def test_command(folder, tmp_path, capsys):
         (["--text-windows", "0"], "windows=0"),
         (["--max-degradation", "0"], "must be > 0"),
         (["--min-retention", "1"], "must be in"),
-        (["--min-retention", "0.9"], "has no room for tasks"),
+        (["--min-retention", "0.9"], "is too short for tasks"),
     ):
         assert main([*arguments, *small, *extra]) == 2
         assert message in capsys.readouterr().err
     (tmp_path / "short.txt").write_text("w5 w6")
     short = ["--texts", str(tmp_path / "short.txt"), "--context", "128", "--min-retention", "0"]
     assert main(["plan", model, str(plan), "--max-degradation", "0.1", *short]) == 2
-    assert "not one whole window" in capsys.readouterr().err
+    assert "too little text for one window" in capsys.readouterr().err
 
 
 def test_minutes_begin_with_the_unmodified_model(folder, tmp_path, monkeypatch, capsys):

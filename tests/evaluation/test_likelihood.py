@@ -101,8 +101,8 @@ def test_one_more_than_the_positions_can_be_scored(model):
 
 def test_refusals_come_before_any_work(model):
     for pairs, error in (
-        ([([3], [4]), ([], [4])], "pair 1 has 0 tokens of context and 1 behind it"),
-        ([([3], [])], "pair 0 has 1 tokens of context and 0 behind it"),
+        ([([3], [4]), ([], [4])], "pair 1 has 0 context tokens and 1 continuation tokens"),
+        ([([3], [])], "pair 0 has 1 context tokens and 0 continuation tokens"),
         ([([3], [4, 97])], "token id 97 lies outside the vocabulary"),
         ([([-1], [4])], "token id -1 lies outside the vocabulary"),
     ):
@@ -116,7 +116,7 @@ def test_refusals_come_before_any_work(model):
 
 def test_models_on_a_mesh_are_refused():
     network = ShardedTransformer.of(TinyModel(SHORT).dense, MeshConfig().create())
-    with pytest.raises(MeshError, match="on a mesh; to score continuations, load it without mesh="):
+    with pytest.raises(MeshError, match="does not support a mesh; load the model without mesh="):
         score_continuations(LanguageModel(network), [([3], [4])])
 
 
