@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import jax
 import jax.numpy as jnp
 from tokenizers import Tokenizer
 
+from kernels_pallas import device_refusal
 from zdc_jax.basis import Basis
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.config import DTYPES, ModelConfig
@@ -140,6 +142,7 @@ def load(
     check_options(dtype, mesh, weights, payload)
     devices = None if mesh is None else mesh.create()
     checkpoint = Checkpoint.open(path)
+    warn_without_kernels()
     target = jnp.dtype(dtype or checkpoint.config.dtype)
     config = _read_config(checkpoint, max_positions)
     chat_template = ChatTemplate.of(checkpoint)
@@ -178,6 +181,18 @@ def _list_frequencies(config: ModelConfig) -> list[bytes]:
     """Return the rotary frequencies of all layers, as bytes for comparison."""
     ropes = (layer.rope for layer in config.layers if layer.rope is not None)
     return [rope_frequencies(rope, config.head_dim, config.max_positions).tobytes() for rope in ropes]
+
+
+def warn_without_kernels() -> None:
+    """Log a warning on a GPU that the kernels do not support."""
+    if jax.default_backend() != "gpu":
+        return
+    if (reason := device_refusal(jax.ShapeDtypeStruct((1,), jnp.bfloat16))) is not None:
+        logger.warning(
+            "%s runs on XLA, where plans save memory but no time; use an H100 or H200 for the kernels (%s)",
+            jax.devices()[0].device_kind,
+            reason,
+        )
 
 
 def check_options(

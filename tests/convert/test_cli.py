@@ -346,8 +346,8 @@ FLAGS = {
     "generate": f"{PLAN_FLAGS} {SAMPLING_FLAGS} max-new-tokens stop chat system stream mesh payload dtype "
     "max-positions distributed coordinator num-processes process-id join-timeout",
     "chat": f"{PLAN_FLAGS} {SAMPLING_FLAGS} system max-new-tokens stop dtype max-positions",
-    "serve": f"{PLAN_FLAGS} host port name max-sequences max-model-len cache-tokens chunk decode-steps max-waiting "
-    "replicas drain-seconds mesh dtype max-positions",
+    "serve": f"{PLAN_FLAGS} host port name max-sequences max-model-len cache-tokens chunk decode-steps "
+    "max-waiting replicas drain-seconds mesh dtype max-positions",
     "evaluate": f"{PLAN_FLAGS} tasks contexts protocol max-documents batch seed dtype output",
     "inspect": "check",
     "demo": "source output",

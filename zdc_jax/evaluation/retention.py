@@ -10,7 +10,7 @@ from zdc_jax.evaluation.answers import Answer
 from zdc_jax.evaluation.perplexity import bootstrap_interval
 
 LEAST_SCORE = 0.5
-"""Smallest score of the unmodified model for which a task counts. Tasks that it fails cannot be retained."""
+"""Smallest score of the unmodified model at which a task, or a quarter of the context, counts."""
 HALF_WIDTH = 0.02
 """Largest half-width of a retention interval at which no more documents are read."""
 QUARTERS = 4
@@ -38,6 +38,9 @@ class DepthRetention:
 class Retention:
     """Retention of one task under a plan.
 
+    A question counts if the unmodified model's score in its quarter of the context is at least `LEAST_SCORE`.
+    If no question counts, the other values are those of all questions.
+
     Attributes:
       retention: exp of the mean change of the log-probability of correct tokens, averaged first within and
         then over documents; 1: no loss.
@@ -45,10 +48,10 @@ class Retention:
       score: share of correct tokens that are the most likely, with the plan.
       dense: the same share for the unmodified model.
       whole: share of documents whose correct tokens are all the most likely, with the plan.
-      counts: whether `dense` is at least `LEAST_SCORE`.
-      documents: number of task documents.
-      by_depth: retention by the quarter of the context that contains the statement asked about; None for a
-        quarter without questions, and for tasks without statements.
+      counts: whether any question counts.
+      documents: number of task documents with questions that count.
+      by_depth: retention by the quarter of the context that contains the statement asked about, also of
+        quarters that do not count; None for a quarter without questions, and for tasks without statements.
     """
 
     retention: float
@@ -75,19 +78,48 @@ def retention(dense: Sequence[Sequence[Answer]], plan: Sequence[Sequence[Answer]
       dense: answers of the unmodified model on each document.
       plan: answers with the plan on the same documents.
     """
+    by_depth = _split_by_depth(dense, plan)
+    marks = mark_counted(dense)
+    counts = any(any(document) for document in marks)
+    if counts:
+        dense, plan = keep_counted(dense, marks), keep_counted(plan, marks)
     changes = log_probability(plan) - log_probability(dense)
-    dense_score = score(dense)
     low, high = bootstrap_interval(changes)
     return Retention(
         retention=float(np.exp(changes.mean())),
         interval=(1 + low, 1 + high) if len(changes) > 1 else None,
         score=score(plan),
-        dense=dense_score,
+        dense=score(dense),
         whole=float(np.mean([_concatenate_right(document).all() for document in plan])),
-        counts=dense_score >= LEAST_SCORE,
+        counts=counts,
         documents=len(changes),
-        by_depth=_split_by_depth(dense, plan),
+        by_depth=by_depth,
     )
+
+
+def mark_counted(dense: Sequence[Sequence[Answer]]) -> list[list[bool]]:
+    """Mark the questions that count, from the answers of the unmodified model on each document."""
+    quarters: dict[int | None, list[Answer]] = {}
+    for answer in (answer for document in dense for answer in document):
+        quarters.setdefault(_find_quarter(answer), []).append(answer)
+    mastered = {quarter for quarter, answers in quarters.items() if score([answers]) >= LEAST_SCORE}
+    return [[_find_quarter(answer) in mastered for answer in document] for document in dense]
+
+
+def keep_counted(
+    documents: Sequence[Sequence[Answer]], marks: Sequence[Sequence[bool]]
+) -> list[list[Answer]]:
+    """Return the marked answers of each document, without documents that have none."""
+    marked = (
+        [answer for answer, counts in zip(document, own, strict=True) if counts]
+        for document, own in zip(documents, marks, strict=True)
+    )
+    return [document for document in marked if document]
+
+
+def _find_quarter(answer: Answer) -> int | None:
+    """Return the quarter of the context that an answer is about, or None for tasks without statements."""
+    return None if answer.depth is None else min(int(answer.depth * QUARTERS), QUARTERS - 1)
 
 
 def log_probability(documents: Sequence[Sequence[Answer]]) -> Float[np.ndarray, " documents"]:
@@ -111,9 +143,9 @@ def _split_by_depth(
     quarters: list[list[tuple[Answer, Answer]]] = [[] for _ in range(QUARTERS)]
     for documents in zip(dense, plan, strict=True):
         for dense_answer, plan_answer in zip(*documents, strict=True):
-            if (depth := dense_answer.depth) is None:
+            if (quarter := _find_quarter(dense_answer)) is None:
                 return None
-            quarters[min(int(depth * QUARTERS), QUARTERS - 1)].append((dense_answer, plan_answer))
+            quarters[quarter].append((dense_answer, plan_answer))
     return tuple(_compute_quarter(pairs) if pairs else None for pairs in quarters)
 
 
