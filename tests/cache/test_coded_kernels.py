@@ -225,7 +225,7 @@ def test_what_is_handed_on_serves_xla_and_kernels(plain):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"key_code": Gaussian(4)}, "kernels know only integers with one step a token"),
+        ({"key_code": Gaussian(4)}, "kernels support only integer codes with one scale per token"),
         ({"value_code": FittedIntegers(7)}, r"values.bits=7: must be one of"),
         ({"Z": 32}, "values has 32 coordinates: must be a multiple of 64"),
     ],

@@ -13,7 +13,7 @@ from jaxtyping import Int
 
 from zdc_jax.axes import Array
 from zdc_jax.errors import MeshError
-from zdc_jax.model.layers import Reduce, unreduced
+from zdc_jax.model.layers import Reduce, skip_reduction
 
 DATA, SEQUENCE, MODEL = "data", "sequence", "model"
 MESH_AXES: dict[str, tuple[str, ...]] = {
@@ -116,4 +116,4 @@ def positions_of(x: Array) -> Int[Array, "B t"]:
 
 def sum_over(mesh: Mesh, among: tuple[str, ...]) -> Reduce:
     """Over the devices that share each product of a layer, those of the mesh axes `among`."""
-    return unreduced if degree(mesh, among) == 1 else partial(jax.lax.psum, axis_name=among)
+    return skip_reduction if degree(mesh, among) == 1 else partial(jax.lax.psum, axis_name=among)

@@ -28,7 +28,7 @@ from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings, Transformer, extend_layer
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.ops.contract import in_two_rows
+from zdc_jax.ops.contract import duplicate_single_token
 from zdc_jax.parallel.attention import ShardedAttention, check_attention, sharded_attention
 from zdc_jax.parallel.classes import check_classes, prompt_through_groups
 from zdc_jax.parallel.coded import check_codes, coded_attention, coded_state
@@ -270,7 +270,11 @@ class ShardedTransformer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], KVCache]:
         """`Transformer.extend`; heads and F over `model` and `sequence`, and no axis over tokens."""
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
-        x, aux, states = in_two_rows(self.embeddings.embed(tokens, positions)), None, list(cache.layers)
+        x, aux, states = (
+            duplicate_single_token(self.embeddings.embed(tokens, positions)),
+            None,
+            list(cache.layers),
+        )
         for index, (block, spec) in enumerate(zip(self.token_layers, cache.specs, strict=True)):
             x, states[index], aux = _token_layer(
                 block, spec, x, states[index], aux, positions, end, cache.table, self.mesh, implementation

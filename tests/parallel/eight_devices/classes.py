@@ -139,7 +139,7 @@ def test_refusals():
             ):
                 call()
     for implementation in ("pallas", "cudnn"):
-        with pytest.raises(NotImplementedError, match=f"{implementation=} cannot do this call"):
+        with pytest.raises(NotImplementedError, match=f"{implementation=} cannot serve this call"):
             sharded.hidden(tokens, implementation=implementation)
-        with pytest.raises(NotImplementedError, match=f"{implementation=} cannot do this call"):
+        with pytest.raises(NotImplementedError, match=f"{implementation=} cannot serve this call"):
             sharded.prefill(tokens, end, capacity=64, implementation=implementation)
