@@ -16,7 +16,7 @@ from benchmarks.one_call import InOneCall
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.model.transformer import Embeddings
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.parallel.transformer import ShardedTransformer, held_sharding
+from zdc_jax.parallel.transformer import ShardedTransformer, cache_sharding
 
 
 class OnMesh:
@@ -84,7 +84,7 @@ class OnMesh:
 
     def _divided(self, cache: KVCache) -> KVCache:
         """Where each of its arrays lies."""
-        return jax.tree.map(partial(held_sharding, self.network.mesh), cache)
+        return jax.tree.map(partial(cache_sharding, self.network.mesh), cache)
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="where")

@@ -7,7 +7,7 @@ import jax
 
 from zdc_jax.axes import Array
 from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState
-from zdc_jax.parallel.prompt_cache import stored
+from zdc_jax.parallel.prompt_cache import fit_slots
 
 
 def no_tokens(spec: PrefixRing, batch: int, capacity: int) -> PrefixRingState:
@@ -22,7 +22,7 @@ def no_tokens(spec: PrefixRing, batch: int, capacity: int) -> PrefixRingState:
 
 def with_slots(state: PrefixRingState, slots: int) -> PrefixRingState:
     """The same tokens with room for S = `slots` in all; of first coordinates, the ring stays."""
-    return replace(state, k=stored(state.k, slots), v=stored(state.v, slots))
+    return replace(state, k=fit_slots(state.k, slots), v=fit_slots(state.v, slots))
 
 
 @partial(jax.jit, static_argnames=("spec", "slots"))

@@ -123,7 +123,7 @@ def test_layers_lower_on_kernels(monkeypatch):
 
 
 def test_refusals():
-    with pytest.raises(NotImplementedError, match=r"payload='float8' .*need 'native'"):
+    with pytest.raises(NotImplementedError, match=r"payload='float8': .*need 'native'"):
         check_classes("float8")
     model, basis = tiny("MHA")
     network = model.model(plan := class_plan(model, {}), basis).network
