@@ -165,8 +165,8 @@ def test_shapes_tracers_and_arrays_are_refused_alike():
     ("table", "pages", "message"),
     [
         (shape(1, 2, dtype=jnp.float32), 3, "block_table has dtype float32: must be int32"),
-        (integers(1, 0), 3, "block_table has 0 pages of a row, of 3 in all: must be at least 1"),
-        (integers(1, 2), 0, "block_table has 2 pages of a row, of 0 in all: must be at least 1"),
+        (integers(1, 0), 3, "block_table has 0 pages per sequence, the pool 3: must be at least 1"),
+        (integers(1, 2), 0, "block_table has 2 pages per sequence, the pool 0: must be at least 1"),
         (integers(1, 2), 3, None),
     ],
 )
