@@ -73,11 +73,9 @@ def decode_attention(
     Args:
       q: queries, bfloat16 or float16; Hq = H with `ring`, else R.
       k: first coordinates of the keys of all tokens, including the new one, [B, K, S, R]; slot = position.
-        With
-        `block_table`: [pages, K, page size, R]. R and Z are multiples of 16 up to 256. Slots after a
-          sequence's
-        length must be finite and are ignored. With `ring`, R = Z = 0 means that there are no far keys: only
-        the ring is read.
+        With `block_table`: [pages, K, page size, R]. R and Z are multiples of 16 up to 256. Slots after a
+        sequence's length must be finite and are ignored. With `ring`, R = Z = 0 means that there are no far
+        keys, and only the ring is read.
       v: first coordinates of the values, like `k` with Z.
       lengths: tokens of each sequence; length 0 gives zeros and -inf. Lengths are capped at the slots of far
         keys. With `positions` they bound positions instead.

@@ -110,11 +110,9 @@ def prefill_attention(
       q: queries, bfloat16 or float16; Hq = H with `trailing`, else at least R (the first R coordinates are
         read).
       k: first R coordinates of the keys, [B, K, S, R]; with `block_table` [pages, K, page size, R]. R and Z
-        are multiples of 16 up to 256. Rows after a query's position must be finite and are ignored. N is a
-        multiple of
-        K: grouped heads read the same keys without a copy. With `trailing`, R = Z = 0 means that there are no
-          far
-        keys: only blocks of near keys are read.
+        are multiples of 16 up to 256. Rows after a query's position must be finite and are ignored. If N is a
+        multiple of K, grouped heads read the same keys without a copy. With `trailing`, R = Z = 0 means that
+        there are no far keys, and only blocks of near keys are read.
       v: first Z coordinates of the values, like `k`.
       scale: factor on the scores, above 0; 1/√H of the original head dimension.
       starts: position of the first query of each sequence; None means zeros.

@@ -71,8 +71,7 @@ class PrefillConfig:
         """Return whether the tile fits a multiprocessor's shared memory and a thread's registers.
 
         With three warpgroups a thread has 128 registers. Half of HV and of block_kv are those of its outputs
-        and
-        scores: beyond 128 in total ptxas spills, and with 208 values per query it fails.
+        and scores. Beyond 128 in total ptxas spills, and with 208 values per query it fails.
         """
         registers = self.warpgroups < 3 or widths.HV + self.block_kv <= 256
         return registers and self.shared_memory(widths) <= common.SHARED_MEMORY

@@ -117,7 +117,7 @@ def near_attention(
       sink_k: keys of positions 0 … P-1, counted once, as sinks.
       sink_v: values of the sinks.
       start: position of the first query.
-      scale: as in `self_attention`, like `window` and `implementation`.
+      scale, window, implementation: as in `self_attention`.
 
     Returns:
       The output and its log-sum-exp, to be merged with those of `far_attention` by
@@ -167,9 +167,8 @@ def far_attention(
       k: keys at positions 0 … S-1.
       v: values at positions 0 … S-1.
       start: position of the first query.
-      scale: as in `self_attention`, like `window` and `implementation`. With no sinks and no window, all keys
-        j ≤ t are far.
-      sinks: number of sinks; may be negative.
+      scale, window, implementation: as in `self_attention`.
+      sinks: number of sinks; may be negative. If there are no sinks and no window, all keys j ≤ t are far.
 
     Returns:
       The output and its log-sum-exp; zeros and -inf for queries without far keys.
@@ -214,7 +213,7 @@ def segment_attention(
       positions: position of each query.
       segments: keys k [B, K, S, R], values v [B, K, S, Z] and positions [B, S] of each class; a negative
         position marks an empty slot.
-      scale: as in `self_attention`, like `implementation`.
+      scale, implementation: as in `self_attention`.
       sinks: sinks to exclude; only far keys, sinks ≤ j ≤ t - window, are attended to.
       window: recent window to exclude. If both are 0, all j ≤ t are attended to.
 

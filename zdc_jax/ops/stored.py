@@ -131,7 +131,7 @@ def stored_attention(
       k: keys by slot.
       v: values by slot.
       positions: position of each query, consecutive within a sequence.
-      scale: as in `zdc_jax.ops.attention.self_attention`, like `sinks`, `window` and `implementation`.
+      scale, sinks, window, implementation: as in `zdc_jax.ops.attention.self_attention`.
       end: length of each sequence; queries at or after it are padding, and their results are unspecified.
 
     Returns:

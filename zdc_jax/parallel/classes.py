@@ -275,7 +275,7 @@ def _attend_segments(
       q: queries of one device's tokens in class order.
       k: keys of important tokens and of the others.
       v: values of important tokens and of the others.
-      held: positions of the tokens of all devices, by class.
+      key_positions: positions of the tokens of all devices, by class.
       spec: ranks of both classes.
       keys: far keys.
 
