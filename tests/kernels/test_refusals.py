@@ -226,7 +226,7 @@ def test_no_size_is_zero(name, without):
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_index_arrays_are_integers():
     for kernel, said in refused_sizes(ints=jnp.float32).items():
-        assert str(said).endswith("has dtype float32: must be an integer type"), (kernel, said)
+        assert str(said).endswith("has dtype float32: must be an integer dtype"), (kernel, said)
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
