@@ -17,8 +17,8 @@ from zdc_jax.cache.near_far import NearFar, NearFarState
 from zdc_jax.cache.pages import in_pages, pools_of
 from zdc_jax.cache.spec import Attended, Call, State
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.ops.rotary import UnturnedKeys
-from zdc_jax.ops.stored import of_parts, turned_and_stored
+from zdc_jax.ops.rotary import UnrotatedKeys
+from zdc_jax.ops.stored import merge_parts, rotate_and_store
 
 Made = tuple[Sequence[tuple[Code, Coded]], Sequence[tuple[Code, Coded]]]
 """Of keys and of values: codes that take their coordinates one after another, and what each has made."""
@@ -59,15 +59,15 @@ class CodedFar(NearFar):
 
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
-    ) -> tuple[Array, UnturnedKeys | Array, Array]:
+    ) -> tuple[Array, UnrotatedKeys | Array, Array]:
         """`LayerCacheSpec.project`: q and k before they are turned, if the basis comes behind the weights."""
-        return attention.project_unturned(x, positions, implementation)
+        return attention.project_unrotated(x, positions, implementation)
 
     def attend(
         self,
         state: NearFarState,
         q: Array,
-        k: UnturnedKeys | Array,
+        k: UnrotatedKeys | Array,
         v: Array,
         positions: Array,
         end: Array,
@@ -75,20 +75,20 @@ class CodedFar(NearFar):
         call: Call,
     ) -> Attended:
         """`LayerCacheSpec.attend`."""
-        if isinstance(k, UnturnedKeys):
+        if isinstance(k, UnrotatedKeys):
             if q.shape[1] == 1 and (stored := self._put_token(state, q, k, v, positions, end, call)):
                 q, held = stored
                 far, aux = self.decode_parts(held.far, q[..., : self.R], positions, call, aux)
                 near = self.near.decode_held(held.near, q, positions, call)
-                return Attended(held, *of_parts(q, near, far), aux)
-            q, k = k.rotated(q, call.implementation)
+                return Attended(held, *merge_parts(q, near, far), aux)
+            q, k = k.rotate(q, call.implementation)
         return super().attend(state, q, k, v, positions, end, aux, call)
 
     def _put_token(
         self,
         state: NearFarState,
         q: Array,
-        k: UnturnedKeys,
+        k: UnrotatedKeys,
         v: Array,
         positions: Array,
         end: Array,
@@ -104,7 +104,7 @@ class CodedFar(NearFar):
         keys, values = self.made(far)
         stored = Stored(kernel_planes(keys), rings[0]), Stored(kernel_planes(values), rings[1])
         given = q, k, v, stored, positions, end, state.near.near
-        found = turned_and_stored(*given, call.implementation, table)
+        found = rotate_and_store(*given, call.implementation, table)
         if found is None:
             return None
         q, *written = found

@@ -22,7 +22,7 @@ Clause = Literal["chunked", "ragged", "order", "reuse", "pages"]
 give what each gives alone. `order`: a row does not depend on which row it is. `reuse`: a released row serves
 its next request as a new one would. `pages`: leaves [B, K, S/n, …] that grow with the capacity hold tokens by
 position, n in a slot, and nothing else says what is held (`zdc_jax.cache.paged`); `project` treats all tokens
-alike, whatever was handed on, and gives arrays [B, T, …], or keys as `LatentKeys` or `UnturnedKeys`. Every
+alike, whatever was handed on, and gives arrays [B, T, …], or keys as `LatentKeys` or `UnrotatedKeys`. Every
 method holds two more: what it gives on a cache is what it gives on whole sequences, and `bytes` is what its
 arrays take."""
 

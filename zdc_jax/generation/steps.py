@@ -167,7 +167,7 @@ def advance_with(
     """`advance`, and pieces of rows that are not wanted; the hidden states of these, too."""
     cache, gets, end = whose_turn(state, wanted, numbers)
     read, hidden, longer = extend_together(network, cache, place, pieces, state.last, end, implementation)
-    lengths = place.held(jnp.where(wanted, end, state.cache.lengths))
+    lengths = place.lengths_after(jnp.where(wanted, end, state.cache.lengths))
     return replace(longer, lengths=lengths), Frontier(hidden, gets, end), read
 
 

@@ -13,7 +13,7 @@ from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.model.layers import Reduce, add_bias, param, rms_norm, skip_reduction
 from zdc_jax.ops.attention import Implementation, self_attention
 from zdc_jax.ops.latent import LatentKeys
-from zdc_jax.ops.rotary import UnturnedKeys, rope_and_basis, rope_frequencies, rotate
+from zdc_jax.ops.rotary import UnrotatedKeys, rope_and_basis, rope_frequencies, rotate
 
 _BIASES = ("q_bias", "k_bias", "v_bias", "o_bias")
 _NORMS = ("q_norm", "k_norm")
@@ -93,12 +93,12 @@ class Attention(nnx.Module):
             q, k = (rotate(x, positions, frequencies, interleaved=False) for x in (q, k))
         return q, k, v
 
-    def project_unturned(
+    def project_unrotated(
         self,
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B T N H"], UnturnedKeys | Float[Array, "B T K R"], Float[Array, "B T K Z"]]:
+    ) -> tuple[Float[Array, "B T N H"], UnrotatedKeys | Float[Array, "B T K R"], Float[Array, "B T K Z"]]:
         """Return q, k and v with rotary embedding and basis left to the cache (`post_rope`).
 
         Layers with another basis return the same as `project`.
@@ -106,7 +106,7 @@ class Attention(nnx.Module):
         if (basis := self._get_basis()) is None:
             return self.project(x, positions, implementation)
         q, k, v = self._project_raw(x)
-        return q, UnturnedKeys(k, positions, self._rope_frequencies(), *basis), v
+        return q, UnrotatedKeys(k, positions, self._rope_frequencies(), *basis), v
 
     def project_latent(
         self,

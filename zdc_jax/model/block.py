@@ -14,7 +14,7 @@ from zdc_jax.model.attention import Attention
 from zdc_jax.model.layers import FeedForward, Norm, Reduce, skip_reduction
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.latent import LatentKeys
-from zdc_jax.ops.rotary import UnturnedKeys
+from zdc_jax.ops.rotary import UnrotatedKeys
 
 Attend = Callable[[Array, Any, Any], tuple[Array, Any]]
 """Attention of a layer: (q [B, T, N, R], k [B, T, K, R], v [B, T, K, Z]) → o [B, T, N, Z], extra results."""
@@ -31,7 +31,7 @@ def project_uniformly(
 
 def map_tokens(change: Callable[[Array], Array], q: Array, k: Any, v: Any) -> tuple[Array, Any, Any]:
     """Apply `change` to every per-token array of q, k and v, as a `Project` returns them."""
-    keys = k.each(change) if isinstance(k, LatentKeys | UnturnedKeys) else jax.tree.map(change, k)
+    keys = k.each(change) if isinstance(k, LatentKeys | UnrotatedKeys) else jax.tree.map(change, k)
     return change(q), keys, jax.tree.map(change, v)
 
 

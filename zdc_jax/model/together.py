@@ -36,7 +36,7 @@ class Place(NamedTuple):
     begin: Int[Array, " P"]
     end: Int[Array, " P"]
 
-    def held(self, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
+    def lengths_after(self, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
         """Return the lengths of all rows after the chunks, given those of the other rows."""
         return lengths.at[self.row].set(self.end, mode="drop")
 
@@ -121,7 +121,7 @@ def extend_together(
             cache.table,
             implementation,
         )
-    extended = replace(cache, layers=tuple(states), lengths=place.held(end))
+    extended = replace(cache, layers=tuple(states), lengths=place.lengths_after(end))
     return x[0, : len(chunks)], x[0, len(chunks) :], extended
 
 

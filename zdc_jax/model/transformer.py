@@ -18,7 +18,7 @@ from zdc_jax.model.block import Block, map_tokens
 from zdc_jax.model.layers import Norm, Reduce, param, skip_reduction
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.contract import duplicate_single_token, einsum_f32
-from zdc_jax.ops.rotary import UnturnedKeys
+from zdc_jax.ops.rotary import UnrotatedKeys
 from zdc_jax.plan import CompressionPlan
 
 
@@ -195,8 +195,8 @@ def _prompt_layer(
     call = Call(block.attention.scale)
 
     def attend(q: Array, k: Any, v: Array) -> tuple[Array, State]:
-        if isinstance(k, UnturnedKeys):
-            q, k = k.rotated(q, None)
+        if isinstance(k, UnrotatedKeys):
+            q, k = k.rotate(q, None)
         o, lse = block.attention.attend(q, k, v)
         return o, spec.keep_prompt(q, k, v, lse, positions, end, capacity, call)
 

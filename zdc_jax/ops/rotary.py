@@ -15,7 +15,7 @@ from zdc_jax.ops import attention
 from zdc_jax.ops.attention import Implementation
 
 
-class UnturnedKeys(NamedTuple):
+class UnrotatedKeys(NamedTuple):
     """Keys of new tokens before rotary embedding and basis, with the parameters of both.
 
     Attributes:
@@ -34,11 +34,11 @@ class UnturnedKeys(NamedTuple):
     k_basis: Array
     k_shift: Array | None
 
-    def each(self, change: Callable[[Array], Array]) -> "UnturnedKeys":
+    def each(self, change: Callable[[Array], Array]) -> "UnrotatedKeys":
         """Apply `change` to the arrays that have a token axis."""
         return self._replace(keys=change(self.keys), positions=change(self.positions))
 
-    def rotated(
+    def rotate(
         self, q: Float[Array, "B T N H"], implementation: Implementation | None
     ) -> tuple[Float[Array, "B T N C"], Float[Array, "B T K C"]]:
         """Return queries and keys after rotary embedding and basis."""

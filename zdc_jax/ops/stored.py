@@ -41,7 +41,7 @@ from kernels_pallas import (
 from kernels_pallas.coded_inputs import rows_of
 from zdc_jax.axes import Array
 from zdc_jax.ops.attention import Implementation, choose_implementation
-from zdc_jax.ops.rotary import UnturnedKeys
+from zdc_jax.ops.rotary import UnrotatedKeys
 from zdc_jax.ops.slots import EMPTY, ring_positions
 from zdc_jax.ops.xla import xla_attention
 
@@ -165,7 +165,7 @@ def stored_attention_refusal(
     )
 
 
-def takes_numbers(
+def can_dequantize_far(
     q: Float[Array, "B T N R"],
     planes: Sequence[Sequence[Plane]],
     *,
@@ -204,7 +204,7 @@ def takes_numbers(
     return takes_kernels("dequantising", None, refusal)
 
 
-def numbers(
+def dequantize_far(
     planes: Sequence[Sequence[Plane]],
     positions: Int[Array, "B T"],
     *,
@@ -215,7 +215,7 @@ def numbers(
     """Dequantize the far keys and values that queries at `positions` see, with one kernel.
 
     Slots after the far tokens have arbitrary values, which XLA attention would not tolerate: check
-    `takes_dequantized` first. `positions` must be consecutive in each sequence.
+    `can_dequantize_far` first. `positions` must be consecutive in each sequence.
     """
     return dequantise(planes, positions[:, -1] + 1 - window, dtype=dtype, block_table=table)
 
@@ -271,7 +271,7 @@ def coded_decode(
     )
 
 
-def of_parts(
+def merge_parts(
     q: Float[Array, "B T N R"], *parts: Parts
 ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
     """Merge partial attention over disjoint keys; return the output and its log-sum-exp."""
@@ -365,7 +365,7 @@ def _query_shapes(
     return jax.eval_shape(_flat, q), row, jax.eval_shape(table_of_queries, positions, table)
 
 
-def encoded(
+def encode_with_kernel(
     x: Sequence[Float[Array, "B T K _"]],
     planes: Sequence[Sequence[Plane]],
     positions: Int[Array, "B T"],
@@ -396,9 +396,9 @@ def encoded(
     return encode(x, planes, positions[:, 0], end, block_table=table)
 
 
-def turned_and_stored(
+def rotate_and_store(
     q: Float[Array, "B 1 N H"],
-    k: UnturnedKeys,
+    k: UnrotatedKeys,
     v: Float[Array, "B 1 K Hv"],
     stored: tuple[Stored, Stored],
     positions: Int[Array, "B 1"],
@@ -428,7 +428,7 @@ def turned_and_stored(
     sinks, window = near
     options: dict[str, Any] = {"sinks": sinks, "window": window, "block_table": table}
 
-    def prepare(q: Array, k: UnturnedKeys, v: Array) -> tuple[Array, Array, Array, Turning]:
+    def prepare(q: Array, k: UnrotatedKeys, v: Array) -> tuple[Array, Array, Array, Turning]:
         cos, sin = k.angles()
         turning = Turning(cos[:, 0], sin[:, 0], k.q_basis, k.k_basis, k.k_shift)
         return q[:, 0], k.keys[:, 0], v[:, 0], turning
