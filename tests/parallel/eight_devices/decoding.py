@@ -143,7 +143,7 @@ def test_generate():
     assert got.kv_bytes - lengths == 2 * (expected.kv_bytes - lengths)  # two copies of each KV head
     streamed = [[] for _ in PROMPTS]
     for delta in stream(on_mesh, PROMPTS, 20, **options):
-        streamed[delta.row].extend(delta.tokens)
+        streamed[delta.sequence].extend(delta.tokens)
     assert [tuple(tokens) for tokens in streamed] == [row.tokens for row in expected.completions]
     # One for all tokens and one for pieces: the cache lies after some tokens as after the prompts.
     assert decode._cache_size() == programs + 2
