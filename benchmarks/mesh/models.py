@@ -19,7 +19,7 @@ from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.payload import Payload, scale_for
-from zdc_jax.parallel.transformer import ShardedTransformer, held_sharding
+from zdc_jax.parallel.transformer import ShardedTransformer, cache_sharding
 from zdc_jax.parallel.weights import WeightPlacement
 from zdc_jax.plan import CompressionPlan
 
@@ -175,7 +175,7 @@ class OnMesh:
 
     def _divided(self, cache: KVCache) -> KVCache:
         """Return the sharding of each array of the cache."""
-        return jax.tree.map(partial(held_sharding, self.network.mesh), cache)
+        return jax.tree.map(partial(cache_sharding, self.network.mesh), cache)
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="where")

@@ -29,7 +29,7 @@ from zdc_jax.methods.coded import Settings
 from zdc_jax.model.params import embedding_shapes, layer_shapes, random_tree
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.ops.contract import in_two_rows
+from zdc_jax.ops.contract import duplicate_single_token
 from zdc_jax.parallel.mesh import whole_on
 from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
@@ -312,7 +312,7 @@ def _cudnn_step(flat: Flat[Transformer], cache: Any, tokens: jax.Array) -> tuple
     lengths = cache["lengths"]
     T, scale = tokens.shape[1], network.layers[0].attention.scale
     positions = lengths[:, None] + jnp.arange(T)
-    x, kv = in_two_rows(network.embeddings.embed(tokens, positions)), []
+    x, kv = duplicate_single_token(network.embeddings.embed(tokens, positions)), []
     rows = len(x)
     for block, (keys, values) in zip(network.layers, cache["kv"], strict=True):
 

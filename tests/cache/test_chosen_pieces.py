@@ -211,7 +211,7 @@ def test_lowers_in_several_blocks(monkeypatch, layer, paged, groups):
     ("change", "message"),
     [
         ({"page": 4}, "kernels read single tokens, not pages of 4"),
-        ({"value_code": Gaussian(4)}, "kernels know only integers with one step a token"),
+        ({"value_code": Gaussian(4)}, "kernels support only integer codes with one scale per token"),
         ({"read": 96}, "k=96: must be a multiple of 128"),
     ],
 )

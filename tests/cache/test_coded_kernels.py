@@ -18,7 +18,7 @@ from zdc_jax.cache.paged import Paged
 from zdc_jax.cache.pages import Pages
 from zdc_jax.cache.spec import Call
 from zdc_jax.ops import attention, stored
-from zdc_jax.ops.rotary import UnturnedKeys
+from zdc_jax.ops.rotary import UnrotatedKeys
 
 B, K, G, H, S, PAGE = 3, 2, 4, 64, 512, 128
 PROMPT, STEPS = (300, 290, 40), 6
@@ -119,7 +119,7 @@ def turned_later(k, positions):
     rng, frequencies = np.random.default_rng(9), 1e4 ** -(np.arange(H // 2) / (H // 2))
     basis = [np.linalg.qr(rng.normal(size=(K, H, H)))[0] for _ in range(2)]
     shift = rng.normal(size=(K, H))
-    return UnturnedKeys(k, positions, frequencies, *(jnp.asarray(x, k.dtype) for x in (*basis, shift)))
+    return UnrotatedKeys(k, positions, frequencies, *(jnp.asarray(x, k.dtype) for x in (*basis, shift)))
 
 
 def run(spec, implementation, seed=0, table=None, unturned=False):
@@ -225,7 +225,7 @@ def test_what_is_handed_on_serves_xla_and_kernels(plain):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"key_code": Gaussian(4)}, "kernels know only integers with one step a token"),
+        ({"key_code": Gaussian(4)}, "kernels support only integer codes with one scale per token"),
         ({"value_code": FittedIntegers(7)}, r"values.bits=7: must be one of"),
         ({"Z": 32}, "values has 32 coordinates: must be a multiple of 64"),
     ],

@@ -24,7 +24,7 @@ def read(network, windows):
 
 
 def compiled() -> int:
-    return transformer._whole_layer._cache_size() + transformer._extended_layer._cache_size()
+    return transformer._whole_layer._cache_size() + transformer._extend_layer._cache_size()
 
 
 @pytest.fixture

@@ -170,7 +170,7 @@ def test_reaches_whose_offsets_triton_gets_wrong_are_refused():
         ({"rows": 2}, "ends has shape"),
         ({"dtype": jnp.int8}, "dtype=int8: must be bfloat16, float16 or float32"),
         ({"table": (2, 4)}, r"block_table has shape \(2, 4\): must be \[B, pages\] = \(16, any\)"),
-        ({"table": (16, 0)}, "block_table has 0 pages of a row, of 16 in all: must be at least 1"),
+        ({"table": (16, 0)}, "block_table has 0 pages per sequence, the pool 16: must be at least 1"),
     ],
 )
 @pytest.mark.usefixtures("shapes_unchecked")

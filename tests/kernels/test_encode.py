@@ -240,8 +240,8 @@ def test_planes_whose_offsets_triton_gets_wrong_are_refused():
         ({"rows": 2}, "starts has shape"),
         ({"table": (2, 4)}, r"block_table has shape \(2, 4\): must be \[B, pages\] = \(3, any\)"),
         ({"table": (B, 4), "integers": jnp.int16}, "block_table has dtype int16: must be int32"),
-        ({"table": (B, 0)}, "block_table has 0 pages of a row, of 3 in all: must be at least 1"),
-        ({"table": (B, 4), "S": 0}, "pages of 0 slots: must be a multiple of 1"),
+        ({"table": (B, 0)}, "block_table has 0 pages per sequence, the pool 3: must be at least 1"),
+        ({"table": (B, 4), "S": 0}, "page size of 0 slots: must be a non-zero multiple of 1"),
     ],
 )
 def test_refusals(change, message):

@@ -42,7 +42,7 @@ class Case:
         positions = jnp.asarray(self.positions)
         slots = stored.choose_by_index(self.q[..., :32], planes[:1], positions, count=COUNT, **given, **near)
         parts = stored.coded_decode(self.q, planes, positions, (SINKS, WINDOW), slots=slots, **given)
-        o, lse = stored.of_parts(self.q, parts)
+        o, lse = stored.merge_parts(self.q, parts)
         return np.asarray(slots), np.asarray(o, np.float64), np.asarray(lse, np.float64)
 
     def truth(self):

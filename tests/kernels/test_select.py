@@ -104,7 +104,7 @@ def test_lowers(S, k):
         ({"k": 0}, "k=0: must be"),
         ({"k": 8192}, "k=8192: must be"),
         ({"begin": shape(B + 1, dtype=jnp.int32)}, r"begin has shape \(3,\): must be \[B\] = \(2\)"),
-        ({"end": shape(B)}, "end has dtype float32: must be an integer type"),
+        ({"end": shape(B)}, "end has dtype float32: must be an integer dtype"),
     ],
 )
 def test_refusals(change, message):

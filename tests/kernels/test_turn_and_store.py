@@ -204,7 +204,7 @@ BAD = {
         a | {"turning": a["turning"]._replace(k=a["turning"].k.astype(jnp.float32))}
     ),
     "k_stored.planes=[]: must be at least one": lambda a: a | {"k_stored": a["k_stored"]._replace(planes=[])},
-    "ends has dtype float32: must be an integer type": lambda a: a | {"ends": a["ends"].astype(jnp.float32)},
+    "ends has dtype float32: must be an integer dtype": lambda a: a | {"ends": a["ends"].astype(jnp.float32)},
     "turning.shift has shape": lambda a: a | {"turning": a["turning"]._replace(shift=jnp.zeros((1, H)))},
     "k_stored.planes take 160 coordinates: must be at most 128": lambda a: (
         a | {"k_stored": a["k_stored"]._replace(planes=[a["k_stored"].planes[0], *a["k_stored"].planes])}

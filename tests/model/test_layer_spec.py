@@ -181,7 +181,7 @@ def test_folding_loses_no_weight(tiny_opt: TinyModel):
     fold(weights)
     with pytest.raises(ValueError, match=r"layer 0: folding does not support .* \['gate'\]"):
         fold(weights | {"gate": weights["q"]})
-    with pytest.raises(ValueError, match=r"attention has no use for the weights \['gate'\]"):
+    with pytest.raises(ValueError, match=r"weights=\['gate'\]: not weights of an attention layer"):
         Attention(weights | {"gate": weights["q"]}, OPT, OPT.layers[0])
 
 

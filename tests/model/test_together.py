@@ -42,7 +42,7 @@ def alone(network, cache: KVCache, place: Place, pieces, tokens, end):
         cache, first = cache.with_row(row, one), first + count
         states.append(hidden[0, :count])
     decoded, cache = network.extend(replace(cache, lengths=lengths), tokens[:, None], end)
-    return np.concatenate(states), decoded[:, 0], replace(cache, lengths=place.held(end))
+    return np.concatenate(states), decoded[:, 0], replace(cache, lengths=place.lengths_after(end))
 
 
 @pytest.mark.matrix("fp8-two pieces and none")

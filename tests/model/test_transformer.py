@@ -7,7 +7,7 @@ import pytest
 from conftest import TinyModel
 
 from zdc_jax.model.transformer import Transformer
-from zdc_jax.ops.contract import in_two_rows
+from zdc_jax.ops.contract import duplicate_single_token
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 LENGTHS = np.array([70, 33, 50])
@@ -133,7 +133,7 @@ def test_a_single_token_has_the_product_of_one_of_many(dtype):
     x, weight = (jnp.asarray(rng.normal(size=size), dtype) for size in ((2, 1, 96), (96, 4, 32)))
     exact = np.einsum("BTD,DNH->BTNH", *(np.asarray(each, np.float64) for each in (x, weight)))
     for rows in (x, x[:1]):
-        got = np.asarray(jnp.einsum("BTD,DNH->BTNH", in_two_rows(rows), weight), np.float64)
+        got = np.asarray(jnp.einsum("BTD,DNH->BTNH", duplicate_single_token(rows), weight), np.float64)
         expected = exact if len(rows) == 2 else exact[[0] * len(got)]
         step = float(jnp.finfo(dtype).eps) * np.abs(expected) / 2
         assert len(got) == (1 if len(rows) == 1 and dtype == "float32" else 2)

@@ -44,7 +44,7 @@ from zdc_jax.ops.stored import (
     choose_by_index,
     coded_decode,
     coded_decode_refusal,
-    of_parts,
+    merge_parts,
     queries_at_once,
     slots_for,
     takes_kernels,
@@ -161,7 +161,7 @@ class CodedChoosing(CodedFar, Choosing):
             return super().attend_pages(far, q, positions, pages, replace(call, implementation="xla"))
 
         def one_block(q: Array, positions: Array, pages: Array) -> tuple[Array, Array]:
-            return of_parts(q, self._attend_slots(far, q, positions, pages, call))
+            return merge_parts(q, self._attend_slots(far, q, positions, pages, call))
 
         return in_query_blocks(one_block, self._count_queries_at_once(far, q), q, positions, pages)
 

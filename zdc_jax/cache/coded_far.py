@@ -17,8 +17,8 @@ from zdc_jax.cache.near_far import NearFar, NearFarState
 from zdc_jax.cache.pages import in_pages, pools_of
 from zdc_jax.cache.spec import Attended, Call, State
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.ops.rotary import UnturnedKeys
-from zdc_jax.ops.stored import of_parts, turned_and_stored
+from zdc_jax.ops.rotary import UnrotatedKeys
+from zdc_jax.ops.stored import merge_parts, rotate_and_store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,35 +58,35 @@ class CodedFar(NearFar):
 
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
-    ) -> tuple[Array, UnturnedKeys | Array, Array]:
+    ) -> tuple[Array, UnrotatedKeys | Array, Array]:
         """Compute q, k and v; q and k are not rotated yet if the basis is not folded into the weights."""
-        return attention.project_unturned(x, positions, implementation)
+        return attention.project_unrotated(x, positions, implementation)
 
     def attend(
         self,
         state: NearFarState,
         q: Array,
-        k: UnturnedKeys | Array,
+        k: UnrotatedKeys | Array,
         v: Array,
         positions: Array,
         end: Array,
         aux: Any,
         call: Call,
     ) -> Attended:
-        if isinstance(k, UnturnedKeys):
+        if isinstance(k, UnrotatedKeys):
             if q.shape[1] == 1 and (stored := self._put_token(state, q, k, v, positions, end, call)):
                 q, written = stored
                 far, aux = self.decode_parts(written.far, q[..., : self.R], positions, call, aux)
                 near = self.near.decode_stored(written.near, q, positions, call)
-                return Attended(written, *of_parts(q, near, far), aux)
-            q, k = k.rotated(q, call.implementation)
+                return Attended(written, *merge_parts(q, near, far), aux)
+            q, k = k.rotate(q, call.implementation)
         return super().attend(state, q, k, v, positions, end, aux, call)
 
     def _put_token(
         self,
         state: NearFarState,
         q: Array,
-        k: UnturnedKeys,
+        k: UnrotatedKeys,
         v: Array,
         positions: Array,
         end: Array,
@@ -105,7 +105,7 @@ class CodedFar(NearFar):
         far, table = pools_of(state.far)
         keys, values = self.coded_parts(far)
         stored = Stored(kernel_planes(keys), rings[0]), Stored(kernel_planes(values), rings[1])
-        result = turned_and_stored(
+        result = rotate_and_store(
             q, k, v, stored, positions, end, state.near.near, call.implementation, table
         )
         if result is None:

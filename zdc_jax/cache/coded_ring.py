@@ -15,7 +15,7 @@ from zdc_jax.cache.prefix_ring import PrefixRing, PrefixRingState, put_ring
 from zdc_jax.cache.spec import Attended, Call
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.slots import slot_of_token
-from zdc_jax.ops.stored import coded_decode_refusal, coded_ring_decode, of_parts, takes_kernels
+from zdc_jax.ops.stored import coded_decode_refusal, coded_ring_decode, merge_parts, takes_kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class CodedRing(PrefixRing):
     ) -> Attended:
         if q.shape[1] == 1 and self.can_decode_stored(state, q, v, call):
             written = self.write(state, k, v, positions, end)
-            return Attended(written, *of_parts(q, self.decode_stored(written, q, positions, call)), aux)
+            return Attended(written, *merge_parts(q, self.decode_stored(written, q, positions, call)), aux)
         decoded = replace(state, ring_k=self._decode(state.ring_k), ring_v=self._decode(state.ring_v))
         attended = self.unquantized.attend(
             decoded, q, self.as_read(k), self.as_read(v), positions, end, aux, call

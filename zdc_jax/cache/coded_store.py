@@ -20,13 +20,13 @@ from zdc_jax.cache.prefix_ring import put_tokens, recent_rows
 from zdc_jax.cache.spec import Call, put_rows
 from zdc_jax.errors import PlanError
 from zdc_jax.ops.stored import (
+    can_dequantize_far,
     coded_decode,
     coded_decode_refusal,
-    numbers,
-    of_parts,
+    dequantize_far,
+    merge_parts,
     slots_for,
     takes_kernels,
-    takes_numbers,
 )
 
 
@@ -112,14 +112,14 @@ class CodedStore(CodedFar):
         if q.shape[1] > 1:
             if self._can_dequantize(pools, table, q, call):
                 planes = self._convert_planes(pools)
-                k, v = numbers(planes, positions, window=self.window, dtype=self.dtype, table=table)
+                k, v = dequantize_far(planes, positions, window=self.window, dtype=self.dtype, table=table)
             else:
                 k, v = self.read(far)
             return self.attend_rows(q, k, v, positions, call)
         stored = kernel_planes(self._pair_codes(pools))
         refusal = partial(coded_decode_refusal, q, stored, table=table)
         if takes_kernels("coded decode", call.implementation, refusal):
-            return of_parts(q, self.decode_parts(far, q, positions, call, None)[0])
+            return merge_parts(q, self.decode_parts(far, q, positions, call, None)[0])
         return self.attend_rows(q, *self.read(far), positions, replace(call, implementation="xla"))
 
     def decode_parts(
@@ -149,7 +149,7 @@ class CodedStore(CodedFar):
         self, pools: tuple[Coded, Coded], table: Int[Array, "B n"] | None, q: Array, call: Call
     ) -> bool:
         """Return whether kernels dequantize the store for a chunk of a prompt and attend to the result."""
-        return takes_numbers(
+        return can_dequantize_far(
             q,
             self._convert_planes(pools),
             sinks=self.sinks,

@@ -14,7 +14,7 @@ from kernels_pallas.short_scales import NAN_CODE, from_e5m3
 from zdc_jax.axes import Array
 from zdc_jax.cache.codes import Code, Coded, CodedParts, Split, pack, packing_refusal, unpack
 from zdc_jax.cache.pages import in_pages, pools_of
-from zdc_jax.ops.stored import encoded
+from zdc_jax.ops.stored import encode_with_kernel
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def put_by_kernel(
     arrays, table = pools_of([[coded for _, coded in stored] for _, stored in groups])
     codes = [[code for code, _ in stored] for _, stored in groups]
     planes = [kernel_planes(zip(*pair, strict=True)) for pair in zip(codes, arrays, strict=True)]
-    written = encoded([x for x, _ in groups], planes, positions, end, table)
+    written = encode_with_kernel([x for x, _ in groups], planes, positions, end, table)
     if written is None:
         return None
     return in_pages([restore_tree(*pair) for pair in zip(arrays, written, strict=True)], table)

@@ -26,7 +26,7 @@ Clause = Literal["chunked", "ragged", "order", "reuse", "pages"]
 - `reuse`: a released sequence serves its next request like a new one.
 - `pages`: leaves [B, K, S/n, …] that grow with the capacity store tokens by position, n tokens per slot. No
   other leaf says which tokens are stored (`zdc_jax.cache.paged`). `project` treats all tokens alike, whatever
-  `aux` is. It returns arrays [B, T, …], or keys as `LatentKeys` or `UnturnedKeys`.
+  `aux` is. It returns arrays [B, T, …], or keys as `LatentKeys` or `UnrotatedKeys`.
 
 Two more properties hold for every spec: attention on a cache equals attention on whole sequences, and `bytes`
 equals the size of the arrays.

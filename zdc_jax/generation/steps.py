@@ -205,7 +205,7 @@ def advance_with(
     chunk_hidden, hidden, longer = extend_together(
         network, cache, place, chunks, state.last, end, implementation
     )
-    lengths = place.held(jnp.where(wanted, end, state.cache.lengths))
+    lengths = place.lengths_after(jnp.where(wanted, end, state.cache.lengths))
     return replace(longer, lengths=lengths), Frontier(hidden, active, end), chunk_hidden
 
 

@@ -29,7 +29,7 @@ from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings, Transformer
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.parallel.prompt_cache import stored
+from zdc_jax.parallel.prompt_cache import fit_slots
 
 
 def no_tokens(spec: PrefixRing, batch: int, capacity: int) -> PrefixRingState:
@@ -45,7 +45,7 @@ def no_tokens(spec: PrefixRing, batch: int, capacity: int) -> PrefixRingState:
 
 def with_slots(state: PrefixRingState, slots: int) -> PrefixRingState:
     """Return the same tokens with room for S = `slots` in all; the ring stays."""
-    return replace(state, k=stored(state.k, slots), v=stored(state.v, slots))
+    return replace(state, k=fit_slots(state.k, slots), v=fit_slots(state.v, slots))
 
 
 @partial(jax.jit, static_argnames=("spec", "slots"))
@@ -133,9 +133,9 @@ class RunaheadTransformer:
         ):
             positions = jnp.broadcast_to(jnp.arange(start, stop), (len(tokens), stop - start))
             placed = tokens[:, start:stop], positions, jnp.minimum(end, stop)
-            own, positions, stored = jax.device_put(placed, device)
+            own, positions, fit_slots = jax.device_put(placed, device)
             x = _embedded(network.embeddings, own, positions)
-            chunks.append(_Chunk(device, network, positions, stored, room, x))
+            chunks.append(_Chunk(device, network, positions, fit_slots, room, x))
         return chunks
 
 

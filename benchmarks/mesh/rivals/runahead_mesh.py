@@ -30,7 +30,7 @@ from zdc_jax.model.transformer import Embeddings
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.parallel.exchange import kv_copies, moved
 from zdc_jax.parallel.mesh import BY_TOKEN, SEQUENCE, layout, on_mesh
-from zdc_jax.parallel.prompt_cache import stored, with_new_empties
+from zdc_jax.parallel.prompt_cache import fit_slots, with_new_empties
 from zdc_jax.parallel.transformer import ShardedTransformer, last_token
 from zdc_jax.parallel.weights import weight_specs
 
@@ -268,7 +268,7 @@ def by_head(kept: PrefixRingState, partition: Partition, capacity: int, mesh: Me
         x = repeated(x)
         x = moved(lambda x: jax.lax.all_to_all(x, SEQUENCE, 1, 2, tiled=True), x)
         chunks = [x[:, :, index * t : index * t + count] for index, count in enumerate(partition.tokens)]
-        return stored(jnp.concatenate(chunks, 2), capacity)
+        return fit_slots(jnp.concatenate(chunks, 2), capacity)
 
     def scattered(ring: Array) -> Array:
         last = jnp.where(jax.lax.axis_index(SEQUENCE) == U - 1, ring, 0)

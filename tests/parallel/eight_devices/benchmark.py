@@ -139,7 +139,7 @@ def test_a_figure_that_fails_leaves_the_others(tmp_path):
     arguments = [*OPTIONS.split(), "--results", str(tmp_path), "--tasks", "dense", "--mesh", "sequence=3"]
     assert main(arguments) == 1
     out = json.loads((tmp_path / "sequence-parallel-tiny-3.json").read_text())["results"]["dense 61"]
-    assert out["first_token"]["error"].startswith("MeshError: num_heads=8 cannot be divided")
+    assert out["first_token"]["error"].startswith("MeshError: num_heads=8: cannot be divided")
 
 
 def test_weights_are_on_each_device_once():

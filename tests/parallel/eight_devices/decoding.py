@@ -151,5 +151,5 @@ def test_generate():
     stopped = generate(on_one, PROMPTS, 20, stop=stop, **options).completions
     assert stopped[1].finish_reason == "stop"
     assert generate(on_mesh, PROMPTS, 20, stop=stop, **options).completions == stopped
-    with pytest.raises(MeshError, match="3 rows cannot be divided over data=2"):
+    with pytest.raises(MeshError, match="batch=3: cannot be divided over data=2"):
         generate(on_mesh, PROMPTS[:3], 20)

@@ -44,7 +44,7 @@ def test_each_device_holds_its_share(folder, monkeypatch):
 def test_refusals(folder):
     with pytest.raises(MeshError, match="needs 16 devices, there are 8"):
         load(folder, mesh=MeshConfig(sequence=16))
-    with pytest.raises(MeshError, match="num_heads=8 cannot be divided over model=1 times sequence=7"):
+    with pytest.raises(MeshError, match="num_heads=8: cannot be divided over model=1 times sequence=7"):
         load(folder, mesh="sequence=7")
 
 

@@ -167,14 +167,14 @@ def test_refusals(tiny):
         load(folder, **without, weights="gathered")
     with pytest.raises(ValueError, match=r"weights='halved' must be one of .*'gathered'"):
         load(folder, **options, weights="halved")
-    with pytest.raises(ValueError, match=r"payload='int4' must be one of .*'float8'"):
+    with pytest.raises(ValueError, match=r"payload='int4': must be one of .*'float8'"):
         load(folder, **options, payload="int4")
-    with pytest.raises(CalibrationError, match="needs the coordinates of a calibrated basis; give plan="):
+    with pytest.raises(CalibrationError, match="needs a calibrated basis; pass plan="):
         load(folder, mesh=options["mesh"], payload="float8")
     with pytest.raises(
-        CalibrationError, match="this older basis has none, run zdc calibrate MODEL TEXT --overwrite"
+        CalibrationError, match="which this older basis lacks; run zdc calibrate MODEL TEXT --overwrite"
     ):
         load(folder, **{**options, "basis": replace(options["basis"], v_rms=None)}, payload="float8")
     network = load(folder, **options, payload="float8").network
-    with pytest.raises(NotImplementedError, match=r"payload='float8' needs .*, attention=.*ring_attention"):
+    with pytest.raises(NotImplementedError, match=r"payload='float8': not supported by .*ring_attention"):
         network.hidden(jnp.asarray(model.tokens(2, 9)), attention=ring_attention)
