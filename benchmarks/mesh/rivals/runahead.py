@@ -133,9 +133,9 @@ class RunaheadTransformer:
         ):
             positions = jnp.broadcast_to(jnp.arange(start, stop), (len(tokens), stop - start))
             placed = tokens[:, start:stop], positions, jnp.minimum(end, stop)
-            own, positions, fit_slots = jax.device_put(placed, device)
+            own, positions, stored = jax.device_put(placed, device)
             x = _embedded(network.embeddings, own, positions)
-            chunks.append(_Chunk(device, network, positions, fit_slots, room, x))
+            chunks.append(_Chunk(device, network, positions, stored, room, x))
         return chunks
 
 
