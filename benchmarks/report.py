@@ -13,7 +13,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -44,10 +44,6 @@ FAMILIES = {
     "choosing": ("quest", "loki"),
 }
 """Cache methods by family, in the order of tables. Other names are searched plans of ranks."""
-HEADLINE = (
-    *((name, None) for name in ("coded, 1 %", "coded, 0.5 %", "searched")),
-    *(("turboquant", 0.28), ("kivi", 0.36), ("int8", 0.52), ("rotated", 1.0)),
-)
 KINDS = {"searched": "searched plan", "dense": "16 bits, our kernels", "cudnn": "16 bits, cuDNN"}
 NVLINK = "sequence-parallel-llama-2-7b-4"
 SOCKETS = f"{NVLINK}-4-processes-sockets"
@@ -196,15 +192,6 @@ def equal_bytes(context: int, protocol: str) -> str:
     return table(heads, lines, f"equal-bytes-{MODEL}", f"coded-{MODEL}")
 
 
-def headline() -> str:
-    """Return searched plans and caches of fewer bits, task by task, at 4,096 tokens."""
-    rows = {(row["method"], row["budget"]): row for row in rows_at(4096, "cached")}
-    shown = [(method, rows[method, budget]) for method, budget in HEADLINE]
-    lines = (f"{n} | {row['bytes_share']:.1%} | {with_interval(row)} | {task_cells(row)}" for n, row in shown)
-    heads = f"method | KV bytes | perplexity | {TASKS}"
-    return table(heads, lines, f"equal-bytes-{MODEL}", f"coded-{MODEL}")
-
-
 def searched_plans() -> str:
     """Return searched plans on every set of text and under both protocols."""
     lines = []
@@ -276,6 +263,23 @@ def one_plan() -> str:
     return table(heads, lines, "one-plan-h100", *(f"{folder}coded-{MODEL}" for folder in SETS.values()))
 
 
+SIDES = {"ours-16": "16 bits", "ours-plan": "plan, 20 % of the bytes", "vllm-16": "vLLM, 16 bits"}
+"""Sides of `benchmarks.model.bench_generate` in the words of the table."""
+
+
+def generate_times() -> str:
+    """Return one sequence of the 8B shape, through `generate` and vLLM, by prompt length."""
+    name = "generate-8b-shape-h100"
+    rows = {(row["side"], row["tokens"]): row for row in read(name)["results"] if row["sequences"] == 1}
+    lines = []
+    for tokens in sorted({tokens for _, tokens in rows}):
+        for side, label in SIDES.items():
+            row = rows[side, tokens]
+            first, token = median(row["first_token"]), 1e3 * median(row["token"])
+            lines.append(f"{tokens:,} | {label} | {first:.2f} | {token:.2f} | {row['fits']}")
+    return table("tokens | cache | TTFT, s | TPOT, ms | sequences that fit", lines, name)
+
+
 def one_plan_on_mesh(name: str) -> str:
     """Return the times of each kind on several GPUs."""
     lines = []
@@ -286,14 +290,14 @@ def one_plan_on_mesh(name: str) -> str:
     return table(f"shape, tokens | cache | {FIGURES} | GB a sequence and GPU", lines, name)
 
 
-def kernels(name: str, wanted: Sequence[str] | None = None) -> str:
+def kernels(name: str) -> str:
     """Return kernels, except those of token classes, with their bounds and their speed over cuDNN."""
     sections = {
         key: rows for key, rows in read(name)["results"].items() if key not in ("ceilings", "segments")
     }
     rows = [row for rows in sections.values() for row in rows]
     lines = []
-    for row in (row for row in rows if "ms" in row and (wanted is None or row["name"] in wanted)):
+    for row in (row for row in rows if "ms" in row):
         speed = f"{row['speedup']:.2f}x" if "speedup" in row else "–"
         lines.append(f"{row['name']} | {row['ms']:.3f} | {row['of_limit']:.0%} of {row['limit']} | {speed}")
     return table("kernel | ms | share of its bound | speed over cuDNN at full rank", lines, name)
@@ -454,20 +458,18 @@ def predictor() -> str:
     return table(heads, lines, "predicted-*")
 
 
-FEW = ("prefill (128,128) K=32", "prefill (64,96) K=32", "decode (64,96) B=16 S=8192 K=32")
 TABLES: dict[str, Callable[[], str]] = {
     "equal bytes": partial(equal_bytes, 4096, "cached"),
     "equal bytes exact": partial(equal_bytes, 4096, "exact"),
     "equal bytes 8192": partial(equal_bytes, 8192, "cached"),
-    "headline": headline,
     "searched": searched_plans,
     "kvpress": kvpress,
+    "generate": generate_times,
     "one plan": one_plan,
     "one plan on two": partial(one_plan_on_mesh, "one-plan-h100-2"),
     "one plan on four": partial(one_plan_on_mesh, "one-plan-h100-4"),
     "kernels": partial(kernels, "kernels-h200"),
     "kernels h100": partial(kernels, "kernels-h100"),
-    "few kernels": partial(kernels, "kernels-h200", FEW),
     "coded kernels": coded_decode,
     "coded parts": coded_parts,
     "sequence": sequence,

@@ -216,6 +216,7 @@ def main(options: Options) -> None:
     run |= {"benchmark": options.name, "config": list_settings(options)}
     for side in options.sides:
         run["environments"][side], rows = run_side(side)
+        run |= {"device": run["environments"][side].get("device"), "devices": 1, "commit": commit()}
         run["results"] = [row for row in run["results"] if row["side"] != side] + rows
         options.results.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:
