@@ -1,4 +1,4 @@
-"""GPU kernels on plain arrays; `reference` holds the plain semantics that every implementation must meet."""
+"""GPU kernels on plain arrays; `reference` defines the semantics of attention in plain JAX."""
 
 from kernels_pallas.block_mass import block_mass as block_mass
 from kernels_pallas.coded_decode import coded_attention as coded_attention

@@ -1,11 +1,14 @@
-"""What share of its attention a block of queries gives each block of keys, by a few of them (ours).
+"""Share of attention that a block of queries gives to each block of keys, estimated from some queries (ours).
 
-A program has the sampled queries of some blocks, of one KV head, and goes over the keys once. Of each query
-and block of keys it writes down one number, log2 of the sum of exp2 of the scores, into a part of memory that
-is its own; the share of a block is what these numbers say, once their sum is known. Scores are never written.
-There are as many programs as run at once, each with work for many, so that what is written stays few.
+    grid: (programs,), Triton; 8 warps per program
+    for each tile of 128 sampled queries of one KV head:
+        for each block of keys:  S = Q Kᵀ, online softmax; write log2 Σ exp2(S) per query
+        for each block of keys:  read it back, subtract the total, average over the queries
 
-Pallas' Triton back end runs it, which JAX is to give up: then `check_block_mass` refuses.
+Scores are never written. There are as many programs as run at a time, each with many tiles, so that the
+scratch memory stays small. One query and key cost 2 R FLOP; keys are read once per tile of queries.
+
+JAX plans to drop Pallas' Triton back end. Without it `check_block_mass` raises.
 """
 
 import functools
@@ -24,16 +27,16 @@ from kernels_pallas.common import LOG2_E, NEVER, SMS, Shaped, check_scale
 from kernels_pallas.triton import check_back_end, plt
 
 ROWS = 128
-"""Sampled queries of a program at a time, of one block or several."""
+"""Sampled queries of a program at a time, from one block or several."""
 ROWS_OF_A_WARP = 16
 PROGRAMS = 2 * SMS
-"""That run at once, of 8 warps with up to 128 registers a thread."""
+"""Programs that run at a time, with 8 warps and up to 128 registers per thread."""
 READ_BACK = 32
-"""Blocks of keys whose numbers are read again in one go."""
+"""Key blocks read back at a time."""
 WIDTHS = (16, 32, 64, 128)
 KEYS = (32, 64, 128)
 MOST_BYTES = 2**31
-"""Of an array: Triton's offsets have 32 bits, and a sign."""
+"""Largest array in bytes: Triton's offsets have 32 bits and a sign."""
 
 
 def block_mass(
@@ -45,23 +48,23 @@ def block_mass(
     keys: int = 128,
     interpret: bool = False,
 ) -> Float[Array, "B K nq _"]:
-    """The mean over the m queries of a block of what each block of keys has of their softmax, float32.
+    """Return the softmax mass of each block of keys, averaged over the m sampled queries of a block.
 
     Args:
-      q: sampled queries, bfloat16 or float16; those of all query heads of a KV head. R is 16, 32, 64 or 128,
-        m a power of two, at most 128.
-      at: their positions; they see the keys 0 … at that there are. Below 0: the query is not there and
-        counts for nothing.
-      k: of R coordinates, slot = position; what lies behind the last query is not read.
+      q: sampled queries of all query heads of a KV head, bfloat16 or float16. R is 16, 32, 64 or 128; m is a
+        power of two, at most 128.
+      at: positions of the queries; each sees the keys 0 … at. A negative position marks an absent query.
+      k: first R coordinates of the keys, slot = position. Keys after the last query are not read.
       scale: factor on the scores, above 0.
-      keys: of a block: 32, 64 or 128.
-      interpret: on any device, slowly.
+      keys: keys per block: 32, 64 or 128.
+      interpret: whether to run on any device, slowly.
 
     Returns:
-      [B, K, nq, ⌈S / keys⌉], which add up to 1 in each block of queries that has one, else zeros.
+      Shares [B, K, nq, ⌈S / keys⌉] in float32 that sum to 1 for each block of queries; zeros for a block
+      without queries.
 
     Raises:
-      ValueError: a shape or dtype not allowed, named with its value, before launch.
+      ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
       NotImplementedError: JAX has no Triton back end.
     """
     check_block_mass(q, at, k, scale=scale, keys=keys)
@@ -69,7 +72,7 @@ def block_mass(
 
 
 def check_block_mass(q: Shaped, at: Shaped, k: Shaped, *, scale: float, keys: int) -> None:
-    """Raises what `block_mass` says it raises; arrays are those given to it."""
+    """Check the arguments of `block_mass`; errors are those it documents."""
     common.check_device()
     check_back_end()
     common.check_dtypes(q=q, k=k)
@@ -89,12 +92,12 @@ def check_block_mass(q: Shaped, at: Shaped, k: Shaped, *, scale: float, keys: in
     sizes["the result"] = 4 * B * K * nq * pl.cdiv(k.shape[2], keys)
     for name, size in sizes.items():
         if size > MOST_BYTES:
-            raise ValueError(f"{name} has {size} bytes: must be at most {MOST_BYTES}, fewer rows or heads")
+            raise ValueError(f"{name} has {size} bytes: must be at most {MOST_BYTES}; use smaller batches")
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "keys", "interpret"))
 def _launch(q: Array, at: Array, k: Array, *, scale: float, keys: int, interpret: bool) -> Array:
-    """`block_mass`, checked."""
+    """Launch `block_mass` on checked arguments."""
     B, K, nq, m, R = q.shape
     together, at = max(1, ROWS // m), jnp.minimum(at, k.shape[2] - 1)
     missing, nk = -nq % together, pl.cdiv(k.shape[2], keys)
@@ -124,7 +127,7 @@ def _launch(q: Array, at: Array, k: Array, *, scale: float, keys: int, interpret
 
 
 def _exp2(x: Array) -> Array:
-    """One instruction, where Triton's own has four for the sake of numbers below 2^-126."""
+    """Compute exp2 in one instruction; Triton's own takes four, to support results below 2^-126."""
     (found,) = plt.elementwise_inline_asm(
         "ex2.approx.ftz.f32 $0, $1;",
         args=[x],
@@ -151,7 +154,7 @@ def _kernel(
     exp2: Callable[[Array], Array],
     synchronise: Callable[[], None],
 ) -> None:
-    """Tiles of `ROWS` queries, one after another, every so many as there are programs."""
+    """Process tiles of `ROWS` queries; a program takes every `programs`-th tile."""
     program, programs = pl.program_id(0), logs_ref.shape[0]
     _, K, of_head = tiles
 
@@ -159,14 +162,14 @@ def _kernel(
     def _tile(turn: Array) -> None:
         tile = turn * programs + program
         head, place = lax.div(tile, of_head), lax.rem(tile, of_head)
-        # Of one head the last tile, which has the most keys, comes first, of the next one last.
+        # Alternate the order of tiles by head: the last tile of a head has the most keys.
         place = jnp.where(lax.rem(head, 2) == 0, of_head - 1 - place, place)
         b, kv = lax.div(head, K), lax.rem(head, K)
         rows = pl.ds(place * ROWS, ROWS)
         q, at = plt.load(q_ref.at[b, kv, rows]), plt.load(at_ref.at[b, rows])
         blocks = lax.div(at.max() + keys, keys)
         total = _weigh(q, at, k_ref, (b, kv), logs_ref, program, scale=scale, keys=keys, exp2=exp2)
-        synchronise()  # What other threads have written.
+        synchronise()  # Make the other threads' writes visible.
         share, own = plt.load(share_ref.at[b, rows]), pl.ds(place * together, together)
 
         @pl.loop(0, pl.cdiv(mass_ref.shape[3], read))
@@ -182,7 +185,7 @@ def _kernel(
             there = jnp.broadcast_to(j < mass_ref.shape[3], (together, read))
             plt.store(mass_ref.at[b, kv, own, pl.ds(piece * read, read)], mass.T, mask=there)
 
-        synchronise()  # Before the next tile writes there.
+        synchronise()  # The next tile overwrites the scratch memory.
 
 
 def _weigh(
@@ -197,8 +200,13 @@ def _weigh(
     keys: int,
     exp2: Callable[[Array], Array],
 ) -> Array:
-    """Writes of each block of keys of a head (b, kv), for each of the queries q [ROWS, R], log2 of the sum of
-    exp2 of the scores; returns that of all blocks."""
+    """Write log2 of the sum of exp2 of the scores, for each query of q [ROWS, R] and each block of keys.
+
+    `head` is (b, kv).
+
+    Returns:
+      The same over all blocks, [ROWS].
+    """
     S = k_ref.shape[2]
 
     def with_block(so_far: tuple[Array, Array], j: Array, *, masked: bool) -> tuple[Array, Array]:
@@ -218,7 +226,7 @@ def _weigh(
         return higher, total * jnp.exp2(highest - higher) + added * jnp.exp2(top - higher)
 
     nothing = jnp.full(ROWS, NEVER, jnp.float32), jnp.zeros(ROWS, jnp.float32)
-    # Queries that are not there see what the others see, and count for nothing.
+    # Absent queries see what the others see; their share is zero.
     seen_by_all = lax.div(jnp.where(at < 0, S, at).min() + 1, keys)
     seen = lax.div(at.max() + keys, keys)
 
@@ -230,4 +238,4 @@ def _weigh(
 
     so_far = lax.fori_loop(0, jnp.minimum(seen_by_all, seen), unmasked, nothing)
     highest, total = lax.fori_loop(jnp.minimum(seen_by_all, seen), seen, masked, so_far)
-    return highest + jnp.log2(jnp.maximum(total, 1.0))  # Less than 1 is the sum of none.
+    return highest + jnp.log2(jnp.maximum(total, 1.0))  # A sum below 1 has no keys.

@@ -1,13 +1,24 @@
-"""Attention of one new token per row to keys and values in few bits, read as integers (ours).
+"""Attention of one new token per sequence to quantized keys and values (ours).
 
-Levels become bfloat16 in registers (`kernels_pallas.unpack`). Keys are the *rows* of products with the few
-query heads of their KV head, eight or sixteen columns: Sᵀ = K qᵀ with K from registers, Oᵀ = Vᵀ Pᵀ with V
-through shared memory. Steps of keys multiply scores, those of values probabilities.
+    grid: (B·K, parts); one warpgroup per CTA
+    stream of blocks:   TMA levels, scales → ready[slot]   (`stages` in flight)
+    list of slots:      loads from global memory into registers
 
-The running maximum of a softmax would be a sum over all four warps at every step. Here each part takes the
-maximum of its first block for all that follow: float32 holds probabilities up to 2^127 times as large as the
-largest of them, and what is less than 2^-126 of it counts for nothing. Where a later key is 2^60 times as
-likely, the part is done again with a running maximum.
+    each block of 64 keys:
+        | Sᵀ = K qᵀ     | K unpacked in registers, q in shared memory |
+        | softmax       | along keys, over all four warps             |
+        | Oᵀ += Vᵀ Pᵀ   | V unpacked into shared memory               |
+
+    then write the partial output and log-sum-exp; `parts` merges them
+
+Per token and KV head the kernel reads C·bits/8 + 1 bytes of each plane, and computes 2 G (C + Z) FLOP. Levels
+become bfloat16 in registers (`kernels_pallas.unpack`). Keys are the rows of the products; the few query heads
+of a KV head are eight or sixteen columns. Scales of keys multiply scores, those of values probabilities.
+
+A running maximum would need a reduction over all four warps in every block. Instead each part uses the
+maximum of its first block throughout. Float32 then holds probabilities up to 2^127 times the largest of that
+block; those below 2^-126 of it vanish. If a later sum exceeds 2^60, the part is repeated with a running
+maximum.
 """
 
 import functools
@@ -34,9 +45,9 @@ from kernels_pallas.short_scales import from_e5m3
 from kernels_pallas.unpack import columns, unpacked
 
 LARGEST_SUM = 2.0**60
-"""Of probabilities relative to the first block's; above it the running maximum is needed."""
+"""Sum of probabilities, relative to the first block's, above which the running maximum is needed."""
 ALIGNED = 128
-"""Bytes that an asynchronous copy's place in shared memory is a multiple of."""
+"""Alignment in bytes of an asynchronous copy's destination in shared memory."""
 
 
 def coded_attention(
@@ -51,27 +62,27 @@ def coded_attention(
     block_table: Int[Array, "B pages"] | None = None,
     config: CodedConfig | None = None,
 ) -> tuple[Float[Array, "B N Z"], Float[Array, "B N"]]:
-    """Attention of each row's last token over the slots begin ≤ j < end, which alone are read.
+    """Compute attention of each sequence's last token over the slots begin ≤ j < end; only these are read.
 
     Args:
-      q: bfloat16, as many coordinates as `keys` have together.
-      keys: one or two planes of consecutive coordinates (an index, and the rest). values: one plane. Levels
-        have 2 to 6 bits, or 8; planes a multiple of 16 coordinates, up to 256. Z is a multiple of 64, and S,
-        too, where there are no `slots`.
-      begin, end: of each row; a row of none gives zeros and -inf, slots that are not there count for nothing.
-      scale: factor on the scores, 1/√H of the original head dim.
-      slots: with it, only those of these slots that count are read, each as often as it is there; int32.
-      block_table: with it planes are a pool of pages (`Plane`), of a multiple of 64 slots each where there
-        are no `slots`.
-      config: how keys are cut; None takes the measured or default one.
+      q: queries, bfloat16, with as many coordinates as `keys` have together.
+      keys: one or two planes of consecutive coordinates (an index, and the rest). Planes have levels of 2 to
+        6 or 8 bits and a multiple of 16 coordinates, up to 256.
+      values: one plane. Z is a multiple of 64, and so is S without `slots`.
+      begin: first slot of each sequence.
+      end: end of the slots of each sequence. An empty range gives zeros and -inf; slots past S are ignored.
+      scale: factor on the scores, 1/√H of the original head dimension.
+      slots: int32 list of slots to read, if not all. Each counts as often as it is listed, if it is in range.
+      block_table: table of a pool of pages (`Plane`). Without `slots`, pages have a multiple of 64 slots.
+      config: how keys are divided; None uses the measured or default config.
 
     Returns:
-      o in bfloat16; the natural log-sum-exp of scaled scores, float32. A token whose reach says that it is no
-      number makes the result so.
+      The output in bfloat16, and the natural log-sum-exp of the scaled scores in float32. A token whose scale
+      is NaN makes both NaN.
 
     Raises:
-      ValueError: a shape, dtype or number of bits not allowed, named with its value, before launch.
-      NotImplementedError: on a GPU not of compute capability 9.0.
+      ValueError: a shape, dtype or number of bits is not allowed. Raised before launch, with name and value.
+      NotImplementedError: the GPU has another compute capability than 9.0.
     """
     parts = coded_parts(
         q, keys, values, begin, end, scale=scale, slots=slots, block_table=block_table, config=config
@@ -91,7 +102,7 @@ def coded_parts(
     block_table: Int[Array, "B pages"] | None = None,
     config: CodedConfig | None = None,
 ) -> Parts:
-    """`coded_attention` before its parts are merged; raises as it does."""
+    """Compute `coded_attention` without merging the parts; errors are the same."""
     check_coded(q, keys, values, begin, end, slots=slots, block_table=block_table, config=config)
     config = config or config_for(keys, values, 0 if slots is None else slots.shape[2], block_table)
     planes = [(plane.levels, plane.reach) for plane in (*keys, values)]
@@ -112,7 +123,7 @@ def _launch(
     scale: float,
     config: CodedConfig,
 ) -> Parts:
-    """`coded_parts`, checked; levels and reach of the planes of keys, then of values."""
+    """Launch `coded_parts` on checked arguments; `planes` are levels and scales of keys, then of values."""
     widths = tuple(levels.shape[-1] * 8 // b for (levels, _), b in zip(planes, bits, strict=True))
     B, K, S = rows_of(planes[0][1], block_table)
     N, Z, page = q.shape[1], widths[-1], planes[0][1].shape[2]
@@ -123,7 +134,7 @@ def _launch(
             slots, begin, end = _in_pool(slots, begin, end, block_table, planes[0][1].shape)
             planes = [(x.reshape(1, 1, -1, x.shape[-1]), reach.reshape(1, 1, -1)) for x, reach in planes]
             S = planes[0][1].size
-        # A slot that is not there counts for nothing.
+        # Slot S is out of range, so padding is ignored.
         slots = jnp.pad(slots, ((0, 0), (0, 0), (0, -slots.shape[2] % BLOCK)), constant_values=S)
         more = [slots.astype(jnp.int32).reshape(B, K, -1, BLOCK)]
     g = _Geometry(
@@ -147,7 +158,7 @@ def _launch(
         grid=(B * K, g.parts),
         grid_names=("head", "part"),
         kernel_name="zdc_coded_decode",
-        # What a thread writes to shared memory it reads behind barriers that stand here.
+        # The kernel places its own barriers between writes and reads of shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(
         begin.astype(jnp.int32),
@@ -163,9 +174,12 @@ def _launch(
 def _in_pool(
     slots: Array, begin: Array, end: Array, block_table: Array, pool: tuple[int, ...]
 ) -> tuple[Array, Array, Array]:
-    """A list's slots as those of a pool [P, K, page size] taken for one row, with the begin and end of all.
+    """Convert a list of slots to slots of a pool [P, K, page size] that is treated as one sequence.
 
-    What does not count is -1: its page may be any number.
+    Slots out of range become -1, because their page may have any value.
+
+    Returns:
+      The slots, and begin and end of the pool.
     """
     P, K, page = pool
     S, of_row = block_table.shape[1] * page, lambda x: x[:, None, None]
@@ -179,10 +193,21 @@ def _in_pool(
 
 
 class _Geometry(NamedTuple):
-    """Static shape of a launch. page: slots of one, 0 without a block table. chosen: slots of a list, 0 where
-    there is none. columns: query heads, eight or sixteen. widths, bits: of the planes.
+    """Static shape of a launch.
 
-    A list of slots in pages is one of all the pool's S, as if they were of one head of one row.
+    A list of slots in pages indexes all S slots of the pool, as if they were of one head of one sequence.
+
+    Attributes:
+      K: KV heads.
+      S: slots of a sequence.
+      page: slots per page; 0 without a block table.
+      chosen: length of the list of slots; 0 without a list.
+      columns: query heads per KV head, padded to eight or sixteen.
+      widths: coordinates of each plane.
+      bits: bits of each plane.
+      scale: factor on the scores.
+      parts: parts of the keys.
+      stages: blocks of keys in flight.
     """
 
     K: int
@@ -197,18 +222,21 @@ class _Geometry(NamedTuple):
     stages: int
 
     def order(self, plane: int) -> np.ndarray:
-        """Which coordinate each column of an unpacked plane is."""
+        """Return the coordinate of each column of an unpacked plane."""
         return columns(self.widths[plane], self.bits[plane])
 
     @property
     def key_columns(self) -> list[Any]:
-        """Coordinates of each plane of keys, among all."""
+        """Coordinates of each plane of keys, as slices of all key coordinates."""
         begins = itertools.accumulate(self.widths[:-2], initial=0)
         return [pl.ds(begin, width) for begin, width in zip(begins, self.widths[:-1], strict=True)]
 
 
 def _queries(q: Array, g: _Geometry) -> Array:
-    """[B, K, columns, C], coordinates of each plane as they are unpacked; zeros beyond G heads."""
+    """Arrange queries as [B, K, columns, C], in the order of unpacked coordinates.
+
+    Missing heads are zeros.
+    """
     B, N, _ = q.shape
     G = N // g.K
     order = np.concatenate([at.start + g.order(plane) for plane, at in enumerate(g.key_columns)])
@@ -217,8 +245,10 @@ def _queries(q: Array, g: _Geometry) -> Array:
 
 
 def _blocks(levels: Array) -> Array:
-    """[B, K, S, P] as blocks of keys [B, K, S/64, 64·P/L, L], L ≤ 256: a copy's rows of whole bytes are
-    multiples of 16. The same memory."""
+    """View [B, K, S, P] as blocks of keys [B, K, S/64, 64·P/L, L] with L ≤ 256, without a copy.
+
+    Rows of an asynchronous copy must have a multiple of 16 bytes.
+    """
     B, K, S, P = levels.shape
     return levels.reshape(B, K, S // BLOCK, *_block_shape(P))
 
@@ -235,7 +265,7 @@ def _kernel(*refs: Any, g: _Geometry) -> None:
         functools.partial(_part, refs, g),
         _Buffers(
             q=[
-                # Copies begin at whole tiles.
+                # Copies must begin at whole tiles.
                 tiled(g.columns, at.size, dtype=jnp.bfloat16, width=math.gcd(tile_width(at.size), at.start))
                 for at in g.key_columns
             ],
@@ -270,7 +300,7 @@ class _Buffers(NamedTuple):
 
 
 def _part(refs: Any, g: _Geometry, at: _Buffers) -> None:
-    """One CTA: its share of the blocks of one KV head of one row."""
+    """Run one CTA: its share of the blocks of one KV head of one sequence."""
     begin_ref, end_ref, q_ref, *others = refs
     sources, (*more, o_ref, lse_ref) = others[: 2 * len(g.widths)], others[2 * len(g.widths) :]
     head, part = lax.axis_index("head"), lax.axis_index("part")
@@ -292,7 +322,7 @@ def _part(refs: Any, g: _Geometry, at: _Buffers) -> None:
 
     @pl.loop(0, 2)
     def _attempt(number: Array) -> None:
-        # Not "above": what is no number is neither.
+        # Negated, so that NaN also repeats the part.
         @pl.when((number == 0) | jnp.logical_not(at.largest[0] < LARGEST_SUM))
         def _() -> None:
             settled = jnp.where(number == 0, jnp.minimum(span.first + 1, span.last), span.last)
@@ -304,7 +334,7 @@ def _part(refs: Any, g: _Geometry, at: _Buffers) -> None:
 
 
 class _Span(NamedTuple):
-    """Blocks first ≤ i < last of a part, and slots begin ≤ j < end that count."""
+    """Blocks first ≤ i < last of a part, and the range of valid slots begin ≤ j < end."""
 
     first: Array
     last: Array
@@ -313,7 +343,7 @@ class _Span(NamedTuple):
 
     @classmethod
     def of(cls, g: _Geometry, begin: Array, end: Array, part: Array) -> "_Span":
-        """Equal shares of the blocks that hold any, of the store or of the list."""
+        """Divide the non-empty blocks of the store, or of the list, into equal shares."""
         low = jnp.int32(0) if g.chosen else lax.div(begin, jnp.int32(BLOCK))
         high = g.chosen // BLOCK if g.chosen else lax.div(end + (BLOCK - 1), jnp.int32(BLOCK))
         count = jnp.where(end > begin, high - low, 0)
@@ -322,12 +352,18 @@ class _Span(NamedTuple):
         return cls(low + first, low + jnp.minimum(first + share, count), begin, end)
 
     def counts(self, slots: Array) -> Array:
-        """Which slots do."""
+        """Return which slots are in range."""
         return (slots >= self.begin) & (slots < self.end)
 
 
 class _Block(NamedTuple):
-    """A block of keys: levels [keys, ·] as read and reaches [keys] of plane i, which slots count."""
+    """One block of keys.
+
+    Attributes:
+      levels: function that returns the packed levels [keys, ·] of plane i.
+      reach: function that returns the scales [keys] of plane i.
+      visible: which slots are in range.
+    """
 
     levels: Callable[[int], Array]
     reach: Callable[[int], Array]
@@ -336,9 +372,9 @@ class _Block(NamedTuple):
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a part's blocks come from: planes in global memory, of one KV head of one row.
+    """Source of a part's blocks: planes in global memory, of one KV head of one sequence.
 
-    table: which pages a row has, if it has its blocks there.
+    `table` is the block table of a paged cache.
     """
 
     g: _Geometry
@@ -349,36 +385,34 @@ class _Source:
     table: Any = None
 
     def begin(self) -> None:
-        """Before the first block."""
+        """Start loading, before the first block."""
 
     def place(self, step: Array) -> Array:
-        """What `ahead` wants to know of a step, asked for before its block is read."""
+        """Look up what `ahead` needs for a step, before its block is read."""
         return jnp.int32(0)
 
     def block(self, step: Array) -> _Block:
-        """Of a step."""
+        """Return the block of a step."""
         raise NotImplementedError
 
     def ahead(self, step: Array, place: Array) -> None:
-        """Asks for more, once all threads have read a step's block."""
+        """Start the next load, once all threads have read a step's block."""
 
 
 class _Stream(_Source):
-    """All blocks of a span, `stages` of them on their way."""
+    """All blocks of a span, with `stages` of them in flight."""
 
     def begin(self) -> None:
-        """Asks for the first blocks."""
 
         @pl.loop(self.span.first, jnp.minimum(self.span.first + self.g.stages, self.span.last))
         def _fill(step: Array) -> None:
             self._load(step, self._lead(step))
 
     def place(self, step: Array) -> Array:
-        """The page of the block that is asked for `ahead`: it comes while the step's own is computed with."""
+        """Look up the page of the block that `ahead` loads, during the computation of the current block."""
         return self._lead(jnp.minimum(step + self.g.stages, self.span.last - 1))
 
     def block(self, step: Array) -> _Block:
-        """Waits for it."""
         slot, at = self._slot(step), self.at
         plgpu.barrier_wait(at.ready.at[slot])
         return _Block(
@@ -388,7 +422,6 @@ class _Stream(_Source):
         )
 
     def ahead(self, step: Array, place: Array) -> None:
-        """Asks for the block that takes its place."""
 
         @pl.when(step + self.g.stages < self.span.last)
         def _() -> None:
@@ -398,7 +431,7 @@ class _Stream(_Source):
         return lax.rem(step - self.span.first, jnp.int32(self.g.stages))
 
     def _lead(self, step: Array) -> Array:
-        """The row of a step's block, or its page."""
+        """Return the sequence of a step's block, or its page."""
         if self.table is None:
             return self.head[0]
         return self.table[self.head[0], lax.div(jnp.maximum(step, 0), jnp.int32(self.g.page // BLOCK))]
@@ -419,13 +452,13 @@ class _Stream(_Source):
 
 
 class _Chosen(_Source):
-    """Blocks of the slots of a list in shared memory; while one CTA waits for rows, others compute."""
+    """Blocks of listed slots. While one CTA waits for its rows, others compute."""
 
     def block(self, step: Array) -> _Block:
-        """All loads are asked for before any is used."""
+        """Issue all loads before any is used."""
         slots = plgpu.load(self.at.slots[0].at[step], layout=PER_ROW, optimized=False)
         visible = self.span.counts(lax.broadcast_in_dim(slots, (BLOCK, self.g.columns), [0]))
-        there = jnp.clip(slots, 0, self.g.S - 1)  # What does not count is read, too.
+        there = jnp.clip(slots, 0, self.g.S - 1)  # Slots out of range are read as well.
         stores, found = [source.at[*self.head] for source in self.sources], []
         for store, C, bits in zip(stores, self.g.widths, self.g.bits, strict=False):
             found.append(gathered_rows(store, there, C, bits))
@@ -440,9 +473,10 @@ def _rows(g: _Geometry) -> Array:
 def _accumulate(
     g: _Geometry, at: _Buffers, span: _Span, settled: Array, source: _Source
 ) -> tuple[Array, Array, Array]:
-    """Weighted values [Z, columns], the maximum and the sum of probabilities [columns].
+    """Accumulate the part's blocks; the maximum is that of the blocks before `settled`.
 
-    The maximum is that of the blocks before `settled`.
+    Returns:
+      Weighted values [Z, columns], and maximum and sum of the probabilities [columns].
     """
     source.begin()
 
@@ -464,9 +498,9 @@ def _accumulate(
 def _add_block(
     g: _Geometry, at: _Buffers, block: _Block, have_read: Callable[[], None], carry: Any, running: bool
 ) -> Any:
-    """Softmax over one block of keys more; `l` is summed over keys at the end.
+    """Add one block to the softmax; `l` is summed over keys at the end.
 
-    have_read: called when all threads have read the block, while tensor cores work.
+    `have_read` is called when all threads have read the block, during the tensor-core product.
     """
     acc, m, l = carry
     shape, last = (BLOCK, g.columns), len(g.widths) - 1
@@ -486,7 +520,7 @@ def _add_block(
         alpha, m = jnp.exp2(m - highest), highest
         acc, l = acc * _down(alpha, acc.shape), l * _down(alpha, shape)
     p = jnp.exp2(scores - _down(m, shape))
-    # A slot that does not count may hold what is no number.
+    # Slots out of range may contain NaN.
     weights = jnp.where(block.visible, p * steps(last), 0.0).astype(jnp.bfloat16)
     at.p.transpose((1, 0))[...] = plgpu.layout_cast(weights, plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.commit_smem()
@@ -496,12 +530,12 @@ def _add_block(
 
 @plgpu.inline_mgpu()
 def _wait_for_all(_: Any) -> None:
-    """Until all warps are here: they have read the block, and what they wrote for the one before."""
+    """Synchronize the warps: all have read the block, and their writes for the previous one."""
     mgpu.warpgroup_barrier()
 
 
 def _product(a: Any, b: Any, shape: tuple[int, int], meanwhile: Callable[[], None] = lambda: None) -> Array:
-    """a bᵀ in float32; a from registers or shared memory, b from shared memory."""
+    """Compute a bᵀ in float32; a is in registers or shared memory, b in shared memory."""
 
     def product(result: Any) -> Array:
         plgpu.wgmma(result, a, b.transpose((1, 0)))
@@ -512,12 +546,12 @@ def _product(a: Any, b: Any, shape: tuple[int, int], meanwhile: Callable[[], Non
 
 
 def _steps(reach: Array, bits: int, shape: tuple[int, int]) -> Array:
-    """reach/2^bits of each key, along the rows of `shape`; reach is in `short_scales`' 8 bits."""
+    """Return scale/2^bits of each key, broadcast along the rows of `shape`; `reach` is in e5m3."""
     return lax.broadcast_in_dim(from_e5m3(reach) * 2.0**-bits, shape, [0])
 
 
 def _down(x: Array, shape: tuple[int, ...]) -> Array:
-    """A number of each column, in all rows."""
+    """Broadcast one value per column to all rows."""
     return lax.broadcast_in_dim(x, shape, [1])
 
 

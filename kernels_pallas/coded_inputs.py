@@ -1,4 +1,4 @@
-"""What the kernels of coded keys and values take, and the refusals of attention before launch."""
+"""Arguments of the kernels for quantized keys and values, and the checks of attention to them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,22 +13,28 @@ from kernels_pallas.tuning import measured
 from kernels_pallas.unpack import BITS
 
 BLOCK = 64
-"""Keys a step: rows of one tensor-core product."""
+"""Keys per step: rows of one tensor-core product."""
 MOST_HEADS = 16
-"""Query heads of a KV head."""
+"""Largest number of query heads per KV head."""
 MOST_SLOTS = 8192
-"""Of a list, which is in shared memory."""
+"""Longest list of slots, which is kept in shared memory."""
 MOST_ROWS = 2**31 - 1
-"""Slots of all KV heads of a pool, which a list has numbers for."""
+"""Most slots of all KV heads of a pool, limited by the 32-bit entries of a list."""
 
 
 class Plane(NamedTuple):
-    """Integers of consecutive coordinates (`FittedIntegers`): levels uint8 [B, K, S, C·bits/8] in
-    `bit_planes`, reach uint8 [B, K, S] in e5m3. Level l of reach r is (2l + 1 - 2^bits)·r/2^bits.
+    """Quantized values of consecutive coordinates (`FittedIntegers`).
 
-    With a block table, int32 [B, pages of a row], they are a pool of pages [P, K, page size, ·]. Slot j of
-    row b is slot j % page size of page table[b, j // page size]; S are all slots of a row. Entries of pages
-    without slots that count, as of those that a row does not have yet, may be any numbers.
+    Level l with scale r stands for (2l + 1 - 2^bits)·r/2^bits.
+
+    With a block table, int32 [B, pages per sequence], the arrays are a pool of pages [P, K, page size, ·].
+    Slot j of sequence b is slot j % page size of page table[b, j // page size]; S counts all slots of a
+    sequence. Entries of pages without valid slots may have any value.
+
+    Attributes:
+      levels: packed levels, uint8 [B, K, S, C·bits/8], in `bit_planes`.
+      reach: scale of each token, uint8 [B, K, S] in e5m3 (`short_scales`).
+      bits: bits per level.
     """
 
     levels: Array
@@ -37,13 +43,18 @@ class Plane(NamedTuple):
 
     @property
     def width(self) -> int:
-        """C."""
+        """Number of coordinates, C."""
         return self.levels.shape[-1] * 8 // self.bits
 
 
 @dataclass(frozen=True)
 class CodedConfig:
-    """stages: blocks of keys in flight. splits: parts of the keys of one KV head of one row."""
+    """Launch configuration.
+
+    Attributes:
+      stages: blocks of keys in flight.
+      splits: parts of the keys of one KV head of one sequence.
+    """
 
     stages: int = 2
     splits: int = 4
@@ -57,8 +68,10 @@ class CodedConfig:
 def config_for(
     keys: Sequence[Plane], values: Plane, chosen: int = 0, block_table: Shaped | None = None
 ) -> CodedConfig:
-    """The default parts, with as many blocks in flight as measured for these widths on this device (else as
-    by default). Entries tell the coordinates and the bytes of a token's levels, in all planes."""
+    """Return the default number of parts, with the measured number of blocks in flight for these widths.
+
+    Entries of the table are keyed by coordinates and by the bytes of a token's levels, over all planes.
+    """
     B, K, S = rows_of(values.reach, block_table)
     default, nbytes = default_config(B * K, S, chosen), sum(x.levels.shape[-1] for x in (*keys, values))
     C = sum(plane.width for plane in keys)
@@ -67,9 +80,10 @@ def config_for(
 
 
 def default_config(rows: int, S: int, chosen: int = 0) -> CodedConfig:
-    """Parts of B·K = `rows` caches for four CTAs on each multiprocessor.
+    """Return parts of B·K = `rows` caches that give each multiprocessor four CTAs.
 
-    Of a whole store four or more, each of 512 keys or more; of a list of `chosen` slots of 128 or more.
+    A whole store has at least four parts if each then has at least 512 keys. A list of `chosen` slots has
+    parts of at least 128.
     """
     all_at_once = 4 * common.SMS // rows
     parts = min(all_at_once, chosen // 128) if chosen else min(max(all_at_once, 4), S // 512)
@@ -87,7 +101,7 @@ def check_coded(
     block_table: Shaped | None = None,
     config: CodedConfig | None = None,
 ) -> None:
-    """Raises what `coded_attention` says it raises; arrays and options are those given to it."""
+    """Check the arguments of `coded_attention`; errors are those it documents."""
     common.check_device()
     if q.dtype != jnp.bfloat16:
         raise ValueError(f"q has dtype {q.dtype}: must be bfloat16")
@@ -102,7 +116,7 @@ def check_coded(
     common.check_groups(q.shape[1], K)
     common.check_caches(B, K)
     if q.shape[1] // K > MOST_HEADS:
-        raise ValueError(f"q has {q.shape[1] // K} heads a KV head: must be at most {MOST_HEADS}")
+        raise ValueError(f"q has {q.shape[1] // K} heads per KV head: must be at most {MOST_HEADS}")
     if S % multiple:
         raise ValueError(f"S={S} slots: must be a multiple of {multiple}")
     for name, plane in (*((f"keys[{i}]", plane) for i, plane in enumerate(keys)), ("values", values)):
@@ -115,24 +129,24 @@ def check_coded(
         return
     common.check_integers("slots", slots, (B, K, None), "B, K, n")
     if not 0 < slots.shape[2] <= MOST_SLOTS:
-        raise ValueError(f"slots has {slots.shape[2]} of a KV head: must be 1 to {MOST_SLOTS}")
+        raise ValueError(f"slots has {slots.shape[2]} per KV head: must be from 1 to {MOST_SLOTS}")
     if block_table is not None and values.reach.size > MOST_ROWS:
-        raise ValueError(f"a pool of {values.reach.size} slots of KV heads: must be at most {MOST_ROWS}")
+        raise ValueError(f"the pool has {values.reach.size} slots of KV heads: must be at most {MOST_ROWS}")
 
 
 def rows_of(reach: Shaped, block_table: Shaped | None) -> tuple[int, int, int]:
-    """B, K and S of rows in a plane of these reaches, or in pages of it."""
+    """Return B, K and S of a plane's scales, or of the pages they are in."""
     lead, K, S = reach.shape
     return (lead, K, S) if block_table is None else (block_table.shape[0], K, block_table.shape[1] * S)
 
 
 def plane_fits(width: int, bits: int) -> bool:
-    """Whether kernels read planes of so many coordinates."""
+    """Return whether kernels can read planes of `width` coordinates."""
     return bits in BITS and width % 16 == 0 and 0 < width <= 256
 
 
 def check_plane(name: str, plane: Plane, tokens: tuple[int, int, int]) -> None:
-    """Raises `ValueError` unless a plane of [B, K, S] `tokens` is one that kernels read."""
+    """Raise `ValueError` unless kernels can read a plane of [B, K, S] `tokens`."""
     if plane.bits not in BITS:
         raise ValueError(f"{name}.bits={plane.bits}: must be one of {BITS}")
     common.check_shape(f"{name}.levels", plane.levels, (*tokens, None), "B, K, S, C·bits/8")

@@ -1,13 +1,17 @@
-"""Scores of all tokens by the index of a coded cache, in integers (ours).
+"""Scores of all tokens by the index of a quantized cache, in integer arithmetic (ours).
 
-A thread scores whole tokens: it reads their words straight into registers, 16 bytes at a time, neighbours
-those of neighbouring tokens, and asks for its next tokens before it scores the ones it has. It takes four
-coordinates of a query head in an instruction (dp4a: four products of bytes, and their sum). Queries are made
-integers of eight bits, with a unit for each head.
+    grid: (B·K, parts); 128 threads per CTA, no barriers except for the queries in shared memory
+    each thread, for each of its tokens:
+        load the next tokens' levels and scales into registers (16 bytes at a time)
+        G heads × C/4 dp4a: products of four levels with four query coordinates, and their sum
+        write the score, or add it to the thread's log-sum-exp
 
-Where a KV head has several query heads, a token is worth the probability that they give it together. Each
-head's own denominator is needed first. It says how much a head counts beside the others, no more, so one
-block of tokens in eight gives it: to read all twice would take half as long again, and choose no better.
+Per token and KV head the kernel reads C·bits/8 + 1 bytes, writes 4 and issues G·C/4 dp4a. Queries are
+quantized to eight bits, with a scale per head.
+
+If a KV head has several query heads, a token's score is its probability summed over them, which needs each
+head's denominator first. The denominator only weighs heads against each other, so one block of tokens in
+eight suffices. Reading all tokens twice would take half as long again, without a better selection.
 """
 
 import functools
@@ -33,47 +37,52 @@ from kernels_pallas.common import LOG2_E, NEVER, Shaped, filled
 from kernels_pallas.short_scales import from_e5m3
 
 THREADS = 128
-"""Of a CTA."""
+"""Threads of a CTA."""
 BLOCKS = (128, 256, 512)
-"""Tokens a step: a thread has one, two or four."""
+"""Tokens per step: each thread has one, two or four."""
 SAMPLE_BLOCK, SAMPLE_EVERY = 128, 8
-"""Tokens of a block whose scores make denominators; one block of so many, from the first on."""
+"""Tokens per block of the sample that determines denominators, and its stride in blocks."""
 SAMPLE_PARTS = 16
-"""Of a row's sample at most: all are read where scores are written."""
+"""Largest number of parts of a sequence's sample; all are read where scores are written."""
 SAMPLE_AT_ONCE = 6
-"""CTAs of a multiprocessor that read the sample."""
+"""CTAs per multiprocessor that read the sample."""
 MOST_COORDINATES = 128
-"""Of the index."""
+"""Largest number of coordinates of an index."""
 INDEX_BITS = (2, 4, 8)
 VECTOR = 16
-"""Bytes that a thread loads at once."""
+"""Bytes per load of a thread."""
 MOST_HELD = 128
-"""Bytes of levels that a thread has of a step; as many of the next are on their way."""
+"""Largest number of bytes of levels per thread and step; those of the next step are in flight as well."""
 MOST_KEPT = 16
-"""Words of queries that a thread may keep in registers; of more it reads all in each step."""
+"""Query words that a thread may keep in registers; more are read again in each step."""
 COPIED = 32
-"""Words that a copy to shared memory must be a multiple of."""
+"""Granularity of a copy to shared memory, in words."""
 LARGEST = 127
-"""Magnitude of a coordinate of a query made integer."""
+"""Largest magnitude of a quantized query coordinate."""
 SMALLEST = 1e-30
-"""A query head whose coordinates are all smaller is rounded as if one were this: no unit is 0."""
+"""Lower bound on a query head's largest coordinate in quantization, so that its scale is not 0."""
 UNSEEN = -(2.0**64)
-"""Highest product before any was seen: below all; that of a power of two with a unit is not rounded."""
+"""Initial maximum of products: below all, and a power of two, whose product with a scale is exact."""
 
 _WORDS = plgpu.Layout.TILED(
     plgpu.Tiling(((THREADS, 4), (32, 4))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1
 )
-"""[tokens, words]: a thread holds whole tokens, in vectors of 16 bytes."""
+"""Layout of [tokens, words]: a thread holds whole tokens, in vectors of 16 bytes."""
 _HEADS = plgpu.Layout.TILED(
     plgpu.Tiling(((THREADS, 1), (32, 1))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1
 )
-"""[tokens, heads]: a thread holds all heads of its tokens."""
+"""Layout of [tokens, heads]: a thread holds all heads of its tokens."""
 _TOKENS, _EACH_HEAD = _HEADS.reduce(1), _HEADS.reduce(0)
 
 
 @dataclass(frozen=True)
 class ScanConfig:
-    """block: tokens a step, 128, 256 or 512. splits: parts of a row's tokens."""
+    """Launch configuration.
+
+    Attributes:
+      block: tokens per step, 128, 256 or 512.
+      splits: parts of a sequence's tokens.
+    """
 
     block: int = 512
     splits: int = 4
@@ -86,8 +95,11 @@ class ScanConfig:
 
 
 def default_scan_config(rows: int, S: int, token_bytes: int, page: int = 0) -> ScanConfig:
-    """Of B·K = `rows` caches of S tokens: 64 bytes of levels a thread and step, if a token takes no more, and
-    parts for four CTAs on each multiprocessor, of 1024 tokens or more. Blocks divide S, and pages if any."""
+    """Return the default config for B·K = `rows` caches of S tokens.
+
+    A thread has 64 bytes of levels per step, unless a token has more. Parts of at least 1024 tokens give each
+    multiprocessor four CTAs. Blocks divide S, and pages if there are any.
+    """
     block = min(max(BLOCKS), max(THREADS, THREADS * 64 // token_bytes))
     return ScanConfig(
         block=math.gcd(S, page, 1 << block.bit_length() - 1),
@@ -105,29 +117,34 @@ def index_scores(
     block_table: Int[Array, "B pages"] | None = None,
     config: ScanConfig | None = None,
 ) -> tuple[Float[Array, "B K S"], Float[Array, "B N"]]:
-    """What each token is worth to each KV head, by the index alone; slots begin ≤ j < end alone are read.
+    """Return the score of each token for each KV head, by the index alone.
+
+    Only slots begin ≤ j < end are read.
 
     Args:
-      q: bfloat16, the coordinates that the index has. Each head is rounded to 255 even levels.
-      index: levels of 2, 4 or 8 bits that take a multiple of 16 bytes a token; C at most 128, S a multiple
-        of 128.
-      begin, end: of each row; slots below 0 and from S on count for nothing.
-      scale: factor on the scores, 1/√H of the original head dim.
-      block_table: with it the index is a pool of pages (`Plane`), whose size is a multiple of 128 and of the
-        config's block.
-      config: how tokens are cut; None takes the default.
+      q: queries, bfloat16, with the coordinates of the index. Each head is quantized to 255 levels.
+      index: levels of 2, 4 or 8 bits with a multiple of 16 bytes per token. C is at most 128, S a multiple of
+        128.
+      begin: first slot of each sequence.
+      end: end of the slots of each sequence; slots below 0 and from S on are ignored.
+      scale: factor on the scores, 1/√H of the original head dimension.
+      block_table: table of a pool of pages (`Plane`), whose size is a multiple of 128 and of the config's
+        block.
+      config: how tokens are divided; None uses the default.
 
     Returns:
-      scores in float32, -inf at slots that do not count. With one query head a KV head: scale · q · k. With
-      G: log Σ exp(scale · q · k - lse) over them, the logarithm of the sum of their probabilities.
-      lse: the natural log-sum-exp of a head's scaled scores, float32; -inf of a row of no slots. Where G > 1
-      it is over `in_sample` alone.
-      A token whose reach says that it is no number makes its own score so, and the lse that are over it;
-      where G > 1 and it is in the sample, all of the KV head's scores.
+      Scores in float32, -inf for slots out of range. With one query head per KV head they are scale · q · k.
+      With G heads they are log Σ exp(scale · q · k - lse), the logarithm of the summed probabilities.
+
+      The natural log-sum-exp of each head's scaled scores in float32; -inf without slots. With G > 1 it
+      covers `in_sample` only.
+
+      A token whose scale is NaN makes its own score NaN, and each log-sum-exp that covers it. With G > 1, if
+      it is in the sample, all scores of the KV head become NaN.
 
     Raises:
-      ValueError: a shape, dtype or number of bits not allowed, named with its value, before launch.
-      NotImplementedError: on a GPU not of compute capability 9.0.
+      ValueError: a shape, dtype or number of bits is not allowed. Raised before launch, with name and value.
+      NotImplementedError: the GPU has another compute capability than 9.0.
     """
     check_scan(q, index, begin, end, block_table=block_table, config=config)
     if config is None:
@@ -139,14 +156,16 @@ def index_scores(
 
 
 def in_sample(slots: Array, begin: Array) -> Array:
-    """Which slots from `begin` on make denominators where query heads share a KV head: with 8192 far tokens
-    some 1024."""
+    """Return which slots from `begin` on determine denominators if query heads share a KV head.
+
+    Of 8192 far tokens these are about 1024.
+    """
     blocks = slots // SAMPLE_BLOCK - begin // SAMPLE_BLOCK
     return blocks % SAMPLE_EVERY == 0
 
 
 def index_fits(width: int, bits: int) -> bool:
-    """Whether `index_scores` reads an index of so many coordinates."""
+    """Return whether `index_scores` can read an index of `width` coordinates."""
     return (
         bits in INDEX_BITS
         and plane_fits(width, bits)
@@ -164,7 +183,7 @@ def check_scan(
     block_table: Shaped | None = None,
     config: ScanConfig | None,
 ) -> None:
-    """Raises what `index_scores` says it raises; arrays and options are those given to it."""
+    """Check the arguments of `index_scores`; errors are those it documents."""
     common.check_device()
     if q.dtype != jnp.bfloat16:
         raise ValueError(f"q has dtype {q.dtype}: must be bfloat16")
@@ -175,7 +194,7 @@ def check_scan(
     if not index_fits(index.width, index.bits):
         raise ValueError(
             f"index has {index.width} coordinates of {index.bits} bits: must be at most {MOST_COORDINATES}, "
-            f"of one of {INDEX_BITS} bits, and take a multiple of {VECTOR} bytes a token"
+            f"of one of {INDEX_BITS} bits, with a multiple of {VECTOR} bytes per token"
         )
     block, size = config.block if config else THREADS, index.levels.shape[-1]
     if block_table is not None:
@@ -186,20 +205,32 @@ def check_scan(
     common.check_groups(q.shape[1], K)
     common.check_caches(B, K)
     if q.shape[1] // K > MOST_HEADS:
-        raise ValueError(f"q has {q.shape[1] // K} heads a KV head: must be at most {MOST_HEADS}")
+        raise ValueError(f"q has {q.shape[1] // K} heads per KV head: must be at most {MOST_HEADS}")
     if S % block:
         raise ValueError(f"S={S} slots: must be a multiple of {block}")
     if (held := block // THREADS * size) > MOST_HELD:
         raise ValueError(
-            f"block={block} tokens of {size} bytes: {held} a thread, must be at most {MOST_HELD}"
+            f"block={block} tokens of {size} bytes: {held} bytes per thread, must be at most {MOST_HELD}"
         )
     for name, x in (("begin", begin), ("end", end)):
         common.check_integers(name, x, (B,), "B")
 
 
 class _Geometry(NamedTuple):
-    """Static shape of a launch. page: slots of one, 0 without a block table. words: 32 bits each, of a token.
-    every: one of so many blocks is read. writes: scores; sums: log-sum-exp.
+    """Static shape of a launch.
+
+    Attributes:
+      K: KV heads.
+      G: query heads per KV head.
+      S: slots of a sequence.
+      page: slots per page; 0 without a block table.
+      words: 32-bit words per token.
+      bits: bits per level.
+      block: tokens per step.
+      parts: parts of a sequence's tokens.
+      every: stride in blocks; one block in `every` is read.
+      writes: whether scores are written.
+      sums: whether log-sum-exps are written.
     """
 
     K: int
@@ -228,7 +259,7 @@ def _launch(
     scale: float,
     config: ScanConfig,
 ) -> tuple[Array, Array]:
-    """`index_scores`, checked."""
+    """Launch `index_scores` on checked arguments."""
     (_, N, C), (B, K, S) = q.shape, rows_of(reach, block_table)
     g = _Geometry(
         K=K,
@@ -260,7 +291,7 @@ def _launch(
 def _scan(
     g: _Geometry, span: tuple[Array, Array], heads: Sequence[Array], tokens: Sequence[Array]
 ) -> list[Array]:
-    """One reading of the index: scores [B, K, S], or base-2 log-sum-exp [B, K, parts, max(G, 2)], or both."""
+    """Read the index once; return scores [B, K, S], base-2 log-sum-exp [B, K, parts, max(G, 2)], or both."""
     B = span[0].shape[0]
     scores = jax.ShapeDtypeStruct((B, g.K, g.S), jnp.float32)
     sums = jax.ShapeDtypeStruct((B, g.K, g.parts, max(g.G, 2)), jnp.float32)
@@ -273,25 +304,25 @@ def _scan(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # No thread reads what one has written.
+            # No thread reads what another has written.
             unsafe_no_auto_barriers=True,
         ),
     )(*span, *heads, *tokens)
 
 
 def _words(levels: Array) -> Array:
-    """Bytes [..., P] as words [..., P/4], little end first: the same memory."""
+    """View bytes [..., P] as little-endian words [..., P/4], without a copy."""
     return lax.bitcast_convert_type(levels.reshape(*levels.shape[:-1], -1, 4), jnp.uint32)
 
 
 def _integers(q: Array, g: _Geometry, scale: float) -> Array:
-    """What the kernel takes of the query heads, int32 [B, K, rows, 32].
+    """Quantize the query heads into the kernel's input, int32 [B, K, rows, 32].
 
-    C/4 words of each head, four coordinates a word in `_dots`' order; in the last row as bits of float32 the
-    units of products, which make base-2 scores of them.
+    Each head has C/4 words of four coordinates, in the order of `_dots`. The last row holds, as bits of
+    float32, the scales that turn products into base-2 scores.
     """
     whole, unit = _rounded(q, scale * LOG2_E)
-    # Coordinate of a token: vector of four words, word, byte, place in the byte.
+    # A token's coordinates are indexed by vector of four words, word, byte, and place in the byte.
     bytes_ = (whole & 255).reshape(q.shape[0], g.K, g.G, -1, 4, 4, 8 // g.bits)
     words = functools.reduce(jnp.bitwise_or, (bytes_[..., i, :] << (8 * i) for i in range(4)))
     words = jnp.moveaxis(words, -1, -2).reshape(q.shape[0], g.K, -1)
@@ -301,8 +332,10 @@ def _integers(q: Array, g: _Geometry, scale: float) -> Array:
 
 
 def _rounded(q: Array, factor: float) -> tuple[Array, Array]:
-    """q · factor as int32 [..., C] of -127 to 127 and their unit, float32 [...]: that is no number where a
-    coordinate is none."""
+    """Quantize q · factor to int32 [..., C] from -127 to 127 with scales float32 [...].
+
+    The scale is NaN if a coordinate is not finite.
+    """
     x = q.astype(jnp.float32) * factor
     largest = jnp.maximum(jnp.abs(x).max(-1), SMALLEST)
     whole = jnp.round(x * LARGEST / largest[..., None])
@@ -310,7 +343,7 @@ def _rounded(q: Array, factor: float) -> tuple[Array, Array]:
 
 
 def _merged(sums: Array) -> Array:
-    """Base-2 log-sum-exp [B, K, P, G] of parts as one, natural."""
+    """Merge base-2 log-sum-exps [B, K, P, G] of parts into natural ones."""
     highest = jnp.maximum(sums.max(2), NEVER)
     return (highest + jnp.log2(jnp.exp2(sums - highest[:, :, None]).sum(2))) / LOG2_E
 
@@ -322,10 +355,13 @@ def _kernel(*refs: Any, g: _Geometry) -> None:
 
 
 class _Heads(NamedTuple):
-    """Of the query heads of a KV head.
+    """Query heads of a KV head.
 
-    queries: integers, in shared memory. starts: what products begin with, int32 [128, G]. units: [G].
-    lse: [G] in base 2, where scores of several heads are written.
+    Attributes:
+      queries: quantized queries, in shared memory.
+      starts: initial values of products, int32 [128, G].
+      units: scale of each head's products, [G].
+      lse: base-2 log-sum-exp, [G], if scores of several heads are written.
     """
 
     queries: Any
@@ -335,7 +371,7 @@ class _Heads(NamedTuple):
 
 
 def _part(refs: Any, g: _Geometry, queries: Any, ready: Any) -> None:
-    """One CTA: its share of the blocks of one KV head of one row."""
+    """Run one CTA: its share of the blocks of one KV head of one sequence."""
     count = 3 if g.sums else 4
     (begin_ref, end_ref, queries_ref, *sums_ref), (words_ref, reach_ref, *rest) = refs[:count], refs[count:]
     table, out = (rest[0], rest[1:]) if g.page else (None, rest)
@@ -343,7 +379,7 @@ def _part(refs: Any, g: _Geometry, queries: Any, ready: Any) -> None:
     b, kv = lax.div(head, jnp.int32(g.K)), lax.rem(head, jnp.int32(g.K))
     plgpu.copy_gmem_to_smem(queries_ref.at[b, kv], queries, ready)
 
-    # Blocks outside would be written outside the scores.
+    # Blocks out of range would be written outside the scores.
     def inside(slot):
         return jnp.clip(slot, 0, g.S)
 
@@ -376,7 +412,7 @@ def _part(refs: Any, g: _Geometry, queries: Any, ready: Any) -> None:
     _, sums = lax.fori_loop(span.first, span.last, body, (first, tuple(start)))
     if g.sums:
         lse = _over_threads(sums, heads.units)
-        # One number of one head alone cannot be stored.
+        # A single value cannot be stored, so duplicate it.
         out[-1].at[b, kv, part][...] = jnp.concatenate([lse, lse]) if g.G == 1 else lse
 
 
@@ -384,22 +420,22 @@ def _heads(queries: Any, sums: Any, g: _Geometry) -> _Heads:
     units = plgpu.load(queries.at[queries.shape[0] - 1, pl.ds(0, g.G)], layout=_EACH_HEAD, optimized=False)
     ones = plgpu.layout_cast(jnp.full((THREADS, g.words), 0x01010101, jnp.uint32), _WORDS)
     totals = _dots([ones] * (8 // g.bits), queries, _nothing(g))
-    # A level n stands for 2n + 1 - 2^bits; `_fields` has n · 2^(8 - bits). Products are 2^(7 - bits) times
-    # those of what levels stand for; those of eight bits are doubled.
+    # A level n stands for 2n + 1 - 2^bits, and `_fields` has n · 2^(8 - bits). Products are therefore
+    # 2^(7 - bits) times those of the dequantized values; with eight bits they are doubled.
     starts = -((2**g.bits - 1) << max(7 - g.bits, 0)) * totals
     lse = None if sums is None else _of_parts(sums)
     return _Heads(queries, starts, lax.bitcast_convert_type(units, jnp.float32), lse)
 
 
 def _of_parts(sums: Any) -> Array:
-    """Base-2 log-sum-exp [G] of those of all parts [parts, G]."""
+    """Merge base-2 log-sum-exps [parts, G] of all parts into [G]."""
     parts = [plgpu.load(sums.at[i], layout=_EACH_HEAD, optimized=False) for i in range(sums.shape[0])]
     highest = jnp.maximum(functools.reduce(jnp.maximum, parts), NEVER)
     return highest + jnp.log2(sum(jnp.exp2(part - highest) for part in parts))
 
 
 class _Span(NamedTuple):
-    """Steps first ≤ i < last of a part, through `blocks` from `low` on, which hold slots begin ≤ j < end."""
+    """Steps first ≤ i < last of a part, over `blocks` from `low` on that contain slots begin ≤ j < end."""
 
     first: Array
     last: Array
@@ -410,18 +446,18 @@ class _Span(NamedTuple):
 
     @classmethod
     def of(cls, begin: Array, end: Array, part: Array, g: _Geometry) -> "_Span":
-        """Equal shares of the blocks that hold any."""
+        """Divide the non-empty blocks into equal shares."""
         low = lax.div(begin, jnp.int32(g.block))
         count = jnp.where(end > begin, lax.div(end + (g.block - 1), jnp.int32(g.block)) - low, 0)
         first, last = _share(lax.div(count + (g.every - 1), jnp.int32(g.every)), part, g)
         return cls(first, last, low, count, begin, end)
 
     def block(self, step: Array, g: _Geometry) -> Array:
-        """The one that a step reads."""
+        """Return the block that a step reads."""
         return self.low + step * g.every
 
     def only(self, x: Array, block: Array, layout: Any) -> Array:
-        """Numbers of a block's tokens, and -inf at those that do not count."""
+        """Set elements of tokens out of range to -inf."""
         size = x.shape[0]
         first = block * size
         count = (self.end - self.begin).astype(jnp.uint32)
@@ -435,7 +471,7 @@ class _Span(NamedTuple):
 
 
 def _share(count: Array, part: Array, g: _Geometry) -> tuple[Array, Array]:
-    """The part's of `count` things."""
+    """Return the part's share of `count` items."""
     each = lax.div(count + (g.parts - 1), jnp.int32(g.parts))
     first = jnp.minimum(part * each, count)
     return first, jnp.minimum(first + each, count)
@@ -446,17 +482,17 @@ def _rows(step: Array, g: _Geometry) -> Any:
 
 
 def _place(table: Any, b: Array, block: Array, lead: int, g: _Geometry) -> tuple[Array, Any]:
-    """Leading index, of so many, and rows of a row's block, through the block table if there is one."""
+    """Return leading index (below `lead`) and rows of a sequence's block, through a block table if any."""
     if table is None:
         return b, _rows(block, g)
     per_page = jnp.int32(g.page // g.block)
-    # A block is read even of a row of no slots, whose pages may be any numbers.
+    # A block is read even for a sequence without slots, whose table entries may have any value.
     page = jnp.clip(table[b, lax.div(block, per_page)], 0, lead - 1)
     return page, _rows(lax.rem(block, per_page), g)
 
 
 def _write_outside(scores: Any, span: _Span, part: Array, g: _Geometry) -> None:
-    """-inf to the part's share of the blocks that hold no slot that counts."""
+    """Write -inf to the part's share of the blocks without slots in range."""
 
     @pl.loop(*_share(g.S // g.block - span.blocks, part, g))
     def _(i: Array) -> None:
@@ -465,7 +501,7 @@ def _write_outside(scores: Any, span: _Span, part: Array, g: _Geometry) -> None:
 
 
 def _read_levels(rows: Any) -> Array:
-    """Words uint32 [block, W] of global memory."""
+    """Load words uint32 [block, W] from global memory."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),),
@@ -483,7 +519,7 @@ def _read_levels(rows: Any) -> Array:
 
 
 def _read_codes(codes: Any) -> Array:
-    """Bytes [block] of global memory, int32."""
+    """Load bytes [block] from global memory as int32."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),),
@@ -502,7 +538,7 @@ def _read_codes(codes: Any) -> Array:
 
 
 def _at(rows: Any, size: int, i: int, offset: int = 0) -> Any:
-    """Pointer into global memory, to byte `offset` of this thread's i-th row of `size` bytes."""
+    """Return a pointer into global memory, to byte `offset` of this thread's i-th row of `size` bytes."""
     i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
     pointer = llvm.addrspacecast(llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(rows))
     own = arith.muli(mgpu.utils.thread_idx(), mgpu.utils.c(size, i32))
@@ -511,7 +547,7 @@ def _at(rows: Any, size: int, i: int, offset: int = 0) -> Any:
 
 
 def _products(words: Array, codes: Array, heads: _Heads, g: _Geometry) -> Array:
-    """Scores of a block [block, G] in their heads' units."""
+    """Return the products of a block [block, G], in units of their heads' scales."""
     fields = _fields(words, g.bits)
     if g.bits == 8:
         dots = 2 * _dots(fields, heads.queries, _nothing(g)) + _repeated(heads.starts, g)
@@ -521,16 +557,16 @@ def _products(words: Array, codes: Array, heads: _Heads, g: _Geometry) -> Array:
 
 
 def _fields(words: Array, bits: int) -> list[Array]:
-    """Levels in the upper bits of bytes, those first in their byte first."""
+    """Extract levels into the upper bits of bytes, in their order within a byte."""
     mask = jnp.uint32(((2**bits - 1) << (8 - bits)) * 0x01010101)
     shifts = range(8 - bits, -1, -bits)
     return [(words << jnp.uint32(shift) if shift else words) & mask for shift in shifts]
 
 
 def _dots(fields: Sequence[Array], queries: Any, starts: Array) -> Array:
-    """Products int32 [M, G] of bytes uint32 [M, W], F times, with W·F integers a head in shared memory.
+    """Compute products int32 [M, G] of F times bytes uint32 [M, W] with W·F query words per head.
 
-    starts: [128, G], what those of the rows of each thread begin with.
+    The queries are in shared memory. `starts` [128, G] are the initial values for the rows of each thread.
     """
     (M, W), F, G = fields[0].shape, len(fields), starts.shape[1]
 
@@ -561,13 +597,13 @@ def _dots(fields: Sequence[Array], queries: Any, starts: Array) -> Array:
 
 
 def _dp4a(levels: Any, queries: Any, so_far: Any) -> Any:
-    """Plus the four products of unsigned bytes with signed ones."""
+    """Add the four products of unsigned bytes with signed bytes."""
     i32 = ir.IntegerType.get_signless(32)
     return llvm.inline_asm(i32, [levels, queries, so_far], "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r")
 
 
 def _worth(products: Array, heads: _Heads) -> Array:
-    """What is returned of a block's products [block, G]: [block]."""
+    """Return the scores [block] of a block's products [block, G]."""
     if heads.lse is None:
         return (products * _over_tokens(heads.units / LOG2_E, products.shape)).sum(axis=1)
     logs = products * _over_tokens(heads.units, products.shape) - _over_tokens(heads.lse, products.shape)
@@ -576,19 +612,19 @@ def _worth(products: Array, heads: _Heads) -> Array:
 
 
 def _add(sums: tuple[Array, ...], products: Array, units: Array) -> tuple[Array, ...]:
-    """Highest products of each thread and sums of 2^(score - highest) [128, G], with a block's [block, G]."""
+    """Add a block [block, G] to each thread's highest product and sum of 2^(score - highest), [128, G]."""
     m, l = sums
     pieces = [products[i : i + THREADS] for i in range(0, products.shape[0], THREADS)]
     highest = functools.reduce(jnp.maximum, pieces, m)
     unit = _over_tokens(units, m.shape)
     base = highest * unit
-    # `base` is rounded, products fused with the difference are not: `l` must not be off by that each step.
+    # `base` is rounded but fused products are not. Without this the difference would accumulate in `l`.
     before = jnp.where(m == highest, l, l * jnp.exp2(m * unit - base))
     return highest, functools.reduce(lambda sum_, piece: sum_ + jnp.exp2(piece * unit - base), pieces, before)
 
 
 def _over_threads(sums: tuple[Array, ...], units: Array) -> Array:
-    """Base-2 log-sum-exp [G] of what `_add` gave."""
+    """Merge the results of `_add` over all threads into a base-2 log-sum-exp [G]."""
     m, l = sums
     scores = m * _over_tokens(units, m.shape)
     highest = scores.max(axis=0)
@@ -601,15 +637,15 @@ def _nothing(g: _Geometry) -> Array:
 
 
 def _repeated(x: Array, g: _Geometry) -> Array:
-    """Of each thread [128, G], for all its tokens of a block."""
+    """Repeat each thread's values [128, G] for all its tokens of a block."""
     return jnp.concatenate([x] * (g.block // THREADS))
 
 
 def _over_tokens(x: Array, shape: tuple[int, ...]) -> Array:
-    """A number of each head, for all tokens."""
+    """Broadcast one value per head to all tokens."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [1]), _HEADS)
 
 
 def _over_heads(x: Array, shape: tuple[int, ...]) -> Array:
-    """A number of each token, for all heads."""
+    """Broadcast one value per token to all heads."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [0]), _HEADS)

@@ -1,4 +1,4 @@
-"""Pieces every kernel shares: shared-memory tiles, launch limits, and refusals before launch."""
+"""Helpers shared by all kernels: shared-memory tiles, launch limits, and argument checks."""
 
 import math
 from typing import Any
@@ -10,23 +10,23 @@ from jax import Array, lax
 
 LOG2_E = math.log2(math.e)
 NEVER = -1e30
-"""Running maximum before any key was seen: finite, so that blocks without visible keys give 0, not NaN."""
+"""Running maximum before any key: finite, so that blocks without visible keys give 0 instead of NaN."""
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 SHARED_MEMORY = 227 * 1024
-"""Bytes of shared memory that one CTA may use on compute capability 9.0."""
+"""Bytes of shared memory available to one CTA on compute capability 9.0."""
 
 Shaped = Array | jax.ShapeDtypeStruct
-"""What checks look at: a shape and a dtype, with or without values."""
+"""Argument of a check: has a shape and a dtype, with or without values."""
 
 
 def tile_width(*widths: int) -> int:
-    """Columns of a swizzled shared-memory tile: the widest of 64, 32, 16 that divides all `widths`."""
+    """Return the columns of a swizzled tile: the largest of 64, 32, 16 that divides all `widths`."""
     return math.gcd(64, *widths)
 
 
 def tiled(*shape: int, dtype: Any, width: int) -> Any:
-    """A shared-memory buffer in tiles of 8 x `width` elements, as the tensor cores and TMA want it."""
+    """Describe a shared-memory buffer in tiles of 8 x `width` elements, as tensor cores and TMA require."""
     swizzle = width * jnp.dtype(dtype).itemsize
     tiling: Any = plgpu.TilingTransform
     swizzling: Any = plgpu.SwizzleTransform
@@ -34,17 +34,17 @@ def tiled(*shape: int, dtype: Any, width: int) -> Any:
 
 
 def filled(shape: tuple[int, ...], value: float | int, layout: Any) -> Array:
-    """Float32 registers holding `value`."""
+    """Fill float32 registers with `value`."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def scaled(rows: Array, factor: Array) -> Array:
-    """`rows` [M, N] times `factor` [M]."""
+    """Multiply `rows` [M, N] by `factor` [M]."""
     return rows * lax.broadcast_in_dim(factor, rows.shape, [0])
 
 
 def pad_rows(x: Array, axis: int) -> Array:
-    """`x` with zeros up to a multiple of 8 along `axis`, the granule of tiled copies; copied if needed."""
+    """Pad `x` with zeros to a multiple of 8 along `axis`, the granule of tiled copies."""
     missing = -x.shape[axis] % 8
     return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)]) if missing else x
 
@@ -52,33 +52,36 @@ def pad_rows(x: Array, axis: int) -> Array:
 SMS = 132
 """Multiprocessors of an H100 or H200."""
 MOST_CACHES = 65535
-"""Of rows and KV heads in a launch whose other axis is parts of their keys: CUDA's limit for that axis."""
+"""Largest number of caches (sequences times KV heads) in a launch: CUDA's limit for the grid axis."""
 
 
 def check_device() -> None:
-    """Raises `NotImplementedError` on a GPU that is not of compute capability 9.0; others are left to JAX."""
+    """Raise `NotImplementedError` on a GPU of another compute capability than 9.0.
+
+    Other devices are left to JAX.
+    """
     if jax.default_backend() == "gpu" and (capability := jax.local_devices()[0].compute_capability) != "9.0":
         raise NotImplementedError(f"it needs a GPU of compute capability 9.0, the device has {capability}")
 
 
 def check_rank(name: str, value: int) -> None:
-    """Raises `ValueError` unless `value` is a multiple of 16 from 16 to 256."""
+    """Raise `ValueError` unless `value` is a multiple of 16 from 16 to 256."""
     if value % 16 or not 16 <= value <= 256:
         raise ValueError(f"{name}={value}: must be a multiple of 16 from 16 to 256")
 
 
 def check_tails(H: int, R: int, Z: int) -> None:
-    """Raises `ValueError` unless R and Z leave trailing coordinates of H, in multiples of 16."""
+    """Raise `ValueError` unless R and Z leave trailing coordinates of H, in multiples of 16."""
     check_rank("H", H)
     for name, rest in (("H - R", H - R), ("H - Z", H - Z)):
         if rest < 0 or rest % 16:
             raise ValueError(f"{name}={rest}: must be a multiple of 16, not negative")
     if H == R == Z:
-        raise ValueError(f"R = Z = H = {H}: without trailing coordinates there is only one rank")
+        raise ValueError(f"R = Z = H = {H}: must leave trailing coordinates, with R or Z below H")
 
 
 def check_dtypes(**arrays: Shaped) -> None:
-    """Raises `ValueError` unless all arrays are of one 16-bit float type."""
+    """Raise `ValueError` unless all arrays have the same 16-bit float dtype."""
     first, expected = next((name, x.dtype) for name, x in arrays.items())
     for name, x in arrays.items():
         if x.dtype not in DTYPES:
@@ -88,7 +91,7 @@ def check_dtypes(**arrays: Shaped) -> None:
 
 
 def check_shape(name: str, x: Shaped, expected: tuple[int | None, ...], axes: str) -> None:
-    """Raises `ValueError` unless `x` has the expected shape; None allows any size."""
+    """Raise `ValueError` unless `x` has the expected shape; None allows any size."""
     if x.ndim != len(expected) or any(
         e is not None and e != s for e, s in zip(expected, x.shape, strict=True)
     ):
@@ -97,48 +100,51 @@ def check_shape(name: str, x: Shaped, expected: tuple[int | None, ...], axes: st
 
 
 def check_integers(name: str, x: Shaped, expected: tuple[int | None, ...], axes: str) -> None:
-    """Raises `ValueError` unless `x` has the expected shape, and an integer type."""
+    """Raise `ValueError` unless `x` has the expected shape and an integer dtype."""
     check_shape(name, x, expected, axes)
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"{name} has dtype {x.dtype}: must be an integer type")
+        raise ValueError(f"{name} has dtype {x.dtype}: must be an integer dtype")
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raises `ValueError` where one is zero: a launch has no empty grid, and a copy no empty source."""
+    """Raise `ValueError` if a size is zero: launches need a non-empty grid, copies a non-empty source."""
     for name, size in sizes.items():
         if not size:
             raise ValueError(f"{name}={size}: must be at least 1")
 
 
 def check_scale(scale: float) -> None:
-    """Raises `ValueError` unless scores keep their order: masked ones are -inf before they are scaled."""
+    """Raise `ValueError` unless the scale is positive: masked scores are -inf before they are scaled."""
     if not scale > 0:
         raise ValueError(f"scale={scale}: must be above 0")
 
 
 def check_table(block_table: Shaped, rows: int, pool: Shaped, multiple: int) -> None:
-    """Raises `ValueError` unless it is a table of so many rows, for a pool [P, K, a multiple of slots, …]."""
+    """Raise `ValueError` unless the table has `rows` sequences, and the pool [P, K, slots, …] whole blocks.
+
+    Slots per page must be a multiple of `multiple`.
+    """
     check_shape("block_table", block_table, (rows, None), "B, pages")
     if block_table.dtype != jnp.int32:
         raise ValueError(f"block_table has dtype {block_table.dtype}: must be int32")
     pages, (in_all, _, page) = block_table.shape[1], pool.shape[:3]
     if not page or page % multiple:
-        raise ValueError(f"pages of {page} slots: must be a multiple of {multiple}")
+        raise ValueError(f"page size of {page} slots: must be a non-zero multiple of {multiple}")
     if not pages or not in_all:
-        raise ValueError(f"block_table has {pages} pages of a row, of {in_all} in all: must be at least 1")
+        raise ValueError(f"block_table has {pages} pages per sequence, the pool {in_all}: must be at least 1")
 
 
 def check_caches(rows: int, num_kv_heads: int) -> None:
-    """Raises `ValueError` unless a launch has a place in its grid for each KV head of each row."""
+    """Raise `ValueError` unless the grid of a launch has room for each KV head of each sequence."""
     if rows * num_kv_heads > MOST_CACHES:
         raise ValueError(
-            f"{rows} rows of {num_kv_heads} KV heads: must be at most {MOST_CACHES} caches, "
-            f"not {rows * num_kv_heads}"
+            f"{rows} sequences of {num_kv_heads} KV heads are {rows * num_kv_heads} caches: "
+            f"must be at most {MOST_CACHES}"
         )
 
 
 def check_groups(num_heads: int, num_kv_heads: int) -> None:
-    """Raises `ValueError` unless the query heads divide into equal groups."""
+    """Raise `ValueError` unless the query heads divide into equal groups."""
     if not num_kv_heads or num_heads % num_kv_heads:
         raise ValueError(
             f"q has {num_heads} heads: must be a multiple of the {num_kv_heads} heads of k and v"

@@ -1,6 +1,6 @@
-"""What Pallas has no word for: counting, running sums, and access to places that a kernel computes.
+"""Warpgroup primitives that Pallas lacks: counting, prefix sums, and access at computed indices.
 
-Each is inline code of a warpgroup, and one-dimensional. Buffers hold numbers of 32 bits.
+All are inline code on one-dimensional arrays. Buffers hold 32-bit elements.
 """
 
 import functools
@@ -20,29 +20,29 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 THREADS = utils.WARPGROUP_SIZE
 WARPS = THREADS // 32
 RUN = 4
-"""Consecutive numbers that a thread has, so that it loads them at once and no bank is asked twice."""
+"""Consecutive elements per thread, so that one load fetches them without bank conflicts."""
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def layout(count: int, run: int = RUN) -> Any:
-    """Each thread has every THREADS-th run of consecutive numbers."""
+    """Return the layout in which each thread has every THREADS-th run of consecutive elements."""
     return plgpu.Layout.WG_STRIDED((count,), vec_size=min(run, count // THREADS))
 
 
 def iota(count: int, run: int = RUN) -> Array:
-    """0, 1, ... in `layout`."""
+    """Return 0, 1, ... in `layout`."""
     return plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout(count, run))
 
 
 def load(ref: Any, run: int = RUN) -> Array:
-    """A buffer in shared memory, as one axis in `layout`."""
+    """Load a buffer in shared memory as one axis in `layout`."""
     size = math.prod(ref.shape)
     of_ref = plgpu.Layout.WG_STRIDED(tuple(ref.shape), vec_size=min(run, size // THREADS))
     return plgpu.load(ref, layout=of_ref, optimized=False).reshape(size)
 
 
 def add_ones(counts: Any, bins: Array) -> None:
-    """Adds one to counts[bin] for each of `bins`, unsigned; bins that counts has not are left out."""
+    """Add one to counts[bin] for each of `bins`, which are unsigned; bins out of range are ignored."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout(bins.size)))
     def add(_: Any, counts: Any, bins: Any) -> None:
@@ -54,7 +54,7 @@ def add_ones(counts: Any, bins: Array) -> None:
 
 
 def gather(ref: Any, index: Array) -> Array:
-    """Numbers in global memory, each by its index in the buffer as one axis."""
+    """Load elements of global memory by their flat indices."""
     placed = layout(index.size)
     out = plgpu.ShapeDtypeStruct(index.shape, ref.dtype, layout=placed)
 
@@ -71,9 +71,9 @@ def gather(ref: Any, index: Array) -> Array:
 def append(
     refs: tuple[Any, Any], wanted: Array, values: tuple[Array, Array], count: Array, sums: Any
 ) -> Array:
-    """Puts wanted values behind `count` that are in two buffers, in their order; returns how many there are.
+    """Append the wanted values to two buffers that hold `count` elements, in order; return the new count.
 
-    Where there is no room for all of them, none is put there. `sums` takes those of warps.
+    If they do not all fit, none is stored. `sums` is scratch memory for the sums of warps.
     """
     placed = layout(wanted.size)
 
@@ -100,9 +100,9 @@ def append(
 
 
 def sums_before(x: Array, sums: Any, run: int = RUN) -> tuple[Array, Array]:
-    """Of integers, the sum of all before each, and the sum of all; `sums` takes those of warps.
+    """Return the exclusive prefix sums and the total of integers; `sums` is scratch memory for warps.
 
-    Where threads have several runs, integers must be 0 and 1.
+    If threads have several runs, integers must be 0 or 1.
     """
     placed = layout(x.size, run)
     out = (
@@ -122,7 +122,10 @@ def sums_before(x: Array, sums: Any, run: int = RUN) -> tuple[Array, Array]:
 
 
 def the_one(here: Array, values: tuple[Array, ...], found: Any, run: int) -> tuple[Array, ...]:
-    """Of each array the element where `here` is true, 0 where it nowhere is; `found` takes them."""
+    """Return the element of each array where `here` is true, or 0 if it is nowhere true.
+
+    `here` must be true at most once. `found` is scratch memory.
+    """
     placed = layout(here.size, run)
     out = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
@@ -131,7 +134,7 @@ def the_one(here: Array, values: tuple[Array, ...], found: Any, run: int) -> tup
     )
     def find(_: Any, found: Any, here: Any, *values: Any) -> Any:
         is_first = arith.cmpi(arith.CmpIPredicate.eq, utils.thread_idx(), _i32(0))
-        utils.warpgroup_barrier()  # What is there has been read.
+        utils.warpgroup_barrier()  # The previous contents have been read.
         for i in range(len(values)):
             _put(found, _i32(i), _i32(0), is_first)
         utils.warpgroup_barrier()
@@ -145,10 +148,10 @@ def the_one(here: Array, values: tuple[Array, ...], found: Any, run: int) -> tup
 
 
 def _before(runs: list[Any], sums: Any) -> tuple[list[Any], Any]:
-    """From the sum of each run of this thread, the sum of all before each, and of all.
+    """Return, from the sum of each run of this thread, the sum of all runs before each, and the total.
 
-    Runs of all threads come one after the other, then the next ones of all threads. Sums of a warp's share
-    an integer; four of them, at most 128 each, are told apart before those of all warps are added.
+    The first runs of all threads come first, then the second runs. The sums of a warp's runs share one
+    integer. Four of them, at most 128 each, are separated before those of all warps are added.
     """
     assert len(runs) in (1, 2, 4)
     bits, are_four = 32 // len(runs), len(runs) == 4
@@ -161,7 +164,7 @@ def _before(runs: list[Any], sums: Any) -> tuple[list[Any], Any]:
     before, total = fields(arith.subi(upto, own)), fields(_i32(0))
     thread = utils.thread_idx()
     warp = arith.shrui(thread, _i32(5))
-    utils.warpgroup_barrier()  # Sums of the last call have been read.
+    utils.warpgroup_barrier()  # The sums of the previous call have been read.
     is_last = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(thread, _i32(31)), _i32(31))
     _put(sums, warp, upto, is_last)
     utils.warpgroup_barrier()
@@ -182,12 +185,12 @@ def _before(runs: list[Any], sums: Any) -> tuple[list[Any], Any]:
 
 
 def _pairs(x: Any) -> list[Any]:
-    """Bytes 0 and 2, and bytes 1 and 3, as halves of an integer."""
+    """Split an integer into bytes 0 and 2, and bytes 1 and 3, each pair as halves of an integer."""
     return [arith.andi(y, _i32(0x00FF00FF)) for y in (x, arith.shrui(x, _i32(8)))]
 
 
 def _warp_sums(x: Any) -> Any:
-    """Of one number of each lane, the sum of those of lanes up to it."""
+    """Return the inclusive prefix sum over the lanes of a warp."""
     steps = "".join(
         f"shfl.sync.up.b32 t|p, $0, {distance}, 0, -1; @p add.u32 $0, $0, t; "
         for distance in (1, 2, 4, 8, 16)
@@ -197,7 +200,7 @@ def _warp_sums(x: Any) -> Any:
 
 
 def _runs(x: Any) -> list[list[Any]]:
-    """A thread's elements of an array in `layout`, one by one."""
+    """Return a thread's elements of an array in `layout`, one by one."""
 
     def at(i):
         return ir.DenseI64ArrayAttr.get([i])
@@ -209,7 +212,7 @@ def _runs(x: Any) -> list[list[Any]]:
 
 
 def _array(runs: list[list[Any]], placed: Any, is_signed: bool | None) -> Any:
-    """The array of which these are a thread's elements."""
+    """Build an array from a thread's elements."""
     registers = np.empty(len(runs), object)
     for i, run in enumerate(runs):
         registers[i] = vector.from_elements(ir.VectorType.get((len(run),), run[0].type), run)
@@ -221,7 +224,7 @@ def _scalar(x: Any) -> Any:
 
 
 def _put(ref: Any, index: Any, value: Any, predicate: Any) -> None:
-    """Into a buffer in shared memory, where `predicate` is true."""
+    """Store into a buffer in shared memory where `predicate` is true."""
     utils.inline_ptx("st.shared.u32 [$0], $1;", _address(ref, index), value, predicate=predicate)
 
 

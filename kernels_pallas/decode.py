@@ -1,9 +1,14 @@
-"""Attention of one new token per row on the compressed cache: split-K, prefix and ring under one softmax.
+"""Attention of one new token per sequence to the compressed cache: split-K, one softmax over prefix and ring.
 
-Reading the cache is all the time there is, so the design is about bytes in flight: one warpgroup a CTA,
-little shared memory, several CTAs on a multiprocessor. Each streams its share of a KV head's keys and leaves
-a partial result; those of a head merge by their log-sum-exp (Flash-Decoding, Dao et al., 2023). The G query
-heads of a KV head are rows of one tensor-core tile, so that grouped heads read the cache once.
+    grid: (B·K, far parts + near parts); one warpgroup per CTA
+    TMA: q → q_ready; blocks of prefix and ring → ready[slot]   (`stages` in flight)
+    each block:  wait ready[slot] → S = Q Kᵀ → online softmax → O += P V → load the next block
+    then write the partial output and log-sum-exp; `parts` merges them
+
+Per far token and KV head the kernel reads 2 (R + Z) bytes and computes 2 G (R + Z) FLOP; near tokens have H
+coordinates instead. It is bound by memory bandwidth, so it maximizes bytes in flight: little shared memory
+and several CTAs per multiprocessor. The G query heads of a KV head are rows of one tensor-core tile, so that
+the cache is read once. Partial results merge by their log-sum-exp (Flash-Decoding, Dao et al., 2023).
 """
 
 import functools
@@ -27,9 +32,9 @@ from kernels_pallas.tuning import measured
 
 
 def config_for(rows: int, S: int, R: int, Z: int, H: int, *, window: int, page: int) -> DecodeConfig:
-    """The default parts, in blocks as measured for these widths on this device (else as by default).
+    """Return the default number of parts, with the measured block size for these widths on this device.
 
-    Blocks divide the window and the page size; 0 stands for neither.
+    Blocks divide `window` and `page`, where 0 means none.
     """
     default, found = default_config(rows, S, R, window), measured("decode", R=R, Z=Z, H=H)
     if found is None or math.gcd(window, page) % found["block"]:
@@ -38,10 +43,10 @@ def config_for(rows: int, S: int, R: int, Z: int, H: int, *, window: int, page: 
 
 
 def default_config(rows: int, S: int, R: int, window: int) -> DecodeConfig:
-    """Enough parts of `rows` = B·K heads' caches to fill all multiprocessors, of at least four blocks each.
+    """Return enough parts of `rows` = B·K caches to fill all multiprocessors, at least four blocks each.
 
-    Blocks of far keys are small with two ranks, so that more CTAs are needed to keep the memory busy. Where
-    there are only near keys (R = 0) a part may be a single block of them.
+    With two ranks, blocks of far keys are small, so more CTAs are needed to saturate memory. With only near
+    keys (R = 0) a part may be a single block.
     """
     wanted = (12 if window else 2) * common.SMS // rows
     if not R:
@@ -63,30 +68,34 @@ def decode_attention(
     positions: Int[Array, "B S"] | None = None,
     config: DecodeConfig | None = None,
 ) -> tuple[Float[Array, "B N Hv"], Float[Array, "B N"]]:
-    """Attention of each row's last token, at position lengths - 1, over positions 0 … lengths - 1.
+    """Compute attention of each sequence's last token, at position lengths - 1, over all its positions.
 
     Args:
-      q: bfloat16 or float16; Hq = H with `ring`, else R.
-      k, v: [B, K, S, R] and [B, K, S, Z], first coordinates of all tokens, slot = position, the new token's
-        own included; R and Z multiples of 16 up to 256. With `block_table`: [pages, K, page size, ·].
-        16-bit slots past a row's length must be finite and are ignored. With `ring` R = Z = 0 means that
-        there are no far keys: nothing but the ring is read.
-      lengths: tokens each row holds; a row of length 0 gives zeros and -inf. Beyond the slots of a row of far
-        keys it counts as those, but with `positions`, of which it is the bound.
-      scale: factor on the scores, above 0; 1/√H of the original head dim.
-      ring: with it, near keys, {j < sinks} ∪ {t - window < j ≤ t}, count with all coordinates.
-      sinks, window: near set, in tokens, only with `ring`; window a multiple of 64, sinks at most 64.
+      q: queries, bfloat16 or float16; Hq = H with `ring`, else R.
+      k: first coordinates of the keys of all tokens, including the new one, [B, K, S, R]; slot = position.
+        With `block_table`: [pages, K, page size, R]. R and Z are multiples of 16 up to 256. Slots after a
+        sequence's length must be finite and are ignored. With `ring`, R = Z = 0 means that there are no far
+        keys, and only the ring is read.
+      v: first coordinates of the values, like `k` with Z.
+      lengths: tokens of each sequence; length 0 gives zeros and -inf. Lengths are capped at the slots of far
+        keys. With `positions` they bound positions instead.
+      scale: factor on the scores, above 0; 1/√H of the original head dimension.
+      ring: trailing coordinates of near keys, {j < sinks} ∪ {t - window < j ≤ t}, which count with all
+        coordinates.
+      sinks: number of sinks, at most 64; only with `ring`.
+      window: size of the recent window, a multiple of 64; only with `ring`.
       block_table: page of each `page size` positions; the page size is a multiple of 64.
-      positions: of each slot, where these are not the slot (token classes), in any order; slots at negative
-        ones, or past a row's length, are ignored. Not with `ring` or `block_table`.
-      config: how keys are cut; None takes the measured or default one.
+      positions: position of each slot, in any order, if it differs from the slot (token classes). Slots with
+        negative positions, or positions past the length, are ignored. Not with `ring` or `block_table`.
+      config: how keys are divided; None uses the measured or default config.
 
     Returns:
-      o in the dtype of q, with Hv = Z, or H with `ring`; the natural log-sum-exp of scaled scores, float32.
+      The output in the dtype of q, with Hv = Z, or H with `ring`; and the natural log-sum-exp of the scaled
+      scores in float32.
 
     Raises:
-      ValueError: a rank, dtype, shape or option not allowed, named with its value, before launch.
-      NotImplementedError: on a GPU not of compute capability 9.0.
+      ValueError: a rank, dtype, shape or option is not allowed. Raised before launch, with name and value.
+      NotImplementedError: the GPU has another compute capability than 9.0.
     """
     parts = decode_parts(
         q,
@@ -119,7 +128,7 @@ def decode_parts(
     positions: Int[Array, "B S"] | None = None,
     config: DecodeConfig | None = None,
 ) -> Parts:
-    """`decode_attention` before its parts are merged; raises as it does."""
+    """Compute `decode_attention` without merging the parts; errors are the same."""
     check_scale(scale)
     check_decode(
         q,
@@ -182,7 +191,7 @@ def decode_parts(
 
 
 def _scalars(lengths: Array, positions: Array | None) -> tuple[Array, Array]:
-    """[B] int32: positions that a row's keys are below, and slots that hold them."""
+    """Return the bound on each sequence's positions, and the number of slots that contain them, int32."""
     lengths = lengths.astype(jnp.int32)
     if positions is None:
         return lengths, lengths
@@ -191,10 +200,10 @@ def _scalars(lengths: Array, positions: Array | None) -> tuple[Array, Array]:
 
 
 def _tile_heads(q: Array, K: int, *widths: int) -> tuple[Array, int]:
-    """Query heads as rows of tiles, and how many rows a KV head's group takes.
+    """Arrange query heads as rows of tiles; return them and the rows per KV head.
 
-    Rows of results leave shared memory at addresses that are multiples of 128 bytes: any row where those of
-    all `widths` float32 values are that long, else groups are padded to begin at every eighth.
+    Result rows leave shared memory at multiples of 128 bytes. If rows of all `widths` float32 values have
+    such a length, groups may begin at any row. Otherwise groups are padded to begin at every eighth row.
     """
     B, N, H = q.shape
     if all(width % 32 == 0 for width in widths):
@@ -204,7 +213,7 @@ def _tile_heads(q: Array, K: int, *widths: int) -> tuple[Array, int]:
 
 
 class _Geometry(NamedTuple):
-    """Static shape of a launch. S: slots of a row or of a page; slots: of a row, in pages or not."""
+    """Static shape of a launch; S counts the slots of a sequence or page, `slots` those of a sequence."""
 
     K: int
     groups: int
@@ -225,14 +234,14 @@ class _Geometry(NamedTuple):
     slots: int
 
     def widths(self, near: bool) -> tuple[list[int], list[int]]:
-        """Of the arrays of q and k, and of v, that far or near keys are read from: prefix, then ring."""
+        """Return the widths of the arrays of q and k, and of v: prefix, then (for near keys) ring."""
         both = (self.R, self.H - self.R), (self.Z, self.HV - self.Z)
         qk, vo = ([width for width in pair[: 2 if near else 1] if width] for pair in both)
         return qk, vo
 
 
 class _Step(NamedTuple):
-    """One block of keys: its block in the prefix, row in the ring, and the positions low ≤ j < high meant."""
+    """One block of keys: block in the prefix, row in the ring, and visible positions low ≤ j < high."""
 
     block: Any
     ring_row: Any
@@ -241,7 +250,7 @@ class _Step(NamedTuple):
 
 
 def _steps(g: _Geometry, block: int, length: Array, slots: Array, near: bool) -> tuple[Array, Any]:
-    """Number of a row's far or near steps, and what each of them is."""
+    """Return the number of a sequence's far or near steps, and a function that describes each."""
 
     def down(x):
         return lax.div(jnp.maximum(x, 0), jnp.int32(block))
@@ -249,7 +258,7 @@ def _steps(g: _Geometry, block: int, length: Array, slots: Array, near: bool) ->
     def up(x):
         return down(x + (block - 1))
 
-    if g.R and not g.positions:  # A row holds no more than it has slots.
+    if g.R and not g.positions:  # A sequence has no more tokens than slots.
         length = slots = jnp.minimum(length, g.slots)
     if not g.near_parts:
         return up(slots), lambda step: _Step(step, None, 0, length)
@@ -282,7 +291,7 @@ def _kernel(*refs: Any, g: _Geometry, config: DecodeConfig, dtype: Any) -> None:
 
 
 class _Part(NamedTuple):
-    """One CTA's work: a part of the far or of the near keys of one KV head of one row."""
+    """One CTA's work: a part of the far or near keys of one KV head of one sequence."""
 
     g: _Geometry
     config: DecodeConfig
@@ -292,9 +301,9 @@ class _Part(NamedTuple):
     near: bool
 
     def run(self) -> None:
-        """Accumulates over the part's blocks, then writes weighted values and log-sum-exp.
+        """Accumulate over the part's blocks, then write the weighted values and the log-sum-exp.
 
-        The buffers of keys are gone when that of the result is made: both take the same shared memory.
+        The buffers of keys and of results share memory: the first are freed before the second are allocated.
         """
         g = self.g
         qk, vo = tile_width(g.R, g.H - g.R), tile_width(g.Z, g.HV - g.Z)
@@ -319,7 +328,10 @@ class _Part(NamedTuple):
         )
 
     def _stages(self) -> int:
-        """Beside far blocks near ones go one at a time: they are few, and wide for other CTAs' memory."""
+        """Return the blocks in flight; one for near keys if there are also far keys.
+
+        Near blocks are few and wide, and would take memory from other CTAs.
+        """
         return 1 if self.near and self.g.far_parts else self.config.stages
 
     def _head(self) -> tuple[Array, Array]:
@@ -341,7 +353,7 @@ class _Part(NamedTuple):
         def slot_of(step):
             return lax.rem(step - begin, jnp.int32(stages))
 
-        # Tiled copies begin at multiples of eight rows: the tile holds the group's heads among others.
+        # Tiled copies begin at multiples of eight rows, so the tile may also contain other groups' heads.
         q_rows = pl.ds(pl.multiple_of(lax.div(kv * g.pitch, jnp.int32(8)) * 8, 8), ROWS)
         for buffer, column in zip(qs, _columns(g.R, g.H - g.R), strict=False):
             plgpu.copy_gmem_to_smem(q_ref.at[b, q_rows, column], buffer, q_ready)
@@ -394,7 +406,7 @@ class _Part(NamedTuple):
         )
 
     def _prefix_rows(self, key_block: Array, b: Array) -> tuple[Array, Any]:
-        """Leading index and rows of a block of keys, through the block table if there is one."""
+        """Return leading index and rows of a block of keys, through the block table if there is one."""
         g, block = self.g, self.config.block
         if not g.paged:
             return b, pl.ds(pl.multiple_of(key_block * block, 8), block)
@@ -404,7 +416,7 @@ class _Part(NamedTuple):
         return page, rows
 
     def _add_block(self, what: _Step, carry: Any, qs: Any, ks: Any, vs: Any, positions: Any) -> Any:
-        """Online softmax over one block of keys."""
+        """Add one block of keys to the online softmax."""
         accs, m, l = carry
         block, factor = self.config.block, self.g.scale * LOG2_E
 
@@ -450,6 +462,6 @@ class _Part(NamedTuple):
 
 
 def _columns(*widths: int) -> list[Any]:
-    """Slices of so many columns one after another, empty ones left out."""
+    """Return consecutive slices of these widths, without empty ones."""
     begins = itertools.accumulate(widths, initial=0)
     return [pl.ds(begin, width) for begin, width in zip(begins, widths, strict=False) if width]

@@ -1,4 +1,4 @@
-"""What the decode kernel takes beside q, k and v, and its refusals before launch."""
+"""Arguments of the decode kernel other than q, k and v, and its argument checks."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,10 +14,13 @@ ROWS = 64
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How the keys of one KV head of one row are cut.
+    """Division of the keys of one KV head of one sequence.
 
-    block: keys a step, 64 or 128; window and pages are whole numbers of it. stages: blocks of far keys in
-    flight. splits: parts of the far keys (all keys without a ring). near_splits: parts of window and sinks.
+    Attributes:
+      block: keys per step, 64 or 128; window and page size are multiples of it.
+      stages: blocks of far keys in flight.
+      splits: parts of the far keys, or of all keys without a ring.
+      near_splits: parts of window and sinks.
     """
 
     block: int = 64
@@ -34,9 +37,13 @@ class DecodeConfig:
 
 
 class Ring(NamedTuple):
-    """Trailing coordinates of near keys: k [B, K, M, H-R], v [B, K, M, H-Z], M ≥ window + sinks.
+    """Trailing coordinates of near keys and values.
 
-    Position p ≥ sinks of the window lies in row p mod window, sink p in row window + p.
+    Position p ≥ sinks of the window is in row p mod window, sink p in row window + p. M ≥ window + sinks.
+
+    Attributes:
+      k: keys, [B, K, M, H-R].
+      v: values, [B, K, M, H-Z].
     """
 
     k: Array
@@ -56,7 +63,7 @@ def check_decode(
     positions: Shaped | None = None,
     config: DecodeConfig | None = None,
 ) -> None:
-    """Raises what `decode_attention` says it raises; arrays and options are those given to it."""
+    """Check the arguments of `decode_attention`; errors are those it documents."""
     common.check_device()
     common.check_dtypes(q=q, k=k, v=v)
     common.check_shape("q", q, (None,) * 3, "B, N, H")
@@ -72,14 +79,16 @@ def check_decode(
     if ring is None or R or Z:
         common.check_rank("R", R)
         common.check_rank("Z", Z)
-    # Copies begin at multiples of eight rows, so that a group may begin at any of the tile's first eight.
+    # Copies begin at multiples of eight rows, so a group may begin in any of the tile's first eight rows.
     if N // K > ROWS - 8:
-        raise ValueError(f"q has {N // K} heads for each head of k: must be at most {ROWS - 8}")
+        raise ValueError(f"q has {N // K} heads per KV head: must be at most {ROWS - 8}")
     if ring is not None:
         _check_ring(q, k, v, ring, sinks, window)
     elif H != R or sinks or window:
-        raise ValueError(f"without a ring q must have R={R} coordinates and no {sinks=}, {window=}; q {H}")
-    # The default config's blocks divide window and pages where the smallest do.
+        raise ValueError(
+            f"q has {H} coordinates with {sinks=}, {window=}: without a ring it must have R={R} and neither"
+        )
+    # If the smallest block divides window and pages, so does the block of the default config.
     block = DecodeConfig.block if config is None else config.block
     if window % block:
         raise ValueError(f"window={window}: must be a multiple of the block of {block} keys")
@@ -89,7 +98,7 @@ def check_decode(
         common.check_sizes(S=S)
     if positions is not None:
         if ring is not None or block_table is not None:
-            raise ValueError("positions are given with a ring or a block_table: need neither")
+            raise ValueError("positions: cannot be combined with a ring or a block_table")
         common.check_integers("positions", positions, (B, S), "B, S")
 
 
@@ -105,5 +114,5 @@ def _check_ring(q: Shaped, k: Shaped, v: Shaped, ring: Ring, sinks: int, window:
     common.check_shape("ring.v", ring.v, (B, K, ring.k.shape[2], H - Z), "B, K, M, H - Z")
     if ring.k.shape[2] < window + sinks:
         raise ValueError(
-            f"the ring has {ring.k.shape[2]} rows: must be at least window + sinks = {window + sinks}"
+            f"ring has {ring.k.shape[2]} rows: must be at least window + sinks = {window + sinks}"
         )

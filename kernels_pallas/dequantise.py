@@ -1,10 +1,10 @@
-"""Keys and values of rows out of planes of integers, as numbers for other kernels, in one launch (ours).
+"""Dequantization of keys and values from planes of integers, for other kernels, in one launch (ours).
 
-A program has some tokens of one KV head: it unpacks their levels, multiplies them by what they stand for and
-writes them. Programs of tokens that nobody asks for do nothing. What a code says is what
-`zdc_jax.cache.fitted_integers.FittedIntegers` reads in it, bit by bit.
+A program unpacks the levels of some tokens of one KV head, multiplies them by their scales and writes the
+result. Programs without requested tokens exit. Per token and array the kernel reads C·bits/8 + 1 bytes per
+plane and writes 2 C or 4 C. Results are bitwise those of `zdc_jax.cache.fitted_integers.FittedIntegers`.
 
-Pallas' Triton back end runs it, which JAX is to give up: then `check_dequantise` refuses, and XLA reads.
+JAX plans to drop Pallas' Triton back end. Without it `check_dequantise` raises, and XLA does the work.
 """
 
 import functools
@@ -27,7 +27,7 @@ from kernels_pallas.short_scales import from_e5m3
 from kernels_pallas.triton import byte_places, check_back_end, check_offsets, in_pages, pieces, plt
 
 TOKENS = 64
-"""Of a program, at most; it divides `LARGEST_BLOCK`."""
+"""Largest number of tokens per program; it divides `LARGEST_BLOCK`."""
 DTYPES = (*common.DTYPES, jnp.float32)
 
 
@@ -39,24 +39,23 @@ def dequantise(
     block_table: Int[Array, "B pages"] | None = None,
     interpret: bool = False,
 ) -> list[Float[Array, "B K S _"]]:
-    """What planes say of the tokens in slots below `ends`; then zeros, as far as prefill reads.
+    """Dequantize the tokens in slots below `ends`, followed by zeros as far as prefill reads.
 
-    These end at a multiple of `LARGEST_BLOCK`, or at S. What is behind is not written: any number.
+    The zeros end at a multiple of `LARGEST_BLOCK`, or at S. Later slots are not written and have arbitrary
+    values.
 
     Args:
-      planes: for each array, keys and values, say, those that have its coordinates one after another.
-      ends: of each row, int32.
-      dtype: of the arrays: bfloat16, float16 or float32.
-      block_table: with it planes are a pool of pages (`Plane`), of any size; tokens whose entry is not one of
-        the pool's are zeros.
-      interpret: on any device, slowly.
+      planes: for each array, such as keys and values, the planes of its consecutive coordinates.
+      ends: number of slots of each sequence, int32.
+      dtype: dtype of the arrays: bfloat16, float16 or float32.
+      block_table: table of a pool of pages (`Plane`) of any size; tokens with an invalid entry are zeros.
+      interpret: whether to run on any device, slowly.
 
     Returns:
-      for each array its coordinates, rounded once from float32; those of a token with the reach of what is no
-      number are NaN.
+      One array per entry of `planes`, rounded once from float32; tokens with a NaN scale are NaN.
 
     Raises:
-      ValueError: a shape or dtype not allowed, named with its value, before launch.
+      ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
       NotImplementedError: JAX has no Triton back end.
     """
     check_dequantise(planes, ends, dtype=dtype, block_table=block_table)
@@ -75,7 +74,7 @@ def check_dequantise(
     dtype: DTypeLike = jnp.bfloat16,
     block_table: Shaped | None = None,
 ) -> None:
-    """Raises what `dequantise` says it raises; arrays are those given to it."""
+    """Check the arguments of `dequantise`; errors are those it documents."""
     common.check_device()
     check_back_end()
     lead, K, slots = (reach := planes[0][0].reach).shape
@@ -102,10 +101,10 @@ def _launch(
     dtype: Any,
     interpret: bool,
 ) -> Sequence[Array]:
-    """`dequantise`, checked; levels and reach of all planes."""
+    """Launch `dequantise` on checked arguments; `arrays` are levels and scales of all planes."""
     reach = arrays[0][1]
     B, K, S = rows_of(reach, block_table)
-    # So that no program has tokens of two pages, or behind S.
+    # No program has tokens of two pages, or past S.
     rows = math.gcd(TOKENS, reach.shape[2])
     table = [] if block_table is None else [block_table]
     return pl.pallas_call(
@@ -150,7 +149,7 @@ def _kernel(ends_ref: Any, *refs: Any, bits: tuple[tuple[int, ...], ...], rows: 
 
 
 def _unpacked(part: Array, plane: int) -> Array:
-    """Parts int32 [rows, ·] of levels out of bytes [rows, ·] of a bit plane of so many bits."""
+    """Unpack the parts int32 [rows, ·] of levels from bytes [rows, ·] of a bit plane."""
     part, each = part.astype(jnp.int32), 8 // plane
     if each == 1:
         return part

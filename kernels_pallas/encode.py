@@ -1,10 +1,10 @@
-"""Keys and values of new tokens into planes of integers, in one launch (ours).
+"""Quantization of new keys and values into planes of integers, in one launch (ours).
 
-A program has some tokens of one KV head. It finds the reach of each token in each plane, packs its levels
-and writes both to the token's slot: nothing is read or written but the new tokens. The code is that of
-`zdc_jax.cache.fitted_integers.FittedIntegers`, which says what it is and why.
+A program has some tokens of one KV head. It finds the scale of each token in each plane, packs the levels and
+writes both to the token's slot. Only the new tokens are read and written. The code is that of
+`zdc_jax.cache.fitted_integers.FittedIntegers`, which explains it.
 
-Pallas' Triton back end runs it, which JAX is to give up: then `check_encode` refuses, and XLA codes.
+JAX plans to drop Pallas' Triton back end. Without it `check_encode` raises, and XLA does the work.
 """
 
 import functools
@@ -26,13 +26,13 @@ from kernels_pallas.short_scales import E5M3_BIAS, E5M3_SHIFT, NAN_CODE, from_e5
 from kernels_pallas.triton import byte_places, check_back_end, check_offsets, in_pages, pieces, plt
 
 SMALLEST = 2.0**-40
-"""What a reach of 0 is taken for where it divides: far below the next, and its square is a number."""
+"""Divisor in place of a scale of 0: far below the next scale, and its square is representable."""
 INTEGERS = 1.5 * 2**23
-"""Added to a float32 of less than 2^22, it leaves the nearest integer in the lowest bits."""
+"""Constant that, added to a float32 below 2^22, leaves the nearest integer in the lowest bits."""
 INFINITE = 0x7F800000
-"""Bits of infinity as float32; those of what is no number are above."""
+"""Bits of float32 infinity; larger bits are NaN."""
 TOKENS = 32
-"""Of a program, at most."""
+"""Largest number of tokens per program."""
 
 
 def encode(
@@ -44,21 +44,22 @@ def encode(
     block_table: Int[Array, "B pages"] | None = None,
     interpret: bool = False,
 ) -> list[list[Plane]]:
-    """Planes with the tokens x at slots starts … starts + T - 1 below `ends`; others keep what they hold.
+    """Quantize the tokens x into slots starts … starts + T - 1 below `ends`; other slots keep their contents.
 
     Args:
-      x: arrays of new tokens, floats: keys and values, say.
-      planes: for each array those that take its coordinates one after another; together they have as many.
-      starts, ends: of each row, int32; nothing is written from S on.
-      block_table: with it planes are a pool of pages (`Plane`), of any size; a token is not written where its
-        entry is not one of the pool's.
-      interpret: on any device, slowly.
+      x: float arrays of new tokens, such as keys and values.
+      planes: for each array, the planes of its consecutive coordinates; together they cover the array.
+      starts: first slot of each sequence, int32.
+      ends: end of the slots of each sequence, int32; nothing is written from S on.
+      block_table: table of a pool of pages (`Plane`) of any size; tokens with an invalid entry are not
+        written.
+      interpret: whether to run on any device, slowly.
 
     Returns:
-      the same planes in the same memory, where their arrays are given away.
+      The same planes, in the same memory if their arrays are donated.
 
     Raises:
-      ValueError: a shape or dtype not allowed, named with its value, before launch.
+      ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
       NotImplementedError: JAX has no Triton back end.
     """
     check_encode(x, planes, starts, ends, block_table=block_table)
@@ -82,7 +83,7 @@ def check_encode(
     *,
     block_table: Shaped | None = None,
 ) -> None:
-    """Raises what `encode` says it raises; arrays are those given to it."""
+    """Check the arguments of `encode`; errors are those it documents."""
     common.check_device()
     check_back_end()
     B, T, K, _ = x[0].shape
@@ -94,7 +95,7 @@ def check_encode(
     for i, (array, each) in enumerate(zip(x, planes, strict=True)):
         common.check_shape(f"x[{i}]", array, (B, T, K, sum(plane.width for plane in each)), "B, T, K, C")
         if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"x[{i}] has dtype {array.dtype}: must be a float")
+            raise ValueError(f"x[{i}] has dtype {array.dtype}: must be a float dtype")
         for j, plane in enumerate(each):
             check_plane(f"planes[{i}][{j}]", plane, tokens)
             check_offsets(f"planes[{i}][{j}]", plane)
@@ -113,9 +114,9 @@ def _launch(
     bits: tuple[tuple[int, ...], ...],
     interpret: bool,
 ) -> list[tuple[Array, Array]]:
-    """`encode`, checked; levels and reach of all planes."""
+    """Launch `encode` on checked arguments; `arrays` are levels and scales of all planes."""
     B, T, K, _ = x[0].shape
-    # Each token may be in a page of its own.
+    # With pages, each token may be in another page.
     rows = min(TOKENS, pl.next_power_of_2(T)) if block_table is None else 1
     leaves, tree = jax.tree.flatten(list(arrays))
     table = [] if block_table is None else [block_table]
@@ -163,35 +164,41 @@ def _kernel(span_ref: Any, *refs: Any, bits: tuple[tuple[int, ...], ...], rows: 
 
 
 def reaches_tried(largest: Array, bits: int, C: int) -> list[Array]:
-    """Codes of the reaches that are tried for a token of C coordinates, int32, the widest first.
+    """Return the codes of the scales to try for a token of C coordinates, int32, the largest first.
 
-    Two, one above and one below where the best most often lies; below 4 bits much is gained by cutting the
-    largest coordinates off, and it may be any of eight. More would lower the error of 4 bits and more by 3 %
-    of itself at most in 16 to 128 coordinates, by 5 % in 256, on Gaussian vectors and those of Student's t
-    with 4 degrees of freedom.
+    These are two, one above and one below the most likely optimum. Below 4 bits, clipping the largest
+    coordinates often pays, and eight are tried. With 4 or more bits further scales would lower the error by
+    at most 5 % of itself (Gaussian and Student's t vectors).
 
-    largest: of the token's coordinates, the bits of its magnitude as float32, int32.
+    Args:
+      largest: bits of the largest magnitude of each token as float32, int32.
+      bits: bits per level.
+      C: coordinates per token.
     """
     above, count = 0.5, 8
     if bits >= 4:
         above, count = min(0.9, 1.83 - math.log2(C) / 3 + 0.45 * (bits - 4)), 2
-    # Reaches are 1/8 of a power of two apart, as codes are in the bits of a float.
+    # Scales are 1/8 of a power of two apart, like codes in the bits of a float.
     widest = (largest + int((1 + above) * (1 << E5M3_SHIFT)) >> E5M3_SHIFT) - E5M3_BIAS
     return [jnp.clip(widest - i, 0, NAN_CODE - 1) for i in range(count)]
 
 
 def coded(x: Sequence[Array], bits: int) -> tuple[list[Array], Array]:
-    """Levels int32 [rows, ·] of pieces [rows, ·] of the same tokens, and reaches uint8 [rows]."""
+    """Quantize tokens given as parts [rows, ·] of their coordinates.
+
+    Returns:
+      Levels int32 [rows, ·] of each part, and scales uint8 [rows].
+    """
     raw = [lax.bitcast_convert_type(piece, jnp.int32) for piece in x]
     positive = [piece & 0x7FFFFFFF for piece in raw]
-    # As integers, for the largest float on a GPU is that of numbers.
+    # Compare as integers: the floating-point maximum on a GPU ignores NaN.
     largest = functools.reduce(jnp.maximum, (piece.max(1, keepdims=True) for piece in positive))
     sizes = [lax.bitcast_convert_type(piece, jnp.float32) for piece in positive]
     half, C = 2 ** (bits - 1), sum(piece.shape[1] for piece in x)
 
     def tried(code: Array) -> tuple[Array, Array, Array]:
         step = jnp.maximum(from_e5m3(code), SMALLEST) / half
-        # Levels are half-way between integers.
+        # Levels are halfway between integers.
         wrong = [jnp.abs(_beyond(size * (1 / step), half)[1]) - 0.5 for size in sizes]
         return sum((each * each).sum(1, keepdims=True) for each in wrong) * (step * step), code, step
 
@@ -206,23 +213,25 @@ def coded(x: Sequence[Array], bits: int) -> tuple[list[Array], Array]:
 
 
 def _levels(raw: Array, size: Array, step: Array, half: int) -> Array:
-    """0 to 2·half - 1, int32, of numbers whose bits and magnitudes these are."""
+    """Return levels 0 to 2·half - 1, int32, from the bits and magnitudes of values."""
     integer, beyond = _beyond(size * (1 / step), half)
     level = lax.bitcast_convert_type(integer, jnp.int32) - np.float32(INTEGERS).view(np.int32)
     level -= (beyond < 0).astype(jnp.int32)
-    # Below zero level n is -1 - n.
+    # Negative values have level -1 - n.
     return (level ^ (raw >> 31)) + half
 
 
 def _beyond(at: Array, half: int) -> tuple[Array, Array]:
-    """The nearest integer up to half - 1, plus `INTEGERS`, and how far `at` is above it; it is 0 or more."""
+    """Return the nearest integer up to half - 1, plus `INTEGERS`, and the excess of `at` ≥ 0 over it."""
     integer = jnp.minimum(at + INTEGERS, INTEGERS + (half - 1))
     return integer, at - (integer - INTEGERS)
 
 
 def packed(level: Array, C: int, begin: int, bits: int) -> Iterator[tuple[int, int, Array]]:
-    """Bytes of levels [rows, width] of the coordinates from `begin` on, of C: in each bit plane their place,
-    their number and they themselves."""
+    """Yield the packed bytes of levels [rows, width] of the coordinates from `begin` on, of C.
+
+    Yields first byte, number of bytes and the bytes for each bit plane.
+    """
     for plane, place, size in byte_places(C, begin, level.shape[1], bits):
         bits -= plane
         part, each = level >> bits, 8 // plane

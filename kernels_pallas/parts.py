@@ -1,8 +1,8 @@
-"""Partial results of attention over disjoint keys, as kernels leave them, and their merging (ours).
+"""Partial results of attention over disjoint keys, and their merging (ours).
 
-Kernels that decode divide the keys of a row among many CTAs, and those of near and far tokens are different
-kernels. All their parts become one softmax by their log-sum-exp (Flash-Decoding, Dao et al., 2023): on XLA in
-several launches, or in one by `merged_at_once`.
+Decode kernels divide the keys of a sequence among many CTAs, and near and far tokens have different kernels.
+All parts are merged into one softmax by their log-sum-exp (Flash-Decoding, Dao et al., 2023). `merged` runs
+on XLA in several launches, `merged_at_once` in one.
 """
 
 import functools
@@ -30,11 +30,15 @@ TOGETHER = 16
 )
 @dataclass(frozen=True)
 class Parts:
-    """Of P parts of the keys, for G query heads of each of K KV heads.
+    """Partial attention over P parts of the keys, for G query heads of each of K KV heads.
 
-    o: float32 [B, K, P, G, Z], or [B, K, P, Z, at least G] if `transposed`. lse: float32 [B, K, P, rows],
-    natural log-sum-exp, of KV head k's query heads from row k · pitch mod 8 on. order: which coordinate each
-    of Z is; as they come if None.
+    Attributes:
+      o: outputs, float32 [B, K, P, G, Z], or [B, K, P, Z, at least G] if `transposed`.
+      lse: natural log-sum-exp, float32 [B, K, P, rows]; the query heads of KV head k begin at row k · pitch
+        mod 8.
+      order: coordinate of each column of Z; None for the identity.
+      pitch: rows per KV head in `lse`.
+      transposed: whether heads are the last axis of `o`.
     """
 
     o: Array
@@ -45,13 +49,13 @@ class Parts:
 
     @property
     def Z(self) -> int:
-        """Coordinates."""
+        """Number of coordinates."""
         return self.o.shape[3 if self.transposed else 4]
 
 
 @functools.partial(jax.jit, static_argnames=("G", "dtype"))
 def merged(parts: Parts, G: int, dtype: DTypeLike) -> tuple[Float[Array, "B N Z"], Float[Array, "B N"]]:
-    """Attention by its parts, and its natural log-sum-exp; zeros and -inf where no key was seen."""
+    """Merge the parts; return attention and its natural log-sum-exp, zeros and -inf without visible keys."""
     (B, K), lse = parts.o.shape[:2], parts.lse[..., :G]
     if parts.pitch:
         rows = (jnp.arange(K) * parts.pitch % 8)[:, None] + jnp.arange(G)
@@ -70,7 +74,7 @@ def merged(parts: Parts, G: int, dtype: DTypeLike) -> tuple[Float[Array, "B N Z"
 def merged_at_once(
     parts: Sequence[Parts], G: int, dtype: DTypeLike, *, interpret: bool = False
 ) -> tuple[Float[Array, "B N Z"], Float[Array, "B N"]]:
-    """`merged` of all parts of several kernels in one launch; coordinates that one has not count as zeros.
+    """Merge the parts of several kernels in one launch; narrower outputs are zero-padded to the widest.
 
     Raises:
       NotImplementedError: JAX has no Triton back end.
@@ -113,7 +117,7 @@ class _Form:
 
 
 def _kernel(*refs: Any, forms: list[_Form], G: int) -> None:
-    """One query head."""
+    """Merge the parts of one query head."""
     *inputs, o_ref, lse_ref = refs
     arrays, places = inputs[: 2 * len(forms)], iter(inputs[2 * len(forms) :])
     found = [
@@ -138,7 +142,7 @@ def _kernel(*refs: Any, forms: list[_Form], G: int) -> None:
 
 @dataclass(frozen=True)
 class _Of:
-    """What one kernel left."""
+    """References to the parts of one kernel."""
 
     form: _Form
     o: Any
@@ -148,12 +152,12 @@ class _Of:
 
     @property
     def _some(self) -> list[Array]:
-        """Numbers of parts, [TOGETHER, 1] each."""
+        """Indices of the parts, in groups of [TOGETHER, 1]."""
         iota = lax.broadcasted_iota(jnp.int32, (TOGETHER, 1), 0)
         return [first + iota for first in range(0, self.form.count, TOGETHER)]
 
     def lses(self, b: Array, kv: Array, member: Array) -> list[Array]:
-        """Of all parts, some at a time; of those that are not there, as of parts without keys."""
+        """Load the log-sum-exp of all parts, some at a time; -inf for indices past the last part."""
         row = lax.rem(kv * self.form.pitch, jnp.int32(8)) + member
 
         def load(part):
@@ -162,7 +166,7 @@ class _Of:
         return [load(part) for part in self._some]
 
     def results(self, b: Array, kv: Array, member: Array, columns: Array, weights: list[Array]) -> Array:
-        """Weighed and added up, of these columns."""
+        """Load these columns of all parts, and return their weighted sum."""
         there = columns < self.form.Z
         if self.place is not None:
             columns = plt.load(self.place.at[columns], mask=there, other=0)

@@ -1,19 +1,29 @@
 """Rotary embedding, then each head's basis, in one pass over q and k (placement `post_rope`).
 
-q' = RoPE(q) A_Q and k' = RoPE(k) A_K: every coordinate is read once and, after truncation to R, written
-once, so the time is that of the bytes, and everything else has to stay near the cores. Two things are
-shared: the rotations, H × C per KV head, which all tokens need, and the angles, H float32 per token, as many
-bytes as two heads, which all heads need. A CTA keeps the rotations of P KV heads in shared memory for its
-whole life and walks over the tokens; inside, each warpgroup takes 64 tokens, loads their angles into
-registers once and walks over the P(G+1) heads. L2 thus serves 1 + 2/(P(G+1)) times the bytes of q and k.
-With tokens outside and the rotations streamed past W warpgroups it would serve 1 + C/(32W(G+1)) times: with
-the default sizes, whose P fills 128 KiB, twice the surplus at H=128 and four times at H=64. CTAs of
-different heads walk over the tokens in the same order, so that angles come from memory only once. Above
-H=128 registers cannot hold the angles: each head loads them again from L2.
+    grid: (units · shares,); `warpgroups` compute warpgroups per CTA, no producer
+    CTA:        TMA rotations of P KV heads → rotations_ready, once
+    warpgroup:  for each tile of 64 tokens: angles → registers
+                for each of P(G+1) heads, for each column block:
+                    wait ready[slot] → RoPE in float32 registers → load a later step → acc += x A (wgmma)
+                store y through shared memory
 
-Warpgroups share nothing but the rotations: each has its own ring of tiles, filled by TMA some steps ahead,
-one step being the two column blocks that the rotary embedding pairs (i and i + H/2). They are turned in
-float32 registers, rounded to the rotations' dtype, and multiplied from registers.
+It computes q' = RoPE(q) A_Q and k' = RoPE(k) A_K. Every coordinate is read once and, after truncation to R,
+written once: 2 (H + C) bytes and 2 H C FLOP per head and token. Memory traffic bounds the time, so everything
+shared must stay close to the cores. All tokens share the rotations, H × C per KV head. All heads share the
+angles, H float32 per token, as many bytes as two heads.
+
+A CTA keeps the rotations of P KV heads in shared memory and walks over the tokens. Each warpgroup takes 64
+tokens, loads their angles into registers once, and walks over the P(G+1) heads. L2 thus serves 1 + 2/(P(G+1))
+times the bytes of q and k. The alternative, tokens outside and rotations streamed past W warpgroups, would
+make it 1 + C/(32W(G+1)). With the default sizes its overhead is twice as large at H=128, and four times at
+H=64.
+
+CTAs of different heads walk over the tokens in the same order, so that angles come from memory only once.
+Above H=128 registers cannot hold the angles, and each head loads them again from L2.
+
+Warpgroups share only the rotations. Each has its own ring of tiles, filled by TMA some steps ahead. One step
+is the two column blocks that the rotary embedding pairs (i and i + H/2). They are rotated in float32
+registers, rounded to the rotations' dtype, and multiplied from registers.
 """
 
 import functools
@@ -32,18 +42,25 @@ from kernels_pallas import common
 from kernels_pallas.common import Shaped, tile_width, tiled
 
 TILE_TOKENS = 64
-"""Tokens of one tile, all of one row: the rows of one warpgroup's `wgmma`."""
+"""Tokens of one tile, all of one sequence: the rows of one warpgroup's `wgmma`."""
 
 SHARED_BYTES = common.SHARED_MEMORY - 1024
-"""Shared memory that one CTA may use for tiles: Hopper's 227 KiB less one for barriers."""
+"""Shared memory that one CTA may use for tiles: Hopper's 227 KiB minus one for barriers."""
 
 HELD_ANGLES = 128
-"""Largest head dimension whose angles fit into registers beside the accumulator."""
+"""Largest head dimension whose angles fit into registers together with the accumulator."""
 
 
 @dataclass(frozen=True)
 class PostRopeConfig:
-    """Sizes of one launch: compute warpgroups, most tiles in flight for each, bytes of rotations, CTAs."""
+    """Launch configuration.
+
+    Attributes:
+      warpgroups: compute warpgroups per CTA.
+      stages: most tiles in flight per warpgroup.
+      rotation_bytes: shared memory for rotations.
+      ctas: number of CTAs.
+    """
 
     warpgroups: int = 2
     stages: int = 4
@@ -52,11 +69,11 @@ class PostRopeConfig:
 
 
 DECODE = PostRopeConfig(warpgroups=1, stages=2, rotation_bytes=0)
-"""For a few tiles: reading the rotations is the work, so that each CTA has one."""
+"""Config for a few tiles: reading the rotations dominates, so each CTA has one."""
 
 
 def default_config(K: int, tiles: int) -> PostRopeConfig:
-    """By how many tiles of tokens there are for the K KV heads."""
+    """Return the default config for the number of token tiles of the K KV heads."""
     return DECODE if 2 * K * tiles <= PostRopeConfig.ctas else PostRopeConfig()
 
 
@@ -71,15 +88,15 @@ class _Geometry(NamedTuple):
     kv_heads: int
     """KV heads of one CTA, with query rotation and key rotation."""
     split: bool
-    """The two rotations of one KV head do not fit together: a CTA has the queries or the keys."""
+    """Whether a CTA has only queries or only keys, because the rotations of both do not fit."""
     warpgroups: int
     stages: int
     shares: int
-    """CTAs that divide the tokens of the same heads among them."""
+    """CTAs that share the tokens of the same heads."""
 
     @property
     def column_block(self) -> int:
-        """Columns of one rotary half that are turned at a time, fewer where the accumulator is large."""
+        """Columns of one rotary half that are rotated at a time; fewer if the accumulator is large."""
         return math.gcd(64 if self.H <= HELD_ANGLES else 32, self.H // 2)
 
     @property
@@ -109,21 +126,34 @@ def post_rope(
     keep_tail: bool,
     config: PostRopeConfig | None = None,
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B K T R"], Float[Array, "B K T H-R"] | None]:
-    """Queries and keys after rotary embedding and basis, keys in the layout of the cache.
+    """Apply rotary embedding and basis to queries and keys; keys are returned in the cache's layout.
 
-    q and k share one dtype, bfloat16 or float16; so do the rotations, float16 or that of q. With bfloat16 q,
-    float16 rotations are eight times as exact, and what they turn must be below 65504. Cosines and sines are
-    float32; the shift, of any float dtype, is added to the rotated keys in float32. Coordinates i and
-    i + H/2 make a rotary pair, as in Hugging Face weights. C is H with `keep_tail`, else R = `qk_rank`; the
-    G = N/K query heads of a KV head share its rotation. H: multiples of 32 up to 256; R: multiples of 16 up
-    to H.
+    q and k share one dtype, bfloat16 or float16; the rotations are float16 or have the dtype of q. With
+    bfloat16 q, float16 rotations are eight times as exact, and rotated values must stay below 65504.
 
-    Returns q', the keys' first R coordinates, and their last H-R, None without `keep_tail` or where R = H.
-    Any T works, but TMA addresses rows by eight: where T % 8, q and k are padded, which copies them, and the
-    results cut; where T % 64, the angles are padded, a copy as large as two heads.
+    Any T works, but TMA addresses rows by eight. If T is not a multiple of 8, q and k are padded by a copy
+    and the results cut. If T is not a multiple of 64, the angles are padded, a copy as large as two heads.
 
-    Raises ValueError, before any launch, for a dtype, rank, head dimension or shape outside of this;
-    NotImplementedError on a GPU not of compute capability 9.0.
+    Args:
+      q: queries. H is a multiple of 32 up to 256.
+      k: keys; the G = N/K query heads of a KV head share its rotation.
+      angles_cos: cosines of the rotary angles, float32. Coordinates i and i + H/2 are a rotary pair, as in
+        Hugging Face weights.
+      angles_sin: sines of the rotary angles, float32.
+      q_rotation: basis of queries. C is H with `keep_tail`, else R.
+      k_rotation: basis of keys.
+      k_shift: added to the rotated keys in float32; any float dtype.
+      qk_rank: R, a multiple of 16 up to H.
+      keep_tail: whether to return the trailing coordinates.
+      config: launch configuration; None uses the default.
+
+    Returns:
+      Rotated queries, the first R coordinates of the keys, and their last H-R. The last is None without
+      `keep_tail`, or if R = H.
+
+    Raises:
+      ValueError: a dtype, rank, head dimension or shape is not allowed. Raised before launch.
+      NotImplementedError: the GPU has another compute capability than 9.0.
     """
     g = checked_launch(
         q,
@@ -179,7 +209,7 @@ def checked_launch(
     keep_tail: bool,
     config: PostRopeConfig | None = None,
 ) -> _Geometry:
-    """The launch for arguments of `post_rope`, whose tokens it pads; raises what that says it raises."""
+    """Return the launch for arguments of `post_rope`, with padded tokens; errors are those it documents."""
     R = qk_rank
     common.check_device()
 
@@ -216,13 +246,13 @@ def checked_launch(
 
 
 def _pad_tokens(x: Array, multiple: int) -> Array:
-    """x [B, T, ...] with zeros up to a multiple of tokens."""
+    """Pad x [B, T, ...] with zeros to a multiple of tokens."""
     missing = -x.shape[1] % multiple
     return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) if missing else x
 
 
 def _geometry(B: int, T: int, N: int, K: int, H: int, C: int, R: int, config: PostRopeConfig) -> _Geometry:
-    """How many KV heads a CTA takes, and how deep its rings can be."""
+    """Return the launch: how many KV heads a CTA takes, and how deep its rings can be."""
     pair = 2 * H * C * 2
     wgs = config.warpgroups
     shares = pl.cdiv(B * pl.cdiv(T, TILE_TOKENS), wgs)
@@ -246,13 +276,13 @@ def _geometry(B: int, T: int, N: int, K: int, H: int, C: int, R: int, config: Po
 
 
 class _Work(NamedTuple):
-    """Which heads and tokens a warpgroup has, in the order of its steps: tile, head, column block."""
+    """Heads and tokens of a warpgroup, in the order of its steps: tile, head, column block."""
 
     g: _Geometry
     first_kv: Array
     first_member: Array
     members: Array
-    """Heads per KV head: its queries and its key, or one of the two kinds."""
+    """Heads per KV head: its queries and its key, or one of the two."""
     worker: Array
 
     @property
@@ -273,18 +303,18 @@ class _Work(NamedTuple):
         return self.tiles * self.heads * self.g.blocks
 
     def head(self, index: Array) -> tuple[Array, Array]:
-        """KV head and the member of its group: a query head, or the key as member G."""
+        """Return the KV head and the member of its group: a query head, or the key as member G."""
         kv, member = _divmod(index, self.members)
         return self.first_kv + kv, self.first_member + member
 
     def rows(self, tile: Array) -> tuple[Array, Any]:
-        """Batch index and tokens of a tile."""
+        """Return batch index and tokens of a tile."""
         b, row = _divmod(self.worker + tile * self.workers, pl.cdiv(self.g.T, TILE_TOKENS))
         return b, pl.ds(pl.multiple_of(row * TILE_TOKENS, 8), TILE_TOKENS)
 
     def rotation(self, kv: Array, member: Array) -> Array:
-        """Place of a head's rotation in shared memory."""
-        # A computed zero: a constant index into a dimension of size one does not lower.
+        """Return the index of a head's rotation in shared memory."""
+        # Compute the zero: a constant index into a dimension of size one does not lower.
         return kv * 0 if self.g.split else 2 * (kv - self.first_kv) + (member == self.g.G).astype(jnp.int32)
 
 
@@ -351,7 +381,7 @@ def _kernel(*refs: Any, g: _Geometry, dtype: Any, shifted: bool) -> None:
                         cos, sin = held[block] if held else angles(block)
                         plgpu.barrier_wait(ready.at[wg * g.stages + slot])
                         low, high = (ring.at[wg, slot, half][...].astype(jnp.float32) for half in range(2))
-                        plgpu.commit_smem()  # Every thread has read the tile: it may be overwritten.
+                        plgpu.commit_smem()  # Every thread has read the tile, so it may be overwritten.
                         load(step + g.stages)
                         for half, x in enumerate((low * cos - high * sin, high * cos + low * sin)):
                             inner = pl.ds(half * (g.H // 2) + block * w, w)
@@ -405,7 +435,7 @@ def _load_rotations(work: _Work, refs: tuple[Any, Any], rotations: Any, ready: A
 
 
 def _shift(ref: Any, y: Array) -> Array:
-    """A vector [C] over all rows of y."""
+    """Broadcast a vector [C] to all rows of y."""
     row = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
     return lax.broadcast_in_dim(row, y.shape, [1])
 
@@ -435,6 +465,6 @@ def _store_keys(parts: list[Any], refs: list[Any]) -> None:
 
 
 def _divmod(x: Array, y: Any) -> tuple[Array, Array]:
-    """Quotient and remainder of nonnegative int32, without the sign cases of `//`."""
+    """Return quotient and remainder of nonnegative int32, without the sign cases of `//`."""
     y = jnp.asarray(y, jnp.int32)
     return lax.div(x, y), lax.rem(x, y)

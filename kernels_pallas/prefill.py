@@ -1,14 +1,24 @@
 """Causal attention of many queries on truncated coordinates, two ranks under one softmax.
 
-A few warpgroups hold 64 query rows each (`prefill_consumer`), one more streams blocks of keys through shared
-memory (`prefill_producer`), and an online softmax (`prefill_softmax`) keeps the running result in registers:
-the shape of FlashAttention-3 (Shah et al., 2024). Ours are the two ranks. Scores use R coordinates and values
-Z. Keys near a query (sinks and a window of recent ones) add their trailing H-R and H-Z coordinates to the
-same softmax. Unmasked far blocks, nearly all of them, come first, so that their loop holds no register for
-the trailing part; the last few blocks pay.
+    grid: (B·N·tiles,); `warpgroups` consumers of 64 queries each, and one producer warpgroup per CTA
+    producer:   each step: wait k_free[slot], v_free[slot] → TMA K, V → k_ready[slot], v_ready[slot]
+    consumer:   TMA Q → q_ready; each step:
+                    wait k_ready → S = Q Kᵀ → arrive k_free → online softmax
+                    wait v_ready → O += P V → arrive v_free
+    two ranks:  trailing coordinates in one more buffer, with tail_ready and tail_free
 
-With lists of blocks only the producer reads other rows: it looks up which block comes next. That queries need
-not attend to all blocks of keys is from MInference (Jiang et al., 2024).
+A query head and visible key cost 2 (R + Z) FLOP, a near key 2 (H + HV). Each CTA reads the keys of its
+queries, 2 (R + Z) bytes each, for 64 · warpgroups queries: 64 · warpgroups FLOP per byte from the
+second-level cache. Tensor cores and exponentials bound the time.
+
+Consumers (`prefill_consumer`), producer (`prefill_producer`) and the online softmax (`prefill_softmax`)
+follow FlashAttention-3 (Shah et al., 2024). The two ranks are ours. Scores use R coordinates and values Z.
+Keys near a query (sinks and a recent window) add their trailing H-R and H-Z coordinates to the same softmax.
+Unmasked far blocks, nearly all blocks, come first, so that their loop needs no registers for the trailing
+part.
+
+With lists of blocks, only the producer reads other rows: it looks up which block comes next. Sparse attention
+to blocks of keys follows MInference (Jiang et al., 2024).
 """
 
 import functools
@@ -41,15 +51,16 @@ from kernels_pallas.prefill_producer import Rows, load_keys
 from kernels_pallas.tuning import measured
 
 _L2_BYTES = 32 * 2**20
-"""Keys and values of heads worked on together: they stay in the second-level cache."""
+"""Size of keys and values of heads processed together, so that they stay in the second-level cache."""
 IN_TURNS = PrefillConfig(128, 2, 3, turns=80)
-"""Faster than without turns at Z = 96, measured at R of 32, 48 and 64."""
+"""Config with turns that was measured faster at Z = 96 and R from 32 to 64."""
 
 
 def config_for(R: int, Z: int, H: int, HV: int, *, page: int = 0) -> PrefillConfig:
-    """The measured config of these widths on this device, else the default.
+    """Return the measured config of these widths on this device, else the default.
 
-    page: tokens of one, a multiple of 64, which blocks divide; 0 without pages. Blocks so cut take no turns.
+    `page` is the tokens per page, a multiple of 64; 0 without pages. Blocks must divide pages; configs with
+    smaller blocks than measured do not use turns.
     """
     found = measured("prefill", R=R, Z=Z, H=H, HV=HV)
     config = PrefillConfig(**found) if found else default_config(R, Z, H, HV)
@@ -58,7 +69,10 @@ def config_for(R: int, Z: int, H: int, HV: int, *, page: int = 0) -> PrefillConf
 
 
 def default_config(R: int, Z: int, H: int, HV: int) -> PrefillConfig:
-    """The largest tile that fits; overlap where its second block of scores finds registers (Z ≤ 64)."""
+    """Return the largest tile that fits.
+
+    It overlaps if the second block of scores finds registers (Z ≤ 64).
+    """
     widths = Widths(R, Z, H, HV)
     if 32 <= R <= 64 and Z == 96 and IN_TURNS.fits(widths):
         return IN_TURNS
@@ -66,7 +80,7 @@ def default_config(R: int, Z: int, H: int, HV: int) -> PrefillConfig:
         config = PrefillConfig(block_kv, stages, warpgroups, overlap=Z <= 64 and stages > 1)
         if config.fits(widths):
             return config
-    raise ValueError(f"no tile fits in shared memory for {R=} {Z=} {H=} {HV=}")
+    raise ValueError(f"{R=}, {Z=}, {H=}, {HV=}: no tile fits into shared memory; widths must be smaller")
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "sinks", "window", "keys", "blocks", "config"))
@@ -88,39 +102,45 @@ def prefill_attention(
     blocks: tuple[int, int] = (128, 128),
     config: PrefillConfig | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
-    """Attention of queries at positions starts … starts + T - 1 over keys at positions 0 … S - 1.
+    """Compute attention of queries at positions starts … starts + T - 1 over keys at positions 0 … S - 1.
+
+    If T or S is not a multiple of 8, it is padded by a copy.
 
     Args:
-      q: bfloat16 or float16; Hq = H with `trailing`, else at least R (the first R coordinates are read).
-      k, v: [B, K, S, R] and [B, K, S, Z]: first R and Z coordinates, multiples of 16 up to 256. Rows past a
-        query's position must be finite and are ignored. N is a multiple of K: grouped heads read the same
-        keys, nothing is repeated. With `block_table`: [pages, K, page size, ·], and S is that of a row's
-        pages. With `trailing` R = Z = 0 means that there are no far keys: only blocks of near ones are read.
-      scale: factor on the scores, above 0; 1/√H of the original head dim.
-      starts: position of the first query of each row; zeros if None.
-      lengths: tokens each row holds in all; queries at or past it get zeros (log-sum-exp -inf).
-      trailing: with it, near keys, {j < sinks} ∪ {t - window < j ≤ t}, count with all coordinates.
-      sinks, window: near set, in tokens; used with `trailing`, or with `keys="far"`.
-      keys: `all` j ≤ t; `far`: only sinks ≤ j ≤ t - window, to be merged by log-sum-exp with a near half
-        (sequence parallelism), by queries that may be past all keys; not with `trailing`.
-      block_table: int32, page of each `page size` positions; the page size is a multiple of 64, and of the
-        config's block_kv. Entries of pages that no query of the row sees may be any number.
-      positions: of queries and of keys, where these are no runs (token classes), in any order; a key at a
-        negative one is not there. Blocks that no query of a tile sees are skipped where only such follow, so
-        that roughly ascending keys are fastest. Only with `keys="all"`, without `trailing` and `block_table`.
-      lists: which blocks of keys queries attend to, and no others. blocks: (Q, P), their queries, a multiple
-        of 64, and keys, 64 or 128. Only with `keys="all"`, without `trailing` and `positions`.
-      config: tile sizes; None takes the measured or default ones. With lists warpgroups · 64 must divide Q,
-        and block_kv be P.
+      q: queries, bfloat16 or float16; Hq = H with `trailing`, else at least R (the first R coordinates are
+        read).
+      k: first R coordinates of the keys, [B, K, S, R]; with `block_table` [pages, K, page size, R]. R and Z
+        are multiples of 16 up to 256. Rows after a query's position must be finite and are ignored. If N is a
+        multiple of K, grouped heads read the same keys without a copy. With `trailing`, R = Z = 0 means that
+        there are no far keys, and only blocks of near keys are read.
+      v: first Z coordinates of the values, like `k`.
+      scale: factor on the scores, above 0; 1/√H of the original head dimension.
+      starts: position of the first query of each sequence; None means zeros.
+      lengths: total length of each sequence; queries at or after it get zeros (log-sum-exp -inf).
+      trailing: trailing coordinates of near keys, {j < sinks} ∪ {t - window < j ≤ t}, which count with all
+        coordinates.
+      sinks: number of sinks; used with `trailing`, or with `keys="far"`.
+      window: size of the recent window; used like `sinks`.
+      keys: `all` for j ≤ t; `far` for sinks ≤ j ≤ t - window only, to be merged with near attention by
+        log-sum-exp (sequence parallelism). With `far`, queries may be after all keys. Not with `trailing`.
+      block_table: page of each `page size` positions, int32. The page size is a multiple of 64 and of the
+        config's block_kv. Entries of pages that no query of the sequence sees may have any value.
+      positions: positions of queries and of keys, in any order, if they are not consecutive (token classes).
+        A negative position marks an absent key. Trailing blocks that no query of a tile sees are skipped, so
+        roughly ascending keys are fastest. Only with `keys="all"`, without `trailing` and `block_table`.
+      lists: blocks of keys that queries attend to, and no others. Only with `keys="all"`, without `trailing`
+        and `positions`.
+      blocks: (Q, P), queries per block of `lists`, a multiple of 64, and keys per block, 64 or 128.
+      config: tile sizes; None uses the measured or default ones. With lists, warpgroups · 64 must divide Q,
+        and block_kv must be P.
 
     Returns:
-      o in the dtype of q, with Hv = Z, or H with `trailing`; and the natural log-sum-exp of each query's
-      scaled scores, float32. A query without visible keys gives zeros and -inf. T and S that are no multiple
-      of 8 are padded to one, by a copy.
+      The output in the dtype of q, with Hv = Z, or H with `trailing`; and the natural log-sum-exp of each
+      query's scaled scores in float32. A query without visible keys gives zeros and -inf.
 
     Raises:
-      ValueError: a rank, dtype, shape or option not allowed, named with its value, before launch.
-      NotImplementedError: on a GPU not of compute capability 9.0.
+      ValueError: a rank, dtype, shape or option is not allowed. Raised before launch, with name and value.
+      NotImplementedError: the GPU has another compute capability than 9.0.
     """
     check_scale(scale)
     check_prefill(
@@ -142,11 +162,11 @@ def prefill_attention(
     B, T, N, H = q.shape
     zeros = jnp.zeros(B, jnp.int32)
     starts = zeros if starts is None else starts
-    # No less than 0: kernels in turns take a number's sign for one that they know and the compiler does not.
+    # Lengths must not be negative: turns use the sign of a length as a zero that the compiler does not know.
     lengths = starts + T if lengths is None else jnp.clip(lengths, 0, starts + T)
     base = zeros if trailing is None else trailing.start
     tails, near_only = _tails(trailing), not k.shape[-1]
-    if near_only:  # Trailing coordinates are all there are: keys of one rank, and the sinks.
+    if near_only:  # The trailing coordinates are all coordinates: keys of one rank, and the sinks.
         k, v, *tails = tails
         block_table = None
     two_ranks = trailing is not None and not near_only
@@ -187,7 +207,7 @@ def prefill_attention(
 
 
 def _tails(trailing: Trailing | None) -> list[Array]:
-    """Trailing coordinates of keys and values, then those of sinks, where there are any."""
+    """Return the non-empty trailing coordinates of keys and values, then those of sinks."""
     if trailing is None:
         return []
     given = trailing.k, trailing.v, trailing.sink_k, trailing.sink_v
@@ -195,8 +215,13 @@ def _tails(trailing: Trailing | None) -> list[Array]:
 
 
 def _bounds(positions: tuple[Array, Array], tiles: int, config: PrefillConfig) -> list[Array]:
-    """Positions padded to whole tiles and blocks, absent keys beyond all queries; and [B, tiles, 2] blocks:
-    how many come before the first with a key that some query does not see, and before those none sees.
+    """Pad positions to whole tiles and blocks, and find the blocks that each tile sees.
+
+    Absent keys get a position after all queries.
+
+    Returns:
+      Positions of queries and of keys, and [B, tiles, 2] numbers of blocks: those before the first that some
+      query does not fully see, and those before the rest that no query sees.
     """
     rows, block, never = config.warpgroups * ROWS, config.block_kv, jnp.iinfo(jnp.int32).max
     queries, keys = (x.astype(jnp.int32) for x in positions)
@@ -213,15 +238,19 @@ def _bounds(positions: tuple[Array, Array], tiles: int, config: PrefillConfig) -
 
 
 def _together(heads: int, groups: int, width: int) -> int:
-    """Heads whose CTAs run side by side: a divisor of all heads whose keys stay in the second-level cache."""
+    """Return how many heads to process together: a divisor of all heads.
+
+    Their keys and values fit into the second-level cache.
+    """
     count = max(1, min(heads, groups * max(1, _L2_BYTES // (2 * width))))
     return next(n for n in range(count, 0, -1) if heads % n == 0)
 
 
 def _launch(g: Geometry, config: PrefillConfig, operands: list[Array]) -> tuple[Array, Array]:
-    """o [B, T', N, HV] and lse [B, N, T''], T' tokens of the queries as they are padded, T'' of whole tiles.
+    """Launch the kernel on padded operands: [B, 3] starts, lengths and bases; q, k, v; other inputs.
 
-    operands: starts, lengths and bases [B, 3]; queries, keys and values, padded; what else the kernel reads.
+    Returns:
+      o [B, T', N, HV] and lse [B, N, T''], where T' is the padded tokens of q, and T'' those of whole tiles.
     """
     q = operands[1]
     B, T = q.shape[:2]

@@ -1,4 +1,4 @@
-"""The consumer warpgroups of prefill: 64 queries each, whose online softmax stays in registers."""
+"""Consumer warpgroups of prefill: 64 queries each, with an online softmax in registers."""
 
 import functools
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ def attend(
     dtype: Any,
     positions: Any,
 ) -> None:
-    """One consumer warpgroup: its 64 queries against all blocks, then its results to memory."""
+    """Run one consumer warpgroup: its 64 queries against all blocks, then store the results."""
     rows = pl.ds(pl.multiple_of(item.row + wg * ROWS, 8), ROWS)
     parts = (("q", pl.ds(0, g.R)), ("q_tail", pl.ds(g.R, g.H - g.R)))[: 2 if g.H > g.R else 1]
     for name, columns in parts:
@@ -59,7 +59,7 @@ def attend(
 
 
 class Consumer(NamedTuple):
-    """The steps of a consumer warpgroup over blocks of keys."""
+    """Steps of a consumer warpgroup over blocks of keys."""
 
     g: Geometry
     config: PrefillConfig
@@ -70,7 +70,7 @@ class Consumer(NamedTuple):
     positions: Any
 
     def plain(self, state: State) -> State:
-        """All unmasked blocks, at least one."""
+        """Add all unmasked blocks, at least one."""
         if self.config.turns:
             return prefill_turns.attend(self, state)
         if not self.config.overlap:
@@ -81,9 +81,9 @@ class Consumer(NamedTuple):
         return self._add_block(last, state, scores)
 
     def masked(self, step: Array, state: State, *, mixed: bool) -> State:
-        """One block in which visibility, and if `mixed` rank, differ from key to key.
+        """Add one block in which visibility and (if `mixed`) rank differ between keys.
 
-        With two ranks, or near keys alone, 64 keys at a time: registers that do not suffice here slow down
+        With two ranks, or near keys alone, 64 keys are processed at a time: spilled registers would slow down
         every step.
         """
         g, slot = self.g, self._slot(step)
@@ -111,9 +111,9 @@ class Consumer(NamedTuple):
         return state
 
     def _seen_parts(self, first_key: Array, at_sinks: Array) -> tuple[Array, Array]:
-        """Which of a block's parts of 64 near keys queries of this warpgroup see: first, and behind the last.
+        """Return the range of a block's parts of 64 near keys that queries of this warpgroup see.
 
-        All sinks are in the first part of theirs.
+        All sinks are in the first part of their block.
         """
         first, rows = self.item.first + self.wg * ROWS - first_key, jnp.int32(ROWS)
 
@@ -151,8 +151,8 @@ class Consumer(NamedTuple):
         state = state._replace(acc=_accumulate(state.acc, p.astype(self.dtype), v))
         if state.tail is not None:
             if mixed:
-                # The inner barrier has the mask computed again: kept across the softmax it fills registers.
-                # The outer one keeps the selection before the conversion, which then takes pairs.
+                # The inner barrier makes the compiler recompute the mask instead of keeping it in registers.
+                # The outer barrier keeps the selection before the conversion, which then converts pairs.
                 far_zero = jnp.where(near(*lax.optimization_barrier((t, j))), p, 0.0)
                 p = lax.optimization_barrier(far_zero)
             tail = _accumulate(state.tail, p.astype(self.dtype), smem["v_tail"].at[part])
@@ -160,7 +160,7 @@ class Consumer(NamedTuple):
         return state
 
     def _positions_of(self, first_key: Array, width: int) -> tuple[Array, Array]:
-        """Positions of queries and of `width` keys, each [ROWS, width]."""
+        """Return the positions of queries and of `width` keys, each [ROWS, width]."""
         starts, sizes = (self.item.row + self.wg * ROWS, first_key), (ROWS, width)
         shape, layout = (ROWS, width), plgpu.Layout.WGMMA
         loaded = []
@@ -171,7 +171,7 @@ class Consumer(NamedTuple):
         return loaded[0], loaded[1]
 
     def _visible(self, t: Array, j: Array, at_sinks: Array) -> Array:
-        """Which keys at positions j queries at positions t see; with near keys alone, of this step's."""
+        """Return which keys at positions j are visible to queries at positions t, in this step."""
         g = self.g
         if g.keys == "all":
             return j <= t
@@ -190,10 +190,10 @@ class Consumer(NamedTuple):
         return self._add_block(step, state, self._scores(step))
 
     def _overlapped_step(self, step: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
-        """Adds the block whose scores are at hand while the tensor cores compute the next block's.
+        """Add the block whose scores are ready while the tensor cores compute the next block's scores.
 
-        Waits come first. Behind them the next product is issued as soon as there are registers for it: no
-        branch may lie between it and the weights of this block.
+        The waits come first. After them the next product is issued as soon as registers are free: no branch
+        may lie between it and the weights of this block.
         """
         (state, scores), slot, ahead = carry, self._slot(step), self._slot(step + 1)
         plgpu.barrier_wait(self.smem["k_ready"].at[ahead])
@@ -222,7 +222,7 @@ class Consumer(NamedTuple):
         return scores
 
     def _weighed(self, state: State, scores: Array) -> tuple[Array, State]:
-        """Weights of a block, and the state with their sums."""
+        """Return the weights of a block, and the state with their sums."""
         factor = self.g.scale * LOG2_E
         state = raised(state, scores, factor)
         p = weights(state, scores, factor)
@@ -241,7 +241,7 @@ class Consumer(NamedTuple):
 
 
 def _product(*pairs: tuple[Any, Any]) -> Array:
-    """Sum of q kᵀ over pairs of query and key buffers."""
+    """Return the sum of q kᵀ over pairs of query and key buffers."""
 
     def body(acc: Any) -> Array:
         for q, k in pairs:

@@ -1,4 +1,4 @@
-"""What the prefill kernel takes beside q, k and v, and its refusals before launch."""
+"""Arguments of the prefill kernel other than q, k and v, and its argument checks."""
 
 import itertools
 from dataclasses import dataclass
@@ -11,29 +11,33 @@ from kernels_pallas import common
 from kernels_pallas.common import Shaped
 
 ROWS = 64
-"""Query rows of one warpgroup: what one tensor-core instruction takes."""
+"""Query rows of one warpgroup, as many as one tensor-core instruction takes."""
 SMALLEST_BLOCK = 64
-"""Of keys a step: pages are whole numbers of it."""
+"""Smallest number of keys per step; page sizes are multiples of it."""
 LARGEST_BLOCK = 256
-"""Of keys a step: what is read behind the last key that counts ends at a multiple of it."""
+"""Largest number of keys per step; reads past the last valid key end at a multiple of it."""
 BLOCKS = (SMALLEST_BLOCK, 128, LARGEST_BLOCK)
-"""Keys a step."""
+"""Allowed numbers of keys per step."""
 LISTED = (SMALLEST_BLOCK, 128)
-"""Keys of a block of a list: 256 a step do not fit into registers."""
+"""Allowed keys per block of a list; 256 per step do not fit into registers."""
 TAIL_ALIGNMENT = LARGEST_BLOCK
-"""`Trailing.start` is a multiple of this, so that key blocks of every size begin at a row of the tail."""
+"""Alignment of `Trailing.start`, so that key blocks of every size begin at a row of the tail."""
 
 Keys = Literal["all", "far"]
 
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """Tile sizes of one launch; None where one is asked for means `config_for` the widths.
+    """Tile sizes of one launch. Where a config is optional, None means `config_for` the widths.
 
-    block_kv: keys a step, 64, 128 or 256. stages: blocks of keys in flight. warpgroups: query tiles of 64
-    rows that share them. overlap: scores of the next block are computed during the softmax of this one, for
-    which registers must suffice. turns: one warpgroup at a time computes exponentials of an unmasked block,
-    and hands on after so many of its block_kv columns, a multiple of 8; 0 without turns.
+    Attributes:
+      block_kv: keys per step, 64, 128 or 256.
+      stages: blocks of keys in flight.
+      warpgroups: query tiles of 64 rows that share the blocks.
+      overlap: whether scores of the next block are computed during the softmax of the current one, which
+        needs registers.
+      turns: columns after which a warpgroup passes its turn on, a multiple of 8 up to block_kv; 0 without
+        turns. In turns, one warpgroup at a time computes exponentials of unmasked blocks.
     """
 
     block_kv: int = 128
@@ -52,27 +56,29 @@ class PrefillConfig:
         if self.warpgroups not in (1, 2, 3):
             raise ValueError(f"warpgroups={self.warpgroups}: must be 1, 2 or 3")
         if self.turns not in range(0, self.block_kv + 1, 8):
-            raise ValueError(f"turns={self.turns}: must be a multiple of 8 up to {self.block_kv} keys a step")
+            raise ValueError(
+                f"turns={self.turns}: must be a multiple of 8 up to {self.block_kv} keys per step"
+            )
         if self.turns and (self.overlap or self.warpgroups < 2):
             raise ValueError(f"turns={self.turns}: needs at least 2 warpgroups, and no overlap")
 
     def shared_memory(self, widths: "Widths") -> int:
-        """Bytes of the buffers of 16-bit elements, and of barriers, log-sum-exp and scratch."""
+        """Return the bytes of 16-bit buffers, barriers, log-sum-exp and scratch."""
         keys = self.stages * (widths.R + widths.Z) + widths.H - widths.R + widths.HV - widths.Z
         return 2 * (self.warpgroups * ROWS * (widths.H + widths.HV) + self.block_kv * keys) + 2048
 
     def fits(self, widths: "Widths") -> bool:
-        """Whether a multiprocessor has the shared memory, and a thread the registers.
+        """Return whether the tile fits a multiprocessor's shared memory and a thread's registers.
 
-        With three warpgroups ptxas has 128 registers a thread. Half of HV and of block_kv are those of its
-        outputs and scores: beyond 128 in all it spills, and with 208 values a query it gives up.
+        With three warpgroups a thread has 128 registers. Half of HV and of block_kv are those of its outputs
+        and scores. Beyond 128 in total ptxas spills, and with 208 values per query it fails.
         """
         registers = self.warpgroups < 3 or widths.HV + self.block_kv <= 256
         return registers and self.shared_memory(widths) <= common.SHARED_MEMORY
 
 
 class Widths(NamedTuple):
-    """Kept and full widths: R of H query/key coordinates, Z of HV value coordinates."""
+    """Truncated and full widths: R of H query/key coordinates, Z of HV value coordinates."""
 
     R: int
     Z: int
@@ -81,10 +87,12 @@ class Widths(NamedTuple):
 
 
 class BlockLists(NamedTuple):
-    """Which blocks of P keys each block of Q queries attends to: key block j has positions j·P … (j+1)·P - 1.
+    """Blocks of P keys that each block of Q queries attends to; block j has positions j·P … (j+1)·P - 1.
 
-    blocks [B, K, ⌈T/Q⌉, most] int32: of each block of queries, by KV head, key blocks in ascending order, the
-    last of them all those that its own queries stand in; then anything. counts [B, K, ⌈T/Q⌉] int32: how many.
+    Attributes:
+      blocks: key blocks of each block of queries, by KV head, [B, K, ⌈T/Q⌉, most] int32. They ascend and end
+        with all blocks of the queries' own positions; later entries are arbitrary.
+      counts: number of blocks in each list, [B, K, ⌈T/Q⌉] int32.
     """
 
     blocks: Array
@@ -92,12 +100,19 @@ class BlockLists(NamedTuple):
 
 
 class Trailing(NamedTuple):
-    """Trailing coordinates of near keys: k [B, K, M, H-R], v [B, K, M, H-Z], start [B] int32.
+    """Trailing coordinates of near keys and values.
 
-    Row i belongs to position start + i; rows must cover the window of every query. sink_k [B, K, P, H-R] and
-    sink_v [B, K, P, H-Z] are those of positions 0 … sinks-1 (P ≥ sinks), None without sinks. With far keys
-    start is a multiple of `TAIL_ALIGNMENT` (its value is not checked), and rows of positions below `sinks`
-    must be theirs. Without (R = Z = 0) it is any position; rows below position 0 or `sinks` are ignored.
+    Row i is position start + i; rows must cover the window of every query. With far keys, `start` is a
+    multiple of `TAIL_ALIGNMENT` (not checked), and rows of positions below `sinks` must have their
+    coordinates. Without far keys (R = Z = 0), `start` is any position; rows at positions below 0 or `sinks`
+    are ignored.
+
+    Attributes:
+      k: keys, [B, K, M, H-R].
+      v: values, [B, K, M, H-Z].
+      start: position of the first row, [B] int32.
+      sink_k: keys of positions 0 … sinks-1, [B, K, P, H-R] with P ≥ sinks; None without sinks.
+      sink_v: values of the same positions, [B, K, P, H-Z].
     """
 
     k: Array
@@ -124,7 +139,7 @@ def check_prefill(
     blocks: tuple[int, int] = (128, 128),
     config: PrefillConfig | None = None,
 ) -> None:
-    """Raises what `prefill_attention` says it raises; arrays and options are those given to it."""
+    """Check the arguments of `prefill_attention`; errors are those it documents."""
     common.check_device()
     common.check_dtypes(q=q, k=k, v=v)
     common.check_shape("q", q, (None,) * 4, "B, T, N, H")
@@ -156,19 +171,19 @@ def check_prefill(
         common.check_sizes(S=S)
     if positions is not None:
         if block_table is not None:
-            raise ValueError("positions are given with a block_table: need none")
+            raise ValueError("positions: cannot be combined with a block_table")
         _check_positions(q, k, positions, keys, trailing)
     if lists is not None:
         if keys != "all" or trailing is not None or positions is not None:
             raise ValueError(
-                f"lists are given with keys={keys!r}, trailing or positions: need 'all' and none"
+                f"lists: need keys='all', not {keys!r}, and cannot be combined with trailing or positions"
             )
         _check_lists(q, K, lists, blocks)
         config = config or listed_config(R, Z, blocks)
         if config.block_kv != blocks[1] or blocks[0] % (config.warpgroups * ROWS):
             raise ValueError(
-                f"{config} does not fit {blocks=}: block_kv must be {blocks[1]}, {ROWS} · warpgroups divide "
-                f"{blocks[0]}"
+                f"{config} does not fit {blocks=}: block_kv must be {blocks[1]}, and warpgroups · {ROWS} "
+                f"must divide {blocks[0]}"
             )
 
 
@@ -177,9 +192,7 @@ def _check_trailing(
 ) -> None:
     B, K, (R, Z, H) = q.shape[0], k.shape[1], (x.shape[-1] for x in (k, v, q))
     if keys != "all" or not window:
-        raise ValueError(
-            f"trailing is given with keys={keys!r} and window={window}: needs 'all' and a window"
-        )
+        raise ValueError(f"trailing: needs keys='all' and a window, not keys={keys!r}, window={window}")
     if sinks > 64:
         raise ValueError(f"sinks={sinks}: must be at most 64")
     common.check_tails(H, R, Z)
@@ -192,7 +205,7 @@ def _check_trailing(
         return
     for name, x, width in (("sink_k", trailing.sink_k, H - R), ("sink_v", trailing.sink_v, H - Z)):
         if x is None:
-            raise ValueError(f"sinks={sinks} need trailing.{name}, got None")
+            raise ValueError(f"sinks={sinks}: need trailing.{name}, not None")
         common.check_dtypes(q=q, **{f"trailing.{name}": x})
         common.check_shape(f"trailing.{name}", x, (B, K, None, width), "B, K, P, trailing coordinates")
         if x.shape[2] < sinks:
@@ -203,7 +216,7 @@ def _check_positions(
     q: Shaped, k: Shaped, positions: tuple[Shaped, Shaped], keys: Keys, trailing: Trailing | None
 ) -> None:
     if keys != "all" or trailing is not None:
-        raise ValueError(f"positions are given with keys={keys!r} or trailing: need 'all' and none")
+        raise ValueError(f"positions: need keys='all', not {keys!r}, and cannot be combined with trailing")
     common.check_integers("positions[0]", positions[0], q.shape[:2], "B, T")
     common.check_integers("positions[1]", positions[1], (q.shape[0], k.shape[2]), "B, S")
 
@@ -222,7 +235,7 @@ def _check_lists(q: Shaped, K: int, lists: BlockLists, blocks: tuple[int, int]) 
 
 
 def listed_config(R: int, Z: int, blocks: tuple[int, int]) -> PrefillConfig:
-    """The largest tile that divides blocks of queries and fits, as the smallest always does."""
+    """Return the largest tile that divides blocks of queries and fits; the smallest always does."""
     Q, P = blocks
     sizes = itertools.product((3, 2, 1), (2, 1))
     configs = (PrefillConfig(P, stages, n, overlap=Z <= 64 and stages > 1) for n, stages in sizes)

@@ -1,4 +1,4 @@
-"""What each CTA of prefill works on: queries of one head, and the blocks of keys that they see."""
+"""Work of each CTA of prefill: queries of one head, and the blocks of keys that they see."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -10,8 +10,10 @@ from kernels_pallas.prefill_inputs import ROWS, PrefillConfig
 
 
 class Geometry(NamedTuple):
-    """Static shape of a launch. page: tokens of one, 0 without a block table. listed: queries of a list, 0
-    without lists."""
+    """Static shape of a launch.
+
+    `page` is the tokens per page (0 without a block table), `listed` the queries per list (0 without lists).
+    """
 
     N: int
     groups: int
@@ -32,18 +34,19 @@ class Geometry(NamedTuple):
     together: int
 
     def tails(self) -> list[str]:
-        """Which of k and v have trailing coordinates."""
+        """Return which of k and v have trailing coordinates."""
         return [name for name, width in (("k", self.H - self.R), ("v", self.HV - self.Z)) if width]
 
 
 class Item(NamedTuple):
-    """What one CTA works on: queries at positions first … length - 1 of one head, and the blocks they see.
+    """Work of one CTA: queries at positions first … length - 1 of one head, and the blocks they see.
 
-    Steps 0 … plain-1 take unmasked blocks from `begin` on. Then come `mixed` steps, with both ranks among
-    their keys: block 0 for the sinks (if `sink_step`) and the blocks from `edge` on. The last `inner` steps
-    go on from there; all their visible keys count alike. With near keys alone all masked steps are inner, of
-    the sinks' own array and of blocks from `edge` on, past the unmasked ones in their midst. Row 0 of these
-    blocks is at position `base`.
+    Steps 0 … plain-1 take unmasked blocks from `begin` on. Then come `mixed` steps, whose keys have both
+    ranks: block 0 for the sinks (if `sink_step`) and the blocks from `edge` on. The last `inner` steps
+    continue from there; all their visible keys have the same rank.
+
+    With near keys alone, all masked steps are inner: those of the sinks' own array, and of blocks from `edge`
+    on, without the unmasked blocks between them. Row 0 of these blocks is at position `base`.
     """
 
     b: Array
@@ -60,20 +63,20 @@ class Item(NamedTuple):
     sink_step: Array
 
     def block(self, g: Geometry, step: Array) -> Array:
-        """Key block of a step."""
+        """Return the key block of a step."""
         masked = self.edge + step - self.plain - self.sink_step
-        if g.keys == "near":  # Unmasked blocks lie amid the masked ones.
+        if g.keys == "near":  # Unmasked blocks lie between masked ones.
             masked = jnp.where(masked < self.begin, masked, masked + self.plain)
         block = jnp.where(self.at_sinks(step), 0, masked)
         return jnp.where(step < self.plain, self.begin + step, block)
 
     def at_sinks(self, step: Array) -> Array:
-        """Whether a step is that of the sinks."""
+        """Return whether a step is that of the sinks."""
         return (self.sink_step == 1) & (step == self.plain)
 
 
 def item_of(g: Geometry, config: PrefillConfig, scalars: Any, bounds: Any) -> Item:
-    """This CTA's item: a few heads at a time, longest tiles first."""
+    """Return this CTA's work: a few heads at a time, longest tiles first."""
     i32, rows = jnp.int32, config.warpgroups * ROWS
     cta = lax.axis_index("cta")
     per_group = i32(g.together * g.tiles)
@@ -91,7 +94,7 @@ def item_of(g: Geometry, config: PrefillConfig, scalars: Any, bounds: Any) -> It
     begin, plain, mixed, inner, edge, sink_step = steps_of(g, config.block_kv, first, end, base)
     if g.listed:
         which = lax.div(tile * rows, i32(g.listed))
-        # Of the list's last blocks, where its queries stand, those from `edge` on are no plain ones here.
+        # The list ends with the blocks of its own queries; those from `edge` on are not plain here.
         list_end = jnp.minimum(start + (which + 1) * g.listed, length)
         own = lax.div(list_end + (config.block_kv - 1), i32(config.block_kv)) - edge
         listed = bounds[b, lax.div(head, i32(g.groups)), which]
@@ -101,7 +104,7 @@ def item_of(g: Geometry, config: PrefillConfig, scalars: Any, bounds: Any) -> It
 
 
 def steps_of(g: Geometry, block: int, first: Array, end: Array, base: Array) -> tuple[Array, ...]:
-    """`begin`, `plain`, `mixed`, `inner`, `edge`, `sink_step` of queries at positions first … end - 1."""
+    """Return `begin`, `plain`, `mixed`, `inner`, `edge` and `sink_step` of queries at first … end - 1."""
 
     def down(x):
         return lax.div(jnp.maximum(x, 0), jnp.int32(block))
@@ -112,19 +115,19 @@ def steps_of(g: Geometry, block: int, first: Array, end: Array, base: Array) -> 
     zero, empty = jnp.int32(0), end <= first
     if g.keys == "near":
         edge, sink_step = down(first - g.window + 1 - base), jnp.int32(g.sinks > 0)
-        # Unmasked blocks are within the windows of the first query and of the last, and hold no sink.
+        # Unmasked blocks are within the windows of the first and the last query, and contain no sink.
         begin = up(jnp.maximum(end - g.window, g.sinks) - base)
         plain = jnp.where(empty, 0, jnp.maximum(down(first + 1 - base) - begin, 0))
         inner = jnp.where(empty, 0, up(end - base) - edge + sink_step - plain)
         return begin, plain, zero, inner, edge, sink_step
     past = g.window if g.keys == "far" else 0
     last = jnp.where(empty, 0, up(end - past))
-    # Unmasked blocks are those that every query sees in the same way: all their keys visible, or all far.
+    # Unmasked blocks look the same to every query: all their keys are visible, or all are far.
     edge = jnp.minimum(down(first + 1 - (g.window if g.two_ranks else past)), last)
-    if g.keys == "far":  # Its queries may be past all keys.
+    if g.keys == "far":  # Queries may be after all keys.
         last, edge = jnp.minimum(last, pl.cdiv(g.S, block)), jnp.minimum(edge, g.S // block)
     sink_step = jnp.where((edge > 0) & (g.sinks > 0), 1, 0).astype(jnp.int32)
     if not g.two_ranks:
         return sink_step, edge - sink_step, zero, last - edge + sink_step, edge, sink_step
-    inside = jnp.clip(up(end - g.window), edge, last)  # From here on every query is near to all it sees.
+    inside = jnp.clip(up(end - g.window), edge, last)  # From here on all visible keys are near.
     return sink_step, edge - sink_step, inside - edge + sink_step, last - inside, edge, sink_step

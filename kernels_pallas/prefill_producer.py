@@ -1,4 +1,4 @@
-"""The producer warpgroup of prefill: it streams blocks of keys and values through shared memory."""
+"""Producer warpgroup of prefill: it streams blocks of keys and values through shared memory."""
 
 from typing import Any, NamedTuple
 
@@ -12,13 +12,13 @@ from kernels_pallas.prefill_items import Geometry, Item
 
 
 class Rows(NamedTuple):
-    """Which rows of keys the producer reads: a block table and lists of blocks, None where there are none."""
+    """Lookup of key rows: a block table and lists of blocks, or None."""
 
     table: Any
     lists: Any
 
     def block(self, g: Geometry, item: Item, step: Array) -> Array:
-        """Key block of a step."""
+        """Return the key block of a step."""
         if not g.listed:
             return item.block(g, step)
         at = item.b, lax.div(item.head, jnp.int32(g.groups)), lax.div(item.row, jnp.int32(g.listed))
@@ -26,7 +26,7 @@ class Rows(NamedTuple):
         return jnp.where(step < item.plain, listed, item.block(g, step))
 
     def in_pages(self, g: Geometry, item: Item, row: Array) -> tuple[Array, Array]:
-        """Leading index of a row of keys, and where it lies there."""
+        """Return the leading index of a row of keys, and its row there."""
         if not g.page:
             return item.b, row
         page = jnp.int32(g.page)
@@ -42,7 +42,7 @@ def load_keys(
     tails: Any,
     rows: Rows,
 ) -> None:
-    """The producer: blocks of keys and values into their slots, as these become free."""
+    """Run the producer: load blocks of keys and values into slots as these become free."""
     block, kv_head = config.block_kv, lax.div(item.head, jnp.int32(g.groups))
     buffers = [smem[name + "_tail"] for name in g.tails()]
     sinks = tails[len(buffers) :] if g.sinks else [None, None]
@@ -50,7 +50,7 @@ def load_keys(
     def copy(
         at_sinks: Array, sources: tuple[Any, Any], lead: Array, row: Array, destination: Any, ready: Any
     ) -> None:
-        """Rows of the first source from `row` on, or at the sinks the first ones of the second, if any."""
+        """Copy rows of the first source from `row` on; at the sinks, the first rows of the second, if any."""
 
         def start(source: Any, lead: Array, rows: Any) -> None:
             plgpu.copy_gmem_to_smem(source.at[lead, kv_head, rows], destination, ready)

@@ -1,9 +1,9 @@
-"""The running softmax of prefill: its maximum is raised only where weights would grow too large.
+"""Online softmax of prefill, whose maximum is raised only if weights would grow too large.
 
-Flash attention multiplies what it has added up by the factor between the old maximum and the new one at each
-block of keys. Nearly always that is 1. Here weights are relative to a maximum that may lie below the true
-one, by a factor of up to 2^8, as in FlashAttention-4 (Dao, 2025). Ours is that a block which stays below that
-needs no exchange between threads: each looks at its own scores, and a warp takes one vote.
+Flash attention rescales its accumulators in every block by the factor between old and new maximum, which is
+nearly always 1. Here weights are relative to a maximum that may be too low by a factor of up to 2^8, as in
+FlashAttention-4 (Dao, 2025). Ours is that a block within this slack needs no exchange between threads: each
+checks its own scores, and a warp takes one vote.
 """
 
 import functools
@@ -21,14 +21,20 @@ from kernels_pallas.common import NEVER, filled, scaled
 from kernels_pallas.prefill_inputs import ROWS
 
 LANES = 8
-"""Columns of a sum or maximum of which every thread holds its own part: two of each of its rows."""
+"""Columns of a sum or maximum kept per thread: two in each of its rows."""
 _SLACK = 8.0
-"""Powers of two by which a score may exceed the maximum that its weight is relative to. float16 holds 16."""
+"""Powers of two by which a score may exceed the maximum that its weight is relative to; float16 allows 16."""
 
 
 class State(NamedTuple):
-    """Running result of 64 queries: weighted values, those of trailing coordinates (None without), maximum
-    (in powers of two), and sums of the weights by lane [ROWS, LANES]."""
+    """Running result of 64 queries.
+
+    Attributes:
+      acc: weighted values.
+      tail: weighted trailing coordinates of values, or None.
+      m: maximum, in powers of two.
+      l: sums of the weights by lane, [ROWS, LANES].
+    """
 
     acc: Array
     tail: Array | None
@@ -37,7 +43,7 @@ class State(NamedTuple):
 
 
 def empty(width: int) -> State:
-    """Of no keys yet, and no trailing coordinates."""
+    """Return the state before any key, without trailing coordinates."""
     wide, column = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
 
     def zeros(width):
@@ -47,7 +53,7 @@ def empty(width: int) -> State:
 
 
 def raised(state: State, scores: Array, factor: float) -> State:
-    """The state relative to a maximum that scores · factor exceed by no more than the slack."""
+    """Return the state relative to a maximum that scores · factor exceed by at most the slack."""
     highest = functools.reduce(jnp.maximum, lanes(scores))
     over = highest * factor - lax.broadcast_in_dim(state.m + _SLACK, highest.shape, [0])
 
@@ -61,18 +67,18 @@ def raised(state: State, scores: Array, factor: float) -> State:
 
 
 def weights(state: State, scores: Array, factor: float) -> Array:
-    """Of a block's keys, float32, relative to the state's maximum."""
+    """Return the weights of a block's keys in float32, relative to the state's maximum."""
     return jnp.exp2(scores * factor - lax.broadcast_in_dim(state.m, scores.shape, [0]))
 
 
 def lanes(block: Array) -> list[Array]:
-    """A block's columns, LANES at a time: each thread has as many of each."""
+    """Split a block's columns into groups of LANES; each thread has the same number of each."""
     rows, columns = block.shape
     return [lax.slice(block, (0, i), (rows, i + LANES)) for i in range(0, columns, LANES)]
 
 
 def _any_positive(x: Array) -> Array:
-    """Whether one of a warp's numbers, 16 rows of x [ROWS, LANES], is positive; all its threads know."""
+    """Return whether any value of a warp, 16 rows of x [ROWS, LANES], is positive; all its threads know."""
     out = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=out)

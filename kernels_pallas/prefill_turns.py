@@ -1,8 +1,12 @@
-"""Unmasked blocks of prefill, whose exponentials one warpgroup at a time computes.
+"""Unmasked blocks of prefill with turns: one warpgroup at a time computes exponentials.
 
-Left alone, warpgroups fall into step: all compute scores, then all of them exponentials, and each unit waits
-for the other. In turns the exponentials of one lie beside the products of the others. A turn is handed on by
-the hardware's named barriers, shortly before its last exponentials, so that the next one begins as it ends.
+    wg 0:  S = Q Kᵀ | exponentials (turn) | O += P V | ...
+    wg 1:  ...      | S = Q Kᵀ            | exponentials (turn) | ...
+
+Without turns, warpgroups synchronize by themselves: all compute scores, then all exponentials, and each unit
+waits for the other. With turns the exponentials of one overlap the products of the others (ping-pong
+scheduling). Named hardware barriers pass a turn on shortly before its last exponentials, so that the next
+turn begins as it ends.
 """
 
 import functools
@@ -21,19 +25,19 @@ from kernels_pallas.common import LOG2_E
 from kernels_pallas.prefill_softmax import LANES, State, lanes, raised, weights
 
 _FIRST_BARRIER = 8
-"""Of the hardware's 16 named barriers those that hand on turns; the compiler's own have lower numbers."""
+"""First of the hardware's 16 named barriers used for turns; the compiler uses lower numbers."""
 _SCALAR = plgpu.Layout.WG_SPLAT
 
 
 def attend(c: Any, state: State) -> State:
-    """All unmasked blocks, at least one and the first of all, by consumer `c`.
+    """Add all unmasked blocks, at least one, with consumer `c`; they must come first.
 
-    All warpgroups of the CTA call it, for as many blocks: each turn that is handed on is taken.
+    All warpgroups of the CTA call this function for the same number of blocks: each turn passed on is taken.
     """
     pl.when(c.wg == c.config.warpgroups - 1)(lambda: _hand_on(c, state.l))
     state = lax.fori_loop(0, c.item.plain, functools.partial(_step, c), state)
 
-    @pl.when(c.wg == 0)  # Takes the turn that was handed on last.
+    @pl.when(c.wg == 0)  # Takes the turn that was passed on last.
     def _() -> None:
         _take_turn(c, state.m)
 
@@ -41,7 +45,7 @@ def attend(c: Any, state: State) -> State:
 
 
 def _step(c: Any, step: Array, state: State) -> State:
-    """Adds one block to the state; the maximum is raised, where it must be, before the turn."""
+    """Add one block to the state; the maximum is raised, if necessary, before the turn."""
     scores, factor = c._scores(step), c.g.scale * LOG2_E
     state = raised(state, scores, factor)
     state = state._replace(m=_take_turn(c, state.m))
@@ -54,10 +58,10 @@ def _step(c: Any, step: Array, state: State) -> State:
 
 
 def _take_turn(c: Any, m: Array) -> Array:
-    """Maxima `m` [ROWS], once this warpgroup has its turn: what is computed of them is computed in it.
+    """Return the maxima `m` [ROWS] once this warpgroup has its turn; results that use them belong to it.
 
-    ptxas moves arithmetic over barriers. Data hold it: the barrier's number depends on `m`, and the result on
-    a load that stays behind the barrier.
+    ptxas moves arithmetic across barriers. Data dependencies prevent that: the barrier's number depends on
+    `m`, and the result on a load that stays after the barrier.
     """
     column = plgpu.Layout.WGMMA.reduce(1)
     out = plgpu.ShapeDtypeStruct((), jnp.float32, layout=_SCALAR)
@@ -80,7 +84,7 @@ def _take_turn(c: Any, m: Array) -> Array:
 
 
 def _hand_on(c: Any, l: Array) -> None:
-    """Gives the next warpgroup its turn once sums [ROWS, lanes] of this one's weights are known."""
+    """Pass the turn to the next warpgroup once the sums [ROWS, lanes] of this one's weights are known."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _SCALAR, _SCALAR))
     def hand_on(_: Any, l: Any, wg: Any, nothing: Any) -> None:
@@ -91,12 +95,12 @@ def _hand_on(c: Any, l: Array) -> None:
 
 
 def _nothing(c: Any) -> Array:
-    """0, of which the compiler does not know it: the sign of a length, which is not negative."""
+    """Return a 0 that the compiler does not know: the sign of a length, which is not negative."""
     return lax.shift_right_arithmetic(c.item.length, jnp.int32(31))
 
 
 def _barrier(wg: Any, after: Any, nothing: Any) -> Any:
-    """The named barrier of a warpgroup, not known before `after` is."""
+    """Return the named barrier of a warpgroup, in a way that depends on `after`."""
     i32 = ir.IntegerType.get_signless(32)
     parts = []
     for register in after.registers.flat:

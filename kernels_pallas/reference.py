@@ -1,4 +1,4 @@
-"""Plain, slow, obvious semantics of every kernel, for tests."""
+"""Plain and slow definitions of what the kernels compute, for tests."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -16,12 +16,15 @@ def attention_reference(
     window: int = 0,
     scale: float,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
-    """Two-rank causal attention with whole score matrices; queries are the last T of the S positions.
+    """Compute two-rank causal attention with whole score matrices; queries are the last T of the S positions.
 
-    Near pairs, j < sinks or t - window < j ≤ t, use all H coordinates; the other pairs j ≤ t use the first
-    `qk_rank` for scores and the first `v_rank` for values, the rest of whose output is zero. `qk_rank=0`
-    means that far keys are not seen at all. Also gives the log-sum-exp of scores. Computed in the inputs'
-    dtype; give float64 for truth.
+    Near pairs, j < sinks or t - window < j ≤ t, use all H coordinates. Other pairs j ≤ t use the first
+    `qk_rank` coordinates for scores and the first `v_rank` for values; further values count as zero. With
+    `qk_rank=0` far keys are not attended to. The computation is in the inputs' dtype: pass float64 for exact
+    results.
+
+    Returns:
+      The output, and the log-sum-exp of the scores.
     """
     (T, N, H), (S, K) = q.shape[1:], k.shape[1:3]
     k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
@@ -56,10 +59,13 @@ def post_rope_reference(
     *,
     qk_rank: int,
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B K T R"], Float[Array, "B K T C-R"]]:
-    """RoPE on pairs (i, i + H/2), then each KV head's rotation, for keys plus a shift: q', prefix and tail.
+    """Apply RoPE on pairs (i, i + H/2), then each KV head's rotation; keys also get a shift.
 
-    The rotary embedding is computed in at least float32 and rounded to q's dtype, as results are; give
-    float64 for truth.
+    The rotary embedding is computed in at least float32 and rounded to q's dtype, as are the results. Pass
+    float64 for exact results.
+
+    Returns:
+      Rotated queries, the prefix (first R coordinates) of rotated keys, and their tail.
     """
     B, T, N, H = q.shape
 

@@ -1,7 +1,7 @@
-"""Why a kernel would refuse a call: the checks that it makes before launch, asked without calling it.
+"""Reasons why a kernel would reject a call, found by its own checks without a launch.
 
-Each takes arrays and options of its kernel, those that the kernel checks, looks at shapes and dtypes only, so
-that `jax.ShapeDtypeStruct`s do, and gives the message of the error that the kernel would raise, else None.
+Each function takes the arrays and options that its kernel checks. Only shapes and dtypes matter, so
+`jax.ShapeDtypeStruct`s suffice. It returns the message of the kernel's error, or None.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from kernels_pallas.turn_and_store import check_turn_and_store
 
 
 def _refusal[**P](check: Callable[P, object]) -> Callable[P, str | None]:
-    """What `check` raises, as a message."""
+    """Turn a check that raises into a function that returns the message."""
 
     def refusal(*args: P.args, **kwargs: P.kwargs) -> str | None:
         try:
@@ -57,7 +57,7 @@ select_refusal = _refusal(check_largest)
 post_rope_refusal = _refusal(checked_launch)
 turn_and_store_refusal = _refusal(check_turn_and_store)
 device_refusal = _refusal(_check_here)
-"""Why no kernel can run here on arrays of q's dtype.
+"""Return why no kernel can run here on arrays of q's dtype, or None.
 
-Only this refuses machines without a GPU: kernels may be lowered there for a machine that has one.
+Only this check rejects machines without a GPU: kernels may be lowered there for another machine.
 """

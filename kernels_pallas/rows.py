@@ -1,8 +1,9 @@
-"""Rows of planes of packed integers into registers, of a block in shared memory or of any slots (ours).
+"""Loads of packed integers into registers, from a block in shared memory or from selected slots (ours).
 
-A row of 64 belongs to four threads in the layout of wgmma. Each reads its own quarter of the coordinates, in
-loads of up to 16 bytes: consecutive ones, where the layout has columns 8 apart. `unpack.columns` says which
-coordinate each column is then. To a product order does not matter, if both factors have the same.
+In the wgmma layout a row of 64 belongs to four threads. Each thread loads its own quarter of the coordinates,
+in loads of up to 16 bytes. These are consecutive coordinates, where the layout has columns 8 apart:
+`unpack.columns` maps columns to coordinates. A product does not depend on the order, if both factors have the
+same.
 """
 
 import itertools
@@ -19,17 +20,17 @@ from jaxlib.mlir.dialects import arith, llvm
 from kernels_pallas.unpack import QUAD, asm, bit_planes, words_of
 
 PIECES = (16, 8, 4, 2, 1)
-"""Bytes of a load."""
+"""Sizes of a load, in bytes."""
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 def block_rows(block: Any, M: int, C: int, bits: int) -> Array:
-    """All M rows of C levels, in bytes of shared memory one after another: what `unpacked` takes."""
+    """Load all M rows of C levels from consecutive bytes of shared memory, as input of `unpacked`."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_raw(M, C, bits))
     def read(_: Any, block: Any) -> Any:
         thread = mgpu.utils.thread_idx()
-        # Each of four warps has sixteen rows.
+        # Each of the four warps has sixteen rows.
         warp, quad = arith.divui(thread, _int(32)), arith.remui(arith.divui(thread, _int(QUAD)), _int(8))
         first = arith.addi(_times(warp, 16), quad)
         rows = [first, arith.addi(first, _int(8))]
@@ -39,7 +40,7 @@ def block_rows(block: Any, M: int, C: int, bits: int) -> Array:
 
 
 def gathered_rows(store: Any, slots: Array, C: int, bits: int) -> Array:
-    """Rows `slots` [M] of levels uint8 [S, C·bits/8] in global memory: what `unpacked` takes."""
+    """Load rows `slots` [M] of levels uint8 [S, C·bits/8] from global memory, as input of `unpacked`."""
     M = slots.shape[0]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_ROW), return_type=_raw(M, C, bits))
@@ -51,7 +52,7 @@ def gathered_rows(store: Any, slots: Array, C: int, bits: int) -> Array:
 
 
 def gathered_bytes(store: Any, slots: Array) -> Array:
-    """Entries `slots` [M] of bytes uint8 [S] in global memory, one a row of the layout of wgmma."""
+    """Load the bytes `slots` [M] of uint8 [S] from global memory, one per row of the wgmma layout."""
     out = plgpu.ShapeDtypeStruct(slots.shape, jnp.uint8, layout=PER_ROW)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_ROW), return_type=out)
@@ -67,12 +68,12 @@ def gathered_bytes(store: Any, slots: Array) -> Array:
 
 
 def _raw(M: int, C: int, bits: int) -> plgpu.ShapeDtypeStruct:
-    """Words of 32 bits stand as two of 16, in eight columns for the four threads."""
+    """Describe the loaded words: each takes eight columns, two 16-bit elements for each of four threads."""
     return plgpu.ShapeDtypeStruct((M, 8 * words_of(C, bits)), jnp.uint16, layout=plgpu.Layout.WGMMA)
 
 
 def _read(store: Any, rows: list[Any], M: int, C: int, bits: int) -> Any:
-    """This thread's quarters of its two rows, of each bit plane in whole words."""
+    """Load this thread's quarters of its two rows, each bit plane in whole words."""
     layout, pair = plgpu.Layout.WGMMA.to_mgpu(), ir.VectorType.get((2,), ir.IntegerType.get_signless(16))
     registers = np.empty(layout.registers_shape((M, 8 * words_of(C, bits))), dtype=object)
     for half, row in enumerate(rows):
@@ -86,19 +87,19 @@ def _read(store: Any, rows: list[Any], M: int, C: int, bits: int) -> Any:
 
 
 def _quarter(row: Any, bits: int) -> list[Any]:
-    """Words with this thread's share of a plane's row, so many bits; what follows them is anything."""
+    """Load this thread's share of a plane's row, `bits` bits; the rest of the last word is arbitrary."""
     thread = arith.remui(mgpu.utils.thread_idx(), _int(QUAD))
     begin, size = arith.divui(_times(thread, bits), _int(8)), -(-bits // 8)
     if bits % 8 == 0:
         return _words(_at(row, begin), size, next(piece for piece in PIECES if size % piece == 0))
-    # Of planes of one bit every second share begins in the middle of a byte.
+    # In one-bit planes every second share begins in the middle of a byte.
     words = [*_words(_at(row, begin), size, 1), _int(0)]
     shift = _times(arith.remui(thread, _int(2)), 4)
     return [asm("shf.r.clamp.b32 $0, $1, $2, $3;", *two, shift) for two in itertools.pairwise(words)]
 
 
 def _words(begin: Any, size: int, piece: int) -> list[Any]:
-    """`size` bytes as words of 32 bits, loaded piece by piece; all rows and shares begin at whole pieces."""
+    """Load `size` bytes as 32-bit words; each load has as many bytes as the last argument."""
     i32 = ir.IntegerType.get_signless(32)
     if piece >= 4:
         vector = ir.VectorType.get((piece // 4,), i32)
@@ -117,12 +118,12 @@ def _times(x: Any, factor: int) -> Any:
 
 
 def _global(store: Any) -> Any:
-    """Pointer to the begin of an array in global memory."""
+    """Return a pointer to the beginning of an array in global memory."""
     return llvm.addrspacecast(llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(store))
 
 
 def _at(pointer: Any, offset: Any) -> Any:
-    """Pointer so many bytes behind."""
+    """Advance a pointer by `offset` bytes."""
     return mgpu.utils.getelementptr(pointer, [offset], ir.IntegerType.get_signless(8))
 
 

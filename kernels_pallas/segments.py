@@ -1,7 +1,7 @@
-"""Attention over token classes: keys of each class stored contiguously, at ranks of their own (paper, §5.2).
+"""Attention over token classes, whose keys are stored contiguously with ranks of their own (ZDC §5.2).
 
-One pass of the prefill or the decode kernel a class, causal by position with whole blocks skipped, and the
-partial results merged by their log-sum-exp: one softmax over all classes.
+Each class is one pass of the prefill or decode kernel, causal by position, with whole blocks skipped. The
+partial results are merged by their log-sum-exp into one softmax over all classes.
 """
 
 import functools
@@ -22,9 +22,12 @@ from kernels_pallas.prefill_inputs import check_prefill
 
 
 class Segment(NamedTuple):
-    """Keys of one class: k [B, K, S, R], v [B, K, S, Z], positions [B, S] int32, negative for an empty slot.
+    """Keys and values of one token class, in any order; roughly ascending positions are fastest.
 
-    Positions may come in any order; roughly ascending ones are fastest.
+    Attributes:
+      k: keys, [B, K, S, R].
+      v: values, [B, K, S, Z].
+      positions: position of each slot, [B, S] int32; negative for an empty slot.
     """
 
     k: Array
@@ -41,13 +44,26 @@ def segment_attention(
     sinks: int = 0,
     window: int = 0,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
-    """Causal attention of queries (of any class, in any order) at `positions` over the keys of all segments.
+    """Compute causal attention of queries at `positions`, in any order, to the keys of all segments.
 
-    Scores with a segment's keys use the first R coordinates of q, so H is at least the largest R; values of
-    narrower segments count as zero beyond their Z, and Hv is the largest Z. With `sinks` or `window`, in
-    tokens, only far keys are seen, sinks ≤ j ≤ t - window. Also gives the natural log-sum-exp, and as
-    `prefill_attention` does zeros and -inf for queries that see no key. T = 1 runs on `decode_attention`.
-    Raises as these do, and ValueError where there is no segment.
+    A single query per sequence (T = 1) runs on `decode_attention`, others on `prefill_attention`.
+
+    Args:
+      q: queries; scores with a segment's keys use the first R coordinates, so H is at least the largest R.
+      positions: position of each query.
+      segments: keys and values of each class.
+      scale: factor on the scores.
+      sinks: sinks to exclude, in tokens.
+      window: recent window to exclude. With `sinks` or `window` only far keys are attended to,
+        sinks ≤ j ≤ t - window.
+
+    Returns:
+      The output and its natural log-sum-exp; zeros and -inf for queries without visible keys. The output has
+      the width of the largest Z; values of narrower segments count as zero beyond theirs.
+
+    Raises:
+      ValueError: there is no segment, or an argument is invalid.
+      NotImplementedError: the GPU has another compute capability than 9.0.
     """
     check_segments(q, positions, segments)
     seen_to = positions - window
@@ -65,12 +81,12 @@ def segment_attention(
 
 
 def _one(q: Array, seen_to: Array, k: Array) -> tuple[Array, Array]:
-    """What `decode_attention` takes of one query a row: its first R coordinates, and its length."""
+    """Return the arguments of `decode_attention` for one query per sequence: coordinates and length."""
     return q[:, 0, :, : k.shape[-1]], seen_to[:, 0] + 1
 
 
 def check_segments(q: Shaped, positions: Shaped, segments: Sequence[Segment]) -> None:
-    """Raises what `segment_attention` says it raises, for any of the segments."""
+    """Check the arguments of `segment_attention`, for all segments; errors are those it documents."""
     common.check_shape("q", q, (None,) * 4, "B, T, N, H")
     common.check_sizes(T=q.shape[1])
     common.check_integers("positions", positions, q.shape[:2], "B, T")
@@ -87,12 +103,12 @@ def check_segments(q: Shaped, positions: Shaped, segments: Sequence[Segment]) ->
 def merge_partial(
     parts: Sequence[tuple[Float[Array, "B T N _"], Float[Array, "B N T"]]],
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
-    """Partial results over disjoint keys as one, in float32; narrower ones are zero-padded to the widest.
+    """Merge partial attention over disjoint keys, in float32; narrower outputs are zero-padded to the widest.
 
-    A part that saw no key (zeros, log-sum-exp -inf) counts for nothing, also when all parts are such.
+    A part without visible keys (zeros, log-sum-exp -inf) has no weight, even if all parts are such.
     """
     width = max(o.shape[-1] for o, _ in parts)
-    # Not stacked: that would be a launch of its own.
+    # Do not stack: that would be a separate launch.
     highest = functools.reduce(jnp.maximum, (lse for _, lse in parts))
     weights = [jnp.exp(lse - jnp.where(jnp.isfinite(highest), highest, 0.0)) for _, lse in parts]
     total = functools.reduce(jnp.add, weights)

@@ -1,17 +1,21 @@
-"""The k largest scores of each row, exact and the same in every run (ours).
+"""Selection of the k largest scores of each row, exact and deterministic (ours).
 
-Scores become keys, unsigned integers that are the smaller the larger the score. One in sixteen tells which
-key some 2·k of them reach up to; these are picked out of the row, in the order of their slots, into shared
-memory, and the k smallest of them found there. A row is thus read once. Where the sample was wrong, and the
-picked are too few or more than shared memory holds, as where very many scores are equal, the keys are sought
-in the row itself, which then is read up to four times.
+    grid: (B, K, parts); 128 threads per CTA
+    1. sample one score in 16: find a limit that about 2 k keys of the row are below
+    2. stream the row through shared memory (`STAGES` blocks in flight): collect keys below the limit
+    3. find the k smallest collected keys, 11 bits at a time by histograms
 
-They are sought by their digits of 11 bits from the top: a histogram of one, among keys that agree with what
-is settled, says in which bin the k-th smallest key is. Of keys equal to it the lowest slots are taken.
-Threads that run at the same time only count, so that their order changes nothing.
+Scores become keys, unsigned integers that decrease with the score. Candidates are collected in shared memory
+in the order of their slots. A row is thus read once, 4 S bytes, plus the sample. If the sample was
+misleading, there are too few candidates, or more than shared memory holds, as with very many equal scores.
+Then the row itself is searched, which reads it up to four times.
 
-One CTA has one row. Where rows are so few and long that most of the device would rest, each of several has a
-part of a row and leaves at most its k best, and a second launch finds the best of these.
+The search settles digits of 11 bits from the top. A histogram of one digit, over keys that agree in the
+settled bits, shows the bin of the k-th smallest key. Of keys equal to it the lowest slots are taken.
+Concurrent threads only count, so their order does not matter.
+
+One CTA processes one row. If there are few long rows, most of the device would be idle. Then several CTAs
+each take a part of a row and keep at most its k best, and a second launch selects from these.
 """
 
 import functools
@@ -41,50 +45,52 @@ from kernels_pallas.computed_places import (
 from kernels_pallas.select_inputs import LINE, THREADS, check_largest
 
 BLOCK = 2048
-"""Scores a step."""
+"""Scores per step."""
 STAGES = 2
-"""Blocks in flight. Four CTAs have 64 KiB of them on a multiprocessor, enough for all that memory gives."""
+"""Blocks in flight. Four CTAs have 64 KiB of them per multiprocessor, enough to saturate memory."""
 STAGES_ALONE = 8
-"""Where no multiprocessor has more than one CTA. A power of two, by which it is quick to divide."""
+"""Blocks in flight with at most one CTA per multiprocessor; a power of two, which is fast to divide by."""
 PART = 1024
-"""Held keys a step."""
+"""Collected keys per step."""
 HELD = 3 * PART
-"""Keys held in shared memory, more where k is. As many as leave room for four CTAs on a multiprocessor."""
+"""Smallest number of keys kept in shared memory, which leaves room for four CTAs per multiprocessor."""
 DIGIT = 11
-"""Bits that a histogram tells apart."""
+"""Bits per histogram."""
 BINS = 1 << DIGIT
-"""Of a histogram. Where fewer bits are left, the rest counts keys that come after, to no effect."""
+"""Bins of a histogram. With fewer bits left, the remaining bins count later keys, without effect."""
 RUN_OF_BINS = BINS // THREADS
-"""Bins of a thread, all beside each other."""
+"""Consecutive bins per thread."""
 LAST = np.uint32(2**32 - 1)
-"""Key of what does not count, behind that of -inf."""
+"""Key of slots out of range, after that of -inf."""
 SIGN = np.uint32(1 << 31)
 AT_ONCE = 4
-"""CTAs of a multiprocessor."""
+"""CTAs per multiprocessor."""
 LONG = 65536
-"""Scores of a row from which on a second launch is worth its time."""
+"""Row length from which a second launch pays off."""
 PARTS = 16
-"""Of a row at most; each counts in the time of the second launch."""
+"""Largest number of parts of a row; each adds to the time of the second launch."""
 
 
 def largest(
     scores: Float[Array, "B K S"], begin: Int[Array, " B"], end: Int[Array, " B"], *, k: int
 ) -> Int[Array, "B K k"]:
-    """Slots of the k largest scores of each row among begin ≤ j < end; of equal scores the lowest slots.
+    """Return the slots of the k largest scores of each row among begin ≤ j < end.
 
-    NaN is larger than all numbers, so that it is seen, and 0 equals -0.
+    Of equal scores the lowest slots are selected. NaN is larger than all numbers, so that it is not hidden,
+    and 0 equals -0.
 
     Args:
-      scores: float32, S a multiple of 64; slots that do not count may hold anything.
-      begin, end: of each row.
+      scores: float32, S a multiple of 64; slots out of range may have any value.
+      begin: first slot of each sequence.
+      end: end of the slots of each sequence.
       k: a multiple of 128 up to 4096.
 
     Returns:
-      int32, ascending in each row; where fewer than k slots count, they are followed by S.
+      Slots, int32, ascending in each row, padded with S if fewer than k are in range.
 
     Raises:
-      ValueError: a shape, dtype or k not allowed, named with its value, before launch.
-      NotImplementedError: on a GPU not of compute capability 9.0.
+      ValueError: a shape, dtype or k is not allowed. Raised before launch, with name and value.
+      NotImplementedError: the GPU has another compute capability than 9.0.
     """
     check_largest(scores, begin, end, k=k)
     return _launch(scores, begin, end, k=k)
@@ -92,7 +98,7 @@ def largest(
 
 @functools.partial(jax.jit, static_argnames="k")
 def _launch(scores: Array, begin: Array, end: Array, *, k: int) -> Array:
-    """`largest`, checked."""
+    """Launch `largest` on checked arguments."""
     B, K, S = scores.shape
     if S < BLOCK:
         scores = jnp.pad(scores, ((0, 0), (0, 0), (0, BLOCK - S)))
@@ -125,15 +131,15 @@ def _launch(scores: Array, begin: Array, end: Array, *, k: int) -> Array:
 
 
 def _parts(rows: int, S: int, k: int) -> int:
-    """CTAs that share a row: as many as there is room for, if that is worth a second launch.
+    """Return the number of CTAs per row: as many as fit, if a second launch pays off.
 
-    Candidates of all parts must find room in the shared memory of one CTA.
+    Candidates of all parts must fit into the shared memory of one CTA.
     """
     return 1 if S < LONG else max(1, min(PARTS, AT_ONCE * SMS // rows, PARTS * 1024 // k))
 
 
 class _Buffers(NamedTuple):
-    """Shared memory of a CTA. keys, slots: those picked, which are held. sums: of warps."""
+    """Shared memory of a CTA: `keys` and `slots` are the collected candidates, `sums` scratch of warps."""
 
     counts: Any
     scores: Any
@@ -155,12 +161,12 @@ class _Buffers(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Keys that can be held."""
+        """Largest number of candidates."""
         return self.keys.shape[0]
 
 
 class _Row(NamedTuple):
-    """Scores [S/64, 64] in global memory, and slots begin ≤ j < end that count, which may be none."""
+    """Scores [S/64, 64] in global memory, and the (possibly empty) range of valid slots begin ≤ j < end."""
 
     scores: Any
     begin: Array
@@ -168,13 +174,13 @@ class _Row(NamedTuple):
 
     @staticmethod
     def of(S: int, scores_ref: Any, begin_ref: Any, end_ref: Any) -> "_Row":
-        """The row of this CTA."""
+        """Return the row of this CTA."""
         b, kv = lax.axis_index("b"), lax.axis_index("kv")
         begin, end = jnp.maximum(begin_ref[b], 0), jnp.minimum(end_ref[b], S)
         return _Row(scores_ref.at[b, kv], begin, jnp.maximum(begin, end))
 
     def part(self, index: Array, parts: int) -> "_Row":
-        """One of equally many blocks."""
+        """Return one of `parts` parts with equal numbers of blocks."""
         first = lax.div(self.begin, jnp.int32(BLOCK))
         size = _blocks(_blocks(self.end, BLOCK) - first, parts) * BLOCK
         begin = first * BLOCK + index * size
@@ -186,15 +192,15 @@ class _Row(NamedTuple):
 
     @property
     def size(self) -> Array:
-        """Slots that count."""
+        """Number of valid slots."""
         return self.end - self.begin
 
 
 def _whole_row(S: int, scores_ref: Any, begin_ref: Any, end_ref: Any, o_ref: Any, at: _Buffers) -> None:
-    """One CTA: the best of its row."""
+    """Run one CTA on a whole row."""
     row = _Row.of(S, scores_ref, begin_ref, end_ref)
     wanted = jnp.minimum(row.size, o_ref.shape[-1])
-    # One score in 16: some 128 of the sample are those sought, few enough and accurate enough.
+    # With one score in 16 the limit is found among some 128 of the sample, few but accurate enough.
     limit = _likely(row, at, at.room * 2 // 3, 16, at.room)
     picked = _pick(_of_row(row, at), at, limit, None)
     _select(row, at, jnp.where((picked >= wanted) & (picked <= at.room), picked, 0), wanted)
@@ -211,11 +217,11 @@ def _part_of_row(
     sizes_ref: Any,
     at: _Buffers,
 ) -> None:
-    """One CTA: of its part what is likely among the best of the row, and only the best of that if more."""
+    """Run one CTA on a part of a row: collect likely candidates, and keep the k best if there are more."""
     _, _, parts, k = keys_ref.shape
     row = _Row.of(S, scores_ref, begin_ref, end_ref)
     part = row.part(lax.axis_index("part"), parts)
-    # All parts find the same limit. Little is lost if too many are picked, much if too few.
+    # All parts find the same limit. Collecting too many costs little, too few costs much.
     aim = max(3 * k, 4096)
     picked = _pick(_of_row(part, at), at, _likely(row, at, aim, 64, 2 * aim), None)
 
@@ -240,7 +246,7 @@ def _best_of_parts(
     o_ref: Any,
     at: _Buffers,
 ) -> None:
-    """One CTA: of a row, the best of what its parts left; or of the row itself, if that is too little."""
+    """Run one CTA on the candidates of a row's parts, or on the row itself if these are too few."""
     b, kv = lax.axis_index("b"), lax.axis_index("kv")
     row = _Row.of(S, scores_ref, begin_ref, end_ref)
     wanted = jnp.minimum(row.size, o_ref.shape[-1])
@@ -253,7 +259,7 @@ def _best_of_parts(
 
 
 def _hold(at: _Buffers, held: Array, keys_ref: Any, slots_ref: Any, sizes: list[Array]) -> None:
-    """Candidates of the parts of a row, as many as `sizes` of [parts, k], one behind the other."""
+    """Load the candidates of a row's parts [parts, k], `sizes` of each, one part after another."""
     parts, k = keys_ref.shape
 
     @pl.loop(0, _blocks(held, BLOCK))
@@ -280,7 +286,7 @@ def _put_out(o_ref: Any, at: _Buffers, wanted: Array, S: int) -> None:
 def largest_reference(
     scores: Float[Array, "B K S"], begin: Int[Array, " B"], end: Int[Array, " B"], *, k: int
 ) -> Int[Array, "B K k"]:
-    """`largest` by a sort, of any S and k, on any device."""
+    """Compute `largest` by sorting, for any S and k, on any device."""
     S = scores.shape[-1]
     j = jnp.arange(S)
     counts = (j >= begin[:, None]) & (j < end[:, None])
@@ -291,7 +297,7 @@ def largest_reference(
 
 
 class _Search(NamedTuple):
-    """The wanted-th of those keys that agree with `low` above its lowest `width` bits; `size`: how many."""
+    """Search for the wanted-th of `size` keys that agree with `low` above its lowest `width` bits."""
 
     low: Array
     width: Array
@@ -300,18 +306,21 @@ class _Search(NamedTuple):
 
     @property
     def behind(self) -> Array:
-        """The key that follows them."""
+        """First key after them."""
         return self.low + (jnp.uint32(1) << self.width.astype(jnp.uint32))
 
 
 type _Body[T] = Callable[[Array, Array, T], T]
-"""What is done to keys and slots of a block, and what it hands on to the next block."""
+"""Function of a block's keys and slots, and of the carry from the previous block."""
 type _Blocks = Callable[[_Body[Any], Any], Any]
-"""A body's results, block after block."""
+"""Loop that applies a body to blocks one after another."""
 
 
 def _likely(row: _Row, at: _Buffers, aim: int, thin: int, few: int) -> Array:
-    """A key before which about `aim` of the row are, by a look at one score in `thin`; or all, if `few`."""
+    """Return a key that about `aim` keys of the row precede, from one score in `thin`.
+
+    If the row has at most `few` slots, all keys precede the result.
+    """
     all_of_them = row.size <= few
     low, width = jnp.where(all_of_them, LAST - np.uint32(1), np.uint32(0)), jnp.where(all_of_them, 0, 32)
     sought = _Search(low, width, jnp.int32(aim // thin), jnp.int32(-1))
@@ -320,7 +329,7 @@ def _likely(row: _Row, at: _Buffers, aim: int, thin: int, few: int) -> Array:
 
 
 def _select(row: _Row, at: _Buffers, held: Array, wanted: Array) -> None:
-    """Leaves in `at` the first `wanted` keys of those held, or of the row if none are, and their slots."""
+    """Leave the first `wanted` keys and their slots in `at`, from the `held` candidates or (if 0) the row."""
     blocks = functools.partial(_of_held_or_row, row, at)
 
     def narrower(state: tuple[_Search, Array]) -> tuple[_Search, Array]:
@@ -347,13 +356,13 @@ def _select(row: _Row, at: _Buffers, held: Array, wanted: Array) -> None:
 
 
 def _agreed(at: _Buffers, held: Array) -> tuple[Array, Array]:
-    """In how many of the lowest bits the keys held differ, and the key that has zeros there."""
+    """Return the common prefix of the collected keys, with zeros below, and the number of lower bits."""
     first = at.keys[0]
 
     def differ(keys: Array, _: Array, found: Array) -> Array:
         return found | jnp.where(keys == LAST, np.uint32(0), keys ^ first)
 
-    # The largest of them differs where any does, as far as its highest bit says.
+    # The maximum has the highest bit in which any key differs.
     bits = _of_held(at, held)(differ, jnp.where(iota(PART) < 0, jnp.uint32(1), jnp.uint32(0))).max()
     for distance in (1, 2, 4, 8, 16):
         bits |= bits >> distance
@@ -362,7 +371,7 @@ def _agreed(at: _Buffers, held: Array) -> tuple[Array, Array]:
 
 
 def _narrowed(blocks: _Blocks, at: _Buffers, sought: _Search) -> _Search:
-    """One digit more is settled."""
+    """Settle one more digit of the search."""
     shift = jnp.maximum(sought.width - DIGIT, 0)
     at.counts[...] = jnp.zeros(BINS, jnp.int32)
 
@@ -378,7 +387,7 @@ def _narrowed(blocks: _Blocks, at: _Buffers, sought: _Search) -> _Search:
 
 
 def _bin_of(at: _Buffers, wanted: Array) -> tuple[Array, ...]:
-    """The bin that the wanted-th key is in, how many keys are in bins before it, and how many in it."""
+    """Return the bin of the wanted-th key, the number of keys in bins before it, and in it."""
     counts = load(at.counts, RUN_OF_BINS)
     before, _ = sums_before(counts, at.sums, RUN_OF_BINS)
     here = (before < wanted) & (before + counts >= wanted)
@@ -386,10 +395,13 @@ def _bin_of(at: _Buffers, wanted: Array) -> tuple[Array, ...]:
 
 
 def _pick(blocks: _Blocks, at: _Buffers, limit: Array, ties: Array | None) -> Array:
-    """Keys below `limit` and their slots, in the order of slots, and the first `ties` equal to it, if any.
+    """Collect keys below `limit` with their slots, in the order of slots, and the first `ties` equal to it.
 
-    They may go from those held to themselves: none goes up. Returns how many there are; those for which
-    there is no room are counted only.
+    The source may be the collected keys themselves, because none moves up. Keys that do not fit are only
+    counted.
+
+    Returns:
+      The number of keys.
     """
 
     def body(keys: Array, slots: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -407,7 +419,7 @@ def _pick(blocks: _Blocks, at: _Buffers, limit: Array, ties: Array | None) -> Ar
 
 
 def _of_held_or_row(row: _Row, at: _Buffers, held: Array) -> _Blocks:
-    """Those held if any are."""
+    """Return the blocks of collected keys if there are any, else of the row."""
 
     def run[T](body: _Body[T], carry: T) -> T:
         of_held, of_row = (functools.partial(of, body) for of in (_of_held(at, held), _of_row(row, at)))
@@ -429,15 +441,15 @@ def _of_held(at: _Buffers, held: Array) -> _Blocks:
 
 
 def _of_sample(row: _Row, thin: int) -> _Blocks:
-    """One score in `thin`, read from global memory: runs of four, everywhere in the row."""
+    """Return blocks of a sample of one score in `thin`, in runs of four over the whole row."""
     stride = RUN * thin
     first = lax.div(row.begin, jnp.int32(stride)) * stride
 
     def run[T](body: _Body[T], carry: T) -> T:
-        # Four threads side by side have a run, so that they read at once what lies together.
+        # Four neighbouring threads have a run, so that their loads coalesce.
         e = iota(BLOCK)
         index, place = (e >> 4 & 31) + ((e >> 9) * RUN + (e & 3)) * 32, e >> 2 & 3
-        # Places within a stride differ, lest what repeats in the row is seen always or never.
+        # Vary the place within a stride: periodic scores would be sampled always or never.
         offset = index * stride + (index * 5 & thin - 1) * RUN + place
 
         def step(block: Array, carry: T) -> T:
@@ -452,14 +464,14 @@ def _of_sample(row: _Row, thin: int) -> _Blocks:
 
 
 def _of_row(row: _Row, at: _Buffers) -> _Blocks:
-    """Only blocks that hold slots that count are read."""
+    """Return the blocks of the row that contain valid slots."""
     stages = at.scores.shape[0]
     first = lax.div(row.begin, jnp.int32(BLOCK))
     last = jnp.where(row.size > 0, _blocks(row.end, BLOCK), first)
     S = row.scores.shape[0] * LINE
 
     def start(step: Array) -> Array:
-        # The last block is a whole one too: it begins in the one before.
+        # The last block is whole as well: it begins within the previous one.
         return jnp.minimum(step * BLOCK, S - BLOCK)
 
     def fetch(step: Array) -> None:
@@ -497,15 +509,15 @@ def _of_row(row: _Row, at: _Buffers) -> _Blocks:
 
 
 def _keys(scores: Array) -> Array:
-    """Unsigned integers that are the smaller the larger the score, and 0 of what is no number."""
+    """Return unsigned integers that decrease with the score, and 0 for NaN."""
     bits = lax.bitcast_convert_type(scores, jnp.uint32)
-    # What is above zero falls as its bits rise, what is below rises with them; -0 goes with 0.
+    # Keys of positive scores fall as their bits rise, those of negative scores rise; -0 equals 0.
     keys = jnp.where(bits > SIGN, bits, ~bits & ~SIGN)
     return jnp.where(scores != scores, np.uint32(0), keys)
 
 
 def _are_among(slots: Array, begin: Array, end: Array) -> Array:
-    # Unsigned, so that slots below `begin` are far beyond.
+    # The difference is unsigned, so that slots below `begin` become very large.
     return (slots - begin).astype(jnp.uint32) < (end - begin).astype(jnp.uint32)
 
 

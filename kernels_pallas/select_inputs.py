@@ -1,4 +1,4 @@
-"""What the kernel that selects the largest scores takes, and its refusals before launch."""
+"""Limits and argument checks of the kernel that selects the largest scores (`select`)."""
 
 import jax.numpy as jnp
 
@@ -6,15 +6,15 @@ from kernels_pallas import common
 from kernels_pallas.common import Shaped
 
 LINE = 64
-"""Scores that a row must be a multiple of: lines of its two-dimensional copies."""
+"""Granularity of a row of scores: lines of the kernel's two-dimensional copies."""
 THREADS = 128
-"""That each write the same number of results."""
+"""Threads of a CTA; each writes the same number of results."""
 MOST = 4096
-"""Results of a row, which shared memory holds."""
+"""Largest number of results per row, limited by shared memory."""
 
 
 def check_largest(scores: Shaped, begin: Shaped, end: Shaped, *, k: int) -> None:
-    """Raises what `largest` says it raises; arrays and options are those given to it."""
+    """Check the arguments of `largest`; errors are those it documents."""
     common.check_device()
     common.check_shape("scores", scores, (None, None, None), "B, K, S")
     if scores.dtype != jnp.float32:

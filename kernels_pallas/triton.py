@@ -1,4 +1,4 @@
-"""What kernels on Pallas' Triton back end share: what they refuse, and where they find bytes of planes."""
+"""Helpers of the kernels on Pallas' Triton back end: limits, pages, and the bytes of planes."""
 
 import itertools
 import math
@@ -16,19 +16,19 @@ try:
 except ImportError:
     plt = None  # type: ignore[assignment]
 
-OFFSETS = "must be at most 2^31, or above 2^32, where Triton takes offsets of 64 bits"
+OFFSETS = "must be at most 2^31, or above 2^32, where Triton uses 64-bit offsets"
 
 
 def check_back_end() -> None:
-    """Raises `NotImplementedError` where JAX has no Triton back end."""
+    """Raise `NotImplementedError` if JAX has no Triton back end."""
     if plt is None:
-        raise NotImplementedError("this JAX has no Triton back end of Pallas")
+        raise NotImplementedError("this JAX has no Triton back end for Pallas")
 
 
 def check_offsets(name: str, plane: Plane) -> None:
-    """Raises `ValueError` for a plane whose bytes Triton would not find.
+    """Raise `ValueError` for a plane that Triton cannot address.
 
-    Offsets have 32 bits up to 2^32 bytes, and a sign: arrays of two bytes a number end where that is reached.
+    Triton's offsets have 32 bits up to 2^32 bytes, but are signed.
     """
     for part, x in (("levels", plane.levels), ("reach", plane.reach)):
         if 2**31 < (size := math.prod(x.shape)) <= 2**32:
@@ -36,9 +36,12 @@ def check_offsets(name: str, plane: Plane) -> None:
 
 
 def in_pages(table_ref: Any, b: Array, slot: Array, pool: tuple[int, ...]) -> tuple[Array, Array, Array]:
-    """Page of a row's slot in a pool [P, K, page size, …], its slot there, and whether there is such a page.
+    """Look up a sequence's slot in a pool [P, K, page size, …] through the block table int32 [B, pages].
 
-    table_ref: int32 [B, pages]. A slot past all pages is taken for one of the last.
+    A slot past all pages is looked up in the last page.
+
+    Returns:
+      The page, the slot within it, and whether the page is valid.
     """
     pages, _, page, *_ = pool
     lead = table_ref[b, jnp.clip(lax.div(slot, page), 0, table_ref.shape[1] - 1)]
@@ -46,14 +49,20 @@ def in_pages(table_ref: Any, b: Array, slot: Array, pool: tuple[int, ...]) -> tu
 
 
 def pieces(C: int) -> list[tuple[int, int]]:
-    """Begins and widths of parts of C coordinates: powers of two, as Triton wants, the largest first."""
+    """Return begins and widths of parts of C coordinates, the largest first.
+
+    Widths are powers of two, as Triton requires.
+    """
     widths = [1 << i for i in reversed(range(C.bit_length())) if C >> i & 1]
     return list(zip(itertools.accumulate(widths, initial=0), widths, strict=False))
 
 
 def byte_places(C: int, begin: int, width: int, bits: int) -> Iterator[tuple[int, int, int]]:
-    """Where `width` of C levels lie from `begin` on: of each bit plane its bits, and the place and number of
-    its bytes. The first level of a byte is lowest."""
+    """Yield where `width` of C levels are stored from `begin` on.
+
+    Yields bits, first byte and number of bytes for each bit plane. The first level of a byte is in its lowest
+    bits.
+    """
     place = 0
     for plane in bit_planes(bits):
         each = 8 // plane

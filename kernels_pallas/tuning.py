@@ -1,4 +1,4 @@
-"""Measured tile sizes: `tuned/<device>.json`, written by `python -m benchmarks.tune_kernels`."""
+"""Measured tile sizes in `tuned/<device>.json`, written by `python -m benchmarks.tune_kernels`."""
 
 import functools
 import json
@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parent / "tuned"
 
 
 def file_of(device_kind: str) -> Path:
-    """The table of a device, whether it exists or not."""
+    """Return the path of a device's table, whether it exists or not."""
     return FOLDER / (device_kind.lower().replace(" ", "_") + ".json")
 
 
@@ -22,7 +22,7 @@ def _table(device_kind: str) -> dict[str, Any]:
 
 
 def measured(kernel: str, **widths: int) -> dict[str, Any] | None:
-    """Fastest measured config of a kernel at these widths on this device; None where none was measured."""
+    """Return the fastest measured config of a kernel at these widths on this device, or None."""
     if jax.default_backend() != "gpu":
         return None
     entries = _table(jax.local_devices()[0].device_kind).get(kernel, [])

@@ -1,15 +1,19 @@
-"""New tokens from the projections into the cache in one launch: turned, coded, put in their places (ours).
+"""New tokens from the projections into the cache in one launch: rotated, quantized and stored (ours).
 
-Queries and keys get the rotary embedding and each head's basis, as `post_rope` gives them. Keys and values
-are rounded to planes of integers, as `encode` rounds them, and written to their slots of the store and of the
-ring of near tokens. So no pass over what is new comes after.
+    grid: (K, ⌈B/16⌉, G + 2), Triton; 8 warps per program
+    part < G:    queries of one head:   RoPE → basis → store
+    part = G:    keys of one KV head:   RoPE → basis → shift → quantize → store and ring
+    part = G+1:  values of one KV head: quantize → store and ring
 
-It is for one token a row: launches are all that takes time there. A program has some rows of one query head,
-or of one KV head's keys or values, and holds them in registers from the product with the basis to the packed
-levels. It asks for all that it will need before it waits for any of it.
+Queries and keys get rotary embedding and basis as in `post_rope`. Keys and values are rounded to planes of
+integers as in `encode`, and written to their slots of the store and of the ring of near tokens. No other pass
+over the new tokens follows.
 
-Pallas' Triton back end runs it, which JAX is to give up: then `check_turn_and_store` refuses, and `post_rope`
-and XLA do its work.
+The kernel serves one token per sequence, where launches dominate the time. A program keeps its values in
+registers from the product with the basis to the packed levels. It issues all loads before it waits for any.
+
+JAX plans to drop Pallas' Triton back end. Without it `check_turn_and_store` raises, and `post_rope` and XLA
+do the work.
 """
 
 import functools
@@ -30,16 +34,23 @@ from kernels_pallas.encode import coded, packed
 from kernels_pallas.triton import check_back_end, check_offsets, pieces, plt
 
 ROWS = 16
-"""Of a program, for products on tensor cores; those that are not there are masked."""
+"""Rows of a program, for products on tensor cores; rows past the batch are masked."""
 WARPS = 8
-"""Of a program."""
+"""Warps of a program."""
 HEADS = (32, 64, 128, 256)
-"""Head dimensions: halves that are powers of two, as Triton wants."""
+"""Allowed head dimensions: their halves are powers of two, as Triton requires."""
 
 
 class Turning(NamedTuple):
-    """What turns new queries and keys: cosines and sines [B, H/2] float32; the bases of a KV head, q and k
-    [K, H, H], and what is added to keys [K, H] or None, as `post_rope` takes them."""
+    """Rotary embedding and basis of new queries and keys.
+
+    Attributes:
+      cos: cosines of the rotary angles, [B, H/2] float32.
+      sin: sines of the rotary angles, [B, H/2] float32.
+      q: basis of queries, [K, H, H], as in `post_rope`.
+      k: basis of keys, [K, H, H].
+      shift: added to rotated keys, [K, H], or None.
+    """
 
     cos: Array
     sin: Array
@@ -49,26 +60,35 @@ class Turning(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What keeps keys, or values: planes of the store that take the first coordinates one after another, and
-    the ring of near tokens [B, K, M, all coordinates], in 16 bits or in one plane of integers."""
+    """Cache of keys, or of values.
+
+    Attributes:
+      planes: planes of the store, for the first coordinates one after another.
+      ring: ring of near tokens, [B, K, M, all coordinates], in 16 bits or in one plane of integers.
+    """
 
     planes: Sequence[Plane]
     ring: Array | Plane
 
 
 class _Form(NamedTuple):
-    """Static shape of a `Stored`: bits and coordinates of its planes; bits of the ring, 16 or a plane's."""
+    """Static shape of a `Stored`.
+
+    Attributes:
+      planes: bits and coordinates of each plane.
+      ring: bits of the ring, 16 or those of its plane.
+    """
 
     planes: tuple[tuple[int, int], ...]
     ring: int
 
     @property
     def arrays(self) -> int:
-        """That it has."""
+        """Number of arrays."""
         return 2 * len(self.planes) + (1 if self.ring == 16 else 2)
 
     def spans(self, width: int) -> list[list[tuple[int, int]]]:
-        """Begins and widths of pieces of the coordinates of each plane, and of those that none takes."""
+        """Return begins and widths of parts of each plane's coordinates, and of those without a plane."""
         found, first = [], 0
         for C in (*(C for _, C in self.planes), width - sum(C for _, C in self.planes)):
             found.append([(first + begin, size) for begin, size in pieces(C)])
@@ -77,7 +97,10 @@ class _Form(NamedTuple):
 
 
 class _Geometry(NamedTuple):
-    """Static shape of a launch. near: sinks and window. together: q, k and v are heads of one array."""
+    """Static shape of a launch.
+
+    `near` is sinks and window; `together` means that q, k and v are heads of one array.
+    """
 
     B: int
     S: int
@@ -106,23 +129,30 @@ def turn_and_store(
     block_table: Int[Array, "B pages"] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N H"], Stored, Stored]:
-    """Turned queries, and what keeps keys and values with the new ones, each at its row's start where that is
-    below `ends`; other slots keep what they hold.
+    """Rotate new queries and keys, and store keys and values; other slots keep their contents.
+
+    Each sequence's token goes to its start, if that is below `ends`.
 
     Args:
-      q, k, v: bfloat16 or float16, as projections give them.
-      k_stored, v_stored: of turned keys, and of values.
-      starts, ends: of each row, int32; nothing is written to the stores from S on.
-      sinks, window: of the rings: position p of the window is in slot p mod window, sink p in window + p.
-      block_table: with it planes of the stores are a pool of pages (`Plane`), of any size; a token is not
-        written there where its entry is not one of the pool's. The rings are in rows.
-      interpret: on any device, slowly.
+      q: queries, bfloat16 or float16, as projected.
+      k: keys, like `q`.
+      v: values, like `q`.
+      turning: rotary embedding and basis.
+      k_stored: cache of rotated keys.
+      v_stored: cache of values.
+      starts: slot of the new token of each sequence, int32.
+      ends: end of the slots of each sequence, int32; nothing is written to the stores from S on.
+      sinks: sinks of the rings; sink p is in slot window + p.
+      window: window of the rings; position p is in slot p mod window.
+      block_table: table of pools of pages (`Plane`) of any size, for the stores. A token with an invalid
+        entry is not written there. Rings are not paged.
+      interpret: whether to run on any device, slowly.
 
     Returns:
-      q'; what keeps keys and values, in the same memory, where its arrays are given away.
+      Rotated queries, and both caches, in the same memory if their arrays are donated.
 
     Raises:
-      ValueError: a shape or dtype not allowed, named with its value, before launch.
+      ValueError: a shape or dtype is not allowed. Raised before launch, with name and value.
       NotImplementedError: JAX has no Triton back end.
     """
     near: dict[str, Any] = {"sinks": sinks, "window": window, "block_table": block_table}
@@ -160,7 +190,7 @@ def check_turn_and_store(
     window: int,
     block_table: Shaped | None = None,
 ) -> None:
-    """Raises what `turn_and_store` says it raises; arrays and options are those given to it."""
+    """Check the arguments of `turn_and_store`; errors are those it documents."""
     common.check_device()
     check_back_end()
     common.check_shape("k", k, (None,) * 3, "B, K, H")
@@ -202,12 +232,12 @@ def check_turn_and_store(
 
 
 def _check_ring(name: str, ring: Any, sizes: tuple[int, int, int, int, int], k: Shaped) -> None:
-    """Raises `ValueError` for a ring that does not fit these B, K, sinks, window and coordinates."""
+    """Raise `ValueError` for a ring that does not fit these B, K, sinks, window and coordinates."""
     B, K, sinks, window, width = sizes
     slots = (ring.reach if isinstance(ring, Plane) else ring).shape[2]
     if sinks < 0 or window < 0 or sinks + window > slots:
         raise ValueError(
-            f"sinks={sinks}, window={window}: must be 0 to {slots} together, as {name} has slots"
+            f"sinks={sinks}, window={window}: must be 0 to {slots} together, the slots of {name}"
         )
     if isinstance(ring, Plane):
         check_plane(name, ring, (B, K, slots))
@@ -227,13 +257,13 @@ def _form(stored: Stored) -> _Form:
 
 
 def _arrays(stored: Stored) -> list[Array]:
-    """All that are written: levels and reach of each plane, and the ring's."""
+    """Return all arrays that are written: levels and scales of each plane, and those of the ring."""
     flat = [x for plane in stored.planes for x in (plane.levels, plane.reach)]
     return [*flat, *stored.ring[:2]] if isinstance(stored.ring, Plane) else [*flat, stored.ring]
 
 
 def _stored(form: _Form, arrays: Sequence[Array]) -> Stored:
-    """The inverse of `_arrays`."""
+    """Invert `_arrays`."""
     rest = iter(arrays)
     planes = [Plane(next(rest), next(rest), bits) for bits, _ in form.planes]
     return Stored(planes, next(rest) if form.ring == 16 else Plane(next(rest), next(rest), form.ring))
@@ -254,7 +284,7 @@ def _launch(
     near: tuple[int, int],
     interpret: bool,
 ) -> tuple[Array, list[Array], list[Array]]:
-    """`turn_and_store`, checked."""
+    """Launch `turn_and_store` on checked arguments."""
     B, K, H = k.shape
     g = _Geometry(
         B=B,
@@ -264,9 +294,8 @@ def _launch(
         near=near,
         paged=block_table is not None,
         shifted=turning.shift is not None,
-        # XLA makes one product of the three, and gives its result as one array, copied once at most. A single
-        # row should be one of two equal ones there: its own product is added up where arrays are put
-        # together, each number in one thread, which is slow (`tests/aot`).
+        # XLA merges the three products into one array, copied once at most. Duplicate a single token there:
+        # its vector product would be summed within the concatenation, slowly, one element per thread.
         together=v.shape[2] == H,
         k=forms[0],
         v=forms[1],
@@ -299,7 +328,7 @@ def _kernel(*refs: Any, g: _Geometry) -> None:
     q_basis, k_basis, cos, sin, starts, ends = take(6)
     (table,) = take(1) if g.paged else (None,)
     (shift,) = take(1) if g.shifted else (None,)
-    take(g.k.arrays + g.v.arrays)  # The same memory as results.
+    take(g.k.arrays + g.v.arrays)  # These share memory with the results.
     (q_out,), k_held, v_held = take(1), take(g.k.arrays), take(g.v.arrays)
     kv, K, part = pl.program_id(0), pl.num_programs(0), pl.program_id(2)
     first_k, first_v = (K * g.G, K * (g.G + 1)) if g.together else (0, 0)
@@ -330,8 +359,16 @@ def _kernel(*refs: Any, g: _Geometry) -> None:
 
 
 class _Places(NamedTuple):
-    """Where rows' tokens go, [ROWS, 1] each: row or page, slot, and whether one is written; in the store, and
-    in the ring."""
+    """Destinations of the tokens of rows, [ROWS, 1] each.
+
+    Attributes:
+      lead: sequence or page in the store.
+      slot: slot in the store.
+      kept: whether the token is written to the store.
+      row: sequence.
+      near_slot: slot in the ring.
+      near: whether the token is written to the ring.
+    """
 
     lead: Array
     slot: Array
@@ -352,12 +389,12 @@ class _Rows(NamedTuple):
         return self.row < self.g.B
 
     def get(self, ref: Any, begin: int, width: int, *head: Array) -> Array:
-        """[ROWS, width] of an array [B, ·], or of a head of [B, heads, ·]."""
+        """Load [ROWS, width] of an array [B, ·], or of a head of [B, heads, ·]."""
         at = ref.at[self.row, *head, _columns(begin, width)]
         return plt.load(at, mask=self.there, other=0.0)
 
     def put(self, ref: Any, head: Array, begin: int, x: Array) -> None:
-        """The inverse of `get`."""
+        """Store into one head; the inverse of `get`."""
         at = ref.at[self.row, head, _columns(begin, x.shape[1])]
         plt.store(at, x, mask=jnp.broadcast_to(self.there, x.shape))
 
@@ -370,7 +407,7 @@ class _Rows(NamedTuple):
         kv: Array,
         spans: Sequence[tuple[int, int]],
     ) -> list[Array]:
-        """Columns of RoPE(x) A, float32 [ROWS, ·], by their begins and widths."""
+        """Return columns of RoPE(x) A, float32 [ROWS, ·], for the given begins and widths."""
         half = self.g.H // 2
         rows = [pl.ds(i * half, half) for i in range(2)]
         bases = [[plt.load(basis.at[kv, each, pl.ds(*span)]) for each in rows] for span in spans]
@@ -385,7 +422,7 @@ class _Rows(NamedTuple):
         return [product(halves[0], first) + product(halves[1], second) for first, second in bases]
 
     def places(self, starts: Any, ends: Any, table: Any, pool: tuple[int, ...]) -> _Places:
-        """Of rows whose new tokens stand at `starts`; pool: the shape of a plane's levels."""
+        """Return where the new tokens at `starts` go; `pool` is the shape of a plane's levels."""
         g, (sinks, window) = self.g, self.g.near
 
         def of_row(ref):
@@ -413,7 +450,7 @@ def _columns(begin: int, width: int) -> Array:
 def _keep(
     places: _Places, kv: Array, x: Sequence[Array], form: _Form, width: int, held: Sequence[Any]
 ) -> None:
-    """Writes keys or values to the store and to the ring; x: by the spans of the form."""
+    """Write keys or values `x`, split by the spans of the form, to the store and the ring."""
     refs, new, near = iter(held), iter(x), (places.row, kv, places.near_slot)
     for spans, (bits, C) in zip(form.spans(width), form.planes, strict=False):
         first, _ = spans[0]
@@ -439,8 +476,10 @@ def _put_coded(
     at: tuple[Array, Array, Array],
     kept: Array,
 ) -> None:
-    """Codes pieces of tokens [ROWS, C], each with its begin, and writes the `kept` ones to a plane at (row or
-    page, KV head, slot)."""
+    """Quantize parts of tokens [ROWS, C], each with its begin, and write the `kept` ones to a plane.
+
+    `at` is (sequence or page, KV head, slot).
+    """
     levels, reach = coded([piece.astype(jnp.float32) for _, piece in x], bits)
     for (begin, _), level in zip(x, levels, strict=True):
         for place, size, part in packed(level, C, begin, bits):

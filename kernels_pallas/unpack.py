@@ -1,8 +1,9 @@
-"""Levels of packed integers as bfloat16 in registers, a few instructions for every two (ours).
+"""Unpacking of integers to bfloat16 in registers, with a few instructions per pair (ours).
 
-A level n of b bits stands for the odd number 2n + 1 - 2^b, which bfloat16 holds exactly for up to eight bits.
-The bits of 2n are put into the mantissa of 128, and 127 + 2^b is taken off. Where b is no power of two, high
-and low bits of all levels stand apart (`bit_planes`): each put in takes one instruction more.
+A level n of b bits stands for the odd number 2n + 1 - 2^b, which bfloat16 represents exactly up to eight
+bits. The bits of 2n are inserted into the mantissa of 128, and 127 + 2^b is subtracted. If b is not a power
+of two, high and low bits of all levels are stored separately (`bit_planes`), and each costs one more
+instruction.
 """
 
 import math
@@ -19,27 +20,27 @@ from jaxlib.mlir.dialects import arith, llvm
 
 BITS = (2, 3, 4, 5, 6, 8)
 QUAD = 4
-"""Threads that share a row in the layout of wgmma; each has two columns of every eight."""
+"""Threads that share a row in the wgmma layout; each has two columns of every eight."""
 _OF_128 = 0x43004300
-"""Two bfloat16 128."""
+"""Two bfloat16 values 128."""
 _AND_OR = 0xEA
-"""lop3: (a & b) | c."""
+"""Table of lop3 for (a & b) | c."""
 
 
 def bit_planes(bits: int) -> tuple[int, ...]:
-    """Bits of the planes that levels of so many bits are packed in, the highest first: powers of two."""
+    """Return the bits of the planes in which levels are packed: powers of two, the highest first."""
     return tuple(1 << i for i in reversed(range(bits.bit_length())) if bits >> i & 1)
 
 
 def words_of(C: int, bits: int) -> int:
-    """Words of 32 bits that hold a thread's quarter of C coordinates, those of each bit plane its own."""
+    """Return the 32-bit words of a thread's quarter of C coordinates; bit planes do not share words."""
     return sum(-(-C * plane // QUAD // 32) for plane in bit_planes(bits))
 
 
 def unpacked(words: Array, C: int, bits: int) -> Array:
-    """What `kernels_pallas.rows` reads of rows of C levels, as bfloat16 [M, C] in the layout of wgmma.
+    """Unpack rows of C levels, as loaded by `kernels_pallas.rows`, to bfloat16 [M, C] in the wgmma layout.
 
-    Columns are ordered as `columns` says.
+    Columns are in the order of `columns`.
     """
     layout = plgpu.Layout.WGMMA
     out = plgpu.ShapeDtypeStruct((words.shape[0], C), jnp.bfloat16, layout=layout)
@@ -62,7 +63,7 @@ def unpacked(words: Array, C: int, bits: int) -> Array:
 
 
 def columns(C: int, bits: int) -> np.ndarray:
-    """Which of C coordinates each column of `unpacked` is."""
+    """Return the coordinate of each column of `unpacked`."""
     unit = _unit(C // QUAD, bits)
     tile, thread, half = np.unravel_index(np.arange(C), (C // 8, QUAD, 2))
     within, pair = np.divmod(tile, unit // 2)
@@ -70,15 +71,16 @@ def columns(C: int, bits: int) -> np.ndarray:
 
 
 def _unit(count: int, bits: int) -> int:
-    """Coordinates of a thread that are unpacked together, of `count`: their bits of the highest plane are in
-    one word, those of the lower half in its lower 16 bits."""
+    """Return the number of a thread's `count` coordinates that are unpacked together.
+
+    Their bits of the highest plane are in one word, those of the lower half in its lower 16 bits.
+    """
     highest = bit_planes(bits)[0]
     return math.gcd(count * highest, 32) // highest
 
 
 def _pairs(words: list[Any], count: int, bits: int) -> Iterator[Any]:
-    """Two odd numbers each, of a thread's `count` coordinates: one of the lower half of a unit, one of the
-    upper."""
+    """Yield pairs of odd numbers of a thread's `count` coordinates, one from each half of a unit."""
     planes, unit, held = bit_planes(bits), _unit(count, bits), []
     for plane in planes:
         each = -(-count * plane // 32)
@@ -94,8 +96,10 @@ def _pairs(words: list[Any], count: int, bits: int) -> Iterator[Any]:
 
 
 def _halves(word: Any, begin: int, size: int) -> Any:
-    """`size` bits of a word from `begin` on: the lower half of them in the lower 16 bits, the upper half in
-    the upper; what is above either is anything."""
+    """Extract `size` bits of a word from `begin` on: lower half to the lower 16 bits, upper half above.
+
+    Bits above either half are arbitrary.
+    """
     if size == 32:
         return word
     if size == 16:
@@ -106,15 +110,17 @@ def _halves(word: Any, begin: int, size: int) -> Any:
 
 
 def _odd(parts: list[tuple[Any, int, int]]) -> Any:
-    """Odd numbers as two bfloat16, of levels whose bits stand in words at shifts: word, shift, bits; the
-    highest first."""
+    """Convert levels to odd numbers, as two bfloat16.
+
+    `parts` are the word, shift and number of bits of each plane, the highest first.
+    """
     bits = sum(part[2] for part in parts)
     if bits == 8:
-        # Nibbles high and low: 2n - 255 = 16 (2h - 15) + (2l - 15).
+        # From high and low nibbles: 2n - 255 = 16 (2h - 15) + (2l - 15).
         ((word, shift, _),) = parts
         low, high = (_odd([(word, shift + at, 4)]) for at in (0, 4))
         return asm("fma.rn.bf16x2 $0, $1, $2, $3;", high, _both(16.0), low)
-    # 2n must fit into the seven bits of a mantissa.
+    # 2n fits into the seven bits of a mantissa.
     raised, place = _int(_OF_128), 1
     for word, shift, count in reversed(parts):
         at = shift - place
@@ -126,13 +132,13 @@ def _odd(parts: list[tuple[Any, int, int]]) -> Any:
 
 
 def _both(value: float) -> Any:
-    """Two of a number that bfloat16 holds."""
+    """Return a value that bfloat16 represents exactly, twice in one word."""
     assert float(np.asarray(value, jnp.bfloat16)) == value
     return _int(int(np.asarray(value, jnp.bfloat16).view(np.uint16)) * 0x10001)
 
 
 def asm(text: str, *operands: Any) -> Any:
-    """One instruction from words of 32 bits to one."""
+    """Emit one instruction on 32-bit words with a 32-bit result."""
     i32 = ir.IntegerType.get_signless(32)
     return llvm.inline_asm(i32, list(operands), text, "=r" + ",r" * len(operands))
 

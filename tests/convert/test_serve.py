@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 def served(folder):
     """The process and its address."""
     command = [sys.executable, "-m", "convert.cli.main", "serve", str(folder), "--port", "0"]
-    command += ["--rows", "2", "--chunk", "32", "--max-model-len", "128", "--steps", "2"]
+    command += ["--max-sequences", "2", "--chunk", "32", "--max-model-len", "128", "--decode-steps", "2"]
     environment = os.environ | {"ZDC_API_KEY": "sesame", "JAX_PLATFORMS": "cpu"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -103,7 +103,6 @@ def test_addresses_that_can_be_listened_at(host):
     check_address(host, 0)
 
 
-@pytest.mark.sampled
 def test_a_client_gets_what_generate_gives_until_the_server_is_told_to_end(folder, served):
     process, address = served
     with openai.OpenAI(base_url=f"{address}/v1", api_key="sesame") as client:
@@ -115,7 +114,10 @@ def test_a_client_gets_what_generate_gives_until_the_server_is_told_to_end(folde
         assert whole.usage.completion_tokens == len(true.tokens)
         pieces = [piece.choices[0].text for piece in client.completions.create(**asked, stream=True)]
         assert "".join(pieces) == true.text
-        with pytest.raises(openai.BadRequestError, match="max_tokens=300 are 303: at most 128 are served"):
+        with pytest.raises(
+            openai.BadRequestError,
+            match="max_tokens=300: 3 prompt tokens plus 300 new ones exceed max_model_len=128",
+        ):
             client.completions.create(**asked | {"max_tokens": 300})
     with (
         openai.OpenAI(base_url=f"{address}/v1", api_key="wrong", max_retries=0) as stranger,

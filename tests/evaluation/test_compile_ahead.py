@@ -24,7 +24,7 @@ def read(network, windows):
 
 
 def compiled() -> int:
-    return transformer._whole_layer._cache_size() + transformer._extended_layer._cache_size()
+    return transformer._whole_layer._cache_size() + transformer._extend_layer._cache_size()
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def by_layer(tiny_llama: TinyModel):
     return tiny_llama.model(plan).network
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_reading_compiles_no_layer_afterwards(tiny_llama, by_layer):
     windows, kinds = tiny_llama.tokens(2, 40), set(by_layer.layer_caches)
     assert len(kinds) == tiny_llama.config.num_layers > 1

@@ -63,7 +63,7 @@ def lower(keys, values, N, K, S, n=0, page=0, **options):
 
 
 @pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_lowers(keys, values, heads):
     o, lse = lower(keys, values, *heads, 640).out_info
     assert (o.shape, lse.shape) == ((2, heads[0], values[0]), (2, heads[0]))
@@ -71,20 +71,20 @@ def test_lowers(keys, values, heads):
 
 @pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
 @pytest.mark.parametrize("n", [64, 1000])
-@pytest.mark.sampled
+@pytest.mark.matrix("64-keys0-values0-heads0", "64-keys7-values7-heads7")
 def test_lowers_with_slots(keys, values, heads, n):
     lower(keys, values, *heads, 640, n=n)
 
 
 @pytest.mark.parametrize(("page", "n"), [(64, 0), (320, 0), (64, 1000), (40, 1000)])
-@pytest.mark.sampled
+@pytest.mark.full
 def test_lowers_with_pages(page, n):
     o, lse = lower(*SHAPES[1][:2], 6, 2, 640, n=n, page=page).out_info
     assert (o.shape, lse.shape) == ((2, 6, 64), (2, 6))
 
 
 @pytest.mark.parametrize("config", [CodedConfig(stages=1, splits=1), CodedConfig(stages=5, splits=7)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_lowers_with_a_config(config):
     lower(((128, 4),), (128, 4), 8, 2, 640, config=config)
 
@@ -121,17 +121,17 @@ def test_columns_are_those_that_instructions_give(monkeypatch, C, bits):
         ({"keys": ((272, 2),)}, r"keys\[0\] has 272 coordinates: must be a multiple of 16 up to 256"),
         ({"values": (96, 4)}, "values has 96 coordinates: must be a multiple of 64"),
         ({"S": 100}, "S=100 slots: must be a multiple of 64"),
-        ({"N": 40, "K": 2}, "q has 20 heads a KV head: must be at most 16"),
+        ({"N": 40, "K": 2}, "q has 20 heads per KV head: must be at most 16"),
         ({"N": 3, "K": 2}, "q has 3 heads: must be a multiple of the 2"),
-        ({"N": 32768, "K": 32768}, "2 rows of 32768 KV heads: must be at most 65535 caches, not 65536"),
+        ({"N": 32768, "K": 32768}, "2 sequences of 32768 KV heads are 65536 caches: must be at most 65535"),
         ({"width": 64}, "q has shape"),
-        ({"n": 10000}, "slots has 10000 of a KV head: must be 1 to 8192"),
+        ({"n": 10000}, "slots has 10000 per KV head: must be from 1 to 8192"),
         ({"table": (3, 4)}, r"block_table has shape \(3, 4\): must be \[B, pages\] = \(2, any\)"),
         ({"table": (2, 4), "integers": jnp.int16}, "block_table has dtype int16: must be int32"),
-        ({"table": (2, 0)}, "block_table has 0 pages of a row, of 2 in all: must be at least 1"),
-        ({"table": (2, 4), "S": 96}, "pages of 96 slots: must be a multiple of 64"),
-        ({"table": (2, 4), "S": 0, "n": 64}, "pages of 0 slots: must be a multiple of 1"),
-        ({"table": (2, 4), "S": 2**29, "n": 64}, "a pool of 2147483648 slots .*: must be at most 2147483647"),
+        ({"table": (2, 0)}, "block_table has 0 pages per sequence, the pool 2: must be at least 1"),
+        ({"table": (2, 4), "S": 96}, "page size of 96 slots: must be a non-zero multiple of 64"),
+        ({"table": (2, 4), "S": 0, "n": 64}, "page size of 0 slots: must be a non-zero multiple of 1"),
+        ({"table": (2, 4), "S": 2**29, "n": 64}, "the pool has 2147483648 slots .* at most 2147483647"),
     ],
 )
 def test_refusals(change, message):
@@ -269,18 +269,17 @@ def interpreted():
 
 
 @pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_is_attention(interpreted, keys, values, heads):
     Case(keys, values, heads, S=192).check(config=CodedConfig(stages=2, splits=2))
 
 
-@pytest.mark.sampled
 def test_more_stages_and_parts_than_blocks(interpreted):
     Case(*SHAPES[1], S=192).check(config=CodedConfig(stages=4, splits=5))
 
 
 @pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_is_attention_to_chosen_slots(interpreted, keys, values, heads):
     it = Case(keys, values, heads, S=192)
     it.choose(100)
@@ -293,7 +292,7 @@ def test_a_list_reads_a_store_of_any_size(interpreted):
     it.check()
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_slots_that_are_not_there_count_for_nothing(interpreted):
     it, config = Case(*SHAPES[1], S=192), CodedConfig(stages=2, splits=2)
     it.end[0] = 192
@@ -310,7 +309,7 @@ def test_a_list_that_begins_with_what_does_not_count(interpreted):
 
 
 @pytest.mark.parametrize(("page", "splits"), [(64, 2), (192, 1)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_pages_are_read_as_rows(interpreted, page, splits):
     it = Case(*SHAPES[1], S=384)
     it.begin, it.end = np.array([3, 70, 9]), np.array([300, 150, 9])
@@ -318,7 +317,7 @@ def test_pages_are_read_as_rows(interpreted, page, splits):
 
 
 @pytest.mark.parametrize("page", [64, 29])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_a_list_is_of_slots_in_pages(interpreted, page):
     """Of slots in pages that are there, in others, and in none."""
     it = Case(*SHAPES[1], S=6 * page)
@@ -343,7 +342,7 @@ def test_a_later_key_far_more_likely_than_the_first_block(interpreted):
     it.check(config=CodedConfig(stages=2, splits=1))
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_what_is_no_number_counts_where_it_is_seen(interpreted):
     it = Case(*SHAPES[0], S=192)
     config = CodedConfig(stages=2, splits=2)

@@ -80,24 +80,24 @@ def test_lowers_with_a_config(config):
         ({"dtype": jnp.float16}, "q has dtype float16: must be bfloat16"),
         ({"kind": (32, 7)}, r"index.bits=7: must be one of"),
         ({"kind": (64, 6)}, r"index has 64 coordinates of 6 bits: .* of one of \(2, 4, 8\) bits"),
-        ({"kind": (48, 2)}, r"index has 48 coordinates of 2 bits: .* take a multiple of 16 bytes a token"),
+        ({"kind": (48, 2)}, r"index has 48 coordinates of 2 bits: .* with a multiple of 16 bytes per token"),
         ({"kind": (160, 4)}, "index has 160 coordinates of 4 bits: must be at most 128"),
         ({"S": 192}, "S=192 slots: must be a multiple of 128"),
         ({"S": 384, "config": ScanConfig(256)}, "S=384 slots: must be a multiple of 256"),
         (
             {"kind": (64, 8), "S": 512, "config": ScanConfig(512)},
-            "block=512 tokens of 64 bytes: 256 a thread, must be at most 128",
+            "block=512 tokens of 64 bytes: 256 bytes per thread, must be at most 128",
         ),
-        ({"N": 40}, "q has 20 heads a KV head: must be at most 16"),
+        ({"N": 40}, "q has 20 heads per KV head: must be at most 16"),
         ({"N": 3}, "q has 3 heads: must be a multiple of the 2"),
-        ({"N": 32768, "K": 32768}, "2 rows of 32768 KV heads: must be at most 65535 caches, not 65536"),
+        ({"N": 32768, "K": 32768}, "2 sequences of 32768 KV heads are 65536 caches: must be at most 65535"),
         ({"width": 64}, "q has shape"),
         ({"rows": 3}, "begin has shape"),
         ({"table": (3, 4)}, r"block_table has shape \(3, 4\): must be \[B, pages\] = \(2, any\)"),
         ({"table": (2, 4), "integers": jnp.uint32}, "block_table has dtype uint32: must be int32"),
-        ({"table": (2, 0)}, "block_table has 0 pages of a row, of 2 in all: must be at least 1"),
-        ({"table": (2, 4), "S": 192}, "pages of 192 slots: must be a multiple of 128"),
-        ({"table": (2, 4), "S": 384, "config": ScanConfig(256)}, "pages of 384 slots: .* multiple of 256"),
+        ({"table": (2, 0)}, "block_table has 0 pages per sequence, the pool 2: must be at least 1"),
+        ({"table": (2, 4), "S": 192}, "page size of 192 slots: must be a non-zero multiple of 128"),
+        ({"table": (2, 4), "S": 384, "config": ScanConfig(256)}, "page size of 384 .* multiple of 256"),
     ],
 )
 def test_refusals(change, message):
@@ -231,24 +231,23 @@ def interpreted():
 
 
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_scores_all_tokens(interpreted, heads):
     Case((32, 4), heads, S=512).check(config=ScanConfig(128, splits=2))
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_other_widths(interpreted, kind):
     Case(kind, (4, 2), S=384).check(config=ScanConfig(128, splits=1))
 
 
 @pytest.mark.parametrize("heads", HEADS[:2])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_more_parts_than_blocks(interpreted, heads):
     Case((64, 4), heads, S=512).check(config=ScanConfig(256, splits=5))
 
 
-@pytest.mark.sampled
 def test_tokens_beyond_what_a_float_holds_beside_the_likeliest(interpreted):
     """Their probability is less than float32's smallest; its logarithm is not."""
     it = Case((32, 4), (4, 2), S=256, length=60.0)
@@ -257,7 +256,7 @@ def test_tokens_beyond_what_a_float_holds_beside_the_likeliest(interpreted):
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_what_is_no_number_counts_where_it_is_seen(interpreted, heads):
     it, config = Case((32, 4), heads, S=256), ScanConfig(128, splits=2)
     sound = it.index
@@ -282,7 +281,7 @@ def test_what_is_no_number_counts_where_it_is_seen(interpreted, heads):
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_slots_that_are_none_count_for_nothing(interpreted, heads):
     it = Case((32, 4), heads, S=256)
     it.begin, it.end = np.array([-300, -5, 200, 256]), np.array([140, -1, 900, 300])
@@ -290,7 +289,7 @@ def test_slots_that_are_none_count_for_nothing(interpreted, heads):
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_blocks_of_several_tokens_a_thread(interpreted, heads):
     """Whole ones, and ones that begin or end within."""
     it = Case((32, 4), heads, S=2048)
@@ -300,7 +299,7 @@ def test_blocks_of_several_tokens_a_thread(interpreted, heads):
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 @pytest.mark.parametrize(("page", "block"), [(128, 128), (512, 256)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_pages_are_read_as_rows(interpreted, heads, page, block):
     Case((32, 4), heads, S=1024).check_pages(page, ScanConfig(block, splits=2))
 
@@ -327,7 +326,7 @@ def test_queries_are_rounded_to_the_nearest_integers():
 
 
 @pytest.mark.parametrize("kind", [(32, 4), (64, 4)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_rounding_queries_costs_a_hundredth_of_the_scores(kind):
     """A coordinate errs by a step/√12, the step is a 127th of the largest: of a Gaussian head of 32 to 64
     coordinates 2.1 to 2.4 times its deviation; together 0.005 to 0.006 of the scores' deviation."""

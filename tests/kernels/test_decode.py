@@ -37,7 +37,7 @@ def lower(f, *args):
 
 @pytest.mark.parametrize(("R", "Z"), ONE_RANK)
 @pytest.mark.parametrize(("N", "K"), HEADS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_lowers(R, Z, N, K):
     def f(q, k, v, n):
         return decode_attention(q, k, v, n, scale=1.0)
@@ -49,7 +49,7 @@ def test_lowers(R, Z, N, K):
 
 @pytest.mark.parametrize(("R", "Z", "H"), TWO_RANKS)
 @pytest.mark.parametrize("block", [64, 128])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_lowers_with_two_ranks(R, Z, H, block):
     def f(q, k, v, n, ring):
         return decode_attention(
@@ -98,18 +98,18 @@ def test_lowers_paged(page):
         ({"v": shape(2, 2, 64, 8)}, "Z=8"),
         ({"q": shape(2, 4, 32, dtype=jnp.float32)}, "q has dtype float32"),
         ({"q": shape(2, 5, 32)}, "5 heads"),
-        ({"q": shape(2, 128, 32)}, "64 heads for each"),
+        ({"q": shape(2, 128, 32)}, "64 heads per KV head"),
         ({"q": shape(2, 32768, 32), "k": shape(2, 32768, 64, 32), "v": shape(2, 32768, 64, 32)}, "65536"),
         ({"q": shape(2, 4, 64)}, "without a ring"),
         ({"window": 64}, "without a ring"),
         ({"ring": ring_shapes(72, F16), "q": shape(2, 4, 64), "window": 64}, "ring.k has dtype float16"),
         ({"ring": ring_shapes(72), "q": shape(2, 4, 64), "window": 65}, "window=65"),
-        ({"ring": ring_shapes(64), "q": shape(2, 4, 64), "window": 64, "sinks": 4}, "the ring has 64 rows"),
-        ({"block_table": TABLE, "k": shape(9, 2, 80, 32), "v": shape(9, 2, 80, 32)}, "pages of 80"),
+        ({"ring": ring_shapes(64), "q": shape(2, 4, 64), "window": 64, "sinks": 4}, "ring has 64 rows"),
+        ({"block_table": TABLE, "k": shape(9, 2, 80, 32), "v": shape(9, 2, 80, 32)}, "page size of 80"),
         ({"block_table": shape(3, 4, dtype=jnp.int32)}, "block_table has shape"),
         ({"k": shape(2, 2, 64, 0), "q": shape(2, 4, 0)}, "R=0"),
         ({"positions": shape(2, 65, dtype=jnp.int32)}, "positions has shape"),
-        ({"positions": shape(2, 64, dtype=jnp.int32), "block_table": TABLE}, "positions are given"),
+        ({"positions": shape(2, 64, dtype=jnp.int32), "block_table": TABLE}, "positions: cannot be combined"),
     ],
 )  # fmt: skip
 def test_refuses(change, message):

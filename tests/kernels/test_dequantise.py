@@ -77,27 +77,27 @@ def check(kinds, page=0, *, S=S, ends=ENDS, dtype=jnp.bfloat16, **options):
 
 
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_reads_what_the_code_does(kinds):
     check(kinds, S=FEW, interpret=True)
 
 
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("page", [16, 40, 128])
-@pytest.mark.sampled
+@pytest.mark.matrix
 @pytest.mark.usefixtures("optimised")
 def test_reads_pages(kinds, page):
     check(kinds, page, S=-(-FEW // page) * page, interpret=True)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_other_floats(dtype):
     check(KINDS["index"], S=FEW, dtype=dtype, interpret=True)
 
 
 @pytest.mark.parametrize("S", [1, 48, 333])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_rows_of_any_length(S):
     check([[(32, 4)]], S=S, ends=(0, 1, S // 2, S - 1, S), interpret=True)
 
@@ -170,7 +170,7 @@ def test_reaches_whose_offsets_triton_gets_wrong_are_refused():
         ({"rows": 2}, "ends has shape"),
         ({"dtype": jnp.int8}, "dtype=int8: must be bfloat16, float16 or float32"),
         ({"table": (2, 4)}, r"block_table has shape \(2, 4\): must be \[B, pages\] = \(16, any\)"),
-        ({"table": (16, 0)}, "block_table has 0 pages of a row, of 16 in all: must be at least 1"),
+        ({"table": (16, 0)}, "block_table has 0 pages per sequence, the pool 16: must be at least 1"),
     ],
 )
 @pytest.mark.usefixtures("shapes_unchecked")

@@ -68,7 +68,7 @@ def lists(K, blocks, most=4, dtype=jnp.int32):
 
 @pytest.mark.parametrize(("R", "Z"), ONE_RANK)
 @pytest.mark.parametrize(("T", "S", "N", "K"), [(256, 256, 4, 4), (1, 40, 8, 2), (203, 1001, 4, 1)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_lowers(R, Z, T, S, N, K):
     def f(q, k, v):
         return prefill_attention(q, k, v, scale=1.0)
@@ -79,7 +79,7 @@ def test_lowers(R, Z, T, S, N, K):
 
 @pytest.mark.parametrize(("R", "Z", "H"), TWO_RANKS)
 @pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_lowers_with_two_ranks(R, Z, H, dtype):
     def f(q, k, v, t):
         return prefill_attention(q, k, v, scale=1.0, trailing=t, sinks=4, window=192)
@@ -97,7 +97,7 @@ def test_lowers_far_keys_alone():
 
 
 @pytest.mark.parametrize(("H", "sinks"), [(64, 0), (128, 4), (256, 4)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_lowers_near_keys_alone(H, sinks):
     def f(q, k, v, t):
         return prefill_attention(q, k, v, scale=1.0, trailing=t, sinks=sinks, window=100)
@@ -213,7 +213,7 @@ def test_a_tile_of_lists_fits_whatever_the_widths(blocks):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("warpgroups", [1, 2, 3])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_lowers_with_each_config(warpgroups, overlap):
     config = PrefillConfig(block_kv=64, warpgroups=warpgroups, overlap=overlap)
 
@@ -225,7 +225,7 @@ def test_lowers_with_each_config(warpgroups, overlap):
 
 @pytest.mark.parametrize("page", [64, 128, 192, 256])
 @pytest.mark.parametrize(("R", "Z", "H"), [(64, 96, 0), (32, 64, 128), (0, 0, 128)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_lowers_paged(page, R, Z, H):
     trailing = trailing_shapes(2, 2, 512, H, R, Z) if H else None
     near = {"sinks": 4, "window": 192} if H else {}
@@ -292,23 +292,23 @@ def test_by_default_turns_are_taken_where_they_won():
         ({"trailing": trailing_shapes(1, 2, 64, 64, 32, 32), "window": 64, "sinks": 9, "q": WIDE}, "8 rows"),
         ({"block_table": shape(2, 4, dtype=jnp.int32)}, r"must be \[B, pages\] = \(1, any\)"),
         ({"block_table": shape(1, 4, dtype=jnp.int16)}, "block_table has dtype int16: must be int32"),
-        ({"block_table": shape(1, 0, dtype=jnp.int32)}, "block_table has 0 pages of a row, of 1 in all"),
-        ({"block_table": TABLE, **pool(9, 96)}, "pages of 96 slots: must be a multiple of 64"),
-        ({"block_table": TABLE, **pool(9, 0)}, "pages of 0 slots: must be a multiple of 64"),
-        ({"block_table": TABLE, **pool(9, 192), "config": PrefillConfig()}, "must be a multiple of 128"),
+        ({"block_table": shape(1, 0, dtype=jnp.int32)}, "block_table has 0 pages per sequence, the pool 1"),
+        ({"block_table": TABLE, **pool(9, 96)}, "page size of 96 slots: must be a non-zero multiple of 64"),
+        ({"block_table": TABLE, **pool(9, 0)}, "page size of 0 slots: must be a non-zero multiple of 64"),
+        ({"block_table": TABLE, **pool(9, 192), "config": PrefillConfig()}, "non-zero multiple of 128"),
         ({"block_table": TABLE, **pool(9, 64), "v": shape(8, 2, 64, 32)}, "v has shape"),
         (pool(9, 64), "k has shape"),
         ({"lists": lists(2, 1), "blocks": (96, 64)}, r"blocks=\(96, 64\): must be a multiple of 64 queries"),
         ({"lists": lists(2, 1), "blocks": (64, 256)}, r"blocks=\(64, 256\).*64 or 128 keys"),
         ({"lists": lists(2, 1), "config": PrefillConfig(64, 2, 2)}, "does not fit.*block_kv must be 128"),
-        ({"lists": lists(2, 1), "config": PrefillConfig(128, 2, 3)}, "does not fit.*warpgroups divide 128"),
-        ({"lists": lists(2, 1), "block_table": TABLE, **pool(9, 64)}, "must be a multiple of 128"),
+        ({"lists": lists(2, 1), "config": PrefillConfig(128, 2, 3)}, "warpgroups · 64 must divide 128"),
+        ({"lists": lists(2, 1), "block_table": TABLE, **pool(9, 64)}, "must be a non-zero multiple of 128"),
         ({"lists": lists(2, 2)}, "lists.blocks has shape"),
         ({"lists": lists(4, 1)}, "lists.blocks has shape"),
         ({"lists": lists(2, 1, dtype=jnp.int16)}, "lists.blocks has dtype int16: must be int32"),
         ({"lists": lists(2, 1, most=0)}, "room for 0 blocks"),
-        ({"lists": lists(2, 1), "keys": "far"}, "lists are given with keys='far'"),
-        ({"block_table": TABLE, "positions": (shape(1, 64, dtype=jnp.int32),) * 2}, "positions are given"),
+        ({"lists": lists(2, 1), "keys": "far"}, "lists: need keys='all', not 'far'"),
+        ({"block_table": TABLE, "positions": (shape(1, 64, dtype=jnp.int32),) * 2}, "positions: cannot be"),
     ],
 )  # fmt: skip
 def test_refuses(change, message):

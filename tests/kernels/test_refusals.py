@@ -131,7 +131,7 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., str | None], Callable
 
 @pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_a_call_is_refused_exactly_where_the_kernel_raises(no_launch, name):
     """Random calls as they should be, which none refuses, and with one or two things changed."""
     kernel, refusal, draw = KERNELS[name]
@@ -165,8 +165,8 @@ def test_shapes_tracers_and_arrays_are_refused_alike():
     ("table", "pages", "message"),
     [
         (shape(1, 2, dtype=jnp.float32), 3, "block_table has dtype float32: must be int32"),
-        (integers(1, 0), 3, "block_table has 0 pages of a row, of 3 in all: must be at least 1"),
-        (integers(1, 2), 0, "block_table has 2 pages of a row, of 0 in all: must be at least 1"),
+        (integers(1, 0), 3, "block_table has 0 pages per sequence, the pool 3: must be at least 1"),
+        (integers(1, 2), 0, "block_table has 2 pages per sequence, the pool 0: must be at least 1"),
         (integers(1, 2), 3, None),
     ],
 )
@@ -226,7 +226,7 @@ def test_no_size_is_zero(name, without):
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_index_arrays_are_integers():
     for kernel, said in refused_sizes(ints=jnp.float32).items():
-        assert str(said).endswith("has dtype float32: must be an integer type"), (kernel, said)
+        assert str(said).endswith("has dtype float32: must be an integer dtype"), (kernel, said)
 
 
 @pytest.mark.usefixtures("shapes_unchecked")

@@ -155,17 +155,16 @@ def near(found, exact, dtype):
 
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("page", [0, 32])
-@pytest.mark.sampled
+@pytest.mark.matrix("32-whole")
 def test_in_rows_and_in_pages(kinds, page):
     Case(kinds).check(page, interpret=True)
 
 
-@pytest.mark.sampled
 def test_more_rows_than_a_program_has():
     Case(KINDS["chosen"], B=ROWS + 5, G=1, shift=True, rotation=jnp.bfloat16).check(interpret=True)
 
 
-@pytest.mark.sampled
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("H", "Hv", "kinds"),
     [
@@ -179,7 +178,6 @@ def test_other_head_dims(H, Hv, kinds):
     Case(kinds, H=H, Hv=Hv).check(interpret=True)
 
 
-@pytest.mark.sampled
 def test_one_row():
     """q, k and v of several heads are three arrays there."""
     Case(KINDS["chosen"], B=1, G=2, shift=True).check(interpret=True)
@@ -206,7 +204,7 @@ BAD = {
         a | {"turning": a["turning"]._replace(k=a["turning"].k.astype(jnp.float32))}
     ),
     "k_stored.planes=[]: must be at least one": lambda a: a | {"k_stored": a["k_stored"]._replace(planes=[])},
-    "ends has dtype float32: must be an integer type": lambda a: a | {"ends": a["ends"].astype(jnp.float32)},
+    "ends has dtype float32: must be an integer dtype": lambda a: a | {"ends": a["ends"].astype(jnp.float32)},
     "turning.shift has shape": lambda a: a | {"turning": a["turning"]._replace(shift=jnp.zeros((1, H)))},
     "k_stored.planes take 160 coordinates: must be at most 128": lambda a: (
         a | {"k_stored": a["k_stored"]._replace(planes=[a["k_stored"].planes[0], *a["k_stored"].planes])}

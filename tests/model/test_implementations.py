@@ -44,7 +44,7 @@ MISTRAL = replace(LLAMA, layers=tuple(replace(layer, window=64) for layer in LLA
 def test_an_explicit_choice_never_falls_back(tiny_opt: TinyModel, name):
     model = tiny_opt.model(CompressionPlan.full(tiny_opt.config))
     with pytest.raises(
-        NotImplementedError, match=f"implementation='{name}' cannot do this call: it needs a GPU"
+        NotImplementedError, match=f"implementation='{name}' cannot serve this call: it needs a GPU"
     ):
         model.network(jnp.zeros((1, 8), jnp.int32), implementation=name)
     with pytest.raises(NotImplementedError, match=name):
@@ -80,7 +80,7 @@ def bfloat16(model: LanguageModel) -> LanguageModel:
         *((OPT, "window"), (OPT, "truncated"), (GEMMA, "window"), (MISTRAL, "full")),
     ],
 )
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_model_on_kernels_lowers_for_cuda(monkeypatch, caplog, config, name):
     """Whole sequences, a piece of a prompt after another, one token: every layer chooses the kernels."""
     network = bfloat16(TinyModel(config).model(CompressionPlan.uniform(config, **PLANS[name]))).network
@@ -153,7 +153,6 @@ def random_calls(rng):
     }
 
 
-@pytest.mark.sampled
 def test_kernels_take_what_is_not_refused(monkeypatch, no_launch):
     """A kernel's own ValueError would mean that it was asked about other arguments than it was given."""
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)
@@ -163,7 +162,7 @@ def test_kernels_take_what_is_not_refused(monkeypatch, no_launch):
             try:
                 jax.eval_shape(partial(call, scale=1.0, implementation="pallas"), *arrays)
             except NotImplementedError as error:
-                assert "implementation='pallas' cannot do this call: " in str(error)  # noqa: PT017
+                assert "implementation='pallas' cannot serve this call: " in str(error)  # noqa: PT017
                 served.setdefault(kind, []).append(False)
             else:
                 served.setdefault(kind, []).append(True)

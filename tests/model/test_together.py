@@ -42,10 +42,10 @@ def alone(network, cache: KVCache, place: Place, pieces, tokens, end):
         cache, first = cache.with_row(row, one), first + count
         states.append(hidden[0, :count])
     decoded, cache = network.extend(replace(cache, lengths=lengths), tokens[:, None], end)
-    return np.concatenate(states), decoded[:, 0], replace(cache, lengths=place.held(end))
+    return np.concatenate(states), decoded[:, 0], replace(cache, lengths=place.lengths_after(end))
 
 
-@pytest.mark.sampled
+@pytest.mark.matrix("fp8-two pieces and none")
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("name", PAGED)
 def test_together_is_one_after_the_other(name, steps):

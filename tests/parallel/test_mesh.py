@@ -23,9 +23,9 @@ def test_parse_refuses(text):
 
 
 def test_sizes_are_positive():
-    with pytest.raises(MeshError, match="sequence=0 must be a whole number >= 1"):
+    with pytest.raises(MeshError, match="sequence=0: must be a number of devices"):
         MeshConfig.parse("sequence=0")
-    with pytest.raises(MeshError, match=r"sequence=1\.5 must be a whole number >= 1"):
+    with pytest.raises(MeshError, match=r"sequence=1\.5: must be a number of devices"):
         MeshConfig(sequence=1.5)
 
 

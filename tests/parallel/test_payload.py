@@ -13,8 +13,8 @@ from zdc_jax.parallel.payload import (
     HEADROOM,
     PAYLOADS,
     Formats,
+    RotatedIntegers,
     ScaledFloat8,
-    TurnedIntegers,
     check_basis,
     coded_blocks,
     row_bytes,
@@ -25,7 +25,7 @@ SCALES = 2.0 ** np.array([[5, -7, -20, -3, 0, 9]])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_numbers_in_range_keep_four_bits(dtype):
     """Half a unit of 3 bits of mantissa, 2^-4 of a number; below 2^-6 half of 2^-9. All times the scale."""
     rng = np.random.default_rng(0)
@@ -33,11 +33,11 @@ def test_numbers_in_range_keep_four_bits(dtype):
     x = jnp.asarray(np.where(rng.random(magnitude.shape) < 0.5, -1, 1) * magnitude, dtype)
     scales = jnp.asarray(SCALES, dtype)
     form = ScaledFloat8(scales)
-    halves = form.packed(x)
+    halves = form.pack(x)
     assert sum(half[0, 0, 0].nbytes for half in halves) == row_bytes(
         "q", 6, "float8", jnp.dtype(dtype).itemsize
     )
-    back = jax.jit(lambda *halves: form.unpacked(*halves, dtype=x.dtype))(*halves)
+    back = jax.jit(lambda *halves: form.unpack(*halves, dtype=x.dtype))(*halves)
     assert back.dtype == dtype
     x, back = np.asarray(x, np.float64), np.asarray(back, np.float64)
     np.testing.assert_array_equal(back[..., :EXACT], x[..., :EXACT])
@@ -49,7 +49,7 @@ def test_numbers_in_range_keep_four_bits(dtype):
 def test_what_is_beyond_the_range_saturates():
     x = jnp.array([3e9, -jnp.inf, 449, 470, -1e6, jnp.inf, -jnp.inf, jnp.nan])[None, None, None]
     form = ScaledFloat8(jnp.ones((1, 8)))
-    got = form.unpacked(*form.packed(x), dtype=x.dtype)[0, 0, 0]
+    got = form.unpack(*form.pack(x), dtype=x.dtype)[0, 0, 0]
     np.testing.assert_array_equal(got, [3e9, -np.inf, 448, 448, -448, 448, -448, np.nan])
 
 
@@ -70,15 +70,15 @@ def test_scales_are_powers_of_two_with_headroom():
 
 @pytest.mark.parametrize("kind", ["q", "k", "v", "o"])
 @pytest.mark.parametrize("width", [1, 8, 20, 32, 64, 80])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_codes_arrive_as_in_float64(kind, width):
     """But for what lies at the middle of two levels, and reaches that err alike."""
     form = getattr(Formats.coded(width, width), kind)
     x = np.random.default_rng(width).standard_t(4, (1, 300, 2, width)).astype(np.float32) * 3.1
-    parts = form.packed(jnp.asarray(x))
+    parts = form.pack(jnp.asarray(x))
     assert {part.dtype for part in parts} == {jnp.dtype(jnp.uint8)}
     assert sum(part[0, 0, 0].nbytes for part in parts) == row_bytes(kind, width, "coded", 2)
-    got = jax.jit(lambda *parts: form.unpacked(*parts, dtype=jnp.float32))(*parts)
+    got = jax.jit(lambda *parts: form.unpack(*parts, dtype=jnp.float32))(*parts)
     expected = emulated(x, coded_blocks(kind, width))
     differs = np.abs(got - expected).max(-1) > 1e-4
     assert differs.mean() < 0.01
@@ -89,12 +89,12 @@ def test_codes_arrive_as_in_float64(kind, width):
     np.testing.assert_allclose(wrong(got), wrong(expected), rtol=1e-3)
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_what_is_zero_or_no_number():
     """Zeros arrive as zeros; what is no number stays in its block of its token and head."""
     form, x = Formats.coded(32, 32).q, np.random.default_rng(0).normal(size=(1, 5, 2, 32)).astype(np.float32)
     x[0, 1, 0], x[0, 2, 1, 0], x[0, 3, 0, 31] = 0, np.inf, np.nan
-    got = np.asarray(form.unpacked(*form.packed(jnp.asarray(x, jnp.bfloat16)), dtype=jnp.bfloat16))
+    got = np.asarray(form.unpack(*form.pack(jnp.asarray(x, jnp.bfloat16)), dtype=jnp.bfloat16))
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got[0, 1, 0], 0)
     lost = np.zeros(x.shape, bool)
@@ -104,12 +104,12 @@ def test_what_is_zero_or_no_number():
 
 
 @pytest.mark.parametrize("bits", [3, 4, 6])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_what_arrives_is_no_shorter(bits):
     """Products of vectors with what arrives of them; with the nearest levels they are 4 % less at 3 bits."""
     x = np.random.default_rng(0).normal(size=(1, 4000, 1, 64)).astype(np.float32)
-    form = TurnedIntegers(64, ((64, bits),))
-    got = np.asarray(form.unpacked(*form.packed(jnp.asarray(x)), dtype=jnp.float32))
+    form = RotatedIntegers(64, ((64, bits),))
+    got = np.asarray(form.unpack(*form.pack(jnp.asarray(x)), dtype=jnp.float32))
     assert np.mean(got * x) / np.mean(x * x) == pytest.approx(1, abs=2e-3)
 
 
@@ -128,6 +128,6 @@ def test_payloads_that_round_need_a_basis():
     check_basis("native", None)
     for payload in PAYLOADS[1:]:
         with pytest.raises(
-            CalibrationError, match=f"payload='{payload}' needs .* a calibrated basis; give plan="
+            CalibrationError, match=f"payload='{payload}': needs a calibrated basis; pass plan="
         ):
             check_basis(payload, None)

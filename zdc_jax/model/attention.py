@@ -1,4 +1,4 @@
-"""The attention layer: projections that come out compressed, and W_O that absorbs the way back."""
+"""Attention layer: projections of queries, keys and values, and the output projection."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,10 +10,10 @@ from jaxtyping import Float, Int
 
 from zdc_jax.axes import Array
 from zdc_jax.config import LayerSpec, ModelConfig
-from zdc_jax.model.layers import Reduce, add_bias, param, rms_norm, unreduced
+from zdc_jax.model.layers import Reduce, add_bias, param, rms_norm, skip_reduction
 from zdc_jax.ops.attention import Implementation, self_attention
 from zdc_jax.ops.latent import LatentKeys
-from zdc_jax.ops.rotary import UnturnedKeys, rope_and_basis, rope_frequencies, rotate
+from zdc_jax.ops.rotary import UnrotatedKeys, rope_and_basis, rope_frequencies, rotate
 
 _BIASES = ("q_bias", "k_bias", "v_bias", "o_bias")
 _NORMS = ("q_norm", "k_norm")
@@ -22,18 +22,21 @@ _SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 class Attention(nnx.Module):
-    """W_Q, W_K, W_V, W_O of one layer, as folded by `zdc_jax.fold` (or unmodified).
+    """Projections W_Q, W_K, W_V and W_O of one layer, unmodified or folded by `zdc_jax.fold`.
 
-    Where the basis of q and k acts is told by which weights are present:
-    `q_rotation`/`k_rotation` [K, H, R]: after norm and rotary embedding (`post_rope`);
-    `frequencies` [K, R/2]: weights hold chosen rotary pairs, interleaved (`pairs`);
-    `k_latent` [K, H, R]: none acts, and `project_latent` gives latents of keys before the rotary embedding;
-    neither: inside W_Q and W_K (`folded`), or no basis at all.
-    `q_scale`, `k_scale`, `v_scale` [K, H], where they are present, are those of a float8 exchange of prompts
-    between devices (`zdc_jax.parallel.payload`).
+    The optional weights say where a calibrated basis acts:
+
+    - `q_rotation`, `k_rotation` [K, H, R]: after norm and rotary embedding (`post_rope`).
+    - `frequencies` [K, R/2]: the weights hold selected rotary pairs, interleaved (`pairs`).
+    - `k_latent` [K, H, R]: not in attention; `project_latent` computes latents of the keys before the rotary
+      embedding.
+    - none of these: inside W_Q and W_K (`folded`), or there is no basis.
+
+    `q_scale`, `k_scale` and `v_scale` [K, H] are the scales of a float8 exchange of prompts between devices
+    (`zdc_jax.parallel.payload`).
 
     Raises:
-      ValueError: a weight that no attention layer has.
+      ValueError: `weights` has a name that no attention layer knows.
     """
 
     q_bias: nnx.Param | None
@@ -54,17 +57,20 @@ class Attention(nnx.Module):
     def __init__(self, weights: Mapping[str, Array], config: ModelConfig, spec: LayerSpec):
         optional = (*_BIASES, *_NORMS, *_BASIS, *_SCALES)
         if unknown := weights.keys() - {"q", "k", "v", "o", *optional}:
-            raise ValueError(f"attention has no use for the weights {sorted(unknown)}")
+            raise ValueError(
+                f"weights={sorted(unknown)}: not weights of an attention layer; "
+                f"allowed are q, k, v, o and {', '.join(optional)}"
+            )
         self.q, self.k = nnx.Param(weights["q"]), nnx.Param(weights["k"])
         self.v, self.o = nnx.Param(weights["v"]), nnx.Param(weights["o"])
         for name in optional:
             setattr(self, name, param(weights, name))
-        # Of this layer alone: layers alike are to be equal, and compiled programs are looked up by the hash.
+        # Keep only this layer's spec: equal layers then have equal hashes and share one compiled program.
         self.config, self.spec = replace(config, layers=(spec,)), spec
 
     @property
     def scale(self) -> float:
-        """Factor on the scores; of the original head dim, whatever is kept of it."""
+        """Factor on the scores; it follows the original head dimension, whatever rank is kept."""
         return self.spec.score_scale(self.config.head_dim)
 
     def project(
@@ -73,32 +79,34 @@ class Attention(nnx.Module):
         positions: Int[Array, "B T"],
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T N R"], Float[Array, "B T K R"], Float[Array, "B T K Z"]]:
-        """q, k, v as attention and the cache see them."""
-        q, k, v = self._products(x)
+        """Return q, k and v in the form that attention and the cache expect."""
+        q, k, v = self._project_raw(x)
         if self.frequencies is not None:
             per_head = self.frequencies[...]
             per_query = jnp.repeat(per_head, q.shape[2] // k.shape[2], axis=0)
             q = rotate(q, positions, per_query, interleaved=True)
             return q, rotate(k, positions, per_head, interleaved=True), v
-        if (basis := self._basis()) is not None:
-            return *rope_and_basis(q, k, positions, self._angles(), *basis, implementation), v
+        if (basis := self._get_basis()) is not None:
+            return *rope_and_basis(q, k, positions, self._rope_frequencies(), *basis, implementation), v
         if self.spec.rope is not None:
-            rotated = jnp.asarray(self._angles(), jnp.float32)
-            q, k = (rotate(each, positions, rotated, interleaved=False) for each in (q, k))
+            frequencies = jnp.asarray(self._rope_frequencies(), jnp.float32)
+            q, k = (rotate(x, positions, frequencies, interleaved=False) for x in (q, k))
         return q, k, v
 
-    def project_unturned(
+    def project_unrotated(
         self,
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B T N H"], UnturnedKeys | Float[Array, "B T K R"], Float[Array, "B T K Z"]]:
-        """`project` that leaves q and k as the weights give them where the basis acts behind the rotary
-        embedding (`post_rope`), for a cache that turns them itself; elsewhere `project`."""
-        if (basis := self._basis()) is None:
+    ) -> tuple[Float[Array, "B T N H"], UnrotatedKeys | Float[Array, "B T K R"], Float[Array, "B T K Z"]]:
+        """Return q, k and v with rotary embedding and basis left to the cache (`post_rope`).
+
+        Layers with another basis return the same as `project`.
+        """
+        if (basis := self._get_basis()) is None:
             return self.project(x, positions, implementation)
-        q, k, v = self._products(x)
-        return q, UnturnedKeys(k, positions, self._angles(), *basis), v
+        q, k, v = self._project_raw(x)
+        return q, UnrotatedKeys(k, positions, self._rope_frequencies(), *basis), v
 
     def project_latent(
         self,
@@ -106,20 +114,20 @@ class Attention(nnx.Module):
         positions: Int[Array, "B T"],
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T N H"], LatentKeys, Float[Array, "B T K Z"]]:
-        """`project` of a layer that has `k_latent`."""
+        """Return `project` with keys as `LatentKeys`; the layer must have `k_latent`."""
         assert self.k_latent is not None
         q, k, v = self.project(x, positions, implementation)
         factor = self.k_latent[...]
         latents = jnp.einsum("BTKH,KHR->BTKR", self.before_rope(k, positions), factor)
-        return q, LatentKeys(k, latents, factor, jnp.asarray(self._angles(), jnp.float32)), v
+        return q, LatentKeys(k, latents, factor, jnp.asarray(self._rope_frequencies(), jnp.float32)), v
 
     def before_rope(
         self, k: Float[Array, "B T K H"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B T K H"]:
-        """Keys of a layer whose basis does not act, turned back."""
+        """Undo the rotary embedding of keys. The layer must not apply a basis to them."""
         if self.spec.rope is None:
             return k
-        return rotate(k, -positions, jnp.asarray(self._angles(), jnp.float32), interleaved=False)
+        return rotate(k, -positions, jnp.asarray(self._rope_frequencies(), jnp.float32), interleaved=False)
 
     def attend(
         self,
@@ -127,34 +135,38 @@ class Attention(nnx.Module):
         k: Float[Array, "B T K R"] | LatentKeys,
         v: Float[Array, "B T K Z"],
     ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
-        """Attention of whole sequences as the checkpoint means it, no plan; and its log-sum-exp."""
+        """Attend within whole sequences as the checkpoint defines it, ignoring the plan.
+
+        Returns:
+          The output, and the log-sum-exp of the scaled scores.
+        """
         if isinstance(k, LatentKeys):
             k = k.keys
         if self.spec.window is None:
             return self_attention(q, k, v, scale=self.scale)
         return self_attention(q, k, v, scale=self.scale, qk_rank=0, v_rank=0, window=self.spec.window)
 
-    def _products(
+    def _project_raw(
         self, x: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K Z"]]:
-        """q, k and v before anything turns them."""
-        q = self._normed(add_bias(jnp.einsum("BTD,DNH->BTNH", x, self.q[...]), self.q_bias), self.q_norm)
-        k = self._normed(add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.k[...]), self.k_bias), self.k_norm)
+        """Return q, k and v after bias and norm, before rotary embedding and basis."""
+        q = self._normalize(add_bias(jnp.einsum("BTD,DNH->BTNH", x, self.q[...]), self.q_bias), self.q_norm)
+        k = self._normalize(add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.k[...]), self.k_bias), self.k_norm)
         return q, k, add_bias(jnp.einsum("BTD,DKH->BTKH", x, self.v[...]), self.v_bias)
 
-    def _basis(self) -> tuple[Array, Array, Array | None] | None:
-        """What acts behind the rotary embedding: of queries, of keys, and what is added to keys."""
+    def _get_basis(self) -> tuple[Array, Array, Array | None] | None:
+        """Return the basis applied after the rotary embedding: of queries, of keys, and the shift of keys."""
         if self.q_rotation is None or self.k_rotation is None:
             return None
         shift = None if self.k_shift is None else self.k_shift[...]
         return self.q_rotation[...], self.k_rotation[...], shift
 
-    def _normed(self, x: Array, norm: nnx.Param | None) -> Array:
+    def _normalize(self, x: Array, norm: nnx.Param | None) -> Array:
         config = self.config
         return x if norm is None else rms_norm(x, norm[...], config.norm_eps, config.norm_offset)
 
-    def _angles(self) -> np.ndarray:
-        """Of each rotary pair, float64 [H/2]; zeros turn nothing."""
+    def _rope_frequencies(self) -> np.ndarray:
+        """Return the rotary frequencies, float64 [H/2]; zeros where the layer has no rotary embedding."""
         if self.spec.rope is None:
             return np.zeros(self.config.head_dim // 2)
         return rope_frequencies(self.spec.rope, self.config.head_dim, self.config.max_positions)
@@ -166,32 +178,40 @@ class Attention(nnx.Module):
         first: int,
         less: tuple[int, int],
     ) -> tuple[Array, tuple[Array, Array], tuple[Array, Array]]:
-        """q of all tokens, k and v of the `first` tokens and of the others, which keep only R, Z = `less`.
+        """Project tokens of two importance classes (ZDC §5.2).
 
-        Narrower rows come from products with fewer columns of the same weights (ZDC §5.2).
+        Narrower keys and values use fewer columns of the same weights.
+
+        Args:
+          x: tokens in class order, important ones first.
+          positions: position of each token.
+          first: number of important tokens.
+          less: ranks R and Z of the remaining tokens.
+
+        Returns:
+          q of all tokens, then (k of important tokens, k of the others), and the same pair for v.
         """
         if first == x.shape[1]:
             q, k, v = self.project(x, positions, "xla")
             return q, (k, k[:, :0]), (v, v[:, :0])
-        more, fewer = x[:, :first], x[:, first:]
-        rest = self.narrowed(*less)
-        q, k, v = self.project(more, positions[:, :first], "xla")
-        q_rest, _, _ = self.project(fewer, positions[:, first:], "xla")
-        _, k_rest, v_rest = rest.project(fewer, positions[:, first:], "xla")
+        important, rest = x[:, :first], x[:, first:]
+        q, k, v = self.project(important, positions[:, :first], "xla")
+        q_rest, _, _ = self.project(rest, positions[:, first:], "xla")
+        _, k_rest, v_rest = self.narrow(*less).project(rest, positions[:, first:], "xla")
         return jnp.concatenate([q, q_rest], 1), (k, k_rest), (v, v_rest)
 
-    def narrowed(self, R: int, Z: int) -> "Attention":
-        """The same layer with only the first coordinates of q, k and v."""
+    def narrow(self, R: int, Z: int) -> "Attention":
+        """Return this layer with only the first R coordinates of q and k and the first Z of v."""
         rotations = ("q_rotation", "k_rotation", "k_shift")
         qk = rotations if self.k_rotation is not None else ("q", "q_bias", "k", "k_bias")
         widths = dict.fromkeys(qk, R) | {"v": Z, "v_bias": Z, "frequencies": R // 2}
         names = ("q", "k", "v", "o", *_BIASES, *_NORMS, *_BASIS)
-        held = {name: getattr(self, name) for name in names}
+        params = {name: getattr(self, name) for name in names}
         weights = {
-            name: value[...][..., : widths.get(name)] for name, value in held.items() if value is not None
+            name: value[...][..., : widths.get(name)] for name, value in params.items() if value is not None
         }
         return Attention(weights, self.config, self.spec)
 
-    def output(self, o: Float[Array, "B T N Z"], reduce: Reduce = unreduced) -> Float[Array, "B T D"]:
-        """W_O applied to the heads' outputs in the rotated basis."""
+    def output(self, o: Float[Array, "B T N Z"], reduce: Reduce = skip_reduction) -> Float[Array, "B T D"]:
+        """Apply W_O to the outputs of the heads, which are in the rotated basis."""
         return add_bias(reduce(jnp.einsum("BTNZ,NZD->BTD", o, self.o[...])), self.o_bias)

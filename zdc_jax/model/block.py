@@ -1,4 +1,4 @@
-"""One layer of the transformer."""
+"""One transformer layer, and the types of its attention and projection functions."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,32 +11,32 @@ from jaxtyping import Float, Int
 from zdc_jax.axes import Array
 from zdc_jax.config import LayerSpec, ModelConfig
 from zdc_jax.model.attention import Attention
-from zdc_jax.model.layers import FeedForward, Norm, Reduce, unreduced
+from zdc_jax.model.layers import FeedForward, Norm, Reduce, skip_reduction
 from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.latent import LatentKeys
-from zdc_jax.ops.rotary import UnturnedKeys
+from zdc_jax.ops.rotary import UnrotatedKeys
 
 Attend = Callable[[Array, Any, Any], tuple[Array, Any]]
-"""(q [B, T, N, R], k [B, T, K, R], v [B, T, K, Z]) → o [B, T, N, Z], and whatever else it finds."""
+"""Attention of a layer: (q [B, T, N, R], k [B, T, K, R], v [B, T, K, Z]) → o [B, T, N, Z], extra results."""
 Project = Callable[[Attention, Array, Array, Implementation | None], tuple[Array, Any, Any]]
-"""(attention, x [B, T, D], positions [B, T], implementation) → q, k, v in the form that `Attend` takes."""
+"""Projection of a layer: (attention, x [B, T, D], positions [B, T], implementation) → q, k, v."""
 
 
-def own_projection(
+def project_uniformly(
     attention: Attention, x: Array, positions: Array, implementation: Implementation | None
 ) -> tuple[Array, Array, Array]:
-    """The `Project` of layers that treat all tokens alike."""
+    """Project all tokens alike, with `Attention.project`."""
     return attention.project(x, positions, implementation)
 
 
-def of_each(change: Callable[[Array], Array], q: Array, k: Any, v: Any) -> tuple[Array, Any, Any]:
-    """q, k, v as a `Project` gives them, with what there is of each token changed."""
-    keys = k.each(change) if isinstance(k, LatentKeys | UnturnedKeys) else jax.tree.map(change, k)
+def map_tokens(change: Callable[[Array], Array], q: Array, k: Any, v: Any) -> tuple[Array, Any, Any]:
+    """Apply `change` to every per-token array of q, k and v, as a `Project` returns them."""
+    keys = k.each(change) if isinstance(k, LatentKeys | UnrotatedKeys) else jax.tree.map(change, k)
     return change(q), keys, jax.tree.map(change, v)
 
 
 class Block(nnx.Module):
-    """One layer: attention and feed-forward, each added to what it took in; norms as `spec` says."""
+    """Transformer layer: attention and feed-forward, each added to its input, with the norms of `spec`."""
 
     def __init__(self, weights: Mapping[str, Any], config: ModelConfig, spec: LayerSpec):
         def norm(name):
@@ -56,10 +56,10 @@ class Block(nnx.Module):
         positions: Int[Array, "B T"],
         attend: Attend,
         implementation: Implementation | None = None,
-        project: Project = own_projection,
-        reduce: Reduce = unreduced,
+        project: Project = project_uniformly,
+        reduce: Reduce = skip_reduction,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """The layer's output, and what `attend` found beside attention's."""
+        """Return the layer's output and the auxiliary results of `attend`."""
         with jax.named_scope("attention"):
             q, k, v = self.projected(x, positions, implementation, project)
             o, aux = attend(q, k, v)
@@ -74,9 +74,9 @@ class Block(nnx.Module):
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         implementation: Implementation | None = None,
-        project: Project = own_projection,
+        project: Project = project_uniformly,
     ) -> tuple[Array, Any, Any]:
-        """q, k, v as `Attend` takes them."""
+        """Return q, k and v in the form that `attend` expects."""
         return project(self.attention, self._input(x, self.attention_norm), positions, implementation)
 
     def _input(self, x: Array, norm: Norm) -> Array:

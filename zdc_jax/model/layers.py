@@ -1,4 +1,4 @@
-"""Norms and feed-forward, each over already loaded parameters."""
+"""Norms and the feed-forward network, over parameters that are already loaded."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,11 +11,11 @@ from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
 
 Reduce = Callable[[Array], Array]
-"""Sums what each of several devices gives of one product, before its bias (tensor parallelism)."""
+"""Sum over devices of the partial results of one product, before its bias (tensor parallelism)."""
 
 
-def unreduced(x: Array) -> Array:
-    """The `Reduce` of a device that computes all of a product."""
+def skip_reduction(x: Array) -> Array:
+    """Return `x` unchanged; the `Reduce` of a device that computes a whole product."""
     return x
 
 
@@ -28,17 +28,17 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def param(weights: Mapping[str, Array], name: str) -> nnx.Param | None:
-    """The named weight as a parameter, None where this model has none."""
+    """Return the named weight as a parameter, or None where the model has none."""
     return nnx.Param(weights[name]) if name in weights else None
 
 
 def add_bias(x: Array, bias: nnx.Param | None) -> Array:
-    """x + bias, or x where there is no bias."""
+    """Add `bias` to `x`, if there is one."""
     return x if bias is None else x + bias[...]
 
 
 class Norm(nnx.Module):
-    """RMSNorm (only a scale) or LayerNorm (scale and bias), in float32."""
+    """RMSNorm (scale only) or LayerNorm (scale and bias), computed in float32."""
 
     def __init__(self, weights: Mapping[str, Array], config: ModelConfig):
         self.scale = nnx.Param(weights["scale"])
@@ -59,14 +59,17 @@ class Norm(nnx.Module):
 def rms_norm(
     x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float, offset: float
 ) -> Float[Array, "*B D"]:
-    """x over its root mean square, times `scale + offset`; in float32, result in the dtype of x."""
+    """Divide `x` by its root mean square and multiply by `scale + offset`.
+
+    The computation is in float32; the result has the dtype of `x`.
+    """
     y = x.astype(jnp.float32)
     y *= jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
     return (y * (scale.astype(jnp.float32) + offset)).astype(x.dtype)
 
 
 class FeedForward(nnx.Module):
-    """Gated (Llama) or plain (OPT) two-matrix feed-forward."""
+    """Feed-forward network, gated (Llama) or plain (OPT)."""
 
     def __init__(self, weights: Mapping[str, Array], activation: str):
         self.gate, self.gate_bias = param(weights, "gate"), param(weights, "gate_bias")
@@ -74,7 +77,7 @@ class FeedForward(nnx.Module):
         self.down, self.down_bias = nnx.Param(weights["down"]), param(weights, "down_bias")
         self.activation = activation
 
-    def __call__(self, x: Float[Array, "B T D"], reduce: Reduce = unreduced) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], reduce: Reduce = skip_reduction) -> Float[Array, "B T D"]:
         act = ACTIVATIONS[self.activation]
         up = add_bias(jnp.einsum("BTD,DF->BTF", x, self.up[...]), self.up_bias)
         gate = None

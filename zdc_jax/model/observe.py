@@ -1,4 +1,4 @@
-"""What happens inside the layers on whole sequences: one walk for all that calibration measures."""
+"""One walk over the layers on whole sequences, from which calibration takes its measurements."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +15,16 @@ from zdc_jax.model.transformer import Transformer
 
 
 class Seen(NamedTuple):
-    """One layer on whole sequences, under its own mask, rotary embedding and scale.
+    """Inputs and results of one layer on whole sequences, with its own mask, rotary embedding and scale.
 
-    x [B, T, D] enters it; q [B, T, N, H], k and v [B, T, K, H] as attention sees them; o [B, T, N, H] and lse
-    [B, N, T], the log-sum-exp of scaled scores, are what attention gives; attention: the module.
+    Attributes:
+      x: input of the layer, [B, T, D].
+      q: queries as attention sees them, [B, T, N, H].
+      k: keys as attention sees them, [B, T, K, H].
+      v: values, [B, T, K, H].
+      o: output of attention, [B, T, N, H].
+      lse: log-sum-exp of the scaled scores, [B, N, T].
+      attention: the layer's attention module.
     """
 
     x: Array
@@ -31,25 +37,28 @@ class Seen(NamedTuple):
 
 
 Tap = Callable[[Seen], Any]
-"""What is taken of a layer: any tree of arrays. A module's function, so that programs compile once."""
+"""Measurement of one layer; returns any tree of arrays. Use a module-level function: it is hashed."""
 
 
 def observe(network: Transformer, tokens: Int[Array, "B T"], tap: Tap) -> list[Any]:
-    """What `tap` gives in each layer of an unmodified (or only rotated) network, in order.
+    """Return what `tap` measures in each layer of an unmodified (or only rotated) network, in order.
 
-    The plan of the network plays no part: every layer attends as its checkpoint says.
+    The network's plan is ignored: every layer attends as the checkpoint defines it.
     """
     x = network.embeddings.embed(tokens, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
-    found = []
+    measurements = []
     for block in network.layers:
-        x, taken = observe_layer(block, x, tap)
-        found.append(taken)
-    return found
+        x, measured = observe_layer(block, x, tap)
+        measurements.append(measured)
+    return measurements
 
 
 @partial(jax.jit, static_argnames="tap")
 def observe_layer(block: Block, x: Float[Array, "B T D"], tap: Tap) -> tuple[Float[Array, "B T D"], Any]:
-    """One layer on whole sequences, and what `tap` gives. Jitted, so that layers alike compile once."""
+    """Run one layer on whole sequences; return its output and what `tap` measures.
+
+    The function is jitted so that equal layers compile once.
+    """
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         o, lse = block.attention.attend(q, k, v)

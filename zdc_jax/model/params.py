@@ -1,6 +1,6 @@
-"""The one table of parameter names and shapes; conversion, checkpoints and models all read it.
+"""Names and shapes of all parameters, shared by conversion, checkpoints and models.
 
-Per layer (`layer_shapes`), `?` = only where the config has it:
+Per layer (`layer_shapes`); `?` marks parameters that depend on the config:
 
     attention/{q,k,v}    [D, N|K|K, H]      attention/{q,k,v}_bias?  [N|K|K, H]
     attention/o          [N, H, D]          attention/o_bias?        [D]
@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 
 
 def layer_shapes(config: ModelConfig, layer: int) -> dict[str, dict[str, Shape]]:
-    """Shapes of the parameters of one layer, nested as they are stored."""
+    """Return the shapes of one layer's parameters, nested as they are stored."""
     spec = config.layers[layer]
     D, F, H = config.embed_dim, config.ffn_dim, config.head_dim
     N, K = config.num_heads, config.num_kv_heads
@@ -47,11 +47,11 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict[str, dict[str, Shape]]
     norms = ["attention_norm", "mlp_norm"]
     if spec.norms == "sandwich":
         norms += ["attention_output_norm", "mlp_output_norm"]
-    return {"attention": attention, "mlp": mlp} | {name: _norm(config) for name in norms}
+    return {"attention": attention, "mlp": mlp} | {name: _norm_shapes(config) for name in norms}
 
 
 def embedding_shapes(config: ModelConfig) -> dict[str, Any]:
-    """Shapes of the parameters outside the layers."""
+    """Return the shapes of the parameters outside the layers."""
     D, V = config.embed_dim, config.vocab_size
     E = config.token_embed_dim or D
     shapes: dict[str, Any] = {"tokens": (V, E)}
@@ -60,13 +60,13 @@ def embedding_shapes(config: ModelConfig) -> dict[str, Any]:
     if E != D:
         shapes |= {"project_in": (E, D), "project_out": (D, E)}
     if config.final_norm:
-        shapes["final_norm"] = _norm(config)
+        shapes["final_norm"] = _norm_shapes(config)
     if not config.tie_embeddings:
         shapes["lm_head"] = (V, E)
     return shapes
 
 
-def _norm(config: ModelConfig) -> dict[str, Shape]:
+def _norm_shapes(config: ModelConfig) -> dict[str, Shape]:
     D = config.embed_dim
     return {"scale": (D,)} if config.norm == "rms" else {"scale": (D,), "bias": (D,)}
 
@@ -76,20 +76,20 @@ def _is_shape(value: Any) -> bool:
 
 
 def num_params(config: ModelConfig) -> int:
-    """Count of parameters of the unmodified model."""
+    """Count the parameters of the unmodified model."""
 
-    def count(tree):
-        return sum(math.prod(s) for s in jax.tree.leaves(tree, is_leaf=_is_shape))
+    def count(tree: Any) -> int:
+        return sum(math.prod(shape) for shape in jax.tree.leaves(tree, is_leaf=_is_shape))
 
     layers = sum(count(layer_shapes(config, layer)) for layer in range(config.num_layers))
     return layers + count(embedding_shapes(config))
 
 
 def random_params(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
-    """Random parameters `{"embeddings": …, "layers": [...]}` in `config.dtype`, for training and benchmarks.
+    """Create random parameters `{"embeddings": …, "layers": [...]}` in `config.dtype`.
 
-    Matrices are N(0, 0.02²) with the two that write to the residual stream scaled by 1/√(2L), as in GPT-2;
-    norms scale by 1 and biases are 0.
+    Matrices are N(0, 0.02²), as in GPT-2. The two matrices that write to the residual stream are also scaled
+    by 1/√(2L). Norm scales are 1 and biases are 0.
     """
     return {
         "embeddings": random_tree(embedding_shapes(config), config, jax.random.fold_in(key, 0)),
@@ -101,7 +101,7 @@ def random_params(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
 
 
 def random_tree(shapes: Any, config: ModelConfig, key: jax.Array) -> Any:
-    """Random parameters of the given shapes (`layer_shapes` or `embedding_shapes`), see `random_params`."""
+    """Create random parameters for `layer_shapes` or `embedding_shapes`, as in `random_params`."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=_is_shape)
     leaves = [
         _random_leaf(path[-1].key, shape, config, jax.random.fold_in(key, i))

@@ -1,8 +1,8 @@
-"""Pieces of texts and the next tokens of others, in the same products with weights.
+"""One pass over prefill chunks of some sequences and the next tokens of others.
 
-A decoded token reads all weights for one row of numbers, and a piece of a prompt reads them anyway. Pieces of
-several texts stand one behind another, so that one padding serves all. Attention is apart: tokens and pieces
-have kernels of their own, and to these each piece is a row, padded to all tokens of the step.
+Decoding one token reads all weights for a single vector; a prefill chunk reads the same weights anyway. The
+chunks of several sequences are concatenated and share one padding. Attention stays separate, because decode
+and prefill have their own kernels: prefill kernels get one padded sequence per chunk.
 """
 
 from dataclasses import replace
@@ -16,87 +16,113 @@ from jaxtyping import Float, Int, Shaped
 from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.cache.spec import Call, LayerCacheSpec, State
-from zdc_jax.model.block import Block, of_each
+from zdc_jax.model.block import Block, map_tokens
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.ops.attention import Implementation
 
 
 class Place(NamedTuple):
-    """Of P pieces: the row of the cache that each belongs to, the position of its first token, and the tokens
-    that the row holds behind it; all [P] int32. A piece that is none has no tokens, and a number that is no
-    row's."""
+    """Cache rows and positions of P prefill chunks, all [P] int32.
+
+    An empty entry has no tokens and a row number outside the batch.
+
+    Attributes:
+      row: row of the cache that the chunk extends.
+      begin: position of the chunk's first token.
+      end: number of tokens in the row after the chunk.
+    """
 
     row: Int[Array, " P"]
     begin: Int[Array, " P"]
     end: Int[Array, " P"]
 
-    def held(self, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
-        """What rows hold behind the pieces, where the others hold `lengths`."""
+    def lengths_after(self, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Return the lengths of all rows after the chunks, given those of the other rows."""
         return lengths.at[self.row].set(self.end, mode="drop")
 
 
 class Packing(NamedTuple):
-    """T tokens of pieces, one piece behind another, and each piece as a row of T.
+    """Indices between T concatenated chunk tokens and P padded chunks of T tokens.
 
-    piece, offset [T] int32: of each token its piece, and where it stands there; padding is of the last.
-    source [P, T] int32: where the tokens of each piece stand; behind its last, any.
+    Attributes:
+      chunk: chunk index of each token, [T] int32; padding belongs to the last chunk.
+      offset: index of each token within its chunk, [T] int32.
+      source: index of each chunk's tokens in the concatenation, [P, T] int32; arbitrary after its last token.
     """
 
-    piece: Int[Array, " T"]
+    chunk: Int[Array, " T"]
     offset: Int[Array, " T"]
     source: Int[Array, "P T"]
 
     @classmethod
     def of(cls, place: Place, T: int) -> "Packing":
-        """Of pieces with T tokens at most, together."""
-        behind = jnp.cumsum(place.end - place.begin)
-        first = behind - (place.end - place.begin)
+        """Create the indices for chunks of at most T tokens in total."""
+        last = jnp.cumsum(place.end - place.begin)
+        first = last - (place.end - place.begin)
         token = jnp.arange(T, dtype=jnp.int32)
-        piece = jnp.minimum(jnp.sum(token[:, None] >= behind, axis=1), len(first) - 1)
+        chunk = jnp.minimum(jnp.sum(token[:, None] >= last, axis=1), len(first) - 1)
         source = jnp.minimum(first[:, None] + token, T - 1)
-        return cls(piece.astype(jnp.int32), token - first[piece], source)
+        return cls(chunk.astype(jnp.int32), token - first[chunk], source)
 
-    def apart(self, x: Shaped[Array, "1 T *rest"]) -> Shaped[Array, "P T *rest"]:
-        """What is of tokens, each piece in a row of its own."""
+    def split(self, x: Shaped[Array, "1 T *rest"]) -> Shaped[Array, "P T *rest"]:
+        """Split concatenated tokens into one padded sequence per chunk."""
         return x if len(self.source) == 1 else x[0][self.source]
 
-    def packed(self, x: Shaped[Array, "P T *rest"]) -> Shaped[Array, "1 T *rest"]:
-        """The reverse."""
-        return x if len(self.source) == 1 else x[self.piece, self.offset][None]
+    def pack(self, x: Shaped[Array, "P T *rest"]) -> Shaped[Array, "1 T *rest"]:
+        """Concatenate the tokens of padded chunks; the inverse of `split`."""
+        return x if len(self.source) == 1 else x[self.chunk, self.offset][None]
 
 
 def extend_together(
     network: Transformer,
     cache: KVCache,
     place: Place,
-    pieces: Int[Array, " T"],
+    chunks: Int[Array, " T"],
     tokens: Int[Array, " B"],
     end: Int[Array, " B"],
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, "B D"], KVCache]:
-    """`Transformer.extend` of pieces of some rows and then of one token of each other row.
+    """Extend some rows of a cache by chunks, and each other row by at most one token.
 
-    Methods that keep tokens by position alone can do it (`pages` in their clauses): their projections treat
-    all tokens alike, and a row that begins anew needs no `release`.
+    The result is that of `Transformer.extend` on the chunks, then on the tokens. The caches must support the
+    clause `pages` (`zdc_jax.cache.spec`): they store tokens by position alone, and a new request needs no
+    `release`.
 
     Args:
-      place: of pieces, no two of one row. pieces: their tokens, one piece behind another, then padding.
-      tokens: of all rows; where `end` is what the row holds there is none, as in the rows of pieces.
-      end: tokens that each row holds afterwards, but those of pieces.
+      network: the model.
+      cache: its cache.
+      place: rows and positions of the chunks, at most one per row.
+      chunks: tokens of the chunks, concatenated, then padding.
+      tokens: next token of each row. It is ignored where `end` equals the row's length, as in rows with
+        chunks.
+      end: number of tokens in each row afterwards, without those of the chunks.
+      implementation: of attention; None chooses.
 
     Returns:
-      hidden states of pieces (those of padding are unspecified) and of tokens, and the longer cache.
+      Hidden states of the chunks (unspecified for padding), hidden states of the tokens, and the extended
+      cache.
     """
-    packing = Packing.of(place, len(pieces))
-    in_pieces = place.begin[packing.piece] + packing.offset
-    positions = jnp.concatenate([in_pieces, cache.lengths])[None]
-    x = network.embeddings.embed(jnp.concatenate([pieces, tokens])[None], positions)
+    packing = Packing.of(place, len(chunks))
+    chunk_positions = place.begin[packing.chunk] + packing.offset
+    positions = jnp.concatenate([chunk_positions, cache.lengths])[None]
+    x = network.embeddings.embed(jnp.concatenate([chunks, tokens])[None], positions)
     aux, states = (None, None), list(cache.layers)
     for index, (block, spec) in enumerate(zip(network.layers, cache.specs, strict=True)):
-        given = x, states[index], aux, place, packing, positions, end, cache.table, implementation
-        x, states[index], aux = _layer(block, spec, *given)
-    longer = replace(cache, layers=tuple(states), lengths=place.held(end))
-    return x[0, : len(pieces)], x[0, len(pieces) :], longer
+        x, states[index], aux = _layer(
+            block,
+            spec,
+            x,
+            states[index],
+            aux,
+            place,
+            packing,
+            positions,
+            end,
+            cache.table,
+            implementation,
+        )
+    extended = replace(cache, layers=tuple(states), lengths=place.lengths_after(end))
+    return x[0, : len(chunks)], x[0, len(chunks) :], extended
 
 
 @partial(jax.jit, static_argnames=("spec", "implementation"))
@@ -113,31 +139,34 @@ def _layer(
     table: Int[Array, "B n"] | None,
     implementation: Implementation | None,
 ) -> tuple[Array, State, tuple[Any, Any]]:
-    """One layer; aux: what pieces and tokens hand on, each their own."""
+    """Extend the cache by one layer's keys and values of chunks and tokens.
+
+    `aux` has two parts: what the previous layer hands on for the chunks, and for the tokens.
+    """
     T = x.shape[1] - len(end)
     call = partial(Call, block.attention.scale, implementation)
 
-    def of_pieces(x):
-        return packing.apart(x[:, :T])
+    def take_chunks(x: Array) -> Array:
+        return packing.split(x[:, :T])
 
-    def of_tokens(x):
+    def take_tokens(x: Array) -> Array:
         return x[:, T:].swapaxes(0, 1)
 
-    own = None if table is None else jnp.take(table, place.row, axis=0, mode="clip")
-    new = place.begin[:, None] + jnp.arange(T)
-    # Else XLA reads rows and pages of several layers at once, and copies what is written before that.
+    chunk_table = None if table is None else jnp.take(table, place.row, axis=0, mode="clip")
+    chunk_positions = place.begin[:, None] + jnp.arange(T)
+    # Without the barrier XLA reads rows and pages of several layers at once and copies the written buffers.
     x, rows, state = jax.lax.optimization_barrier((x, spec.of_rows(state, place.row), state))
 
     def attend(*qkv: Any) -> tuple[Array, tuple[State, Any]]:
-        given = *of_each(of_pieces, *qkv), new, place.end, aux[0]
-        read = spec.attend(rows, *given, call(table=own))
-        held = spec.with_rows(state, place.row, read.state)
-        # Else XLA may copy a pool: it does not know that pieces read it before tokens are written.
-        o, held = jax.lax.optimization_barrier((packing.packed(read.o), held))
-        given = *of_each(of_tokens, *qkv), of_tokens(positions), end, aux[1]
-        decoded = spec.attend(held, *given, call(table=table))
+        q, k, v = map_tokens(take_chunks, *qkv)
+        prefilled = spec.attend(rows, q, k, v, chunk_positions, place.end, aux[0], call(table=chunk_table))
+        updated = spec.with_rows(state, place.row, prefilled.state)
+        # Without the barrier XLA may copy a pool: it cannot see that chunks read it before tokens write it.
+        o, updated = jax.lax.optimization_barrier((packing.pack(prefilled.o), updated))
+        q, k, v = map_tokens(take_tokens, *qkv)
+        decoded = spec.attend(updated, q, k, v, take_tokens(positions), end, aux[1], call(table=table))
         o = jnp.concatenate([o, decoded.o.swapaxes(0, 1)], axis=1)
-        return o, (decoded.state, (read.aux, decoded.aux))
+        return o, (decoded.state, (prefilled.aux, decoded.aux))
 
     x, (state, aux) = block(x, positions, attend, implementation, partial(spec.project, aux=None))
     return x, state, aux

@@ -1,1 +1,1 @@
-"""Operations with several implementations behind one function."""
+"""Operations that choose among several implementations."""

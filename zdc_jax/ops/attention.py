@@ -1,15 +1,17 @@
-"""Attention on truncated coordinates: the one place where an implementation is chosen.
+"""Attention on truncated coordinates, and the choice of its implementation.
 
-Each query t sees near keys, {j < sinks} ∪ {t - window < j ≤ t}, at full rank and far keys, the remaining
-j ≤ t, through their first R (scores) and Z (values) coordinates, all under one softmax. The semantics are
-written plainly in `kernels_pallas.reference`. Three implementations meet them:
+Near keys are the sinks and the recent window, {j < sinks} ∪ {t - window < j ≤ t} for a query at position t.
+Far keys are all other j ≤ t. Near keys count with all coordinates; far keys count with the first R (scores)
+and Z (values). One softmax covers both. `kernels_pallas.reference` spells out these semantics.
 
-`pallas`: the kernels of `kernels_pallas`, on GPUs of compute capability 9.0 (H100, H200), 16-bit;
-`cudnn`: one rank for queries, keys and values, no near keys, no cache, 16-bit;
-`xla`: everything, everywhere.
+Implementations:
 
-An explicit choice that cannot serve a call raises; None takes the first of them that can, and says which in
-the log (`zdc_jax.ops`, once a kind of call).
+- `pallas`: the kernels of `kernels_pallas`; GPUs of compute capability 9.0 (H100, H200), 16-bit dtypes.
+- `cudnn`: one rank for queries, keys and values, no near keys, no cache, 16-bit dtypes.
+- `xla`: every call on every device.
+
+An explicit choice that cannot serve a call raises. None selects the first implementation that can, and logs
+the choice once per kind of call (logger `zdc_jax.ops`).
 """
 
 import logging
@@ -52,18 +54,25 @@ def self_attention(
     window: int = 0,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
-    """Causal attention of whole sequences on themselves, and the log-sum-exp of its scaled scores.
+    """Compute causal attention within whole sequences.
 
     Args:
-      q, k, v: with near keys (`sinks` or `window`) at full rank, H coordinates each; else truncated already.
-      scale: factor on the scores, 1/√H of the original head dim.
-      qk_rank, v_rank: coordinates that far keys count with; None (or no near keys) means all that are given.
-        0 for both means that far keys are not seen.
-      sinks, window: near set, in tokens.
+      q: queries. With near keys, q, k and v have all H coordinates; otherwise they are already truncated.
+      k: keys.
+      v: values.
+      scale: factor on the scores, 1/√H of the original head dimension.
+      qk_rank: coordinates of far keys in scores. None, or no near keys, means all. If both ranks are 0, far
+        keys are not attended to.
+      v_rank: coordinates of far values; None as for `qk_rank`.
+      sinks: number of sinks.
+      window: size of the recent window, in tokens.
       implementation: see the module; None chooses.
 
+    Returns:
+      The output, and the log-sum-exp of the scaled scores.
+
     Raises:
-      NotImplementedError: the chosen implementation cannot do this call, with the reason.
+      NotImplementedError: the requested implementation cannot serve this call; the message says why.
     """
     R = q.shape[-1] if qk_rank is None or not (sinks or window) else qk_rank
     Z = v.shape[-1] if v_rank is None or not (sinks or window) else v_rank
@@ -98,19 +107,24 @@ def near_attention(
     window: int,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
-    """The near half of attention, for tokens that stand at positions start, start + 1, …; at full rank.
+    """Compute the near part of attention at full rank, for queries at positions start, start + 1, ….
 
     Args:
-      k, v: of the `window` tokens before the queries and of the queries' own; rows of positions below 0 are
-        not seen.
-      sink_k, sink_v: of positions 0 … P-1; seen once, as sinks.
+      q: queries.
+      k: keys of the `window` tokens before the queries and of the queries' own tokens; entries at positions
+        below 0 are masked.
+      v: values of the same tokens.
+      sink_k: keys of positions 0 … P-1, counted once, as sinks.
+      sink_v: values of the sinks.
+      start: position of the first query.
       scale, window, implementation: as in `self_attention`.
 
     Returns:
-      the result and its log-sum-exp, to be merged with `far_attention`'s (`kernels_pallas.merge_partial`).
+      The output and its log-sum-exp, to be merged with those of `far_attention` by
+      `kernels_pallas.merge_partial`.
 
     Raises:
-      NotImplementedError: the chosen implementation cannot do this call, with the reason.
+      NotImplementedError: the requested implementation cannot serve this call; the message says why.
     """
     B, T = q.shape[:2]
     P = sink_k.shape[1]
@@ -125,13 +139,13 @@ def near_attention(
     k, v, sink_k, sink_v = (x.swapaxes(1, 2) for x in (k, v, sink_k, sink_v))
     no_k, no_v = k[..., :0], v[..., :0]
     positions = jnp.broadcast_to(start + jnp.arange(T), (B, T))
-    held = start - window + jnp.arange(window + T)
-    held = jnp.concatenate([jnp.arange(P), jnp.where(held >= P, held, -1)])
-
-    def join(sinks, recent):
-        return jnp.concatenate([sinks, recent], 2)
-
-    near = NearKeys(join(sink_k, k), join(sink_v, v), jnp.broadcast_to(held, (B, *held.shape)))
+    recent = start - window + jnp.arange(window + T)
+    key_positions = jnp.concatenate([jnp.arange(P), jnp.where(recent >= P, recent, -1)])
+    near = NearKeys(
+        jnp.concatenate([sink_k, k], 2),
+        jnp.concatenate([sink_v, v], 2),
+        jnp.broadcast_to(key_positions, (B, *key_positions.shape)),
+    )
     return xla_attention(q, no_k, no_v, positions, scale=scale, near=near, sinks=P, window=window)
 
 
@@ -146,17 +160,21 @@ def far_attention(
     window: int,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
-    """The far half of attention, sinks ≤ j ≤ t - window, on truncated coordinates; else all keys j ≤ t.
+    """Compute the far part of attention, sinks ≤ j ≤ t - window, on truncated coordinates.
 
     Args:
-      start: position of the first query. Keys stand at positions 0 … S-1.
-      scale, sinks, window, implementation: as in `self_attention`; sinks may be negative.
+      q: queries, truncated to R coordinates.
+      k: keys at positions 0 … S-1.
+      v: values at positions 0 … S-1.
+      start: position of the first query.
+      scale, window, implementation: as in `self_attention`.
+      sinks: number of sinks; may be negative. If there are no sinks and no window, all keys j ≤ t are far.
 
     Returns:
-      the result and its log-sum-exp; zeros and -inf for queries without far keys.
+      The output and its log-sum-exp; zeros and -inf for queries without far keys.
 
     Raises:
-      NotImplementedError: the chosen implementation cannot do this call, with the reason.
+      NotImplementedError: the requested implementation cannot serve this call; the message says why.
     """
     B, T = q.shape[:2]
     known = isinstance(sinks, int)
@@ -164,12 +182,12 @@ def far_attention(
 
     def refusal() -> str | None:
         if not known:
-            return "it needs to know the number of sinks when it is compiled"
+            return "it needs the number of sinks at compile time"
         return kernel_refusal(prefill_refusal, _far_operands, q, k, v, start, **options)
 
     refusals: dict[Implementation, Callable[[], str | None]] = {
         "pallas": refusal,
-        "cudnn": lambda: "it gives no part of attention",
+        "cudnn": lambda: "it cannot compute a part of attention",
     }
     if choose_implementation("far_attention", implementation, refusals) == "pallas":
         return prefill_attention(**_far_operands(q, k, v, start), scale=scale, **options)
@@ -188,28 +206,31 @@ def segment_attention(
     window: int,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
-    """Attention of queries at `positions`, in any order, to the keys of several token classes.
+    """Attend from queries at `positions`, in any order, to the keys of several token classes.
 
     Args:
-      q: scores with a segment's keys use its first R coordinates.
-      segments: k [B, K, S, R], v [B, K, S, Z] and positions [B, S] of each class, negative for an empty slot.
-      sinks, window: only far keys are seen, sinks ≤ j ≤ t - window; all j ≤ t where both are 0.
+      q: queries; the scores of a segment use its first R coordinates.
+      positions: position of each query.
+      segments: keys k [B, K, S, R], values v [B, K, S, Z] and positions [B, S] of each class; a negative
+        position marks an empty slot.
       scale, implementation: as in `self_attention`.
+      sinks: sinks to exclude; only far keys, sinks ≤ j ≤ t - window, are attended to.
+      window: recent window to exclude. If both are 0, all j ≤ t are attended to.
 
     Returns:
-      the result in the width of the widest values, narrower ones counting as zero beyond theirs, and its
-      log-sum-exp; zeros and -inf for queries that see no key.
+      The output, and its log-sum-exp; zeros and -inf for queries without visible keys. The output has the
+      width of the widest values; narrower values count as zero beyond their width.
 
     Raises:
-      NotImplementedError: the chosen implementation cannot do this call, with the reason.
+      NotImplementedError: the requested implementation cannot serve this call; the message says why.
     """
 
-    def operands(q):
+    def operands(q: Array) -> dict[str, Any]:
         return {"q": q, "positions": positions, "segments": segments}
 
     refusals: dict[Implementation, Callable[[], str | None]] = {
         "pallas": lambda: kernel_refusal(segment_refusal, operands, q),
-        "cudnn": lambda: "it reads no keys of several classes",
+        "cudnn": lambda: "it does not support token classes",
     }
     kind = "class decode" if q.shape[1] == 1 else "class prefill"
     attend = (
@@ -223,44 +244,49 @@ def choose_implementation(
     implementation: Implementation | None,
     refusals: dict[Implementation, Callable[[], str | None]],
 ) -> Implementation:
-    """What runs a call: the implementation that is asked for; else the first that can, XLA after all others.
+    """Return the implementation to run: the requested one, or the first that can serve the call.
+
+    `xla` comes last and serves every call.
 
     Args:
-      kind: of call, for the log, which tells a choice once and why others were passed over.
-      implementation: None to choose.
-      refusals: of the other implementations, the best first: why one cannot do this call, None if it can.
+      kind: name of the kind of call. The log reports each kind's choice once, with the reasons.
+      implementation: requested implementation; None to choose.
+      refusals: functions of the other implementations, in order of preference. Each returns the reason why
+        its implementation cannot serve the call, or None if it can.
 
     Raises:
-      ValueError: unknown implementation.
-      NotImplementedError: the one that is asked for cannot do this call, with the reason.
+      ValueError: `implementation` is unknown.
+      NotImplementedError: the requested implementation cannot serve this call; the message says why.
     """
     if implementation not in (None, "xla", *refusals):
         raise ValueError(f"implementation={implementation!r}: must be None, 'pallas', 'cudnn' or 'xla'")
     if implementation in refusals and (reason := refusals[implementation]()) is not None:
-        raise NotImplementedError(f"implementation={implementation!r} cannot do this call: {reason}")
+        raise NotImplementedError(
+            f"implementation={implementation!r} cannot serve this call: {reason}; pass None to choose another"
+        )
     if implementation is not None:
         return implementation
-    passed_over: list[str] = []
+    rejected: list[str] = []
     for name, refusal in refusals.items():
         if (reason := refusal()) is None:
-            _log_choice(kind, name, tuple(passed_over))
+            _log_choice(kind, name, tuple(rejected))
             return name
-        passed_over.append(f"not {name}: {reason}")
-    _log_choice(kind, "xla", tuple(passed_over))
+        rejected.append(f"not {name}: {reason}")
+    _log_choice(kind, "xla", tuple(rejected))
     return "xla"
 
 
 @lru_cache(maxsize=256)
-def _log_choice(kind: str, name: str, passed_over: tuple[str, ...]) -> None:
-    """Once a kind of call and reason: the cache is what remembers."""
-    log.info("%s runs on %s%s", kind, name, "".join(f" ({reason})" for reason in passed_over))
+def _log_choice(kind: str, name: str, rejected: tuple[str, ...]) -> None:
+    """Log a choice once per kind of call and reasons; the LRU cache suppresses repeats."""
+    log.info("%s runs on %s%s", kind, name, "".join(f" ({reason})" for reason in rejected))
 
 
 def _needs_gpu(q: Array) -> str | None:
     if jax.default_backend() != "gpu":
         return f"it needs a GPU, the default backend is {jax.default_backend()!r}"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it needs bfloat16 or float16, got {q.dtype}"
+        return f"it needs bfloat16 or float16, not {q.dtype}"
     return None
 
 
@@ -268,23 +294,26 @@ def _cudnn_refusal(q: Array, k: Array, v: Array, near: bool) -> str | None:
     if (reason := _needs_gpu(q)) is not None:
         return reason
     if near:
-        return "it has no second rank for near keys"
+        return "it does not support near keys of another rank"
     if k.shape != v.shape:
-        return f"it needs R = Z, got {k.shape=}, {v.shape=}"
+        return f"it needs keys and values of equal rank, not {k.shape=}, {v.shape=}"
     if q.shape[-1] % 8 or q.shape[-1] > 128:
-        return f"it needs a head dim that is a multiple of 8 up to 128, got {q.shape[-1]}"
+        return f"it needs a head dimension that is a multiple of 8 up to 128, not {q.shape[-1]}"
     return None
 
 
 def kernel_refusal(
     refusal: Callable[..., str | None], operands: Callable[..., dict[str, Any]], *arrays: Any, **options: Any
 ) -> str | None:
-    """Why a kernel cannot run here on `operands(*arrays)`, none of which is computed for that.
+    """Return why a kernel cannot run on `operands(*arrays)`, or None if it can.
+
+    Only shapes are evaluated; nothing is computed.
 
     Args:
-      refusal: the kernel's own, of `kernels_pallas.refusals`.
-      operands: gives the kernel's arrays by name; the first of `arrays` is q.
-      options: the kernel's, as far as it may refuse them.
+      refusal: the kernel's own check, from `kernels_pallas.refusals`.
+      operands: function that returns the kernel's arrays by name.
+      *arrays: its arguments; the first is q.
+      **options: options of the kernel that its check depends on.
     """
     if (reason := device_refusal(arrays[0])) is not None:
         return reason
@@ -301,27 +330,40 @@ def cache_refusal(
     window: int,
     table: Int[Array, "B n"] | None = None,
 ) -> str | None:
-    """Why the kernels cannot run on new tokens and what a cache holds, its ring if it has near keys.
+    """Return why the kernels cannot attend from new tokens to a cache, or None if they can.
 
-    table: of pages; then k and v are pools of them.
+    Args:
+      q: queries of the new tokens.
+      k: first coordinates of the cached keys, or a pool of pages if there is a `table`.
+      v: first coordinates of the cached values, or a pool of pages.
+      ring: trailing coordinates of near keys and values; None without near keys.
+      sinks: number of sinks.
+      window: size of the recent window.
+      table: block table of a paged cache.
     """
 
     def decode(q: Array, k: Array, v: Array, ring: Any) -> dict[str, Any]:
         lengths = jnp.zeros(q.shape[0], jnp.int32)
-        held = {"k": k, "v": v, "lengths": lengths, "ring": ring and Ring(*ring)}
-        return {"q": q[:, 0], "block_table": table} | held
+        return {
+            "q": q[:, 0],
+            "k": k,
+            "v": v,
+            "lengths": lengths,
+            "ring": ring and Ring(*ring),
+            "block_table": table,
+        }
 
     def prefill(q: Array, k: Array, v: Array, ring: Any) -> dict[str, Any]:
         operands = {"q": q, "k": k, "v": v, "block_table": table}
         if ring is None:
             return operands
-        # Rows by position have the widths of the ring's; how many there are is for the caller to know.
+        # The kernel takes tails by position. They have the ring's widths; their number does not matter here.
         tail_k, tail_v = ring
         heads = (x[:, :, window:] for x in ring) if sinks else ()
         return operands | {"trailing": Trailing(tail_k, tail_v, jnp.zeros(q.shape[0], jnp.int32), *heads)}
 
-    kernel = (decode_refusal, decode) if q.shape[1] == 1 else (prefill_refusal, prefill)
-    return kernel_refusal(*kernel, q, k, v, ring, sinks=sinks, window=window)
+    refusal, operands = (decode_refusal, decode) if q.shape[1] == 1 else (prefill_refusal, prefill)
+    return kernel_refusal(refusal, operands, q, k, v, ring, sinks=sinks, window=window)
 
 
 def _xla_whole(
@@ -333,14 +375,15 @@ def _xla_whole(
     near = None
     if sinks or window:
 
-        def lead(x):
-            return jnp.pad(x[:, :, :sinks], ((0, 0), (0, 0), (0, window), (0, 0)))
+        def prepend_sinks(x: Array) -> Array:
+            sink_x = jnp.pad(x[:, :, :sinks], ((0, 0), (0, 0), (0, window), (0, 0)))
+            return jnp.concatenate([sink_x, x], 2)
 
-        lead_positions = jnp.pad(positions[:, :sinks], ((0, 0), (0, window)), constant_values=-1)
+        sink_positions = jnp.pad(positions[:, :sinks], ((0, 0), (0, window)), constant_values=-1)
         near = NearKeys(
-            jnp.concatenate([lead(k), k], 2),
-            jnp.concatenate([lead(v), v], 2),
-            jnp.concatenate([lead_positions, jnp.where(positions >= sinks, positions, -1)], 1),
+            prepend_sinks(k),
+            prepend_sinks(v),
+            jnp.concatenate([sink_positions, jnp.where(positions >= sinks, positions, -1)], 1),
         )
     return xla_attention(
         q, k[..., :R], v[..., :Z], positions, scale=scale, near=near, sinks=sinks, window=window

@@ -1,4 +1,4 @@
-"""How important is a token? By softmax denominators, and by the sums of weights (ZDC §5.2 compares them)."""
+"""Token importance: softmax denominators, and attention weights summed per key (compared in ZDC §5.2)."""
 
 from functools import partial
 
@@ -14,11 +14,15 @@ from zdc_jax.ops.contract import einsum_f32
 def token_importance(
     lse: Float[Array, "B N T"], visible: Int[Array, "B T"] | None = None
 ) -> Float[Array, "B T"]:
-    """log Σ_heads Σ_keys exp(score) of each query token, float32: the paper's importance, monotone in it.
+    """Return log Σ_heads Σ_keys exp(score) of each query token, in float32.
 
-    lse comes with attention, so that this costs a reduction over heads. A token later in the sequence sums
-    over more keys. With `visible`, how many each query sees, that trend is taken off: the mean instead of
-    the sum over keys (ours).
+    This is a monotone function of the paper's importance. The log-sum-exp is a by-product of attention, so
+    the cost is one reduction over heads.
+
+    Args:
+      lse: log-sum-exp of the scaled scores.
+      visible: number of keys that each query sees. Later tokens sum over more keys; with `visible`, the mean
+        over keys replaces the sum, which removes that trend.
     """
     importance = logsumexp(lse.astype(jnp.float32), axis=1)
     return importance if visible is None else importance - jnp.log(visible.astype(jnp.float32))
@@ -33,9 +37,9 @@ def column_sums(
     window: int | None = None,
     block: int = 256,
 ) -> Float[Array, "B T"]:
-    """Attention that each token receives as a key, summed over heads and queries, float32.
+    """Return the attention that each token receives as a key, summed over heads and queries, in float32.
 
-    The importance that eviction methods use (ZDC §5.2 compares with it); otherwise as `received_attention`.
+    Eviction methods use this importance (ZDC §5.2 compares with it). See `received_attention` for arguments.
     """
     positions = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
     return received_attention(q, k, lse, positions, scale=scale, window=window, block=block).sum(1)
@@ -52,11 +56,19 @@ def received_attention(
     window: int | None = None,
     block: int = 256,
 ) -> Float[Array, "B K S"]:
-    """Attention that each key receives, summed over queries and the query heads of its KV head, float32.
+    """Return the attention that each key receives, in float32.
 
-    All weights are computed once more, `block` queries at a time, from the scores and their log-sum-exp.
-    Keys stand at positions 0 … S-1. A query whose log-sum-exp is inf counts for nothing. `window`: keys that
-    a query sees, itself included; None: all before it.
+    Attention is summed over queries and over the query heads of each KV head. Weights are recomputed, `block`
+    queries at a time, from the scores and their log-sum-exp.
+
+    Args:
+      q: queries.
+      k: keys at positions 0 … S-1.
+      lse: log-sum-exp of the scaled scores; a query with inf is ignored.
+      positions: position of each query.
+      scale: factor on the scores.
+      window: number of keys that a query sees, itself included; None means all keys before it.
+      block: queries computed at a time.
     """
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     block = min(block, T)

@@ -1,4 +1,4 @@
-"""Rotary embedding, and the basis of queries and keys after it (`post_rope`), in one kernel where it pays."""
+"""Rotary embedding, and the basis of queries and keys applied after it (`post_rope`)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,11 +15,16 @@ from zdc_jax.ops import attention
 from zdc_jax.ops.attention import Implementation
 
 
-class UnturnedKeys(NamedTuple):
-    """Keys of new tokens before rotary embedding and basis, and what turns them, and their queries.
+class UnrotatedKeys(NamedTuple):
+    """Keys of new tokens before rotary embedding and basis, with the parameters of both.
 
-    keys: [B, T, K, H]. positions: [B, T]. frequencies: of the rotary embedding [H/2]. q_basis,
-    k_basis: [K, H, C], k_shift [K, C] or None: as `rope_and_basis` takes them.
+    Attributes:
+      keys: keys after bias and norm, [B, T, K, H].
+      positions: position of each token, [B, T].
+      frequencies: rotary frequencies, [H/2].
+      q_basis: basis of queries, [K, H, C], as in `rope_and_basis`.
+      k_basis: basis of keys, [K, H, C].
+      k_shift: shift of keys in the basis, [K, C], or None.
     """
 
     keys: Array
@@ -29,27 +34,27 @@ class UnturnedKeys(NamedTuple):
     k_basis: Array
     k_shift: Array | None
 
-    def each(self, change: Callable[[Array], Array]) -> "UnturnedKeys":
-        """With what there is of each token changed."""
+    def each(self, change: Callable[[Array], Array]) -> "UnrotatedKeys":
+        """Apply `change` to the arrays that have a token axis."""
         return self._replace(keys=change(self.keys), positions=change(self.positions))
 
-    def rotated(
+    def rotate(
         self, q: Float[Array, "B T N H"], implementation: Implementation | None
     ) -> tuple[Float[Array, "B T N C"], Float[Array, "B T K C"]]:
-        """Queries and keys as `rope_and_basis` gives them."""
+        """Return queries and keys after rotary embedding and basis."""
         basis = self.q_basis, self.k_basis, self.k_shift
         return rope_and_basis(q, self.keys, self.positions, self.frequencies, *basis, implementation)
 
     def angles(self) -> tuple[Float[Array, "B T h"], Float[Array, "B T h"]]:
-        """Cosines and sines of the rotary embedding, float32."""
-        return _angles(self.positions, self.frequencies)
+        """Return cosines and sines of the rotary angles, in float32."""
+        return _rotary_angles(self.positions, self.frequencies)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> np.ndarray:
-    """Angle per position of each rotary pair, float64 [H/2], as in transformers' `rope_utils`.
+    """Return the angle per position of each rotary pair, float64 [H/2], as transformers' `rope_utils` does.
 
-    `longrope` and `dynamic` depend on the context's length, which is `max_positions` for all tokens. There,
-    transformers takes that of the longest row it has seen, and keeps keys that it turned by other angles.
+    `longrope` and `dynamic` depend on the context length. Here it is `max_positions` for all tokens. In
+    transformers it is the longest sequence so far, and cached keys keep the angles of earlier lengths.
     """
     H = head_dim
     base = rope.theta ** -(np.arange(0, H, 2) / H)
@@ -59,9 +64,9 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> np.
         case "llama3":
             turns = rope.original_max_positions * base / (2 * np.pi)
             smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-            return _blended(base, rope.factor, np.clip(smooth, 0, 1))
+            return _blend(base, rope.factor, np.clip(smooth, 0, 1))
         case "yarn":
-            return _blended(base, rope.factor, 1 - _yarn_ramp(rope, H))
+            return _blend(base, rope.factor, 1 - _yarn_ramp(rope, H))
         case "longrope":
             is_long = max_positions > rope.original_max_positions
             return base / np.array(rope.long_factors if is_long else rope.short_factors)
@@ -72,13 +77,16 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> np.
     return base
 
 
-def _blended(base: np.ndarray, factor: float, share: np.ndarray) -> np.ndarray:
-    """Frequencies of which `share` [H/2] stays, and the rest is divided by `factor`."""
+def _blend(base: np.ndarray, factor: float, share: np.ndarray) -> np.ndarray:
+    """Blend frequencies: `share` [H/2] keeps the original, the rest is divided by `factor`."""
     return base * ((1 - share) / factor + share)
 
 
 def _yarn_ramp(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """[H/2] from 0 at pairs of `beta_fast` turns in the original positions to 1 at those of `beta_slow`."""
+    """Return the ramp [H/2] of YaRN, from 0 to 1.
+
+    It is 0 at pairs that turn `beta_fast` times within the original context, and 1 at `beta_slow` times.
+    """
     whole = rope.original_max_positions / (2 * np.pi)
     turns = np.array([rope.beta_fast, rope.beta_slow])
     low, high = head_dim * np.log(whole / turns) / (2 * np.log(rope.theta))
@@ -97,10 +105,13 @@ def rotate(
     *,
     interleaved: bool,
 ) -> Float[Array, "B T N H"]:
-    """Rotary embedding in float32, result in x's dtype.
+    """Apply the rotary embedding in float32; return the result in the dtype of `x`.
 
-    Pairs are (p, p + H/2) as in Hugging Face weights, or (2i, 2i + 1) when `interleaved`; `frequencies` is
-    [H/2], or [N, H/2] when each head has its own order of pairs.
+    Args:
+      x: queries or keys.
+      positions: position of each token.
+      frequencies: rotary frequencies, [H/2], or [N, H/2] where each head has its own order of pairs.
+      interleaved: whether pairs are (2i, 2i + 1); otherwise (p, p + H/2), as in Hugging Face weights.
     """
     angle = positions[:, :, None, None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angle), jnp.sin(angle)
@@ -122,23 +133,23 @@ def rope_and_basis(
     k_shift: Float[Array, "K C"] | None,
     implementation: Implementation | None,
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B T K C"]]:
-    """RoPE(q) A_Q and RoPE(k) A_K (+ shift); the G query heads of a KV head share its basis.
+    """Compute RoPE(q) A_Q and RoPE(k) A_K (+ shift); query heads share the basis of their KV head.
 
-    `implementation` is attention's choice. With `pallas` or None the kernel serves what it does not refuse;
-    the rest is XLA's, with the same numbers.
+    With `implementation` `pallas` or None, the kernel serves the calls that it supports. XLA serves the
+    others, with the same result.
     """
     H, C = q_rotation.shape[1:]
     operands = partial(_operands, frequencies=frequencies)
     arrays, options = (q, k, positions, q_rotation, k_rotation, k_shift), {"qk_rank": C, "keep_tail": False}
 
-    def refusal():
+    def refusal() -> str | None:
         return attention.kernel_refusal(post_rope_refusal, operands, *arrays, **options)
 
     if implementation in (None, "pallas") and refusal() is None:
-        rotated, keys, _ = post_rope(**operands(*arrays), **options)
-        return rotated.reshape(*q.shape[:3], C), keys.swapaxes(1, 2).reshape(*k.shape[:3], C)
-    angles = jnp.asarray(frequencies, jnp.float32)
-    q, k = (rotate(x, positions, angles, interleaved=False) for x in (q, k))
+        queries, keys, _ = post_rope(**operands(*arrays), **options)
+        return queries.reshape(*q.shape[:3], C), keys.swapaxes(1, 2).reshape(*k.shape[:3], C)
+    frequencies = jnp.asarray(frequencies, jnp.float32)
+    q, k = (rotate(x, positions, frequencies, interleaved=False) for x in (q, k))
     B, T, N, _ = q.shape
     groups = q.reshape(B, T, k.shape[2], -1, H)
     q = jnp.einsum("BTKGH,KHR->BTKGR", groups, q_rotation).reshape(B, T, N, C).astype(q.dtype)
@@ -156,18 +167,21 @@ def _operands(
     *,
     frequencies: np.ndarray | Array,
 ) -> dict[str, Any]:
-    """What `post_rope` takes. A tile is of one row's tokens: few in each are better taken as one row."""
+    """Return the arrays of `post_rope`.
+
+    The kernel's tiles contain tokens of one sequence. Short sequences are joined into one to fill the tiles.
+    """
     B, T = q.shape[:2]
-    cos, sin = _angles(positions, frequencies)
-    rows = (lambda x: x.reshape(1, B * T, *x.shape[2:])) if T < TILE_TOKENS else (lambda x: x)
+    cos, sin = _rotary_angles(positions, frequencies)
     by_token = {"q": q, "k": k, "angles_cos": cos, "angles_sin": sin}
-    rotations = {"q_rotation": q_rotation, "k_rotation": k_rotation, "k_shift": k_shift}
-    return {name: rows(x) for name, x in by_token.items()} | rotations
+    if T < TILE_TOKENS:
+        by_token = {name: x.reshape(1, B * T, *x.shape[2:]) for name, x in by_token.items()}
+    return by_token | {"q_rotation": q_rotation, "k_rotation": k_rotation, "k_shift": k_shift}
 
 
-def _angles(
+def _rotary_angles(
     positions: Int[Array, "B T"], frequencies: Float[np.ndarray | Array, " h"]
 ) -> tuple[Float[Array, "B T h"], Float[Array, "B T h"]]:
-    """Cosines and sines of the rotary embedding, float32."""
+    """Return cosines and sines of the rotary angles, in float32."""
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
     return jnp.cos(angles), jnp.sin(angles)

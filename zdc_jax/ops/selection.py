@@ -1,4 +1,4 @@
-"""The largest of many numbers, without sorting them."""
+"""Selection of the largest elements of an array without sorting."""
 
 import jax
 import jax.numpy as jnp
@@ -8,29 +8,33 @@ from zdc_jax.axes import Array
 
 
 def among_largest(x: Float[Array, "*batch S"], count: int) -> Bool[Array, "*batch S"]:
-    """Which of x, float32 and no NaN, `jax.lax.top_k` would give: of equal numbers those that come first.
+    """Return which elements `jax.lax.top_k` would select; of equal elements the first ones.
 
-    The number at which the `count` largest begin is found bit by bit, each time by counting those above: 32
-    passes over x, where sorting thousands of numbers takes a GPU several times as long.
+    The threshold is found bit by bit, each time by counting the elements at or above a candidate. This takes
+    32 passes over `x`; sorting thousands of elements takes a GPU several times as long.
+
+    Args:
+      x: float32 values without NaN.
+      count: number of elements to select.
     """
     S = x.shape[-1]
     if count >= S:
         return jnp.ones(x.shape, bool)
-    ordered = _ordered(x)
+    ordered = _to_ordered_integers(x)
 
-    def with_bit(bit: Array, least: Array) -> Array:
-        higher = least | (jnp.uint32(1) << (31 - bit).astype(jnp.uint32))
+    def decide_bit(bit: Array, threshold: Array) -> Array:
+        higher = threshold | (jnp.uint32(1) << (31 - bit).astype(jnp.uint32))
         enough = (ordered >= higher).sum(-1, keepdims=True, dtype=jnp.int32) >= count
-        return jnp.where(enough, higher, least)
+        return jnp.where(enough, higher, threshold)
 
-    least = jax.lax.fori_loop(0, 32, with_bit, jnp.zeros((*x.shape[:-1], 1), jnp.uint32))
-    above, equal = ordered > least, ordered == least
+    threshold = jax.lax.fori_loop(0, 32, decide_bit, jnp.zeros((*x.shape[:-1], 1), jnp.uint32))
+    above, equal = ordered > threshold, ordered == threshold
     room = count - above.sum(-1, keepdims=True, dtype=jnp.int32)
     return above | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= room))
 
 
-def _ordered(x: Float[Array, "*batch S"]) -> UInt32[Array, "*batch S"]:
-    """Integers in the order of x: bits of a float32, turned round where it is negative."""
-    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32) + 0.0, jnp.uint32)  # -0 becomes 0.
+def _to_ordered_integers(x: Float[Array, "*batch S"]) -> UInt32[Array, "*batch S"]:
+    """Map float32 values to unsigned integers of the same order."""
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32) + 0.0, jnp.uint32)  # Adding 0 turns -0 into 0.
     sign = jnp.uint32(0x8000_0000)
     return jnp.where(bits & sign, ~bits, bits | sign)

@@ -1,6 +1,7 @@
-"""Which slots of a cache hold what: rings of near tokens.
+"""Ring slots of near tokens, the sinks and the recent window.
 
-Position p of the window stands in slot p mod window, sink p in slot window + p. Slots behind these hold none.
+Position p of the window is stored in slot p mod window, and sink p in slot window + p. Further slots are
+empty.
 """
 
 import jax.numpy as jnp
@@ -9,32 +10,39 @@ from jaxtyping import Bool, Int
 from zdc_jax.axes import Array
 
 EMPTY = -1
-"""Position of a slot that holds no token."""
+"""Position of an empty slot."""
 
 
 def ring_slot(positions: Int[Array, "*B"], *, sinks: int, window: int) -> Int[Array, "*B"]:
-    """The slots of positions that are near."""
+    """Return the ring slots of near positions."""
     return jnp.where(positions < sinks, window + positions, positions % max(window, 1))
 
 
 def slot_of_token(
     positions: Int[Array, "B 1"], end: Int[Array, " B"], *, sinks: int, window: int
 ) -> tuple[Int[Array, "B 1"], Bool[Array, "B 1"]]:
-    """The slot of one new token a row, and whether it goes there: below `end`, if near tokens are kept."""
-    taken = positions < end[:, None]
+    """Return the slot of one new token per sequence, and whether the token is stored.
+
+    It is stored if its position is below `end` and near.
+    """
+    valid = positions < end[:, None]
     slot = ring_slot(positions, sinks=sinks, window=window)
-    return slot, taken if window else taken & (positions < sinks)
+    return slot, valid if window else valid & (positions < sinks)
 
 
 def ring_positions(
     slots: int, last: Int[Array, "B 1"], *, sinks: int, window: int
 ) -> Int[Array, "B {slots}"]:
-    """Positions of the tokens in a ring of so many slots; `EMPTY` of those that hold none.
+    """Return the positions of the tokens in a ring; `EMPTY` for empty slots.
 
-    last: position of the newest token of each row, -1 before the first.
+    Args:
+      slots: number of slots.
+      last: position of the newest token of each sequence, -1 before the first.
+      sinks: number of sinks.
+      window: size of the recent window.
     """
     slot = jnp.arange(slots)
     recent = last - (last - slot) % max(window, 1)
     sink = slot - window
-    held = jnp.where(slot < window, recent >= sinks, (sink < sinks) & (sink <= last))
-    return jnp.where(held, jnp.where(slot < window, recent, sink), EMPTY)
+    occupied = jnp.where(slot < window, recent >= sinks, (sink < sinks) & (sink <= last))
+    return jnp.where(occupied, jnp.where(slot < window, recent, sink), EMPTY)

@@ -1,8 +1,9 @@
-"""Attention to the far tokens of a cache's store: whole, in integers, or those that an index chooses.
+"""Attention to the far tokens of a cache: all of them, quantized or not, or a selection by an index.
 
-Far of a query at position t are the slots sinks ≤ j ≤ t - window, slot = position; near ones are attended to
-apart. As in `zdc_jax.ops.attention`, an explicit implementation that cannot serve a call raises, and None
-takes the kernels where they can.
+For a query at position t the far slots are sinks ≤ j ≤ t - window, and slot j stores position j. Near tokens
+are attended to separately. Kernels take quantized values as planes (`kernels_pallas.Plane`), whose `reach` is
+the scale of each token. As in `zdc_jax.ops.attention`, an explicit implementation that cannot serve a call
+raises, and None uses the kernels where they can.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,45 +41,50 @@ from kernels_pallas import (
 from kernels_pallas.coded_inputs import rows_of
 from zdc_jax.axes import Array
 from zdc_jax.ops.attention import Implementation, choose_implementation
-from zdc_jax.ops.rotary import UnturnedKeys
+from zdc_jax.ops.rotary import UnrotatedKeys
 from zdc_jax.ops.slots import EMPTY, ring_positions
 from zdc_jax.ops.xla import xla_attention
 
 SLOTS = 128
-"""Kernels that choose take a multiple of so many, those that read a whole store of half as many."""
+"""Granularity of a store's slots for selection kernels; kernels over a whole store need half of it."""
 AT_ONCE = 256 * 2**20
-"""Bytes of scores by an index that queries may have written at once.
+"""Limit on the bytes of index scores in memory at a time.
 
-So many are work for an H100 several times over, beside which launches take little; fewer, that would stay in
-its second-level cache, are not.
+This much work fills an H100 several times over, so that launches cost little. A limit that kept the scores in
+its second-level cache would not.
 """
 LEAST_NUMBERS = 4096
-"""Of a query and KV head where a store has fewer slots: results of 256 values in 16 heads, or a list."""
+"""Least number of score-sized values assumed per query and KV head, for stores with fewer slots.
+
+It covers a result of 256 values in 16 heads, or a list of slots.
+"""
 NO_CUDNN = "it does not read this cache"
-NOT_INTEGERS = "kernels know only integers with one step a token"
+NOT_INTEGERS = "kernels support only integer codes with one scale per token"
 
 
 def takes_kernels(
     kind: str, implementation: Implementation | None, refusal: Callable[[], str | None]
 ) -> bool:
-    """Whether a call runs on kernels, and not on XLA; `refusal` says why they cannot, or None.
+    """Return whether a call runs on the kernels rather than on XLA.
+
+    `refusal` returns why the kernels cannot serve it, or None if they can.
 
     Raises:
-      NotImplementedError: the chosen implementation cannot do this call, with the reason.
+      NotImplementedError: the requested implementation cannot serve this call; the message says why.
     """
     refusals: dict[Implementation, Callable[[], str | None]] = {"pallas": refusal, "cudnn": lambda: NO_CUDNN}
     return choose_implementation(kind, implementation, refusals) == "pallas"
 
 
 def slots_for(tokens: int) -> int:
-    """Slots of a store with room for so many tokens: as many as kernels take, a multiple of 128."""
+    """Return the number of slots of a store for `tokens` tokens, a multiple of `SLOTS`."""
     return -(-max(tokens, 1) // SLOTS) * SLOTS
 
 
 def far_span(
     positions: Int[Array, "B T"], sinks: int, window: int
 ) -> tuple[Int[Array, " B*T"], Int[Array, " B*T"]]:
-    """The far slots begin ≤ j < end of each query."""
+    """Return the range of far slots, begin ≤ j < end, of each query."""
     t = positions.ravel()
     return jnp.full_like(t, sinks), t + 1 - window
 
@@ -86,10 +92,10 @@ def far_span(
 def table_of_queries(
     positions: Int[Array, "B T"], table: Int[Array, "B pages"] | None
 ) -> Int[Array, "B*T _"] | None:
-    """The block table of kernels that take one query a row, where T queries of a row read the same tokens.
+    """Return the block table for kernels that take one query per sequence.
 
-    Without a table a store [B, K, S, …] is a pool of B pages of S slots, of which each query has one. One
-    query a row needs no other table than its row has.
+    T queries of a sequence become T entries that read the same tokens. Without a table, a store [B, K, S, …]
+    is a pool of B pages of S slots. With T = 1 the sequence's own table (or None) is returned.
     """
     B, T = positions.shape
     if T == 1:
@@ -98,9 +104,9 @@ def table_of_queries(
 
 
 def queries_at_once(B: int, K: int, S: int, T: int) -> int:
-    """How many of T queries of each row kernels take at once, a power of two unless all: see `AT_ONCE`.
+    """Return how many of the T queries of each sequence to process at a time, within `AT_ONCE`.
 
-    All rows' are taken together, so that decoding, which has one query a row, is one launch.
+    The result is T or a power of two. All sequences are processed together, so that decoding is one launch.
     """
     most = AT_ONCE // (4 * B * K * max(S, LEAST_NUMBERS))
     return min(T, 1 << max(0, most.bit_length() - 1))
@@ -118,18 +124,21 @@ def stored_attention(
     implementation: Implementation | None = None,
     end: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
-    """Attention to far keys that are read as numbers, and its log-sum-exp; kernels take pieces of prompts.
+    """Attend to far keys that are not quantized; the kernels serve prefill chunks.
 
     Args:
-      positions: consecutive in each row.
+      q: queries, truncated to R coordinates.
+      k: keys by slot.
+      v: values by slot.
+      positions: position of each query, consecutive within a sequence.
       scale, sinks, window, implementation: as in `zdc_jax.ops.attention.self_attention`.
-      end: queries at or past it are padding, whose results are unspecified; kernels leave them out.
+      end: length of each sequence; queries at or after it are padding, and their results are unspecified.
 
     Returns:
-      zeros and -inf for queries without far keys.
+      The output and its log-sum-exp; zeros and -inf for queries without far keys.
 
     Raises:
-      NotImplementedError: the chosen implementation cannot do this call, with the reason.
+      NotImplementedError: the requested implementation cannot serve this call; the message says why.
     """
     near: dict[str, Any] = {"sinks": sinks, "window": window}
     refusal = partial(stored_attention_refusal, q, k, v, **near)
@@ -147,16 +156,16 @@ def stored_attention_refusal(
     sinks: int,
     window: int,
 ) -> str | None:
-    """Why `stored_attention` cannot run on kernels; of keys and values shapes are enough."""
+    """Return why `stored_attention` cannot run on the kernels, or None; keys and values may be shapes."""
     if q.shape[1] == 1:
-        return "single queries of far keys alone run on xla"
+        return "it does not serve single queries of unquantized far keys"
     starts = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
     return device_refusal(q) or prefill_refusal(
         q, k, v, starts=starts, keys="far", sinks=sinks, window=window
     )
 
 
-def takes_numbers(
+def can_dequantize_far(
     q: Float[Array, "B T N R"],
     planes: Sequence[Sequence[Plane]],
     *,
@@ -166,12 +175,20 @@ def takes_numbers(
     implementation: Implementation | None = None,
     table: Int[Array, "B pages"] | None = None,
 ) -> bool:
-    """Whether `stored_attention` of q runs on kernels that read `numbers` of these planes.
+    """Return whether `stored_attention` runs on kernels that dequantize these planes first.
 
-    planes: of keys and of values; empty if kernels do not know a code. With a table of pages they are pools.
+    Args:
+      q: queries.
+      planes: planes of keys and of values, pools if there is a `table`; empty if the kernels do not support a
+        code.
+      sinks: number of sinks.
+      window: size of the recent window.
+      dtype: dtype of the dequantized values.
+      implementation: requested implementation; None chooses.
+      table: block table of a paged cache.
 
     Raises:
-      NotImplementedError: the chosen implementation cannot do this call, with the reason.
+      NotImplementedError: the requested implementation cannot serve this call; the message says why.
     """
     if not all(planes):
         return False
@@ -187,7 +204,7 @@ def takes_numbers(
     return takes_kernels("dequantising", None, refusal)
 
 
-def numbers(
+def dequantize_far(
     planes: Sequence[Sequence[Plane]],
     positions: Int[Array, "B T"],
     *,
@@ -195,11 +212,10 @@ def numbers(
     dtype: DTypeLike,
     table: Int[Array, "B pages"] | None = None,
 ) -> list[Float[Array, "B K S _"]]:
-    """What planes of keys and of values say, as far as queries at `positions` see far tokens, by one kernel.
+    """Dequantize the far keys and values that queries at `positions` see, with one kernel.
 
-    What is behind is any number, which attention on XLA would not do with: `takes_numbers` tells.
-
-    positions: consecutive in each row.
+    Slots after the far tokens have arbitrary values, which XLA attention would not tolerate: check
+    `can_dequantize_far` first. `positions` must be consecutive in each sequence.
     """
     return dequantise(planes, positions[:, -1] + 1 - window, dtype=dtype, block_table=table)
 
@@ -211,7 +227,7 @@ def coded_decode_refusal(
     slots: Int[Array, "B T K n"] | jax.ShapeDtypeStruct | None = None,
     table: Int[Array, "B pages"] | None = None,
 ) -> str | None:
-    """Why `coded_decode` cannot run; `planes` are empty if kernels do not read one of the codes."""
+    """Return why `coded_decode` cannot run, or None; `planes` are empty if a code is not supported."""
     if not planes:
         return NOT_INTEGERS
     *keys, values = planes
@@ -232,9 +248,16 @@ def coded_decode(
     slots: Int[Array, "B T K n"] | None = None,
     table: Int[Array, "B pages"] | None = None,
 ) -> Parts:
-    """Attention of each query by itself to far tokens in integers on the kernel, all or those in `slots`.
+    """Attend from each query to quantized far tokens with the kernel.
 
-    planes: of keys, then one of values; with a table of pages, pools of them. near: sinks and window.
+    Args:
+      q: queries.
+      planes: planes of keys, then one of values; pools if there is a `table`.
+      positions: position of each query.
+      near: sinks and window.
+      scale: factor on the scores.
+      slots: slots to attend to; None for all far slots.
+      table: block table of a paged cache.
     """
     *keys, values = planes
     return coded_parts(
@@ -248,13 +271,15 @@ def coded_decode(
     )
 
 
-def of_parts(
+def merge_parts(
     q: Float[Array, "B T N R"], *parts: Parts
 ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
-    """What each query gets from parts of its keys, and the log-sum-exp."""
+    """Merge partial attention over disjoint keys; return the output and its log-sum-exp."""
     (B, T, N, _), K = q.shape, parts[0].o.shape[1]
-    given = N // K, q.dtype
-    o, lse = merged(*parts, *given) if len(parts) == 1 else merged_at_once(parts, *given)
+    if len(parts) == 1:
+        o, lse = merged(parts[0], N // K, q.dtype)
+    else:
+        o, lse = merged_at_once(parts, N // K, q.dtype)
     return o.reshape(B, T, N, -1), lse.reshape(B, T, N).swapaxes(1, 2)
 
 
@@ -267,15 +292,15 @@ def coded_ring_decode(
     sinks: int,
     window: int,
 ) -> Parts:
-    """Attention of one query a row to near tokens in integers on the kernel, the query's own among them.
+    """Attend from one query per sequence to its quantized near tokens, including its own, with the kernel.
 
-    planes: of keys and of values, as a ring stands (`zdc_jax.ops.slots`).
+    `planes` are those of keys and of values in ring order (`zdc_jax.ops.slots`).
     """
     keys, values = planes
     B, K, M = values.reach.shape
-    held, row = ring_positions(M, positions, sinks=sinks, window=window), jnp.zeros(B, jnp.int32)
-    slots = jnp.broadcast_to(jnp.where(held == EMPTY, M, jnp.arange(M))[:, None], (B, K, M))
-    return coded_parts(q[:, 0], [keys], values, row, row + M, scale=scale, slots=slots)
+    stored, zero = ring_positions(M, positions, sinks=sinks, window=window), jnp.zeros(B, jnp.int32)
+    slots = jnp.broadcast_to(jnp.where(stored == EMPTY, M, jnp.arange(M))[:, None], (B, K, M))
+    return coded_parts(q[:, 0], [keys], values, zero, zero + M, scale=scale, slots=slots)
 
 
 def choice_refusal(
@@ -284,7 +309,7 @@ def choice_refusal(
     count: int,
     table: Int[Array, "B pages"] | None = None,
 ) -> str | None:
-    """Why `choose_by_index` cannot run; `planes` has the index alone, or nothing."""
+    """Return why `choose_by_index` cannot run, or None; `planes` has only the index, or is empty."""
     if not planes:
         return NOT_INTEGERS
     (index,) = planes
@@ -309,47 +334,55 @@ def choose_by_index(
     window: int,
     table: Int[Array, "B pages"] | None = None,
 ) -> Int[Array, "B T K {count}"]:
-    """The far slots of the largest probability by the index, summed over a KV head's queries, on the kernels.
+    """Select the far slots of highest probability under the index, for each query, with the kernels.
 
-    Each query has its own. They ascend, and are followed by S where fewer are far. Queries are rounded to 255
-    levels. Where query heads share a KV head, a sample of the slots gives their denominators
-    (`kernels_pallas.coded_scan.in_sample`). Scores of all are in memory at once: `queries_at_once` says how
-    many to give.
+    Probabilities are summed over the queries of a KV head. Queries are quantized to 255 levels. Where query
+    heads share a KV head, a sample of the slots determines their denominators
+    (`kernels_pallas.coded_scan.in_sample`).
+    All scores are in memory at once: pass at most `queries_at_once` queries.
+
+    Returns:
+      Slots in ascending order, padded with S where fewer than `count` are far.
     """
     (index,), span = planes, far_span(positions, sinks, window)
     pages = table_of_queries(positions, table)
     scores, _ = index_scores(_flat(q), index, *span, scale=scale, block_table=pages)
-    found = largest(scores, *span, k=count)
-    return found.reshape(*positions.shape, *found.shape[1:])
+    slots = largest(scores, *span, k=count)
+    return slots.reshape(*positions.shape, *slots.shape[1:])
 
 
 def _flat(x: Shaped[Array, "B T *rest"]) -> Shaped[Array, "B*T *rest"]:
-    """Queries, or what each of them has, as rows of kernels that take one a row."""
+    """Flatten the query axis into the batch axis, for kernels that take one query per sequence."""
     return x.reshape(-1, *x.shape[2:])
 
 
 def _query_shapes(
     q: Array, table: Array | None
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct | None]:
-    """Shapes of queries as such rows, of where their tokens begin or end, and of their table."""
+    """Return shapes of flattened queries, of the begin or end of their tokens, and of their block table."""
     positions = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32)
     row = jax.eval_shape(_flat, positions)
     return jax.eval_shape(_flat, q), row, jax.eval_shape(table_of_queries, positions, table)
 
 
-def encoded(
+def encode_with_kernel(
     x: Sequence[Float[Array, "B T K _"]],
     planes: Sequence[Sequence[Plane]],
     positions: Int[Array, "B T"],
     end: Int[Array, " B"],
     table: Int[Array, "B pages"] | None = None,
 ) -> list[list[Plane]] | None:
-    """Planes with the tokens x at `positions` below `end`, written by one kernel; None where it cannot.
+    """Quantize the tokens x at `positions` below `end` into planes with one kernel; None if it cannot.
 
-    How attention is implemented says nothing of it: the codes are the same.
+    The choice of attention's implementation does not matter here: the quantized values are the same.
 
-    planes: for each array of x those that take its coordinates; empty if kernels do not know a code. With a
-    table of pages they are pools.
+    Args:
+      x: arrays to quantize.
+      planes: for each array of `x` the planes of its coordinates, pools if there is a `table`; empty if the
+        kernels do not support a code.
+      positions: position of each token.
+      end: length of each sequence.
+      table: block table of a paged cache.
     """
     row = jax.ShapeDtypeStruct(x[0].shape[:1], jnp.int32)
 
@@ -363,9 +396,9 @@ def encoded(
     return encode(x, planes, positions[:, 0], end, block_table=table)
 
 
-def turned_and_stored(
+def rotate_and_store(
     q: Float[Array, "B 1 N H"],
-    k: UnturnedKeys,
+    k: UnrotatedKeys,
     v: Float[Array, "B 1 K Hv"],
     stored: tuple[Stored, Stored],
     positions: Int[Array, "B 1"],
@@ -374,15 +407,28 @@ def turned_and_stored(
     implementation: Implementation | None,
     table: Int[Array, "B pages"] | None = None,
 ) -> tuple[Float[Array, "B 1 N H"], Stored, Stored] | None:
-    """Turned queries of single tokens, and what keeps keys and values with these, written by one kernel; None
-    where it cannot, whatever the implementation, or XLA is to turn them.
+    """Apply rotary embedding and basis to single tokens and quantize them into the cache, with one kernel.
 
-    stored: of keys and of values; planes are none if kernels do not know a code. With a table of pages they
-    are pools. near: sinks and window.
+    Args:
+      q: queries.
+      k: keys, with the parameters of rotary embedding and basis.
+      v: values.
+      stored: stores of keys and of values, pools if there is a `table`; without planes if the kernels do not
+        support a code.
+      positions: position of each token.
+      end: length of each sequence.
+      near: sinks and window.
+      implementation: requested implementation of attention.
+      table: block table of a paged cache.
+
+    Returns:
+      Rotated queries and both updated stores. None if the kernel cannot serve the call, even if `pallas` is
+      requested, or if XLA is requested.
     """
-    options: dict[str, Any] = dict(zip(("sinks", "window"), near, strict=True), block_table=table)
+    sinks, window = near
+    options: dict[str, Any] = {"sinks": sinks, "window": window, "block_table": table}
 
-    def given(q: Array, k: UnturnedKeys, v: Array) -> tuple[Array, Array, Array, Turning]:
+    def prepare(q: Array, k: UnrotatedKeys, v: Array) -> tuple[Array, Array, Array, Turning]:
         cos, sin = k.angles()
         turning = Turning(cos[:, 0], sin[:, 0], k.q_basis, k.k_basis, k.k_shift)
         return q[:, 0], k.keys[:, 0], v[:, 0], turning
@@ -390,15 +436,15 @@ def turned_and_stored(
     def refusal() -> str | None:
         if not all(each.planes for each in stored):
             return NOT_INTEGERS
-        new, keys, values, turning = jax.eval_shape(given, q, k, v)
+        queries, keys, values, turning = jax.eval_shape(prepare, q, k, v)
         row = jax.ShapeDtypeStruct(q.shape[:1], jnp.int32)
         return device_refusal(q) or turn_and_store_refusal(
-            new, keys, values, turning, *stored, row, row, **options
+            queries, keys, values, turning, *stored, row, row, **options
         )
 
-    # Where it cannot, other kernels do its parts, and the log tells of them.
+    # Otherwise other kernels do the parts of its work, and log it.
     if implementation not in (None, "pallas") or refusal() is not None:
         return None
     takes_kernels("new token", None, refusal)
-    turned, kept_k, kept_v = turn_and_store(*given(q, k, v), *stored, positions[:, 0], end, **options)
-    return turned[:, None], kept_k, kept_v
+    queries, stored_k, stored_v = turn_and_store(*prepare(q, k, v), *stored, positions[:, 0], end, **options)
+    return queries[:, None], stored_k, stored_v

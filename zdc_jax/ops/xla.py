@@ -1,7 +1,6 @@
 """Attention on truncated coordinates in plain XLA, for every device."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,14 +13,19 @@ from zdc_jax.axes import Array
 from zdc_jax.ops.contract import einsum_f32
 
 _LOGITS_BYTES = {"cpu": 4 * 2**20, "gpu": 256 * 2**20}
-"""Float32 logits that one block of queries may take; on a CPU they stay in its cache (7 times faster). Other
-devices are taken for GPUs."""
+"""Float32 logits of one block of queries, in bytes, by backend; other devices count as GPUs.
+
+On a CPU they stay in its cache, which is several times faster.
+"""
 
 
 class NearKeys(NamedTuple):
-    """Keys and values at full rank, in the order sinks, past window, queries' own tokens.
+    """Keys and values at full rank, in the order sinks, earlier window, queries' own tokens.
 
-    k, v [B, K, M, H]; positions [B, M] int32, -1 for an absent key. M = sinks + window + T.
+    Attributes:
+      k: keys, [B, K, M, H] with M = sinks + window + T.
+      v: values, [B, K, M, H].
+      positions: position of each key, [B, M] int32; -1 for an absent key.
     """
 
     k: Array
@@ -40,27 +44,30 @@ def xla_attention(
     sinks: Int[Array, ""] | int,
     window: int,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
-    """Attention in plain XLA: any rank, dtype, device, near set. Also the log-sum-exp of scaled scores.
+    """Compute attention in plain XLA, for any rank, dtype, device and near set.
+
+    Blocks of queries are processed one after another, so that logits take about `_LOGITS_BYTES`.
 
     Args:
-      q: queries; with near keys at full rank, whose first R coordinates meet the far keys.
-      k, v: first coordinates of all keys, slot = position; slots past a query's position are ignored.
-      positions: position of each query in its row; consecutive within a row.
-      scale: factor on the scores, 1/√H of the original head dim.
-      near: full-rank keys, whose last T entries are the queries' own tokens; None where all keys are far, or
-        where near ones are attended to apart.
-      sinks, window: near set, in tokens; without `near` its keys are not seen.
+      q: queries, at full rank if there are near keys; their first R coordinates score the far keys.
+      k: first R coordinates of all keys; slot s has position s. Slots after a query's position are ignored.
+      v: first Z coordinates of all values.
+      positions: position of each query, consecutive within a sequence.
+      scale: factor on the scores, 1/√H of the original head dimension.
+      near: keys at full rank, whose last T entries are the queries' own tokens. None if all keys are far, or
+        if near keys are attended to separately.
+      sinks: number of sinks; without `near`, near keys are not attended to.
+      window: size of the recent window.
 
-    A query that sees no key gives zeros and a log-sum-exp of -inf.
-
-    Blocks of queries go one after another, so that logits take about `_LOGITS_BYTES`.
+    Returns:
+      The output, and the log-sum-exp of the scaled scores; zeros and -inf for a query without visible keys.
     """
     B, T, N, _ = q.shape
     past = 0 if near is None else near.k.shape[2] - T
     far = k.shape[2] if k.shape[3] else 0
-    block = query_block(B * N * (far + past), T, own=0 if near is None else B * N)
+    block = query_block(B * N * (far + past), T)
     pad = -T % block
-    # Padded queries repeat the last position, so that they see keys and stay finite; they are cut off below.
+    # Padding repeats the last position: padded queries see keys and stay finite. They are cut off below.
     q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
     positions = jnp.pad(positions, ((0, 0), (0, pad)), mode="edge")
     if near is not None:
@@ -70,18 +77,18 @@ def xla_attention(
             jnp.pad(near.positions, ((0, 0), (0, pad)), constant_values=-1),
         )
 
-    def one_block(index: Array) -> tuple[Array, Array]:
+    def run_block(index: Array) -> tuple[Array, Array]:
         start = index * block
 
-        def take(x):
+        def take(x: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(x, start, block, axis=1)
 
         near_block = None if near is None else _near_block(near, start, past - window, window + block)
         return _xla_block(take(q), k, v, take(positions), scale, near_block, sinks, window)
 
     if block >= T:
-        return one_block(jnp.int32(0))
-    out, lse = jax.lax.map(one_block, jnp.arange((T + pad) // block))  # a leading axis of blocks
+        return run_block(jnp.int32(0))
+    out, lse = jax.lax.map(run_block, jnp.arange((T + pad) // block))  # [blocks, ...]
     out = jnp.moveaxis(out, 0, 1).reshape(B, T + pad, N, -1)[:, :T]
     return out, jnp.moveaxis(lse, 0, 2).reshape(B, N, T + pad)[:, :, :T]
 
@@ -95,18 +102,18 @@ def xla_segments(
     sinks: int,
     window: int,
 ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
-    """`zdc_jax.ops.attention.segment_attention` in plain XLA, block by block as in `xla_attention`."""
+    """Compute `zdc_jax.ops.attention.segment_attention` in plain XLA, block by block."""
     B, T, N, _ = q.shape
     block = query_block(B * N * sum(segment.k.shape[2] for segment in segments), T)
 
-    def one_block(q: Array, positions: Array) -> tuple[Array, Array]:
+    def run_block(q: Array, positions: Array) -> tuple[Array, Array]:
         t, parts = positions[:, :, None], []
-        for k, v, held in segments:
-            j = held[:, None]
+        for k, v, key_positions in segments:
+            j = key_positions[:, None]
             parts.append((k, v, ((j >= sinks) & (j >= 0) & (j <= t - window))[:, None]))
         return _attend(q, parts, scale)
 
-    return in_query_blocks(one_block, block, q, positions)
+    return in_query_blocks(run_block, block, q, positions)
 
 
 def chosen_attention(
@@ -117,66 +124,60 @@ def chosen_attention(
     *,
     scale: float,
 ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
-    """Attention to the keys that a KV head's queries may see, all logits at once; and the log-sum-exp.
+    """Attend to the keys marked visible for each KV head, with all logits in memory at once.
 
-    A query that sees no key gives zeros and a log-sum-exp of -inf.
+    Returns:
+      The output and its log-sum-exp; zeros and -inf for a query without visible keys.
     """
     return _attend(q, [(k, v, visible)], scale)
 
 
 def in_query_blocks(
-    attend: Callable[..., tuple[Array, Array]], block: int, *of_queries: Shaped[Array, "B T *_"]
+    attend: Callable[..., tuple[Array, Array]], block: int, *inputs: Shaped[Array, "B T *_"]
 ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
-    """`attend(*of_queries)`, an attention with its log-sum-exp, on blocks of queries one after another."""
+    """Run `attend`, which returns (output, log-sum-exp), on blocks of queries, one after another."""
 
-    def one_block(*of_queries: Array) -> tuple[Array, Array]:
-        out, lse = attend(*of_queries)
+    def run_block(*inputs: Array) -> tuple[Array, Array]:
+        out, lse = attend(*inputs)
         return out, lse.swapaxes(1, 2)
 
-    out, lse = by_query_blocks(one_block, block, *of_queries)
+    out, lse = by_query_blocks(run_block, block, *inputs)
     return out, lse.swapaxes(1, 2)
 
 
-def by_query_blocks(found: Callable[..., Any], block: int, *of_queries: Shaped[Array, "B T *_"]) -> Any:
-    """`found(*of_queries)`, a tree of arrays [B, T, …], on blocks of queries one after another.
+def by_query_blocks(compute: Callable[..., Any], block: int, *inputs: Shaped[Array, "B T *_"]) -> Any:
+    """Run `compute(*inputs)` on blocks of queries, one after another; join its arrays [B, T, …].
 
-    Those that fill up the last block are zeros.
+    Inputs are zero-padded to whole blocks.
     """
-    B, T = of_queries[0].shape[:2]
+    B, T = inputs[0].shape[:2]
     if block >= T:
-        return found(*of_queries)
+        return compute(*inputs)
     pad = -T % block
-    padded = [jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2))) for x in of_queries]
+    padded = [jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2))) for x in inputs]
 
-    def one_block(index: Array) -> Any:
-        return found(*(jax.lax.dynamic_slice_in_dim(x, index * block, block, axis=1) for x in padded))
+    def run_block(index: Array) -> Any:
+        return compute(*(jax.lax.dynamic_slice_in_dim(x, index * block, block, axis=1) for x in padded))
 
-    blocks = jax.lax.map(one_block, jnp.arange((T + pad) // block))
+    blocks = jax.lax.map(run_block, jnp.arange((T + pad) // block))
 
-    def join(x):
+    def join(x: Array) -> Array:
         return jnp.moveaxis(x, 0, 1).reshape(B, T + pad, *x.shape[3:])[:, :T]
 
     return jax.tree.map(join, blocks)
 
 
-def query_block(keys: int, queries: int, *, own: int = 0) -> int:
-    """Return the number of queries whose logits together take about `_LOGITS_BYTES`.
+def query_block(keys: int, queries: int) -> int:
+    """Return the number of queries per block whose logits over `keys`, in all heads, fit `_LOGITS_BYTES`.
 
-    The number is a power of two, or `queries`.
-
-    Args:
-      keys: keys that every query sees, in all heads and sequences.
-      queries: number of all queries.
-      own: keys that each further query adds for all others, in all heads and sequences.
+    The result is a power of two, or `queries` if that is smaller.
     """
-    most = _LOGITS_BYTES.get(jax.default_backend(), _LOGITS_BYTES["gpu"]) // 4
-    # The largest n for which n (keys + own n) <= most.
-    block = int((math.sqrt(keys**2 + 4 * own * most) - keys) / (2 * own)) if own else most // keys
-    return min(queries, 1 << max(4, block.bit_length() - 1))
+    most = _LOGITS_BYTES.get(jax.default_backend(), _LOGITS_BYTES["gpu"]) // (4 * keys)
+    return min(queries, 1 << max(4, most.bit_length() - 1))
 
 
 def _near_block(near: NearKeys, start: Array, sinks: int, size: int) -> NearKeys:
-    """The sinks and the `size` keys that queries from `start` on can be near to."""
+    """Return the sinks and the `size` keys that can be near to queries from `start` on."""
 
     def cut(x: Array, axis: int) -> Array:
         head = jax.lax.slice_in_dim(x, 0, sinks, axis=axis)
@@ -208,9 +209,9 @@ def _xla_block(
 
 
 def _attend(q: Array, parts: list[tuple[Array, Array, Array]], scale: float) -> tuple[Array, Array]:
-    """One softmax over parts, each k [B, K, S, R], v [B, K, S, Z], visible [B, K or 1, T, S].
+    """Compute one softmax over parts, each k [B, K, S, R], v [B, K, S, Z], visible [B, K or 1, T, S].
 
-    Gives the result in the width of the widest values, and the log-sum-exp.
+    The output has the width of the widest values; the log-sum-exp comes with it.
     """
     B, T, N, _ = q.shape
     K = parts[0][0].shape[1]
@@ -228,7 +229,7 @@ def _attend(q: Array, parts: list[tuple[Array, Array, Array]], scale: float) -> 
         jnp.where(visible[:, :, None], jnp.exp(part - highest), 0.0)
         for part, (_, _, visible) in zip(logits, parts, strict=True)
     ]
-    # A sum is at least 1, the highest key's share, unless no key is visible.
+    # The sum is at least 1, the share of the highest key, unless no key is visible.
     total = sum(part.sum(-1, keepdims=True) for part in weights)
     divisor = jnp.maximum(total, 1.0)
     width = max(value.shape[-1] for _, value, _ in parts)

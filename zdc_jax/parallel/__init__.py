@@ -1,1 +1,1 @@
-"""Several devices: meshes, sequence parallelism and the bytes it moves."""
+"""Models on several devices: meshes, sequence parallelism, tensor parallelism and communication volume."""

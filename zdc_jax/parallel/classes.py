@@ -1,9 +1,9 @@
-"""Token classes (ZDC §5.2) on a mesh: prompts by token, then decoded tokens by head (§5.3).
+"""Token classes (ZDC §5.2) on a mesh: prompts divided by token, decoded tokens by head (§5.3).
 
-A device holds whole blocks of a prompt, so that it classifies its tokens alone and has as many important
-ones as every other: in a group of layers they stand in class order on each device, and keys and values of
-both classes travel at their own widths in one dense exchange. Queries, and what attention gives, keep the
-width of important tokens, since queries of both classes meet important keys.
+Each device holds whole blocks of a prompt, so it classifies its own tokens and has as many important ones as
+every other device. Within a group of layers, tokens are in class order on each device. Keys and values of
+both classes travel at their own ranks in one dense exchange. Queries and outputs keep the rank of important
+tokens, because queries of both classes attend to important keys.
 """
 
 from collections.abc import Sequence
@@ -48,23 +48,25 @@ from zdc_jax.parallel.mesh import (
     sum_over,
 )
 from zdc_jax.parallel.payload import Payload
-from zdc_jax.parallel.prompt_cache import prompt_state, stored
+from zdc_jax.parallel.prompt_cache import fit_slots, prompt_state
 from zdc_jax.parallel.weights import WeightPlacement, weight_specs, whole_weights
 
 _TOKENS, _LSE = layout("B T"), PartitionSpec(DATA, MODEL, SEQUENCE)
+"""Partitions of arrays [B, T, ...] and of the log-sum-exp [B, N, T]."""
 _BY_TOKEN: Any = (_TOKENS, _TOKENS, (PartitionSpec(), PartitionSpec()))
 _ARRANGEMENT = Arrangement(*_BY_TOKEN)
+"""Partition of the arrangement of each device's tokens."""
 _ROWS: Any = layout("B")
-"""How [B, T, ...], the log-sum-exp [B, N, T] and an arrangement of each device's tokens lie on a mesh."""
+"""Partition of arrays that are divided by sequence only."""
 
 
 def check_classes(payload: Payload) -> None:
-    """Raises `NotImplementedError` where tokens of two classes do not travel as this payload."""
+    """Raise `NotImplementedError` if tokens of two classes cannot travel in this payload."""
     if payload != "native":
-        raise NotImplementedError(f"{payload=} cannot do this call: token classes need 'native'")
+        raise NotImplementedError(f"{payload=}: not supported with token classes; they need 'native'")
 
 
-def prompt_through_groups(
+def run_groups(
     layers: Sequence[Block],
     specs: Sequence[Any],
     leaders: Sequence[int],
@@ -75,36 +77,45 @@ def prompt_through_groups(
     implementation: Implementation | None,
     weights: WeightPlacement,
 ) -> tuple[Float[Array, "B T D"], list[State]]:
-    """Whole prompts of `end` tokens through all layers, group by group, each behind its leader.
+    """Run whole prompts through all layers, group by group, each group after its leader.
 
     Args:
-      specs: how each layer keeps its tokens, `ClassLeader` those of `leaders`, `ClassMember` the others.
-      x: embeddings, divided as tokens are; every device holds whole blocks.
-      capacity: of the cache to be made, in tokens a row; None makes none.
-      implementation: of attention.
-      weights: how those of `layers` lie.
+      layers: layers of the model.
+      specs: cache of each layer: `ClassLeader` for `leaders`, `ClassMember` for the others.
+      leaders: index of each group's first layer.
+      x: embeddings, divided by token; every device holds whole blocks.
+      end: length of each prompt.
+      capacity: tokens per sequence of the caches to create; None creates none.
+      mesh: device mesh.
+      implementation: of attention; None chooses.
+      weights: placement of the weights of `layers`.
 
     Returns:
-      hidden states, and what each layer caches, divided by head over `model` and `sequence`.
+      Hidden states, and the cache of each layer, divided by head over `model` and `sequence`.
     """
     states: list[State] = []
-    found, given = None, (capacity, mesh, implementation, weights)
+    order = None
     for index, (block, spec) in enumerate(zip(layers, specs, strict=True)):
         if index in leaders:
-            x = x if found is None else _restored(x, found.arrangement, mesh)
-            x, lse, state = _leader_layer(block, spec, x, end, *given)
-            x, found, group = _classified(x, lse, end, spec.blocks, capacity, mesh)
+            x = x if order is None else _restore_order(x, order.arrangement, mesh)
+            x, lse, state = _leader_layer(block, spec, x, end, capacity, mesh, implementation, weights)
+            x, order, group = _classify(x, lse, end, spec.blocks, capacity, mesh)
             states.append(None if capacity is None else LeaderState(state, group))
         else:
-            assert found is not None  # The first layer leads.
-            x, state = _member_layer(block, spec, x, end, found, *given)
+            assert order is not None  # The first layer is a leader.
+            x, state = _member_layer(block, spec, x, end, order, capacity, mesh, implementation, weights)
             states.append(state)
-    return x if found is None else _restored(x, found.arrangement, mesh), states
+    return x if order is None else _restore_order(x, order.arrangement, mesh), states
 
 
-class _Found(NamedTuple):
-    """What a leader finds: the class order of each device's tokens, and the positions [B, T₁], [B, T₂] of all
-    tokens, by class and in it by device; `EMPTY` stands for padding."""
+class _ClassOrder(NamedTuple):
+    """Class order of a group of layers, from its leader.
+
+    Attributes:
+      arrangement: class order of each device's tokens.
+      positions: positions of all tokens by class, [B, T₁] and [B, T₂], within a class by device; `EMPTY` is
+        padding.
+    """
 
     arrangement: Arrangement
     positions: tuple[Array, Array]
@@ -121,24 +132,25 @@ def _leader_layer(
     implementation: Implementation | None,
     weights: WeightPlacement,
 ) -> tuple[Array, Array, PrefixRingState | None]:
-    """One layer that treats all tokens alike, its log-sum-exp [B, N, T], and what it caches."""
-    kept = spec.tokens
+    """Run a layer that treats all tokens alike; return its output, log-sum-exp [B, N, T] and cache."""
+    cache = spec.tokens
 
     def local(block: Block, x: Array, end: Array) -> tuple[Array, Array, PrefixRingState | None]:
         positions = positions_of(x)
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, PrefixRingState | None]]:
             exchanged, parts, state = None, [], None
-            keys = FarKeys.of(q, v, kept, scale=block.attention.scale, implementation=implementation)
+            keys = FarKeys.of(q, v, cache, scale=block.attention.scale, implementation=implementation)
             if not keys.are_all:
                 parts.append(attend_near(q, k, v, keys))
-            if kept.R:
-                cut = scatter_heads((q[..., : kept.R], k[..., : kept.R], v[..., : kept.Z]), SEQUENCE)
-                exchanged = cut[1], cut[2]
-                parts.append(gather_heads_and_lse(*keys.attend(*cut), SEQUENCE))
+            if cache.R:
+                truncated = q[..., : cache.R], k[..., : cache.R], v[..., : cache.Z]
+                far_q, far_k, far_v = scatter_heads(truncated, SEQUENCE)
+                exchanged = far_k, far_v
+                parts.append(gather_heads_and_lse(*keys.attend(far_q, far_k, far_v), SEQUENCE))
             if capacity is not None:
-                state = prompt_state(kept, exchanged, k, v, positions, end, capacity)
-            o, lse = _merged(parts)
+                state = prompt_state(cache, exchanged, k, v, positions, end, capacity)
+            o, lse = _merge(parts)
             return o, (lse, state)
 
         block = whole_weights(block, weights)
@@ -151,42 +163,47 @@ def _leader_layer(
 
 
 @partial(jax.jit, static_argnames=("blocks", "capacity", "mesh"))
-def _classified(
+def _classify(
     x: Array, lse: Array, end: Array, blocks: ClassBlocks, capacity: int | None, mesh: Mesh
-) -> tuple[Array, _Found, GroupState | None]:
-    """Tokens of x [B, T, D] in the class order of each device, by their leader's log-sum-exp.
+) -> tuple[Array, _ClassOrder, GroupState | None]:
+    """Bring each device's tokens x [B, T, D] into class order by the leader's log-sum-exp.
 
-    Also, for a cache of so many tokens a row, the group.
+    Returns:
+      The tokens, their order, and the group's state for a cache of `capacity` tokens (None without a cache).
     """
 
-    def local(x: Array, lse: Array, end: Array) -> tuple[Array, _Found, GroupState | None]:
+    def local(x: Array, lse: Array, end: Array) -> tuple[Array, _ClassOrder, GroupState | None]:
         B, t, _ = x.shape
         start = jax.lax.axis_index(SEQUENCE) * t
-        # The sum over heads of all devices is that of their sums.
+        # The log-sum-exp over all heads is that of the devices' partial sums.
         lse = jax.lax.all_gather(token_importance(lse)[:, None], MODEL, axis=1, tiled=True)
         group = GroupState.create(blocks, batch=B, capacity=t)
         own = jnp.broadcast_to(jnp.arange(t), (B, t))
         group, arrangement = arrange(group, lse, own, end - start, blocks)
-        # A group's slots may be more than there are tokens, for they are in whole rows of 8.
+        # A group may have more slots than tokens: slots come in multiples of 8.
         count = blocks.important_in(t)
-        held = jnp.concatenate([group.positions[0][:, :count], group.positions[1][:, : t - count]], 1)
-        held = jax.lax.all_gather(jnp.where(held == EMPTY, EMPTY, start + held), SEQUENCE, axis=1)
-        first, rest = jnp.split(held, [count], axis=2)
-        found = _Found(arrangement, (first.reshape(B, -1), rest.reshape(B, -1)))
+        local_positions = jnp.concatenate(
+            [group.positions[0][:, :count], group.positions[1][:, : t - count]], 1
+        )
+        by_device = jax.lax.all_gather(
+            jnp.where(local_positions == EMPTY, EMPTY, start + local_positions), SEQUENCE, axis=1
+        )
+        first, rest = jnp.split(by_device, [count], axis=2)
+        order = _ClassOrder(arrangement, (first.reshape(B, -1), rest.reshape(B, -1)))
         if capacity is None:
-            return arrangement.sorted(x), found, None
+            return arrangement.sorted(x), order, None
         newest = (start < end) & (end <= start + t)
         importance = jax.lax.psum(jnp.where(newest[:, None], group.importance, 0), SEQUENCE)
-        sized = zip(found.positions, blocks.segment_slots(capacity), strict=True)
-        first, rest = (_fitted(positions, slots) for positions, slots in sized)
-        return arrangement.sorted(x), found, GroupState((first, rest), importance)
+        sized = zip(order.positions, blocks.segment_slots(capacity), strict=True)
+        first, rest = (_fit_slots(positions, slots) for positions, slots in sized)
+        return arrangement.sorted(x), order, GroupState((first, rest), importance)
 
-    out_specs = (_TOKENS, _Found(_ARRANGEMENT, _ROWS), layout("B"))
+    out_specs = (_TOKENS, _ClassOrder(_ARRANGEMENT, _ROWS), layout("B"))
     return on_mesh(mesh, local, (_TOKENS, _LSE, layout("B")), out_specs)(x, lse, end)
 
 
-def _fitted(positions: Int[Array, "B T"], slots: int) -> Int[Array, "B S"]:
-    """Positions in so many slots; those that are left out stand for padding."""
+def _fit_slots(positions: Int[Array, "B T"], slots: int) -> Int[Array, "B S"]:
+    """Pad positions with `EMPTY`, or cut padding off, to fill `slots` slots."""
     positions = positions[:, :slots]
     return jnp.pad(positions, ((0, 0), (0, slots - positions.shape[1])), constant_values=EMPTY)
 
@@ -197,16 +214,16 @@ def _member_layer(
     spec: ClassMember,
     x: Array,
     end: Array,
-    found: _Found,
+    order: _ClassOrder,
     capacity: int | None,
     mesh: Mesh,
     implementation: Implementation | None,
     weights: WeightPlacement,
 ) -> tuple[Array, MemberState | None]:
-    """One layer behind a leader, on tokens in class order, and its cache for a given capacity."""
+    """Run a layer after a leader on tokens in class order; return its output and cache."""
 
-    def local(block: Block, x: Array, end: Array, found: _Found) -> tuple[Array, MemberState | None]:
-        positions, order = positions_of(x), found.arrangement
+    def local(block: Block, x: Array, end: Array, order: _ClassOrder) -> tuple[Array, MemberState | None]:
+        positions, arrangement = positions_of(x), order.arrangement
 
         def attend(
             q: Array, k: tuple[Array, Array], v: tuple[Array, Array]
@@ -214,48 +231,57 @@ def _member_layer(
             B, t = q.shape[:2]
             length = t * jax.lax.axis_size(SEQUENCE)
             keys = FarKeys(block.attention.scale, *spec.near.near(length), implementation)
-            far, segments = _attend_segments(q, k, v, found.positions, spec, keys)
+            far, segments = _attend_segments(q, k, v, order.positions, spec, keys)
             if keys.are_all:
                 o = gather_heads(far[0], SEQUENCE)
-                own_k = own_v = jnp.zeros(
-                    (B, t, k[0].shape[2], spec.head_dim), q.dtype
-                )  # A ring of no slots.
+                # The ring has no slots, so these are never stored.
+                own_k = own_v = jnp.zeros((B, t, k[0].shape[2], spec.head_dim), q.dtype)
             else:
-                own_k, own_v = (order.restored(jnp.concatenate(each, 1)) for each in (k, v))
-                o, lse = attend_near(order.restored(q), own_k, own_v, keys)
-                lse = order.sorted(lse.swapaxes(1, 2)).swapaxes(1, 2)
-                o, _ = _merged([(order.sorted(o), lse), gather_heads_and_lse(*far, SEQUENCE)])
+                own_k, own_v = (arrangement.restored(jnp.concatenate(each, 1)) for each in (k, v))
+                o, lse = attend_near(arrangement.restored(q), own_k, own_v, keys)
+                lse = arrangement.sorted(lse.swapaxes(1, 2)).swapaxes(1, 2)
+                o, _ = _merge([(arrangement.sorted(o), lse), gather_heads_and_lse(*far, SEQUENCE)])
             if capacity is None:
                 return o, None
             ring = prompt_state(spec.near, None, own_k, own_v, positions, end, capacity)
             sized = zip(segments, spec.blocks.segment_slots(capacity), strict=True)
-            return o, MemberState(ring, *(ClassArrays(stored(s.k, n), stored(s.v, n)) for s, n in sized))
+            stored = (ClassArrays(fit_slots(s.k, slots), fit_slots(s.v, slots)) for s, slots in sized)
+            return o, MemberState(ring, *stored)
 
         block = whole_weights(block, weights)
         reduce = sum_over(mesh, BY_TOKEN)
-        return block(x, order.sorted(positions), attend, implementation, spec.project_ordered, reduce)
+        return block(x, arrangement.sorted(positions), attend, implementation, spec.project_ordered, reduce)
 
     in_specs = (
         weight_specs(block, BY_TOKEN, weights),
         _TOKENS,
         layout("B"),
-        _Found(_ARRANGEMENT, _ROWS),
+        _ClassOrder(_ARRANGEMENT, _ROWS),
     )
-    return on_mesh(mesh, local, in_specs, (_TOKENS, layout("B K S R")))(block, x, end, found)
+    return on_mesh(mesh, local, in_specs, (_TOKENS, layout("B K S R")))(block, x, end, order)
 
 
 def _attend_segments(
     q: Array,
     k: tuple[Array, Array],
     v: tuple[Array, Array],
-    held: tuple[Array, Array],
+    key_positions: tuple[Array, Array],
     spec: ClassMember,
     keys: FarKeys,
 ) -> tuple[tuple[Array, Array], list[ClassArrays]]:
-    """Far attention of all tokens for one device's heads, [B, T, N/U, Z], its log-sum-exp; and its keys.
+    """Compute far attention of all tokens for one device's heads.
 
-    q, k, v: of one device's tokens in class order; held: positions of the tokens of all devices, by class.
-    The result stands device by device, as tokens do.
+    Args:
+      q: queries of one device's tokens in class order.
+      k: keys of important tokens and of the others.
+      v: values of important tokens and of the others.
+      key_positions: positions of the tokens of all devices, by class.
+      spec: ranks of both classes.
+      keys: far keys.
+
+    Returns:
+      The output [B, T, N/U, Z] and its log-sum-exp, tokens device by device, and the keys and values of all
+      tokens by class.
     """
     (R1, Z1), (R2, Z2) = spec.important, spec.rest
     q, *kv = scatter_heads(
@@ -271,11 +297,11 @@ def _attend_segments(
     kv = [x.swapaxes(1, 2) for x in kv]
     segments = [ClassArrays(*kv[:2]), ClassArrays(*kv[2:])]
     B, U = q.shape[0], jax.lax.axis_size(SEQUENCE)
-    by_device = [positions.reshape(B, U, -1) for positions in held]
+    by_device = [positions.reshape(B, U, -1) for positions in key_positions]
     far = segment_attention(
         q,
         jnp.concatenate(by_device, 2).reshape(B, -1),
-        [Segment(s.k, s.v, at) for s, at in zip(segments, held, strict=True)],
+        [Segment(s.k, s.v, positions) for s, positions in zip(segments, key_positions, strict=True)],
         scale=keys.scale,
         sinks=keys.sinks,
         window=keys.window,
@@ -285,18 +311,18 @@ def _attend_segments(
 
 
 @partial(jax.jit, static_argnames="mesh")
-def _restored(x: Array, arrangement: Arrangement, mesh: Mesh) -> Array:
-    """x [B, T, D], in class order on each device, by position again."""
+def _restore_order(x: Array, arrangement: Arrangement, mesh: Mesh) -> Array:
+    """Bring x [B, T, D] from each device's class order back to the order of positions."""
 
-    def restore(x, arrangement):
+    def restore(x: Array, arrangement: Arrangement) -> Array:
         return arrangement.restored(x)
 
     return on_mesh(mesh, restore, (_TOKENS, _ARRANGEMENT), _TOKENS)(x, arrangement)
 
 
-def _merged(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
-    """`merge_partial` of near attention and of what an exchange brings back, or of one of them alone."""
+def _merge(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """Merge near attention with what the exchange returns, or return the only part."""
     if len(parts) == 1:
         return parts[0]
-    # Wanted at once: else XLA's scheduler puts near attention behind the exchange instead of beside it.
+    # Without the barrier XLA schedules near attention after the exchange instead of concurrently.
     return merge_partial(jax.lax.optimization_barrier(parts))

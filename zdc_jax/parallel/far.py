@@ -1,7 +1,7 @@
-"""Attention of tokens divided over a mesh on keys of all tokens: who gets which of them, and how.
+"""Far attention of tokens divided over a mesh: the exchange of heads for tokens, and its interface.
 
-`ulysses`, as any `FarAttention`, takes what one device holds, q [B, t, N, R], k [B, t, K, R], v [B, t, K, Z],
-and gives its o [B, t, N, Z] and, where near attention is to be merged with it, its log-sum-exp [B, N, t].
+A `FarAttention` such as `ulysses` takes one device's q [B, t, N, R], k [B, t, K, R] and v [B, t, K, Z]. It
+returns o [B, t, N, Z] and, to merge with near attention, its log-sum-exp [B, N, t].
 """
 
 from collections.abc import Callable
@@ -21,10 +21,16 @@ from zdc_jax.parallel.payload import NATIVE, Format, Formats
 
 @dataclass(frozen=True)
 class FarKeys:
-    """Which keys are far (all, where sinks and window are 0), and how attention on them is computed.
+    """Choice of the far keys, and the attention on them. All keys are far if sinks and window are 0.
 
-    formats: how they travel. of_plan: whether the near set is that of a plan. If not, near keys have as many
-    coordinates as far ones, and their halo travels as `formats.halo`.
+    Attributes:
+      scale: factor on the scores.
+      sinks: number of sinks.
+      window: size of the recent window.
+      implementation: of attention; None chooses.
+      formats: formats of the exchange.
+      of_plan: whether the near set is the plan's. Otherwise near keys have as many coordinates as far keys,
+        and their halo is sent in `formats.halo`.
     """
 
     scale: float
@@ -45,10 +51,18 @@ class FarKeys:
         implementation: Implementation | None,
         formats: Formats = NATIVE,
     ) -> Self:
-        """Of tokens divided over `sequence`, q [B, t, N, H], v [B, t, K, H]; inside `jax.shard_map`.
+        """Create from the arrays of one device's tokens; inside `jax.shard_map`.
 
-        Sinks and window of `spec` count where q or v is wider than what it keeps of far keys; elsewhere all
-        are far, or those of `formats` count.
+        The near set of `spec` applies if q or v is wider than the far keys that `spec` keeps. Otherwise all
+        keys are far, or the near set of `formats` applies.
+
+        Args:
+          q: queries [B, t, N, H], tokens divided over `sequence`.
+          v: values [B, t, K, H].
+          spec: ranks of far keys, and the near set.
+          scale: factor on the scores.
+          implementation: of attention; None chooses.
+          formats: formats of the exchange.
         """
         length = q.shape[1] * jax.lax.axis_size(SEQUENCE)
         of_plan, near = near_set(spec, formats, (q.shape[-1], v.shape[-1]), length)
@@ -56,16 +70,20 @@ class FarKeys:
 
     @property
     def halo(self) -> tuple[Format, Format]:
-        """How near keys and values come from devices before."""
+        """Formats of near keys and values sent by preceding devices."""
         return NATIVE.halo if self.of_plan else self.formats.halo
 
     @property
     def are_all(self) -> bool:
-        """Whether no near set is left out."""
+        """Whether all keys are far."""
         return not (self.sinks or self.window)
 
     def attend_to(self, q: Array, k: Array, v: Array) -> tuple[Array, Array | None]:
-        """Of all tokens of some heads on themselves; with the log-sum-exp where near keys are left out."""
+        """Attend within all tokens of some heads.
+
+        Returns:
+          The output, and its log-sum-exp if near keys are left out, else None.
+        """
         if self.are_all:
             o, _ = self_attention(q, k, v, scale=self.scale, implementation=self.implementation)
             return o, None
@@ -74,7 +92,7 @@ class FarKeys:
     def attend(
         self, q: Array, k: Array, v: Array, start: Array | int = 0, first: Array | int = 0
     ) -> tuple[Array, Array]:
-        """`far_attention` of queries from position `start` on keys from position `first` on."""
+        """Compute `far_attention` of queries from position `start` on, to keys from position `first` on."""
         return far_attention(
             q,
             k,
@@ -90,10 +108,10 @@ class FarKeys:
 def near_set(
     spec: PrefixRing, formats: Formats, widths: tuple[int, int], length: int
 ) -> tuple[bool, tuple[int, int]]:
-    """Whether a plan says which of `length` tokens are near, and how many: sinks and window.
+    """Return whether the plan defines the near set of `length` tokens, and its sinks and window.
 
-    It does where q and v have more coordinates, `widths`, than far keys. Elsewhere the formats say it, or the
-    plan where it has more: one of all coordinates may have a window.
+    The plan defines it if q and v have more coordinates, `widths`, than far keys. Otherwise the formats do,
+    with the plan's sinks and window as lower bounds: a plan at full rank may also have a window.
     """
     own = spec.near(length)
     if any(own) and (widths[0] > spec.R or widths[1] > spec.Z):
@@ -105,28 +123,33 @@ def near_set(
 
 
 Exchanged = tuple[Array, Array]
-"""k [B, T, K/U, R] and v [B, T, K/U, Z] of all tokens for the heads of one device, as they arrived."""
+"""Keys k [B, T, K/U, R] and values v [B, T, K/U, Z] of all tokens for one device's heads, as they arrived."""
 Near = tuple[Array, Array]
-"""Near attention of one device's tokens, o [B, t, N, Z] and log-sum-exp [B, N, t]."""
+"""Near attention of one device's tokens: o [B, t, N, Z] and log-sum-exp [B, N, t]."""
 FarAttention = Callable[
     [Array, Array, Array, FarKeys, Near | None], tuple[Array, Array | None, Exchanged | None]
 ]
-"""Takes q, k, v at the width that far keys count with, and near attention, to be done while they travel.
-Gives o and its log-sum-exp, which may be None where all keys are far; and what a cache by head can keep, None
-where nothing of that form has arrived."""
+"""Function of q, k and v at the width of far keys, and of near attention to compute during the exchange.
+
+It returns o; its log-sum-exp, which may be None if all keys are far; and the keys and values that a cache by
+head can store, or None.
+"""
 
 
 def ulysses(
     q: Array, k: Array, v: Array, keys: FarKeys, near: Near | None
 ) -> tuple[Array, Array | None, Exchanged]:
-    """Heads for tokens and back, by all-to-alls (DeepSpeed-Ulysses, with what is truncated: ZDC §5.3).
+    """Exchange tokens for heads and back by all-to-alls (DeepSpeed-Ulysses, with truncated arrays: ZDC §5.3).
 
-    Heads go in two groups where each device has an even number: the second comes while the first is attended
-    to, and what the first gives goes back beside the second; near attention is beside the coming of the
-    first (ours). Only the way back of the second group is waited for.
+    Heads travel in two groups if each device has an even number of KV heads (ours). Near attention overlaps
+    the arrival of the first group. Attention on the first group overlaps the arrival of the second, whose
+    attention overlaps the first group's return. Only the return of the second group is exposed.
     """
-    sent, groups = keys.formats, head_groups(k.shape[2], jax.lax.axis_size(SEQUENCE))
-    arrived = scatter_head_groups((q, k, v), SEQUENCE, (sent.q, sent.k, sent.v), groups, beside=near)
-    o, lse = gather_head_groups([keys.attend_to(*each) for each in arrived], SEQUENCE, sent.o, sent.lse)
+    formats, groups = keys.formats, head_groups(k.shape[2], jax.lax.axis_size(SEQUENCE))
+    arrived = scatter_head_groups(
+        (q, k, v), SEQUENCE, (formats.q, formats.k, formats.v), groups, overlapped=near
+    )
+    attended = [keys.attend_to(*qkv) for qkv in arrived]
+    o, lse = gather_head_groups(attended, SEQUENCE, formats.o, formats.lse)
     k, v = (jnp.concatenate(each, 2) for each in zip(*(kv for _, *kv in arrived), strict=True))
     return o, lse, (k, v)

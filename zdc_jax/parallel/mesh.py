@@ -1,4 +1,4 @@
-"""Device meshes, and the one table that says which axis of an array lies along which axis of a mesh."""
+"""Device meshes, and the table that maps array axes to mesh axes."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jaxtyping import Int
 
 from zdc_jax.axes import Array
 from zdc_jax.errors import MeshError
-from zdc_jax.model.layers import Reduce, unreduced
+from zdc_jax.model.layers import Reduce, skip_reduction
 
 DATA, SEQUENCE, MODEL = "data", "sequence", "model"
 MESH_AXES: dict[str, tuple[str, ...]] = {
@@ -23,21 +23,26 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
     "K": (MODEL, SEQUENCE),
     "F": (MODEL, SEQUENCE),
 }
-"""Axis letter (`zdc_jax.axes`) → mesh axes that divide it, major first; other letters are not divided.
+"""Mesh axes that divide each array axis (letters of `zdc_jax.axes`), major first; other axes are not divided.
 
-Tokens of a prompt lie along `sequence`. What is divided by head (or by F), the cache and the weights of
-decode, lies along `model` and `sequence` together: the order in which a prefill's exchange leaves its heads.
+Prompt tokens lie along `sequence`. Heads and F lie along `model` and then `sequence`, in caches and in decode
+weights: a prefill's exchange leaves its heads in this order.
 """
 BY_TOKEN, BY_HEAD = (MODEL,), (MODEL, SEQUENCE)
-"""Mesh axes that divide the weights for prompts, whose tokens lie along `sequence`, and for single tokens."""
+"""Mesh axes that divide prefill weights (tokens lie along `sequence`) and decode weights."""
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each axis: `data` divides the batch, `sequence` the tokens, `model` heads and F.
+    """Number of devices along each mesh axis.
+
+    Attributes:
+      data: devices that divide the batch.
+      sequence: devices that divide prompt tokens.
+      model: devices that divide heads and F.
 
     Raises:
-      MeshError: a size that is not a whole number above 0.
+      MeshError: a size is not an integer >= 1.
     """
 
     data: int = 1
@@ -47,73 +52,80 @@ class MeshConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             if type(size := getattr(self, field.name)) is not int or size < 1:
-                raise MeshError(f"{field.name}={size} must be a whole number >= 1 of devices")
+                raise MeshError(f"{field.name}={size}: must be a number of devices, an integer >= 1")
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """`data=1,sequence=4,model=2`; axes that are not named have 1 device. Raises `MeshError`."""
+        """Parse a mesh such as `data=1,sequence=4,model=2`; omitted axes have one device.
+
+        Raises:
+          MeshError: the text is malformed.
+        """
         allowed = [field.name for field in fields(cls)]
         sizes: dict[str, int] = {}
         for item in text.split(","):
             name, _, size = (part.strip() for part in item.partition("="))
             if name not in allowed or name in sizes or not size.isdecimal():
                 raise MeshError(
-                    f"mesh={text!r}: {item!r} must be AXIS=SIZE, each axis of {allowed} at most once"
+                    f"mesh={text!r}: {item!r} is not AXIS=SIZE; allowed axes are {allowed}, each at most once"
                 )
             sizes[name] = int(size)
         return cls(**sizes)
 
     @property
     def size(self) -> int:
-        """Devices in all."""
+        """Total number of devices."""
         return self.data * self.sequence * self.model
 
     def create(self) -> Mesh:
-        """The mesh on the first devices, neighbours along `sequence` as near as `jax.make_mesh` finds them.
+        """Create the mesh on the first devices, with neighbours along `sequence` as close as possible.
 
         Raises:
-          MeshError: there are fewer devices than `size`; or more, and those of several processes.
+          MeshError: there are fewer devices than `size`, or several processes have more.
         """
         if self.size > (count := jax.device_count()):
-            raise MeshError(f"{self} needs {self.size} devices, there are {count}")
+            raise MeshError(f"mesh={self}: needs {self.size} devices, there are {count}; use smaller axes")
         if self.size < count and jax.process_count() > 1:
-            raise MeshError(f"{self} has {self.size} devices; {jax.process_count()} processes have {count}")
+            raise MeshError(
+                f"mesh={self}: uses {self.size} of the {count} devices of {jax.process_count()} processes; "
+                "must use all of them"
+            )
         names = tuple(field.name for field in fields(self))
         devices = jax.devices()[: self.size]
         return jax.make_mesh(astuple(self), names, (AxisType.Auto,) * len(names), devices=devices)
 
 
 def layout(axes: str, among: tuple[str, ...] = (DATA, SEQUENCE, MODEL)) -> PartitionSpec:
-    """How an array with these axes, such as `B T D`, is divided over the mesh axes `among`.
+    """Return how an array with these axes, such as `B T D`, is divided over the mesh axes `among`.
 
-    Axes that are not in the table (or `1`) are whole.
+    Axes that are not in `MESH_AXES`, such as `1`, are not divided.
     """
     names = [tuple(name for name in MESH_AXES.get(axis, ()) if name in among) for axis in axes.split()]
     return PartitionSpec(*(name or None for name in names))
 
 
 def whole_on(mesh: Mesh) -> NamedSharding:
-    """Of an array that is whole on every device."""
+    """Return the sharding of an array that is replicated on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def degree(mesh: Mesh, among: tuple[str, ...]) -> int:
-    """Devices along these axes together."""
+    """Return the number of devices along the mesh axes `among` together."""
     return math.prod(mesh.shape[name] for name in among)
 
 
 def on_mesh(mesh: Mesh, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`local` on each device's share of the arguments."""
-    # Replication is not checked: kernels do not say along which axes their results vary.
+    """Wrap `local`, a function of each device's shards, as a function of whole arrays."""
+    # Replication is not checked: kernels do not declare along which axes their results vary.
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def positions_of(x: Array) -> Int[Array, "B t"]:
-    """Of this device's tokens, for x [B, t, ...]; inside `on_mesh`."""
+    """Return the positions of this device's tokens, for x [B, t, ...]; inside `on_mesh`."""
     B, t = x.shape[:2]
     return jnp.broadcast_to(jax.lax.axis_index(SEQUENCE) * t + jnp.arange(t), (B, t))
 
 
 def sum_over(mesh: Mesh, among: tuple[str, ...]) -> Reduce:
-    """Over the devices that share each product of a layer, those of the mesh axes `among`."""
-    return unreduced if degree(mesh, among) == 1 else partial(jax.lax.psum, axis_name=among)
+    """Return the `Reduce` over the mesh axes `among`, whose devices share each product of a layer."""
+    return skip_reduction if degree(mesh, among) == 1 else partial(jax.lax.psum, axis_name=among)

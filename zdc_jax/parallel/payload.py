@@ -1,13 +1,12 @@
-"""Payload of the exchange: as computed, in 8-bit floating point, or in few bits with a step a token (ours).
+"""Formats in which the exchange sends values: native, 8-bit floating point, or few-bit integers (ours).
 
-`float8` rounds to 3 bits of mantissa, 2^-4 of a number, over a range of 2^15: what matters about a scale is
-that nothing overflows. So it is known before a prompt is seen, and no maximum has to be found, nor agreed on.
-What it rounds off large scores is what costs, and in a calibrated basis these are made of the first
-coordinates: those stay as they are.
+`float8` rounds to 3 bits of mantissa over a range of 2^15, so a scale only has to prevent overflow. Scales
+are fixed at calibration, and no maximum has to be computed or agreed on. Rounding matters most in large
+scores, which in a calibrated basis come from the first coordinates: those are sent unrounded.
 
-`coded` turns the coordinates of each token and head so that none is much larger than the others, and sends
-integers with a step of their own, the codes of method `coded`. Most of what rounding costs, it costs where
-tokens attend to their neighbours. So these stay on the device: a plan without a near set gets one.
+`coded` rotates the coordinates of each token and head so that none is much larger than the others. It sends
+integers with a scale per token, the codes of method `coded`. Rounding costs most where tokens attend to their
+neighbours, which therefore stay on the device: a plan without a near set gets one.
 """
 
 import itertools
@@ -32,21 +31,34 @@ from zdc_jax.model.attention import Attention
 Payload = Literal["native", "float8", "coded"]
 Kind = Literal["q", "k", "v", "o"]
 PAYLOADS: tuple[Payload, ...] = get_args(Payload)
-"""`native`: numbers travel in the dtype that they have. `float8`: q, k, v and o travel as e4m3 but for their
-first `EXACT` coordinates; these, halo, sinks and log-sum-exp travel as they are. `coded`: q, k, v and o
-travel as integers of `BITS` bits, the log-sum-exp as float16; sinks and the halo of a plan's own window as
-they are."""
+"""Payloads of an exchange.
+
+`native`: values travel in their own dtype. `float8`: q, k, v and o travel as e4m3, except their first `EXACT`
+coordinates. Halo, sinks and log-sum-exp are not rounded. `coded`: q, k, v and o travel as integers of `BITS`
+bits and the log-sum-exp as float16. Sinks and the halo of a plan's own window are not rounded.
+"""
 EXACT = 2
-"""Coordinates of each head that `float8` does not round."""
+"""Leading coordinates of each head that `float8` does not round."""
 _FLOAT8 = jnp.float8_e4m3fn
 _LARGEST = float(jnp.finfo(_FLOAT8).max)
 HEADROOM = 64
-"""What is not clipped, in root mean squares: one token of each window of 4096 tokens can reach √4096 at most.
-Numbers keep their full precision down to 1/448 to 1/224 of a root mean square."""
+"""Largest value that is not clipped, in root mean squares.
+
+One token of a 4096-token window can reach at most √4096 = 64. Full precision extends down to a fraction
+1/448 to 1/224 of the root mean square.
+"""
 
 
 class Bits(NamedTuple):
-    """Of a coordinate of q, k, v and o, and of the first coordinates of q and k; each 2, 3, 4, 5, 6 or 8."""
+    """Bits per coordinate of the `coded` payload: 2, 3, 4, 5, 6 or 8.
+
+    Attributes:
+      q: bits of queries.
+      k: bits of keys.
+      v: bits of values.
+      o: bits of outputs.
+      first: bits of the first coordinates of queries and keys.
+    """
 
     q: int
     k: int
@@ -56,45 +68,43 @@ class Bits(NamedTuple):
 
 
 BITS = Bits(q=4, k=4, v=4, o=4, first=6)
-"""Of `coded`: in a calibrated basis scores are made of the first coordinates."""
+"""Bits of `coded`. The first coordinates get more, because they dominate scores in a calibrated basis."""
 NEAR = (4, 256)
-"""Sinks and window that `coded` attends to before it rounds, where a plan has no near set of its own."""
+"""Sinks and window that `coded` attends to unrounded if a plan has no near set of its own."""
 HALO_BITS = 6
-"""Of a coordinate of keys and values of that window that come from devices before."""
+"""Bits per coordinate of keys and values in the halo of that window."""
 
 
 class Format(ABC):
-    """How an array [B, T, N, C] of numbers travels."""
+    """Representation of an array [B, T, N, C] in the exchange."""
 
     @abstractmethod
-    def packed(self, x: Float[Array, "B T N C"]) -> tuple[Array, ...]:
-        """Arrays [B, T, N, _] that travel."""
+    def pack(self, x: Float[Array, "B T N C"]) -> tuple[Array, ...]:
+        """Convert an array into the arrays [B, T, N, _] that are sent."""
 
     @abstractmethod
-    def unpacked(self, *parts: Array, dtype: jnp.dtype) -> Float[Array, "B T N C"]:
-        """What `packed` was given, rounded, in the dtype that it had."""
+    def unpack(self, *parts: Array, dtype: jnp.dtype) -> Float[Array, "B T N C"]:
+        """Convert received arrays back, up to rounding, into the original dtype."""
 
-    def of_heads(self, count: int) -> "Format":
-        """Of so many heads, a multiple of the KV heads."""
+    def expand_heads(self, count: int) -> "Format":
+        """Return the format for `count` heads, a multiple of the KV heads."""
         del count
         return self
 
-    def own(self, start: Int[Array, ""], count: int) -> "Format":
-        """Of `count` of these heads, from `start` on."""
+    def slice_heads(self, start: Int[Array, ""], count: int) -> "Format":
+        """Return the format of `count` of these heads, from `start` on."""
         del start, count
         return self
 
 
 @dataclass(frozen=True)
 class Native(Format):
-    """As the numbers are."""
+    """Format that sends values unchanged."""
 
-    def packed(self, x: Array) -> tuple[Array, ...]:
-        """`Format.packed`."""
+    def pack(self, x: Array) -> tuple[Array, ...]:
         return (x,)
 
-    def unpacked(self, *parts: Array, dtype: jnp.dtype) -> Array:
-        """`Format.unpacked`."""
+    def unpack(self, *parts: Array, dtype: jnp.dtype) -> Array:
         return parts[0]
 
 
@@ -103,72 +113,71 @@ AS_IS = Native()
 
 @dataclass(frozen=True)
 class ScaledFloat8(Format):
-    """The first `EXACT` coordinates as they are, and the others / scale [N, C] as e4m3.
+    """Format that sends all but the first `EXACT` coordinates as e4m3, divided by `scale` [N, C].
 
-    Saturating: the cast alone makes NaN of what is beyond ±448.
+    Values are clipped first: the cast alone turns values beyond ±448 into NaN.
     """
 
     scale: Float[AnyArray, "N C"]
 
-    def packed(self, x: Array) -> tuple[Array, ...]:
-        """`Format.packed`."""
+    def pack(self, x: Array) -> tuple[Array, ...]:
         rest = jnp.clip(x[..., EXACT:] / self.scale[:, EXACT:], -_LARGEST, _LARGEST)
         return x[..., :EXACT], rest.astype(_FLOAT8)
 
-    def unpacked(self, *parts: Array, dtype: jnp.dtype) -> Array:
-        """`Format.unpacked`."""
+    def unpack(self, *parts: Array, dtype: jnp.dtype) -> Array:
         exact, rest = parts
         return jnp.concatenate([exact, rest.astype(dtype) * self.scale[:, EXACT:].astype(dtype)], -1)
 
-    def of_heads(self, count: int) -> Format:
-        """`Format.of_heads`."""
+    def expand_heads(self, count: int) -> Format:
         return ScaledFloat8(jnp.repeat(self.scale, count // self.scale.shape[0], axis=0))
 
-    def own(self, start: Array, count: int) -> Format:
-        """`Format.own`."""
+    def slice_heads(self, start: Array, count: int) -> Format:
         return ScaledFloat8(jax.lax.dynamic_slice_in_dim(self.scale, start, count))
 
 
 @dataclass(frozen=True)
-class TurnedIntegers(Format):
-    """Blocks of coordinates in `FittedIntegers` after `gaussian_codes.turn`, each with a step a token, head.
+class RotatedIntegers(Format):
+    """Format that rotates blocks of coordinates and sends them as integers.
 
-    blocks: coordinates of each and their bits; in all `width` or, with zeros behind, a few more. The nearest
-    levels are shorter than what they stand for, by the share that their square error has in its square. That
-    would make all scores and outputs smaller, so what arrives is made longer by as much.
+    Each block, token and head has a scale. The rotation is `gaussian_codes.turn`, the quantization that of
+    `FittedIntegers`. The sent arrays are, for each block, levels uint8 [B, T, N, C·bits/8] and scale uint8
+    [B, T, N, 1]. A block with a non-finite coordinate arrives as NaN.
 
-    Packed: of each block levels uint8 [B, T, N, C·bits/8] and the reach uint8 [B, T, N, 1]. A block with a
-    coordinate that is no finite number arrives as NaN.
+    Rounding to the nearest levels shrinks vectors by the relative square error, which would shrink all scores
+    and outputs. Received values are scaled up by as much.
+
+    Attributes:
+      width: number of coordinates.
+      blocks: coordinates and bits of each block. Together they cover `width`, and zero padding if they are
+        wider.
     """
 
     width: int
     blocks: tuple[tuple[int, int], ...]
 
-    def packed(self, x: Array) -> tuple[Array, ...]:
-        """`Format.packed`."""
+    def pack(self, x: Array) -> tuple[Array, ...]:
         wide = sum(size for size, _ in self.blocks)
         x = jnp.pad(x.astype(jnp.float32), [(0, 0)] * 3 + [(0, wide - self.width)])
         parts: list[Array] = []
         for size, bits in self.blocks:
             block, x = x[..., :size], x[..., size:]
-            turned = jnp.matmul(block, jnp.asarray(turn(size), jnp.float32), precision="highest")
-            parts += encode_tokens(FittedIntegers(bits), turned)
+            rotated = jnp.matmul(block, jnp.asarray(turn(size), jnp.float32), precision="highest")
+            parts += encode_tokens(FittedIntegers(bits), rotated)
         return tuple(parts)
 
-    def unpacked(self, *parts: Array, dtype: jnp.dtype) -> Array:
-        """`Format.unpacked`."""
-        found = []
-        for (size, bits), coded in zip(self.blocks, itertools.batched(parts, 2), strict=True):
-            back = turn(size).T / (1 - gaussian_distortion(bits))
-            # Levels are so few that a GPU may round the factors of this product as it likes to.
-            found.append(decode_tokens(FittedIntegers(bits), coded, size) @ jnp.asarray(back, jnp.float32))
-        return jnp.concatenate(found, -1)[..., : self.width].astype(dtype)
+    def unpack(self, *parts: Array, dtype: jnp.dtype) -> Array:
+        blocks = []
+        for (size, bits), quantized in zip(self.blocks, itertools.batched(parts, 2), strict=True):
+            inverse = jnp.asarray(turn(size).T / (1 - gaussian_distortion(bits)), jnp.float32)
+            # With so few levels, reduced precision in this product does not matter.
+            blocks.append(decode_tokens(FittedIntegers(bits), quantized, size) @ inverse)
+        return jnp.concatenate(blocks, -1)[..., : self.width].astype(dtype)
 
 
 def coded_blocks(kind: Kind, width: int) -> tuple[tuple[int, int], ...]:
-    """Blocks of `width` coordinates in `coded`, in whole bytes: of q and k the first quarter is one.
+    """Return the blocks of `width` coordinates in `coded`, in whole bytes.
 
-    Where a plan keeps fewer than 32 of q and k all of them are first ones.
+    The first quarter of q and k is a block of its own; below 32 coordinates it is all of them.
     """
     padded, bits = -(-width // 8) * 8, getattr(BITS, kind)
     if kind in ("v", "o"):
@@ -180,26 +189,32 @@ def coded_blocks(kind: Kind, width: int) -> tuple[tuple[int, int], ...]:
 
 
 def lse_bytes(payload: Payload) -> int:
-    """Of the log-sum-exp of one token and head."""
+    """Return the bytes of the log-sum-exp of one token and head."""
     return 2 if payload == "coded" else 4
 
 
 def halo_blocks(width: int) -> tuple[tuple[int, int], ...]:
-    """The block of `width` coordinates of a halo in `coded`."""
+    """Return the block of `width` coordinates of a halo in `coded`."""
     return ((-(-width // 8) * 8, HALO_BITS),)
 
 
 def block_bytes(blocks: Iterable[tuple[int, int]]) -> int:
-    """Of one token and head in `TurnedIntegers`: levels and reaches."""
+    """Return the bytes of one token and head in `RotatedIntegers`: levels and scales."""
     return sum(size * bits // 8 + 1 for size, bits in blocks)
 
 
 @dataclass(frozen=True)
 class Formats:
-    """How q, k [B, T, K, R], v [B, T, K, Z] and o of one layer travel.
+    """Formats of one layer's arrays in the exchange.
 
-    lse: dtype of the log-sum-exp. near: sinks and window that are attended to as they are where the layer has
-    no near set; `halo` is how keys and values of that window come from devices before.
+    Attributes:
+      q: queries [B, T, N, R].
+      k: keys [B, T, K, R].
+      v: values [B, T, K, Z].
+      o: outputs.
+      lse: dtype of the log-sum-exp.
+      near: sinks and window to attend to unrounded if the layer has no near set.
+      halo: formats of keys and values of that window, sent by preceding devices.
     """
 
     q: Format = AS_IS
@@ -212,17 +227,17 @@ class Formats:
 
     @classmethod
     def of(cls, payload: Payload, attention: Attention, R: int, Z: int) -> "Formats":
-        """Those of the first coordinates of a layer.
+        """Return the formats of a payload for the first R and Z coordinates of a layer.
 
         Raises:
-          CalibrationError: `float8`, and the layer has no scales.
+          CalibrationError: the payload is `float8` and the layer has no scales.
         """
         if payload == "native":
             return cls()
         if payload == "coded":
             return cls.coded(R, Z)
         if attention.q_scale is None or attention.k_scale is None or attention.v_scale is None:
-            raise CalibrationError(f"{payload=} needs layers with scales: prepare them with it")
+            raise CalibrationError(f"{payload=}: the layer has no scales; prepare it for this payload")
         return cls.float8(
             attention.q_scale[...][:, :R], attention.k_scale[...][:, :R], attention.v_scale[...][:, :Z]
         )
@@ -231,19 +246,19 @@ class Formats:
     def float8(
         cls, q: Float[AnyArray, "K R"], k: Float[AnyArray, "K R"], v: Float[AnyArray, "K Z"]
     ) -> "Formats":
-        """From what q, k and v are divided by before the cast; o has v's.
+        """Return the `float8` formats with these divisors of q, k and v; o has those of v.
 
-        An output is a convex combination of values, so it is within their range. Powers of two, so that
-        scaling rounds nothing.
+        An output is a convex combination of values, so it is within their range. The divisors are powers of
+        two, so that scaling does not round.
         """
         return cls(ScaledFloat8(q), ScaledFloat8(k), ScaledFloat8(v), ScaledFloat8(v))
 
     @classmethod
     def coded(cls, R: int, Z: int) -> "Formats":
-        """Of `BITS` bits."""
+        """Return the formats of `coded` for R and Z coordinates."""
         kinds: dict[Kind, int] = {"q": R, "k": R, "v": Z, "o": Z}
-        q, k, v, o = (TurnedIntegers(width, coded_blocks(kind, width)) for kind, width in kinds.items())
-        halo = TurnedIntegers(R, halo_blocks(R)), TurnedIntegers(Z, halo_blocks(Z))
+        q, k, v, o = (RotatedIntegers(width, coded_blocks(kind, width)) for kind, width in kinds.items())
+        halo = RotatedIntegers(R, halo_blocks(R)), RotatedIntegers(Z, halo_blocks(Z))
         return cls(q, k, v, o, jnp.float16, NEAR, halo)
 
 
@@ -251,46 +266,52 @@ NATIVE = Formats()
 
 
 def scale_weights(basis: Basis, layer: int) -> dict[str, np.ndarray]:
-    """`q_scale`, `k_scale`, `v_scale` [K, H], float64, of `Attention`; raises what `check_scales` does."""
+    """Return `q_scale`, `k_scale` and `v_scale` [K, H] of `Attention`, in float64.
+
+    Errors are those of `check_scales`.
+    """
     return {f"{name}_scale": scale_for(rms[layer]) for name, rms in check_scales(basis).items()}
 
 
 def check_payload(payload: str) -> None:
-    """Raises `ValueError` for what is none of `PAYLOADS`."""
+    """Raise `ValueError` if `payload` is not in `PAYLOADS`."""
     if payload not in PAYLOADS:
-        raise ValueError(f"{payload=} must be one of {PAYLOADS}")
+        raise ValueError(f"{payload=}: must be one of {PAYLOADS}")
 
 
 def check_basis(payload: Payload, basis: Basis | None) -> None:
-    """Raises `CalibrationError` where a payload needs a basis, or one with scales, and there is none."""
+    """Raise `CalibrationError` if the payload needs a basis (`float8`: one with scales) that is missing."""
     if payload != "native" and basis is None:
-        raise CalibrationError(f"{payload=} needs the coordinates of a calibrated basis; give plan= with it")
+        raise CalibrationError(f"{payload=}: needs a calibrated basis; pass plan= with a calibrated plan")
     if payload == "float8" and basis is not None:
         check_scales(basis)
 
 
 def check_scales(basis: Basis) -> dict[str, np.ndarray]:
-    """Root mean squares of q, k and v [L, K, H], from which scales are made.
+    """Return the root mean squares of q, k and v [L, K, H], from which scales are derived.
 
     Raises:
-      CalibrationError: a basis made before they were kept.
+      CalibrationError: the basis was calibrated by a version that did not store them.
     """
     if basis.q_rms is None or basis.k_rms is None or basis.v_rms is None:
         raise CalibrationError(
-            "payload='float8' needs scales; this older basis has none, "
+            "payload='float8': needs scales, which this older basis lacks; "
             "run zdc calibrate MODEL TEXT --overwrite"
         )
     return {"q": basis.q_rms, "k": basis.k_rms, "v": basis.v_rms}
 
 
 def scale_for(rms: np.ndarray) -> np.ndarray:
-    """The least power of two with which e4m3 holds `HEADROOM` root mean squares; 1 for what is always 0."""
+    """Return the smallest power of two with which e4m3 covers `HEADROOM` root mean squares; 1 for zeros."""
     exponent = np.ceil(np.log2(np.where(rms > 0, rms, 1) * HEADROOM / _LARGEST))
     return np.where(rms > 0, 2.0**exponent, 1.0)
 
 
 def row_bytes(kind: Kind, width: int, payload: Payload, itemsize: int) -> int:
-    """Bytes of the first `width` coordinates of one token and head; `itemsize` is a native element's."""
+    """Return the bytes of the first `width` coordinates of one token and head.
+
+    `itemsize` is the size of a native element.
+    """
     if payload == "native" or width == 0:
         return width * itemsize
     if payload == "coded":

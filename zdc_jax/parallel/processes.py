@@ -1,4 +1,4 @@
-"""Several processes on one mesh, one a host or one a GPU: they meet, or say who is missing."""
+"""Start-up of several processes on one mesh, with an error that names the missing ones."""
 
 import socket
 import time
@@ -20,20 +20,22 @@ def initialize(
     *,
     timeout: float = 300.0,
 ) -> None:
-    """Makes this process one of several; call it before anything else of JAX.
+    """Make this process one of several; call it before anything else of JAX.
 
-    After it `jax.devices()` are those of all processes, in the same order on each, and all must run the same
-    calls. On Slurm and Open MPI, as JAX detects them, a process has one GPU; with all three arguments given,
-    all that it sees.
+    Afterwards `jax.devices()` lists the devices of all processes, in the same order on each. All processes
+    must then run the same calls. On Slurm and Open MPI, as detected by JAX, a process has one GPU. With all
+    three arguments given, it has all GPUs that it sees.
 
     Args:
-      coordinator: HOST:PORT of process 0, a free port; num_processes, process_id: how many there are, and
-        which this is. What is None is taken from Slurm, Open MPI or Kubernetes (with its Python client).
-      timeout: seconds to wait for the others.
+      coordinator: HOST:PORT of process 0, a free port. An argument that is None is detected from Slurm, Open
+        MPI or Kubernetes (with its Python client).
+      num_processes: number of processes.
+      process_id: index of this process.
+      timeout: seconds to wait for the other processes.
 
     Raises:
-      ProcessError: an argument is missing and cannot be detected, or impossible; processes that have not
-        come within the timeout, by number.
+      ProcessError: an argument is invalid, or missing and not detected. Or processes did not connect within
+        the timeout; the message lists their indices.
     """
     local_devices = None
     if None in (coordinator, num_processes, process_id):
@@ -44,14 +46,14 @@ def initialize(
         )
     if coordinator is None or num_processes is None or process_id is None:
         raise ProcessError(
-            f"{coordinator=}, {num_processes=}, {process_id=}: give all three; this is no job of Slurm, "
-            "Open MPI or Kubernetes that says them"
+            f"{coordinator=}, {num_processes=}, {process_id=}: give all three; "
+            "they could not be detected from Slurm, Open MPI or Kubernetes"
         )
     if not 0 <= process_id < num_processes:
-        raise ProcessError(f"{process_id=} must be at least 0 and below {num_processes=}")
+        raise ProcessError(f"{process_id=}: must be at least 0 and below {num_processes=}")
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal():
-        raise ProcessError(f"{coordinator=} must be HOST:PORT")
+        raise ProcessError(f"{coordinator=}: must be HOST:PORT")
     meet(host.strip("[]"), int(port), num_processes, process_id, timeout)
     jax.distributed.initialize(
         coordinator,
@@ -64,35 +66,35 @@ def initialize(
 
 
 def meet(host: str, port: int, num_processes: int, process_id: int, timeout: float) -> None:
-    """Returns when all processes have called it; where they have not, all that have raise.
+    """Wait until all processes have called this function; raise in all of them if some do not.
 
-    JAX itself ends a process that waits in vain, and does not say for whom. The port is free again when this
-    returns.
+    JAX itself aborts a process that waits in vain, without naming the missing ones. The port is free again on
+    return.
 
     Raises:
-      ProcessError: names the processes that are missing after `timeout` seconds.
+      ProcessError: processes are missing after `timeout` seconds; the message lists their indices.
     """
     deadline = time.monotonic() + timeout
     if process_id == 0:
-        _call_roll(port, num_processes, timeout, deadline)
+        _collect_processes(port, num_processes, timeout, deadline)
         return
-    answer = _answer_roll(host, port, process_id, timeout, deadline)
+    answer = _report_to_coordinator(host, port, process_id, timeout, deadline)
     if answer != _PRESENT:
         raise ProcessError(answer.decode())
 
 
-def _call_roll(port: int, num_processes: int, timeout: float, deadline: float) -> None:
+def _collect_processes(port: int, num_processes: int, timeout: float, deadline: float) -> None:
     present: dict[int, socket.socket] = {}
     try:
-        with closing(_server(port)) as server:
+        with closing(_create_server(port)) as server:
             while len(present) < num_processes - 1 and (left := deadline - time.monotonic()) > 0:
-                if (caller := _next_caller(server, left, num_processes)) is not None:
+                if (caller := _accept_process(server, left, num_processes)) is not None:
                     number, connection = caller
-                    if number in present:  # Who calls again has lost the connection, or died and come back.
+                    if number in present:  # The process lost its connection or was restarted.
                         present.pop(number).close()
                     present[number] = connection
         missing = [str(index) for index in range(1, num_processes) if index not in present]
-        error = f"process {', '.join(missing)} of {num_processes} did not come within {timeout:g} s"
+        error = f"{num_processes=}: process {', '.join(missing)} did not connect within {timeout:g} s"
         for connection in present.values():
             connection.sendall(error.encode() if missing else _PRESENT)
     finally:
@@ -102,14 +104,16 @@ def _call_roll(port: int, num_processes: int, timeout: float, deadline: float) -
         raise ProcessError(error)
 
 
-def _server(port: int) -> socket.socket:
+def _create_server(port: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
 
 
-def _next_caller(server: socket.socket, left: float, num_processes: int) -> tuple[int, socket.socket] | None:
-    """Number and connection of another process; None for strangers, and when the time is over."""
+def _accept_process(
+    server: socket.socket, left: float, num_processes: int
+) -> tuple[int, socket.socket] | None:
+    """Return index and connection of another process, or None for a stranger or after the timeout."""
     server.settimeout(left)
     try:
         connection, _ = server.accept()
@@ -124,17 +128,17 @@ def _next_caller(server: socket.socket, left: float, num_processes: int) -> tupl
     return None
 
 
-def _answer_roll(host: str, port: int, process_id: int, timeout: float, deadline: float) -> bytes:
-    """What process 0 says when all have come, or when its time is over."""
+def _report_to_coordinator(host: str, port: int, process_id: int, timeout: float, deadline: float) -> bytes:
+    """Return the answer of process 0, once all processes have connected or its time is up."""
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((host, port), timeout=left) as connection:
                 connection.sendall(str(process_id).encode())
-                # Process 0 may have begun to wait only now.
+                # Process 0 may only now start its own timeout.
                 connection.settimeout(timeout + 5)
                 if answer := connection.recv(_LONGEST_LINE):
                     return answer
         except OSError:
             pass
         time.sleep(0.1)
-    raise ProcessError(f"process 0 did not come to {host}:{port} within {timeout:g} s")
+    raise ProcessError(f"coordinator={host}:{port}: process 0 did not answer within {timeout:g} s")

@@ -1,13 +1,12 @@
-"""Bytes that leave a device in a sequence-parallel prefill: by formula, and as counted in a compiled program.
+"""Bytes that a device sends in a sequence-parallel prefill: by formula, and counted in a compiled program.
 
-Both follow the ring algorithms: of x bytes on each of U devices an all-to-all sends x (U-1)/U, an all-gather
-x (U-1), an all-reduce 2 x (U-1)/U. A device that does more than others is the one that counts.
+Both assume ring algorithms. Of x bytes on each of U devices, an all-to-all sends x (U-1)/U, an all-gather
+x (U-1) and an all-reduce 2 x (U-1)/U. Results are those of the device that sends most.
 """
 
 import math
 import re
 from collections import Counter
-from typing import Any
 
 from zdc_jax.cache.prefix_ring import ring_slots
 from zdc_jax.config import ModelConfig
@@ -29,38 +28,49 @@ def prefill_bytes(
     batch: int = 1,
     itemsize: int = 2,
 ) -> int:
-    """Bytes that the attention of all layers sends from one of `degree` devices along `sequence`.
+    """Return the bytes that the attention of all layers sends from one of `degree` devices along `sequence`.
 
-    `length` T and `batch` count tokens and rows of one group of devices along `sequence`; the padding of T is
-    counted. A full plan is dense Ulysses. `itemsize`: bytes of a native element.
+    A full plan is dense Ulysses.
+
+    Args:
+      config: architecture of the model.
+      plan: compression plan.
+      length: T, tokens of each prompt; its padding is counted as well.
+      degree: U, devices along `sequence`.
+      payload: payload of the exchange.
+      batch: sequences per group of devices along `sequence`.
+      itemsize: bytes of a native element.
 
     Raises:
-      NotImplementedError: a payload that cannot exchange the plan's token classes; a plan whose caches do not
+      NotImplementedError: the payload cannot exchange the plan's token classes, or the plan's caches do not
         run on a mesh.
     """
     if plan.method != "zdc":
         check_codes(plan, payload, degree)
-        how: Any = {"length": length, "degree": degree, "payload": payload, "itemsize": itemsize}
         layers = range(len(plan.layers))
-        return batch * sum(_coded_bytes(config, plan, index, **how) for index in layers)
-
-    def layer(index):
-        return layer_bytes(
+        return batch * sum(
+            _coded_bytes(
+                config, plan, index, length=length, degree=degree, payload=payload, itemsize=itemsize
+            )
+            for index in layers
+        )
+    if plan.classes is not None:
+        check_classes(payload)
+        return batch * _class_bytes(
+            config, plan, plan.classes, length=length, degree=degree, itemsize=itemsize
+        )
+    return batch * sum(
+        layer_bytes(
             config,
-            plan.layers[index],
+            ranks,
             plan.near(index),
             length=length,
             degree=degree,
             payload=payload,
             itemsize=itemsize,
         )
-
-    if plan.classes is not None:
-        check_classes(payload)
-        return batch * _class_bytes(
-            config, plan, plan.classes, length=length, degree=degree, itemsize=itemsize
-        )
-    return batch * sum(layer(index) for index in range(len(plan.layers)))
+        for index, ranks in enumerate(plan.layers)
+    )
 
 
 def layer_bytes(
@@ -73,12 +83,13 @@ def layer_bytes(
     payload: Payload,
     itemsize: int,
 ) -> int:
-    """`prefill_bytes` of one layer and one row; near: sinks and window.
+    """Compute `prefill_bytes` of one layer and one sequence; `near` is sinks and window.
 
-    Far keys, with K' = K · copies (`kv_copies`) and t = ⌈T/U⌉: N R + K' (R + Z) there and N Z back for each
-    of t tokens, times (U-1)/U. A near set adds the log-sum-exp on the way back, and `near_bytes`. A
-    coordinate takes `itemsize` bytes, a far one in other payloads less (`row_bytes`). In `coded` a layer
-    without a near set gets one (`payload.NEAR`), of as many coordinates as far tokens have.
+    Let K' = K · copies (`kv_copies`) and t = ⌈T/U⌉. Far attention sends N R + K' (R + Z) coordinates, and N Z
+    on the way back, for each of t tokens, times (U-1)/U. A near set adds the log-sum-exp on the way back, and
+    `near_bytes`. A coordinate has `itemsize` bytes, a far one in other payloads fewer (`row_bytes`).
+
+    With `coded`, a layer without a near set gets one (`payload.NEAR`), at the rank of far tokens.
     """
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     U, t = degree, -(-length // degree)
@@ -86,9 +97,9 @@ def layer_bytes(
     def sent(kind: Kind, width: int) -> int:
         return row_bytes(kind, width, payload, itemsize)
 
-    of_query = sent("q", ranks.qk) + sent("o", ranks.v)
-    of_key = sent("k", ranks.qk) + sent("v", ranks.v)
-    far = t * (U - 1) * (N * of_query + K * kv_copies(K, U) * of_key) // U
+    query_bytes = sent("q", ranks.qk) + sent("o", ranks.v)
+    key_bytes = sent("k", ranks.qk) + sent("v", ranks.v)
+    far = t * (U - 1) * (N * query_bytes + K * kv_copies(K, U) * key_bytes) // U
     lse = t * (U - 1) * N * lse_bytes(payload) // U if ranks.qk else 0
     if any(near) and (ranks.qk, ranks.v) != (H, H):
         return far + lse + near_bytes(config, near, t, U, itemsize)
@@ -110,31 +121,26 @@ def _coded_bytes(
     payload: Payload,
     itemsize: int,
 ) -> int:
-    """`prefill_bytes` of one layer and row of a plan whose caches are codes.
+    """Compute `prefill_bytes` of one layer and sequence under a plan with quantized caches.
 
-    As `layer_bytes`, but of a key and value of each token and head the codes travel, `stored_bytes`.
+    As `layer_bytes`, but each token and head sends its quantized key and value, `stored_bytes`.
     """
-    N, U, t, ranks, near = (
-        config.num_heads,
-        degree,
-        -(-length // degree),
-        plan.layers[layer],
-        plan.near(layer),
-    )
-    around = near_bytes(config, near, t, U, itemsize) if any(near) else 0
+    N, U, t = config.num_heads, degree, -(-length // degree)
+    ranks, near = plan.layers[layer], plan.near(layer)
+    near_total = near_bytes(config, near, t, U, itemsize) if any(near) else 0
     if not ranks.qk:
-        return around
-    of_query = row_bytes("q", ranks.qk, payload, itemsize) + row_bytes("o", ranks.v, payload, itemsize)
-    of_query += lse_bytes(payload) if any(near) else 0
-    of_key = stored_bytes(plan.layer_caches(config.dtype)[layer])
+        return near_total
+    query_bytes = row_bytes("q", ranks.qk, payload, itemsize) + row_bytes("o", ranks.v, payload, itemsize)
+    query_bytes += lse_bytes(payload) if any(near) else 0
+    key_bytes = stored_bytes(plan.layer_caches(config.dtype)[layer])
     heads = config.num_kv_heads * kv_copies(config.num_kv_heads, U)
-    return t * (U - 1) * (N * of_query + heads * of_key) // U + around
+    return t * (U - 1) * (N * query_bytes + heads * key_bytes) // U + near_total
 
 
 def near_bytes(config: ModelConfig, near: tuple[int, int], t: int, U: int, itemsize: int) -> int:
-    """Bytes that one of U devices with t tokens each sends in a layer for the near set, sinks and window.
+    """Return the bytes that one of U devices with t tokens each sends in a layer for the near set.
 
-    A halo of min(W, (U-1) t) tokens and the sinks, with 2 K H coordinates of `itemsize` bytes each.
+    The halo has min(W, (U-1) t) tokens. Halo and sinks have 2 K H coordinates of `itemsize` bytes per token.
     """
     sinks, window = (min(count, U * t) for count in near)
     token = 2 * config.num_kv_heads * config.head_dim * itemsize
@@ -150,31 +156,33 @@ def _class_bytes(
     degree: int,
     itemsize: int,
 ) -> int:
-    """`prefill_bytes` of one row under a plan with token classes; t tokens a device, in whole blocks.
+    """Compute `prefill_bytes` of one sequence under a plan with token classes.
 
-    A leader sends what `layer_bytes` says, its log-sum-exp also without a near set, and then the int32
-    positions of its group, 4 t (U-1). In the other layers t₁ important tokens keep (R₁, Z₁), and the t₂
-    others, but for q and o, (R₂, Z₂): t N (R₁ + Z₁) + K' (t₁ (R₁ + Z₁) + t₂ (R₂ + Z₂)) coordinates, times
-    (U-1)/U, and the near set as there.
+    A device has t tokens, in whole blocks. A leader sends `layer_bytes`, always with the log-sum-exp, and
+    then the int32 positions of its group, 4 t (U-1).
+
+    In other layers t₁ important tokens have ranks (R₁, Z₁) and t₂ others (R₂, Z₂); q and o always have (R₁,
+    Z₁). They send t N (R₁ + Z₁) + K' (t₁ (R₁ + Z₁) + t₂ (R₂ + Z₂)) coordinates, times (U-1)/U, and the near
+    set as in `layer_bytes`.
     """
     N, K, H, U = config.num_heads, config.num_kv_heads, config.head_dim, degree
     t = -(-length // (U * classes.block)) * classes.block
     near, lse = (plan.sinks, plan.window), t * (U - 1) * N * lse_bytes("native") // U
     total = len(classes.leaders) * 4 * t * (U - 1)
-    for index, less in enumerate(plan.layers):
+    for index, rest in enumerate(plan.layers):
         if plan.has_classes(index):
-            more, important = (
-                classes.important[index],
-                classes.blocks(classes.group_of(index)).important_in(t),
-            )
-            kept = important * (more.qk + more.v) + (t - important) * (less.qk + less.v)
-            coordinates = t * N * (more.qk + more.v) + K * kv_copies(K, U) * kept
+            important = classes.important[index]
+            count = classes.blocks(classes.group_of(index)).important_in(t)
+            key_coordinates = count * (important.qk + important.v) + (t - count) * (rest.qk + rest.v)
+            coordinates = t * N * (important.qk + important.v) + K * kv_copies(K, U) * key_coordinates
             total += coordinates * itemsize * (U - 1) // U
             total += (lse + near_bytes(config, near, t, U, itemsize)) if any(near) else 0
         else:
-            alike = {"length": U * t, "degree": U, "itemsize": itemsize}
-            total += layer_bytes(config, less, near, payload="native", **alike)
-            total += 0 if any(near) and (less.qk < H or less.v < H) else lse  # It is counted, or none goes.
+            total += layer_bytes(
+                config, rest, near, length=U * t, degree=U, payload="native", itemsize=itemsize
+            )
+            # `layer_bytes` counts the log-sum-exp only of truncated layers with a near set.
+            total += 0 if any(near) and (rest.qk < H or rest.v < H) else lse
     return total
 
 
@@ -188,24 +196,24 @@ def cache_bytes(
     batch: int = 1,
     itemsize: int = 2,
 ) -> int:
-    """Bytes that one of `degree` devices sends once, after a prompt, to leave the cache divided by head.
+    """Return the bytes that one of `degree` devices sends once, after a prompt, to divide the cache by head.
 
-    Trailing coordinates of the ring's slots, K' (M (2H - R - Z)) (U-1)/U a layer; first coordinates are where
-    the exchange has brought them, but a `coded` payload sends R + Z of near tokens once more, whole. In
-    layers with token classes the ring holds all 2H; each group adds the float32 importance of one block,
-    summed over the devices. The ring of a cache in codes holds all 2H.
+    The exchange has already brought the first coordinates. The ring's slots send their trailing coordinates,
+    K' M (2H - R - Z) (U-1)/U per layer. A `coded` payload sends R + Z coordinates of near tokens again,
+    unrounded. In layers with token classes, and in quantized caches, the ring holds all 2H coordinates. Each
+    group of layers adds the float32 importance of one block, summed over the devices.
     """
     heads = config.num_kv_heads * kv_copies(config.num_kv_heads, degree)
     ring = 0
     for index, ranks in enumerate(plan.layers):
-        whole = plan.has_classes(index) or plan.method != "zdc"
-        kept = 0 if whole else ranks.qk + ranks.v
+        has_whole_ring = plan.has_classes(index) or plan.method != "zdc"
+        exchanged = 0 if has_whole_ring else ranks.qk + ranks.v
         near = plan.near(index)
-        ring += heads * ring_slots(*near, capacity) * (2 * plan.head_dim - kept) * itemsize
-        if payload == "coded" and kept:
-            own = any(near) and kept < 2 * plan.head_dim
-            sinks, window = near if own else map(max, NEAR, near)
-            ring += heads * ring_slots(sinks, window, capacity) * kept * itemsize
+        ring += heads * ring_slots(*near, capacity) * (2 * plan.head_dim - exchanged) * itemsize
+        if payload == "coded" and exchanged:
+            of_plan = any(near) and exchanged < 2 * plan.head_dim
+            sinks, window = near if of_plan else map(max, NEAR, near)
+            ring += heads * ring_slots(sinks, window, capacity) * exchanged * itemsize
     blocks = 0 if plan.classes is None else 2 * 4 * len(plan.classes.leaders) * plan.classes.block
     return batch * (ring + blocks) * (degree - 1) // degree
 
@@ -219,36 +227,39 @@ _LAYOUT = re.compile(r"\{[^}]*\}")
 
 
 def hlo_bytes(text: str) -> int:
-    """Bytes that leave the device that sends most when a compiled program (`compiled.as_text()`) runs once.
+    """Return the bytes sent by the device that sends most in one run of a compiled program.
 
-    Each collective counts once: none may stand in a loop. On GPUs they are `-start` operations, or wrapped in
-    a computation of their own. Raises `ValueError` for groups or pairs it cannot read.
+    `text` is `compiled.as_text()`. Each collective counts once, so none may be in a loop. On GPUs collectives
+    are `-start` operations, or wrapped in computations of their own.
+
+    Raises:
+      ValueError: replica groups or pairs have an unknown form.
     """
     by_all, by_source = 0, Counter[int]()
     for line in text.splitlines():
-        if (found := _COLLECTIVE.search(line)) is None:
+        if (match := _COLLECTIVE.search(line)) is None:
             continue
-        count = _collective_bytes(line, found)
-        if found["kind"] == "collective-permute":
+        count = _collective_bytes(line, match)
+        if match["kind"] == "collective-permute":
             by_source.update(dict.fromkeys(_sources(line), count))
         else:
             by_all += count
     return by_all + max(by_source.values(), default=0)
 
 
-def _collective_bytes(line: str, found: re.Match[str]) -> int:
-    shape = _LAYOUT.sub("", found["shape"])
+def _collective_bytes(line: str, match: re.Match[str]) -> int:
+    shape = _LAYOUT.sub("", match["shape"])
     arrays = [_array_bytes(array) for array in _ARRAY.finditer(shape)]
     nested = shape.startswith("((")
-    if found["start"] and (nested or found["kind"] != "all-reduce"):
-        # (operand, result, …) or ((operands), results, …), with scalars of the asynchronous call behind.
+    if match["start"] and (nested or match["kind"] != "all-reduce"):
+        # (operand, result, …) or ((operands), results, …), followed by scalars of the asynchronous call.
         count = len(_ARRAY.findall(shape[: shape.index(")")])) if nested else 1
         arrays = arrays[count : 2 * count]
     results = sum(arrays)
-    if found["kind"] == "collective-permute":
+    if match["kind"] == "collective-permute":
         return results
     U = _group_size(line)
-    sent = {"all-to-all": 1, "all-gather": 1, "all-reduce": 2, "reduce-scatter": U}[found["kind"]]
+    sent = {"all-to-all": 1, "all-gather": 1, "all-reduce": 2, "reduce-scatter": U}[match["kind"]]
     return results * sent * (U - 1) // U
 
 
@@ -258,19 +269,19 @@ def _array_bytes(array: re.Match[str]) -> int:
 
 
 def _sources(line: str) -> set[int]:
-    """Devices that send in a permute, `source_target_pairs={{0,1},…}`."""
-    if found := re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", line):
-        return {int(source) for source in re.findall(r"\{(\d+),", found[1])}
+    """Return the sending devices of a permute, `source_target_pairs={{0,1},…}`."""
+    if match := re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", line):
+        return {int(source) for source in re.findall(r"\{(\d+),", match[1])}
     raise ValueError(f"cannot read the pairs of {line.strip()!r}")
 
 
 def _group_size(line: str) -> int:
-    """Devices in each group: `{{0,1},…}`, `[groups,size]<=…`, or `mesh['a'=2,…] {'a'}`."""
-    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
-        return found[1].count(",") + 1
-    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
-        return int(found[1])
-    if found := re.search(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}", line):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found[2]))
+    """Return the number of devices per group: `{{0,1},…}`, `[groups,size]<=…`, or `mesh['a'=2,…] {'a'}`."""
+    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return match[1].count(",") + 1
+    if match := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+        return int(match[1])
+    if match := re.search(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", match[2]))
     raise ValueError(f"cannot read the replica groups of {line.strip()!r}")

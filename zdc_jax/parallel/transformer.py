@@ -1,7 +1,7 @@
-"""A transformer on a mesh.
+"""Transformer on a mesh.
 
-Prompts come whole, their tokens divided over `sequence`. Then tokens come one by one, with heads divided over
-the same devices, on the cache as the prompt has left it.
+Whole prompts have their tokens divided over `sequence`. Decoded tokens have heads divided over the same
+devices, on the cache that the prompt has left.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,9 +28,9 @@ from zdc_jax.errors import MeshError
 from zdc_jax.model.block import Block
 from zdc_jax.model.transformer import Embeddings, Transformer, extend_layer
 from zdc_jax.ops.attention import Implementation
-from zdc_jax.ops.contract import in_two_rows
+from zdc_jax.ops.contract import duplicate_single_token
 from zdc_jax.parallel.attention import ShardedAttention, check_attention, sharded_attention
-from zdc_jax.parallel.classes import check_classes, prompt_through_groups
+from zdc_jax.parallel.classes import check_classes, run_groups
 from zdc_jax.parallel.coded import check_codes, coded_attention, coded_state
 from zdc_jax.parallel.exchange import kv_copies
 from zdc_jax.parallel.mesh import (
@@ -60,14 +60,15 @@ from zdc_jax.plan import CompressionPlan
 
 
 class ShardedTransformer(nnx.Module):
-    """A `Transformer` on a mesh: batch over `data`; tokens of a prompt over `sequence`; heads over `model`.
+    """`Transformer` on a mesh: batch over `data`, prompt tokens over `sequence`, heads over `model`.
 
-    Every device along `sequence` holds all weights (of its share along `model`) for prompts, or gathers them
-    layer by layer, and beside them its share by head for tokens that are decoded, for which `sequence`
-    divides heads as `model` does. Prompts may exchange q, k, v and o in fewer bits
-    (`zdc_jax.parallel.payload`); the cache then holds the first coordinates of keys and values as they
-    arrived, rounded, but `coded` puts those of near tokens there whole. Caches in codes have keys and values
-    exchanged as their own codes, and what arrives is the cache (`zdc_jax.parallel.coded`).
+    For prompts, every device along `sequence` stores all weights (of its share along `model`), or gathers
+    them layer by layer. For decoded tokens it also stores a share by head: `sequence` then divides heads like
+    `model`.
+
+    Prompts may exchange q, k, v and o in fewer bits (`zdc_jax.parallel.payload`). The cache then stores the
+    first coordinates of keys and values as they arrived, rounded; `coded` replaces those of near tokens by
+    unrounded ones. Quantized caches exchange keys and values in their own codes (`zdc_jax.parallel.coded`).
     """
 
     def __init__(
@@ -82,20 +83,24 @@ class ShardedTransformer(nnx.Module):
         payload: Payload = "native",
         decodes: bool = True,
     ):
-        """Puts weights, of numpy or on devices, where the mesh needs them.
+        """Put weights, NumPy arrays or on devices, where the mesh needs them.
 
         Args:
-          layers: in order, consumed one at a time.
-          weights: how those for prompts lie, see `zdc_jax.parallel.weights`.
-          payload: what prompts are exchanged as; `float8` wants layers prepared with it.
-          decodes: whether weights for decoded tokens are made; without them there is no `extend`.
+          config: architecture of the model.
+          plan: compression plan of the weights.
+          embeddings: embeddings, final norm and head.
+          layers: layers in order, consumed one at a time.
+          mesh: device mesh.
+          weights: placement of prefill weights, see `zdc_jax.parallel.weights`.
+          payload: payload of the exchange; `float8` needs layers prepared for it.
+          decodes: whether to create decode weights; without them `extend` is not available.
 
         Raises:
-          MeshError: heads, feed-forward columns or (`gathered`) the embedding dim cannot be divided over this
-            mesh; before a layer is taken.
-          ValueError: unknown `weights` or `payload`.
-          NotImplementedError: a method whose caches cannot be divided by head after an exchange; `float8`
-            with caches in codes.
+          MeshError: heads, feed-forward columns or (with `gathered`) the embedding dimension cannot be
+            divided over this mesh. Raised before any layer is consumed.
+          ValueError: `weights` or `payload` is unknown.
+          NotImplementedError: the method's caches cannot be divided by head after an exchange, or `float8` is
+            combined with quantized caches.
         """
         check_payload(payload)
         if plan.method != "zdc":
@@ -103,13 +108,16 @@ class ShardedTransformer(nnx.Module):
         for name, count in (("num_heads", config.num_heads), ("ffn_dim", config.ffn_dim)):
             if count % degree(mesh, BY_HEAD):
                 raise MeshError(
-                    f"{name}={count} cannot be divided over model={mesh.shape[MODEL]} times "
-                    f"sequence={mesh.shape[SEQUENCE]} devices"
+                    f"{name}={count}: cannot be divided over model={mesh.shape[MODEL]} times "
+                    f"sequence={mesh.shape[SEQUENCE]} devices; their product must divide it"
                 )
         if weights not in WEIGHT_PLACEMENTS:
-            raise ValueError(f"{weights=} must be one of {WEIGHT_PLACEMENTS}")
+            raise ValueError(f"{weights=}: must be one of {WEIGHT_PLACEMENTS}")
         if weights == "gathered" and config.embed_dim % (shares := degree(mesh, GATHERED_OVER)):
-            raise MeshError(f"embed_dim={config.embed_dim} cannot be gathered from {shares} equal shares")
+            raise MeshError(
+                f"weights='gathered': embed_dim={config.embed_dim} cannot be divided into {shares} equal "
+                "shares, one for each device along data and sequence; use 'replicated' or another mesh"
+            )
         self.config, self.plan, self.mesh = config, plan, mesh
         self.weights, self.payload = weights, payload
         self.embeddings = replicated(embeddings, mesh)
@@ -126,9 +134,16 @@ class ShardedTransformer(nnx.Module):
         weights: WeightPlacement = "replicated",
         payload: Payload = "native",
     ) -> Self:
-        """A network that is on one device; raises what the constructor does."""
-        given = network.config, network.plan, network.embeddings, network.layers
-        return cls(*given, mesh, weights=weights, payload=payload)
+        """Create from a network on one device; errors are those of the constructor."""
+        return cls(
+            network.config,
+            network.plan,
+            network.embeddings,
+            network.layers,
+            mesh,
+            weights=weights,
+            payload=payload,
+        )
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -137,12 +152,12 @@ class ShardedTransformer(nnx.Module):
 
     @property
     def layer_caches(self) -> tuple[LayerCacheSpec, ...]:
-        """How each layer keeps its tokens under this plan."""
+        """Cache of each layer under the plan."""
         return self.plan.layer_caches(self.dtype.name)
 
     @property
     def device_caches(self) -> tuple[LayerCacheSpec, ...]:
-        """`layer_caches` of the heads that one device holds."""
+        """`layer_caches` restricted to the heads of one device."""
         shares = degree(self.mesh, BY_HEAD)
         heads = self.config.num_kv_heads * kv_copies(self.config.num_kv_heads, shares) // shares
         return tuple(spec.on_heads(heads) for spec in self.layer_caches)
@@ -150,15 +165,16 @@ class ShardedTransformer(nnx.Module):
     def new_cache(
         self, *, batch: int, capacity: int, specs: tuple[LayerCacheSpec, ...] | None = None
     ) -> KVCache:
-        """An empty cache, divided as `prefill` divides one.
+        """Create an empty cache, divided as in `prefill`.
 
-        specs: of one device's heads, default `device_caches`.
+        `specs` describes one device's heads, default `device_caches`.
 
         Raises:
-          CacheMemoryError: a device's share does not fit. MeshError: rows cannot be divided over `data`.
+          CacheMemoryError: a device's share does not fit.
+          MeshError: the batch cannot be divided over `data`.
         """
         specs = specs or self.device_caches
-        check_fits(specs, batch=self._rows(batch), capacity=capacity, free=free_bytes())
+        check_fits(specs, batch=self._local_batch(batch), capacity=capacity, free=free_bytes())
         shares = degree(self.mesh, BY_HEAD)
 
         def make() -> KVCache:
@@ -166,8 +182,8 @@ class ShardedTransformer(nnx.Module):
             states = tuple(spec.create(batch, capacity) for spec in whole)
             return KVCache(states, jnp.zeros(batch, jnp.int32), specs, capacity)
 
-        where = jax.tree.map(partial(held_sharding, self.mesh), jax.eval_shape(make))
-        return jax.jit(make, out_shardings=where)()
+        shardings = jax.tree.map(partial(cache_sharding, self.mesh), jax.eval_shape(make))
+        return jax.jit(make, out_shardings=shardings)()
 
     def hidden(
         self,
@@ -176,32 +192,33 @@ class ShardedTransformer(nnx.Module):
         attention: ShardedAttention = sharded_attention,
         implementation: Implementation | None = None,
     ) -> Float[Array, "B T_padded D"]:
-        """Last hidden states of whole sequences, without a cache.
+        """Return the last hidden states of whole sequences, without a cache.
 
-        T need not be a multiple of the devices along `sequence`: prompts are padded on the right to T_padded,
-        where causal attention does not look; with token classes so that each device has whole blocks. The
-        result is divided as the tokens are; that of padding is unspecified.
+        T need not be a multiple of the devices along `sequence`. Prompts are padded on the right to T_padded,
+        where causal attention does not look; with token classes each device gets whole blocks. The result is
+        divided by token and unspecified for padding.
 
         Args:
-          attention: of one device's tokens on those of all, a function of a module, for it is hashed.
+          tokens: whole sequences of equal length.
+          attention: attention of one device's tokens to all tokens. Use a module-level function: it is
+            hashed.
           implementation: of attention on each device, see `zdc_jax.ops.attention`.
 
         Raises:
-          MeshError: rows or tokens cannot be divided over this mesh; before anything is computed.
-          NotImplementedError: the implementation cannot do a call; a payload that rounds or token classes
-            with another `attention` than `sharded_attention`, or both together.
-          CalibrationError: a `float8` payload, and layers without scales.
+          MeshError: batch or tokens cannot be divided over this mesh. Raised before any computation.
+          NotImplementedError: the implementation cannot serve a call. Or a rounding payload or token classes
+            are combined with another `attention` than `sharded_attention`, or with one another.
+          CalibrationError: the payload is `float8` and layers have no scales.
         """
         check_attention(attention, self.payload, self.plan)
         end = jnp.full(len(tokens), tokens.shape[1])
         if self.plan.classes is not None:
-            return self._through_groups(tokens, end, None, implementation)[0]
+            return self._run_groups(tokens, end, None, implementation)[0]
         if self.plan.method != "zdc":
-            return self._through_layers(tokens, end, None, implementation)[0]
-        x = self._embedded(tokens)
+            return self._run_layers(tokens, end, None, implementation)[0]
+        x = self._embed_prompts(tokens)
         for block, spec in zip(self.prompt_layers, self.layer_caches, strict=True):
-            given = spec, self.mesh, attention, implementation, self.weights, self.payload
-            x = whole_layer(block, x, *given)
+            x = whole_layer(block, x, spec, self.mesh, attention, implementation, self.weights, self.payload)
         return x
 
     def prefill(
@@ -212,19 +229,25 @@ class ShardedTransformer(nnx.Module):
         capacity: int,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B D"], KVCache]:
-        """Hidden states of the last of `end` tokens of each prompt, and a cache of `capacity` tokens a row.
+        """Prefill whole prompts; return the hidden states of their last tokens, and a cache.
 
-        The cache is divided by head over `model` and `sequence`; its KV heads are repeated where those do not
-        divide them. Its first coordinates, or codes, are where the exchange has brought them; the trailing
-        ones of the last window and the sinks, or their rings, are scattered by head.
+        The cache is divided by head over `model` and `sequence`; KV heads are repeated if those do not divide
+        them. The exchange has brought its first coordinates, or its quantized values. The trailing
+        coordinates of the last window and the sinks, or their rings, are scattered by head.
+
+        Args:
+          tokens: prompts, padded on the right.
+          end: length of each prompt.
+          capacity: tokens per sequence of the cache.
+          implementation: of attention on each device.
 
         Raises:
-          MeshError: T is more than `capacity`. What `hidden` raises.
+          MeshError: T exceeds `capacity`. Other errors are those of `hidden`.
         """
         if (length := tokens.shape[1]) > capacity:
-            raise MeshError(f"{capacity=} must be >= the {length} tokens of the prompts, padding included")
-        through = self._through_layers if self.plan.classes is None else self._through_groups
-        x, states = through(tokens, end, capacity, implementation)
+            raise MeshError(f"{capacity=}: must be >= {length}, the tokens of the prompts with padding")
+        run = self._run_layers if self.plan.classes is None else self._run_groups
+        x, states = run(tokens, end, capacity, implementation)
         return last_token(x, end, self.mesh), KVCache(tuple(states), end, self.layer_caches, capacity)
 
     def compile_prefill(
@@ -235,29 +258,30 @@ class ShardedTransformer(nnx.Module):
         capacity: int,
         implementation: Implementation | None = None,
     ) -> None:
-        """Compiles what `prefill` runs at these shapes, all kinds of layers at once, in threads.
+        """Compile what `prefill` runs at these shapes, all kinds of layers concurrently in threads (ours).
 
-        `prefill` by itself compiles each kind when it comes to it, which takes seconds a kind. Threads share
-        XLA's part of it; tracing and lowering hold Python's lock. Ours.
+        Otherwise `prefill` compiles each kind on first use, which takes seconds per kind. Threads overlap
+        XLA's share of the work; tracing and lowering hold Python's lock.
 
         Raises:
-          NotImplementedError: the plan has token classes. MeshError: rows or tokens cannot be divided over
-            this mesh.
+          NotImplementedError: the plan has token classes.
+          MeshError: batch or tokens cannot be divided over this mesh.
         """
         if self.plan.classes is not None:
-            raise NotImplementedError("compile_prefill takes no plan with token classes")
-        x, aux = self._embedded(tokens), None
-        given = capacity, self.mesh, implementation, self.weights, self.payload
+            raise NotImplementedError("compile_prefill: does not support plans with token classes")
+        x, aux = self._embed_prompts(tokens), None
         divided = NamedSharding(self.mesh, layout("B S K R"))
         programs: dict[Any, Any] = {}
+
+        def add_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=divided)
+
         for block, spec in zip(self.prompt_layers, self.layer_caches, strict=True):
-            program = _prompt_layer.lower(block, x, end, aux, spec, *given)
+            program = _prompt_layer.lower(
+                block, x, end, aux, spec, capacity, self.mesh, implementation, self.weights, self.payload
+            )
             programs.setdefault((spec, jax.tree.structure(aux)), program)
-
-            def handed(leaf):
-                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=divided)
-
-            aux = jax.tree.map(handed, program.out_info[2])
+            aux = jax.tree.map(add_sharding, program.out_info[2])
         with ThreadPoolExecutor() as threads:
             list(threads.map(lambda program: program.compile(), programs.values()))
 
@@ -268,31 +292,33 @@ class ShardedTransformer(nnx.Module):
         end: Int[Array, " B"],
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache]:
-        """`Transformer.extend`; heads and F over `model` and `sequence`, and no axis over tokens."""
+        """Extend as `Transformer.extend`; heads and F are divided over `model` and `sequence`."""
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
-        x, aux, states = in_two_rows(self.embeddings.embed(tokens, positions)), None, list(cache.layers)
+        x, aux = duplicate_single_token(self.embeddings.embed(tokens, positions)), None
+        states = list(cache.layers)
         for index, (block, spec) in enumerate(zip(self.token_layers, cache.specs, strict=True)):
             x, states[index], aux = _token_layer(
                 block, spec, x, states[index], aux, positions, end, cache.table, self.mesh, implementation
             )
         return x[: len(tokens)], replace(cache, layers=tuple(states), lengths=end)
 
-    def _through_layers(
+    def _run_layers(
         self,
         tokens: Array,
         end: Array,
         capacity: int | None,
         implementation: Implementation | None,
     ) -> tuple[Array, list[State]]:
-        """Last hidden states, and what layers keep for `capacity` tokens a row, None without."""
-        x, aux, states = self._embedded(tokens), None, []
+        """Return the last hidden states and each layer's cache, None without a `capacity`."""
+        x, aux, states = self._embed_prompts(tokens), None, []
         for block, spec in zip(self.prompt_layers, self.layer_caches, strict=True):
-            given = spec, capacity, self.mesh, implementation, self.weights, self.payload
-            x, state, aux = _prompt_layer(block, x, end, aux, *given)
+            x, state, aux = _prompt_layer(
+                block, x, end, aux, spec, capacity, self.mesh, implementation, self.weights, self.payload
+            )
             states.append(state)
         return x, states
 
-    def _through_groups(
+    def _run_groups(
         self,
         tokens: Array,
         end: Array,
@@ -301,29 +327,42 @@ class ShardedTransformer(nnx.Module):
     ) -> tuple[Array, list[State]]:
         assert self.plan.classes is not None
         check_classes(self.payload)
-        x, leaders = self._embedded(tokens), self.plan.classes.leaders
-        given = (self.mesh, implementation, self.weights)
-        return prompt_through_groups(self.prompt_layers, self.layer_caches, leaders, x, end, capacity, *given)
+        x, leaders = self._embed_prompts(tokens), self.plan.classes.leaders
+        return run_groups(
+            self.prompt_layers,
+            self.layer_caches,
+            leaders,
+            x,
+            end,
+            capacity,
+            mesh=self.mesh,
+            implementation=implementation,
+            weights=self.weights,
+        )
 
     def check_fits(self, batch: int, capacity: int) -> None:
-        """Raises `CacheMemoryError` where a device's share of such a cache is more than its free memory.
+        """Raise if such a cache does not fit.
 
-        And `MeshError` where the rows cannot be divided over `data`.
+        Raises:
+          CacheMemoryError: a device's share exceeds its free memory.
+          MeshError: the batch cannot be divided over `data`.
         """
-        check_fits(self.device_caches, batch=self._rows(batch), capacity=capacity, free=free_bytes())
+        check_fits(self.device_caches, batch=self._local_batch(batch), capacity=capacity, free=free_bytes())
 
-    def _rows(self, batch: int) -> int:
-        """Of each device, after checking that they can be divided."""
+    def _local_batch(self, batch: int) -> int:
+        """Return the sequences per device, after checking that they can be divided."""
         if batch % (count := self.mesh.shape[DATA]):
-            raise MeshError(f"{batch} rows cannot be divided over data={count}: it must be a divisor")
+            raise MeshError(
+                f"{batch=}: cannot be divided over data={count} devices; must be a multiple of it"
+            )
         return batch // count
 
-    def _embedded(self, tokens: Array) -> Array:
-        """Embeddings of tokens [B, T], padded, after checking that they can be divided; blocks stay whole."""
+    def _embed_prompts(self, tokens: Array) -> Array:
+        """Pad and embed tokens [B, T], after checking that they can be divided; blocks stay whole."""
         (B, T), U = tokens.shape, self.mesh.shape[SEQUENCE]
-        self._rows(B)
+        self._local_batch(B)
         if T < U:
-            raise MeshError(f"{T} tokens cannot be divided over sequence={U}: each device needs one")
+            raise MeshError(f"{T} tokens: cannot be divided over sequence={U} devices; each needs one")
         unit = U if self.plan.classes is None else U * self.plan.classes.block
         return _embed(self.embeddings, jnp.pad(tokens, ((0, 0), (0, -T % unit))), jnp.int32(T), self.mesh)
 
@@ -331,7 +370,7 @@ class ShardedTransformer(nnx.Module):
 @partial(jax.jit, static_argnames="mesh")
 def _embed(embeddings: Embeddings, tokens: Array, length: Array, mesh: Mesh) -> Array:
     def local(embeddings: Embeddings, tokens: Array, length: Array) -> Array:
-        # Padding takes the last position, so that it stays within the table of learned positions.
+        # Padding repeats the last position, to stay within the table of learned positions.
         return embeddings.embed(tokens, jnp.minimum(positions_of(tokens), length - 1))
 
     in_specs = (PartitionSpec(), layout("B T"), PartitionSpec())
@@ -349,13 +388,13 @@ def whole_layer(
     weights: WeightPlacement,
     payload: Payload,
 ) -> Array:
-    """One layer on whole sequences. Jitted, so that layers alike are traced and compiled once."""
+    """Run one layer on whole sequences. Jitted so that equal layers are traced and compiled once."""
     attend = partial(attention, scale=block.attention.scale, spec=spec, implementation=implementation)
 
     def local(block: Block, x: Array) -> Array:
         block = whole_weights(block, weights)
-        # Other attention than `sharded_attention` takes no formats.
-        formats = {} if payload == "native" else {"formats": _formats(block, spec, payload)}
+        # Only `sharded_attention` accepts formats.
+        formats = {} if payload == "native" else {"formats": _get_formats(block, spec, payload)}
         reduce = sum_over(mesh, BY_TOKEN)
         return block(x, positions_of(x), partial(attend, **formats), implementation, reduce=reduce)[0]
 
@@ -363,8 +402,8 @@ def whole_layer(
     return on_mesh(mesh, local, in_specs, layout("B T D"))(block, x)
 
 
-def _formats(block: Block, spec: Any, payload: Payload) -> Formats:
-    """How far coordinates of one device's heads travel; raises what `Formats.of` does."""
+def _get_formats(block: Block, spec: Any, payload: Payload) -> Formats:
+    """Return the exchange formats of one device's heads; errors are those of `Formats.of`."""
     return Formats.of(payload, block.attention, spec.R, spec.Z)
 
 
@@ -381,35 +420,35 @@ def _prompt_layer(
     weights: WeightPlacement,
     payload: Payload,
 ) -> tuple[Array, State | None, Any]:
-    """One layer on whole prompts, its cache with them, and what it hands on. Jitted as `whole_layer` is."""
+    """Run one layer on whole prompts; return its output, cache and auxiliary results."""
 
     def local(block: Block, x: Array, end: Array, aux: Any) -> tuple[Array, State | None, Any]:
-        positions, formats = positions_of(x), _formats(block, spec, payload)
-        how: Any = {"scale": block.attention.scale, "implementation": implementation, "formats": formats}
+        positions, formats = positions_of(x), _get_formats(block, spec, payload)
+        options: Any = {"scale": block.attention.scale, "implementation": implementation, "formats": formats}
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[State | None, Any]]:
             keep: Callable[..., State]
             if isinstance(spec, CodedFar | CodedRing):
-                o, far, handed = coded_attention(q, k, v, end, aux, spec=spec, **how)
+                o, far, next_aux = coded_attention(q, k, v, end, aux, spec=spec, **options)
                 keep = partial(coded_state, spec, far)
             else:
-                o, exchanged = sharded_attention(q, k, v, spec=spec, **how)
-                keep, handed = partial(prompt_state, spec, exchanged, formats=formats), aux
-            return o, (None if capacity is None else keep(k, v, positions, end, capacity), handed)
+                o, exchanged = sharded_attention(q, k, v, spec=spec, **options)
+                keep, next_aux = partial(prompt_state, spec, exchanged, formats=formats), aux
+            return o, (None if capacity is None else keep(k, v, positions, end, capacity), next_aux)
 
         block = whole_weights(block, weights)
-        x, kept = block(x, positions, attend, implementation, reduce=sum_over(mesh, BY_TOKEN))
-        return x, *kept
+        x, (state, next_aux) = block(x, positions, attend, implementation, reduce=sum_over(mesh, BY_TOKEN))
+        return x, state, next_aux
 
     tokens, heads = layout("B T D"), layout("B K S R")
-    handed = layout("B S K R")
-    in_specs = (weight_specs(block, BY_TOKEN, weights), tokens, layout("B"), handed)
-    return on_mesh(mesh, local, in_specs, (tokens, heads, handed))(block, x, end, aux)
+    aux_spec = layout("B S K R")
+    in_specs = (weight_specs(block, BY_TOKEN, weights), tokens, layout("B"), aux_spec)
+    return on_mesh(mesh, local, in_specs, (tokens, heads, aux_spec))(block, x, end, aux)
 
 
 @partial(jax.jit, static_argnames="mesh")
 def last_token(x: Float[Array, "B T D"], end: Int[Array, " B"], mesh: Mesh) -> Float[Array, "B D"]:
-    """Hidden states of the last of `end` tokens of each row, from the device that holds it."""
+    """Return the hidden state of each sequence's last token, from the device that holds it."""
 
     def local(x: Array, end: Array) -> Array:
         here = positions_of(x) == end[:, None] - 1
@@ -431,41 +470,63 @@ def _token_layer(
     mesh: Mesh,
     implementation: Implementation | None,
 ) -> tuple[Array, State, Any]:
-    """One layer on new tokens, its cache with them, and what it hands on. Jitted as `whole_layer` is."""
+    """Run one layer on new tokens; return its output, extended cache and auxiliary results."""
     gather = partial(jax.lax.all_gather, axis_name=BY_HEAD, axis=1, tiled=True)
 
     def local(
         block: Block, x: Array, state: State, aux: Any, positions: Array, end: Array, table: Array | None
     ) -> tuple[Array, State, Any]:
         own = spec.on_heads(block.attention.k.shape[1])
-        given = (x, with_new_empties(state), aux, positions, end, implementation)
-        x, state, aux = extend_layer(block, own, *given, gather, sum_over(mesh, BY_HEAD), table)
+        x, state, aux = extend_layer(
+            block,
+            own,
+            x,
+            with_new_empties(state),
+            aux,
+            positions,
+            end,
+            implementation,
+            all_heads=gather,
+            reduce=sum_over(mesh, BY_HEAD),
+            table=table,
+        )
         return x, with_new_empties(state), aux
 
-    held = jax.tree.map(held_layout, state)
-    token, rows = layout("B 1 D"), layout("B")
-    # Token classes hand on what is of all heads, codes what each KV head has chosen.
-    handed = rows if isinstance(spec, ClassLeader | ClassMember) else layout("B S K R")
-    in_specs = (weight_specs(block, BY_HEAD), token, held, handed, layout("B 1"), rows, rows)
-    given = block, x, state, aux, positions, end, table
-    return on_mesh(mesh, local, in_specs, (token, held, handed))(*given)
+    state_spec = jax.tree.map(cache_layout, state)
+    token, sequences = layout("B 1 D"), layout("B")
+    # Token classes hand on results for all heads; quantized caches hand on the selection of each KV head.
+    aux_spec = sequences if isinstance(spec, ClassLeader | ClassMember) else layout("B S K R")
+    in_specs = (
+        weight_specs(block, BY_HEAD),
+        token,
+        state_spec,
+        aux_spec,
+        layout("B 1"),
+        sequences,
+        sequences,
+    )
+    return on_mesh(mesh, local, in_specs, (token, state_spec, aux_spec))(
+        block, x, state, aux, positions, end, table
+    )
 
 
-def held_layout(leaf: Any) -> PartitionSpec:
-    """Of an array of a cache: those of four axes and more are divided by head, what says where tokens lie is
-    whole."""
+def cache_layout(leaf: Any) -> PartitionSpec:
+    """Return the partition of a cache's array.
+
+    Arrays of four and more axes are divided by head; arrays that say where tokens lie are not.
+    """
     return layout("B K S R" if leaf.ndim >= 4 else "B")
 
 
-def held_sharding(mesh: Mesh, leaf: Any) -> NamedSharding:
-    """Of an array of a cache that lies as `held_layout` says, in the form in which programs give it back.
+def cache_sharding(mesh: Mesh, leaf: Any) -> NamedSharding:
+    """Return the sharding of a cache's array in the form that compiled programs return.
 
-    In another form of the same JAX would compile anew the program that takes it.
+    Another form of the same sharding would make JAX recompile the program that accepts the cache.
     """
     if not leaf.size:
         return NamedSharding(mesh, PartitionSpec())
     spec: list[Any] = []
-    for entry in held_layout(leaf):
+    for entry in cache_layout(leaf):
         names = (entry,) if isinstance(entry, str) else entry or ()
         divides = tuple(name for name in names if mesh.shape[name] > 1)
         spec.append(divides[0] if len(divides) == 1 else divides or None)

@@ -1,6 +1,7 @@
-"""Weights of a layer on a mesh: whole, or divided by head and feed-forward column (tensor parallelism).
+"""Weights of a layer on a mesh: replicated, or divided by head and feed-forward column (tensor parallelism).
 
-What that leaves whole along `data` and `sequence` may be divided once more and gathered layer by layer.
+Weights that tensor parallelism replicates along `data` and `sequence` can be divided further and gathered
+layer by layer.
 """
 
 from functools import partial
@@ -37,24 +38,27 @@ _AXES = {
     "up_bias": "F",
     "down": "F D",
 }
-"""Axes of the weights that can be divided; all others are vectors, of D or of H."""
+"""Axes of the weights that can be divided; all other weights are vectors of D or of H."""
 _ALONG_D = frozenset(name for name, axes in _AXES.items() if "D" in axes.split())
 
 WeightPlacement = Literal["replicated", "gathered"]
 WEIGHT_PLACEMENTS: tuple[WeightPlacement, ...] = get_args(WeightPlacement)
-"""`replicated`: each device holds all weights of its share along `model`. `gathered`: the devices along
-`data` and `sequence` together hold the matrices once, divided along D, and each layer begins with an
-all-gather of its own, as in FSDP and ZeRO-3 (Rajbhandari et al., 2020)."""
+"""Placements of prefill weights.
+
+`replicated`: each device stores all weights of its share along `model`. `gathered`: the devices along `data`
+and `sequence` store the matrices once, divided along D. Each layer then begins with an all-gather, as in FSDP
+and ZeRO-3 (Rajbhandari et al., 2020).
+"""
 GATHERED_OVER = (DATA, SEQUENCE)
 
 
 def weight_specs(block: Block, among: tuple[str, ...], weights: WeightPlacement = "replicated") -> Block:
-    """How each weight of a layer is divided over the mesh axes `among`; a tree of the layer's own form."""
+    """Return how each weight of a layer is divided over the mesh axes `among`, as a tree like the layer."""
     return jax.tree_util.tree_map_with_path(lambda path, _: _spec(path, among, weights), block)
 
 
 def whole_weights(block: Block, weights: WeightPlacement) -> Block:
-    """A layer with the matrices of `gathered` whole again, from all devices' shares: in `jax.shard_map`."""
+    """Gather the matrices of a layer placed as `gathered`; inside `jax.shard_map`."""
     if weights == "replicated":
         return block
 
@@ -68,7 +72,7 @@ def whole_weights(block: Block, weights: WeightPlacement) -> Block:
 
 
 def gathered_bytes(block: Block, mesh: Mesh) -> int:
-    """Bytes that leave a device when a layer that lies as `gathered` is gathered once, by rings."""
+    """Return the bytes that leave a device when a `gathered` layer is gathered once, by ring algorithms."""
     flat, _ = jax.tree_util.tree_flatten_with_path(block)
     shares = [x.addressable_shards[0].data.nbytes for path, x in flat if _name(path) in _ALONG_D]
     return sum(shares) * (degree(mesh, GATHERED_OVER) - 1)
@@ -77,10 +81,11 @@ def gathered_bytes(block: Block, mesh: Mesh) -> int:
 def placed(
     block: Block, mesh: Mesh, among: tuple[str, ...], weights: WeightPlacement = "replicated"
 ) -> Block:
-    """A layer with its heads and feed-forward columns divided over the mesh axes `among`.
+    """Put a layer on the mesh, its heads and feed-forward columns divided over the mesh axes `among`.
 
-    On other axes it is as `weights` says. KV heads are repeated (`kv_copies`) where the devices of `among` do
-    not divide them. Weights are numpy's, of which a device gets its share only, or on devices already.
+    `weights` decides the placement along other axes. KV heads are repeated (`kv_copies`) if the devices do
+    not divide them. Weights may be NumPy arrays, of which a device reads only its share, or on devices
+    already.
     """
 
     def put(path: Any, weight: Array | np.ndarray) -> Array:
@@ -96,14 +101,14 @@ def placed(
 
 
 def replicated(tree: Any, mesh: Mesh) -> Any:
-    """Every array of a tree, numpy's or on devices, on every device."""
+    """Put every array of a tree on every device."""
     return jax.tree.map(lambda x: _put(x, whole_on(mesh)), tree)
 
 
 def _put(x: Array | np.ndarray, sharding: NamedSharding) -> Array:
     if isinstance(x, jax.Array):
         return jax.device_put(x, sharding)
-    # Of several processes each reads the same files: that they agree is not checked with every array.
+    # All processes read the same files, so do not verify that every array agrees across processes.
     return jax.make_array_from_callback(x.shape, sharding, lambda share: x[share])
 
 
@@ -121,6 +126,6 @@ def _axes(path: Any) -> str:
 
 
 def _name(path: Any) -> str:
-    """Of a weight in `_AXES`; empty for others."""
+    """Return the name of a weight in `_AXES`, or an empty string for other weights."""
     names = [getattr(key, "name", getattr(key, "key", None)) for key in path]
     return next((name for name in names if name in _AXES), "")

@@ -10,8 +10,7 @@ import pytest
 from conftest import LLAMA, OPT, TinyModel
 
 import zdc_jax.ops.attention as ops
-from benchmarks.rivals.methods import ATTENTION
-from benchmarks.rivals.traffic import method_bytes
+from benchmarks.mesh.rivals.methods import ATTENTION, method_bytes
 from zdc_jax import generate
 from zdc_jax.basis import Basis
 from zdc_jax.cache.kv_cache import KVCache
@@ -123,7 +122,7 @@ def test_layers_lower_on_kernels(monkeypatch):
 
 
 def test_refusals():
-    with pytest.raises(NotImplementedError, match=r"payload='float8' .*need 'native'"):
+    with pytest.raises(NotImplementedError, match=r"payload='float8': .*need 'native'"):
         check_classes("float8")
     model, basis = tiny("MHA")
     network = model.model(plan := class_plan(model, {}), basis).network
@@ -139,7 +138,7 @@ def test_refusals():
             ):
                 call()
     for implementation in ("pallas", "cudnn"):
-        with pytest.raises(NotImplementedError, match=f"{implementation=} cannot do this call"):
+        with pytest.raises(NotImplementedError, match=f"{implementation=} cannot serve this call"):
             sharded.hidden(tokens, implementation=implementation)
-        with pytest.raises(NotImplementedError, match=f"{implementation=} cannot do this call"):
+        with pytest.raises(NotImplementedError, match=f"{implementation=} cannot serve this call"):
             sharded.prefill(tokens, end, capacity=64, implementation=implementation)

@@ -231,15 +231,17 @@ def test_formula_is_what_is_compiled(monkeypatch, name):
 def test_refusals(tiny):
     _, folder, basis = tiny
     plan = CompressionPlan.full(CONFIG)
-    with pytest.raises(MeshError, match="payload='coded' is exchanged between devices; give mesh="):
+    with pytest.raises(
+        MeshError, match="payload='coded' is a format for the exchange between devices; pass mesh="
+    ):
         load(folder, plan, basis=basis, payload="coded")
-    with pytest.raises(CalibrationError, match=r"payload='coded' needs .* a calibrated basis; give plan="):
+    with pytest.raises(CalibrationError, match=r"payload='coded': needs a calibrated basis; pass plan="):
         load(folder, mesh="sequence=2", payload="coded")
-    with pytest.raises(ValueError, match=r"payload='int4' must be one of .*'coded'"):
+    with pytest.raises(ValueError, match=r"payload='int4': must be one of .*'coded'"):
         load(folder, plan, basis=basis, mesh="sequence=2", payload="int4")
     whole = TinyModel(CONFIG).dense
     float8 = ShardedTransformer.of(whole, MeshConfig(sequence=2).create(), payload="float8")
-    with pytest.raises(CalibrationError, match="needs layers with scales"):
+    with pytest.raises(CalibrationError, match="the layer has no scales"):
         float8.hidden(jnp.ones((1, 8), jnp.int32))
-    with pytest.raises(ValueError, match=r"payload='int4' must be one of .*'coded'"):
+    with pytest.raises(ValueError, match=r"payload='int4': must be one of .*'coded'"):
         ShardedTransformer.of(whole, MeshConfig(sequence=2).create(), payload="int4")

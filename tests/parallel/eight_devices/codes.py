@@ -168,10 +168,10 @@ def test_refusals():
     hosted = replace(CHOOSING, memory="host")
     window = LayerRanks(32, 32)
     refused = {
-        r"method='h2o' does not run on a mesh: 'zdc' does": ("h2o", None, "native"),
-        r"method='kivi' .*: layer 0 codes 32 tokens together": ("kivi", kivi.Settings(), "native"),
-        r"method='coded' .*: layer 0 has memory='host'": ("coded", hosted, "native"),
-        r"payload='float8' with method='fp8'.* must be 'native' or 'coded'": (
+        r"method='h2o': does not run on a mesh; use 'zdc'": ("h2o", None, "native"),
+        r"method='kivi': .*layer 0 quantizes 32 tokens together": ("kivi", kivi.Settings(), "native"),
+        r"method='coded': .*layer 0 has memory='host'": ("coded", hosted, "native"),
+        r"payload='float8': not supported with method='fp8'.* use 'native' or 'coded'": (
             "fp8",
             fp8.Settings(),
             "float8",
@@ -183,5 +183,5 @@ def test_refusals():
         network = model.model(plan).network
         with pytest.raises(NotImplementedError, match=message):
             ShardedTransformer.of(network, mesh, payload=payload)
-    with pytest.raises(NotImplementedError, match="num_kv_heads=2 is no multiple of the devices"):
+    with pytest.raises(NotImplementedError, match="num_kv_heads=2 must be a multiple of the devices"):
         ShardedTransformer.of(network_of("chosen", "K < U"), MeshConfig(sequence=4).create())

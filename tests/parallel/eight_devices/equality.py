@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import LLAMA, OPT, TinyModel
 
-from benchmarks.rivals.methods import ATTENTION
+from benchmarks.mesh.rivals.methods import ATTENTION
 from zdc_jax.errors import MeshError
 from zdc_jax.fold import fold_attention
 from zdc_jax.model.transformer import Transformer
@@ -137,14 +137,14 @@ def test_refusals():
     network = tiny("llama", 4, 4).dense
     tokens = jnp.zeros((3, 40), jnp.int32)
     refused = {
-        "num_heads=4 cannot be divided over model=1 times sequence=8": (MeshConfig(sequence=8), tokens),
-        "3 rows cannot be divided over data=2": (MeshConfig(data=2), tokens),
-        "3 tokens cannot be divided over sequence=4": (MeshConfig(sequence=4), tokens[:, :3]),
+        "num_heads=4: cannot be divided over model=1 times sequence=8": (MeshConfig(sequence=8), tokens),
+        "batch=3: cannot be divided over data=2": (MeshConfig(data=2), tokens),
+        "3 tokens: cannot be divided over sequence=4": (MeshConfig(sequence=4), tokens[:, :3]),
     }
     for message, (config, given) in refused.items():
         with pytest.raises(MeshError, match=message):
             ShardedTransformer.of(network, config.create()).hidden(given)
-    with pytest.raises(MeshError, match="embed_dim=64 cannot be gathered from 3 equal shares"):
+    with pytest.raises(MeshError, match="embed_dim=64 cannot be divided into 3 equal shares"):
         ShardedTransformer.of(network, MeshConfig(data=3).create(), weights="gathered")
-    with pytest.raises(ValueError, match=r"weights='fsdp' must be one of .*'gathered'"):
+    with pytest.raises(ValueError, match=r"weights='fsdp': must be one of .*'gathered'"):
         ShardedTransformer.of(network, MeshConfig().create(), weights="fsdp")

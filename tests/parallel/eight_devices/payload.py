@@ -9,7 +9,7 @@ import pytest
 from conftest import LLAMA, TinyModel
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.rivals.far import ring_attention
+from benchmarks.mesh.rivals.exchanges import ring_attention
 from zdc_jax import load
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.checkpoint import Checkpoint
@@ -157,20 +157,24 @@ def test_the_cache_holds_what_arrived(tiny):
 def test_refusals(tiny):
     model, folder, options = tiny
     without = {name: value for name, value in options.items() if name != "mesh"}
-    with pytest.raises(MeshError, match="payload='float8' is exchanged between devices; give mesh="):
+    with pytest.raises(
+        MeshError, match="payload='float8' is a format for the exchange between devices; pass mesh="
+    ):
         load(folder, **without, payload="float8")
-    with pytest.raises(MeshError, match="weights='gathered' are divided over devices; give mesh="):
+    with pytest.raises(
+        MeshError, match="weights='gathered' divides the weights over several devices; pass mesh="
+    ):
         load(folder, **without, weights="gathered")
     with pytest.raises(ValueError, match=r"weights='halved' must be one of .*'gathered'"):
         load(folder, **options, weights="halved")
-    with pytest.raises(ValueError, match=r"payload='int4' must be one of .*'float8'"):
+    with pytest.raises(ValueError, match=r"payload='int4': must be one of .*'float8'"):
         load(folder, **options, payload="int4")
-    with pytest.raises(CalibrationError, match="needs the coordinates of a calibrated basis; give plan="):
+    with pytest.raises(CalibrationError, match="needs a calibrated basis; pass plan="):
         load(folder, mesh=options["mesh"], payload="float8")
     with pytest.raises(
-        CalibrationError, match="this older basis has none, run zdc calibrate MODEL TEXT --overwrite"
+        CalibrationError, match="which this older basis lacks; run zdc calibrate MODEL TEXT --overwrite"
     ):
         load(folder, **{**options, "basis": replace(options["basis"], v_rms=None)}, payload="float8")
     network = load(folder, **options, payload="float8").network
-    with pytest.raises(NotImplementedError, match=r"payload='float8' needs .*, attention=.*ring_attention"):
+    with pytest.raises(NotImplementedError, match=r"payload='float8': not supported by .*ring_attention"):
         network.hidden(jnp.asarray(model.tokens(2, 9)), attention=ring_attention)
