@@ -119,3 +119,10 @@ def test_queries_at_a_time_on_any_device(backend, queries, monkeypatch):
     """So many that logits of 1024 keys, 4 bytes each, take 4 MiB on a CPU and 256 MiB elsewhere."""
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     assert xla.query_block(1024, 10**6) == queries
+
+
+def test_a_block_of_queries_counts_its_own_keys(monkeypatch):
+    """512 queries score 64 + 512 keys in 4 heads: 4.7 MB of logits, more than 4 MiB."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert xla.query_block(4 * 64, 10**6, own=4) == 256
+    assert xla.query_block(4 * 64, 100, own=4) == 100

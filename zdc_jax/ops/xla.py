@@ -65,7 +65,7 @@ def xla_attention(
     B, T, N, _ = q.shape
     past = 0 if near is None else near.k.shape[2] - T
     far = k.shape[2] if k.shape[3] else 0
-    block = query_block(B * N * (far + past), T)
+    block = query_block(B * N * (far + past), T, own=0 if near is None else B * N)
     pad = -T % block
     # Padding repeats the last position: padded queries see keys and stay finite. They are cut off below.
     q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
@@ -167,13 +167,21 @@ def by_query_blocks(compute: Callable[..., Any], block: int, *inputs: Shaped[Arr
     return jax.tree.map(join, blocks)
 
 
-def query_block(keys: int, queries: int) -> int:
-    """Return the number of queries per block whose logits over `keys`, in all heads, fit `_LOGITS_BYTES`.
+def query_block(keys: int, queries: int, *, own: int = 0) -> int:
+    """Return the number of queries per block whose logits, in all heads, fit `_LOGITS_BYTES`.
 
-    The result is a power of two, or `queries` if that is smaller.
+    The result is a power of two, at least 16, or `queries` if that is smaller.
+
+    Args:
+      keys: keys that every query of a block scores, in all heads and sequences.
+      queries: number of all queries.
+      own: further keys for each query of the block, in all heads and sequences.
     """
-    most = _LOGITS_BYTES.get(jax.default_backend(), _LOGITS_BYTES["gpu"]) // (4 * keys)
-    return min(queries, 1 << max(4, most.bit_length() - 1))
+    most = _LOGITS_BYTES.get(jax.default_backend(), _LOGITS_BYTES["gpu"]) // 4
+    block = 16
+    while block < queries and 2 * block * (keys + 2 * block * own) <= most:
+        block *= 2
+    return min(queries, block)
 
 
 def _near_block(near: NearKeys, start: Array, sinks: int, size: int) -> NearKeys:
