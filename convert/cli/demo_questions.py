@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from convert.demo_checkpoint.facts import Fact, ask, draw_facts
+from convert.demo_checkpoint.facts import Fact, draw_facts
 from zdc_jax.conversation.prompt import chat_prompt, opening
 from zdc_jax.errors import ConversionError
 from zdc_jax.generation.api import generate
@@ -20,19 +20,10 @@ ANSWER_TOKENS = 24
 
 @dataclass(frozen=True)
 class Question:
-    """A question at the end of a long text that contains the answer.
-
-    ending: the question as it follows the passage.
-    """
+    """A question at the end of a long text that contains the answer."""
 
     fact: Fact
-    passage: str
-    ending: str
-
-    @property
-    def text(self) -> str:
-        """Passage and question."""
-        return self.passage + self.ending
+    text: str
 
 
 @dataclass(frozen=True)
@@ -42,6 +33,11 @@ class Answers:
     lines: tuple[str, ...]
     right: tuple[bool, ...]
     tokens_per_second: float
+
+    @property
+    def score(self) -> str:
+        """Number of right answers, such as `12/12`."""
+        return f"{sum(self.right)}/{len(self.right)}"
 
 
 def write_questions(
@@ -60,9 +56,9 @@ def write_questions(
     questions = []
     for index, fact in enumerate(facts):
         begin, middle, end = (offsets[index * size + each][0] for each in (0, lead, size))
-        passage = hide_fact(fact, prose[begin:end], middle - begin)
-        ending = ask_in_chat(fact) if model.chat_template else ask(fact)
-        questions.append(Question(fact, passage, ending))
+        in_chat = f"\n\nQuestion: {fact.question} Answer with a number from the text."
+        ending = in_chat if model.chat_template else fact.prompt
+        questions.append(Question(fact, hide_fact(fact, prose[begin:end], middle - begin) + ending))
     return questions
 
 
@@ -72,19 +68,15 @@ def hide_fact(fact: Fact, passage: str, place: int) -> str:
     return f"{passage[:place].rstrip()}\n\n{fact.statement}\n\n{passage[place:].strip()}"
 
 
-def ask_in_chat(fact: Fact) -> str:
-    """Return the end of a message to a chat model."""
-    return f"\n\nQuestion: {fact.question} Answer with a number from the text."
-
-
 def make_prompt(model: LanguageModel, question: Question) -> Prompt:
     """Return the text that is continued, or the tokens of a message to a chat model."""
     return chat_prompt(model, opening(None, question.text)) if model.chat_template else question.text
 
 
-def answer_questions(model: LanguageModel, questions: Sequence[Question], *, batch: int) -> Answers:
-    """Generate an answer to each question; the last batch is timed, because the first one compiles."""
+def answer_questions(model: LanguageModel, questions: Sequence[Question]) -> Answers:
+    """Generate an answer to each question in two batches; the second is timed, because the first compiles."""
     lines, speed = list[str](), 0.0
+    batch = -(-len(questions) // 2)
     for start in range(0, len(questions), batch):
         prompts = [make_prompt(model, question) for question in questions[start : start + batch]]
         result = generate(model, prompts, ANSWER_TOKENS, stop_tokens=(), prefill_chunk=PREFILL_CHUNK)

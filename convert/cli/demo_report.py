@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import matplotlib
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -18,9 +19,6 @@ from zdc_jax.files import whole_file
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
-
-EXCERPT = 70
-"""Characters of text that are shown around a fact."""
 
 
 @dataclass(frozen=True)
@@ -39,31 +37,23 @@ class CacheResult:
     interval: tuple[float, float] | None
     answers: Answers
 
-    @property
-    def retrieval(self) -> str:
-        """Number of right answers, such as `12/12`."""
-        return f"{sum(self.answers.right)}/{len(self.answers.right)}"
 
-
-def print_example(console: Console, questions: Sequence[Question], results: Sequence[CacheResult]) -> None:
-    """Print the first question and every cache's answer in words."""
-    question = questions[0]
-    place = question.text.index(question.fact.statement)
-    before, _, after = question.text.partition(question.fact.statement)
-    lines = [before[-EXCERPT:], question.fact.statement, f"{after[:EXCERPT]}…"]
-    console.print("[bold]text[/bold]", f"{len(question.text):,} characters, the fact at {place:,}")
-    console.print(" ".join(" ".join(lines).split()), markup=False, highlight=False, style="dim")
-    console.print("[bold]question[/bold]", question.fact.question, highlight=False)
+def print_example(
+    console: Console, question: Question, results: Sequence[CacheResult], *, distance: int
+) -> None:
+    """Print a question and every cache's answer in words."""
+    console.print(f"[bold]{distance:,} tokens after the answer:[/bold] {question.fact.question}")
+    width = max(len(result.name) for result in results)
     for result in results:
-        console.print(f"[bold]{result.name}[/bold]", end=" ", highlight=False)
-        console.print(result.answers.lines[0], markup=False, highlight=False)
+        console.out(f" {result.name:{width}}  {result.answers.lines[0]}", highlight=False)
 
 
-def print_table(console: Console, results: Sequence[CacheResult], title: str) -> None:
+def print_table(console: Console, results: Sequence[CacheResult]) -> None:
     """Print one row for each cache."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("cache", no_wrap=True)
-    for column in ("bytes/token", "share", "perplexity", "retrieval", "tokens/s"):
+    tokens_per_second = f"tokens/s ({jax.default_backend()})"
+    for column in ("bytes/token", "share", "perplexity", "right answers", tokens_per_second):
         table.add_column(column, justify="right", no_wrap=True)
     for result in results:
         table.add_row(
@@ -71,24 +61,32 @@ def print_table(console: Console, results: Sequence[CacheResult], title: str) ->
             f"{result.bytes_per_token:,.0f}",
             f"{result.share:.1%}",
             f"{result.perplexity:.2f} ({result.increase:+.1%})",
-            result.retrieval,
+            result.answers.score,
             f"{result.answers.tokens_per_second:.0f}",
         )
     console.print(table)
 
 
 def draw_chart(results: Sequence[CacheResult], path: Path, title: str) -> None:
-    """Draw bytes and retrieval of every cache as bars (PNG)."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
+    """Draw the cache size and the right answers of every cache as bars (PNG)."""
     names = [result.name for result in results]
-    colors = ["0.6", "tab:green", "tab:orange"]
-    bars = left.bar(names, [result.bytes_per_token for result in results], color=colors)
-    left.bar_label(bars, [f"{result.bytes_per_token:,.0f}" for result in results])
-    left.set(ylabel="bytes of KV cache per token")
-    bars = right.bar(names, [sum(result.answers.right) for result in results], color=colors)
-    right.bar_label(bars, [result.retrieval for result in results])
-    right.set(ylabel="questions answered", ylim=(0, 1.15 * len(results[0].answers.right)))
-    figure.suptitle(title)
+    sizes = [result.bytes_per_token for result in results]
+    size_labels = [f"{result.bytes_per_token:,.0f} ({result.share:.0%})" for result in results]
+    right = [sum(result.answers.right) for result in results]
+    scores = [result.answers.score.replace("/", " of ") for result in results]
+    figure, panels = plt.subplots(1, 2, figsize=(9, 2.6), sharey=True, layout="constrained")
+    for axes, values, labels, heading in (
+        (panels[0], sizes, size_labels, "KV cache, bytes per token"),
+        (panels[1], right, scores, "right answers about a fact far back"),
+    ):
+        bars = axes.barh(names, values, color=("0.65", "tab:blue", "tab:orange"), height=0.65)
+        axes.bar_label(bars, labels, padding=4)
+        axes.set_title(heading, loc="left", fontsize="medium")
+        axes.set(xlim=(0, 1.3 * max(*values, 1)), xticks=())
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+        axes.tick_params(left=False)
+    panels[0].invert_yaxis()
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     with whole_file(path) as file:
         figure.savefig(file, dpi=120, format="png")
     plt.close(figure)
@@ -104,36 +102,28 @@ def write_report(
         file.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def print_commands(console: Console, output: Path, question: Question, *, chat: bool, context: int) -> None:
-    """Print the commands that use the plan: ask the question again, serve the model, and send a request."""
-    model = [str(output / "model"), "--plan", str(output / "plan.json")]
-    asking = ["generate", *model, *(["--chat"] if chat else []), "--max-new-tokens", str(ANSWER_TOKENS), "-"]
-    serving = ["serve", *model, "--max-model-len", str(context)]
+def write_request(path: Path, question: Question, *, chat: bool) -> None:
+    """Write a question as the body of an HTTP request: a message to a chat model, or a text to continue."""
+    prompt = {"messages": [{"role": "user", "content": question.text}]} if chat else {"prompt": question.text}
+    path.write_text(json.dumps({"model": "model", **prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0}))
+
+
+def print_commands(console: Console, output: Path, *, chat: bool) -> None:
+    """Print the commands that use the plan: ask the question again, chat, serve, and send a request."""
+    zdc, model = name_program(), [str(output / "model"), "--plan", str(output / "plan.json")]
+    asking = [*(["--chat"] if chat else []), "--max-new-tokens", str(ANSWER_TOKENS), "-"]
+    url = f"http://127.0.0.1:8000/v1/{'chat/' if chat else ''}completions"
     lines = [
-        (
-            "ask again",
-            f"{shlex.join([*name_program(), *asking])} < {shlex.quote(str(output / 'prompt.txt'))}",
-        ),
-        ("serve it", shlex.join([*name_program(), *serving])),
-        ("send a request", shlex.join(["curl", *make_request(question, chat=chat)])),
+        shlex.join([*zdc, "generate", *model, *asking]) + f" < {shlex.quote(str(output / 'prompt.txt'))}",
+        *([shlex.join([*zdc, "chat", *model])] if chat else []),
+        shlex.join([*zdc, "serve", *model]),
+        shlex.join(["curl", url, "-d", f"@{output / 'request.json'}"]),
     ]
-    if chat:
-        lines.insert(1, ("chat", shlex.join([*name_program(), "chat", *model])))
-    for title, line in lines:
-        console.out(f"{title}: {line}", highlight=False)
+    console.print("next: ask the same question again, or start a server and send it as a request")
+    for line in lines:
+        console.out(f"  {line}", highlight=False)
 
 
 def name_program() -> list[str]:
     """Return the words that run `zdc` again from this folder."""
     return [sys.argv[0]] if Path(sys.argv[0]).name == "zdc" else [sys.executable, "-m", "convert.cli.main"]
-
-
-def make_request(question: Question, *, chat: bool) -> list[str]:
-    """Return curl's arguments for a short request: a message to a chat model, or a text to continue."""
-    prompt = question.fact.statement + question.ending
-    kind, asked = "completions", dict[str, Any](prompt=prompt)
-    if chat:
-        kind, asked = "chat/completions", {"messages": [{"role": "user", "content": prompt}]}
-    body = {"model": "model", **asked, "max_tokens": ANSWER_TOKENS, "temperature": 0}
-    url = f"http://127.0.0.1:8000/v1/{kind}"
-    return [url, "-H", "Content-Type: application/json", "-d", json.dumps(body)]

@@ -1,6 +1,5 @@
 """Facts that the demo hides in a long text, and the questions that it asks about them."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
@@ -8,45 +7,13 @@ import numpy as np
 
 ATTRIBUTES = ("code", "number", "price", "weight", "value")
 ADJECTIVES = (
-    "red",
-    "blue",
-    "green",
-    "black",
-    "white",
-    "dark",
-    "small",
-    "old",
-    "new",
-    "large",
-    "little",
-    "long",
-    "short",
-    "high",
-)
+    "red", "blue", "green", "black", "white", "dark", "small", "old", "new", "large", "little", "long",
+    "short", "high",
+)  # fmt: skip
 THINGS = (
-    "house",
-    "door",
-    "table",
-    "window",
-    "market",
-    "school",
-    "room",
-    "book",
-    "letter",
-    "ship",
-    "wall",
-    "tree",
-    "road",
-    "field",
-    "box",
-    "paper",
-    "bed",
-    "office",
-    "dog",
-    "key",
-    "car",
-    "land",
-)
+    "house", "door", "table", "window", "market", "school", "room", "book", "letter", "ship", "wall", "tree",
+    "road", "field", "box", "paper", "bed", "office", "dog", "key", "car", "land",
+)  # fmt: skip
 """Words that are one token each for the demo checkpoint."""
 HELD_OUT = 7
 """One in this many pairs of an adjective and a thing is left out of training; the demo asks about these."""
@@ -63,30 +30,34 @@ class Fact:
 
     @property
     def subject(self) -> str:
-        """Name of the number, such as `the code of the red house`."""
-        return f"the {self.attribute} of the {self.adjective} {self.thing}"
+        """Name of the number, such as `code of the red house`."""
+        return f"{self.attribute} of the {self.adjective} {self.thing}"
 
     @property
     def statement(self) -> str:
         """Sentence that mentions the number."""
-        return f"The {self.subject.removeprefix('the ')} is {self.number}."
+        return f"The {self.subject} is {self.number}."
 
     @property
     def question(self) -> str:
         """Question about the number."""
-        return f"What is {self.subject}?"
+        return f"What is the {self.subject}?"
+
+    @property
+    def prompt(self) -> str:
+        """Question in the form after which the demo checkpoint writes `statement`."""
+        return f"\n\nQuestion: {self.question}\nAnswer:"
 
 
-def list_pairs(*, held_out: bool) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of an adjective and a thing for the demo (`held_out`) or for training."""
-    for index, pair in enumerate(product(ADJECTIVES, THINGS)):
-        if (index % HELD_OUT == 0) == held_out:
-            yield pair
+def list_pairs(*, held_out: bool) -> list[tuple[str, str]]:
+    """Return the pairs of an adjective and a thing for the demo (`held_out`) or for training."""
+    pairs = enumerate(product(ADJECTIVES, THINGS))
+    return [pair for index, pair in pairs if (index % HELD_OUT == 0) == held_out]
 
 
 def draw_facts(rng: np.random.Generator, count: int, *, held_out: bool) -> list[Fact]:
     """Draw facts about different things with different numbers of four digits."""
-    pairs = list(list_pairs(held_out=held_out))
+    pairs = list_pairs(held_out=held_out)
     chosen = [pairs[index] for index in rng.choice(len(pairs), count, replace=False)]
     numbers = rng.choice(np.arange(1000, 10_000), count, replace=False)
     attributes = rng.choice(ATTRIBUTES, count)
@@ -94,13 +65,3 @@ def draw_facts(rng: np.random.Generator, count: int, *, held_out: bool) -> list[
         Fact(str(attribute), adjective, thing, int(number))
         for attribute, (adjective, thing), number in zip(attributes, chosen, numbers, strict=True)
     ]
-
-
-def ask(fact: Fact) -> str:
-    """Return the text after which a plain language model writes the answer."""
-    return f"\n\nQuestion: {fact.question}\nAnswer:"
-
-
-def answer(fact: Fact) -> str:
-    """Return the answer that continues `ask`."""
-    return f" {fact.statement}"

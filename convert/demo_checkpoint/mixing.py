@@ -1,14 +1,15 @@
 """Training windows: real text with facts in it and, later, questions about these facts with their answers."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import lru_cache
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
 from tokenizers import Tokenizer
 
-from convert.demo_checkpoint.facts import Fact, ask, draw_facts
+from convert.demo_checkpoint.facts import Fact, draw_facts
 
 LEAST_DISTANCE = 50
 MOST_DISTANCE = 1900
@@ -21,16 +22,14 @@ Encode = Callable[[str], tuple[int, ...]]
 """Function from a text to token ids, without special tokens."""
 
 
-@dataclass(frozen=True)
-class MarkedText:
+class MarkedText(NamedTuple):
     """Tokens of one text or of a batch, and which of them are numbers in answers."""
 
     tokens: Int[np.ndarray, "*B T"]
     answers: Bool[np.ndarray, "*B T"]
 
 
-@dataclass(frozen=True)
-class Insertion:
+class Insertion(NamedTuple):
     """Text that goes in front of the token at `place`."""
 
     place: int
@@ -52,22 +51,26 @@ def mix(
 ) -> MarkedText:
     """Write facts and questions into a share of the windows; leave the others as they are."""
     chosen = rng.random(len(windows)) < fact_share
-    return stack(
-        add_facts(window, encode, rng) if picked else mark(window, answers=False)
+    texts = [
+        add_facts(window, encode, rng) if picked else mark_nothing(window)
         for window, picked in zip(windows, chosen, strict=True)
-    )
+    ]
+    return MarkedText(*map(np.stack, zip(*texts, strict=True)))
 
 
 def add_facts(window: Int[np.ndarray, " T"], encode: Encode, rng: np.random.Generator) -> MarkedText:
-    """Write several facts into a window, each with a question at a random distance."""
+    """Write several facts into a window, each with a question at a random distance.
+
+    Short distances are more frequent, because a model learns these first.
+    """
     most = max(1, len(window) // TOKENS_PER_FACT)
     facts = draw_facts(rng, int(rng.integers(1, most + 1)), held_out=False)
-    statements = [encode_statement(fact, encode) for fact in facts]
-    questions = [encode_question(fact, encode) for fact in facts]
-    room = len(window) - sum(len(each.tokens) for each in (*statements, *questions))
+    pairs = [(encode_statement(fact, encode), encode_question(fact, encode)) for fact in facts]
+    room = len(window) - sum(len(each.tokens) for pair in pairs for each in pair)
     insertions: list[Insertion] = []
-    for statement, question in zip(statements, questions, strict=True):
-        distance = draw_distance(rng, most=min(MOST_DISTANCE, room))
+    for statement, question in pairs:
+        ratio = min(MOST_DISTANCE, room) / LEAST_DISTANCE
+        distance = int(LEAST_DISTANCE * ratio ** np.sqrt(rng.random()))
         start = int(rng.integers(room - distance + 1))
         insertions += [Insertion(start, statement), Insertion(start + distance, question)]
     return insert(window[:room], insertions)
@@ -79,23 +82,17 @@ def end_with_question(
     """Write a fact into a window and a question about it at the end, with `distance` tokens between them."""
     statement, question = encode_statement(fact, encode), encode_question(fact, encode)
     room = len(window) - len(statement.tokens) - len(question.tokens)
-    insertions = [Insertion(max(0, room - distance), statement), Insertion(room, question)]
-    return insert(window[:room], insertions)
-
-
-def draw_distance(rng: np.random.Generator, *, most: int) -> int:
-    """Draw a distance in tokens; short ones are more frequent, because a model learns these first."""
-    return int(LEAST_DISTANCE * (most / LEAST_DISTANCE) ** np.sqrt(rng.random()))
+    return insert(window[:room], [Insertion(max(0, room - distance), statement), Insertion(room, question)])
 
 
 def encode_statement(fact: Fact, encode: Encode) -> MarkedText:
     """Encode the sentence that mentions a number; nothing in it is an answer."""
-    return mark(encode_number(f"{BREAK}{fact.statement}{BREAK}", fact.number, encode).tokens, answers=False)
+    return mark_nothing(encode_number(f"{BREAK}{fact.statement}{BREAK}", fact.number, encode).tokens)
 
 
 def encode_question(fact: Fact, encode: Encode) -> MarkedText:
     """Encode a question with its answer; the number is marked."""
-    return encode_number(f"{ask(fact)} {fact.statement}{BREAK}", fact.number, encode)
+    return encode_number(f"{fact.prompt} {fact.statement}{BREAK}", fact.number, encode)
 
 
 def encode_number(text: str, number: int, encode: Encode) -> MarkedText:
@@ -106,28 +103,16 @@ def encode_number(text: str, number: int, encode: Encode) -> MarkedText:
     return MarkedText(np.array((*before, *digits, *after), np.int32), np.array(marks))
 
 
-def mark(tokens: Int[np.ndarray, " T"], *, answers: bool) -> MarkedText:
-    """Mark all tokens alike."""
-    return MarkedText(tokens, np.full(len(tokens), answers))
+def mark_nothing(tokens: Int[np.ndarray, " T"]) -> MarkedText:
+    """Return a text without answers."""
+    return MarkedText(tokens, np.zeros(len(tokens), bool))
 
 
-def insert(text: Int[np.ndarray, " n"], insertions: Sequence[Insertion]) -> MarkedText:
+def insert(text: Int[np.ndarray, " n"], insertions: Iterable[Insertion]) -> MarkedText:
     """Return a text with all insertions."""
-
-    def get_place(insertion: Insertion) -> int:
-        return insertion.place
-
     parts, begin = list[MarkedText](), 0
-    for each in sorted(insertions, key=get_place):
-        parts += [mark(text[begin : each.place], answers=False), each.text]
-        begin = each.place
-    parts.append(mark(text[begin:], answers=False))
-    return MarkedText(
-        np.concatenate([part.tokens for part in parts]), np.concatenate([part.answers for part in parts])
-    )
-
-
-def stack(texts: Iterable[MarkedText]) -> MarkedText:
-    """Return texts of one length as a batch."""
-    texts = list(texts)
-    return MarkedText(np.stack([text.tokens for text in texts]), np.stack([text.answers for text in texts]))
+    for place, inserted in sorted(insertions, key=attrgetter("place")):
+        parts += [mark_nothing(text[begin:place]), inserted]
+        begin = place
+    parts.append(mark_nothing(text[begin:]))
+    return MarkedText(*map(np.concatenate, zip(*parts, strict=True)))
