@@ -331,9 +331,9 @@ def test_questions_begin_where_plans_can_begin_a_piece(folder, monkeypatch, mode
     monkeypatch.setattr(TokenClasses, "block", 256)
     monkeypatch.setattr(flags, "names", lambda: ("copy@128",))
     text = np.random.default_rng(0).integers(3, 96, (2, 448)).astype(np.int32)
-    monkeypatch.setattr(flags, "text_windows", lambda *given, **options: (text, ["a", "a"]))
+    monkeypatch.setattr(flags, "draw_windows", lambda *given, **options: (text, ["a", "a"]))
     asked = flags.SearchFlags(texts=(folder / "text",), mode=mode, text_windows=1, documents=1)
-    windows, documents = asked._judged_on(Checkpoint.open(folder / "model"))
+    windows, documents = asked._draw_texts(Checkpoint.open(folder / "model"))
     assert windows.shape == (1, 448)
     assert [len(document.context) for document in documents] == [length]
 

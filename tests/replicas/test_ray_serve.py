@@ -23,7 +23,7 @@ ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 def address(tmp_path):
     TinyModel(LLAMA).write(tmp_path / "tiny")
     command = [sys.executable, "-m", "convert.cli.main", "serve", str(tmp_path / "tiny"), "--port", "0"]
-    command += ["--rows", "4", "--chunk", "32", "--replicas", "2", "--dtype", "float32"]
+    command += ["--max-sequences", "4", "--chunk", "32", "--replicas", "2", "--dtype", "float32"]
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         found = re.fullmatch(r"serving tiny at (http://127\.0\.0\.1:\d+)\n", process.stdout.readline())
