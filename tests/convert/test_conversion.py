@@ -140,7 +140,7 @@ def test_float16_overflow_is_named_and_leaves_nothing(stored, tmp_path):
     tensors = {key: x.astype(stored) for key, x in weights(VARIANTS["llama-gqa"]).items()}
     tensors["model.layers.0.mlp.up_proj.weight"][3, 3] = 70_000
     write_model(tmp_path / "hf", tensors)
-    message = "'model.layers.0.mlp.up_proj.weight' holds values beyond .*dtype='float16'; choose 'bfloat16'"
+    message = "dtype='float16': 'model.layers.0.mlp.up_proj.weight' holds values beyond .*choose 'bfloat16'"
     with pytest.raises(ConversionError, match=message):
         convert(tmp_path / "hf", tmp_path / "ours", dtype="float16", progress=False)
     assert names(tmp_path) == ["hf"]
@@ -148,7 +148,7 @@ def test_float16_overflow_is_named_and_leaves_nothing(stored, tmp_path):
 
 
 def test_unknown_dtype_is_named(tmp_path):
-    with pytest.raises(ConversionError, match=r"dtype='int8' must be one of \('float32', 'bfloat16'"):
+    with pytest.raises(ConversionError, match=r"dtype='int8': must be one of \('float32', 'bfloat16'"):
         convert(tmp_path, tmp_path / "ours", dtype="int8")
 
 
@@ -261,14 +261,14 @@ def test_the_source_is_never_overwritten(output, tmp_path):
     write_variant("llama-gqa", tmp_path / "hf")
     (tmp_path / "link").symlink_to("hf")
     before = names(tmp_path / "hf")
-    with pytest.raises(ConversionError, match="must not be or hold the source"):
+    with pytest.raises(ConversionError, match="must not be or contain the source"):
         convert(tmp_path / "hf", tmp_path / output, overwrite=True, progress=False)
     assert names(tmp_path / "hf") == before
 
 
 def test_verifying_needs_torch(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ConversionError, match="--verify needs torch"):
+    with pytest.raises(ConversionError, match="--verify: needs torch"):
         verify_against_transformers(tmp_path, lambda tokens: tokens, vocab_size=9)
 
 

@@ -137,7 +137,7 @@ def test_transformers_is_asked_for_the_same_model(tmp_path):
 
 def test_the_folder_of_a_file_is_not_overwritten(tmp_path):
     path = write_variant_gguf("llama-gqa", tmp_path / "a.gguf")
-    with pytest.raises(ConversionError, match="must not be or hold the source"):
+    with pytest.raises(ConversionError, match="must not be or contain the source"):
         convert(path, tmp_path, overwrite=True, progress=False)
 
 
