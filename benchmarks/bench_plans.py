@@ -138,7 +138,7 @@ class Bench:
         """What searches found, each with the memory of those before: what it cost there, and held out."""
         book = self.training
         for options in searches:
-            began, before = time.perf_counter(), len(book.seen)
+            began, before = time.perf_counter(), len(book.measurements)
             try:
                 best = Search(book, options).run()
             except PlanError as nothing:
@@ -150,7 +150,7 @@ class Bench:
                 limit=options.max_degradation,
                 searched_increase=best.increase,
                 seconds=time.perf_counter() - began,
-                plans_measured=len(book.seen) - before,
+                plans_measured=len(book.measurements) - before,
             )
 
 

@@ -337,7 +337,7 @@ class SearchFlags:
             warnings.warn(message, stacklevel=2)
         console.print(describe(book.config, best), soft_wrap=True, highlight=False)
         write_front(book, best, options, output.with_suffix(".front.json"))
-        return book.bound(best.plan)
+        return book.bind(best.plan)
 
     def _draw_texts(self, checkpoint: Checkpoint) -> tuple[np.ndarray, list[TaskDocument]]:
         """Return windows for perplexity, and documents with questions made from other windows."""
