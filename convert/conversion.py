@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from convert.gguf.source import GGUFFile
 from convert.hf.folder import HFFolder
-from convert.hf.weights import Entry, entries, is_finite, resolve
+from convert.hf.weights import Entry, is_finite, list_entries, resolve
 from convert.progress import track
 from convert.source import Source
 from zdc_jax.checkpoint import Checkpoint, CheckpointWriter
@@ -78,7 +78,7 @@ def convert(
 
     def read_tree(layer: int | None) -> dict[str, Any]:
         tree: dict[str, Any] = {}
-        for entry in entries(config, layer):
+        for entry in list_entries(config, layer):
             _insert(tree, entry, _cast(weights.read(keys[entry.key], entry.rows), config.dtype, entry.key))
         return tree
 

@@ -61,7 +61,7 @@ class Vocabulary:
             )
         return self.tokens[index], index
 
-    def flag(self, name: str, default: bool) -> bool:
+    def parse_flag(self, name: str, default: bool) -> bool:
         """A boolean value; raises `ConversionError` for another type."""
         value = self.values.get(name, default)
         if not isinstance(value, bool):
@@ -143,7 +143,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 def _sentencepiece(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     """Llama 2's kind: the pair that makes the token of the highest score merges first; the rest is bytes."""
-    if vocabulary.flag("remove_extra_whitespaces", False):
+    if vocabulary.parse_flag("remove_extra_whitespaces", False):
         raise ConversionError("tokenizer.ggml.remove_extra_whitespaces=True is not supported; only False is")
     unknown = vocabulary.special("unknown")
     tokenizer = Tokenizer(
@@ -157,7 +157,7 @@ def _sentencepiece(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     )
     spaces = normalizers.Replace(" ", SPACE)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if vocabulary.flag("add_space_prefix", True):
+    if vocabulary.parse_flag("add_space_prefix", True):
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
         steps.append(decoders.Strip(" ", 1, 0))
     else:
@@ -193,7 +193,7 @@ def _add_ends(tokenizer: Tokenizer, vocabulary: Vocabulary, adds_bos: bool) -> N
     found = {
         name: vocabulary.special(name)
         for name, default in ends.items()
-        if vocabulary.flag(f"add_{name}_token", default)
+        if vocabulary.parse_flag(f"add_{name}_token", default)
     }
     if absent := [name for name, token in found.items() if token is None]:
         raise ConversionError(f"tokenizer.ggml.{absent[0]}_token_id is absent, but texts get that token")

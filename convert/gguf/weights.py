@@ -9,7 +9,7 @@ from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
 from convert.gguf.reader import GGUF
 from convert.gguf.settings import ROPE_TENSORS
 from convert.gguf.tensors import PLAIN, is_supported, read_tensor
-from convert.hf.weights import entries, is_finite
+from convert.hf.weights import is_finite, list_entries
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import ConversionError
 
@@ -49,7 +49,7 @@ class GGUFWeights:
         self.dtype = max(sorted(dtypes), key=lambda name: dtypes[name], default="float32")
 
     def read(self, key: str, rows: slice | None = None) -> np.ndarray:
-        """One tensor, or some of its rows; raises `ConversionError` where it holds NaN or Inf."""
+        """One tensor, or some of its rows; raises `ConversionError` where it has NaN or Inf."""
         tensor = self._tensors[key]
         if change := CHANGES.get(self._architecture):
             value = change(key, read_tensor(tensor), self._config)
@@ -57,7 +57,7 @@ class GGUFWeights:
         else:
             value = read_tensor(tensor, rows)
         if not is_finite(value):
-            raise ConversionError(f"{tensor.path.name}: {key!r} holds NaN or Inf")
+            raise ConversionError(f"{tensor.path.name}: {key!r} has NaN or Inf")
         return value
 
 
@@ -65,7 +65,7 @@ def source_keys(architecture: str, config: ModelConfig) -> dict[str, str]:
     """Name of a tensor in a file → Hugging Face's key, for all that a model has."""
     kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
     names = get_tensor_name_map(kinds[architecture], config.num_layers)
-    keys = {entry.key for layer in (None, *range(config.num_layers)) for entry in entries(config, layer)}
+    keys = {entry.key for layer in (None, *range(config.num_layers)) for entry in list_entries(config, layer)}
     table = {}
     for key in keys:
         stem, _, suffix = key.rpartition(".")

@@ -33,9 +33,9 @@ from convert.search.coded_search import (
     SHORTEST_WINDOW,
     CodedSearch,
     TokenChoice,
-    list_choices,
     limit_reads,
     limit_reads_on_kernels,
+    list_choices,
 )
 from convert.search.search import Search, SearchOptions, describe
 from convert.search.trials import Trial, TrialBook

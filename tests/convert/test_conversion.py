@@ -21,7 +21,7 @@ from hf_variants import VARIANTS, weights, write_sharded, write_tokenizer, write
 from safetensors.numpy import load_file, save_file
 
 from convert.conversion import convert, verify_against_transformers
-from convert.hf.export import export_hf, source_tensors
+from convert.hf.export import export_hf, export_tensors
 from convert.hf.weights import SINGLE, HFWeights
 from zdc_jax.checkpoint import Checkpoint, CheckpointWriter
 from zdc_jax.errors import CheckpointError, ConversionError
@@ -53,7 +53,7 @@ def test_every_weight_arrives_and_goes_back(name, tmp_path):
     checkpoint = convert(write_variant(name, tmp_path / "hf"), tmp_path / "ours", progress=False)
     checkpoint.check()
     params, expected = all_params(checkpoint), weights(VARIANTS[name])
-    found = source_tensors(params, checkpoint.config)
+    found = export_tensors(params, checkpoint.config)
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         np.testing.assert_array_equal(found[key], value, strict=True)
@@ -122,7 +122,7 @@ def test_dtype_rounds_every_weight_once(dtype, tmp_path):
     write_variant("llama-gqa", tmp_path / "hf")
     checkpoint = convert(tmp_path / "hf", tmp_path / "ours", dtype=dtype, progress=False)
     assert checkpoint.config.dtype == dtype
-    found = source_tensors(all_params(checkpoint), checkpoint.config)
+    found = export_tensors(all_params(checkpoint), checkpoint.config)
     for key, value in weights(VARIANTS["llama-gqa"]).items():
         np.testing.assert_array_equal(found[key], value.astype(dtype), strict=True)
 

@@ -29,7 +29,7 @@ from convert.conversion import convert, open_source
 from convert.gguf.reader import read_gguf
 from convert.gguf.settings import llama3_rope
 from convert.gguf.tensors import PIECE, is_supported, read_tensor
-from convert.hf.export import source_tensors
+from convert.hf.export import export_tensors
 from zdc_jax import Checkpoint, load
 from zdc_jax.errors import ConversionError
 
@@ -55,8 +55,8 @@ def test_a_file_is_the_model_of_the_folder(name, tmp_path):
     if name != "gemma3":
         assert found.fingerprint == expected.fingerprint
         return
-    values = source_tensors(all_params(found), found.config)
-    for key, value in source_tensors(all_params(expected), expected.config).items():
+    values = export_tensors(all_params(found), found.config)
+    for key, value in export_tensors(all_params(expected), expected.config).items():
         np.testing.assert_allclose(values[key], value, rtol=0, atol=2e-7 if "norm" in key else 0)
 
 
@@ -172,7 +172,7 @@ def test_every_type_is_dequantised(kind, tmp_path):
     layer = params["layers"][0]
     np.testing.assert_array_equal(params["embeddings"]["tokens"], expected["token_embd.weight"])
     np.testing.assert_array_equal(layer["mlp"]["down"], expected["blk.0.ffn_down.weight"].T)
-    found = source_tensors(params, checkpoint.config)
+    found = export_tensors(params, checkpoint.config)
     again = gguf_tensors(WIDE.config, found)
     for name, value in expected.items():
         np.testing.assert_array_equal(again[name], value)
@@ -185,7 +185,7 @@ def test_quantised_weights_are_near_the_original(kind, tmp_path):
         tmp_path / "a.gguf", "llama", gguf_values(WIDE.config), gguf_tensors(WIDE.config, tensors), kind=kind
     )
     checkpoint = converted(path, dtype="float32")
-    found = source_tensors(all_params(checkpoint), checkpoint.config)
+    found = export_tensors(all_params(checkpoint), checkpoint.config)
     steps = {Kind.Q4_0: 16, Kind.Q8_0: 254, Kind.BF16: 256}[kind]
     for key, value in tensors.items():
         assert np.abs(found[key] - value).max() <= 2.1 * np.abs(value).max() / steps

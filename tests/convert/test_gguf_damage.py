@@ -209,7 +209,7 @@ def test_not_finite_weights_are_named_and_leave_nothing(kind, tmp_path):
         bad = np.full(shape, np.nan, np.float32 if kind is Kind.F32 else np.float16)
     blocks = {"blk.0.ffn_up.weight": (kind, bad)}
     path = write_gguf(tmp_path / "a.gguf", "llama", gguf_values(WIDE.config), tensors, blocks=blocks)
-    refuse(path, r"a.gguf: 'model.layers.0.mlp.up_proj.weight' holds NaN or Inf")
+    refuse(path, r"a.gguf: 'model.layers.0.mlp.up_proj.weight' has NaN or Inf")
 
 
 def test_a_file_that_shrinks_is_refused(tmp_path):
