@@ -90,7 +90,7 @@ def test_group_sizes(layers, sizes):
 
 def test_one_rank_is_no_classes():
     small = replace(CONFIG, head_dim=16)
-    with pytest.raises(PlanError, match="constrained=True: .*head_dim=16 allows none"):
+    with pytest.raises(PlanError, match=r"constrained=True: .*head_dim=16 allows none"):
         ClassNumbers.largest(small, constrained=True, block=512)
     ClassNumbers.largest(small, constrained=False, block=512).make_plan(small)
 

@@ -227,7 +227,7 @@ IMPOSSIBLE = [{"max_degradation": limit} for limit in (0.0, -1.0, float("nan"))]
 
 @pytest.mark.parametrize("options", [*IMPOSSIBLE, {"max_degradation": 0.1, "trials": 0}, MINUTES])
 def test_impossible_options_are_named(options):
-    with pytest.raises(PlanError, match="must be (above 0|at least 1)"):
+    with pytest.raises(PlanError, match=r"must be (above 0|at least 1)"):
         SearchOptions(**options)
 
 
