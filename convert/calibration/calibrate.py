@@ -55,7 +55,7 @@ class CalibrationOptions:
     Attributes:
       qk: Kind of the basis of Q and K. auto picks stacked or balanced by the lower perplexity on calibration
         text.
-      vo: Kind of the basis of V and O. auto picks likewise.
+      vo: Kind of the basis of V and O. auto picks as for Q and K.
       center: Subtract the means of keys and values first.
       tokens: Tokens of text to read.
       context: Window length in tokens; best the length of the longest prompts. Rotary embeddings rotate keys

@@ -21,7 +21,7 @@ class Moments:
 
     Attributes:
       q, k, v, o: Σ xᵀx, float64 [L, K, H, H]; for q and o also summed over the G query heads of the group.
-      q_sum, k_sum, v_sum, o_sum: Σ x, float64 [L, K, H], summed likewise.
+      q_sum, k_sum, v_sum, o_sum: Σ x, float64 [L, K, H], summed over the same vectors.
       group_size: query heads per KV head, G.
       num_tokens: tokens summed over; the weights of centroids where tokens were clustered.
       context_length: length of the windows of text, in tokens.

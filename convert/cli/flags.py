@@ -133,8 +133,8 @@ class PlanFlags:
         try:
             return replace(plan, rotated=False, method=method, settings=settings)
         except PlanError:
-            replace(plan, method=method, settings=settings)  # Raises likewise unless a basis is what lacks.
-        calibrate = f"run `zdc calibrate {checkpoint.path} TEXTS`, then "
+            replace(plan, method=method, settings=settings)  # Raises too, unless only a basis is missing.
+        calibrate = f"run `zdc calibrate {checkpoint.path} TEXT`, then "
         is_calibrated = (checkpoint.calibration_path / "basis").exists()
         raise PlanError(
             f"--method {method}: needs the coordinates of a calibrated basis; "
@@ -267,7 +267,7 @@ class SearchFlags:
         changed = list_changed(self)
         if not self.is_requested:
             if changed:
-                raise PlanError(f"{', '.join(changed)}: applies to a search only; add --texts TEXTS")
+                raise PlanError(f"{', '.join(changed)}: applies to a search only; add --texts PATH")
             return
         allowed = ["--method"] if plan.method == "coded" and self.texts else []
         if others := [flag for flag in list_changed(plan) if flag not in allowed]:
@@ -277,7 +277,7 @@ class SearchFlags:
             )
         ignored = [flag for flag in changed if flag not in ("--max-degradation", "--texts")]
         if ignored and not self.texts:
-            raise PlanError(f"{', '.join(ignored)}: applies to a search only; add --texts TEXTS")
+            raise PlanError(f"{', '.join(ignored)}: applies to a search only; add --texts PATH")
 
     @property
     def is_requested(self) -> bool:

@@ -66,9 +66,7 @@ class Convert:
 
     source: Annotated[Positional[Path], tyro.conf.arg(metavar="SOURCE")]
     output: Annotated[Positional[Path], tyro.conf.arg(metavar="OUTPUT")]
-    dtype: Annotated[Dtype | None, show_default("dtype of the source, or bfloat16 where it is quantized")] = (
-        None
-    )
+    dtype: Annotated[Dtype | None, show_default("dtype of the source; bfloat16 if it is quantized")] = None
     overwrite: bool = False
     verify: bool = False
     calibrate: Annotated[tuple[Path, ...], show_default("none")] = ()

@@ -296,6 +296,7 @@ def test_inspect_checks_hashes(folder, capsys):
         ),
         (["plan", "{}/model", "{}/plan.json", "--method", "kivi"], "--window 0"),
         (["plan", "{}/model", "{}/plan.json", "--set", "bits=4"], "add --method"),
+        (["plan", "{}/model", "{}/plan.json", "--method", "coded"], "calibrated basis; add --budget 1.0"),
         (["generate", "{}/model", "w3", "--plan", "{}/no.json", "--method", "fp8"], "drop --method"),
         (["generate", "{}/model", "w3", "--method", "h2o", "--mesh", "sequence=1"], "not run on a mesh"),
         (["calibrate", "{}/model", "{}/nowhere.txt", "--overwrite"], "nowhere.txt"),
@@ -348,6 +349,14 @@ def test_user_errors_are_one_line(folder, capsys, arguments, named):
     assert named in error
     assert not (folder / "out").exists()
     assert not (folder / "plan.json").exists()
+
+
+@pytest.mark.parametrize("flags", [["--method", "coded"], ["--qk", "16"], ["--budget", "0.5"]])
+def test_errors_say_how_to_calibrate(folder, tmp_path, capsys, flags):
+    assert main(["convert", str(folder / "hf"), str(tmp_path / "model")]) == 0
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "model"), "w3", *flags]) == 2
+    assert f"zdc calibrate {tmp_path / 'model'} TEXT" in capsys.readouterr().err
 
 
 SAMPLING_FLAGS = "temperature top-k top-p seed"
