@@ -33,12 +33,12 @@ demo-llm: $(READY) $(SMOLLM2)
 # Tests start many processes, which begin in half the time where bytecode is kept.
 test test-all: export PYTHONDONTWRITEBYTECODE =
 
-# Of the longest tests an eighth, another one at each commit.
+# The same tests each time, about five minutes on two cores.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal --sample
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal --all
 
 # In an environment of its own: where there is no GPU, JAX with CUDA's plugin complains in every other command.
 test-aot:

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the record of where a figure was seen, and where it is written."""
+"""Records of where a figure was measured, and JSON files of results."""
 
 import importlib.metadata
 import json
@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def environment() -> dict[str, Any]:
-    """Device, versions, commit and time of this run."""
+    """Return device, versions, commit and time of this run."""
     packages = ("jax", "jaxlib", "flax", "orbax-checkpoint", "numpy")
     return {
         "device": jax.devices()[0].device_kind,
@@ -29,9 +29,10 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of the working tree, marked when it is not clean; `unknown` outside a repository.
+    """Return the commit of the working tree, marked `-dirty` if the tree has changes.
 
-    `ZDC_COMMIT` names it where the tree travels without its history.
+    The environment variable `ZDC_COMMIT` names the commit where a tree travels without its history. Outside a
+    repository the result is `unknown`.
     """
     if named := os.environ.get("ZDC_COMMIT"):
         return named
@@ -46,7 +47,7 @@ def commit() -> str:
 
 
 def write_result(name: str, config: dict[str, Any], results: Any, folder: Path = RESULTS) -> Path:
-    """Writes one run as `folder/name.json`, whole or not at all."""
+    """Write one run as `folder/name.json`, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     text = as_text({"benchmark": name, **environment(), "config": config, "results": results})
@@ -56,10 +57,10 @@ def write_result(name: str, config: dict[str, Any], results: Any, folder: Path =
 
 
 def earlier(path: Path, settings: dict[str, Any]) -> Any:
-    """The results that a file of `write_result` has already, to go on from; [] where there is no file.
+    """Return the results that a file of `write_result` already has; [] if there is no file.
 
     Raises:
-      SystemExit: they are of other settings, or were seen on another device.
+      SystemExit: the file has other settings, or results of another device.
     """
     if not path.exists():
         return []
@@ -74,7 +75,7 @@ def earlier(path: Path, settings: dict[str, Any]) -> Any:
 
 
 def as_text(run: dict[str, Any]) -> str:
-    """JSON with a line for each value, but for lists of numbers, which have one line each."""
+    """Return JSON with one line for each value, and one line for each list of numbers."""
 
     def one_line(numbers):
         return re.sub(r"\s+", " ", numbers[0]).replace("[ ", "[").replace(" ]", "]")

@@ -1,6 +1,6 @@
-"""Writes docs/gallery.md: what each command prints, run here and now.
+"""Write docs/gallery.md: every command with the output of a real run.
 
-`make demo-llm` comes first: it leaves the model's GGUF file and the text. Then `python docs/make_gallery.py`.
+Run `make demo-llm` first: it downloads the GGUF file and writes the text. Then run this script.
 """
 
 import os
@@ -24,36 +24,39 @@ COMMANDS = (
     ),
     ("Calibrate", "zdc calibrate model/ text/calibration --tokens 16384 --context 1024 --no-profile"),
     (
-        "Describe a plan",
+        "Write a plan by hand",
         "zdc plan model/ plan.json --budget 0.75 --window 128 --sinks 4 | head -12",
     ),
-    ("Use it", 'zdc generate model/ "Gravity is the force that" --max-new-tokens 40 --plan plan.json'),
     (
-        "What it costs",
+        "Generate with the plan",
+        'zdc generate model/ "Gravity is the force that" --max-new-tokens 40 --plan plan.json',
+    ),
+    (
+        "Measure perplexity",
         "zdc evaluate model/ text/heldout --plan plan.json --tasks perplexity --contexts 1024 "
         "--max-documents 4",
     ),
     (
-        "And at long range",
+        "Measure a long-range task",
         "zdc evaluate model/ text/heldout --plan plan.json --tasks passkey --contexts 1024 --max-documents 8",
     ),
-    ("Look into a converted folder", "zdc inspect model/ --check | head -20"),
-    ("A mistake is one line", "zdc convert text/heldout other/"),
+    ("Inspect a converted folder", "zdc inspect model/ --check | head -20"),
+    ("Errors are one line", "zdc convert text/heldout other/"),
     (
-        "So is a plan for another model",
+        "A plan for another model is refused",
         'zdc convert demo_checkpoint/ small/ && zdc generate small/ "Hello" --plan plan.json',
     ),
 )
-HEAD = """# What each command prints
+HEAD = """# Output of each command
 
-Written by `docs/make_gallery.py` on a machine without a GPU, with SmolLM2-135M-Instruct as `make demo-llm`
-fetches it. `head` cuts long output. `model/` is a converted folder, `text/` what the demo calibrates and
-measures on.
+`docs/make_gallery.py` ran these commands on a machine without a GPU. The model is SmolLM2-135M-Instruct, as
+`make demo-llm` downloads it. `head` cuts long output. `model/` is a converted folder, and `text/` holds the
+demo's text for calibration and for measurements.
 """
 
 
-def shown(command: str, folder: Path) -> str:
-    """A command as typed, and what it prints to the terminal."""
+def run_command(command: str, folder: Path) -> str:
+    """Run a command in a folder and return the command line with its output."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     run = subprocess.run(
         ["bash", "-c", command],
@@ -68,15 +71,15 @@ def shown(command: str, folder: Path) -> str:
 
 
 def main() -> None:
-    """Runs all commands in a folder of their own, one after another."""
-    pieces = [HEAD]
+    """Run all commands, one after another, in one temporary folder."""
+    sections = [HEAD]
     with tempfile.TemporaryDirectory() as folder:
         for target in (GGUF, TEXT, SMALL):
             (Path(folder) / target.name).symlink_to(target)
         for heading, command in COMMANDS:
             print(command, flush=True)
-            pieces.append(f"## {heading}\n\n```\n{shown(command, Path(folder))}\n```\n")
-    (DOCS / "gallery.md").write_text("\n".join(pieces))
+            sections.append(f"## {heading}\n\n```\n{run_command(command, Path(folder))}\n```\n")
+    (DOCS / "gallery.md").write_text("\n".join(sections))
 
 
 if __name__ == "__main__":

@@ -114,6 +114,23 @@ METHODS: dict[str, tuple[ModelConfig, Callable[..., CompressionPlan]]] = {
 }
 
 
+FAST = (
+    "plain",
+    "prefix ring",
+    "window alone",
+    "sliding layer under a plan",
+    "int8 of a rank and window",
+    "h2o of a rank",
+    "quest of a rank",
+    "coded",
+    "coded, near tokens too",
+    "coded by layer",
+    "kivi of a rank",
+    "token classes and window",
+)
+"""One entry for each code path; `make test` runs these, `make test-all` runs all."""
+
+
 class Stack(NamedTuple):
     """Attention layers, how each keeps its tokens, and the plan that says so."""
 

@@ -3,10 +3,7 @@
 import errno
 import gc
 import os
-import subprocess
 import sys
-import zlib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -81,45 +78,40 @@ OPT = replace(
 CONFIGS = {"llama": LLAMA, "opt": OPT}
 
 
-TURNS = 8
-"""Commits after which `make test` has run all `sampled` tests."""
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    help = "of `sampled` tests an eighth of all parameters, others at the next commit"
-    parser.addoption("--sample", action="store_true", help=help)
+    parser.addoption("--all", action="store_true", help="also run `full` tests and every entry of a `matrix`")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests with processes of their own take longest: they come first, so that no worker waits at the end."""
-    if config.getoption("--sample"):
-        left_out = set(not_drawn(items, commits()))
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    """Leave out what only `--all` runs, and begin with the tests that start processes: they take longest."""
+    if not config.getoption("--all"):
+        left_out = list_left_out(items)
+        config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: "parallel" not in item.path.parts)
 
 
-def not_drawn(items: list[pytest.Item], turn: int) -> Iterator[pytest.Item]:
-    """All but every eighth of `sampled` tests, of each over its parameters; eight turns draw each once.
+ON_DEMAND = ("gpu", "multigpu", "aot", "slow")
+"""Marks of tests that run only where `-m` names them, and then with all their parameters."""
 
-    Where a test begins depends on its name: tests of the same parameters draw different ones. Those whose
-    marks name what they share begin alike: they draw the same parameters, and compile their programs once.
-    """
-    places: Counter[str] = Counter()
+
+def list_left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return tests marked `full`, and of a `matrix` all but the entries it names, by default the first."""
+    left_out: set[pytest.Item] = set()
+    begun: set[str] = set()
     for item in items:
-        if mark := item.get_closest_marker("sampled"):
-            name = item.nodeid.split("[")[0]
-            begin = zlib.crc32((mark.args[0] if mark.args else name).encode())
-            if (begin + turn + places[name]) % TURNS:
-                yield item
-            places[name] += 1
-
-
-def commits() -> int:
-    """How many commits lead here; 0 outside a repository."""
-    command = ["git", "rev-list", "--count", "HEAD"]
-    run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return int(run.stdout or 0)
+        if any(map(item.get_closest_marker, ON_DEMAND)):
+            continue
+        name, _, parameters = item.nodeid.partition("[")
+        matrix = item.get_closest_marker("matrix")
+        if item.get_closest_marker("full"):
+            left_out.add(item)
+        elif matrix is not None:
+            named = parameters.removesuffix("]") in matrix.args if matrix.args else name not in begun
+            if not named:
+                left_out.add(item)
+            begun.add(name)
+    return left_out
 
 
 MOST_MAPS = 20_000

@@ -15,7 +15,7 @@ from tiny_tokenizers import chat_tokenizer
 from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.engine.request import Busy, EngineRequest, EngineStats, Event, TokenLogprobs
 from zdc_jax.errors import PromptError
-from zdc_jax.generation.stopping import Row, StopStrings
+from zdc_jax.generation.stopping import OutputSequence, StopStrings
 
 ANSWER = "in the end it is"
 END = 1
@@ -96,13 +96,13 @@ class FakeEngine:
         tokenizer = self.model.tokenizer
         asked = "" if tokenizer is None else tokenizer.decode(request.prompt)
         stop_ids = (*request.stop_tokens, *(() if request.ignore_eos else self.model.config.eos_ids))
-        row = Row(0, tokenizer, stop_ids, StopStrings(request.stop))
+        row = OutputSequence(0, tokenizer, stop_ids, StopStrings(request.stop))
         answer = [5, 6] if tokenizer is None else tokenizer.encode(ANSWER).ids
-        row.take(request.generated, full=False)
+        row.append(request.generated, full=False)
         spelled = islice(cycle([*answer, END]), len(request.generated), None)
         of_prompt = prompt_logprobs(request)
         for count, token in enumerate(spelled, len(request.generated) + 1):
-            delta = row.take([token], full=count == request.max_tokens)
+            delta = row.append([token], full=count == request.max_tokens)
             event = Event((token,), cached_tokens=CACHED, logprobs=logprobs(request, token))
             event, of_prompt = replace(event, prompt_logprobs=of_prompt), ()
             if delta is not None:

@@ -71,7 +71,6 @@ def run(q, k, v, qk_rank, v_rank, sinks, window):
     length=st.sampled_from([1, 7, 24]),
     heads=st.sampled_from([(4, 4), (4, 2), (4, 1)]),
 )
-@pytest.mark.sampled
 def test_xla_equals_the_reference(qk_rank, v_rank, sinks, window, length, heads):
     if qk_rank == 0:
         v_rank = 0
@@ -86,7 +85,7 @@ def test_xla_equals_the_reference(qk_rank, v_rank, sinks, window, length, heads)
 
 
 @pytest.mark.parametrize(("sinks", "window"), [(0, 0), (3, 0), (0, 5), (2, 9)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_blocks_of_queries_change_nothing(monkeypatch, sinks, window):
     q, k, v = inputs(T=61)
     whole = run(q, k, v, 16, 16, sinks, window)
@@ -96,7 +95,6 @@ def test_blocks_of_queries_change_nothing(monkeypatch, sinks, window):
         np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
 
-@pytest.mark.sampled
 def test_half_precision_loses_what_its_dtype_loses():
     q, k, v = (x.astype(jnp.bfloat16) for x in inputs(T=48))
     expected, _ = truth(q, k, v, qk_rank=16, v_rank=16, sinks=2, window=8)

@@ -189,7 +189,7 @@ def rewrite(**changes):
         (lambda folder: (folder / "basis.json").write_text("{"), "cannot read basis"),
         (lambda folder: (folder / "basis.json").write_bytes(b"\xff"), "cannot read basis"),
         (lambda folder: (folder / "basis.json").write_text("[]"), "format_version=None"),
-        (rewrite(format_version=99), "format_version=99, this release reads 1"),
+        (rewrite(format_version=99), "format_version=99 is not supported; this release reads 1"),
         (rewrite(colour="red"), "missing or unknown fields: colour"),
     ],
 )
@@ -219,7 +219,7 @@ def test_files_have_the_mode_that_the_umask_leaves(tmp_path):
 
 def test_check_model():
     make().check_model("abc", CONFIG)
-    with pytest.raises(CalibrationError, match="calibrated on model 'abc', this one is 'xyz'"):
+    with pytest.raises(CalibrationError, match="calibrated on model 'abc', this model is 'xyz'"):
         make().check_model("xyz", CONFIG)
-    with pytest.raises(CalibrationError, match=r"\(2, 3, 4\), the model \(5, 3, 4\)"):
+    with pytest.raises(CalibrationError, match=r"\(2, 3, 4\), the model has \(5, 3, 4\)"):
         make().check_model("abc", replace(CONFIG, layers=CONFIG.layers[:1] * 5))

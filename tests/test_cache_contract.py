@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cache_contract import BLOCK, CAPACITY, METHODS, PIECE, ROWS, Stack, is_aligned, specs_of, stack
+from cache_contract import BLOCK, CAPACITY, FAST, METHODS, PIECE, ROWS, Stack, is_aligned, specs_of, stack
 
 WHOLE = [[PIECE] * ROWS] * 2
 """All tokens in two pieces."""
@@ -16,8 +16,8 @@ ANYWHERE = [[24, 3, 17], [0, 23, 1], [5, 20, 24], [1, 0, 1]]
 """Rows that begin and end anywhere, for methods that let them."""
 PAGE = 16
 """Tokens of a page: a multiple of what any method codes together."""
-SAMPLED = pytest.mark.sampled("methods")
-"""All tests draw the same methods: what a commit draws is compiled once, and tested in whole."""
+MATRIX = pytest.mark.matrix(*FAST)
+"""The same methods for all tests, so that each program is compiled once."""
 ALIGNED = [name for name in METHODS if is_aligned(specs_of(name))]
 
 
@@ -54,20 +54,20 @@ def of_inputs(seed: int) -> Callable[[Callable[[Stack, np.ndarray], None]], Call
     return on_inputs
 
 
-@SAMPLED
+@MATRIX
 @of_inputs(seed=2)
 def test_cached_is_uncached(it, x):
     assert_same(it.run(x, WHOLE), it.whole(x))
 
 
-@SAMPLED
+@MATRIX
 @of_inputs(seed=0)
 def test_chunked_is_whole(it, x):
     it.declares("chunked")
     assert_same(it.run(x, [[BLOCK] * ROWS, [16] * ROWS, [BLOCK] * ROWS, [16] * ROWS]), it.run(x, WHOLE))
 
 
-@SAMPLED
+@MATRIX
 @of_inputs(seed=1)
 def test_a_ragged_row_is_what_it_is_alone(it, x):
     """Alone: all other rows are empty."""
@@ -81,7 +81,7 @@ def test_a_ragged_row_is_what_it_is_alone(it, x):
 
 
 @pytest.mark.parametrize("name", ALIGNED)
-@SAMPLED
+@MATRIX
 def test_a_piece_that_begins_elsewhere_gives_nan_in_its_row_alone(name):
     it = stack(name)
     found = it.run(it.inputs(), [[24, 3, 16], [8, 8, 8]])
@@ -90,7 +90,7 @@ def test_a_piece_that_begins_elsewhere_gives_nan_in_its_row_alone(name):
     assert np.isfinite(found[2, :24]).all()
 
 
-@SAMPLED
+@MATRIX
 @of_inputs(seed=2)
 def test_a_row_does_not_depend_on_which_it_is(it, x):
     it.declares("order")
@@ -108,7 +108,7 @@ def test_bytes_are_those_of_the_arrays(it):
     assert it.plan.bytes(CAPACITY, ROWS, "float32") == ROWS * one + fixed
 
 
-@SAMPLED
+@MATRIX
 @of_inputs(seed=3)
 def test_a_released_row_serves_the_next_request_as_a_new_one(it, x):
     it.declares("reuse")
@@ -124,7 +124,7 @@ def test_a_released_row_serves_the_next_request_as_a_new_one(it, x):
     assert_same(second[1, :1], expected[16:17])
 
 
-@SAMPLED
+@MATRIX
 @of_inputs(seed=5)
 def test_rows_in_pages_are_rows(it, x):
     """Pages of all rows are mixed in one pool; those that a row has not reached are named by any number."""
@@ -137,7 +137,7 @@ def test_rows_in_pages_are_rows(it, x):
         assert_same(paged.run(x, schedule), it.run(x, schedule))
 
 
-@SAMPLED
+@MATRIX
 @of_inputs(seed=9)
 def test_a_cache_can_be_filled_to_the_last_slot(it, x):
     """Also by a piece whose padding would stand past the end."""
@@ -149,7 +149,7 @@ def test_a_cache_can_be_filled_to_the_last_slot(it, x):
     assert np.isfinite(found).all()
 
 
-@SAMPLED
+@MATRIX
 @of_inputs(seed=6)
 def test_zeros_and_one_huge_outlier(it, x):
     """Tokens of zeros and one a thousand times larger than others are tokens like these."""

@@ -105,7 +105,7 @@ def by_loops(spec: Choosing) -> np.ndarray:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("pieces", [[S], [20, *[1] * 24]], ids=["whole", "decoded"])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_queries_read_what_loops_choose(spec, pieces):
     q, k, v = tokens()
     expected = by_loops(spec)
@@ -114,7 +114,7 @@ def test_queries_read_what_loops_choose(spec, pieces):
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_a_decoded_token_reads_nothing_that_it_did_not_choose(spec):
     """What is not chosen may be no number at all."""
     q, k, v = tokens(1)
@@ -136,7 +136,7 @@ def test_a_decoded_token_reads_nothing_that_it_did_not_choose(spec):
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_who_reads_all_far_tokens_attends_to_all(spec):
     expected, found = (whole(each, *tokens(2)) for each in (PrefixRing(**SHAPE), replace(spec, read=S)))
     np.testing.assert_allclose(found.o, expected.o, atol=1e-5)
@@ -144,7 +144,7 @@ def test_who_reads_all_far_tokens_attends_to_all(spec):
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.sampled
+@pytest.mark.full
 def test_queries_go_in_blocks(spec, monkeypatch):
     together = whole(spec, *tokens(3))
     monkeypatch.setitem(xla._LOGITS_BYTES, jax.default_backend(), 1)
@@ -154,7 +154,7 @@ def test_queries_go_in_blocks(spec, monkeypatch):
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_of_equal_pages_the_lower_are_read(spec):
     q, k, v = tokens(4)
     k[:] = k[:, :1]
@@ -198,15 +198,15 @@ def test_plans_say_what_is_read():
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("quest", {"window": 15}, "page=16 must be 2 to 15 tokens, the window"),
-        ("quest", {"settings": {"page": 1}}, "page=1 must be 2 to 16 tokens"),
-        ("quest", {"settings": {"read": 40}}, "read=40 must be a multiple of page=16 tokens, and above 0"),
-        ("quest", {"settings": {"read": 0}}, "read=0 must be a multiple of page=16"),
+        ("quest", {"window": 15}, "page=16 must be from 2 to 15 tokens, the window"),
+        ("quest", {"settings": {"page": 1}}, "page=1 must be from 2 to 16 tokens"),
+        ("quest", {"settings": {"read": 40}}, "read=40 must be a positive multiple of page=16 tokens"),
+        ("quest", {"settings": {"read": 0}}, "read=0 must be a positive multiple of page=16"),
         ("quest", {"settings": {"read": "many"}}, "read='many' must be an integer"),
-        ("loki", {"settings": {"read": 0}}, "read=0 must be a multiple of page=1"),
-        ("loki", {"settings": {"index": 33}}, "index=33 must be 1 to 32, the rank of the layer's keys"),
-        ("loki", {"settings": {"index": 0}}, "index=0 must be 1 to 32"),
-        ("loki", {"rotated": False}, "rotated=False: method 'loki' .* must be True"),
+        ("loki", {"settings": {"read": 0}}, "read=0 must be a positive multiple of page=1"),
+        ("loki", {"settings": {"index": 33}}, "index=33 must be from 1 to 32, the rank of the layer's keys"),
+        ("loki", {"settings": {"index": 0}}, "index=0 must be from 1 to 32"),
+        ("loki", {"rotated": False}, "rotated=False: method 'loki' needs a calibrated basis"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(name, change, message):

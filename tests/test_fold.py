@@ -232,7 +232,7 @@ def test_rotations_stay_inverse_in_bfloat16():
 
 def test_pairs_are_not_turned():
     layer = Layer.draw(LLAMA, (1, 1, 16, 8), 0, pairs=True)
-    with pytest.raises(CalibrationError, match="rotary pairs cannot be turned"):
+    with pytest.raises(CalibrationError, match="qk_kind='pairs' does not support the rotations"):
         layer.fold(rotations=((8, 8), ()))
 
 

@@ -57,7 +57,7 @@ def by_loops(layer: dict, basis, x: np.ndarray) -> np.ndarray:
     return o
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_far_keys_are_turned_back_from_latents(tiny):
     x = np.random.default_rng(0).normal(size=(B, S, SHORT.embed_dim))
     basis = tiny.basis()
@@ -127,7 +127,7 @@ def test_layers_without_far_tokens_are_unmodified_rings(tiny):
 
 
 def test_what_gives_no_latents_is_refused(tiny):
-    with pytest.raises(PlanError, match="rotated=False: method 'palu' keeps latents of a basis"):
+    with pytest.raises(PlanError, match="rotated=False: method 'palu' needs a calibrated basis"):
         replace(palu(qk=H, v=H), rotated=False)
     with pytest.raises(CalibrationError, match="the basis has no k_latent"):
         tiny.model(palu(), replace(tiny.basis(), k_latent=None))

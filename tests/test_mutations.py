@@ -16,7 +16,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", mutations.KINDS)
-@pytest.mark.sampled
+@pytest.mark.matrix("gguf")
 def test_damage_is_refused_or_harmless(kind, originals, monkeypatch):
     monkeypatch.setattr(mutations, "use", lambda model: None)  # Compiles; that is for the long trial.
     first, step = list(mutations.KINDS).index(kind), len(mutations.KINDS)

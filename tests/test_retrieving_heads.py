@@ -67,17 +67,17 @@ def test_json_round_trip(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": HEADS[:2]}, "heads has 2 lists, it must have one for each of 3 layers"),
-        ({"heads": [[2], [], []]}, r"heads=\(2,\) must ascend within 0 to 1, the KV heads"),
-        ({"heads": [[1, 0], [], []]}, r"heads=\(1, 0\) must ascend within 0 to 1"),
+        ({"heads": HEADS[:2]}, "heads has 2 lists; it must have one for each"),
+        ({"heads": [[2], [], []]}, r"heads=\(2,\) must ascend from 0 to 1, the KV heads"),
+        ({"heads": [[1, 0], [], []]}, r"heads=\(1, 0\) must ascend from 0 to 1"),
         ({"heads": [[0, 0], [], []]}, r"heads=\(0, 0\) must ascend"),
         (
             {"heads": [["a"], [], []]},
             r"heads=\(\('a',\), \(\), \(\)\) must be a list, each a list, each an int",
         ),
-        ({"heads": HEADS, "ranks": (0, 32, 32)}, r"layer 0: heads=\(1,\) must be none: the layer has rank 0"),
+        ({"heads": HEADS, "ranks": (0, 32, 32)}, r"layer 0: heads=\(1,\) must be empty, because"),
         ({"window": 0}, "window=0 must be at least 1 token"),
-        ({"heads": [[], [0], [0]], "window": 0}, "layer 0: window=0 must be at least 1 token where no head"),
+        ({"heads": [[], [0], [0]], "window": 0}, "layer 0: window=0 must be at least 1 token, because no"),
     ],
 )
 def test_impossible_heads_are_refused_by_name(change, message):

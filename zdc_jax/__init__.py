@@ -1,7 +1,9 @@
-"""ZDC-JAX: zero-delay QKV compression for long-prompt LLM inference.
+"""ZDC-JAX: zero-delay QKV compression for LLM inference with long prompts.
 
-model = zdc_jax.load("converted-folder", plan="plan.json")
-result = zdc_jax.generate(model, ["Once upon a time"], max_new_tokens=64)
+Load a converted folder, compress its KV cache with a plan, and generate text:
+
+    model = zdc_jax.load("converted-folder", plan="plan.json")
+    result = zdc_jax.generate(model, ["Once upon a time"], max_new_tokens=64)
 """
 
 from typing import TYPE_CHECKING, Any
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """`choose_plan`, imported when it is asked for: serving needs nothing of planning."""
+    """Import `choose_plan` on first access, so that serving does not load the planning code."""
     if name != "choose_plan":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from zdc_jax.planning.choose import choose_plan

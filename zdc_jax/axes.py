@@ -1,4 +1,4 @@
-"""The axis alphabet used in einsums, shapes, comments and sharding tables.
+"""Axis letters used in einsums, shapes, comments and sharding tables.
 
 | letter | axis                          | letter | axis                      |
 |--------|-------------------------------|--------|---------------------------|
@@ -6,10 +6,10 @@
 | T      | query tokens                  | K      | KV heads                  |
 | S      | key tokens                    | G      | N / K, queries per KV head|
 | D      | model width                   | H      | head dim                  |
-| E      | embedding width (OPT-350m)    | R      | kept q/k coordinates      |
-| F      | FFN width                     | Z      | kept v/o coordinates      |
+| E      | embedding width (OPT-350m)    | R      | stored q/k coordinates    |
+| F      | FFN width                     | Z      | stored v/o coordinates    |
 | V      | vocabulary                    | L      | layers                    |
-| M      | near keys: sinks + window     | P      | learned positions         |
+| M      | recent keys: sinks + window   | P      | learned positions         |
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""`Basis`: the calibrated rotations of every head, and the folder format of calibration results."""
+"""The calibrated basis of every head (`Basis`), and the folder format of calibration results."""
 
 import hashlib
 import json
@@ -26,36 +26,37 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """Coordinates of Q/K and V/O by importance, per layer and KV head (ZDC §4.3, and ours).
+    """Coordinates of Q/K and V/O in order of importance, per layer and KV head (ZDC §4.3, extended here).
 
-    Row vectors map as k' = k A_K, q' = q A_Q with A_Q A_Kᵀ = I, and v' = v C, W_O' = C⁻¹ W_O, so
-    nothing changes until trailing coordinates are dropped. The G query heads of a group share their
-    KV head's basis.
+    Row vectors map as k' = k A_K, q' = q A_Q with A_Q A_Kᵀ = I, and v' = v C, W_O' = C⁻¹ W_O. The outputs
+    of the model are therefore unchanged until trailing coordinates are dropped. The G query heads of a
+    group share the basis of their KV head.
 
     Attributes:
-      k_map, v_map: A_K and C, float64 [L, K, H, H]; columns are the new coordinates.
-      qk_kind, vo_kind: how they were chosen (`convert.calibration.make_basis`).
-      qk_spectrum, vo_spectrum: σ, float64 [L, K, H]. σ_i² is what coordinate i takes off the
-        squared error (0 where it adds to it). For Q/K the error is that of a score, q kᵀ/√H, so
-        Σσ² is the mean squared score over all query-key pairs. For V/O it is that of a token's
-        v W_O,n, summed over the group (o W_O,n for `output`). For `balanced`, σ are the singular
-        values of C_Q^½ C_K^½/√H, descending; other kinds keep the order of their coordinates.
-      qk_error, vo_error: the certificate, float64 [L, K, H + 1]: relative root-mean-square error of
-        those products when r coordinates are kept. 1 at r = 0, about 0 at r = H; measured on the
-        calibration moments without ridge, all query-key pairs, after centring if there is any.
-      qk_condition, vo_condition: cond₂ of A_K and C, float64 [L, K].
-      num_tokens, context_length: tokens seen by calibration, and the length of its windows.
-      fingerprint: of the calibrated model.
-      record: how the basis came about, as JSON (options, candidates' perplexities).
-      pairs: rotary pair order for `qk_kind="pairs"`, int32 [L, K, H/2]. Column 2i of `k_map` takes
-        old dimension p_i and column 2i + 1 takes p_i + H/2.
-      key_mean, value_mean: shifts taken off keys and values before the maps, float64 [L, K, H], in
-        original coordinates; None where nothing is centred.
-      q_rms, k_rms, v_rms: root mean squares of the new coordinates of q, k and v, as attention sees them,
-        over calibration tokens (q: and the query heads of the group), float64 [L, K, H]; None in folders
-        written before they were kept.
-      k_latent: principal components of keys before their rotary embedding, descending, orthogonal, float64
-        [L, K, H, H]; columns are the new coordinates. None where calibration did not see such keys.
+      k_map, v_map: A_K and C, float64 [L, K, H, H]. Columns are the new coordinates.
+      qk_kind, vo_kind: methods that chose them (`convert.calibration.make_basis`).
+      qk_spectrum, vo_spectrum: σ, float64 [L, K, H]. σ_i² is the decrease of the squared error due to
+        coordinate i, or 0 if the coordinate increases it. For Q/K the error is that of a score q kᵀ/√H,
+        so Σσ² is the mean squared score over all query-key pairs. For V/O it is that of a token's v W_O,n
+        (o W_O,n for `output`), summed over the group. For `balanced`, σ are the singular values of
+        C_Q^½ C_K^½/√H, descending. Other kinds keep the order of their coordinates.
+      qk_error, vo_error: error certificate, float64 [L, K, H + 1]. Entry r is the relative
+        root-mean-square error of these products when r coordinates are stored: 1 at r = 0, about 0 at
+        r = H. It covers all query-key pairs, after centering, and is computed from the calibration moments
+        without ridge.
+      qk_condition, vo_condition: condition numbers (2-norm) of A_K and C, float64 [L, K].
+      num_tokens, context_length: number of calibration tokens, and the length of the windows.
+      fingerprint: fingerprint of the calibrated model.
+      record: calibration options and the perplexities of candidate bases, a JSON object.
+      pairs: order of the rotary pairs for `qk_kind="pairs"`, int32 [L, K, H/2]. Column 2i of `k_map` selects
+        the original coordinate p_i, and column 2i + 1 selects p_i + H/2.
+      key_mean, value_mean: means subtracted from keys and values before the maps, float64 [L, K, H], in
+        original coordinates; None without centering.
+      q_rms, k_rms, v_rms: root mean squares of the new coordinates of q, k and v over the calibration tokens,
+        float64 [L, K, H]. They are measured where attention reads q, k and v; q also over the query heads of
+        a group. None in folders of older releases.
+      k_latent: principal components of the keys before the rotary embedding, in descending order, orthogonal,
+        float64 [L, K, H, H]. Columns are the new coordinates. None if calibration did not collect these keys.
     """
 
     k_map: np.ndarray
@@ -82,17 +83,17 @@ class Basis:
 
     @cached_property
     def q_map(self) -> np.ndarray:
-        """A_Q, the inverse transpose of A_K: float64 [L, K, H, H]; columns are new coordinates."""
+        """Map of queries A_Q, the inverse transpose of A_K: float64 [L, K, H, H]. Columns are coordinates."""
         return np.linalg.inv(self.k_map).swapaxes(-1, -2)
 
     @cached_property
     def o_map(self) -> np.ndarray:
-        """C⁻¹, float64 [L, K, H, H]; rows are new coordinates."""
+        """Map of the output projection C⁻¹, float64 [L, K, H, H]. Rows are the new coordinates."""
         return np.linalg.inv(self.v_map)
 
     @cached_property
     def coordinates_hash(self) -> str:
-        """16 hex digits that are equal for equal maps, pairs and means; plans name their basis by it."""
+        """Hash of the maps, pairs and means, 16 hex digits. Plans identify their basis by it."""
         total = hashlib.sha256()
         for name in ("k_map", "v_map", "pairs", "key_mean", "value_mean", "k_latent"):
             if (value := getattr(self, name)) is not None:
@@ -101,34 +102,36 @@ class Basis:
         return total.hexdigest()[:16]
 
     def check_model(self, fingerprint: str, config: ModelConfig) -> None:
-        """Raises `CalibrationError` when this basis was calibrated on another model."""
+        """Raise `CalibrationError` if this basis was calibrated on another model."""
         expected = (config.num_layers, config.num_kv_heads, config.head_dim)
         if self.k_map.shape[:3] != expected:
             raise CalibrationError(
-                f"the basis has (layers, KV heads, head dim) = {self.k_map.shape[:3]}, the model {expected}"
+                f"the basis has (layers, KV heads, head dim) = {self.k_map.shape[:3]}, the model has "
+                f"{expected}; use a basis calibrated on this model"
             )
         if self.fingerprint != fingerprint:
             raise CalibrationError(
-                f"the basis was calibrated on model {self.fingerprint!r}, this one is {fingerprint!r}"
+                f"the basis was calibrated on model {self.fingerprint!r}, this model is {fingerprint!r}; "
+                "use a basis calibrated on this model"
             )
 
     def save(self, folder: str | Path) -> None:
-        """Writes `basis.safetensors` and `basis.json`; a crash never leaves half a folder.
+        """Write `basis.safetensors` and `basis.json` atomically.
 
         Raises:
-          CheckpointError: the folder exists and holds something that is not a basis.
+          CheckpointError: the folder exists and contains other files.
         """
         save_fields(folder, "basis", {f.name: getattr(self, f.name) for f in fields(self)})
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        """Reads what `save` wrote.
+        """Load a basis from a folder that `save` wrote.
 
         Raises:
-          CheckpointError: missing, corrupt, or of another format version.
+          CheckpointError: the folder is missing, corrupt or of another format version.
         """
-        later = {"q_rms", "k_rms", "v_rms", "k_latent"}
-        values = load_fields(folder, "basis", {f.name for f in fields(cls)} - later, optional=later)
+        optional = {"q_rms", "k_rms", "v_rms", "k_latent"}
+        values = load_fields(folder, "basis", {f.name for f in fields(cls)} - optional, optional=optional)
         basis = cls(**values)
         square = (*basis.k_map.shape[:2], basis.k_map.shape[-1], basis.k_map.shape[-1])
         if not basis.k_map.shape == basis.v_map.shape == square:
@@ -139,19 +142,25 @@ class Basis:
 
 
 def save_fields(folder: str | Path, kind: str, values: Mapping[str, Any]) -> None:
-    """Writes arrays to `{kind}.safetensors`, and other values and that file's sha256 to `{kind}.json`.
+    """Write arrays to `{kind}.safetensors`, and other values to `{kind}.json` with the sha256 of the arrays.
 
-    Both files are written to a sibling folder first, which then takes the name, and the place of an
-    older save.
+    Both files are first written to a sibling folder, which then replaces `folder`.
+
+    Args:
+      folder: folder to create or to replace.
+      kind: `basis` or `profile`; stem of the file names.
+      values: fields by name. Arrays are numpy; other values are JSON.
 
     Raises:
-      CheckpointError: the folder exists and holds other files, which replacing would delete.
+      CheckpointError: the folder exists and contains other files, which would be deleted.
     """
     folder = Path(folder).absolute()
     names = {f"{kind}.json", f"{kind}.safetensors"}
     if folder.exists() and (not folder.is_dir() or not {path.name for path in folder.iterdir()} <= names):
-        raise CheckpointError(f"{folder} exists and is not a saved {kind}; it is left untouched")
-    # Non-contiguous arrays would be stored by their memory order, not by their values.
+        raise CheckpointError(
+            f"{folder} exists and is not a saved {kind}; choose another folder or delete it"
+        )
+    # safetensors writes an array's memory as it is, so non-contiguous arrays would be stored out of order.
     arrays = {name: np.ascontiguousarray(x) for name, x in values.items() if isinstance(x, np.ndarray)}
     scalars = {name: x for name, x in values.items() if name not in arrays}
     temporary = folder.with_name(f".{folder.name}.{uuid4().hex}")
@@ -161,7 +170,7 @@ def save_fields(folder: str | Path, kind: str, values: Mapping[str, Any]) -> Non
         digest = _sha256(temporary / f"{kind}.safetensors")
         text = json.dumps({"format_version": FORMAT_VERSION, "sha256": digest, **scalars}, indent=2)
         (temporary / f"{kind}.json").write_text(text + "\n")
-        # safetensors lets the owner alone read what it writes, whatever the umask says.
+        # safetensors ignores the umask and creates files that only the owner can read.
         shutil.copymode(temporary / f"{kind}.json", temporary / f"{kind}.safetensors")
         replace_folder(temporary, folder, folder.with_name(f"{temporary.name}.old"))
     finally:
@@ -171,11 +180,17 @@ def save_fields(folder: str | Path, kind: str, values: Mapping[str, Any]) -> Non
 def load_fields(
     folder: str | Path, kind: str, names: set[str], *, optional: Set[str] = frozenset()
 ) -> dict[str, Any]:
-    """Reads what `save_fields` wrote; `names` are the fields that must be there, `optional` may be.
+    """Return the fields that `save_fields` wrote.
+
+    Args:
+      folder: folder that contains the two files.
+      kind: stem of the file names.
+      names: required fields.
+      optional: fields that older releases do not write.
 
     Raises:
-      CheckpointError: missing, corrupt, or of another format version; the arrays are not those that were
-        written (folders from before their sha256 was kept are not checked).
+      CheckpointError: the folder is missing, corrupt or of another format version, or the sha256 of the
+        arrays differs. Folders of older releases have no sha256 and are not checked.
     """
     path = Path(folder) / f"{kind}.json"
     try:
@@ -186,11 +201,13 @@ def load_fields(
         raise CheckpointError(f"cannot read {kind} {folder}: {error}") from error
     version = values.pop("format_version", None) if isinstance(values, dict) else None
     if version != FORMAT_VERSION:
-        raise CheckpointError(f"{path}: format_version={version!r}, this release reads {FORMAT_VERSION}")
+        raise CheckpointError(
+            f"{path}: format_version={version!r} is not supported; this release reads {FORMAT_VERSION}"
+        )
     if values.pop("sha256", digest) != digest:
         raise CheckpointError(
             f"{path.with_suffix('.safetensors')} is damaged (its sha256 changed); "
-            "run: zdc calibrate MODEL TEXT --overwrite"
+            "run `zdc calibrate MODEL TEXT --overwrite`"
         )
     values |= arrays
     if wrong := (values.keys() ^ names) - optional:

@@ -1,10 +1,12 @@
-"""The converted folder: unmodified weights in our layout, complete or not there at all.
+"""Reading and writing of converted folders: a model's original weights in the layout of this project.
 
-manifest.json      format version, config, source, fingerprint, all hashes; written last
-embeddings/        one Orbax item: everything outside the layers
-layers/000/ …      one Orbax item a layer (`zdc_jax.model.params` lists names and shapes)
-tokenizer.json …   copied from the source
-calibration/       moments and basis, written by `zdc calibrate`
+A converted folder contains:
+
+- `manifest.json`: format version, config, source, fingerprint and all hashes; written last
+- `embeddings/`: one Orbax item with all parameters outside the layers
+- `layers/000/`, …: one Orbax item per layer (`zdc_jax.model.params` lists names and shapes)
+- `tokenizer.json`, …: files copied from the source
+- `calibration/`: moments, basis and profile, written by `zdc calibrate`
 """
 
 import errno
@@ -32,7 +34,7 @@ from zdc_jax.model.params import embedding_shapes, layer_shapes
 
 FORMAT_VERSION = 2
 OLD_VERSION = 1
-"""Read too: such manifests hash neither themselves nor files beside the items."""
+"""Older format version that can still be read. Its manifests have no checksum and no hashes of files."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 
@@ -43,7 +45,13 @@ def _layer_name(index: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A complete converted folder, read item by item."""
+    """Complete converted folder, read one item at a time.
+
+    Attributes:
+      path: the folder.
+      config: architecture of the model.
+      manifest: contents of `manifest.json`.
+    """
 
     path: Path
     config: ModelConfig
@@ -51,16 +59,18 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Reads the manifest, checks it, and that every item and file is there; those are hashed when read.
+        """Open a folder; check its manifest and that all items and files exist.
+
+        The hashes of items and files are checked when they are read.
 
         Raises:
-          CheckpointError: no such folder, not a (finished) converted folder, another format version, a
-            damaged manifest, an item or file missing.
+          CheckpointError: the folder does not exist, is not a complete converted folder or has another format
+            version; its manifest is damaged; an item or file is missing.
         """
         path = Path(path)
         if not path.is_dir():
-            what = "is not a folder" if path.exists() else "does not exist"
-            raise CheckpointError(f"{path} {what}; give a folder written by `zdc convert`")
+            problem = "is not a folder" if path.exists() else "does not exist"
+            raise CheckpointError(f"{path} {problem}; pass a folder written by `zdc convert`")
         manifest = _read_manifest(path)
         try:
             config = ModelConfig.from_json(manifest["config"])
@@ -68,62 +78,66 @@ class Checkpoint:
             raise CheckpointError(f"{path / MANIFEST}: corrupt config: {error}") from error
         for item in _items(config):
             if item not in manifest["sha256"] or not (path / item).is_dir():
-                raise CheckpointError(f"{path}: item {item} is missing; convert again")
+                raise CheckpointError(f"{path}: item {item} is missing; run `zdc convert` again")
         for name in manifest["files"]:
             if not (path / name).is_file():
-                raise CheckpointError(f"{path}: file {name} is missing; convert again")
+                raise CheckpointError(f"{path}: file {name} is missing; run `zdc convert` again")
         return cls(path, config, manifest)
 
     @property
     def fingerprint(self) -> str:
-        """Short hash of all weights, equal for equal weights; plans and bases name the model by it."""
+        """Hash of all weights, 16 hex digits. Plans and bases identify their model by it."""
         return self.manifest["fingerprint"]
 
     @property
     def calibration_path(self) -> Path:
-        """Folder of moments and basis; absent before calibration."""
+        """Folder of the moments, basis and profile. It does not exist before `zdc calibrate`."""
         return self.path / "calibration"
 
     def embeddings(self) -> dict[str, Any]:
-        """Parameters outside the layers: nested dict of numpy arrays, see `embedding_shapes`.
+        """Return the parameters outside the layers, a nested dict of numpy arrays (`embedding_shapes`).
 
         Raises:
-          CheckpointError: the item is damaged (its hash changed), or does not fit the config.
+          CheckpointError: the item is damaged (its hash changed) or does not match the config.
         """
         return self._read("embeddings", embedding_shapes(self.config))
 
     def layer(self, index: int) -> dict[str, Any]:
-        """Parameters of one layer, see `layer_shapes`; raises as `embeddings`."""
+        """Return the parameters of one layer (`layer_shapes`).
+
+        Raises:
+          CheckpointError: the item is damaged (its hash changed) or does not match the config.
+        """
         return self._read(_layer_name(index), layer_shapes(self.config, index))
 
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, without truncation and padding, or None where the folder has none.
+        """Return the tokenizer without truncation and padding, or None if the folder has no tokenizer.
 
         Raises:
-          CheckpointError: it is damaged (its hash changed) or unreadable.
+          CheckpointError: the file is damaged (its hash changed) or unreadable.
         """
-        if (path := self._whole_file(TOKENIZER)) is None:
+        if (path := self._find_file(TOKENIZER)) is None:
             return None
         with foreign_errors_as(CheckpointError, f"cannot read {path}"):
             tokenizer = Tokenizer.from_file(str(path))
-            # Some are saved with what batches of training need; a prompt is taken whole, and as it is.
+            # Some tokenizers are saved with the truncation and padding of training batches.
             tokenizer.no_truncation()
             tokenizer.no_padding()
         return tokenizer
 
     def text(self, name: str) -> str | None:
-        """A small text file beside the weights, or None where the folder has none of this name.
+        """Return the contents of a text file in the folder, or None if the file does not exist.
 
         Raises:
-          CheckpointError: it is damaged (its hash changed) or no UTF-8.
+          CheckpointError: the file is damaged (its hash changed) or not UTF-8.
         """
-        if (path := self._whole_file(name)) is None:
+        if (path := self._find_file(name)) is None:
             return None
         with foreign_errors_as(CheckpointError, f"cannot read {path}"):
             return path.read_text(encoding="utf-8")
 
     def check(self) -> None:
-        """Recomputes all hashes; raises `CheckpointError` naming the first damaged item or file."""
+        """Check the hashes of all items and files; raise `CheckpointError` for the first damaged one."""
         for item in _items(self.config):
             self._check_item(item)
         for name in self.manifest["files"]:
@@ -131,12 +145,14 @@ class Checkpoint:
 
     def _check_item(self, item: str) -> None:
         with foreign_errors_as(CheckpointError, f"{self.path}: item {item} cannot be read"):
-            found = _hash_folder(self.path / item)
-        if found != self.manifest["sha256"][item]:
-            raise CheckpointError(f"{self.path}: item {item} is damaged (its hash changed); convert again")
+            digest = _hash_folder(self.path / item)
+        if digest != self.manifest["sha256"][item]:
+            raise CheckpointError(
+                f"{self.path}: item {item} is damaged (its hash changed); run `zdc convert` again"
+            )
 
-    def _whole_file(self, name: str) -> Path | None:
-        """Path of a file whose hash was checked, or None where there is none."""
+    def _find_file(self, name: str) -> Path | None:
+        """Return the path of a file after checking its hash, or None if the file does not exist."""
         path = self.path / name
         if not path.exists():
             return None
@@ -144,50 +160,60 @@ class Checkpoint:
         return path
 
     def _check_file(self, name: str) -> None:
-        """Of a file that the manifest does not list nothing is known: it came later."""
+        """Check the hash of a file. Files that the manifest does not list are newer and are not checked."""
         with foreign_errors_as(CheckpointError, f"{self.path}: file {name} cannot be read"):
-            found = _hash_file(self.path / name).hex()
-        if found != self.manifest["files"].get(name, found):
-            raise CheckpointError(f"{self.path}: file {name} is damaged (its hash changed); convert again")
+            digest = _hash_file(self.path / name).hex()
+        if digest != self.manifest["files"].get(name, digest):
+            raise CheckpointError(
+                f"{self.path}: file {name} is damaged (its hash changed); run `zdc convert` again"
+            )
 
     def _read(self, item: str, shapes: dict[str, Any]) -> dict[str, Any]:
-        # Hashed first: Orbax may wait for ever on a damaged item. It takes a third of the time of reading.
+        # The hash is checked first because Orbax can wait forever on a damaged item.
         self._check_item(item)
         with foreign_errors_as(CheckpointError, f"{self.path}: item {item} cannot be read"):
-            tree = _restored((self.path / item).resolve())
-        found = jax.tree.map(np.shape, tree)
-        if found != shapes:
-            raise CheckpointError(f"{self.path}: item {item} holds {found}, expected {shapes}")
+            tree = _restore_arrays((self.path / item).resolve())
+        stored_shapes = jax.tree.map(np.shape, tree)
+        if stored_shapes != shapes:
+            raise CheckpointError(f"{self.path}: item {item} has shapes {stored_shapes}, expected {shapes}")
         if wrong := {str(x.dtype) for x in jax.tree.leaves(tree)} - {self.config.dtype}:
             raise CheckpointError(
-                f"{self.path}: item {item} holds {sorted(wrong)}, expected {self.config.dtype}"
+                f"{self.path}: item {item} has dtypes {sorted(wrong)}, expected {self.config.dtype}"
             )
         return tree
 
 
-def _restored(path: Path) -> Any:
-    """Numpy arrays of one item, by this process alone: several need not read in step, nor on one topology."""
-    me = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}"
+def _restore_arrays(path: Path) -> Any:
+    """Return the numpy arrays of one item.
+
+    The process reads alone, so processes need neither synchronize nor share one topology.
+    """
+    process = jax.process_index()
+    multiprocessing = ocp.options.MultiprocessingOptions(
+        primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"process{process}"
     )
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
-    with closing(ocp.Checkpointer(handler, multiprocessing_options=alone)) as orbax:
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=multiprocessing)
+    with closing(ocp.Checkpointer(handler, multiprocessing_options=multiprocessing)) as orbax:
         stored = orbax.metadata(path).item_metadata.tree
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), stored)
         return orbax.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
 
 
 class CheckpointWriter:
-    """Writes a converted folder beside its final place and renames it there when complete.
+    """Context manager that writes a converted folder atomically.
 
-    Used as a context manager; leaving it without `finish` (an error, an interrupt) removes what was written,
-    entering it what killed processes left. Overwriting replaces the whole folder, its calibration included,
-    and only ever a converted (or empty) one.
+    The folder is written under a temporary name in the same parent folder, and `finish` renames it. Leaving
+    the context without `finish` deletes the temporary folder. Entering the context deletes the temporary
+    folders of processes that were killed. Overwriting replaces the whole folder, including its calibration;
+    only converted or empty folders are replaced.
+
+    Args:
+      output: folder to write.
+      overwrite: whether to replace an existing converted folder.
 
     Raises:
-      CheckpointError: the output exists and `overwrite` is False or it is no converted folder, it cannot be
-        made, or the disk is full.
+      CheckpointError: the output exists and `overwrite` is False, or the output is not a converted folder,
+        cannot be created, or exceeds the free disk space.
     """
 
     def __init__(self, output: str | Path, *, overwrite: bool = False):
@@ -198,15 +224,15 @@ class CheckpointWriter:
 
     def __enter__(self) -> Self:
         if glob.has_magic(str(self.output)):
-            # Orbax globs inside the folder it writes and would leave out arrays without a word.
-            raise CheckpointError(f"{self.output}: the path must not hold any of * ? [")
+            # Orbax expands the path as a glob pattern and would skip arrays silently.
+            raise CheckpointError(f"{self.output}: the path must not contain any of * ? [")
         if self.output.exists():
             if not self.overwrite:
                 raise CheckpointError(f"{self.output} exists; choose another folder or pass --overwrite")
             if not _is_replaceable(self.output):
                 raise CheckpointError(
-                    f"{self.output} is not a converted folder, so --overwrite leaves it alone; "
-                    "choose another or delete it yourself"
+                    f"{self.output} is not a converted folder, and --overwrite replaces only converted "
+                    "folders; delete it or choose another folder"
                 )
         try:
             self.output.parent.mkdir(parents=True, exist_ok=True)
@@ -228,30 +254,36 @@ class CheckpointWriter:
         finally:
             shutil.rmtree(self.partial, ignore_errors=True)
         if _is_disk_full(error):
-            raise CheckpointError(f"no space left for {self.output}; nothing was written there") from error
+            raise CheckpointError(
+                f"no space left on the disk of {self.output}; nothing was written there"
+            ) from error
 
     def write_embeddings(self, tree: Mapping[str, Any]) -> None:
-        """Writes the parameters outside the layers."""
+        """Write the parameters outside the layers."""
         self._write("embeddings", tree)
 
     def write_layer(self, index: int, tree: Mapping[str, Any]) -> None:
-        """Writes one layer's parameters."""
+        """Write the parameters of one layer."""
         self._write(_layer_name(index), tree)
 
     def write_file(self, name: str, content: str | bytes) -> None:
-        """Writes a small file, such as the tokenizer."""
+        """Write a small file, for example the tokenizer."""
         data = content.encode() if isinstance(content, str) else content
         (self.partial / name).write_bytes(data)
 
     def finish(self, config: ModelConfig, source: Mapping[str, Any]) -> Checkpoint:
-        """Hashes every item and file, writes the manifest last, and renames the folder into place.
+        """Write the manifest with the hashes of all items and files, and rename the folder to `output`.
+
+        Args:
+          config: architecture of the model.
+          source: description of the original model, for the manifest.
 
         Raises:
-          CheckpointError: an item of this config was not written.
+          CheckpointError: an item of the model was not written.
         """
         items = _items(config)
-        if absent := [item for item in items if item not in self._weights]:
-            raise CheckpointError(f"{self.output}: items never written: {', '.join(absent)}")
+        if missing := [item for item in items if item not in self._weights]:
+            raise CheckpointError(f"{self.output}: items not written: {', '.join(missing)}")
         weights = "".join(self._weights[item] for item in items)
         manifest = {
             "format_version": FORMAT_VERSION,
@@ -274,7 +306,7 @@ class CheckpointWriter:
         self._orbax.wait_until_finished()
 
     def _publish(self) -> None:
-        """Renames the finished folder into place; a failure leaves the old one where it was."""
+        """Rename the finished folder to `output`. If the renaming fails, an old folder stays there."""
         if self.overwrite:
             replace_folder(self.partial, self.output, self._sibling("replaced", os.getpid()))
         else:
@@ -285,7 +317,7 @@ class CheckpointWriter:
         return self.output.with_name(f".{self.output.name}.{role}-{pid}")
 
     def _remove_stale(self) -> None:
-        """Removes what dead processes left; a replaced folder only if its successor is in place."""
+        """Delete the temporary folders of dead processes; replaced folders only if `output` exists."""
         for role in ("partial", "replaced") if self.output.exists() else ("partial",):
             for stale in self.output.parent.glob(glob.escape(self._sibling(role, "").name) + "*"):
                 if not _is_other_process(stale.name.rpartition("-")[2]):
@@ -297,12 +329,12 @@ def _items(config: ModelConfig) -> list[str]:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a folder, whole, of a version that is read, and with the tables that are read."""
+    """Return the manifest of a folder after checking its version, checksum and required entries."""
     try:
         manifest = load_json(path / MANIFEST)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} has no {MANIFEST}: not a converted folder, or its conversion did not finish; "
+            f"{path} has no {MANIFEST}: it is not a converted folder, or its conversion did not finish; "
             "run `zdc convert`"
         ) from None
     except (OSError, ValueError) as error:
@@ -310,28 +342,28 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     version = manifest.get("format_version") if isinstance(manifest, dict) else None
     if version not in (OLD_VERSION, FORMAT_VERSION):
         raise CheckpointError(
-            f"{path}: format_version={version!r:.80}, this release reads {OLD_VERSION} and {FORMAT_VERSION}; "
-            "convert again"
+            f"{path}: format_version={version!r:.80} is not supported; this release reads {OLD_VERSION} and "
+            f"{FORMAT_VERSION}; run `zdc convert` again"
         )
-    # A damaged version does not make a new manifest an old one.
+    # A new manifest whose version is damaged must not pass for an old one.
     if (version != OLD_VERSION or "checksum" in manifest) and manifest.get("checksum") != _checksum(manifest):
-        raise CheckpointError(f"{path / MANIFEST} is damaged (its checksum changed); convert again")
+        raise CheckpointError(f"{path / MANIFEST} is damaged (its checksum changed); run `zdc convert` again")
     manifest = {"files": {}} | manifest
     for name, kind in (("config", dict), ("fingerprint", str), ("sha256", dict), ("files", dict)):
         if not isinstance(manifest.get(name), kind):
-            raise CheckpointError(f"{path / MANIFEST}: {name} is missing or corrupt; convert again")
+            raise CheckpointError(f"{path / MANIFEST}: {name} is missing or corrupt; run `zdc convert` again")
     return manifest
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
-    """sha256 over what a manifest says besides."""
-    said = {name: value for name, value in manifest.items() if name != "checksum"}
+    """Return the sha256 of all entries of a manifest except `checksum`."""
+    entries = {name: value for name, value in manifest.items() if name != "checksum"}
     with foreign_errors_as(CheckpointError, f"{MANIFEST} cannot be hashed"):
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
 def _hash_folder(folder: Path) -> str:
-    """sha256 over names and contents of all files, in order of name."""
+    """Return the sha256 of the names and contents of all files, in order of name."""
     total = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         total.update(os.fsencode(f"{path.relative_to(folder)}\n"))
@@ -345,7 +377,10 @@ def _hash_file(path: Path) -> bytes:
 
 
 def _hash_arrays(tree: Mapping[str, Any]) -> str:
-    """sha256 over paths, dtypes, shapes and values; the files differ between runs, as Orbax dates them."""
+    """Return the sha256 of the paths, dtypes, shapes and values of arrays.
+
+    The files themselves differ between runs because Orbax writes timestamps.
+    """
     total = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(dict(tree)):
         total.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}\n".encode())
@@ -362,7 +397,7 @@ def _sync(path: Path) -> None:
 
 
 def _is_replaceable(path: Path) -> bool:
-    """Whether a folder is empty or was written by `CheckpointWriter`, of whatever version."""
+    """Return whether a folder is empty or was written by any version of `CheckpointWriter`."""
     try:
         return not any(path.iterdir()) or "format_version" in load_json(path / MANIFEST)
     except (OSError, ValueError, TypeError):
@@ -370,7 +405,10 @@ def _is_replaceable(path: Path) -> bool:
 
 
 def _is_other_process(pid: str) -> bool:
-    """Whether another process has this id; our own may be a killed one's, as containers all start at 1."""
+    """Return whether another process with this id is running.
+
+    The id of this process can be that of a killed process, because containers start counting at 1.
+    """
     try:
         os.kill(int(pid), 0)
     except (ValueError, ProcessLookupError):
@@ -381,7 +419,7 @@ def _is_other_process(pid: str) -> bool:
 
 
 def _is_disk_full(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, is a full disk (tensorstore only says so in its text)."""
+    """Return whether an error or its cause is a full disk. Tensorstore reports it only in the message."""
     while error is not None:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if full or "No space left" in str(error):

@@ -1,4 +1,4 @@
-"""`ModelConfig` and `LayerSpec`: everything about a model that is not a weight."""
+"""Model architecture: `ModelConfig`, and `LayerSpec` and `RopeConfig` of its layers."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -8,10 +8,10 @@ from zdc_jax.fields import MOST, check_fields
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-"""Of weights that are stored, and of what models run in."""
+"""Dtypes of stored weights and of computation."""
 DTYPES = get_args(Dtype)
-MOST_LAYERS = 4096
-"""Bound on what a configuration may ask for; deeper models do not exist."""
+MAX_LAYERS = 4096
+"""Largest number of layers. It bounds the memory that a corrupt configuration can request."""
 
 
 _POSITIVE = (
@@ -22,18 +22,21 @@ _POSITIVE = (
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding; `zdc_jax.ops.rotary.rope_frequencies` says what each kind computes.
+    """Parameters of the rotary embedding, used by `zdc_jax.ops.rotary.rope_frequencies`.
 
     Attributes:
       theta: base of the frequencies.
-      kind: how frequencies are scaled for contexts beyond those of training.
-      factor: of contexts; all kinds but `default` and `longrope`.
-      low_freq_factor, high_freq_factor: turns within the original positions between which `llama3` blends.
-      original_max_positions: those of training; `llama3`, `yarn`, `longrope`, `dynamic`.
-      attention_factor: q and k are longer by this factor each; `yarn`, `longrope`.
-      beta_fast, beta_slow: turns between which `yarn` blends; `truncate`: at whole pairs.
-      short_factors, long_factors: divisors of the frequencies [H/2] of `longrope`, for contexts within the
-        original positions and for longer ones.
+      kind: scaling of the frequencies for contexts longer than those of training.
+      factor: ratio of the extended context to that of training; all kinds except `default` and `longrope`.
+      low_freq_factor, high_freq_factor: bounds of the blend of `llama3`, in full turns of a pair within
+        `original_max_positions`.
+      original_max_positions: context length of training, in tokens; `llama3`, `yarn`, `longrope`, `dynamic`.
+      attention_factor: factor on q and on k; `yarn`, `longrope`.
+      beta_fast, beta_slow: bounds of the blend of `yarn`, in full turns of a pair within
+        `original_max_positions`.
+      truncate: whether the blend of `yarn` begins and ends at whole pairs.
+      short_factors, long_factors: divisors of the frequencies [H/2] of `longrope`, for contexts up to
+        `original_max_positions` and for longer ones.
     """
 
     theta: float
@@ -58,33 +61,37 @@ class RopeConfig:
             if not all(factor > 0 for factor in getattr(self, name)):
                 raise ValueError(f"{name} must all be > 0")
         if self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(f"{self.low_freq_factor=} must be below {self.high_freq_factor=}")
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor} must be less than "
+                f"high_freq_factor={self.high_freq_factor}"
+            )
         if self.kind == "yarn" and not self.theta > 1:
-            raise ValueError(f"{self.theta=} must be > 1 for 'yarn'")
+            raise ValueError(f"theta={self.theta} must be > 1 for kind='yarn'")
 
     @property
-    def reach(self) -> int:
-        """Positions that the scaling is made for; 0 where it does not say."""
+    def extended_positions(self) -> int:
+        """Context length that the scaling is designed for, in tokens; 0 for kinds that do not define it."""
         return int(self.factor * self.original_max_positions) if self.kind in ("yarn", "dynamic") else 0
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Inverse of `dataclasses.asdict`; unknown fields raise `TypeError`."""
+        """Build a `RopeConfig` from the output of `dataclasses.asdict`. Unknown fields raise `TypeError`."""
         fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in value.items()}
         return cls(**fields)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """What one layer computes, apart from its weights. The checkpoint says it; a plan may only narrow it.
+    """Architecture of one layer, as defined by the checkpoint. A plan can only shorten its window.
 
     Attributes:
-      window: tokens that a query sees, itself included; None: all before it.
-      rope: rotary embedding of queries and keys; None: none.
+      window: sliding window in tokens, including the query's own; None: full causal attention.
+      rope: rotary embedding of queries and keys; None: no rotary embedding.
       scale: factor on the scores q·k; None: 1/√H.
-      qk_norm: queries and keys are RMS-normed over the head dim, before the rotary embedding.
-      norms: `pre`: of what each half of the layer takes in; `post`: of the residual sum behind each half
-        (OPT-350m); `sandwich`: of what each half takes in and of what it gives, before the sum (Gemma).
+      qk_norm: whether queries and keys are RMS-normalized over the head dim, before the rotary embedding.
+      norms: position of the norms. `pre`: on the input of attention and MLP. `post`: on the residual sum
+        after each of them (OPT-350m). `sandwich`: on the input and on the output, before the residual sum
+        (Gemma).
       mlp: `gated`: down(act(gate x) · up x); `plain`: down(act(up x)).
     """
 
@@ -103,19 +110,19 @@ class LayerSpec:
             raise ValueError(f"scale={self.scale!r} must be a number > 0, or None")
 
     def score_scale(self, head_dim: int) -> float:
-        """Factor on the scores q·k of heads of `head_dim` coordinates; q and k as `rotate` gives them."""
+        """Return the factor on the scores q·k for q and k returned by `zdc_jax.ops.rotary.rotate`."""
         scale = head_dim**-0.5 if self.scale is None else self.scale
         return scale if self.rope is None else scale * self.rope.attention_factor**2
 
     def repeated(self, num_layers: int) -> "tuple[LayerSpec, ...]":
-        """So many layers alike; raises `ValueError` for a count that no model has, before making any."""
-        if type(num_layers) is not int or not 1 <= num_layers <= MOST_LAYERS:
-            raise ValueError(f"{num_layers=!r} must be an integer from 1 to {MOST_LAYERS}")
+        """Return this layer `num_layers` times; raise `ValueError` unless the count is 1 to `MAX_LAYERS`."""
+        if type(num_layers) is not int or not 1 <= num_layers <= MAX_LAYERS:
+            raise ValueError(f"{num_layers=!r} must be an integer from 1 to {MAX_LAYERS}")
         return (self,) * num_layers
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Inverse of `dataclasses.asdict`; unknown fields raise `TypeError`."""
+        """Build a `LayerSpec` from the output of `dataclasses.asdict`. Unknown fields raise `TypeError`."""
         rope = value.get("rope")
         return cls(**{**value, "rope": None if rope is None else RopeConfig.from_json(rope)})
 
@@ -135,12 +142,32 @@ _COUNTS = (
 class ModelConfig:
     """Architecture of one decoder-only model.
 
-    Widths are counts of coordinates, `max_positions` counts tokens, `dtype` is that of the stored weights.
-    `family` names the key table of conversion and nothing else. `norm` is the kind of all norms, `norm_eps`
-    their ε, `norm_offset` what is added to their scales (Gemma: 1). Token embeddings are multiplied by
-    `embed_scale`, rounded to their dtype, and what each half of a layer adds by `residual_scale`; logits are
-    divided by `logit_divisor`. A model with learned positions has a `position_offset`: their table is read
-    at `position + position_offset`; None: there is no table.
+    Attributes:
+      family: name of the key table used for conversion.
+      layers: architecture of each layer.
+      embed_dim: width of the residual stream (D).
+      ffn_dim: width of the MLP (F).
+      vocab_size: number of token ids (V).
+      num_heads: number of query heads (N).
+      num_kv_heads: number of KV heads (K).
+      head_dim: width of a head (H).
+      max_positions: longest context, in tokens.
+      norm: kind of all norms.
+      norm_eps: ε of the norms.
+      activation: activation function of the MLP.
+      dtype: dtype of the stored weights.
+      tie_embeddings: whether the output head shares the token embeddings.
+      qkv_bias, out_bias, mlp_bias: whether these projections have biases.
+      norm_offset: number added to the scales of the norms (Gemma: 1).
+      embed_scale: factor on the token embeddings, rounded to their dtype.
+      residual_scale: factor on the outputs of attention and MLP before they are added to the residual stream.
+      logit_divisor: divisor of the logits.
+      position_offset: offset into the table of learned positions, which is read at
+        `position + position_offset`; None: no learned positions.
+      final_norm: whether there is a norm before the output head.
+      token_embed_dim: width of the token embeddings (E) if it differs from `embed_dim`.
+      bos_id: beginning-of-sequence token id.
+      eos_ids: end-of-sequence token ids.
     """
 
     family: str
@@ -171,8 +198,8 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.layers) <= MOST_LAYERS:
-            raise ValueError(f"layers has {len(self.layers)} of them, it must have 1 to {MOST_LAYERS}")
+        if not 1 <= len(self.layers) <= MAX_LAYERS:
+            raise ValueError(f"layers has {len(self.layers)} entries, it must have 1 to {MAX_LAYERS}")
         for name in _COUNTS:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= MOST:
@@ -186,53 +213,64 @@ class ModelConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a number > 0")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}: query heads share KV heads"
+                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}: "
+                "each KV head serves the same number of query heads"
             )
         if self.is_rotary and self.head_dim % 2:
-            raise ValueError(f"{self.head_dim=} must be even: rotary embedding turns pairs")
+            raise ValueError(
+                f"head_dim={self.head_dim} must be even: the rotary embedding rotates pairs of coordinates"
+            )
         for rope in {layer.rope for layer in self.layers if layer.rope is not None}:
             _check_rope(rope, self.head_dim)
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """Number of layers (L)."""
         return len(self.layers)
 
     @property
     def is_rotary(self) -> bool:
-        """Whether any layer turns its queries and keys by position."""
+        """Whether any layer has a rotary embedding."""
         return any(layer.rope is not None for layer in self.layers)
 
     @property
     def group_size(self) -> int:
-        """G, query heads per KV head."""
+        """Query heads per KV head (G)."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def num_position_rows(self) -> int:
-        """P, rows of the learned position table (0 without one)."""
+        """Length of the table of learned positions (P); 0 if the model has none."""
         return 0 if self.position_offset is None else self.max_positions + self.position_offset
 
     @property
     def most_positions(self) -> int:
-        """Tokens of the longest context that the model can be used with."""
-        reach = max(layer.rope.reach if layer.rope else 0 for layer in self.layers)
-        return self.max_positions if self.position_offset is not None else max(self.max_positions, reach)
+        """Longest context that `with_positions` allows, in tokens."""
+        if self.position_offset is not None:
+            return self.max_positions
+        ropes = (layer.rope for layer in self.layers if layer.rope is not None)
+        return max([self.max_positions, *(rope.extended_positions for rope in ropes)])
 
     def without_idle_windows(self) -> Self:
-        """The same model, whose windows that no context outgrows are none: plans may cut such layers."""
+        """Return the model without sliding windows that cover its longest context.
+
+        Plans can reduce the ranks of such layers, unlike those of sliding-window layers.
+        """
         longest = self.most_positions
 
-        def is_idle(layer):
+        def is_idle(layer: LayerSpec) -> bool:
             return layer.window is not None and layer.window >= longest
 
         layers = (replace(layer, window=None) if is_idle(layer) else layer for layer in self.layers)
         return replace(self, layers=tuple(layers))
 
     def with_positions(self, max_positions: int) -> Self:
-        """The model for contexts of so many tokens, on which frequencies of `longrope` and `dynamic` depend.
+        """Return the model with another longest context, in tokens.
 
-        Raises `ValueError` for more than it can be used with.
+        The rotary frequencies of `longrope` and `dynamic` depend on it.
+
+        Raises:
+          ValueError: `max_positions` exceeds `most_positions`.
         """
         most = self.most_positions
         if type(max_positions) is not int or not 1 <= max_positions <= most:
@@ -240,31 +278,33 @@ class ModelConfig:
         return replace(self, max_positions=max_positions)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON value; `from_json` is its inverse."""
+        """Return the configuration as a JSON object."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Inverse of `to_json`; unknown or missing fields raise `TypeError`.
+        """Build a configuration from the output of `to_json`; raise `TypeError` for wrong field names.
 
-        Also reads what releases before `LayerSpec` wrote, which describe all layers at once.
+        Objects without `layers` are of format version 1, which describes all layers at once.
         """
-        value = dict(value) if "layers" in value else _described_by_layer(value)
+        value = dict(value) if "layers" in value else _convert_version_1(value)
         layers = tuple(LayerSpec.from_json(layer) for layer in value.pop("layers"))
         return cls(layers=layers, **{**value, "eos_ids": tuple(value["eos_ids"])})
 
 
 def _check_rope(rope: RopeConfig, head_dim: int) -> None:
     if rope.kind == "dynamic" and head_dim < 4:
-        raise ValueError(f"{head_dim=} must be >= 4 for 'dynamic' rotary scaling")
+        raise ValueError(f"{head_dim=} must be >= 4 for kind='dynamic'")
     if rope.kind == "longrope":
         for name in ("short_factors", "long_factors"):
             if (count := len(getattr(rope, name))) != head_dim // 2:
-                raise ValueError(f"{name} has {count} numbers, {head_dim // 2} are needed, one for each pair")
+                raise ValueError(
+                    f"{name} has {count} numbers, it must have {head_dim // 2}, one per rotary pair"
+                )
 
 
-def _described_by_layer(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration of format version 1: `num_layers`, and one rope and order of norms for all."""
+def _convert_version_1(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a configuration of format version 1: `num_layers`, with one rope and norm order for all."""
     gated = value["family"] == "llama"
     layer = LayerSpec.from_json(
         {
@@ -276,9 +316,9 @@ def _described_by_layer(value: Mapping[str, Any]) -> dict[str, Any]:
     names = {field.name for field in fields(ModelConfig)}
     if unknown := value.keys() - names - {"num_layers", "rope", "pre_norm"}:
         raise TypeError(f"unknown fields {sorted(unknown)}")
-    kept = {name: value[name] for name in names & value.keys()}
+    common = {name: value[name] for name in names & value.keys()}
     offset = None if value["rope"] is not None else value["position_offset"]
-    return kept | {
+    return common | {
         "layers": [asdict(each) for each in layer.repeated(value["num_layers"])],
         "norm": "rms" if gated else "layer",
         "position_offset": offset,

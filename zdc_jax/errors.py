@@ -1,7 +1,7 @@
-"""Errors that this project raises on purpose, in one family for callers to catch.
+"""Exceptions that this project raises on purpose. All of them derive from `ZDCError`.
 
-Beside them stand `ValueError` for a name that is not among those an option allows, and `NotImplementedError`
-for what an implementation cannot do.
+Two built-in exceptions are used as well. `ValueError` reports an option whose value is not among the allowed
+names. `NotImplementedError` reports a combination that an implementation does not support.
 """
 
 from collections.abc import Iterator
@@ -9,58 +9,62 @@ from contextlib import contextmanager
 
 
 class ZDCError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base class of the exceptions that this project raises on purpose."""
 
 
 class ConversionError(ZDCError, ValueError):
-    """A Hugging Face folder or GGUF file cannot be converted; the message names key and what is allowed."""
+    """Hugging Face folder or GGUF file that cannot be converted. The message names the key and its limits."""
 
 
 class CheckpointError(ZDCError, ValueError):
-    """A converted folder is missing, unfinished, corrupt or of another format version."""
+    """Converted folder that is missing, incomplete, corrupt or of an unsupported format version."""
 
 
 class CalibrationError(ZDCError, ValueError):
-    """Calibration text or options cannot give a basis."""
+    """Basis or profile that is missing, belongs to another model, or cannot be calibrated as requested."""
 
 
 class TextError(ZDCError, ValueError):
-    """Text for calibration or evaluation is missing, unreadable or too short."""
+    """Text for calibration or evaluation that is missing, unreadable or too short."""
 
 
 class EvaluationError(ZDCError, ValueError):
-    """A task is unknown, does not fit into the context, or cannot be put into this model's tokens."""
+    """Evaluation task that is unknown, too long for the context, or not encodable by the tokenizer."""
 
 
 class PlanError(ZDCError, ValueError):
-    """A compression plan is impossible, corrupt or made for another model."""
+    """Compression plan that is invalid, corrupt or made for another model."""
 
 
 class PromptError(ZDCError, ValueError):
-    """A prompt is empty, too long or has ids outside the vocabulary."""
+    """Prompt that is empty, too long or contains ids outside the vocabulary."""
 
 
 class ChatError(ZDCError, ValueError):
-    """A model has no chat template, the template cannot be used, or messages do not fit it."""
+    """Missing or unusable chat template, or messages that the template rejects."""
 
 
 class CacheMemoryError(ZDCError, MemoryError):
-    """A KV cache does not fit; the message says what would."""
+    """KV cache that exceeds the memory. The message names a size that fits."""
 
 
 class MeshError(ZDCError, ValueError):
-    """A device mesh is impossible here, or does not fit the model, the batch or the prompt."""
+    """Device mesh that is unavailable, or does not fit the model, the batch or the prompt."""
 
 
 class ProcessError(ZDCError, RuntimeError):
-    """Processes that should share a mesh did not meet; the message names those that are missing."""
+    """Failure of the processes of one mesh to connect. The message names the missing processes."""
 
 
 @contextmanager
 def foreign_errors_as(kind: type[ZDCError], what: str) -> Iterator[None]:
-    """Raises as `kind` whatever a library raises inside; errors of this family and interrupts pass.
+    """Convert exceptions of third-party libraries to `kind`; pass on `ZDCError` and interrupts unchanged.
 
-    Libraries in Rust panic with an error of pyo3 that is no `Exception` and has no public name.
+    Rust libraries panic with a pyo3 exception that neither derives from `Exception` nor has a public name.
+
+    Args:
+      kind: exception to raise.
+      what: beginning of its message; the text of the original exception follows.
     """
     try:
         yield

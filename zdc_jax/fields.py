@@ -1,12 +1,12 @@
-"""Dataclass fields, checked against names and annotations: what was JSON may have been anything."""
+"""Validation of dataclass fields that come from JSON, against their names and annotations."""
 
 from dataclasses import MISSING, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 MOST = 2**31 - 1
-"""Bound on integers: positions, token ids and sizes are int32 on devices."""
-_WORDS = {
+"""Largest integer allowed. Positions, token ids and sizes are int32 on devices."""
+_DESCRIPTIONS = {
     bool: "true or false",
     int: f"an integer from {-MOST} to {MOST}",
     float: "a finite number",
@@ -15,22 +15,25 @@ _WORDS = {
 
 
 def check_fields(instance: Any) -> None:
-    """Raises `ValueError` naming the first field whose value its annotation does not allow, and what it does.
+    """Raise `ValueError` for the first field whose value does not match its annotation.
 
-    Integers must fit int32, numbers be finite (an integer is one), text be one of a `Literal` where that is
-    the annotation.
+    Integers must fit int32. Floats must be finite; integers are accepted as floats. Strings annotated as a
+    `Literal` must be one of its choices.
     """
     kinds = get_type_hints(type(instance))
     for field in fields(instance):
         value = getattr(instance, field.name)
         if not _fits(value, kinds[field.name]):
-            raise ValueError(f"{field.name}={value!r:.80} must be {_described(kinds[field.name])}")
+            raise ValueError(f"{field.name}={value!r:.80} must be {_describe(kinds[field.name])}")
 
 
 def check_names(kind: Any, value: Any, what: str) -> None:
-    """Raises `ValueError` where a JSON value is no object that names fields of a dataclass, and all it needs.
+    """Raise `ValueError` unless a JSON value is an object whose keys are the fields of a dataclass.
 
-    what: the value, as the error calls it.
+    Args:
+      kind: the dataclass. Fields without a default are required.
+      value: the JSON value.
+      what: name of the value in the error message.
     """
     if not isinstance(value, dict):
         raise ValueError(f"{what}: {value!r:.80} must be a JSON object")
@@ -51,18 +54,18 @@ def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is tuple:
         return isinstance(value, tuple) and all(_fits(item, get_args(kind)[0]) for item in value)
     if kind in (int, float):
-        # The float bounds leave out NaN and infinity, and compare with any integer.
+        # The float bounds exclude NaN and infinity, and also compare with integers of any size.
         least, most = (-MOST, MOST) if kind is int else (-1e308, 1e308)
         number = int if kind is int else int | float
         return isinstance(value, number) and not isinstance(value, bool) and least <= value <= most
     return isinstance(value, kind)
 
 
-def _described(kind: Any) -> str:
+def _describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {get_args(kind)}"
     if get_origin(kind) is UnionType:
-        return " or ".join(map(_described, get_args(kind)))
+        return " or ".join(map(_describe, get_args(kind)))
     if get_origin(kind) is tuple:
-        return f"a list, each {_described(get_args(kind)[0])}"
-    return _WORDS.get(kind, kind.__name__)
+        return f"a list, each {_describe(get_args(kind)[0])}"
+    return _DESCRIPTIONS.get(kind, kind.__name__)

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, and JSON of any kind read from them."""
+"""Atomic writes of files and folders, and reading of JSON files."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from uuid import uuid4
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write to, which takes the place of `path` unless the block raises."""
+    """Yield a temporary path that replaces `path` when the block ends; remove it if the block raises."""
     partial = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         yield partial
@@ -21,9 +21,12 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def replace_folder(folder: Path, path: Path, aside: Path) -> None:
-    """Renames a finished folder to `path`, in the place of an older one.
+    """Rename a finished folder to `path`, replacing an existing folder.
 
-    That one waits as `aside`, a free name beside it, and is removed at the end; a failure puts it back.
+    Args:
+      folder: the finished folder.
+      path: its new name. If the renaming fails, an existing folder keeps this name.
+      aside: unused name in the same parent folder, for the old folder until it is deleted.
     """
     if not path.exists():
         folder.rename(path)
@@ -38,7 +41,12 @@ def replace_folder(folder: Path, path: Path, aside: Path) -> None:
 
 
 def load_json(path: Path) -> Any:
-    """The JSON value in a file; raises `OSError`, or `ValueError` for what is no JSON or nests too deep."""
+    """Return the JSON value in a file.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: the file is not JSON, or its values are nested too deep.
+    """
     try:
         return json.loads(path.read_text())
     except RecursionError as error:

@@ -1,14 +1,14 @@
-"""Folding a calibrated basis into attention weights, and slicing them to a plan's ranks (ZDC §4.1–4.2).
+"""Folding of a calibrated basis into attention weights, and slicing to the ranks of a plan (ZDC §4.1–4.2).
 
-All linear algebra is float64; `prepared_layers` rounds once to the model's dtype. Three placements of the q/k
-basis:
+All linear algebra is float64; `prepared_layers` rounds once to the dtype of the model. The basis of q and k
+has one of three placements:
 
-- `folded` (no rotary embedding): inside W_Q and W_K, exact, no run-time cost.
-- `post_rope` (rotary layers): a general basis does not commute with the rotary embedding, so q and k are
-  rotated after it: q' = RoPE(q) A_Q[:, :R]. Nor with a norm of q and k: layers that have one take this, too.
-- `pairs` (rotary layers): the basis only reorders rotary pairs, which commutes; W_Q and W_K are permuted.
+- `folded` (no rotary embedding): the basis is multiplied into W_Q and W_K. Exact, no cost at run time.
+- `post_rope` (rotary layers, layers with norms of q and k): a general basis commutes neither with the rotary
+  embedding nor with the norms. It is applied after them: q' = RoPE(q) A_Q[:, :R].
+- `pairs` (rotary layers): the basis only reorders rotary pairs, which commutes. W_Q and W_K are permuted.
 
-V and O are always folded.
+The basis of v and o is always multiplied into W_V and W_O.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,10 +27,10 @@ from zdc_jax.parallel.payload import Payload, scale_weights
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 Placement = Literal["folded", "post_rope", "pairs"]
-
+"""Placement of the basis of q and k."""
 
 _FOLDED = frozenset({"q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias", "q_norm", "k_norm"})
-"""Weights that folding has a rule for."""
+"""Attention weights that `fold_attention` can fold."""
 
 
 def prepared_layers(
@@ -41,7 +41,7 @@ def prepared_layers(
     dtype: jnp.dtype,
     payload: Payload = "native",
 ) -> Iterator[dict[str, Any]]:
-    """Folded (if there is a basis), sliced and rounded layers, one at a time; `float8`: with scales."""
+    """Yield the result of `prepared_layer` for each layer."""
     for index, layer in enumerate(layers):
         yield prepared_layer(index, layer, config, plan, basis, dtype, payload)
 
@@ -55,7 +55,20 @@ def prepared_layer(
     dtype: jnp.dtype,
     payload: Payload = "native",
 ) -> dict[str, Any]:
-    """One of `prepared_layers`."""
+    """Fold a layer into the basis, slice it to the plan's ranks and round it to `dtype`.
+
+    Args:
+      index: index of the layer.
+      layer: unmodified parameters of the layer.
+      config: architecture of the model.
+      plan: plan that defines the ranks.
+      basis: basis to fold in; None leaves the weights unfolded and unsliced.
+      dtype: dtype of the result.
+      payload: `float8` adds the scales that this exchange format needs.
+
+    Returns:
+      parameters of the layer, a nested dict of numpy arrays.
+    """
     if basis is not None:
         folded = fold_attention(
             layer["attention"],
@@ -77,31 +90,33 @@ _ROTATIONS = ("q_rotation", "k_rotation")
 
 
 def cast(tree: Any, dtype: jnp.dtype) -> Any:
-    """A nested dict of arrays rounded once to the model's dtype.
+    """Round a nested dict of arrays to the dtype of the model.
 
-    Rotary frequencies stay float32. Rotations of a bfloat16 model are float16: rounded to bfloat16 those of q
-    and k are no longer inverse to each other, which tells in every score.
+    Rotary frequencies are rounded to float32. The rotations of a bfloat16 model are rounded to float16: in
+    bfloat16 those of q and k would not be inverse to each other, which would change every score.
     """
 
-    def rounded_to(name: str) -> Any:
+    def choose_dtype(name: str) -> Any:
         if name in _ROTATIONS and dtype == jnp.bfloat16:
             return np.float16
         return np.float32 if name == "frequencies" else dtype
 
     return {
-        name: cast(value, dtype) if isinstance(value, dict) else np.asarray(value).astype(rounded_to(name))
+        name: cast(value, dtype) if isinstance(value, dict) else np.asarray(value).astype(choose_dtype(name))
         for name, value in tree.items()
     }
 
 
 def placement(spec: LayerSpec, basis: Basis) -> Placement:
-    """Where this basis acts on q and k of a layer.
+    """Return the placement of a basis in a layer.
 
     Raises:
-      CalibrationError: `pairs` for a layer with norms of q and k, whose weights it cannot reorder.
+      CalibrationError: `qk_kind="pairs"` for a layer with norms of q and k, whose weights it cannot reorder.
     """
     if basis.qk_kind == "pairs" and spec.qk_norm:
-        raise CalibrationError("a basis of rotary pairs does not fold past a norm of q and k; use 'balanced'")
+        raise CalibrationError(
+            "qk_kind='pairs' does not support models with norms of q and k; calibrate with qk='balanced'"
+        )
     if spec.rope is None and not spec.qk_norm:
         return "folded"
     return "pairs" if basis.qk_kind == "pairs" else "post_rope"
@@ -118,42 +133,46 @@ def fold_attention(
     latent_keys: bool = False,
     rotations: Rotations = ((), ()),
 ) -> dict[str, np.ndarray]:
-    """The attention parameters of one layer in the rotated basis, physically sliced.
+    """Return the attention parameters of one layer in the coordinates of the basis, sliced to its ranks.
 
     Args:
       weights: unmodified parameters (`zdc_jax.model.params`, attention).
-      ranks: coordinates to keep.
-      full_width: keep all H coordinates, rotated; for plans with a window.
-      latent_keys: leave q and k as they are, and add `k_latent` [K, H, R] where far keys are kept.
-      turns: blocks of the first coordinates of k (and q), and of v, that `gaussian_codes.turn` acts on.
+      config: architecture of the model.
+      basis: basis to fold in.
+      layer: index of the layer.
+      ranks: coordinates to store.
+      full_width: whether to keep all H coordinates; for plans with recent tokens.
+      latent_keys: whether to leave q and k unmodified, and to add `k_latent` [K, H, R] if R > 0.
+      rotations: sizes of blocks of leading coordinates, of k (and q) and of v. Each block is rotated by
+        `zdc_jax.cache.gaussian_codes.turn`.
 
     Returns:
-      float64 (integer-free) arrays: q [D, N, R], k [D, K, R], v [D, K, Z], o [N, Z, D], their biases, and
-      `q_rotation`/`k_rotation`/`k_shift` or `frequencies` where the placement needs them. Centring adds an
-      `o_bias` (values) to models that had none.
+      float64 arrays q [D, N, R], k [D, K, R], v [D, K, Z], o [N, Z, D] and their biases. Some placements add
+      `q_rotation`, `k_rotation` and `k_shift`, or `frequencies`. Centered values add an `o_bias` to models
+      without one.
 
     Raises:
-      ValueError: a weight that folding has no rule for; it would be lost.
-      CalibrationError: what `placement` raises; `latent_keys` of a basis that has no `k_latent`; turns of
-        keys in a basis of rotary pairs.
+      ValueError: an attention weight is unknown and would be lost.
+      CalibrationError: `placement` raises it; `latent_keys` with a basis without `k_latent`; rotations of
+        keys with `qk_kind="pairs"`.
     """
     if unknown := weights.keys() - _FOLDED:
-        raise ValueError(f"layer {layer}: no rule to fold the attention weights {sorted(unknown)}")
+        raise ValueError(f"layer {layer}: folding does not support the attention weights {sorted(unknown)}")
     R, Z = (config.head_dim,) * 2 if full_width else (ranks.qk, ranks.v)
     old = {name: np.asarray(x, np.float64) for name, x in weights.items()}
-    of_keys, of_values = (
-        _rotation_matrix(sizes, width) for sizes, width in zip(rotations, (R, Z), strict=True)
-    )
-    values = _fold_vo(old, config, basis, layer, of_values)
+    key_sizes, value_sizes = rotations
+    values = _fold_vo(old, config, basis, layer, _rotation_matrix(value_sizes, Z))
     if latent_keys:
         return _latent_qk(old, basis, layer, ranks.qk) | values
-    if rotations[0] and placement(config.layers[layer], basis) == "pairs":
-        raise CalibrationError("a basis of rotary pairs cannot be turned for codes of keys; use 'balanced'")
-    return _fold_qk(old, config, basis, layer, of_keys) | values
+    if key_sizes and placement(config.layers[layer], basis) == "pairs":
+        raise CalibrationError(
+            "qk_kind='pairs' does not support the rotations of quantized keys; calibrate with qk='balanced'"
+        )
+    return _fold_qk(old, config, basis, layer, _rotation_matrix(key_sizes, R)) | values
 
 
 def _rotation_matrix(sizes: Sequence[int], width: int) -> np.ndarray:
-    """Orthogonal [width, width]: turns blocks of so many first coordinates, and leaves the rest."""
+    """Return the orthogonal matrix [width, width] that rotates blocks of these sizes and keeps the rest."""
     matrix, start = np.eye(width), 0
     for size in sizes:
         block = slice(start, start + size)
@@ -175,8 +194,8 @@ def _fold_qk(
     names = [name for name in ("q", "k", "q_bias", "k_bias") if name in old]
     where = placement(spec, basis)
     if where == "post_rope":
-        kept = [*names, *(name for name in ("q_norm", "k_norm") if name in old)]
-        new = {name: old[name] for name in kept} | {"q_rotation": q_map, "k_rotation": k_map}
+        unmodified = [*names, *(name for name in ("q_norm", "k_norm") if name in old)]
+        new = {name: old[name] for name in unmodified} | {"q_rotation": q_map, "k_rotation": k_map}
         return new if shift is None else new | {"k_shift": shift}
     group_map = np.repeat(q_map, config.group_size, axis=0)
     new = {
@@ -196,12 +215,12 @@ def _fold_qk(
 def _latent_qk(old: Mapping[str, np.ndarray], basis: Basis, layer: int, R: int) -> dict[str, np.ndarray]:
     if basis.k_latent is None:
         raise CalibrationError(
-            "the basis has no k_latent, coordinates of keys before the rotary embedding: "
-            "run zdc calibrate MODEL TEXT --overwrite, without K-means"
+            "the basis has no k_latent (coordinates of keys before the rotary embedding); "
+            "run `zdc calibrate MODEL TEXT --overwrite` without K-means"
         )
     names = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
-    kept = {name: old[name] for name in names if name in old}
-    return kept | {"k_latent": basis.k_latent[layer, :, :, :R]} if R else kept
+    unmodified = {name: old[name] for name in names if name in old}
+    return unmodified | {"k_latent": basis.k_latent[layer, :, :, :R]} if R else unmodified
 
 
 def _fold_vo(
@@ -220,9 +239,9 @@ def _fold_vo(
     if basis.value_mean is not None:
         mean = basis.value_mean[layer]
         bias = (0 if bias is None else bias) - mean
-        # Rows of softmax sum to one, so what every value lost comes back as a constant of the output.
-        moved = np.einsum("KH,KGHD->D", mean, grouped)
-        out_bias = moved if out_bias is None else out_bias + moved
+        # Attention weights sum to one, so the mean of the values adds a constant to the output.
+        mean_output = np.einsum("KH,KGHD->D", mean, grouped)
+        out_bias = mean_output if out_bias is None else out_bias + mean_output
     if bias is not None:
         new["v_bias"] = np.einsum("KH,KHZ->KZ", bias, v_map)
     if out_bias is not None:

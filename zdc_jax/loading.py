@@ -1,4 +1,4 @@
-"""`load`: a converted folder and a plan → a model whose arrays are already folded and sliced."""
+"""Loading a converted folder into a `LanguageModel`, compressed as a plan says (`load`)."""
 
 import logging
 from dataclasses import dataclass
@@ -28,24 +28,30 @@ logger = logging.getLogger("zdc_jax")
 
 
 class TextModel(Protocol):
-    """What texts need of a model: no weights. `LanguageModel` and `TextSide` are such."""
+    """Interface of a model for code that handles text only. `LanguageModel` and `TextSide` implement it."""
 
     @property
     def config(self) -> ModelConfig:
-        """Architecture."""
+        """Architecture of the model."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None for models made from arrays."""
+        """Tokenizer; None for models made from arrays."""
 
     @property
     def chat_template(self) -> ChatTemplate | None:
-        """None for models that come without one."""
+        """Chat template; None for models without one."""
 
 
 @dataclass(frozen=True, eq=False)
 class TextSide:
-    """A model without its weights, for a process that others compute for."""
+    """Model without its weights, for a process that leaves the computation to other processes.
+
+    Attributes:
+      config: architecture of the model.
+      tokenizer: tokenizer; None if the folder has none.
+      chat_template: chat template; None if the folder has none.
+    """
 
     config: ModelConfig
     tokenizer: Tokenizer | None
@@ -53,18 +59,21 @@ class TextSide:
 
     @classmethod
     def load(cls, path: str | Path, max_positions: int | None = None) -> "TextSide":
-        """Of a converted folder, as `load` takes it; raises `CheckpointError`."""
+        """Load a converted folder; `path`, `max_positions` and `CheckpointError` are those of `load`."""
         checkpoint = Checkpoint.open(path)
-        config = _config(checkpoint, max_positions)
+        config = _read_config(checkpoint, max_positions)
         return cls(config, checkpoint.tokenizer(), ChatTemplate.of(checkpoint))
 
 
 @dataclass(frozen=True, eq=False)
 class LanguageModel:
-    """A network ready to run, with what is needed to talk to it.
+    """Network with its tokenizer, basis and chat template, returned by `load`.
 
-    `basis` is None for the unmodified model; `tokenizer` is None for models made from arrays; `chat_template`
-    is None for models that come without one.
+    Attributes:
+      network: network with folded and sliced weights.
+      tokenizer: tokenizer; None for models made from arrays.
+      basis: folded basis; None for the unmodified model.
+      chat_template: chat template; None for models without one.
     """
 
     network: Transformer | ShardedTransformer
@@ -74,12 +83,12 @@ class LanguageModel:
 
     @property
     def config(self) -> ModelConfig:
-        """Architecture."""
+        """Architecture of the model."""
         return self.network.config
 
     @property
     def plan(self) -> CompressionPlan:
-        """The plan its arrays were cut to."""
+        """Plan that the weights were sliced to."""
         return self.network.plan
 
 
@@ -94,38 +103,37 @@ def load(
     weights: WeightPlacement = "replicated",
     payload: Payload = "native",
 ) -> LanguageModel:
-    """Loads a converted folder; with a plan, folds the calibrated basis in and keeps the plan's coordinates.
+    """Load a converted folder; with a plan, fold in the calibrated basis and store the plan's coordinates.
 
-    `zdc_jax.choose_plan` finds a plan within a limit.
+    `zdc_jax.choose_plan` chooses a plan within an error limit.
 
     Args:
       path: folder written by `zdc convert`.
-      plan: a plan or the path of its JSON; None loads the unmodified weights at full rank.
-      basis: basis to fold, with a plan; default the one stored by `zdc calibrate`.
-      dtype: dtype of weights, activations and cache; default that of the stored weights.
-      max_positions: longest context, in tokens; default the checkpoint's. Rotary scaling of `longrope` and
-        `dynamic` goes by it, whatever the length of a prompt; `yarn` and `dynamic` allow more than the
-        checkpoint's, up to `factor` times those of training.
-      mesh: devices to run on, also as `MeshConfig.parse` takes them; default one. Layers are read one at a
-        time, and each device gets its share.
-      weights: on a mesh, `replicated` for prompts, or `gathered` from all devices layer by layer
-        (`zdc_jax.parallel.weights`).
-      payload: what devices exchange of a prompt: `native`; or `float8`, which halves the bytes of 16 bits; or
-        `coded`, integers of a quarter of them in the mean. The latter two round, with q and o, what the cache
-        holds of the prompt (`zdc_jax.parallel.payload`). Caches in codes exchange keys and values as their
-        own codes, and only q and o as the payload says.
+      plan: plan, or path of its JSON file. None loads the unmodified model at full rank.
+      basis: basis to fold in; requires a plan. Default: the basis stored by `zdc calibrate`.
+      dtype: dtype of weights, activations and cache. Default: dtype of the stored weights.
+      max_positions: longest context, in tokens. Default: that of the checkpoint. Rotary scaling `yarn` and
+        `dynamic` allow up to `factor` times the context of training. `longrope` and `dynamic` choose their
+        frequencies by `max_positions`, not by the length of a prompt.
+      mesh: devices to run on, or a string for `MeshConfig.parse`. Default: one device. Layers are read one
+        at a time, and each device receives its share.
+      weights: placement of the weights on a mesh: `replicated`, or `gathered` from all devices layer by
+        layer, which saves memory (`zdc_jax.parallel.weights`).
+      payload: format in which devices exchange a prompt (`zdc_jax.parallel.payload`). `native` keeps the
+        dtype of the model. `float8` halves the bytes of 16-bit values. `coded` uses integers, on average a
+        quarter of these bytes. Both round q and o, and also the keys and values in the cache of the prompt.
+        Quantized caches exchange keys and values in their own format, and use the payload for q and o only.
 
     Raises:
-      CheckpointError: unreadable folder (or files of its chat template), unknown dtype, more positions than
-        the model can be used with.
-      PlanError: corrupt plan, or one made for another model or on another basis; a basis without a plan that
-        folds one.
-      CalibrationError: a plan was given and the folder holds no basis, or that of another model; a payload
-        that rounds without a plan on a basis; `float8` with a basis too old to give scales.
-      MeshError: the model cannot be divided over the mesh, there are too few devices; a payload that rounds
-        or `gathered` without one.
-      ValueError: unknown weights or payload.
-      NotImplementedError: a payload that rounds for a plan with token classes; a method that does not run on
+      CheckpointError: the folder or its chat template is unreadable, `dtype` is unknown, or `max_positions`
+        exceeds the limit of the model.
+      PlanError: the plan is corrupt, or made for another model or basis; `basis` without a plan that uses it.
+      CalibrationError: the plan needs a basis and the folder has none, or the basis is of another model;
+        `float8` or `coded` without a plan on a basis; `float8` with a basis of an older release.
+      MeshError: the model cannot be divided over the mesh; there are too few devices; `gathered`, `float8`
+        or `coded` without a mesh.
+      ValueError: unknown `weights` or `payload`.
+      NotImplementedError: `float8` or `coded` for a plan with token classes; a method that does not run on
         a mesh.
     """
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
@@ -133,13 +141,13 @@ def load(
     devices = None if mesh is None else mesh.create()
     checkpoint = Checkpoint.open(path)
     target = jnp.dtype(dtype or checkpoint.config.dtype)
-    config = _config(checkpoint, max_positions)
+    config = _read_config(checkpoint, max_positions)
     chat_template = ChatTemplate.of(checkpoint)
-    plan, basis = _plan_and_basis(checkpoint, plan, basis)
-    if basis is not None and _frequencies(config) != _frequencies(checkpoint.config):
+    plan, basis = _resolve_plan(checkpoint, plan, basis)
+    if basis is not None and _list_frequencies(config) != _list_frequencies(checkpoint.config):
         logger.warning(
-            "max_positions=%d changes the rotary frequencies, and the basis was calibrated with those of %d; "
-            "plans may lose more than they did there",
+            "max_positions=%d changes the rotary frequencies, but the basis was calibrated with "
+            "max_positions=%d; plans may lose more quality than measured",
             config.max_positions,
             checkpoint.config.max_positions,
         )
@@ -159,16 +167,15 @@ def load(
     return LanguageModel(network, checkpoint.tokenizer(), basis, chat_template)
 
 
-def _config(checkpoint: Checkpoint, max_positions: int | None) -> ModelConfig:
-    """The model's own, for contexts of so many tokens; raises `CheckpointError`."""
+def _read_config(checkpoint: Checkpoint, max_positions: int | None) -> ModelConfig:
     if max_positions is None:
         return checkpoint.config
     with foreign_errors_as(CheckpointError, f"{checkpoint.path}"):
         return checkpoint.config.with_positions(max_positions)
 
 
-def _frequencies(config: ModelConfig) -> list[bytes]:
-    """The rotary frequencies of all layers."""
+def _list_frequencies(config: ModelConfig) -> list[bytes]:
+    """Return the rotary frequencies of all layers, as bytes for comparison."""
     ropes = (layer.rope for layer in config.layers if layer.rope is not None)
     return [rope_frequencies(rope, config.head_dim, config.max_positions).tobytes() for rope in ropes]
 
@@ -176,34 +183,37 @@ def _frequencies(config: ModelConfig) -> list[bytes]:
 def check_options(
     dtype: str | None, mesh: MeshConfig | None, weights: WeightPlacement, payload: Payload
 ) -> None:
-    """Refuses what `load` cannot do on any model; raises `CheckpointError`, `ValueError` or `MeshError`."""
+    """Check the options of `load` that do not depend on the model; raise as `load` does."""
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype={dtype!r} must be one of {DTYPES}")
     check_payload(payload)
     if weights not in WEIGHT_PLACEMENTS:
         raise ValueError(f"{weights=} must be one of {WEIGHT_PLACEMENTS}")
     if weights == "gathered" and mesh is None:
-        raise MeshError(f"{weights=} are divided over devices; give mesh= with it")
+        raise MeshError(f"{weights=} divides the weights over several devices; pass mesh= as well")
     if payload != "native" and mesh is None:
-        raise MeshError(f"{payload=} is exchanged between devices; give mesh= with it")
+        raise MeshError(f"{payload=} is a format for the exchange between devices; pass mesh= as well")
 
 
-def _plan_and_basis(
+def _resolve_plan(
     checkpoint: Checkpoint, plan: CompressionPlan | str | Path | None, basis: Basis | None
 ) -> tuple[CompressionPlan, Basis | None]:
-    """The plan and the basis to fold, of this model and of each other; no basis for the unmodified model."""
+    """Return the plan and its basis after checking that both match the model and each other.
+
+    The basis is None for plans that use none.
+    """
     if plan is None:
         if basis is not None:
-            raise PlanError("basis= was given without plan=, which says what of it is kept")
+            raise PlanError("basis= needs a plan that chooses among its coordinates; pass plan= as well")
         logger.info("loading %s at full rank; pass plan= to compress its KV cache", checkpoint.path)
         return CompressionPlan.full(checkpoint.config), None
     if not isinstance(plan, CompressionPlan | str | Path):
-        raise PlanError(f"plan must be a CompressionPlan or the path of its JSON, got {plan!r:.80}")
+        raise PlanError(f"plan={plan!r:.80} must be a CompressionPlan or the path of its JSON file")
     plan = plan if isinstance(plan, CompressionPlan) else CompressionPlan.load(plan)
     plan.check_model(checkpoint.config, checkpoint.fingerprint)
     if not plan.rotated:
         if basis is not None:
-            raise PlanError("basis= was given for a plan that is not rotated")
+            raise PlanError("basis= needs a plan with rotated=True; this plan has rotated=False")
         return plan, None
     basis = basis or stored_basis(checkpoint)
     basis.check_model(checkpoint.fingerprint, checkpoint.config)
@@ -212,11 +222,11 @@ def _plan_and_basis(
 
 
 def stored_basis(checkpoint: Checkpoint) -> Basis:
-    """The basis in the folder; raises `CalibrationError` where there is none."""
+    """Load the basis of a converted folder; raise `CalibrationError` if the folder has none."""
     folder = checkpoint.calibration_path / "basis"
     if not folder.exists():
         raise CalibrationError(
-            f"{checkpoint.path} has no calibrated basis, which a plan needs; "
-            f"run: zdc calibrate {checkpoint.path} TEXT"
+            f"{checkpoint.path} has no calibrated basis, which plans need; "
+            f"run `zdc calibrate {checkpoint.path} TEXT`"
         )
     return Basis.load(folder)

@@ -1,4 +1,8 @@
-"""`CompressionPlan`: which coordinates of Q, K, V each layer keeps (near and far, nested ranks)."""
+"""Compression plans: how many coordinates of keys and values each layer stores (`CompressionPlan`).
+
+Recent tokens (the plan's sinks and window) keep all coordinates; code and errors also call them near tokens.
+All older tokens (far tokens) keep the ranks of their layer.
+"""
 
 import json
 import warnings
@@ -22,18 +26,21 @@ from zdc_jax.files import load_json, whole_file
 from zdc_jax.methods import MethodSettings
 
 FORMAT_VERSION = 3
-"""Version 1 did not name the basis, 2 knew no settings of single layers."""
+"""Format version of plan files. Version 1 has no `basis`; version 2 has no `settings` of single layers."""
 RANK_STEP = 16
-"""Ranks are multiples of this: it is the contraction step that tensor cores charge for."""
+"""Step of the ranks. It equals the contraction step of tensor cores, so ranks in between save no time."""
 
 
 @dataclass(frozen=True)
 class LayerRanks:
-    """R (`qk`) and Z (`v`) of one layer: coordinates kept per head for keys outside the window.
+    """Coordinates that one layer stores per head for older tokens.
 
-    window: of this layer, in tokens, in the place of the plan's window and sinks; only without far keys
-    (R = Z = 0). That is how a plan says what sliding-window layers keep.
-    settings: of the plan's method for this layer, in the place of the plan's.
+    Attributes:
+      qk: coordinates of keys (R).
+      v: coordinates of values (Z).
+      window: window of this layer in tokens, which replaces the window and sinks of the plan. It requires
+        `qk = v = 0` and describes the sliding-window layers of a model.
+      settings: settings of the plan's method for this layer, which replace those of the plan.
     """
 
     qk: int
@@ -44,14 +51,19 @@ class LayerRanks:
 
 @dataclass(frozen=True)
 class TokenClasses:
-    """Important tokens keep more (ZDC §5.2): a mode beside or on top of the window.
+    """Token classes: important tokens store more coordinates than other tokens (ZDC §5.2).
 
-    Consecutive layers form groups. The first of a group, its leader, treats all tokens alike, at the plan's
-    own ranks, and ranks them by its softmax denominators; in the others of the group the most important of
-    every `block` positions keep the ranks `important`, the rest the plan's own.
+    Consecutive layers form groups. The first layer of a group, its leader, stores all tokens at the plan's
+    ranks and orders them by importance (its softmax denominators). In the other layers of the group, the most
+    important tokens of every `block` positions have the ranks `important`; other tokens have the plan's
+    ranks. Token classes can be combined with a window.
 
-    leaders: ascending, from 0. fraction: of each group, share of important tokens, in (0, 1). important: of
-    each layer, no smaller than the plan's own ranks (those of leaders are not used).
+    Attributes:
+      leaders: indices of the leaders, ascending from 0.
+      fraction: share of important tokens in each group, in (0, 1).
+      important: ranks of important tokens in each layer, at least the plan's ranks. Entries of leaders are
+        not used.
+      block: positions among which important tokens are chosen.
     """
 
     leaders: tuple[int, ...]
@@ -60,32 +72,44 @@ class TokenClasses:
     block: int = 512
 
     def blocks(self, group: int) -> ClassBlocks:
-        """How the tokens of the group of this index are divided."""
+        """Return how the tokens of a group are divided."""
         return ClassBlocks(self.block, self.fraction[group])
 
     def members(self, group: int, layers: int) -> range:
-        """The layers of a group behind its leader."""
+        """Return the layers of a group after its leader; `layers` is the number of layers of the model."""
         ends = (*self.leaders[1:], layers)
         return range(self.leaders[group] + 1, ends[group])
 
     def group_of(self, layer: int) -> int:
-        """Index of the group that a layer is in."""
+        """Return the index of the group that contains a layer."""
         return sum(leader <= layer for leader in self.leaders) - 1
 
 
 @dataclass(frozen=True)
 class CompressionPlan:
-    """Per-layer ranks, and the sinks and recent window (in tokens) that keep all coordinates.
+    """Ranks of every layer, the recent tokens that keep all coordinates, and the storage method.
 
-    Without a window (`window == sinks == 0`) the projections and W_O shrink with the cache. With one, every
-    token is near somebody once, so projections stay full and the cache and far attention shrink.
-    `fingerprint` names the calibrated model (empty: any model of this shape), `basis` the basis whose
-    coordinates were chosen (`Basis.coordinates_hash`; empty: any of this model). Without `rotated` no basis
-    is folded in: coordinates are those of the checkpoint, and layers keep all of them or none. `method` says
-    how what is kept of far tokens is stored (`zdc_jax.methods`), `settings` are that method's.
+    Without recent tokens (`window == sinks == 0`), the projections and W_O shrink together with the cache.
+    With recent tokens, every token is read at full width at first. The projections then keep their size, and
+    only the cache and the attention to older tokens shrink.
+
+    Attributes:
+      layers: ranks of each layer.
+      num_kv_heads: number of KV heads of the model (K).
+      head_dim: width of a head (H).
+      sinks: first tokens of a sequence that keep all coordinates.
+      window: latest tokens of a sequence that keep all coordinates.
+      fingerprint: fingerprint of the calibrated model; empty: any model of this shape.
+      basis: hash of the basis whose coordinates were chosen (`Basis.coordinates_hash`); empty: any
+        basis of this model.
+      classes: token classes; None: all older tokens are treated alike.
+      rotated: whether a basis is folded in. Without a basis the coordinates are those of the checkpoint, and
+        a layer stores all of them or none.
+      method: name of the method that stores older tokens (`zdc_jax.methods`).
+      settings: settings of the method. Default: `Settings()` of the method.
 
     Raises:
-      PlanError: on any impossible value, naming it and what is allowed.
+      PlanError: a value is invalid.
     """
 
     layers: tuple[LayerRanks, ...]
@@ -98,14 +122,14 @@ class CompressionPlan:
     classes: TokenClasses | None = None
     rotated: bool = True
     method: str = "zdc"
-    settings: MethodSettings = None  # type: ignore[assignment]  # The method's own, once it is known.
+    settings: MethodSettings = None  # type: ignore[assignment]  # `__post_init__` sets the default.
 
     def __post_init__(self) -> None:
         for name in ("sinks", "window"):
-            if not 0 <= _integer(name, value := getattr(self, name)) <= MOST:
+            if not 0 <= _check_integer(name, value := getattr(self, name)) <= MOST:
                 raise PlanError(f"{name}={value} must be 0 to {MOST} tokens")
         for name in ("num_kv_heads", "head_dim"):
-            if not 1 <= _integer(name, value := getattr(self, name)) <= MOST:
+            if not 1 <= _check_integer(name, value := getattr(self, name)) <= MOST:
                 raise PlanError(f"{name}={value} must be 1 to {MOST}")
         for name in ("fingerprint", "basis"):
             if not isinstance(value := getattr(self, name), str):
@@ -127,7 +151,7 @@ class CompressionPlan:
         if self.classes is not None:
             self._check_classes(self.classes)
         self._check_rotated()
-        self.layer_caches("bfloat16")  # The method refuses what it cannot keep.
+        self.layer_caches("bfloat16")  # The method rejects plans that it does not support.
 
     def _check_rotated(self) -> None:
         if type(self.rotated) is not bool:
@@ -135,61 +159,62 @@ class CompressionPlan:
         if self.rotated:
             return
         if self.basis:
-            raise PlanError(f"basis={self.basis!r}: a plan that is not rotated has none")
+            raise PlanError(f"basis={self.basis!r} must be empty in a plan with rotated=False")
         H = self.head_dim
         for index, ranks in enumerate(self.layers):
             if ranks.qk not in (0, H) or ranks.v not in (0, H):
                 raise PlanError(
-                    f"layer {index}: qk={ranks.qk}, v={ranks.v}: without a basis a layer keeps all {H} "
-                    "coordinates or none"
+                    f"layer {index}: qk={ranks.qk}, v={ranks.v} must be 0 or {H} in a plan with rotated=False"
                 )
 
     def _check_classes(self, classes: TokenClasses) -> None:
         if self.method != "zdc":
-            raise PlanError(f"token classes are a mode of method 'zdc', not of {self.method!r}")
+            raise PlanError(f"method={self.method!r} does not support token classes; use method='zdc'")
         leaders, count = classes.leaders, len(self.layers)
         for name, value in (("block", classes.block), *(("leaders", leader) for leader in leaders)):
-            _integer(name, value)
+            _check_integer(name, value)
         if not leaders or leaders[0] != 0 or list(leaders) != sorted({*leaders}) or leaders[-1] >= count:
-            raise PlanError(f"{leaders=} must ascend from 0 and be below {count} layers")
+            raise PlanError(f"{leaders=} must be ascending layer indices from 0 to at most {count - 1}")
         if len(classes.fraction) != len(leaders):
-            raise PlanError(f"fraction={classes.fraction} must have one share for each of {leaders=}")
+            raise PlanError(f"fraction={classes.fraction} must have one entry for each of {leaders=}")
         if not all(isinstance(share, Real) and 0 < share < 1 for share in classes.fraction):
             raise PlanError(f"fraction={classes.fraction} must lie strictly between 0 and 1")
         if len(classes.important) != count:
-            raise PlanError(f"important has {len(classes.important)} ranks, the plan {count} layers")
+            raise PlanError(
+                f"important has {len(classes.important)} entries, it must have one for each of {count} layers"
+            )
         if not 1 <= classes.block <= MOST:
             raise PlanError(f"block={classes.block} must be 1 to {MOST} positions")
         for index, (more, less) in enumerate(zip(classes.important, self.layers, strict=True)):
             self._check_ranks(index, more)
             if more.qk < less.qk or more.v < less.v:
-                raise PlanError(f"layer {index}: important tokens keep {more}, less than the rest, {less}")
+                raise PlanError(f"layer {index}: important={more} must not be smaller than the ranks {less}")
             if index not in leaders and less.qk == 0:
-                raise PlanError(f"layer {index}: rank 0 is not for layers with token classes")
+                raise PlanError(f"layer {index}: qk=0, v=0 must be > 0 in a layer with token classes")
 
     def _check_ranks(self, index: int, ranks: LayerRanks) -> None:
         H = self.head_dim
         for name, rank in (("qk", ranks.qk), ("v", ranks.v)):
-            _integer(f"layer {index}: rank {name}", rank)
+            _check_integer(f"layer {index}: {name}", rank)
             if not (rank == H or (0 <= rank < H and rank % RANK_STEP == 0)):
                 raise PlanError(
-                    f"layer {index}: rank {name}={rank} must be {H} or a multiple of {RANK_STEP} below it"
+                    f"layer {index}: {name}={rank} must be {H} or a smaller multiple of {RANK_STEP}"
                 )
         if (ranks.qk == 0) != (ranks.v == 0):
-            raise PlanError(
-                f"layer {index}: qk={ranks.qk}, v={ranks.v}: a layer without far attention needs both at 0"
-            )
+            raise PlanError(f"layer {index}: qk={ranks.qk}, v={ranks.v} must both be 0 or both be > 0")
         if ranks.qk == 0 and self.window == 0 and ranks.window is None:
-            raise PlanError(f"layer {index}: rank 0 leaves nothing to attend to with window=0")
+            raise PlanError(f"layer {index}: qk=0, v=0 needs a window, but the plan has window=0")
         if ranks.window is not None:
-            if not 1 <= _integer(f"layer {index}: window", ranks.window) <= MOST:
+            if not 1 <= _check_integer(f"layer {index}: window", ranks.window) <= MOST:
                 raise PlanError(f"layer {index}: window={ranks.window} must be 1 to {MOST} tokens")
             if ranks.qk or self.classes is not None:
-                raise PlanError(f"layer {index}: a window of its own needs rank 0 and no token classes")
+                raise PlanError(
+                    f"layer {index}: window={ranks.window} needs qk=0, v=0 and a plan without token classes"
+                )
 
     @classmethod
     def uniform(cls, config: ModelConfig, *, qk: int, v: int, window: int = 0, sinks: int = 0) -> Self:
-        """The same R=`qk` and Z=`v` in every layer; sliding-window layers as in `of_layers`."""
+        """Return a plan with the same ranks in every layer; sliding-window layers as in `of_layers`."""
         return cls.of_layers(config, [LayerRanks(qk, v)] * config.num_layers, window=window, sinks=sinks)
 
     @classmethod
@@ -203,15 +228,16 @@ class CompressionPlan:
         method: str = "zdc",
         settings: MethodSettings | None = None,
     ) -> Self:
-        """These ranks, but for layers whose checkpoint has a sliding window: they keep it as it is.
+        """Return a plan with these ranks, except in the sliding-window layers of the model.
 
-        Where the plan keeps no far keys in such a layer, and a shorter window, that one is taken.
+        A sliding-window layer keeps its window, or gets the plan's window if that is shorter and the ranks of
+        the layer are 0.
         """
         layers = []
         for spec, layer in zip(config.layers, ranks, strict=True):
             if spec.window is not None:
-                kept = spec.window if layer.qk else min(spec.window, window or spec.window)
-                layer = LayerRanks(0, 0, kept)
+                layer_window = spec.window if layer.qk else min(spec.window, window or spec.window)
+                layer = LayerRanks(0, 0, layer_window)
             layers.append(layer)
         return cls(
             tuple(layers),
@@ -220,25 +246,25 @@ class CompressionPlan:
             sinks=sinks,
             window=window,
             method=method,
-            settings=settings,  # type: ignore[arg-type]  # None is the method's own.
+            settings=settings,  # type: ignore[arg-type]  # None selects the default of the method.
         )
 
     @classmethod
     def full(cls, config: ModelConfig) -> Self:
-        """All coordinates: the calibrated basis is applied, nothing is dropped."""
+        """Return the plan that stores all coordinates of the calibrated basis."""
         return cls.uniform(config, qk=config.head_dim, v=config.head_dim)
 
     def near(self, layer: int) -> tuple[int, int]:
-        """Sinks and window of a layer, in tokens. With either, projections stay whole: some keys are near."""
-        own = self.layers[layer].window
-        return (self.sinks, self.window) if own is None else (0, own)
+        """Return the sinks and the window of a layer, in tokens."""
+        window = self.layers[layer].window
+        return (self.sinks, self.window) if window is None else (0, window)
 
     def settings_of(self, layer: int) -> MethodSettings:
-        """The method's settings for a layer."""
+        """Return the settings of the method for a layer."""
         return self.layers[layer].settings or self.settings
 
     def rotations(self, layer: int) -> methods.Rotations:
-        """Blocks of a layer's coordinates that the method's turns are folded into."""
+        """Return the sizes of the coordinate blocks that the method rotates in a layer."""
         ranks = self.layers[layer]
         return self.settings_of(layer).rotations(ranks.qk, ranks.v) if ranks.qk else ((), ())
 
@@ -251,82 +277,91 @@ class CompressionPlan:
         )
 
     def layer_caches(self, dtype: str) -> tuple[LayerCacheSpec, ...]:
-        """How each layer keeps its tokens, for a model of this dtype."""
+        """Return the cache spec of each layer, for a model of this dtype."""
         return _layer_caches(self, dtype)
 
     def bytes(self, capacity: int, batch: int = 1, dtype: str = "bfloat16") -> int:
-        """Bytes of a KV cache for `batch` rows of `capacity` tokens: the sum over layers, and the lengths."""
+        """Return the bytes of a KV cache for `batch` sequences of `capacity` tokens."""
         return cache_bytes(self.layer_caches(dtype), capacity, batch)
 
     def bytes_read(self, tokens: int, dtype: str = "bfloat16") -> int:
-        """Bytes of the cache of a row of `tokens` that decoding one more reads."""
+        """Return the bytes of the cache that one decode step reads for a sequence of `tokens` tokens."""
         return sum(spec.bytes_read(tokens) for spec in self.layer_caches(dtype))
 
     def has_classes(self, layer: int) -> bool:
-        """Whether tokens of two classes keep different ranks in this layer."""
+        """Return whether important tokens have ranks of their own in a layer."""
         return self.classes is not None and layer not in self.classes.leaders
 
     def stored_ranks(self, layer: int) -> LayerRanks:
-        """Ranks that a layer's weights are cut to: those of its important tokens, where it has classes."""
+        """Return the ranks that the weights of a layer are sliced to: the largest of its token classes."""
         if self.classes is not None and layer not in self.classes.leaders:
             return self.classes.important[layer]
         return self.layers[layer]
 
     def within(self, config: ModelConfig) -> Self:
-        """The same plan for this model, whose sliding-window layers keep what `of_layers` says."""
-        near = {"window": self.window, "sinks": self.sinks}
-        plan = self.of_layers(config, self.layers, **near, method=self.method, settings=self.settings)
+        """Return the plan adapted to the sliding-window layers of a model, as in `of_layers`."""
+        plan = self.of_layers(
+            config,
+            self.layers,
+            window=self.window,
+            sinks=self.sinks,
+            method=self.method,
+            settings=self.settings,
+        )
         return replace(self, layers=plan.layers)
 
     def check_model(self, config: ModelConfig, fingerprint: str) -> None:
-        """Raises `PlanError` when this plan was made for another model."""
-        for name, mine, theirs in (
+        """Raise `PlanError` if this plan was made for another model."""
+        for name, value, expected in (
             ("layers", len(self.layers), config.num_layers),
             ("num_kv_heads", self.num_kv_heads, config.num_kv_heads),
             ("head_dim", self.head_dim, config.head_dim),
         ):
-            if mine != theirs:
-                raise PlanError(f"the plan has {name}={mine}, the model {theirs}")
+            if value != expected:
+                raise PlanError(f"the plan has {name}={value}, the model has {name}={expected}")
         for index, (spec, ranks) in enumerate(zip(config.layers, self.layers, strict=True)):
             if spec.window is not None and not (ranks.window and ranks.window <= spec.window):
                 raise PlanError(
-                    f"layer {index} of the model sees the last {spec.window} tokens: the plan must give it "
-                    f"rank 0 and a window of its own, 1 to {spec.window}; got {ranks}"
+                    f"layer {index}: {ranks} does not fit the model, whose layer has a sliding window of "
+                    f"{spec.window} tokens; set qk=0, v=0 and a window of 1 to {spec.window}"
                 )
-            read = getattr(self.settings_of(index), "read", 0)  # Of methods that choose what is read.
+            read = getattr(self.settings_of(index), "read", 0)  # Only some methods choose the tokens to read.
             if ranks.qk and read > config.max_positions:
                 raise PlanError(
                     f"layer {index}: read={read} far tokens must be at most {config.max_positions}, "
                     "the positions of the model"
                 )
         if self.fingerprint and self.fingerprint != fingerprint:
-            raise PlanError(f"the plan was made for model {self.fingerprint!r}, this one is {fingerprint!r}")
+            raise PlanError(
+                f"the plan was made for model {self.fingerprint!r}, this model is {fingerprint!r}; "
+                "run `zdc plan` on this model"
+            )
 
     def check_basis(self, basis: str) -> None:
-        """Raises `PlanError` when this plan's coordinates are of another basis than that of this hash."""
+        """Raise `PlanError` if this plan was made for another basis than the one with this hash."""
         if self.basis and self.basis != basis:
             raise PlanError(
-                f"the plan chooses coordinates of basis {self.basis!r}, this one is {basis!r}: make the plan "
-                "anew with zdc plan, or load the plan's own basis with basis="
+                f"the plan was made for basis {self.basis!r}, this basis is {basis!r}; run `zdc plan` again, "
+                "or pass the basis of the plan as basis="
             )
 
     def for_model(self, fingerprint: str, basis: str = "") -> Self:
-        """The same plan bound to the model with this fingerprint and to the basis of this hash."""
+        """Return the plan bound to a model, by fingerprint, and to a basis, by hash."""
         return replace(self, fingerprint=fingerprint, basis=basis)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain, versioned JSON value."""
+        """Return the plan as a JSON object with a format version."""
         value = json.loads(json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}))
-        for name, usual in (("rotated", True), ("settings", {})):
-            if value[name] == usual:
+        for name, default in (("rotated", True), ("settings", {})):
+            if value[name] == default:
                 del value[name]
-        value["layers"] = [_said(layer) for layer in value["layers"]]
+        value["layers"] = [_drop_none(layer) for layer in value["layers"]]
         if self.classes is not None:
-            value["classes"]["important"] = [_said(layer) for layer in value["classes"]["important"]]
+            value["classes"]["important"] = [_drop_none(layer) for layer in value["classes"]["important"]]
         return value
 
     def save(self, path: str | Path) -> None:
-        """Writes readable, versioned JSON (one line a layer), whole or not at all."""
+        """Write the plan to a JSON file atomically, with one line per layer."""
         value = self.to_json()
         layers = ",\n".join(f"    {json.dumps(layer)}" for layer in value.pop("layers"))
         head = json.dumps(value, indent=2).removesuffix("\n}")
@@ -335,9 +370,12 @@ class CompressionPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads what `save` wrote; raises `PlanError` on a missing, corrupt or foreign file.
+        """Load a plan from a JSON file.
 
-        A calibrated plan of format version 1 comes with a warning.
+        Plans of format version 1 that are bound to a model cause a warning, because they name no basis.
+
+        Raises:
+          PlanError: the file is missing, corrupt or not a plan.
         """
         try:
             value = load_json(Path(path))
@@ -347,23 +385,36 @@ class CompressionPlan:
 
     @classmethod
     def from_json(cls, value: Any, path: str | Path) -> Self:
-        """What `to_json` gave; raises `PlanError` naming `path` where it is no plan."""
+        """Build a plan from the output of `to_json`.
+
+        Args:
+          value: the JSON value.
+          path: file that contained the value; named in errors.
+
+        Raises:
+          PlanError: the value is not a valid plan.
+        """
         version = value.get("format_version") if isinstance(value, dict) else type(value).__name__
         if version not in range(1, FORMAT_VERSION + 1):
-            raise PlanError(f"{path}: format_version={version!r}, this release reads 1 to {FORMAT_VERSION}")
+            raise PlanError(
+                f"{path}: format_version={version!r} is not supported; "
+                f"this release reads 1 to {FORMAT_VERSION}"
+            )
         fields = {key: item for key, item in value.items() if key != "format_version"}
         try:
             check_names(cls, fields, "the plan")
-            own = partial(methods.settings_from_json, fields.get("method", cls.method))
-            layers = _layers_from_json("layers", fields.pop("layers"), own)
+            read_settings = partial(methods.settings_from_json, fields.get("method", cls.method))
+            layers = _layers_from_json("layers", fields.pop("layers"), read_settings)
             if (classes := fields.pop("classes", None)) is not None:
                 check_names(TokenClasses, classes, "classes")
-                important = _layers_from_json("important", classes["important"], own)
-                leaders, fraction = (tuple(_list(name, classes[name])) for name in ("leaders", "fraction"))
-                given = {"leaders": leaders, "fraction": fraction, "important": important}
-                classes = TokenClasses(**classes | given)
+                lists = {
+                    "important": _layers_from_json("important", classes["important"], read_settings),
+                    "leaders": tuple(_check_list("leaders", classes["leaders"])),
+                    "fraction": tuple(_check_list("fraction", classes["fraction"])),
+                }
+                classes = TokenClasses(**classes | lists)
             if (settings := fields.pop("settings", None)) is not None:
-                fields["settings"] = own(settings)
+                fields["settings"] = read_settings(settings)
             plan = cls(layers, **fields, classes=classes)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
@@ -371,8 +422,8 @@ class CompressionPlan:
             raise PlanError(f"{path} is not a compression plan: {error}") from error
         if version == 1 and plan.fingerprint:
             warnings.warn(
-                f"{path}: a plan of format version 1 does not name its basis, so a newer basis cannot be "
-                "refused; make the plan anew with zdc plan (a search goes on from its journal)",
+                f"{path}: format_version=1 does not name the basis of the plan, so a wrong basis cannot be "
+                "detected; run `zdc plan` again (a search continues from its journal)",
                 stacklevel=3,
             )
         return plan
@@ -383,35 +434,34 @@ def _layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ..
     return methods.named(plan.method).layer_caches(plan, dtype)
 
 
-def _said(layer: dict[str, Any]) -> dict[str, Any]:
-    """A layer as JSON, without what it does not choose."""
+def _drop_none(layer: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in layer.items() if value is not None}
 
 
 def _layers_from_json(
-    name: str, value: Any, settings: Callable[[Any], MethodSettings]
+    name: str, value: Any, read_settings: Callable[[Any], MethodSettings]
 ) -> tuple[LayerRanks, ...]:
     layers = []
-    for index, layer in enumerate(_list(name, value)):
+    for index, layer in enumerate(_check_list(name, value)):
         check_names(LayerRanks, layer, f"{name}[{index}]")
-        own = layer.get("settings")
-        layers.append(LayerRanks(**layer | ({} if own is None else {"settings": settings(own)})))
+        if layer.get("settings") is not None:
+            layer = {**layer, "settings": read_settings(layer["settings"])}
+        layers.append(LayerRanks(**layer))
     return tuple(layers)
 
 
-def _list(name: str, value: Any) -> list[Any]:
+def _check_list(name: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"{name}={value!r:.80} must be a list")
     return value
 
 
-def _integer(name: str, value: Any) -> int:
-    """`value`, of which JSON may have made anything."""
+def _check_integer(name: str, value: Any) -> int:
     if type(value) is not int:
         raise PlanError(f"{name}={value!r:.80} must be an int")
     return value
 
 
 def allowed_ranks(head_dim: int) -> tuple[int, ...]:
-    """0, 16, 32, … and the head dim itself."""
+    """Return the ranks that a layer can have: 0, 16, 32, … and the head dim."""
     return (*range(0, head_dim, RANK_STEP), head_dim)

@@ -1,13 +1,16 @@
-"""What does each cache method cost at equal bytes, in perplexity and in long-range tasks, on one model?
+"""Comparison of cache methods at equal bytes, in perplexity and in long-range tasks, on one model.
 
     python -m benchmarks.quality.equal_bytes --model CONVERTED --corpus CORPUS --name equal-bytes-smollm2-135m
+    python -m benchmarks.quality.equal_bytes merge WHOLE.json PART.json …
 
-`CONVERTED` is a calibrated folder, `CORPUS/<topic>/heldout.txt.xz` the text. A cell is a method at a budget,
-a context and a protocol (`benchmarks.quality.material`). Cells that the JSON holds are passed over, so
-that a run that was broken off goes on.
+`CONVERTED` is a calibrated folder, `CORPUS/<topic>/heldout.txt.xz` the text. A cell is one method at one
+budget, context and protocol (`benchmarks.quality.material`). Cells that the JSON file already has are
+skipped, so an interrupted run can continue. `merge` joins runs of different cells that were judged on the
+same material.
 """
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -23,7 +26,6 @@ import tyro
 from benchmarks.common import RESULTS, commit, environment
 from benchmarks.quality.material import Material, Measured, draw, measure
 from benchmarks.quality.plans import FIRST, Entry, others, share_held, share_read
-from benchmarks.quality.rows import model_of
 from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.answers import Protocol
@@ -39,18 +41,26 @@ from zdc_jax.planning.retrieving import best_heads, induction_scores
 
 PROTOCOLS: tuple[Protocol, ...] = ("cached", "exact")
 SAME = ("windows", "documents", "seed", "dtype")
-"""Options that the rows of one JSON have in common."""
+"""Options that the rows of one JSON file share."""
 COUNTED_AT = 4096
-"""Longest context, in tokens, whose windows and sheets are those of the options."""
+"""Longest context, in tokens, at which the options give the number of windows and documents."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """`windows` and `sheets` at 4096 tokens, in multiples of 8; longer contexts take fewer, of like cost.
+    """Options of the comparison.
 
-    contexts, protocols, methods, budgets: those to measure (default all). plans: JSON of plans to measure,
-    each named by its file; methods then only where they are named. minutes: no cell is begun after so many.
-    threads: cells measured at once, for compiling takes most of the time; each takes up to 26 GB.
+    Attributes:
+      contexts: contexts in tokens.
+      protocols: protocols to measure.
+      methods: methods to measure, all by default; with `plans` only the named ones.
+      plans: plan files to measure, named by their files.
+      budgets: budgets to measure, all by default.
+      windows: windows at 4,096 tokens, a multiple of 8; longer contexts have fewer, of similar cost.
+      documents: documents with questions at 4,096 tokens; longer contexts have fewer.
+      first_only: whether only the first list of methods is measured.
+      minutes: time after which no cell begins.
+      threads: cells measured at once, since compiling takes most of the time; each needs up to 26 GB.
     """
 
     model: Path
@@ -82,12 +92,12 @@ class Cell(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells cells apart in the JSON."""
+        """Identity of the cell in the JSON file."""
         return self.method, self.budget, self.context, self.protocol
 
 
 class Bench:
-    """The model, what it is judged on, and the rows so far."""
+    """The model, its material, and the rows so far."""
 
     split: ClassVar[str] = "heldout"
 
@@ -109,7 +119,7 @@ class Bench:
 
     @property
     def basis_kind(self) -> str:
-        """Of Q/K and of V/O, and whether keys and values are centred."""
+        """Kinds of the basis of Q/K and of V/O, and whether keys and values are centred."""
         kinds = f"{self.basis.qk_kind}, {self.basis.vo_kind}"
         return kinds if self.basis.key_mean is None else f"{kinds}, centred"
 
@@ -132,7 +142,7 @@ class Bench:
         return self.materials[context]
 
     def network(self, plan: CompressionPlan) -> Transformer:
-        """A model of arrays of the plan's size; weights that plans share are on the device once."""
+        """Return a model with arrays of the plan's size; plans share equal weights on the device."""
         ranks = [plan.stored_ranks(i) for i in range(len(plan.layers))]
         widths = [True if any(plan.near(i)) else (r.qk, r.v) for i, r in enumerate(ranks)]
         latent = plan.settings.latent_keys and tuple(ranks)
@@ -152,14 +162,14 @@ class Bench:
         return self.dense[context, protocol]
 
     def measure(self, cell: Cell, network: Transformer | None = None) -> dict[str, Any]:
-        """One row; `network` stands in for the one that the cell's plan gives."""
+        """Measure one row; `network` replaces the one of the cell's plan."""
         dense = self.dense_on(cell.context, cell.protocol)
         began = time.perf_counter()
-        found = measure(network or self.network(cell.plan), self.material(cell.context), cell.protocol)
-        difference = found.nll - dense.nll
+        measured = measure(network or self.network(cell.plan), self.material(cell.context), cell.protocol)
+        difference = measured.nll - dense.nll
         dtype = self.dtype.name
         return {
-            "model": model_of(self.options.name),
+            "model": self.options.name.removeprefix("equal-bytes-").removeprefix("coded-"),
             "method": cell.method,
             "budget": cell.budget,
             "plan": cell.plan.to_json(),
@@ -175,33 +185,33 @@ class Bench:
             "interval": bootstrap_interval(difference),
             "tasks": {
                 name: asdict(retention(dense.answers[name], of_plan))
-                for name, of_plan in found.answers.items()
+                for name, of_plan in measured.answers.items()
             },
             "seconds": time.perf_counter() - began,
             "commit": commit(),
         }
 
     def run(self) -> None:
-        """All cells that are not there yet, while there is time."""
+        """Measure all cells that are missing, while there is time."""
         self.take_up()
         wanted = {cell.key: cell for cell in self.cells()}
 
         def key(row):
             return (row["method"], row["budget"], row["context"], row["protocol"])
 
-        # A budget may have got another plan since its row was written.
-        def held(row):
+        # The plan of a budget may have changed since its row was written.
+        def plan_of(row):
             return CompressionPlan.from_json(row["plan"], self.path)
 
         def stale(row):
-            return key(row) in wanted and held(row).to_json() != wanted[key(row)].plan.to_json()
+            return key(row) in wanted and plan_of(row).to_json() != wanted[key(row)].plan.to_json()
 
         self.rows = [row for row in self.rows if not stale(row)]
         done = set(map(key, self.rows))
         cells = [cell for cell in wanted.values() if cell.key not in done]
         for context in dict.fromkeys(cell.context for cell in cells):
             for protocol in self.options.protocols:
-                self.dense_on(context, protocol)  # Threads find it there.
+                self.dense_on(context, protocol)  # All threads need it.
             with ThreadPoolExecutor(self.options.threads) as pool:
                 tried = [pool.submit(self.attempt, cell) for cell in cells if cell.context == context]
                 for each in as_completed(tried):
@@ -214,18 +224,20 @@ class Bench:
             raise SystemExit(f"{len(self.failed)} cells failed: {self.failed}")
 
     def take_up(self) -> None:
-        """The rows of a run that was broken off."""
+        """Load the rows of an interrupted run."""
         if not self.path.exists():
             return
-        held = json.loads(self.path.read_text())
+        earlier = json.loads(self.path.read_text())
         for name in SAME:
-            if held["config"][name] != (own := getattr(self.options, name)):
-                raise SystemExit(f"{self.path} holds rows of {name}={held['config'][name]}, not {own}")
-        self.rows, self.refused = held["rows"], held["refused"]
-        self.drawn = held["config"]["material"]
+            if earlier["config"][name] != (own := getattr(self.options, name)):
+                raise SystemExit(
+                    f"{self.path} has rows of {name}={earlier['config'][name]}, not {own}; give another name"
+                )
+        self.rows, self.refused = earlier["rows"], earlier["refused"]
+        self.drawn = earlier["config"]["material"]
 
     def attempt(self, cell: Cell) -> dict[str, Any] | None:
-        """The row of a cell; None where time is out, or where it fails: no other cell is to pay for that."""
+        """Return the row of a cell; None if time is over or the cell fails, so that others still run."""
         if (time.perf_counter() - self.began) / 60 > self.options.minutes:
             return None
         try:
@@ -236,7 +248,7 @@ class Bench:
             return None
 
     def cells(self) -> Iterator[Cell]:
-        """In the order of the report: all budgets of all methods at one context after another."""
+        """Yield cells in the order of the report: all budgets of all methods, context by context."""
         options = self.options
         entries = FIRST if options.first_only else (*FIRST, *others(self.best_heads))
         if unknown := set(options.methods) - {entry.name for entry in entries}:
@@ -258,19 +270,19 @@ class Bench:
             yield from self.of_plans(context)
 
     def of_plans(self, context: int, prefix: str = "") -> Iterator[Cell]:
-        """Cells of the plans of the options, named by their files."""
+        """Yield cells of the plan files."""
         for path in self.options.plans:
             plan = CompressionPlan.load(path)
             plan.check_model(self.config, self.checkpoint.fingerprint)
             if plan.rotated:
                 plan.check_basis(self.basis.coordinates_hash)
             if any(ALIGNMENT % spec.alignment for spec in plan.layer_caches(self.dtype.name)):
-                raise SystemExit(f"{path}: its pieces cannot begin at multiples of {ALIGNMENT}")
+                raise SystemExit(f"{path}: its chunks cannot begin at multiples of {ALIGNMENT}")
             for protocol in self.options.protocols:
                 yield Cell(prefix + path.stem, None, plan, context, protocol)
 
     def best_heads(self, count: int) -> tuple[tuple[int, ...], ...]:
-        """The KV heads that retrieve best, `count` of all or as many as there are."""
+        """Return the `count` KV heads that retrieve best, or all of them."""
         if self.induction is None:
             dense = self.network(replace(CompressionPlan.full(self.config), rotated=False))
             self.induction = induction_scores(dense)
@@ -278,7 +290,7 @@ class Bench:
         return best_heads(self.induction, min(1, count / self.induction.size), slides)
 
     def plan(self, entry: Entry, context: int, budget: float) -> CompressionPlan | None:
-        """None where the method has no plan so small; the reason goes into the JSON."""
+        """Return a plan within the budget; None if the method has none, with the reason in the JSON file."""
         try:
             return entry.at_budget(self.config, context, budget, self.dtype.name)
         except PlanError as error:
@@ -288,7 +300,7 @@ class Bench:
             return None
 
     def write(self) -> None:
-        """The JSON with all rows so far."""
+        """Write the JSON file with all rows so far."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         left_out = (
             "results",
@@ -311,7 +323,7 @@ class Bench:
 
 
 def save(path: Path, run: dict[str, Any]) -> None:
-    """Readable JSON, one line a row; `rows` are the last of `run`."""
+    """Write readable JSON with one line a row; `rows` come last."""
     rows = ",\n".join(f"  {json.dumps(row)}" for row in run["rows"])
     head = json.dumps({key: value for key, value in run.items() if key != "rows"}, indent=1)
     with whole_file(path) as file:
@@ -324,17 +336,49 @@ def _line(row: dict[str, Any]) -> str:
         for name, task in row["tasks"].items()
     )
     return (
-        f"{row['method']:12} {row['context']} {row['protocol']:6} held {row['bytes_share']:.3f} "
+        f"{row['method']:12} {row['context']} {row['protocol']:6} stored {row['bytes_share']:.3f} "
         f"read {row['read_share']:.3f} {100 * row['increase']:+.2f} % {tasks} ({row['seconds']:.1f} s)"
     )
 
 
 def main(options: Options) -> None:
-    """Measures the cells and writes one JSON."""
+    """Measure the cells and write one JSON file."""
     bench = Bench(options)
     bench.run()
     print(bench.path)
 
 
+def merge(whole: Path, *parts: Path) -> None:
+    """Merge the rows of several runs into one file; the first file of a cell wins.
+
+    Args:
+      whole: merged file, which may already exist.
+      parts: files of other cells, judged on the same material.
+    """
+    files = [json.loads(path.read_text()) for path in ([whole] if whole.exists() else []) + [*parts]]
+
+    def same(file):
+        return {k: file["config"][k] for k in SAME}
+
+    if any(same(file) != same(files[0]) for file in files):
+        names = [path.name for path in parts]
+        sys.exit(f"{names} were not judged on the same windows and documents; merge files of equal {SAME}")
+    rows, refused = {}, []
+    for file in files:
+        for row in file["rows"]:
+            row["model"] = whole.stem.removeprefix("equal-bytes-").removeprefix("coded-")
+            rows.setdefault((row["context"], row["method"], row["budget"], row["protocol"]), row)
+        refused += [reason for reason in file["refused"] if reason not in refused]
+    order = sorted(rows, key=lambda key: (key[0], key[1], -(key[2] or 0), key[3]))
+    materials = {k: v for file in files for k, v in file["config"]["material"].items()}
+    merged = files[0] | {"benchmark": whole.stem, "rows": [rows[key] for key in order], "refused": refused}
+    merged["config"] = files[0]["config"] | {"name": whole.stem, "material": materials}
+    save(whole, merged)
+    print(f"{whole}: {len(order)} rows")
+
+
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    if sys.argv[1:2] == ["merge"]:
+        merge(*map(Path, sys.argv[2:]))
+    else:
+        main(tyro.cli(Options, description=__doc__))

@@ -1,17 +1,17 @@
-"""How likely continuations are behind contexts that NVIDIA's kvpress compresses, by its own code on torch.
+"""Log-probabilities of continuations after contexts that NVIDIA's kvpress compresses.
 
     python benchmarks/quality/kvpress_answers.py HF_FOLDER pairs.npz answers.npz --ratios 0.5 0.75
 
-Caches of ours can be held against these answers. pairs.npz holds `context` [W, S] and `continuation` [W, C],
-token ids. A context is read exactly, and its cache is compressed when it is whole. The continuation goes on
-from position S behind what is left, as in kvpress' own evaluation; so its first token follows from the exact
-reading.
+`kvpress_check` compares our caches with these answers. pairs.npz has `context` [W, S] and `continuation` [W,
+C], token ids. A context is read exactly, and its cache is compressed afterwards. The continuation starts at
+position S, as in kvpress' own evaluation, so its first token follows from the exact context.
 
-answers.npz holds log-probabilities [W, C] float32, `dense` and `PRESS-RATIO`; `PRESS-RATIO-kept` [W, L, K, M]
-int32, which M of the S tokens each KV head of each layer keeps, in order; `context` [W, S-1] float32, the
-log-probabilities of the context itself.
+answers.npz has log-probabilities in float32: `dense` and `PRESS-RATIO` [W, C] for continuations, and
+`context` [W, S-1] for contexts. `PRESS-RATIO-kept` [W, L, K, M] int32 lists the M tokens that each KV head of
+each layer keeps, in order.
 
-Needs torch, transformers >= 5 and kvpress (0.5.5 was tried), of which the presses alone are imported.
+The script needs torch, transformers >= 5 and kvpress (tested with 0.5.5), of which it imports the presses
+alone.
 """
 
 import argparse
@@ -34,20 +34,20 @@ PRESSES = {
     "knorm": ("knorm_press", "KnormPress"),
     "observed": ("observed_attention_press", "ObservedAttentionPress"),
 }
-"""Module and class in `kvpress.presses`; all with their own defaults."""
+"""Module and class in `kvpress.presses`; all with their default settings."""
 
 
 def press_of(name: str, ratio: float) -> Any:
-    """A press that removes `ratio` of the tokens.
+    """Return a press that removes `ratio` of the tokens.
 
-    It is imported alone: the package would import all others, and with them datasets, cachetools and fire.
+    Only its module is imported: the package would import all presses, and datasets, cachetools and fire.
     """
     if "kvpress" not in sys.modules:
-        found = importlib.util.find_spec("kvpress")
-        if found is None or found.submodule_search_locations is None:
+        spec = importlib.util.find_spec("kvpress")
+        if spec is None or spec.submodule_search_locations is None:
             sys.exit("kvpress is absent; put it on PYTHONPATH")
         package = ModuleType("kvpress")
-        package.__path__ = list(found.submodule_search_locations)
+        package.__path__ = list(spec.submodule_search_locations)
         sys.modules["kvpress"] = package
     module, kind = PRESSES[name]
     return getattr(importlib.import_module(f"kvpress.presses.{module}"), kind)(compression_ratio=ratio)
@@ -55,7 +55,7 @@ def press_of(name: str, ratio: float) -> Any:
 
 @contextmanager
 def watched(press: Any) -> Iterator[dict[int, np.ndarray]]:
-    """What a press keeps while it works: indices [K, M], ascending, by layer."""
+    """Record which tokens a press keeps: indices [K, M], ascending, by layer."""
     kept: dict[int, np.ndarray] = {}
     score = press.score
 
@@ -74,12 +74,12 @@ def watched(press: Any) -> Iterator[dict[int, np.ndarray]]:
 def log_probs(
     model: PreTrainedModel, context: np.ndarray, continuation: np.ndarray, press: Any
 ) -> np.ndarray:
-    """Log-probabilities [C] float32 of a continuation [C] behind a context [S], which `press` compresses."""
+    """Return log-probabilities [C] of a continuation [C] after a context [S] that `press` compresses."""
     ids = torch.tensor(np.concatenate([context, continuation])[None], dtype=torch.long, device=model.device)
     positions = torch.arange(ids.shape[1], device=model.device)
     cache, length = DynamicCache(), len(context)
     with nullcontext() if press is None else press(model):
-        # Presses look at `cache_position`; transformers 5.17 hands it on to layers but does not make it.
+        # Presses need `cache_position`, which transformers 5.17 passes on but does not create.
         first = model(
             ids[:, :length], past_key_values=cache, cache_position=positions[:length], logits_to_keep=1
         )
@@ -87,16 +87,16 @@ def log_probs(
     if len(continuation) > 1:
         rest = model(ids[:, length:-1], past_key_values=cache, position_ids=positions[None, length:-1])
         logits.append(rest.logits)
-    found = torch.cat(logits, dim=1)[0].float().log_softmax(-1)
-    return found.gather(1, ids[0, length:, None])[:, 0].cpu().numpy()
+    log_probabilities = torch.cat(logits, dim=1)[0].float().log_softmax(-1)
+    return log_probabilities.gather(1, ids[0, length:, None])[:, 0].cpu().numpy()
 
 
 @torch.inference_mode()
 def context_log_probs(model: PreTrainedModel, context: np.ndarray) -> np.ndarray:
-    """Log-probabilities [S-1] float32 of all tokens of a context but its first."""
+    """Return log-probabilities [S-1] of all tokens of a context except the first."""
     ids = torch.tensor(context[None], dtype=torch.long, device=model.device)
-    found = model(ids).logits[0, :-1].float().log_softmax(-1)
-    return found.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
+    log_probabilities = model(ids).logits[0, :-1].float().log_softmax(-1)
+    return log_probabilities.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
 
 
 def answers(
@@ -106,15 +106,15 @@ def answers(
     presses: list[str],
     ratios: list[float],
 ) -> dict[str, np.ndarray]:
-    """All arrays of answers.npz, see above."""
+    """Return all arrays of answers.npz."""
     pairs = list(zip(contexts, continuations, strict=True))
     model.set_attn_implementation("sdpa")
-    found = {
+    arrays = {
         "context": np.stack([context_log_probs(model, context) for context in contexts]),
         "dense": np.stack([log_probs(model, *pair, None) for pair in pairs]),
     }
     for name in presses:
-        # Only eager attention gives the weights that this press looks at.
+        # This press needs attention weights, which only eager attention returns.
         model.set_attn_implementation("eager" if name == "observed" else "sdpa")
         for ratio in ratios:
             press, rows, kept = press_of(name, ratio), [], []
@@ -123,16 +123,16 @@ def answers(
                     rows.append(log_probs(model, *pair, press))
                 kept.append(np.stack([indices[layer] for layer in sorted(indices)]))
             label = f"{name}-{ratio:g}"
-            found |= {label: np.stack(rows), f"{label}-kept": np.stack(kept)}
+            arrays |= {label: np.stack(rows), f"{label}-kept": np.stack(kept)}
             print(
-                f"{label}: {found[label].mean():.5f} nats a token, dense {found['dense'].mean():.5f}",
+                f"{label}: {arrays[label].mean():.5f} nats a token, dense {arrays['dense'].mean():.5f}",
                 flush=True,
             )
-    return found
+    return arrays
 
 
 def main() -> None:
-    """The command above."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="Hugging Face folder, or the folder of --gguf-file")
     parser.add_argument("pairs", type=Path)
@@ -142,17 +142,17 @@ def main() -> None:
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.5], help="of tokens removed, in (0, 1)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args()
-    if not all(0 < ratio < 1 for ratio in given.ratios):
-        parser.error(f"--ratios {given.ratios} must lie in (0, 1)")
+    options = parser.parse_args()
+    if not all(0 < ratio < 1 for ratio in options.ratios):
+        parser.error(f"--ratios {options.ratios}: every ratio must be in (0, 1)")
     torch.backends.cuda.matmul.allow_tf32 = False
-    with np.load(given.pairs) as pairs:
+    with np.load(options.pairs) as pairs:
         contexts, continuations = pairs["context"], pairs["continuation"]
     model = AutoModelForCausalLM.from_pretrained(
-        given.model, gguf_file=given.gguf_file, dtype=getattr(torch, given.dtype)
+        options.model, gguf_file=options.gguf_file, dtype=getattr(torch, options.dtype)
     )
-    model = model.to(given.device).eval()
-    np.savez(given.output, **answers(model, contexts, continuations, given.presses, given.ratios))
+    model = model.to(options.device).eval()
+    np.savez(options.output, **answers(model, contexts, continuations, options.presses, options.ratios))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Do our eviction methods answer as NVIDIA's kvpress does, and our unmodified model as transformers'?
+"""Check of our eviction methods against NVIDIA's kvpress, and of our unmodified model against transformers.
 
     python -m benchmarks.quality.kvpress_check pairs --model CONVERTED --corpus CORPUS --pairs pairs.npz
     python benchmarks/quality/kvpress_answers.py HF_FOLDER pairs.npz A.npz --ratios 0.5 0.75
     python -m benchmarks.quality.kvpress_check compare --model CONVERTED --pairs pairs.npz --answers A.npz
 
-Contexts are read exactly, compressed, and a continuation of one block is scored behind them. Within a block
-our methods evict nothing, so both libraries keep the same tokens. But `window` goes on sliding, and here it
-keeps as many of the context's tokens as kvpress does in the middle of the continuation.
+Contexts are read exactly and compressed, and a continuation of one block is scored after them. Our methods
+evict nothing within a block, so both libraries keep the same tokens. Only `window` continues to slide. Here
+it keeps as many tokens of the context as kvpress does in the middle of the continuation.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class Pairs:
     seed: int = 16
 
     def run(self) -> None:
-        """Writes `pairs`."""
+        """Write the file `pairs`."""
         checkpoint = Checkpoint.open(self.model)
         files = [
             file
@@ -66,7 +66,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Compare:
-    """Hold our methods to what kvpress answered, in float32."""
+    """Compare our methods with the answers of kvpress, in float32."""
 
     model: Path
     pairs: Path
@@ -76,7 +76,7 @@ class Compare:
     results: Path = RESULTS
 
     def run(self) -> None:
-        """Writes one JSON."""
+        """Write one JSON file."""
         jax.config.update("jax_default_matmul_precision", "highest")
         with np.load(self.pairs) as pairs:
             context, continuation = pairs["context"], pairs["continuation"]
@@ -88,19 +88,19 @@ class Compare:
         rows: list[dict[str, Any]] = [
             _row("perplexity of the contexts", None, -nll, theirs.pop("context").mean(1))
         ]
-        for label, found in theirs.items():
+        for label, answers in theirs.items():
             plan = plan_of(label, dense.config, context.shape[1])
             network = dense if plan is None else load(self.model, plan, dtype="float32").network
             ours = continuation_log_probs(network, context, continuation, self.batch)
-            # The first token follows from the exact reading, in both libraries.
-            rows.append(_row(label, plan, ours.mean(1), found[:, 1:].mean(1)))
+            # The first token follows from the exact context, in both libraries.
+            rows.append(_row(label, plan, ours.mean(1), answers[:, 1:].mean(1)))
             print(rows[-1], flush=True)
         config = {"rows": len(context), "context": context.shape[1], "continuation": continuation.shape[1]}
         print(write_result(self.name, config, rows, self.results))
 
 
 def plan_of(label: str, config: ModelConfig, context: int) -> CompressionPlan | None:
-    """Our plan for what kvpress calls PRESS-RATIO, at `context` tokens; None for `dense`."""
+    """Return our plan for PRESS-RATIO of kvpress at `context` tokens; None for `dense`."""
     press, _, ratio = label.partition("-")
     if press == "dense":
         return None
@@ -124,19 +124,19 @@ def continuation_log_probs(
     continuation: Int[np.ndarray, "W C"],
     batch: int,
 ) -> Float[np.ndarray, "W C_next"]:
-    """Log-probabilities of all tokens of continuations but their first, behind contexts read exactly."""
-    found = []
+    """Return log-probabilities of all tokens of continuations except the first, after exact contexts."""
+    log_probabilities = []
     for start in range(0, len(context), batch):
         rows, then = (jnp.asarray(tokens[start : start + batch]) for tokens in (context, continuation))
         (B, S), C = rows.shape, then.shape[1]
         _, cache = network.read_prompt(rows, jnp.full(B, S, jnp.int32), capacity=S + C)
         hidden, _ = network.extend(cache, then, cache.lengths + C)
-        found.append(-np.asarray(next_token_nll(network.embeddings, hidden, then)))
-    return np.concatenate(found)
+        log_probabilities.append(-np.asarray(next_token_nll(network.embeddings, hidden, then)))
+    return np.concatenate(log_probabilities)
 
 
 def _row(label: str, plan: CompressionPlan | None, ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
-    """Nats a token by window [W], ours and theirs; the increase of perplexity over theirs, its interval."""
+    """Return nats a token, ours and theirs, and the increase of perplexity over theirs with its interval."""
     difference = theirs - ours
     return {
         "label": label,

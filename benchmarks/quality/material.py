@@ -1,7 +1,8 @@
-"""What methods are judged on: windows of text and sheets of questions, the same for all of them.
+"""Material that methods are judged on: windows of text, and documents with questions.
 
-One network is measured under two protocols. `cached`: everything is seen through the cache, the context in
-pieces. `exact`: the context sees itself exactly, is then compressed, and only what follows is scored.
+One network is measured under two protocols. `cached`: every token sees earlier ones through the cache, and
+the context is read in chunks. `exact`: the context sees itself exactly and is then compressed, and only the
+tokens after it are scored.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,16 +28,16 @@ from zdc_jax.generation.steps import PREFILL_CHUNK
 from zdc_jax.model.transformer import Transformer
 
 CONTINUATION = 512
-"""Tokens at the end of a window that are scored behind an exact context, in pieces of `QUESTION_TOKENS`."""
+"""Tokens at the end of a window that are scored after an exact context, in chunks of `QUESTION_TOKENS`."""
 TOPICS_LEFT_OUT = ("tinystories",)
-"""Too short for one window."""
+"""Topics whose documents are too short for one window."""
 TOKENS_AT_A_TIME = 131_072
-"""Of the rows that are read together."""
+"""Tokens of all sequences that are read together."""
 
 
 @dataclass(frozen=True, eq=False)
 class Material:
-    """Windows of text, int32 [W, context], their topics, and sheets whose questions fit into `context`."""
+    """Windows of text, int32 [W, context], their topics, and documents whose questions fit into `context`."""
 
     windows: Int[np.ndarray, "W S"]
     topics: tuple[str, ...]
@@ -44,23 +45,28 @@ class Material:
 
     @property
     def context(self) -> int:
-        """Tokens of a window, and of a sheet's context with any of its questions."""
+        """Tokens of a window, and of a document with any of its questions."""
         return self.windows.shape[1]
 
     @property
     def rows(self) -> int:
-        """Most windows, or contexts, that are read together."""
+        """Largest number of windows, or documents, that are read together."""
         return TOKENS_AT_A_TIME // self.context
 
-    def piece(self) -> Self:
-        """As much of it as is read at once."""
+    def single(self) -> Self:
+        """Return as much material as is read at once."""
         windows, documents = (_group(len(items), self.rows) for items in (self.windows, self.documents))
         return replace(self, windows=self.windows[:windows], documents=self.documents[:documents])
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """nll: nats a token of each window [W]. answers: of each task, sheet by sheet."""
+    """Results of one network.
+
+    Attributes:
+      nll: nats a token of each window, [W].
+      answers: answers of each task, by document.
+    """
 
     nll: Float[np.ndarray, " W"]
     answers: dict[str, list[tuple[Answer, ...]]]
@@ -69,7 +75,7 @@ class Measured:
 def draw(
     checkpoint: Checkpoint, corpus: Path, split: str, *, context: int, windows: int, documents: int, seed: int
 ) -> Material:
-    """Material from `corpus/<topic>/<split>.txt.xz`; windows and sheets are of different text."""
+    """Draw material from `corpus/<topic>/<split>.txt.xz`; windows and documents have different text."""
     files = sorted(corpus.glob(f"*/{split}.txt.xz"))
     tokens, topics = token_windows(
         read_documents([file for file in files if file.parent.name not in TOPICS_LEFT_OUT]),
@@ -84,23 +90,23 @@ def draw(
             f"{corpus} gives {len(tokens)} windows of {context} tokens, {windows + documents} asked"
         )
     S = context_length(context)
-    made = make_task_documents(
+    documents_of_text = make_task_documents(
         chosen(names(), S),
         tokens[windows:, :S],
         checkpoint.tokenizer(),
         seed=seed,
         not_drawn=checkpoint.config.eos_ids,
     )
-    return Material(tokens[:windows], tuple(topics[:windows]), tuple(made))
+    return Material(tokens[:windows], tuple(topics[:windows]), tuple(documents_of_text))
 
 
 def measure(network: Transformer, material: Material, protocol: Protocol) -> Measured:
-    """Perplexity and answers of a network under one protocol.
+    """Measure perplexity and answers of a network under one protocol.
 
-    All pieces of a context are of one width, and so are all questions, so that a new plan compiles few
+    All chunks of a context have one width, and so have all questions, so that a new plan compiles few
     programs.
     """
-    compile_ahead(network, lambda single: _measure(single, material.piece(), protocol))
+    compile_ahead(network, lambda single: _measure(single, material.single(), protocol))
     return _measure(network, material, protocol)
 
 
@@ -109,17 +115,17 @@ def _measure(network: Transformer, material: Material, protocol: Protocol) -> Me
         return _alike(items, material.rows)
 
     windows = [_window_nll(network, some, protocol) for some in together(list(material.windows))]
-    found: dict[str, list[tuple[Answer, ...]]] = {name: [] for name in material.documents[0].questions}
+    collected: dict[str, list[tuple[Answer, ...]]] = {name: [] for name in material.documents[0].questions}
     for documents in together(material.documents):
         contexts = np.stack([document.context for document in documents])
         _, cache = read(network, contexts, material.context, protocol)
-        for name, given in answer_questions(network, cache, documents).items():
-            found[name] += given
-    return Measured(np.concatenate(windows), found)
+        for name, answers in answer_questions(network, cache, documents).items():
+            collected[name] += answers
+    return Measured(np.concatenate(windows), collected)
 
 
 def _alike[T](items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
-    """Groups of one size, the largest up to `most`: another size would compile anew."""
+    """Yield groups of one size, the largest up to `most`; another size would need another program."""
     size = _group(len(items), most)
     return (items[start : start + size] for start in range(0, len(items), size))
 
@@ -131,7 +137,7 @@ def _group(count: int, most: int) -> int:
 def read(
     network: Transformer, contexts: Int[np.ndarray, "B S"], capacity: int, protocol: Protocol
 ) -> tuple[list[Array], KVCache]:
-    """Hidden states of the pieces, and the cache of all."""
+    """Read contexts; return hidden states of the chunks and the cache."""
     B, S = contexts.shape
     padded = np.zeros((B, capacity), np.int32)
     padded[:, :S] = contexts
@@ -139,30 +145,30 @@ def read(
     if protocol == "exact":
         hidden, cache = network.read_prompt(jnp.asarray(padded), end, capacity=capacity)
         return [hidden], cache
-    cache, pieces = network.new_cache(batch=B, capacity=capacity), []
+    cache, chunks = network.new_cache(batch=B, capacity=capacity), []
     for start in range(0, S, PREFILL_CHUNK):
-        piece = jnp.asarray(padded[:, start : start + PREFILL_CHUNK])
-        hidden, cache = network.extend(cache, piece, jnp.minimum(end, start + PREFILL_CHUNK))
-        pieces.append(hidden)
-    return pieces, cache
+        chunk = jnp.asarray(padded[:, start : start + PREFILL_CHUNK])
+        hidden, cache = network.extend(cache, chunk, jnp.minimum(end, start + PREFILL_CHUNK))
+        chunks.append(hidden)
+    return chunks, cache
 
 
 def _window_nll(
     network: Transformer, windows: Sequence[np.ndarray], protocol: Protocol
 ) -> Float[np.ndarray, " B"]:
-    """Nats a token: of all tokens seen through the cache, or of those behind an exact context."""
+    """Return nats a token: of all tokens read through the cache, or of those after an exact context."""
     tokens = np.stack(windows)
     T = tokens.shape[1]
     if protocol == "cached":
-        pieces, _ = read(network, tokens, T, protocol)
-        nll = next_token_nll(network.embeddings, jnp.concatenate(pieces, 1), jnp.asarray(tokens))
+        chunks, _ = read(network, tokens, T, protocol)
+        nll = next_token_nll(network.embeddings, jnp.concatenate(chunks, 1), jnp.asarray(tokens))
         return np.asarray(nll).mean(1, dtype=np.float64)
     S = T - CONTINUATION
     _, cache = read(network, tokens[:, :S], T, protocol)
-    pieces = []
+    chunks = []
     for start in range(S, T, QUESTION_TOKENS):
-        piece = jnp.asarray(tokens[:, start : start + QUESTION_TOKENS])
-        hidden, cache = network.extend(cache, piece, cache.lengths + QUESTION_TOKENS)
-        pieces.append(hidden)
-    nll = next_token_nll(network.embeddings, jnp.concatenate(pieces, 1), jnp.asarray(tokens[:, S:]))
+        chunk = jnp.asarray(tokens[:, start : start + QUESTION_TOKENS])
+        hidden, cache = network.extend(cache, chunk, cache.lengths + QUESTION_TOKENS)
+        chunks.append(hidden)
+    nll = next_token_nll(network.embeddings, jnp.concatenate(chunks, 1), jnp.asarray(tokens[:, S:]))
     return np.asarray(nll).mean(1, dtype=np.float64)

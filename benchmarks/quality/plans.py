@@ -1,8 +1,8 @@
-"""The plan of each cache method for a budget: a share of the bytes of the dense cache, everything counted.
+"""Plans of each cache method for a budget, a share of all bytes of the 16-bit cache.
 
-A method takes its settings from a list, best first; the first that fits the budget is taken. What is left
-of the budget goes to recent tokens kept whole (or, in eviction methods, to more kept tokens), so that all
-methods spend the same bytes.
+A method has a list of settings, best first; the first one that fits the budget is used. The rest of the
+budget goes to recent tokens kept whole (in eviction methods, to more kept tokens), so that all methods use
+the same bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,19 +17,26 @@ from zdc_jax.plan import CompressionPlan
 SINKS = 4
 BUDGETS = (0.52, 0.36, 0.28, 0.20, 0.15, 0.12)
 TWO_BUDGETS = (0.36, 0.20)
-"""For methods beside the first list."""
+"""Budgets of methods outside the first list."""
 WINDOW_STEP = 16
 KEPT_STEP = 8
 
 Ladder = Callable[[ModelConfig, int], CompressionPlan]
-"""A plan of a size n, in tokens: the larger n, the more bytes."""
+"""Plan of a size n in tokens; a larger n needs more bytes."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A method of the table: its name, ladders best first; the least, the step and the most of their size.
+    """One method of the table.
 
-    most: None for the context. judged_by: what a budget limits, bytes held or, of methods that choose, read.
+    Attributes:
+      name: name of the method.
+      ladders: plans by size, best settings first.
+      least: least size.
+      step: step of the size.
+      most: largest size; None for the context.
+      budgets: budgets at which the method is judged.
+      judged_by: what a budget limits: bytes stored, or bytes read for methods that choose.
     """
 
     name: str
@@ -41,10 +48,10 @@ class Entry:
     judged_by: str = "bytes"
 
     def at_budget(self, config: ModelConfig, context: int, budget: float, dtype: str) -> CompressionPlan:
-        """The best ladder's largest plan within the budget.
+        """Return the largest plan within the budget of the first ladder that fits.
 
         Raises:
-          PlanError: the method has no plan so small, with the least that it takes.
+          PlanError: the method has no plan so small, with its least share.
         """
         size = share_held if self.judged_by == "bytes" else share_read
 
@@ -76,12 +83,12 @@ def _largest(
 
 
 def share_held(plan: CompressionPlan, context: int, dtype: str) -> float:
-    """Bytes that stay in memory, of the dense cache's."""
+    """Return the bytes that stay in memory, as a share of the 16-bit cache."""
     return plan.bytes(context, 1, dtype) / _dense(plan).bytes(context, 1, dtype)
 
 
 def share_read(plan: CompressionPlan, context: int, dtype: str) -> float:
-    """Bytes that decoding a token reads, of the dense cache's."""
+    """Return the bytes that decoding a token reads, as a share of the 16-bit cache."""
 
     def read(plan):
         return sum(spec.bytes_read(context) for spec in plan.layer_caches(dtype))
@@ -90,7 +97,7 @@ def share_read(plan: CompressionPlan, context: int, dtype: str) -> float:
 
 
 def _dense(plan: CompressionPlan) -> CompressionPlan:
-    """Everything of all tokens, as the model has it; a study's plan gives a plain one."""
+    """Return the plan that keeps all coordinates of all tokens; a plain one also for plans of studies."""
     H = plan.head_dim
     layers = tuple(replace(ranks, qk=H, v=H, window=None, settings=None) for ranks in plan.layers)
     own = {field.name: getattr(plan, field.name) for field in fields(CompressionPlan)}
@@ -107,7 +114,11 @@ def method_plan(
     sinks: int | None = None,
     **settings: Any,
 ) -> CompressionPlan:
-    """A plan of a method; `ranks` (R, Z) of the calibrated basis, default all of the checkpoint's own."""
+    """Return a plan of a method.
+
+    Args:
+      ranks: (R, Z) in the calibrated basis; all coordinates of the checkpoint by default.
+    """
     R, Z = ranks or (config.head_dim, config.head_dim)
     near = {"window": window, "sinks": (SINKS if window else 0) if sinks is None else sinks}
     return replace(
@@ -127,16 +138,16 @@ def _kept(method: str, *, window: int, **options: Any) -> Ladder:
 
 
 def _half_recent(method: str, **options: Any) -> Ladder:
-    """As many recent tokens as heavy hitters, as H2O's authors have it; blocks of 64 count as recent."""
+    """Return plans with as many recent tokens as heavy hitters, as in H2O; blocks of 64 count as recent."""
     return lambda config, n: method_plan(config, method, window=max(n - 64, 0), kept=n, **options)
 
 
 RANKS = ((64, 64), (48, 48), (32, 48), (32, 32), (16, 32), (16, 16))
-"""Uniform ranks that are tried for low ranks, of a head dim of 64."""
+"""Uniform ranks to try for low rank, of a head dimension of 64."""
 DUO_WINDOW = 256
-"""Recent tokens of all heads, as the authors have it."""
+"""Recent tokens of all heads, as in the paper."""
 COMPOSED = (48, 48)
-"""Ranks of compositions with ZDC, of a head dim of 64."""
+"""Ranks of compositions with ZDC, of a head dimension of 64."""
 FIRST = (
     Entry("rotated", [lambda config, n: method_plan(config, "zdc", ranks=RANKS[0])], most=0, budgets=(1.0,)),
     Entry("window", [_window("window")], least=16),
@@ -154,11 +165,15 @@ FIRST = (
     Entry("gear-zdc", [_window("gear", bits=bits, ranks=COMPOSED) for bits in (4, 3, 2)], least=64),
     Entry("zdc", [_window("zdc", ranks=ranks) for ranks in RANKS], least=64),
 )
-"""Judged at all budgets. `rotated` keeps everything: what folding a basis costs by rounding alone."""
+"""Methods judged at all budgets. `rotated` keeps all coordinates: the cost of rounding alone."""
 
 
 def others(heads: Callable[[int], tuple[tuple[int, ...], ...]]) -> tuple[Entry, ...]:
-    """Methods judged at two budgets. heads: the best n of all KV heads, as `duo` takes them."""
+    """Return methods judged at two budgets.
+
+    Args:
+      heads: function that returns the best n of all KV heads, for `duo`.
+    """
     kept: dict[str, Any] = {"least": KEPT_STEP, "step": KEPT_STEP, "budgets": TWO_BUDGETS}
     read: dict[str, Any] = {"least": 16, "budgets": TWO_BUDGETS, "judged_by": "bytes_read"}
 

@@ -1,12 +1,12 @@
-"""What does the engine cost? Its decoded tokens per second beside those of `generate` at the same batch.
+"""Benchmark of the engine: its time per output token against that of `generate` at the same batch.
 
     python -m benchmarks.serving.bench_engine --model model/ --rows 8
     python -m benchmarks.serving.bench_engine --shape Llama-3-8B --rows 8 32 --mesh sequence=2
 
-All rows hold a prompt of `--prompt` tokens and decode `--tokens`, for each number of rows. `generate` decodes
-them in one call without the host, so it is what the device can do; the engine comes back to the host after
-each `--steps`. Its clock runs from when the last row has its first token until all have ended. `gap` is what
-a token of all rows takes longer in the engine. The two take turns; of each the median counts.
+All sequences have a prompt of `--prompt` tokens and decode `--tokens`. `generate` decodes in one call without
+the host, so it shows what the device can do. The engine returns to the host after each `--steps`. Its clock
+starts when the last sequence has its first token, and stops when all have ended. `gap_ms` is the additional
+time per output token of the engine. Both alternate, and medians count.
 """
 
 import threading
@@ -31,7 +31,14 @@ from zdc_jax.loading import LanguageModel
 
 @dataclass(frozen=True)
 class Options:
-    """rows, prompt, tokens: requests at once, and their lengths. steps: tokens of a call of the engine."""
+    """Options of the benchmark.
+
+    Attributes:
+      rows: numbers of concurrent requests.
+      prompt: tokens of each prompt.
+      tokens: tokens of each answer.
+      steps: tokens of one call of the engine.
+    """
 
     served: ServedFlags
     rows: tuple[int, ...] = (8,)
@@ -44,7 +51,7 @@ class Options:
 
 
 class Clock:
-    """Counts tokens of all rows from when each of them has one until all have ended."""
+    """Clock of the tokens of all sequences, from their first tokens until all have ended."""
 
     def __init__(self, rows: int):
         self.waiting, self.running = set(range(rows)), set(range(rows))
@@ -53,7 +60,7 @@ class Clock:
         self.ended = threading.Event()
 
     def take(self, row: int, event: Event) -> None:
-        """On the engine's thread."""
+        """Count an event; runs on the engine's thread."""
         if not self.waiting:
             self.tokens += len(event.tokens)
         self.waiting.discard(row)
@@ -67,7 +74,7 @@ class Clock:
 
 
 def engine_seconds(engine: Engine, prompts: list[list[int]], tokens: int) -> float:
-    """Of a decoded token of all rows."""
+    """Return seconds per output token of all sequences in the engine."""
     clock = Clock(len(prompts))
     for index, prompt in enumerate(prompts):
         engine.submit(EngineRequest(tuple(prompt), tokens, ignore_eos=True), partial(clock.take, index))
@@ -76,15 +83,15 @@ def engine_seconds(engine: Engine, prompts: list[list[int]], tokens: int) -> flo
 
 
 def bare_seconds(model: LanguageModel, prompts: list[list[int]], tokens: int) -> float:
-    """The same, by `generate`."""
+    """Return the same for `generate`."""
     return generate(model, prompts, tokens, stop_tokens=()).timings.decode / (tokens - 1)
 
 
 def measured(model: LanguageModel, count: int, options: Options) -> Iterator[dict[str, Any]]:
-    """A row for each number of steps, of so many requests at once."""
+    """Yield a row for each number of steps, with `count` concurrent requests."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, model.config.vocab_size, (count, options.prompt)).tolist()
-    bare_seconds(model, prompts, options.tokens)  # Compiles.
+    bare_seconds(model, prompts, options.tokens)  # Compile.
     for steps in options.steps:
         config = EngineConfig(count, options.prompt + options.tokens, decode_steps=steps, reuse=False)
         with Engine(model, config) as engine:
@@ -104,7 +111,7 @@ def measured(model: LanguageModel, count: int, options: Options) -> Iterator[dic
 
 
 def main(options: Options) -> None:
-    """Writes one JSON, again after each row."""
+    """Write one JSON file, again after each row."""
     model, rows = options.served.load(), []
     settings = {"prompt": options.prompt, "tokens": options.tokens}
     for count in options.rows:

@@ -1,16 +1,16 @@
-"""What Ray costs, and what a replica that dies costs.
+"""Benchmark of replicas on Ray: their overhead, and the cost of a replica that dies.
 
     zdc convert convert/demo_checkpoint model && python -m benchmarks.serving.bench_replicas --model model
 
-`killed`: streams run on two replicas of the demo model in float32; one is killed (SIGKILL) when the first
-stream has some pieces. Texts are compared with those of a run without a kill; `gap` is the longest time
-between two pieces of a stream; `replaced`: seconds until another replica has loaded. Half of the streams are
-drawn, with seeds.
+`killed`: streams run on two replicas of the demo model in float32. One replica is killed (SIGKILL) when the
+first stream has some events. Texts are compared with those of a run without a kill. `gap` is the longest time
+between two events of a stream, and `replaced` the seconds until another replica has loaded. Half of the
+streams are sampled, with seeds.
 
-`first_token`: the time to the first token at many clients, with an engine that computes nothing and gives the
-first token after 20 ms, a further one each 20 ms. `engine`: asked in its own process; `http`: behind the
-server; `ray`: two behind HAProxy and the front. `added` is what a client waits beyond the median of `engine`.
-Clients run on the same cores, so that their own work counts too.
+`first_token`: TTFT at many clients, with an engine that computes nothing and gives one token every 20 ms.
+`engine` is asked in its own process, `http` through the server, and `ray` through HAProxy and the front of
+two replicas. `added_p50_ms` is the time beyond the median of `engine`. Clients run on the same cores, so
+their work counts too.
 """
 
 import asyncio
@@ -37,17 +37,25 @@ from zdc_jax.engine.request import EngineRequest
 from zdc_jax.replicas.front import stream as stream_of
 from zdc_jax.replicas.settings import ReplicaSettings
 
-PIECES_BEFORE_THE_KILL = 10
+EVENTS_BEFORE_THE_KILL = 10
 SETTLING = 10.0
-"""Seconds that a server has after it answers: Ray's other processes still start."""
+"""Seconds after a server answers for the first time, in which Ray's other processes start."""
 STARTING = 180.0
-"""Seconds in which a server must be there."""
+"""Seconds within which a server must answer."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """streams, tokens: while a replica is killed. clients, requests, answer: of the time to the first token;
-    requests: of each client, answer: tokens of each."""
+    """Options of the benchmark.
+
+    Attributes:
+      streams: streams while a replica is killed.
+      tokens: tokens of each of these streams.
+      kills: number of kills.
+      clients: clients that measure TTFT.
+      requests: requests of each client.
+      answer: tokens of each answer.
+    """
 
     model: Path
     streams: int = 8
@@ -62,7 +70,7 @@ class Options:
 
 @contextmanager
 def served(target: Callable[..., None], settings: ReplicaSettings) -> Iterator[int]:
-    """The port of a server in a process that ends afterwards."""
+    """Run a server in a process and yield its port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = get_context("spawn").Process(target=target, args=(settings, port))
@@ -80,7 +88,7 @@ def served(target: Callable[..., None], settings: ReplicaSettings) -> Iterator[i
 
 
 async def status(port: int) -> int:
-    """Of /health; 0 where nobody listens."""
+    """Return the status of /health; 0 if there is no server."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:
@@ -90,8 +98,8 @@ async def status(port: int) -> int:
         return int((await reader.readline() or b"x 0").split()[1])
 
 
-async def pieces_of(port: int, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """Of a streamed completion. A bare socket costs least of what is measured."""
+async def events_of(port: int, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """Yield the events of a streamed completion, over a bare socket for the least overhead."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     with closing(writer):
         data = json.dumps(body | {"stream": True}).encode()
@@ -104,21 +112,21 @@ async def pieces_of(port: int, body: dict[str, Any]) -> AsyncIterator[dict[str, 
                 yield json.loads(line[6:])
 
 
-async def read(port: int, body: dict[str, Any], on_piece: Callable[[int], None]) -> tuple[str, float]:
-    """A streamed text, and the longest seconds between two of its pieces; `on_piece` gets their number."""
+async def read(port: int, body: dict[str, Any], on_event: Callable[[int], None]) -> tuple[str, float]:
+    """Return a streamed text and the longest seconds between two events; `on_event` gets their number."""
     text, last, gap, count = "", 0.0, 0.0, 0
-    async for chunk in pieces_of(port, body):
+    async for chunk in events_of(port, body):
         now = time.monotonic()
         gap, last, count = max(gap, now - (last or now)), now, count + 1
         text += chunk["choices"][0]["text"] if "choices" in chunk else f"<{chunk}>"
-        on_piece(count)
+        on_event(count)
     return text, gap
 
 
-async def read_all(port: int, options: Options, on_piece: Callable[[int], None]) -> list[tuple[str, float]]:
-    """All streams at once; `on_piece` follows the first."""
+async def read_all(port: int, options: Options, on_event: Callable[[int], None]) -> list[tuple[str, float]]:
+    """Read all streams at once; `on_event` follows the first."""
 
-    def nothing(count):
+    def ignore(count):
         return None
 
     bodies = [
@@ -127,20 +135,20 @@ async def read_all(port: int, options: Options, on_piece: Callable[[int], None])
         for i in range(options.streams)
     ]
     return await asyncio.gather(
-        *(read(port, body, nothing if i else on_piece) for i, body in enumerate(bodies))
+        *(read(port, body, ignore if i else on_event) for i, body in enumerate(bodies))
     )
 
 
 def replicas_of(name: str) -> set[int]:
-    """Process ids of those that have loaded; Ray's titles say which still do."""
-    found = subprocess.run(
+    """Return process ids of loaded replicas; titles of Ray's processes show which ones still load."""
+    listed = subprocess.run(
         ["pgrep", "-af", f"^ray::ServeReplica:{name}:replica"], capture_output=True, text=True, check=False
     )
-    return {int(line.split()[0]) for line in found.stdout.splitlines() if "initialize" not in line}
+    return {int(line.split()[0]) for line in listed.stdout.splitlines() if "initialize" not in line}
 
 
 def killed(options: Options) -> list[dict[str, Any]]:
-    """A row for each kill; the next comes when there are two replicas again."""
+    """Return a row for each kill; the next kill comes when there are two replicas again."""
     name = f"killed-{os.getpid()}"
     engine = {"max_sequences": options.streams, "max_model_len": 512, "chunk": 64}
     settings = ReplicaSettings(str(options.model.resolve()), name, engine=engine, dtype="float32")
@@ -152,26 +160,26 @@ def killed(options: Options) -> list[dict[str, Any]]:
 
             def kill(count: int, victim: int = victim) -> None:
                 nonlocal when
-                if count == PIECES_BEFORE_THE_KILL:
+                if count == EVENTS_BEFORE_THE_KILL:
                     os.kill(victim, signal.SIGKILL)
                     when = time.monotonic()
 
-            given = asyncio.run(read_all(port, options, kill))
+            texts = asyncio.run(read_all(port, options, kill))
             while len(replicas_of(name) - {victim}) < settings.replicas:
                 time.sleep(0.05)
             back = time.monotonic() - when
-            same = sum(ours == theirs for (ours, _), (theirs, _) in zip(given, true, strict=True))
-            row = {"streams": options.streams, "same": same, "gap": max(gap for _, gap in given)}
+            same = sum(ours == theirs for (ours, _), (theirs, _) in zip(texts, true, strict=True))
+            row = {"streams": options.streams, "same": same, "gap": max(gap for _, gap in texts)}
             rows.append(row | {"gap_without": max(gap for _, gap in true), "replaced": back})
             print(rows[-1], flush=True)
-            time.sleep(SETTLING)  # The door hears of the new one.
+            time.sleep(SETTLING)  # The proxy must learn of the new replica.
     return rows
 
 
 async def first_tokens(
     options: Options, ask: Callable[[dict[str, Any]], AsyncIterator[Any]]
 ) -> dict[str, float]:
-    """Milliseconds to the first token, at so many clients that ask again and again."""
+    """Return milliseconds to the first token at all clients, each with one request after another."""
     body = {"prompt": [5, 7, 8], "max_tokens": options.answer, "temperature": 0}
     seconds: list[float] = []
 
@@ -181,7 +189,7 @@ async def first_tokens(
             async for _ in ask(body):
                 first = first or time.perf_counter() - begun
             assert first, "no token came"
-            if index:  # The first one finds connections to be made.
+            if index:  # The first request opens connections.
                 seconds.append(first)
 
     await asyncio.gather(*(client() for _ in range(options.clients)))
@@ -190,7 +198,7 @@ async def first_tokens(
 
 
 def first_token(options: Options) -> list[dict[str, Any]]:
-    """A row for each way to the engine."""
+    """Return a row for each way to the engine."""
     settings = PacedSettings(str(options.model.resolve()), f"paced-{os.getpid()}")
     engine = settings.new_engine()
 
@@ -203,9 +211,9 @@ def first_token(options: Options) -> list[dict[str, Any]]:
     for way, target in (("http", serve_alone), ("ray", serve_many)):
         with served(target, settings) as port:
             time.sleep(SETTLING)
-            for _ in range(2):  # The first round finds processes that have not done this before.
-                found = asyncio.run(first_tokens(options, partial(pieces_of, port)))
-            rows.append({"way": way} | found)
+            for _ in range(2):  # The first round warms up the processes.
+                times = asyncio.run(first_tokens(options, partial(events_of, port)))
+            rows.append({"way": way} | times)
     for row in rows:
         row["added_p50_ms"] = row["p50_ms"] - rows[0]["p50_ms"]
         print(row, flush=True)
@@ -213,8 +221,8 @@ def first_token(options: Options) -> list[dict[str, Any]]:
 
 
 def main(options: Options) -> None:
-    """Writes one JSON."""
-    load = os.getloadavg()[0]  # Of others, who use the same cores.
+    """Write one JSON file."""
+    load = os.getloadavg()[0]  # Load of other work on the same cores.
     results = {"first_token": first_token(options), "killed": killed(options)}
     config = {name: value for name, value in vars(options).items() if isinstance(value, int)}
     print(

@@ -1,12 +1,11 @@
-"""Where does the time of an engine's step go? Its kernels, by what they do.
+"""Profile of an engine step: the time of its kernels by operation.
 
     python -m benchmarks.serving.bench_step --shape Llama-2-13B --layers 8 --rows 20 --held 12000
 
-A cache holds `--rows` texts of `--held` tokens of zeros. Timed are steps that decode a token of each, that
-read a piece of another text of that length, that do both in one, and that read pieces of three texts in one,
-as many tokens together: `ms` is a step by the host's clock. Then they run under JAX's profiler: `busy_ms` is
-what kernels took, and `parts` their times by operation, the longest first.
-On the CPU there are no parts.
+A cache stores `--rows` sequences of `--held` tokens of zeros. Four kinds of steps are timed: decoding a token
+of each sequence, reading a prompt chunk after as many tokens, both in one program, and chunks of three
+prompts in one program. `ms` is a step by the host's clock. Then the steps run under JAX's profiler: `busy_ms`
+is the time of their kernels, and `parts` the time by operation, longest first. A CPU has no parts.
 """
 
 import re
@@ -27,7 +26,7 @@ from jax.profiler import ProfileData
 from benchmarks.common import RESULTS, commit, write_result
 from benchmarks.serving.models import ServedFlags
 from zdc_jax.engine.layout import Layout
-from zdc_jax.engine.runner import SEVERAL, ChunkInputs, Runner, servable
+from zdc_jax.engine.runner import MAX_CHUNKS, ChunkInputs, Runner, servable
 from zdc_jax.generation.row_numbers import row_numbers
 from zdc_jax.generation.sampling import Sampling
 
@@ -38,7 +37,14 @@ SCOPE = re.compile(r"^jit\(run\)/|while/body/|closed_call/|eval_jaxpr/|jit\(exte
 
 @dataclass(frozen=True)
 class Options:
-    """rows: that decode; held: tokens of each. chunk: tokens of a piece. steps: that are averaged."""
+    """Options of the benchmark.
+
+    Attributes:
+      rows: sequences that decode.
+      held: tokens of each sequence.
+      chunk: tokens of a prefill chunk.
+      steps: steps that are averaged.
+    """
 
     served: ServedFlags
     rows: int = 20
@@ -50,11 +56,11 @@ class Options:
 
 
 class Filled:
-    """A runner whose rows, but for the last three, hold so many tokens."""
+    """A runner whose sequences, except for the last three, store `held` tokens."""
 
     def __init__(self, options: Options):
         model = options.served.load()
-        network, rows = servable(model.network), options.rows + SEVERAL
+        network, rows = servable(model.network), options.rows + MAX_CHUNKS
         each = -(-(options.held + 2 * options.chunk) // PAGE)
         layout = Layout.of(
             network.device_caches,
@@ -68,40 +74,44 @@ class Filled:
         pages = np.random.default_rng(0).permutation(rows * each).reshape(rows, each)
         for row, own in enumerate(pages):
             self.runner.set_pages(row, own.tolist())
-        self.decoding, given = self.runner.nobody(), (options.held + 1, 2 * options.chunk, (), Sampling())
-        self.numbers = row_numbers(*given, np.zeros(2, np.uint32))
+        self.decoding = self.runner.new_decode_inputs()
+        limits = options.held + 1, 2 * options.chunk
+        self.numbers = row_numbers(*limits, (), Sampling(), np.zeros(2, np.uint32))
         for row in range(options.rows):
-            self.decoding.put(row, self.numbers, "greedy")
+            self.decoding.add(row, self.numbers, "greedy")
         state = self.runner._state
         lengths = jnp.where(jnp.asarray(self.decoding.active), options.held, 0).astype(jnp.int32)
         cache = replace(state.cache, lengths=lengths)
         self.runner._state = state._replace(cache=cache, done=jnp.zeros(rows, bool))
 
     def decode(self) -> Any:
-        """A token of all rows."""
+        """Decode a token of all sequences."""
         return self.runner.decode(self.decoding, 1)
 
     def chunks(self, count: int) -> list[ChunkInputs]:
-        """Pieces of so many of the last rows, a chunk together, that end where the others do."""
+        """Return chunks of the last sequences, together `chunk` tokens, that end where the others end."""
         tokens = self.options.chunk // count
-        given = [5] * tokens, self.options.held - tokens, False, self.numbers, "greedy"
-        return [ChunkInputs(self.options.rows + i, *given) for i in range(count)]
+        start = self.options.held - tokens
+        return [
+            ChunkInputs(self.options.rows + i, [5] * tokens, start, False, self.numbers, "greedy")
+            for i in range(count)
+        ]
 
     def read(self) -> Any:
-        """One piece."""
-        return self.runner.read(self.chunks(1), self.runner.nobody())
+        """Read one prefill chunk."""
+        return self.runner.prefill(self.chunks(1), self.runner.new_decode_inputs())
 
     def both(self) -> Any:
-        """That piece and a token of all other rows, in one program."""
-        return self.runner.read(self.chunks(1), self.decoding)
+        """Read the same chunk and decode a token of all other sequences, in one program."""
+        return self.runner.prefill(self.chunks(1), self.decoding)
 
     def several(self) -> Any:
-        """Pieces of several rows, and these tokens."""
-        return self.runner.read(self.chunks(self.runner.grouping.several), self.decoding)
+        """Read chunks of several sequences and decode a token of the others."""
+        return self.runner.prefill(self.chunks(self.runner.grouping.several), self.decoding)
 
 
 def profiled(step: Callable[[], Any], count: int) -> dict[str, Any]:
-    """Milliseconds of one of `count` steps, and of its parts."""
+    """Return milliseconds of one of `count` steps, and of its parts."""
     jax.block_until_ready(step())
     began = time.perf_counter()
     jax.block_until_ready([step() for _ in range(count)])
@@ -120,7 +130,7 @@ def profiled(step: Callable[[], Any], count: int) -> dict[str, Any]:
 
 
 def kernels(path: Path) -> tuple[Counter[str], Counter[str]]:
-    """Nanoseconds of the kernels of a profile by their operations, and how many there were."""
+    """Return nanoseconds and number of the kernels in a profile, by operation."""
     times: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for plane in ProfileData.from_file(str(path)).planes:
@@ -139,13 +149,13 @@ def kernels(path: Path) -> tuple[Counter[str], Counter[str]]:
 
 
 def main(options: Options) -> None:
-    """Writes one JSON.
+    """Write one JSON file.
 
     Raises:
       SystemExit: a mesh, on which kernels of all devices would be added up.
     """
     if options.served.mesh is not None:
-        raise SystemExit(f"mesh={options.served.mesh}: kernels are timed on one device; need no mesh")
+        raise SystemExit(f"mesh={options.served.mesh}: kernels are timed on one device; leave --mesh out")
     filled = Filled(options)
     results = [
         {
@@ -156,9 +166,9 @@ def main(options: Options) -> None:
         }
         for name in ("decode", "read", "both", "several")
     ]
-    for found in results:
-        print(found["step"], *(f"{found[name]:.2f}" for name in ("ms", "busy_ms", "kernels")))
-        for part in found["parts"]:
+    for result in results:
+        print(result["step"], *(f"{result[name]:.2f}" for name in ("ms", "busy_ms", "kernels")))
+        for part in result["parts"]:
             print(f"  {part['ms']:8.3f} {part['kernels']:7.1f}  {part['part']}")
     settings = {name: getattr(options, name) for name in ("rows", "held", "chunk", "steps")}
     settings |= {"layers": options.served.layers}

@@ -1,12 +1,11 @@
-"""How often is an answer in 16 bits another than `generate` gives? Rounding may decide between two tokens.
+"""Study of how often an answer in 16 bits differs from that of `generate`, because rounding decides a tie.
 
     python -m benchmarks.serving.first_differences --model model/ --texts texts/
 
-Prompts are pieces of texts. Greedy answers come from an engine, all requests at once, and from `generate`,
-one after another. Up to the first token that differs both had the same text before them; `a_token` is how
-often such a token differs. `gap` is how much likelier, in natural logarithms, the engine held its own token
-there than `generate`'s, of all such places the median and the largest. `generate_together` says the same of
-`generate` itself, for all prompts in one batch.
+Prompts are excerpts of texts. Greedy answers come from an engine, all requests at once, and from `generate`,
+one by one. Up to the first difference both have the same text; `a_token` is the rate of a difference per
+token. `gap` is how much likelier, in natural logarithms, the engine found its own token there: the median and
+the largest. `generate_together` is the same comparison for `generate` with all prompts in one batch.
 """
 
 import threading
@@ -22,14 +21,21 @@ import tyro
 from benchmarks.common import RESULTS, commit, write_result
 from zdc_jax import generate, load
 from zdc_jax.engine.engine import Engine, EngineConfig
-from zdc_jax.engine.request import MOST_LOGPROBS, EngineRequest, Event, TokenLogprobs
+from zdc_jax.engine.request import MAX_LOGPROBS, EngineRequest, Event, TokenLogprobs
 from zdc_jax.loading import LanguageModel
 
 
 @dataclass(frozen=True)
 class Options:
-    """texts: a folder of `.txt`. requests, tokens: how many, and of each answer; prompts of `shortest` to
-    `longest` tokens."""
+    """Options of the study.
+
+    Attributes:
+      texts: a folder of `.txt` files.
+      requests: number of prompts.
+      tokens: tokens of each answer.
+      shortest: least tokens of a prompt.
+      longest: most tokens of a prompt.
+    """
 
     model: Path
     texts: Path
@@ -46,26 +52,26 @@ class Options:
 
 
 class Answer:
-    """Tokens of one request, with what the engine thought of them."""
+    """Tokens of one request, with the engine's log-probabilities."""
 
     def __init__(self) -> None:
         self.tokens: list[TokenLogprobs] = []
         self.ended = threading.Event()
 
     def take(self, event: Event) -> None:
-        """On the engine's thread."""
+        """Append an event; runs on the engine's thread."""
         self.tokens += event.logprobs
         if event.finish_reason:
             self.ended.set()
 
     def gap(self, place: int, other: int) -> float:
-        """How much likelier the token in a place was than another; than the last of the best, at most."""
+        """Return how much likelier the token at a place was than another one, within the listed tokens."""
         one, likeliest = self.tokens[place], dict(self.tokens[place].top)
         return one.logprob - likeliest.get(other, min(likeliest.values()))
 
 
 def prompts_of(model: LanguageModel, options: Options) -> list[tuple[int, ...]]:
-    """Pieces of random lengths of the texts, from random places.
+    """Return excerpts of random lengths from random places of the texts.
 
     Raises:
       SystemExit: there is no text, or none long enough.
@@ -76,21 +82,21 @@ def prompts_of(model: LanguageModel, options: Options) -> list[tuple[int, ...]]:
     ids = [each for each in ids if len(each) > options.longest]
     if not ids:
         raise SystemExit(f"texts={options.texts} has no .txt of more than {options.longest} tokens")
-    rng, found = np.random.default_rng(options.seed), []
+    rng, prompts = np.random.default_rng(options.seed), []
     for _ in range(options.requests):
         text, length = ids[rng.integers(len(ids))], int(rng.integers(options.shortest, options.longest))
         begin = int(rng.integers(len(text) - length))
-        found.append(tuple(text[begin : begin + length]))
-    return found
+        prompts.append(tuple(text[begin : begin + length]))
+    return prompts
 
 
 def of_engine(model: LanguageModel, prompts: list[tuple[int, ...]], options: Options) -> list[Answer]:
-    """All at once."""
+    """Return the answers of an engine to all prompts at once."""
     config = EngineConfig(options.rows, options.longest + options.tokens, chunk=256, reuse=False)
     answers = [Answer() for _ in prompts]
     with Engine(model, config) as engine:
         for prompt, answer in zip(prompts, answers, strict=True):
-            ask = partial(EngineRequest, ignore_eos=True, logprobs=MOST_LOGPROBS)
+            ask = partial(EngineRequest, ignore_eos=True, logprobs=MAX_LOGPROBS)
             engine.submit(ask(prompt, options.tokens), answer.take)
         for answer in answers:
             answer.ended.wait()
@@ -100,31 +106,31 @@ def of_engine(model: LanguageModel, prompts: list[tuple[int, ...]], options: Opt
 def first_differences(
     ones: Sequence[Sequence[int]], others: Sequence[Sequence[int]]
 ) -> tuple[list[int | None], dict[str, Any]]:
-    """Where each answer is first another than the other, None where it is not; and how often that is."""
-    found = []
+    """Return where each pair of answers differs first (None if nowhere), and the rate of differences."""
+    places = []
     for one, other in zip(ones, others, strict=True):
         pairs = enumerate(zip(one, other, strict=True))
-        found.append(next((place for place, (a, b) in pairs if a != b), None))
-    differ = sum(place is not None for place in found)
-    alike = sum(len(one) if place is None else place for one, place in zip(ones, found, strict=True))
-    return found, {"differ": differ, "a_token": differ / (alike + differ)}
+        places.append(next((place for place, (a, b) in pairs if a != b), None))
+    differ = sum(place is not None for place in places)
+    alike = sum(len(one) if place is None else place for one, place in zip(ones, places, strict=True))
+    return places, {"differ": differ, "a_token": differ / (alike + differ)}
 
 
 def measured(model: LanguageModel, options: Options) -> dict[str, Any]:
-    """What is told of all answers."""
+    """Return the comparison of all answers."""
     prompts = prompts_of(model, options)
     answers = of_engine(model, prompts, options)
-    given = [list(prompt) for prompt in prompts]
+    lists = [list(prompt) for prompt in prompts]
 
     def ask(prompts):
         return generate(model, prompts, options.tokens, stop_tokens=()).completions
 
-    alone = [ask([prompt])[0].tokens for prompt in given]
-    places, found = first_differences([[each.token for each in one.tokens] for one in answers], alone)
+    alone = [ask([prompt])[0].tokens for prompt in lists]
+    places, rates = first_differences([[each.token for each in one.tokens] for one in answers], alone)
     pairs = zip(answers, places, alone, strict=True)
     gaps = [answer.gap(place, tokens[place]) for answer, place, tokens in pairs if place is not None]
-    _, together = first_differences([each.tokens for each in ask(given)], alone)
-    return found | {
+    _, together = first_differences([each.tokens for each in ask(lists)], alone)
+    return rates | {
         "answers": len(prompts),
         "gap": {"median": float(np.median(gaps)), "largest": max(gaps)} if gaps else None,
         "generate_together": together,
@@ -133,13 +139,13 @@ def measured(model: LanguageModel, options: Options) -> dict[str, Any]:
 
 
 def main(options: Options) -> None:
-    """Writes one JSON."""
+    """Write one JSON file."""
     model = load(options.model, options.plan, dtype=options.dtype)
-    found = measured(model, options)
-    print(found)
+    results = measured(model, options)
+    print(results)
     settings = {"model": options.model.name, "plan": options.plan and options.plan.stem}
     settings |= {"dtype": options.dtype, "tokens": options.tokens, "rows": options.rows}
-    print(write_result(options.name, settings, found, options.results))
+    print(write_result(options.name, settings, results, options.results))
 
 
 if __name__ == "__main__":

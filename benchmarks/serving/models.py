@@ -1,7 +1,7 @@
-"""The model that is served: a converted folder, or the shape of a large one with random weights.
+"""Models to serve: a converted folder, or a large shape with random weights.
 
-Times do not depend on the values of weights. A searched plan of a small model keeps in a shape the same
-shares of layers and of the head dim (`benchmarks.transferred_plans`); what it reads grows with `growth`.
+Times do not depend on the values of weights. In a larger shape a searched plan keeps the same shares of
+layers and of the head dimension (`benchmarks.model.transferred_plans`).
 """
 
 from dataclasses import dataclass, replace
@@ -10,10 +10,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from benchmarks.bench_calibration import LLAMA_2_13B
-from benchmarks.bench_generate import LLAMA_2_7B, build
-from benchmarks.bench_host_memory import LLAMA_3_8B
-from benchmarks.transferred_plans import transferred
+from benchmarks.model.models import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_8B, SINKS, WINDOW, build
+from benchmarks.model.transferred_plans import transferred
 from zdc_jax import load, methods
 from zdc_jax.config import ModelConfig
 from zdc_jax.loading import LanguageModel
@@ -30,17 +28,22 @@ SHAPES = {
         "Llama-3-8B": LLAMA_3_8B,
     }.items()
 }
-SINKS, WINDOW = 4, 512
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """model: a converted folder; or shape: of `SHAPES`, random. plan: JSON. kind: of a shape without a plan;
-    `coded8` has eight bits, as fp8 caches do, in the integers of `coded`, which kernels read; `near` keeps
-    near tokens alone, so that what it reads of the cache is next to nothing: a bound, no model.
+    """Model to serve.
 
-    growth: of the tokens that a plan reads. layers: shortens a shape for a trial. mesh: as `MeshConfig.parse`
-    takes it, default one device.
+    Attributes:
+      model: a converted folder.
+      shape: a shape of `SHAPES` with random weights, instead of a folder.
+      plan: a plan file.
+      kind: plan of a shape without a file. `coded8` quantizes to 8 bits, as fp8 caches do, in integers that
+        kernels read. `near` keeps recent tokens only, so it reads next to nothing of the cache: a bound,
+        no model.
+      growth: factor on the tokens that a plan reads.
+      layers: layers of a shape; fewer for a trial.
+      mesh: mesh in the syntax of `MeshConfig.parse`; one device by default.
     """
 
     model: Path | None = None
@@ -52,29 +55,28 @@ class ServedModel:
     mesh: str | None = None
 
     def load(self) -> LanguageModel:
-        """The model.
+        """Return the model.
 
         Raises:
-          SystemExit: both or neither of model and shape, or a shape that there is not.
-          MeshError: a mesh that cannot be; before weights are made.
+          SystemExit: both or neither of model and shape, or an unknown shape.
+          MeshError: an impossible mesh; raised before weights are made.
         """
         if (self.model is None) == (self.shape is None):
-            raise SystemExit(f"model={self.model} and shape={self.shape}: one of them must be given")
+            raise SystemExit(f"--model={self.model} and --shape={self.shape}: give exactly one of them")
         if self.model is not None:
             return load(self.model, self.plan, mesh=self.mesh)
         if self.shape not in SHAPES:
-            raise SystemExit(f"shape={self.shape} must be one of {tuple(SHAPES)}")
+            raise SystemExit(f"--shape={self.shape}: unknown shape; it must be one of {tuple(SHAPES)}")
         mesh = None if self.mesh is None else MeshConfig.parse(self.mesh).create()
         config = SHAPES[self.shape]
         config = replace(config, layers=config.layers[: self.layers])
         plan = self._plan_of(config)
-        network = build("folded" if plan == CompressionPlan.full(config) else "post_rope", config)
-        network.plan = plan
+        network = build(config, plan, rotated=plan != CompressionPlan.full(config))
         return LanguageModel(network if mesh is None else ShardedTransformer.of(network, mesh))
 
     @property
     def name(self) -> str:
-        """What is served, in words; trials say that they are."""
+        """Name in result files; names of trials say so."""
         plan = self.plan.stem if self.plan else self.kind
         trial = f", {self.layers} layers" if self.layers else ""
         growth = f", growth {self.growth:g}" if self.growth != 1 else ""
@@ -96,4 +98,4 @@ class ServedModel:
 
 
 ServedFlags = Annotated[ServedModel, tyro.conf.arg(name="")]
-"""`ServedModel` as flags of a benchmark's own."""
+"""`ServedModel` as flags of a benchmark."""

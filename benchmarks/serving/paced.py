@@ -1,4 +1,4 @@
-"""An engine that computes nothing, so that what is around it can be measured; and servers in processes."""
+"""An engine that computes nothing, to measure its surroundings, and servers in processes."""
 
 import asyncio
 import threading
@@ -12,11 +12,11 @@ from zdc_jax.replicas.settings import ReplicaSettings
 from zdc_jax.server.run import serve
 
 TICK = 0.02
-"""Seconds to a token."""
+"""Seconds per token."""
 
 
 class Paced:
-    """Gives a token each 20 ms and computes nothing (`Serving`)."""
+    """An engine that gives a token every 20 ms and computes nothing (`Serving`)."""
 
     closing = False
 
@@ -26,18 +26,18 @@ class Paced:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def submit(self, request: EngineRequest, notify: Callable[[Event], None]) -> Any:
-        """A future, which can be cancelled."""
+        """Return a future of the answer, which can be cancelled."""
         return asyncio.run_coroutine_threadsafe(self._answer(request, notify), self._loop)
 
     def stats(self) -> EngineStats:
-        """Nothing to tell."""
+        """Return empty statistics."""
         return EngineStats()
 
     def close(self, *, drain: bool, timeout: float) -> None:
-        """Leaves its thread to the end of the process."""
+        """Close the engine; its thread ends with the process."""
 
     async def _answer(self, request: EngineRequest, notify: Callable[[Event], None]) -> None:
-        """All answers have their tokens at the same times, as those of a batch do."""
+        """Send tokens at multiples of the tick, so that all answers advance together as in a batch."""
         await asyncio.sleep(TICK)
         for left in reversed(range(request.max_tokens)):
             notify(Event((5,), "a", None if left else "length"))
@@ -45,20 +45,20 @@ class Paced:
 
 
 class PacedSettings(ReplicaSettings):
-    """Replicas that compute nothing."""
+    """Settings of replicas that compute nothing."""
 
     def new_engine(self) -> Serving:
-        """One of them."""
+        """Return a paced engine."""
         return Paced(self.text_side()[0])
 
 
 def serve_alone(settings: PacedSettings, port: int) -> None:
-    """In a process of its own."""
+    """Serve one engine in this process."""
     serve(settings.new_engine(), name=settings.name, port=port)
 
 
 def serve_many(settings: ReplicaSettings, port: int) -> None:
-    """In a process of its own."""
+    """Serve replicas in this process."""
     from zdc_jax.replicas.run import serve_replicas
 
     serve_replicas(settings, port=port)

@@ -1,10 +1,10 @@
-"""What rate would be sustained if steps took other times? The engine's scheduler on a trace, without a model.
+"""Simulation of the engine's scheduler on a trace, with assumed times of steps and without a model.
 
     python -m benchmarks.serving.simulate --shape Llama-2-13B --trace conv.jsonl.gz --start 600 --seconds 17
 
-A prediction, no measurement. The real scheduler plans the steps; each takes the time that `Cost` says, and
-the next one begins with its end. Requests, objectives and rates are those of `replay`. It tells which setting
-or which faster part is worth a measurement on a device.
+The result is a prediction, not a measurement. The real scheduler plans the steps. Each step takes the time of
+`Cost`, and the next begins when it ends. Requests, objectives and rates are those of `replay`. The simulation
+shows which setting or which faster part is worth a measurement.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,8 @@ import numpy as np
 import tyro
 
 from benchmarks.common import RESULTS, commit, write_result
-from benchmarks.serving.replay import ENOUGH, Served
-from benchmarks.serving.traces import Arrival, arrivals
-from zdc_jax.engine.runner import SEVERAL
+from benchmarks.serving.replay import ENOUGH, Arrival, Served, arrivals
+from zdc_jax.engine.runner import MAX_CHUNKS
 from zdc_jax.engine.scheduler import Grouping, Plan, PrefillChunk, Scheduler, Work
 from zdc_jax.generation.steps import bucket
 
@@ -27,13 +26,18 @@ PAGE, TAILS_A_ROW, VOCAB = 128, 2, 32_000
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a step's parts.
+    """Seconds of the parts of a step.
 
-    token: of a program that reads pieces, padding too, without attention. seen: of a piece's token and one
-    that it attends to. earlier: of a token that stands before a piece, to decode its codes. another: of a
-    piece after the first in a program. weights: that a program reads, whatever its rows hold; beside:
-    of tokens decoded in a program that reads pieces. step: of decoding, beside these; held: of each token
-    that rows hold. cache_tokens: what fits beside the weights.
+    Attributes:
+      token: of each token of a program that reads chunks, padding included, without attention.
+      seen: of each pair of a chunk's token and a token that it attends to.
+      earlier: of each token before a chunk, to dequantize it.
+      another: of each chunk after the first in a program.
+      weights: of a program, to read the weights, whatever its size.
+      joined: of decoding within a program that also reads chunks.
+      step: of decoding, in addition.
+      stored: of each token stored by the sequences that decode.
+      cache_tokens: tokens that fit into memory, not a time.
     """
 
     token: float
@@ -41,22 +45,22 @@ class Cost:
     earlier: float
     another: float
     weights: float
-    beside: float
+    joined: float
     step: float
-    held: float
+    stored: float
     cache_tokens: int
 
     def seconds(self, plan: Plan, programs: Grouping) -> float:
-        """Of one step, whose rows decode in its first program."""
+        """Return the seconds of one step, whose sequences decode in its first program."""
         groups = list(programs.groups(plan.chunks, alone=lambda chunk: False))
         reading = sum(self._program(group, programs) for group in groups)
         if not plan.decode:
             return reading
-        held = sum(len(work.prompt) + work.promised - 1 for work in plan.decode)
-        return reading + (self.beside if groups else self.weights) + self.step + self.held * held
+        tokens = sum(len(work.prompt) + work.promised - 1 for work in plan.decode)
+        return reading + (self.joined if groups else self.weights) + self.step + self.stored * tokens
 
     def _program(self, chunks: Sequence[PrefillChunk], programs: Grouping) -> float:
-        """Of one that reads pieces."""
+        """Return the seconds of one program that reads chunks."""
         counts = [chunk.end - chunk.begin for chunk in chunks]
         width = programs.width(counts[0]) if len(chunks) == 1 else programs.widest
         seen = sum(count * (chunk.begin + chunk.end) / 2 for count, chunk in zip(counts, chunks, strict=True))
@@ -71,9 +75,9 @@ _DENSE = Cost(
     earlier=0.0,
     another=0.7e-3,
     weights=7.7e-3,
-    beside=1.9e-3,
+    joined=1.9e-3,
     step=0.7e-3,
-    held=2.23e-7,
+    stored=2.23e-7,
     cache_tokens=120_832,
 )
 _CODED = Cost(
@@ -82,9 +86,9 @@ _CODED = Cost(
     earlier=2.9e-7,
     another=1.5e-3,
     weights=7.7e-3,
-    beside=1.9e-3,
+    joined=1.9e-3,
     step=3.7e-3,
-    held=7.9e-8,
+    stored=7.9e-8,
     cache_tokens=400_000,
 )
 _DENSE_8B = Cost(
@@ -93,9 +97,9 @@ _DENSE_8B = Cost(
     earlier=0.0,
     another=0.7e-3,
     weights=5.4e-3,
-    beside=1.2e-3,
+    joined=1.2e-3,
     step=0.8e-3,
-    held=3.3e-8,
+    stored=3.3e-8,
     cache_tokens=820_608,
 )
 _CODED_8B = replace(
@@ -104,37 +108,46 @@ _CODED_8B = replace(
     earlier=4.6e-8,
     another=1.5e-3,
     step=1.1e-3,
-    held=1.5e-8,
+    stored=1.5e-8,
     cache_tokens=1_499_904,
 )
 COSTS = {
     "Llama-2-13B": {
         "dense": _DENSE,
         "coded": _CODED,
-        "coded, pieces as fast as dense": replace(_CODED, token=_DENSE.token),
-        "coded, at the speed of its bytes": replace(_CODED, held=5.2e-8),
-        "coded, read for nothing": replace(_CODED, held=0.0),
+        "coded, chunks as fast as dense": replace(_CODED, token=_DENSE.token),
+        "coded, at the speed of its bytes": replace(_CODED, stored=5.2e-8),
+        "coded, read for nothing": replace(_CODED, stored=0.0),
     },
     "Llama-3-8B": {
         "dense": _DENSE_8B,
-        "dense, read for nothing": replace(_DENSE_8B, held=0.0),
+        "dense, read for nothing": replace(_DENSE_8B, stored=0.0),
         "coded": _CODED_8B,
-        "coded, read for nothing": replace(_CODED_8B, held=0.0),
+        "coded, read for nothing": replace(_CODED_8B, stored=0.0),
     },
 }
-"""On an H200, times 1.1, for a GPU under load.
+"""Costs on an H200, times 1.1 for a GPU under load.
 
-13B: kernels of ten layers (`step-llama-2-13b-*.json`) times 4, as in steps of 40: then tokens take
-6 to 11 % less than in the replays, and first ones come a fifth earlier. Codes at the speed of their bytes are
-read at 80 % of the speed of 16 bits. 8B: lines through the steps and first tokens of `one-plan-h200.json`;
-`weights` and `step` share what no token costs as in 13B; `earlier` and `beside` are those of 13B by bytes;
-a coded `token`, and `another`, by `step-llama-3-8b-*.json`, the latter less what padding cost then.
+13B: kernels of ten layers (`step-llama-2-13b-*.json`) times 4. With these costs, TPOT is 6 to 11 % below that
+  of the replays, and TTFT a fifth below. "At the speed of its bytes" means 80 % of the speed of 16 bits.
+
+8B: lines through TPOT and TTFT of `one-plan-h200.json`. `weights` and `step` share the constant cost as in
+  13B. `earlier` and `joined` are those of 13B, scaled by bytes. `token` and `another` of the quantized cache
+  come from `step-llama-3-8b-*.json`, without the padding of that time.
 """
 
 
 @dataclass(frozen=True)
 class Options:
-    """shape: of `COSTS`. trace: see `arrivals`; `seconds` of it from `start` on. rates: requests a second."""
+    """Options of the simulation.
+
+    Attributes:
+      shape: a shape of `COSTS`.
+      trace: file for `arrivals`.
+      start: start of the slice in seconds.
+      seconds: length of the slice.
+      rates: requests a second.
+    """
 
     shape: str
     trace: Path
@@ -149,8 +162,12 @@ class Options:
 
 
 def simulate(requests: Sequence[Arrival], cost: Cost, *, rows: int, chunk: int, tails: bool) -> list[Served]:
-    """The requests, with their times; tails: whether rows hold something beside pages."""
-    programs = Grouping(SEVERAL, chunk, bucket)
+    """Return the requests with their times.
+
+    Args:
+      tails: whether sequences store something in addition to pages.
+    """
+    programs = Grouping(MAX_CHUNKS, chunk, bucket)
     scheduler = Scheduler(
         rows,
         chunk,
@@ -182,14 +199,14 @@ def simulate(requests: Sequence[Arrival], cost: Cost, *, rows: int, chunk: int, 
 
 
 def _take(one: Served, work: Work, now: float) -> None:
-    """A token more."""
+    """Add a token to a request."""
     work.output.append(0)
     one.first, one.last = one.first or now, now
     one.tokens = len(work.output)
 
 
 def row(ended: list[Served]) -> dict[str, float]:
-    """What is told of one rate: shares in time, and means in seconds."""
+    """Return shares in time and mean seconds at one rate."""
     parts = [one.parts() for one in ended]
 
     def mean(name):
@@ -203,7 +220,7 @@ def row(ended: list[Served]) -> dict[str, float]:
 
 
 def main(options: Options) -> None:
-    """Writes one JSON."""
+    """Write one JSON file."""
     if options.shape not in COSTS:
         raise SystemExit(f"shape={options.shape!r}: must be one of {sorted(COSTS)}")
     costs = COSTS[options.shape]
@@ -213,16 +230,16 @@ def main(options: Options) -> None:
     results: list[dict[str, Any]] = []
     for kind, cost in costs.items():
         for chunk in options.chunks:
-            found = []
+            rows = []
             for rate in options.rates:
                 slower = len(inside) / (options.seconds * rate)
                 spread = [replace(each, time=(each.time - options.start) * slower) for each in inside]
-                given = {"rows": options.rows, "chunk": chunk, "tails": not kind.startswith("dense")}
-                found.append({"rate": rate, **row(simulate(spread, cost, **given))})
-            enough = [each["rate"] for each in found if each["attained"] >= ENOUGH]
+                engine = {"rows": options.rows, "chunk": chunk, "tails": not kind.startswith("dense")}
+                rows.append({"rate": rate, **row(simulate(spread, cost, **engine))})
+            enough = [each["rate"] for each in rows if each["attained"] >= ENOUGH]
             sustained = max(enough, default=None)
-            print(kind, chunk, sustained, *(f"{each['attained']:.2f}" for each in found), flush=True)
-            results.append({"kind": kind, "chunk": chunk, "sustained": sustained, "rates": found})
+            print(kind, chunk, sustained, *(f"{each['attained']:.2f}" for each in rows), flush=True)
+            results.append({"kind": kind, "chunk": chunk, "sustained": sustained, "rates": rows})
     settings = {"requests": len(inside), "costs": {kind: asdict(cost) for kind, cost in costs.items()}}
     settings |= {"shape": options.shape, "rows": options.rows}
     settings |= {"start": options.start, "seconds": options.seconds}

@@ -1,12 +1,11 @@
-"""Does a server answer all, rightly, and keep nothing, whatever its clients do?
+"""Soak test of a server: every client gets the right answer, and no request is left over.
 
     zdc convert convert/demo_checkpoint model && python -m benchmarks.serving.soak --model model
 
-One process serves; clients ask over HTTP, more at once than may wait. Requests are drawn from a pool, greedy
-ones and such with a seed, of three priorities; what `generate` gives to each alone, in float32, is the truth.
-Some clients read a stream, some leave in the middle of one, some before anything came. Refused ones come
-again. In the end nothing may be under way, every client who stayed must have the right text, and all rows
-must be free.
+One process serves. Clients ask over HTTP, more at once than may wait. Requests come from a pool, greedy or
+seeded, with three priorities. The truth is what `generate` gives to each alone, in float32. Some clients read
+a stream, some leave in the middle of a stream, some before the first token. Refused clients retry. At the end
+no request may be running, every client that stayed must have the right text, and all sequences must be free.
 """
 
 import asyncio
@@ -31,16 +30,22 @@ from zdc_jax.server.app import make_app
 from zdc_jax.server.run import Server
 
 WAYS = {"whole": 6, "stream": 2, "leaves": 1, "leaves at once": 1}
-"""What a client does, and how often."""
+"""Behavior of clients, with weights."""
 SETTLING = 30.0
-"""Seconds in which all that clients left behind must be gone."""
+"""Seconds within which requests of clients that left must be gone."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """requests: in all. clients: at once. pool: different requests.
+    """Options of the test.
 
-    rows, cache_tokens, waiting: of the engine.
+    Attributes:
+      requests: number of requests.
+      clients: concurrent clients.
+      pool: number of different requests.
+      rows: sequences of the engine.
+      cache_tokens: tokens of the engine's cache.
+      waiting: longest queue.
     """
 
     model: Path
@@ -57,15 +62,15 @@ class Options:
 
 @dataclass(frozen=True)
 class Asked:
-    """A body of /v1/completions, and the text that is the right answer."""
+    """A body of /v1/completions, and its right text."""
 
     body: dict[str, Any]
     text: str
 
 
 def pool_of(model: LanguageModel, options: Options) -> list[Asked]:
-    """Prompts of 1 to 150 random tokens, 1 to 40 new ones; a third is drawn."""
-    rng, found = np.random.default_rng(options.seed), []
+    """Return prompts of 1 to 150 random tokens with 1 to 40 new tokens; a third is sampled."""
+    rng, pool = np.random.default_rng(options.seed), []
     for index in range(options.pool):
         prompt = rng.integers(3, model.config.vocab_size, rng.integers(1, 150)).tolist()
         limit, drawn = int(rng.integers(1, 40)), index % 3 == 0
@@ -73,19 +78,19 @@ def pool_of(model: LanguageModel, options: Options) -> list[Asked]:
         text = generate(model, prompt, limit, sampling=sampling).completions[0].text
         asked = {"prompt": prompt, "max_tokens": limit, "temperature": sampling.temperature}
         asked |= {"seed": index, "top_p": 0.9} if drawn else {}
-        found.append(Asked(asked, text or ""))
-    return found
+        pool.append(Asked(asked, text or ""))
+    return pool
 
 
 class Client:
-    """Asks until all requests are done; counts what came of them."""
+    """A client that asks until all requests are done, and counts the outcomes."""
 
     def __init__(self, http: httpx.AsyncClient, pool: list[Asked], seed: int):
         self.http, self.pool, self.random = http, pool, random.Random(seed)
         self.seen: Counter[str] = Counter()
 
     async def run(self, left: list[int]) -> None:
-        """Takes requests off `left` until there are none."""
+        """Take requests off `left` until there are none."""
         while left:
             left.pop()
             asked = self.random.choice(self.pool)
@@ -107,8 +112,8 @@ class Client:
         if way == "leaves":
             return "left"
         chunks = [httpx.Response(200, text=line).json() for line in lines if line != "[DONE]"]
-        given = "".join(chunk["choices"][0]["text"] for chunk in chunks)
-        return "right" if lines[-1] == "[DONE]" and given == text else "wrong"
+        received = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        return "right" if lines[-1] == "[DONE]" and received == text else "wrong"
 
     async def _lines(self, reply: httpx.Response, until: int | None) -> Any:
         count = 0
@@ -130,7 +135,7 @@ class Client:
 
 
 async def soak(address: str, pool: list[Asked], options: Options) -> Counter[str]:
-    """What all clients saw."""
+    """Return the outcomes of all clients."""
     left = list(range(options.requests))
     limits = httpx.Limits(max_connections=options.clients)
     async with httpx.AsyncClient(base_url=address, timeout=300, limits=limits) as http:
@@ -140,7 +145,7 @@ async def soak(address: str, pool: list[Asked], options: Options) -> Counter[str
 
 
 def main(options: Options) -> None:
-    """Writes one JSON; ends with status 1 if anything was wrong, unanswered or kept."""
+    """Write one JSON file; exit with status 1 if an answer was wrong or missing, or a request is left."""
     model = load(options.model, dtype="float32")
     pool = pool_of(model, options)
     config = EngineConfig(

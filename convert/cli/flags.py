@@ -82,8 +82,8 @@ class PlanFlags:
         from the calibrated error certificate.
       window: Recent tokens that keep all coordinates.
       sinks: First tokens of a sequence that keep all coordinates.
-      method: Storage of the tokens outside the window; see docs/methods.md. Without one of the flags --qk, --v, --budget
-        and --max-score-error, it keeps all of the model's own coordinates and needs no calibration.
+      method: Storage of the tokens outside the window; see docs/methods.md. A method keeps the model's own
+        coordinates and needs no calibration, unless --qk, --v, --budget or --max-score-error chooses ranks.
       set: Settings of the method, such as bits=4.
     """
 

@@ -12,7 +12,7 @@ import pytest
 from abstract_gpu import on_abstract_h200
 from compiled import compiled, device
 
-from benchmarks.bench_generate import LLAMA_2_7B, build
+from benchmarks.model.models import LLAMA_2_7B, build
 from zdc_jax import methods
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.engine import runner
@@ -57,7 +57,7 @@ PLANS = {
 
 def arguments(plan: CompressionPlan, longest: int):
     """Leaves and structure of a network, its layout, and the state of an engine, as shapes."""
-    network = build("post_rope", CONFIG)
+    network = build(CONFIG, rotated=True)
     network.plan = plan
     leaves, tree = jax.tree.flatten(network)
     given = {"rows": ROWS, "longest": longest, "page": 128, "cache_tokens": ROWS * TOKENS, "reuse": True}
@@ -118,7 +118,7 @@ def test_decoding_reads_and_writes_pages_where_they_lie(on_kernels, name):
 def test_several_steps_in_one_program_ask_the_host_nothing(on_kernels, name):
     """XLA knows how often the loop is run; pools stay where they lie in it."""
     plan, kernels = PLANS[name]
-    in_one = partial(runner._decode_in_one, 4, "greedy")
+    in_one = partial(runner._decode_loop, 4, "greedy")
     found, step, state = program(plan, in_one, (ROWS, 1 + WIDTH))
     assert has(found, kernels), found
     loops = [line for line in step.as_text().splitlines() if WAITING.search(line)]
@@ -150,7 +150,7 @@ def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name,
     """
     plan, _ = PLANS[name]
     numbers = runner.CHUNK_HEADER + width
-    found, step, state = program(plan, runner._read_chunk, (numbers,))
+    found, step, state = program(plan, runner._prefill_chunk, (numbers,))
     chooses = {"zdc_coded_scan", "zdc_largest", "zdc_coded_decode"} if name == "chosen" else set()
     assert has(found, {"zdc_prefill"} | chooses), found
     memory, text = step.memory_analysis(), step.as_text()
@@ -163,22 +163,22 @@ def test_pieces_of_prompts_are_written_and_read_where_they_lie(on_kernels, name,
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
-    ("name", "pieces", "longest", "share"),
+    ("name", "chunks", "longest", "share"),
     [
         ("dense", 1, TOKENS, 1 / 2),
         ("ranks", 1, TOKENS, 1 / 2),
         ("coded", 1, TOKENS, 7 / 4),
         ("chosen", 1, TOKENS, 5),
         ("coded near", 1, 8 * TOKENS, 16),  # Numbers of a row are many times its codes.
-        ("dense", runner.SEVERAL, TOKENS, 1),
-        ("ranks", runner.SEVERAL, TOKENS, 1),
-        ("coded", runner.SEVERAL, TOKENS, 5),
+        ("dense", runner.MAX_CHUNKS, TOKENS, 1),
+        ("ranks", runner.MAX_CHUNKS, TOKENS, 1),
+        ("coded", runner.MAX_CHUNKS, TOKENS, 5),
     ],
 )
 def test_pieces_and_tokens_beside_them_take_the_kernels_of_both(on_kernels, name, chunks, longest, share):
     plan, kernels = PLANS[name]
     width, rows = 512, ROWS * (1 + WIDTH)
-    step = partial(runner._read_and_decode, chunks, ROWS)
+    step = partial(runner._prefill_and_decode, chunks, ROWS)
     found, step, state = program(plan, step, (chunks * runner.CHUNK_HEADER + width + rows,), longest)
     assert has(found, kernels | {"zdc_prefill"}), found
     memory, text = step.memory_analysis(), step.as_text()
@@ -195,7 +195,7 @@ def test_pieces_and_tokens_beside_them_take_the_kernels_of_both(on_kernels, name
 @pytest.mark.parametrize("choice", get_args(Choice))
 def test_choosing_tokens_never_waits_for_the_host(choice):
     """Of a vocabulary that is sorted where somebody draws."""
-    network = build("post_rope", replace(CONFIG, vocab_size=32_000))
+    network = build(replace(CONFIG, vocab_size=32_000), rotated=True)
     leaves, tree = jax.tree.flatten(network.embeddings)
     sharding = jax.sharding.SingleDeviceSharding(device())
 
@@ -209,7 +209,7 @@ def test_choosing_tokens_never_waits_for_the_host(choice):
     placed = [shape(leaf.dtype, *leaf.shape) for leaf in leaves]
 
     def run(leaves, *given):
-        return runner._next(jax.tree.unflatten(tree, leaves), *given, choice)
+        return runner._choose_next(jax.tree.unflatten(tree, leaves), *given, choice)
 
     step = jax.jit(run).trace(placed, *given).lower(lowering_platforms=("cuda",)).compile()
     assert not WAITING.search(step.as_text())

@@ -12,8 +12,7 @@ import pytest
 from abstract_gpu import on_abstract_h200
 from compiled import device
 
-from benchmarks.bench_coded_models import coded_plan
-from benchmarks.bench_generate import LLAMA_2_7B, build
+from benchmarks.model.models import LLAMA_2_7B, build, coded_plan
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.generation.row_numbers import WIDTH
 from zdc_jax.generation.steps import DecodeState, Flat, decode
@@ -30,7 +29,7 @@ LONG = 512
 PLANS = {
     "dense": CompressionPlan.full(CONFIG),
     "ranks": CompressionPlan.uniform(CONFIG, qk=64, v=96, sinks=4, window=128),
-    "coded": coded_plan(CONFIG, "whole", TOKENS),
+    "coded": coded_plan(CONFIG),
 }
 
 KERNELS = {"dense": 55, "ranks": 58, "coded": 43}
@@ -93,9 +92,7 @@ def shapes(plan: CompressionPlan) -> tuple[Any, KVCache]:
     specs = plan.layer_caches("bfloat16")
 
     def network():
-        made = build("post_rope", CONFIG)
-        made.plan = plan
-        return made
+        return build(CONFIG, plan, rotated=True)
 
     def cache():
         states = tuple(spec.create(1, TOKENS) for spec in specs)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from kernels import brute_force
 
-from benchmarks import bench_kernels as bench
-from benchmarks.bench_kernels import H, exact_rows, flash_rows, rising
+from benchmarks.kernels import bench_kernels as bench
+from benchmarks.kernels.bench_kernels import H, exact_rows, flash_rows, rising
 from kernels_pallas.prefill_softmax import _SLACK
 
 
@@ -25,7 +25,7 @@ def test_a_peer_that_fails_has_a_row_that_says_why(tmp_path):
 
 
 def test_the_process_of_the_peer_has_no_jax():
-    command = "import sys, benchmarks.rivals.flash_attention_3; print('jax' in sys.modules)"
+    command = "import sys, benchmarks.kernels.flash_attention_3; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

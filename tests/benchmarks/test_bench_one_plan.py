@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from benchmarks import bench_one_plan as bench
-from benchmarks.bench_generate import LLAMA_2_7B
 from benchmarks.common import RESULTS
+from benchmarks.model import bench_one_plan as bench
+from benchmarks.model.models import LLAMA_2_7B
 from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import Settings
 from zdc_jax.plan import CompressionPlan, LayerRanks
@@ -111,15 +111,14 @@ def timed(monkeypatch):
 
     network = SimpleNamespace(plan=CompressionPlan.full(CONFIG))
     fakes = {
-        "build": lambda name, config: network,
+        "build": lambda config, plan, rotated: network,
         "transferred": lambda plan, config, growth: network.plan,
         "check_on_kernels": lambda *args: None,
         "rows_that_fit": lambda caches, tokens: {1128: 20, 4128: 5}[tokens],
         "decode_times": decode_times,
         "prefill_times": lambda side, length, repeats: [length * 1e-5] * repeats,
         "OnCudnn": lambda network: "peer",
-        "Ours": lambda network, chunk: "ours",
-        "OnKernels": lambda network: "kernels",
+        "OnKernels": lambda network, chunk: "kernels",
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(bench, name, fake)
@@ -167,28 +166,24 @@ def test_a_cut_run_leaves_what_it_measured(plan, timed, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "weights", "share", "reads", "decodes"),
-    [
-        ("cudnn", "folded", 1, "peer", "peer"),
-        ("dense", "folded", 1, "ours", "kernels"),
-        ("searched", "post_rope", 0.5, "ours", "kernels"),
-    ],
+    ("kind", "rotated", "share", "side"),
+    [("cudnn", False, 1, "peer"), ("dense", False, 1, "kernels"), ("searched", True, 0.5, "kernels")],
 )
-def test_each_kind_has_its_own_plan_and_path(plan, timed, monkeypatch, kind, weights, share, reads, decodes):
+def test_each_kind_has_its_own_plan_and_path(plan, timed, monkeypatch, kind, rotated, share, side):
     half = CompressionPlan.uniform(CONFIG, qk=64, v=64)
     built, sides = [], []
 
-    def build(name, config):
-        built.append(name)
-        return SimpleNamespace(plan=CompressionPlan.full(config))
+    def build(config, plan, rotated):
+        built.append(rotated)
+        return SimpleNamespace(plan=plan)
 
     monkeypatch.setattr(bench, "build", build)
     monkeypatch.setattr(bench, "transferred", lambda plan, config, growth: half)
     monkeypatch.setattr(bench, "decode_times", lambda side, *args, **named: sides.append(("token", side)))
     monkeypatch.setattr(bench, "prefill_times", lambda side, *args: sides.append(("first", side)))
     *_, row = bench.measured(kind, CONFIG, bench.Options(plan[0], lengths=(1000,)), [])
-    assert built == [weights]
-    assert set(sides) == {("token", decodes), ("first", reads)}
+    assert built == [rotated]
+    assert set(sides) == {("token", side), ("first", side)}
     dense = 2 * 2 * 4 * 128 * 2 * 1000  # Keys and values, layers, heads, coordinates, bytes, tokens.
     assert row["bytes_a_row"] == share * dense + 4, "the length of a row takes 4 bytes"
 

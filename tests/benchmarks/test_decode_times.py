@@ -1,14 +1,11 @@
 """Times of decoding: what a call costs besides its tokens is in none, and tokens are those of `generate`."""
 
-from types import SimpleNamespace
-
 import jax.numpy as jnp
 import pytest
 from conftest import LLAMA, TinyModel
 
-from benchmarks import bench_generate
-from benchmarks.bench_generate import ROOM, decode_times, largest_batch
-from benchmarks.one_call import MOST, InOneCall
+from benchmarks.model import models
+from benchmarks.model.models import MOST, ROOM, InOneCall, decode_times
 from zdc_jax import generate
 from zdc_jax.plan import CompressionPlan
 
@@ -54,26 +51,19 @@ class Rows:
 
 @pytest.fixture
 def at_once(monkeypatch):
-    monkeypatch.setattr(bench_generate.jax, "block_until_ready", lambda x: x)
+    monkeypatch.setattr(models.jax, "block_until_ready", lambda x: x)
 
 
 @pytest.mark.parametrize("begin", [0.0, 0.5])
 def test_only_tokens_are_timed(monkeypatch, at_once, begin):
     side = Clocked(begin)
-    monkeypatch.setattr(bench_generate.time, "perf_counter", lambda: side.now)
+    monkeypatch.setattr(models.time, "perf_counter", lambda: side.now)
     assert decode_times(side, 2, 100, 12, repeats=5) == pytest.approx([0.25] * 5)
 
 
 def test_tokens_that_no_cache_has_room_for_are_refused():
     with pytest.raises(ValueError, match=f"steps=20, repeats=5: 144 tokens must be <= {ROOM}"):
         decode_times(Clocked(), 2, 100, 20, repeats=5)
-
-
-def test_a_batch_that_fails_gives_its_memory_back(monkeypatch, at_once):
-    free = {"bytes_limit": 100, "bytes_in_use": 0}
-    device = SimpleNamespace(memory_stats=lambda: free)
-    monkeypatch.setattr(bench_generate.jax, "local_devices", lambda: [device])
-    assert largest_batch(Clocked(scratch=8), SimpleNamespace(bytes=lambda tokens: 1), 64) == 92
 
 
 def test_tokens_are_those_that_generate_gives():

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,17 +10,14 @@ from conftest import LLAMA, TinyModel
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.quality.certificate_check import correlations, lowered
-from benchmarks.quality.equal_bytes import save
+from benchmarks.quality.equal_bytes import merge, save
 from benchmarks.quality.kvpress_check import plan_of
 from benchmarks.quality.material import Material, _alike, measure
-from benchmarks.quality.merge import main as merge
 from benchmarks.quality.plans import BUDGETS, FIRST, method_plan, others, share_held, share_read
-from benchmarks.quality.what_to_compress import GROUP, rounded
 from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.questions import Question
 from zdc_jax.evaluation.sheets import TaskDocument
-from zdc_jax.plan import CompressionPlan, LayerRanks
+from zdc_jax.plan import CompressionPlan
 
 WIDE = replace(LLAMA, embed_dim=256, head_dim=64)
 """Of the head dim for which the table names its ranks."""
@@ -36,7 +32,7 @@ CONTEXT = 2048
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=[entry.name for entry in ENTRIES])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_a_plan_spends_its_budget(entry):
     """No more than it, and so much that one step more would be over it."""
     held, refused = 0, []
@@ -80,7 +76,7 @@ def test_groups_are_alike_and_lose_nothing(items, most):
 
 
 @pytest.mark.parametrize("protocol", ["cached", "exact"])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_an_unmodified_model_retains_all(protocol, monkeypatch):
     """Whatever the protocol: what is judged is the cache alone, and perplexity is that of a plain forward."""
     monkeypatch.setattr("benchmarks.quality.material.CONTINUATION", 128)
@@ -104,44 +100,6 @@ def test_an_unmodified_model_retains_all(protocol, monkeypatch):
     assert [len(answer.right) for (answer,) in found.answers["recall"]] == [4, 4]
 
 
-def test_rounded_weights_are_within_half_a_step():
-    x = np.random.default_rng(0).normal(size=(2 * GROUP, 5)).astype(np.float32)
-    step = np.ptp(x.reshape(2, GROUP, 5), axis=1) / 15
-    error = np.abs(rounded(x, 4) - x).reshape(2, GROUP, 5).max(1)
-    assert (error <= step * (0.5 + 2**-4)).all()  # Extremes are stored in 16 bits.
-    assert (error > step / 8).all()
-
-
-def test_certificates_of_single_layers_are_ranked_with_what_they_cost(tmp_path):
-    """A journal in which the cost rises with the certificate, but for one task that goes the other way."""
-    config = replace(LLAMA, layers=LLAMA.layers * 2)
-    errors = np.random.default_rng(0).uniform(size=(6, 2, 33))
-    basis = SimpleNamespace(qk_error=errors, vo_error=errors)
-
-    def entry(plan, cost):
-        return {
-            "key": "k", "plan": plan, "nll": [1 + cost, 2 + cost], "logs": {"a": [-cost], "b": [cost]}
-        }  # fmt: skip
-
-    entries, full = [entry(None, 0.0)], CompressionPlan.full(config)
-    for layer in range(6):
-        layers = list(full.layers)
-        layers[layer] = LayerRanks(16, 32)
-        plan = replace(full, layers=tuple(layers))
-        entries.append(entry(plan.to_json(), errors[layer, :, 16].mean()))
-        layers[layer - 1] = LayerRanks(0, 0)  # Two layers differ: not counted.
-        entries.append(entry(replace(full, layers=tuple(layers), window=8).to_json(), 9.0))
-    (tmp_path / "j").write_text("".join(json.dumps(each) + "\n" for each in entries))
-    trials = lowered(basis, tmp_path / "j")
-    assert [(trial.layer, trial.part, trial.rank) for trial in trials] == [(i, "qk", 16) for i in range(6)]
-    found = correlations(trials)
-    assert found["nats"] == pytest.approx(1)
-    assert found["lost"] == {"a": pytest.approx(1), "b": pytest.approx(-1)}
-    (tmp_path / "j").write_text(json.dumps(entries[0]) + "\n")
-    with pytest.raises(PlanError, match="no trial with one rank"):
-        lowered(basis, tmp_path / "j")
-
-
 def test_runs_are_put_together(tmp_path):
     config = {"windows": 8, "documents": 8, "seed": 1, "dtype": "bfloat16", "material": {}}
 
@@ -153,7 +111,7 @@ def test_runs_are_put_together(tmp_path):
     parts = [tmp_path / "a.json", tmp_path / "b.json"]
     save(parts[0], {"config": config, "refused": [], "rows": [row("h2o", seen=1)]})
     save(parts[1], {"config": config, "refused": ["r"], "rows": [row("h2o", seen=2), row("fp8")]})
-    merge(tmp_path / "equal-bytes-y.json", parts)
+    merge(tmp_path / "equal-bytes-y.json", *parts)
     merged = json.loads((tmp_path / "equal-bytes-y.json").read_text())
     assert [(r["method"], r.get("seen"), r["model"]) for r in merged["rows"]] == [
         ("fp8", None, "y"),
@@ -162,4 +120,4 @@ def test_runs_are_put_together(tmp_path):
     assert merged["refused"] == ["r"]
     save(parts[1], {"config": config | {"seed": 2}, "refused": [], "rows": []})
     with pytest.raises(SystemExit, match="same windows"):
-        merge(tmp_path / "equal-bytes-y.json", parts[1:])
+        merge(tmp_path / "equal-bytes-y.json", parts[1])

@@ -14,7 +14,7 @@ def test_tokens_after_a_difference_do_not_count():
     assert found == {"differ": 1, "a_token": 1 / 7}
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_in_32_bits_there_are_none(tmp_path):
     TinyModel(LLAMA).write(tmp_path / "tiny")
     (tmp_path / "a.txt").write_text(" ".join(f"w{i % 90}" for i in range(400)))

@@ -9,13 +9,19 @@ from conftest import LLAMA
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.rivals.partition import Partition, cache_slots, interpolated
-from benchmarks.rivals.partition_search import PieceCost, predicted_ttft, searched
-from benchmarks.rivals.traffic import handed_bytes
+from benchmarks.mesh.rivals.methods import handed_bytes
+from benchmarks.mesh.rivals.partition import (
+    ChunkCost,
+    Partition,
+    cache_slots,
+    interpolated,
+    predicted_ttft,
+    searched,
+)
 from zdc_jax.errors import MeshError
 from zdc_jax.plan import CompressionPlan
 
-ATTENTION = PieceCost(call=0, token=0, past=2e-9, own=1e-9)  # What causality leaves of t x (s + t) scores.
+ATTENTION = ChunkCost(call=0, token=0, past=2e-9, own=1e-9)  # What causality leaves of t x (s + t) scores.
 LAYERS = 32
 
 
@@ -51,9 +57,9 @@ def test_even():
             lambda: searched(3, 4, ATTENTION, layers=1, link=FREE),
             "3 tokens cannot be divided over devices=4",
         ),
-        (lambda: PieceCost.fit({Partition((4, 4)): 1.0}), "4 terms apart"),
-        (lambda: PieceCost.fit({Partition((4, 4)): 0.0}), r"seconds=\[0.0\] must all be > 0"),
-        (lambda: PieceCost.fit({}), "4 terms apart"),
+        (lambda: ChunkCost.fit({Partition((4, 4)): 1.0}), "4 terms apart"),
+        (lambda: ChunkCost.fit({Partition((4, 4)): 0.0}), r"seconds=\[0.0\] must all be > 0"),
+        (lambda: ChunkCost.fit({}), "4 terms apart"),
     ],
 )
 def test_refuses(make, message):
@@ -101,7 +107,7 @@ def test_attention_is_shared_as_the_closed_form(devices):
 @pytest.mark.parametrize(
     "link", [FREE, lambda end: 1e-4 * end, lambda end: 4e-3 * end], ids=["free", "fast", "slow"]
 )
-@pytest.mark.parametrize("cost", [ATTENTION, PieceCost(1e-3, 2e-4, 3e-5, 1e-5)], ids=["attention", "all"])
+@pytest.mark.parametrize("cost", [ATTENTION, ChunkCost(1e-3, 2e-4, 3e-5, 1e-5)], ids=["attention", "all"])
 def test_search_as_brute_force(cost, link):
     length, devices = 48, 4
 
@@ -122,9 +128,9 @@ def test_search_of_one_device_and_of_as_many_as_tokens():
 
 
 def test_fit_finds_what_times_were_made_of():
-    cost = PieceCost(call=2e-3, token=3e-5, past=4e-9, own=2e-9)
+    cost = ChunkCost(call=2e-3, token=3e-5, past=4e-9, own=2e-9)
     partitions = [Partition((n, m)) for n in (500, 4000, 30000) for m in (700, 20000)]
-    fitted = PieceCost.fit({each: sum(cost.seconds(each)) for each in partitions})
+    fitted = ChunkCost.fit({each: sum(cost.seconds(each)) for each in partitions})
     assert fitted.seconds(Partition((1000, 9000))) == pytest.approx(cost.seconds(Partition((1000, 9000))))
     assert fitted.past == pytest.approx(cost.past)
     assert fitted.own == pytest.approx(cost.own)
@@ -135,7 +141,7 @@ def test_ttft_as_played_out_layer_by_layer(token):
     def link(end):
         return token * end
 
-    cost, partition = PieceCost(0.01, 1e-4, 2e-7, 1e-7), Partition((900, 700, 300, 148))
+    cost, partition = ChunkCost(0.01, 1e-4, 2e-7, 1e-7), Partition((900, 700, 300, 148))
     ready, done, arrived = ([0.0] * 4 for _ in range(3))
     for _ in range(LAYERS):
         for device, seconds in enumerate(cost.seconds(partition)):

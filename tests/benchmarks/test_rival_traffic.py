@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.bench_generate import LLAMA_2_7B
-from benchmarks.rivals.traffic import method_bytes
+from benchmarks.mesh.rivals.methods import method_bytes
+from benchmarks.model.models import LLAMA_2_7B
 from zdc_jax.parallel.traffic import prefill_bytes
 from zdc_jax.plan import CompressionPlan
 

@@ -2,8 +2,7 @@
 
 from typing import get_args
 
-from benchmarks.plot_overlap import Kernel, overlap
-from benchmarks.sequence_rows import ROWS, TASKS, Task, compare
+from benchmarks.mesh.rows import ROWS, TASKS, Task, compare
 
 
 def test_compare():
@@ -55,15 +54,3 @@ def test_times_of_two_commits_are_not_compared():
 def test_tasks():
     assert set(TASKS) <= set(get_args(Task))
     assert {task for task in TASKS if ":" not in task} == set(ROWS)
-
-
-def test_overlap_counts_time_once():
-    """An exchange from 0 to 4 ms; attention from 1 to 2, and two other kernels at once from 1.5 to 3."""
-    launched = [
-        Kernel("ncclDevKernel_SendRecv", 0.0, 4.0),
-        Kernel("zdc_prefill_kernel", 1.0, 2.0),
-        Kernel("fusion_1", 1.5, 3.0),
-        Kernel("fusion_2", 1.5, 3.0),
-        Kernel("zdc_prefill_kernel", 5.0, 9.0),
-    ]
-    assert overlap(launched) == {"exchange": 4.0, "beside_attention": 1.0, "beside_any": 2.0}

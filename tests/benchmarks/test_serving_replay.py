@@ -8,9 +8,8 @@ import pytest
 from conftest import LLAMA, TinyModel
 
 from benchmarks.serving.models import ServedModel
+from benchmarks.serving.replay import Arrival, Served, arrivals, main
 from benchmarks.serving.replay import Options as ReplayOptions
-from benchmarks.serving.replay import Served, main
-from benchmarks.serving.traces import Arrival, arrivals
 
 ONE_LAYER = replace(LLAMA, layers=LLAMA.layers[:1])
 """Each program of an engine has all layers, and compiling it takes the time."""
@@ -71,7 +70,7 @@ def test_objectives():
     assert not served.attained, "0.15 s a token"
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_a_replay_counts_what_was_served(azure, tmp_path):
     TinyModel(ONE_LAYER).write(tmp_path / "tiny")
     options = ReplayOptions(
@@ -96,7 +95,7 @@ def test_a_replay_counts_what_was_served(azure, tmp_path):
         assert row["queue"]["mean"] + row["prefill"]["mean"] == pytest.approx(row["first_token"]["mean"])
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_a_replay_whose_requests_fail_tells_no_times(azure, tmp_path, monkeypatch):
     TinyModel(ONE_LAYER).write(tmp_path / "tiny")
 

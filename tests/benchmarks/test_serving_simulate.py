@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.serving.replay import Arrival
 from benchmarks.serving.simulate import Cost, simulate
-from benchmarks.serving.traces import Arrival
 
 COST = Cost(
     token=1e-3,
@@ -11,9 +11,9 @@ COST = Cost(
     earlier=1e-5,
     another=5e-3,
     weights=0.04,
-    beside=4e-3,
+    joined=4e-3,
     step=0.02,
-    held=1e-4,
+    stored=1e-4,
     cache_tokens=4096,
 )
 CHUNK = 256
@@ -25,7 +25,7 @@ def attention(begin: int, end: int) -> float:
 
 
 def decoding(*held: int) -> float:
-    return COST.step + COST.held * sum(held)
+    return COST.step + COST.stored * sum(held)
 
 
 @pytest.mark.parametrize("tails", [False, True])
@@ -51,7 +51,7 @@ def test_pieces_of_two_texts_are_one_program_and_others_decode_beside_it():
     step = CHUNK * COST.token + attention(0, 100) + attention(0, CHUNK - 100) + COST.another
     assert first.first == pytest.approx(step)
     # Its last 94 tokens are padded to 128.
-    step += 128 * COST.token + attention(156, 250) + COST.beside + decoding(101)
+    step += 128 * COST.token + attention(156, 250) + COST.joined + decoding(101)
     assert second.first == pytest.approx(step)
     assert second.last == pytest.approx(step + COST.weights + decoding(102, 251))
     assert first.last == pytest.approx(second.last + COST.weights + decoding(103))

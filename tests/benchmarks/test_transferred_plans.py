@@ -7,8 +7,7 @@ import jax
 import pytest
 from conftest import LLAMA
 
-from benchmarks import bench_coded_models as bench
-from benchmarks.transferred_plans import check_on_kernels, transferred
+from benchmarks.model.transferred_plans import check_on_kernels, is_judged, judged_quality, transferred
 from zdc_jax.errors import PlanError
 from zdc_jax.methods.coded import Settings
 from zdc_jax.ops import attention, stored
@@ -94,7 +93,6 @@ def on_kernels(monkeypatch):
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="what can be checked without a GPU")
-@pytest.mark.sampled
 def test_kernels_decode_what_was_transferred(on_kernels):
     check_on_kernels(transferred(PLAN, LARGE, growth=2), LARGE, 2, 1024)
 
@@ -113,21 +111,18 @@ def test_an_index_that_kernels_read_at_no_size_is_refused():
         transferred(plan, LARGE, growth=1)
 
 
-def test_the_searched_kind_comes_with_its_plan_and_quality(tmp_path):
-    path, judged = tmp_path / "plan.json", tmp_path / "judged.json"
-    PLAN.save(path)
+def test_quality_is_that_of_the_judged_plan(tmp_path):
+    judged = tmp_path / "judged.json"
     row = {"protocol": "cached", "context": 8192, "method": "coded, found", "plan": PLAN.to_json()}
     row |= {"bytes_share": 0.25, "read_share": 0.125, "increase": 0.01, "interval": [0, 0.02]}
     row |= {"tasks": {"lookup": {"retention": 0.97}}}
     others = row | {"protocol": "exact"}, row | {"context": 4096}
     other = row | {"plan": replace(PLAN, window=128).to_json(), "method": "coded, other"}
+    fits = is_judged(PLAN, judged, 8192)
+    assert judged_quality(judged, fits) is None
     judged.write_text(json.dumps({"rows": [*others, other, row]}))
-    options = bench.Options(plan=path, judged=judged)
-    assert options.chosen_kinds == (*bench.SHARES, "searched")
-    found = bench.quality("searched", options)
-    assert found["method"] == "coded, found"
-    assert found["retention"] == {"lookup": 0.97}
+    quality = judged_quality(judged, fits)
+    assert quality["method"] == "coded, found"
+    assert quality["retention"] == {"lookup": 0.97}
     judged.write_text(json.dumps({"rows": [other]}))
-    assert bench.quality("searched", options) is None
-    with pytest.raises(SystemExit, match="'searched' needs a plan"):
-        bench.Options(kinds=("searched",)).chosen_kinds  # noqa: B018
+    assert judged_quality(judged, fits) is None

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import timing
-from benchmarks import tune_kernels as tune
+from benchmarks.kernels import timing
+from benchmarks.kernels import tune_kernels as tune
 from kernels_pallas import CodedConfig, Plane, coded_inputs, tuning
 from kernels_pallas.coded_inputs import config_for, default_config
 

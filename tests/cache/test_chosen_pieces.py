@@ -145,13 +145,13 @@ def on_kernels(caplog):
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_a_piece_is_what_xla_makes_of_it(plain, on_kernels, name, heads):
     check_xla(LAYERS[name], HEADS[heads], share=0.7)
 
 
 @pytest.mark.parametrize("name", ["alone", "in order"])
-@pytest.mark.sampled
+@pytest.mark.full
 def test_a_piece_is_what_each_token_gives_alone(plain, name):
     pieces, tokens = (run(LAYERS[name], G, None, singly=singly) for singly in (False, True))
     assert np.nanmax(errors(pieces, tokens)) < 0.01
@@ -166,7 +166,7 @@ def in_pages(layers):
 
 
 @pytest.mark.parametrize("name", ["alone", "in order"])
-@pytest.mark.sampled
+@pytest.mark.full
 def test_a_piece_reads_pages_as_rows(plain, name):
     paged, table = in_pages(LAYERS[name])
     found, expected = run(paged, G, None, table=table), run(LAYERS[name], G, None)
@@ -186,7 +186,7 @@ def test_no_row_is_copied_out_of_pages_where_kernels_run(plain, T):
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("layer", [ALONE, LEADER])
-@pytest.mark.sampled
+@pytest.mark.full
 def test_lowers_in_several_blocks(monkeypatch, layer, paged, groups):
     """For CUDA, on any machine."""
     monkeypatch.setattr(stored, "device_refusal", lambda q: None)
@@ -215,7 +215,7 @@ def test_lowers_in_several_blocks(monkeypatch, layer, paged, groups):
         ({"read": 96}, "k=96: must be a multiple of 128"),
     ],
 )
-@pytest.mark.sampled
+@pytest.mark.full
 def test_what_kernels_cannot_do_for_a_piece_says_why(plain, change, message):
     layers = (replace(ALONE, **change),)
     with pytest.raises(NotImplementedError, match=message):
@@ -223,7 +223,7 @@ def test_what_kernels_cannot_do_for_a_piece_says_why(plain, change, message):
     np.testing.assert_array_equal(run(layers, G, None), run(layers, G, "xla"))
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_a_piece_of_tokens_on_the_host_is_read_on_xla(plain):
     given = {name: getattr(ALONE, name) for name in ("index", "read", *CHOOSING, *NEAR)}
     layers = (HostedChoosing(**given),)
@@ -232,7 +232,7 @@ def test_a_piece_of_tokens_on_the_host_is_read_on_xla(plain):
     np.testing.assert_array_equal(run(layers, G, None), run((ALONE,), G, "xla"))
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_what_kernels_choose_for_a_piece_serves_xla(plain):
     """A leader's index is on the device, its tokens are on the host; of the last row few are far."""
     given = {name: getattr(LEADER, name) for name in ("index", "read", "leads", *CHOOSING, *NEAR)}

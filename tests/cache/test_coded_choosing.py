@@ -104,7 +104,7 @@ def by_loops(spec: CodedChoosing) -> np.ndarray:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("pieces", [[S], [20, *[1] * 24]], ids=["whole", "decoded"])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_queries_read_what_loops_choose(spec, pieces):
     expected = by_loops(spec)
     found, aux, _ = run(spec, *tokens(), pieces)
@@ -113,7 +113,7 @@ def test_queries_read_what_loops_choose(spec, pieces):
 
 
 @pytest.mark.parametrize("pieces", [[S], [20, *[1] * 24]], ids=["whole", "decoded"])
-@pytest.mark.sampled
+@pytest.mark.full
 def test_a_layer_that_follows_reads_what_the_leader_chose(pieces):
     """One of the same keys gives the leader's results, though its own have no index."""
     leader = CodedChoosing(**SHAPE, **CODES, index=8, read=12, leads=True)
@@ -129,7 +129,7 @@ def test_a_layer_that_follows_reads_what_the_leader_chose(pieces):
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.sampled
+@pytest.mark.full
 def test_decoding_reads_the_planes_of_chosen_tokens_alone(spec):
     """Keys and values of the others may be anything, and are none of the bytes said to be read."""
     q, k, v = tokens()
@@ -178,9 +178,9 @@ def test_zeros_outliers_and_what_is_no_number():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"index": 24}, "index=24 must be 0 to below 24"),
-        ({"page": 12}, "page=12 must be at most 7 tokens"),
-        ({"page": 5}, "read=12 must be a multiple of page=5"),
+        ({"index": 24}, "index=24 must be from 0 to 23"),
+        ({"page": 12}, "page=12 must be 1, or at most 7 tokens"),
+        ({"page": 5}, "read=12 must be a positive multiple of page=5"),
         ({"index": 4}, "rank 4 must be a multiple of 8"),
         ({"Z": 12}, "rank 12 must be a multiple of 8"),
     ],

@@ -147,13 +147,13 @@ def run(spec, implementation, seed=0, table=None, unturned=False):
 
 
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_decoding_on_kernels_is_decoding_on_xla(plain, caplog, name):
     check(SPECS[name], caplog)
 
 
 @pytest.mark.parametrize("name", ["whole", "bit planes", "chosen", "handed on"])
-@pytest.mark.sampled
+@pytest.mark.full
 def test_kernels_read_pages_as_rows(plain, name):
     spec, pages = SPECS[name], S // PAGE
     table = jnp.asarray(np.random.default_rng(0).permutation(2 * B * pages)[: B * pages].reshape(B, pages))
@@ -178,7 +178,7 @@ def test_decoding_on_the_device_s_kernels_is_decoding_on_xla(caplog, name):
 
 @pytest.mark.parametrize("name", ["near tokens, too", "chosen, near tokens, too"])
 @pytest.mark.parametrize("in_pages", [False, True])
-@pytest.mark.sampled
+@pytest.mark.matrix("False-chosen, near tokens, too")
 def test_a_token_that_one_kernel_turns_codes_and_puts(plain, caplog, name, in_pages):
     check(SPECS[name], caplog, unturned=True, in_pages=in_pages)
 
@@ -212,7 +212,7 @@ def check(spec, caplog, unturned=False, in_pages=False):
     assert (np.median(error, axis=0) if few else error).max() < (0.08 if unturned else 0.02)
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_what_is_handed_on_serves_xla_and_kernels(plain):
     leader = SPECS["handed on"]
     (_, on_kernels), (_, on_xla) = (run(leader, each) for each in (None, "xla"))
@@ -230,7 +230,7 @@ def test_what_is_handed_on_serves_xla_and_kernels(plain):
         ({"Z": 32}, "values has 32 coordinates: must be a multiple of 64"),
     ],
 )
-@pytest.mark.sampled
+@pytest.mark.full
 def test_what_kernels_do_not_read_says_why(plain, change, message):
     spec = CodedStore(**(NEAR | {"key_code": SPLIT, "value_code": FittedIntegers(4)} | change))
     with pytest.raises(NotImplementedError, match=message):
@@ -249,7 +249,7 @@ def test_what_kernels_do_not_read_says_why(plain, change, message):
         ),
     ],
 )
-@pytest.mark.sampled
+@pytest.mark.full
 def test_what_kernels_do_not_choose_says_why(plain, change, message):
     spec = CodedChoosing(**(NEAR | CHOOSING | {"index": 32, "read": 128} | change))
     with pytest.raises(NotImplementedError, match=message):
@@ -257,7 +257,6 @@ def test_what_kernels_do_not_choose_says_why(plain, change, message):
     run(spec, None)
 
 
-@pytest.mark.sampled
 def test_planes_of_a_split_are_two():
     coded = SPLIT.encode(jnp.ones((B, K, S, 1, H)))
     index, rest = kernel_planes([(SPLIT, coded)])

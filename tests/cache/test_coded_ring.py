@@ -38,7 +38,7 @@ def by_loops(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("pieces", [[S], [11, 8, *[1] * 11]], ids=["whole", "decoded"])
-@pytest.mark.sampled
+@pytest.mark.full
 def test_attends_to_rounded_tokens(pieces):
     q, k, v = (tokens(heads, seed) for seed, heads in enumerate((K * G, K, K)))
     state, found, start = RING.create(B, S), [], 0
@@ -59,7 +59,7 @@ def test_bytes():
 
 
 def test_what_cannot_be():
-    with pytest.raises(PlanError, match="R=8, Z=0: a coded ring holds near tokens alone"):
+    with pytest.raises(PlanError, match="R=8, Z=0: a quantized ring stores no far tokens"):
         CodedRing(**SHAPE | {"R": 8}, sinks=SINKS, window=WINDOW, code=Int8())
-    with pytest.raises(PlanError, match="codes 8 tokens together; a ring takes single ones"):
+    with pytest.raises(PlanError, match="quantizes 8 tokens together; a ring needs single tokens"):
         CodedRing(**SHAPE, sinks=SINKS, window=WINDOW, code=ChannelIntegers(4, 8))

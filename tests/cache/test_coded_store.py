@@ -58,7 +58,7 @@ def brute_force(spec: CodedStore, q: np.ndarray, k: np.ndarray, v: np.ndarray) -
     [(48, 8, 8), (40, 16, 20), (24, 8, 24), (24, 32, 40)],
     ids=["blocks fill it", "a block is left over", "all is near", "no block fits"],
 )
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_attention_reads_codes_of_far_tokens_alone(capacity, block, window):
     rng, spec = np.random.default_rng(capacity), store(block, window)
     T = capacity - 1
@@ -71,7 +71,9 @@ def test_attention_reads_codes_of_far_tokens_alone(capacity, block, window):
 
 
 def test_windows_shorter_than_a_block_are_refused():
-    with pytest.raises(PlanError, match="window=15 must be at least 16, the tokens coded together"):
+    with pytest.raises(
+        PlanError, match="window=15 must be at least 16, the tokens that are quantized together"
+    ):
         store(16, 15)
 
 

@@ -35,7 +35,7 @@ def there_and_back(x: np.ndarray, bits: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("bits", "C"), [(2, 48), (3, 64), (4, 80), (5, 24), (6, 16), (8, 16)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_vectors_err_as_in_loops(bits, C):
     """Of two reaches that err alike either may be taken, so errors are compared, not levels."""
     x = np.random.default_rng(bits).standard_t(df=5, size=(60, 1, C)).astype(np.float32) * 3.1
@@ -48,7 +48,7 @@ def test_vectors_err_as_in_loops(bits, C):
 
 
 @pytest.mark.parametrize("bits", ONE_STEP)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_a_step_of_its_own_pays(bits):
     """Least at many bits and few coordinates, and never more than one step for all errs."""
     rng, error = np.random.default_rng(7), {}
@@ -61,7 +61,7 @@ def test_a_step_of_its_own_pays(bits):
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("C", [32, 128])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_more_reaches_would_not_pay(bits, C):
     """Gaussian vectors and such of a heavy tail, beside all reaches from 9 below the widest to 3 above."""
     rng = np.random.default_rng(C)
@@ -87,7 +87,6 @@ def test_levels_are_what_integers_score(bits):
     np.testing.assert_array_equal(back[0, 0], (2 * levels + 1 - 2**bits) / 2**bits * REACHES[128])
 
 
-@pytest.mark.sampled
 def test_zeros_outliers_and_what_is_no_number():
     x = np.zeros((5, 1, 16), np.float32)
     x[1, 0, 3], x[2, 0], x[3, 0, 5], x[4] = 1e30, 1e-30, np.nan, 1e4

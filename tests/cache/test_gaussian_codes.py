@@ -74,7 +74,7 @@ def test_powers_of_two_are_turned_by_hadamard(C):
 
 
 @pytest.mark.parametrize(("bits", "C"), [(2, 48), (3, 64), (4, 80), (8, 16)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_vectors_are_those_of_the_paper(bits, C):
     x = np.random.default_rng(bits).standard_t(df=3, size=(2, 40, 1, C)).astype(np.float32)
     code = TurnedGaussian(bits)
@@ -86,7 +86,6 @@ def test_vectors_are_those_of_the_paper(bits, C):
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.sampled
 def test_gaussians_err_as_theory_says(bits):
     x = np.random.default_rng(7).normal(size=(500, 1, 512)).astype(np.float32)
     code = TurnedGaussian(bits)
@@ -97,7 +96,6 @@ def test_gaussians_err_as_theory_says(bits):
 
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-45, 36))
-@pytest.mark.sampled
 def test_vectors_of_any_size_can_be_read(seed, exponent):
     """Also zeros, and one coordinate that is all there is: no error is larger than the vector is long."""
     x = np.random.default_rng(seed).normal(size=(4, 1, 48)) * 10.0 ** (exponent - 1)

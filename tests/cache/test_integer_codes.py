@@ -47,7 +47,7 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_keys_are_those_of_the_paper(bits):
     x, code = blocks(), ChannelIntegers(bits, BLOCK)
     paper = np.array([[kivi_keys(head, bits) for head in row] for row in x.astype(np.float64)])
@@ -56,7 +56,7 @@ def test_keys_are_those_of_the_paper(bits):
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_values_are_those_of_the_paper(bits):
     x, code = blocks(1, tokens=1), TokenIntegers(bits, 16)
     paper = np.array([[kivi_values(head, bits, 16) for head in row] for row in x.astype(np.float64)])
@@ -72,7 +72,6 @@ def test_values_are_those_of_the_paper(bits):
     offset=st.sampled_from([0.0, 1.0, -30.0, 1e4]),
     axis=st.sampled_from([-1, -2]),
 )
-@pytest.mark.sampled
 def test_no_coordinate_errs_by_more_than_half_a_step(seed, bits, exponent, offset, axis):
     x = np.random.default_rng(seed).standard_t(df=2, size=(2, 8, 24))
     x[0, :, 3], x[1, 2] = 0, 7

@@ -86,7 +86,7 @@ def check(spec: LayerCacheSpec, singles: int = 12, *, before: int = 0) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_pages_give_what_rows_give(name):
     check(SPECS[name])
 
@@ -119,7 +119,7 @@ def test_kernels_read_pages_behind_four_gigabytes(name):
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_a_piece_in_pages_is_where_it_is_in_rows(seed):
     """From anywhere to anywhere, with padding past the end; nothing else of the pool changes."""
     rng = np.random.default_rng(seed)
@@ -130,7 +130,7 @@ def test_a_piece_in_pages_is_where_it_is_in_rows(seed):
     table = jnp.asarray(places.reshape(B, n), jnp.int32)
     pages = Pages(jnp.asarray(rng.normal(size=(B * n + 3, K, slots, 4)), jnp.float32), table)
     x = jnp.asarray(rng.normal(size=(B, T, K, 4)), jnp.float32)
-    found = pages.put_piece(x, jnp.asarray(start), jnp.asarray(end))
+    found = pages.put_chunk(x, jnp.asarray(start), jnp.asarray(end))
     kept = start[:, None] + np.arange(T) < end[:, None]
     wanted = put_rows(pages.rows(), x, jnp.asarray(start), jnp.asarray(kept))
     np.testing.assert_array_equal(found.rows(), wanted)
@@ -138,7 +138,7 @@ def test_a_piece_in_pages_is_where_it_is_in_rows(seed):
 
 
 @pytest.mark.parametrize("name", ["dense", "ranks", "ring"])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_pieces_are_read_in_pages_where_kernels_run(name, monkeypatch):
     """With a stand-in for the kernel, which sees what lies in pages, of all tokens alike."""
     spec, leading = SPECS[name], []
@@ -169,7 +169,7 @@ def far_prefill(q, k, v, *, scale, starts, lengths, keys, sinks, window):
 
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("seen", [0, 1, 129, 384, 385, 512])
-@pytest.mark.sampled
+@pytest.mark.matrix("129-False")
 def test_codes_are_read_as_far_as_queries_see(seen, paged, monkeypatch):
     monkeypatch.setattr(stored, "device_refusal", lambda q: None)
     monkeypatch.setattr(stored, "dequantise", partial(dequantise, interpret=True))
@@ -193,7 +193,7 @@ def test_codes_are_read_as_far_as_queries_see(seen, paged, monkeypatch):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_far_attention_is_told_where_padding_begins(monkeypatch):
     attend, told = near_far.stored_attention, []
 
@@ -222,7 +222,7 @@ def test_codes_are_not_read_in_pages_without_a_kernel(monkeypatch):
 
 @pytest.mark.parametrize("T", [1, 40])
 @pytest.mark.parametrize("name", ["coded", "chosen"])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_codes_are_put_into_pages_without_a_kernel(name, T):
     """As where a pool is too large for the one that codes."""
     spec, rng = SPECS[name], np.random.default_rng(T)
@@ -259,8 +259,8 @@ def test_methods_that_cannot_are_refused_by_name(tiny_llama):
     )
     plan = CompressionPlan.uniform(config, qk=32, v=32, sinks=2, window=16)
     for name, settings, message in [
-        ("h2o", evicting, "Evicting does not keep tokens by position"),
-        ("kivi", blocks, "page=8 tokens must be a multiple of the blocks of CodedStore"),
+        ("h2o", evicting, "spec=Evicting: pages need tokens stored by position"),
+        ("kivi", blocks, "page=8: must be a multiple of the block size of CodedStore"),
     ]:
         spec = replace(plan, method=name, settings=settings).layer_caches("float32")[0]
         with pytest.raises(PlanError, match=message):

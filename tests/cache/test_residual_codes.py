@@ -40,7 +40,7 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize("by_channel", [True, False])
 @pytest.mark.parametrize(("C", "bits", "rank", "each"), [(16, 2, 2, 1), (48, 4, 3, 2), (32, 3, 0, 0)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_blocks_are_those_of_the_paper(C, bits, rank, each, by_channel):
     x = blocks(C)
     m = TOKENS if by_channel else C
@@ -58,7 +58,6 @@ def test_blocks_are_those_of_the_paper(C, bits, rank, each, by_channel):
     assert relative_error(decoded, x) >= 0.9 * relative_error(paper, x)
 
 
-@pytest.mark.sampled
 def test_outliers_cost_others_nothing():
     """The coordinates beside a huge one are as near as if it were not there."""
     x = np.random.default_rng(3).normal(size=(1, TOKENS, 32)).astype(np.float32)
@@ -73,7 +72,7 @@ def test_outliers_cost_others_nothing():
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_low_rank_is_nearly_the_best(rank):
     rng = np.random.default_rng(rank)
     decaying = (rng.normal(size=(5, 24, 6)) * 2.0 ** -np.arange(6)) @ rng.normal(size=(5, 6, 16))
@@ -89,7 +88,6 @@ def test_low_rank_is_nearly_the_best(rank):
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-45, 36), kind=st.integers(0, 3))
 @example(seed=469, exponent=-1, kind=2)  # What is left after one column is next to nothing, but not zero.
-@pytest.mark.sampled
 def test_low_rank_never_makes_it_worse(seed, exponent, kind):
     """Of noise, zeros, one row, and what has a lower rank than is asked for, of any size."""
     x = np.random.default_rng(seed).normal(size=(2, 8, 24)) * 10.0 ** (exponent - 1)
@@ -104,7 +102,7 @@ def test_low_rank_never_makes_it_worse(seed, exponent, kind):
 
 @pytest.mark.parametrize("by_channel", [True, False])
 @pytest.mark.parametrize("value", [0.0, 7.123, -1e30, 1e-40])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_blocks_of_one_value_keep_it(value, by_channel):
     x = jnp.full((1, TOKENS, 16), value, jnp.float32)
     code = Gear(4, TOKENS, 2, 0.2, by_channel)

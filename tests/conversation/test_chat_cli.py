@@ -45,7 +45,6 @@ def talk(model: str, messages: list[str], **options) -> list[str]:
     return [conversation.say(message) for message in messages]
 
 
-@pytest.mark.sampled
 def test_lines_are_messages_and_replies_are_printed(model, capsys, monkeypatch):
     piped(monkeypatch, "w3 w4\n\nw8\n/new\nw3 w4")
     assert main(["chat", model, "--system", "w9", *FEW]) == 0
@@ -76,7 +75,6 @@ def test_without_standard_input_there_is_no_chat(model, capsys, monkeypatch):
     assert capsys.readouterr().err == "error: standard input is closed; `zdc chat` reads messages from it\n"
 
 
-@pytest.mark.sampled
 def test_the_chat_takes_plans_and_samplings(model, capsys, monkeypatch):
     """Also a stop string."""
     piped(monkeypatch, "w3")
@@ -94,7 +92,7 @@ def test_the_chat_takes_plans_and_samplings(model, capsys, monkeypatch):
     assert "--qk 4" in capsys.readouterr().err
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_through_real_pipes(model):
     """A process of its own: what it prints is the replies alone, and the end of its input ends it."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -135,7 +133,7 @@ def test_somebody_who_types_goes_on_after_errors_and_interrupts(model, capsys, m
     out, err = capsys.readouterr()
     assert out.startswith(f"> {interrupted[0]}\n> > ")
     error, cost = err.splitlines()
-    assert error.startswith("error: the conversation takes ")
+    assert error.startswith("error: the conversation has ")
     assert re.match(r"\[0 tokens reused, \d+ prefilled", cost)
 
 
@@ -146,7 +144,7 @@ def test_a_pipe_stops_at_the_first_error(model, capsys, monkeypatch):
     assert out == ""
     (error,) = err.splitlines()
     assert error.startswith(
-        "error: the conversation takes 201 tokens and leaves none of the model's 128 positions"
+        "error: the conversation has 201 tokens and leaves no room for a reply within the model's 128"
     )
 
 
@@ -157,7 +155,6 @@ def test_input_that_is_no_text_is_one_line(model, capsys, monkeypatch):
     assert error.startswith("error: standard input is not UTF-8: ")
 
 
-@pytest.mark.sampled
 def test_each_prompt_is_a_message(model, capsys):
     (first,), (second,) = talk(model, ["w3 w4"], system="w9"), talk(model, ["w8"], system="w9")
     assert main(["generate", model, "w3 w4", "w8", "--chat", "--system", "w9", *FEW]) == 0
@@ -177,7 +174,7 @@ def test_each_prompt_is_a_message(model, capsys):
         (["chat", "nowhere"], "nowhere does not exist"),
     ],
 )
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_user_errors_are_one_line(model, capsys, monkeypatch, arguments, named):
     piped(monkeypatch, "w3")
     assert main([argument.format(model) for argument in arguments]) == 2

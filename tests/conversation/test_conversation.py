@@ -13,7 +13,7 @@ from tiny_tokenizers import chat_tokenizer, sentencepiece
 
 from zdc_jax import CompressionPlan, LanguageModel, LayerRanks, Sampling, chat, chat_prompt, generate
 from zdc_jax.config import ModelConfig
-from zdc_jax.conversation.chat import keeps_cache, text_after, tokens_after
+from zdc_jax.conversation.chat import decode_after, keeps_cache, tokenize_after
 from zdc_jax.conversation.prompt import chat_stop_tokens
 from zdc_jax.conversation.template import ChatTemplate
 from zdc_jax.errors import ChatError, PromptError
@@ -79,7 +79,7 @@ class Read:
 @pytest.fixture
 def read(monkeypatch) -> Read:
     seen = Read()
-    deltas, piece = run.Run.deltas, run.read
+    deltas, piece = run.Run.deltas, run.prefill
 
     def spied(self, *rest):
         (prompt,) = self.request.prompts
@@ -93,7 +93,7 @@ def read(monkeypatch) -> Read:
         return piece(network, state, tokens, *rest, **options)
 
     monkeypatch.setattr(run.Run, "deltas", spied)
-    monkeypatch.setattr(run, "read", spied_piece)
+    monkeypatch.setattr(run, "prefill", spied_piece)
     return seen
 
 
@@ -114,7 +114,7 @@ _whole = jax.jit(lambda network, tokens: network(tokens))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2, top_k=30, seed=5)], ids=["greedy", "drawn"])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_a_kept_cache_gives_what_reading_all_again_gives(model, read, sampling):
     """Over turns that together are far longer than the window; replies end at their limit."""
     conversation = chat(model, system="hold on", max_new_tokens=9, stop_tokens=(), sampling=sampling)
@@ -141,7 +141,6 @@ def test_a_kept_cache_gives_what_reading_all_again_gives(model, read, sampling):
     assert keeps_cache(model) == (model.plan.classes is None)
 
 
-@pytest.mark.sampled
 def test_the_tokens_are_those_of_the_template_around_what_the_model_chose(plain, read):
     conversation = chat(plain, max_new_tokens=20, stop_tokens=(), sampling=Sampling(1.0, top_k=20))
     for message in MESSAGES:
@@ -193,7 +192,7 @@ def test_a_stop_token_is_part_of_the_text_that_the_template_writes(plain, read, 
     assert reply == anew(plain, read.prompts[2], 12, stop_tokens=chat_stop_tokens(model))
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_a_full_cache_gives_way_to_one_with_room_for_as_much_again(plain, read):
     conversation = chat(plain, max_new_tokens=10, stop_tokens=())
     capacities = []
@@ -207,7 +206,6 @@ def test_a_full_cache_gives_way_to_one_with_room_for_as_much_again(plain, read):
     assert completion.tokens == anew(plain, prompt, 10, stop_tokens=())
 
 
-@pytest.mark.sampled
 def test_replies_shorten_where_positions_end_and_then_there_are_none(plain):
     conversation = chat(plain, max_new_tokens=200, stop_tokens=())
     conversation.say("a")
@@ -219,7 +217,7 @@ def test_replies_shorten_where_positions_end_and_then_there_are_none(plain):
     assert turn.prompt_tokens > tokens
     assert turn.generation.capacity == LLAMA.max_positions
     after = conversation.history
-    with pytest.raises(PromptError, match="leaves none of the model's 256 positions for a reply; start over"):
+    with pytest.raises(PromptError, match="no room for a reply within the model's 256 positions; start over"):
         conversation.say("c")
     assert conversation.history == after == [*before, *after[2:]]
     conversation.start_over()
@@ -307,7 +305,7 @@ def test_lengths_beyond_calibration_are_said_when_the_cache_grows(plain):
     model = replace(plain, basis=TinyModel(SHORT).basis())
     conversation = chat(model, max_new_tokens=10, stop_tokens=())
     conversation.say("a")
-    with pytest.warns(UserWarning, match="a row may hold 1.. tokens, the basis was calibrated on .* 64"):
+    with pytest.warns(UserWarning, match="sequences may have 1.. tokens, but the basis was .* 64:"):
         conversation.say("a long message " * 8)
     conversation.say("b")
 
@@ -316,9 +314,9 @@ def test_new_turns_do_not_recompile(plain):
     conversation = chat(plain, max_new_tokens=9, stop_tokens=())
     conversation.say("the end")
     conversation.say("Is it?")
-    sizes = steps.read._cache_size(), steps.decode._cache_size()
+    sizes = steps.prefill._cache_size(), steps.decode._cache_size()
     conversation.say("no")
-    assert (steps.read._cache_size(), steps.decode._cache_size()) == sizes
+    assert (steps.prefill._cache_size(), steps.decode._cache_size()) == sizes
 
 
 @pytest.mark.parametrize(
@@ -326,14 +324,14 @@ def test_new_turns_do_not_recompile(plain):
     [
         ({"max_new_tokens": 0}, PromptError, "max_new_tokens=0"),
         ({"max_new_tokens": True}, PromptError, "max_new_tokens=True"),
-        ({"sampling": [Sampling()] * 2}, PromptError, "sampling holds 2"),
+        ({"sampling": [Sampling()] * 2}, PromptError, "sampling has 2"),
         ({"stop": [""]}, PromptError, "empty string"),
         ({"stop_tokens": "x"}, PromptError, "stop_tokens='x'"),
         ({"prefill_chunk": 33}, PromptError, "prefill_chunk=33"),
         ({"system": 3}, ChatError, "content=3"),
-        ({"template_options": {"enable_thinking": False}}, ChatError, "reads no enable_thinking"),
-        ({"template_options": {"messages": []}}, ChatError, "reads no messages"),
-        ({"template_options": {"self": 1}}, ChatError, "reads no self"),
+        ({"template_options": {"enable_thinking": False}}, ChatError, "template options: enable_thinking"),
+        ({"template_options": {"messages": []}}, ChatError, "unknown template options: messages"),
+        ({"template_options": {"self": 1}}, ChatError, "unknown template options: self"),
     ],
 )
 def test_bad_options_are_refused_at_once(plain, options, error, said):
@@ -384,17 +382,16 @@ def test_text_of_tokens_where_they_stand():
     tokenizer = sentencepiece()
     prompt, chosen = tokenizer.encode("It is").ids, tokenizer.encode(" the man").ids
     assert tokenizer.decode(chosen) == "the man"
-    assert text_after(tokenizer, prompt, chosen) == " the man"
+    assert decode_after(tokenizer, prompt, chosen) == " the man"
     end = tokenizer.token_to_id("</s>")
-    assert text_after(tokenizer, prompt, [*chosen, end]) == " the man</s>"
+    assert decode_after(tokenizer, prompt, [*chosen, end]) == " the man</s>"
 
 
-@pytest.mark.sampled
 def test_tokens_after_a_beginning():
     tokenizer = chat_tokenizer()
 
     def behind(beginning, text):
-        return tokens_after(tokenizer, beginning, text, tokenizer.encode(text).ids)
+        return tokenize_after(tokenizer, beginning, text, tokenizer.encode(text).ids)
 
     assert behind("a", "a the") == tokenizer.encode(" the").ids
     assert behind("b", "a the") is None

@@ -72,7 +72,7 @@ def test_options_are_variables_of_the_template(source, options):
 
 
 def test_an_option_that_is_not_read_is_refused():
-    with pytest.raises(ChatError, match=r"reads no enable_thnking; it reads .*enable_thinking"):
+    with pytest.raises(ChatError, match=r"options: enable_thnking; .* uses .*enable_thinking"):
         ChatTemplate(THINKING).render(HELLO, {"enable_thnking": False})
 
 
@@ -93,7 +93,7 @@ ATTACKS = {
 @pytest.mark.parametrize("source", ATTACKS.values(), ids=ATTACKS)
 def test_ways_out_of_the_sandbox_are_closed(source):
     messages = [dict(HELLO[0])]
-    with pytest.raises(ChatError, match="does what it must not"):
+    with pytest.raises(ChatError, match="violates the sandbox"):
         ChatTemplate(source).render(messages)
     assert messages == HELLO
 
@@ -107,8 +107,8 @@ def test_ways_out_of_the_sandbox_are_closed(source):
             "67,1",
         ),
         ("x" * 2**21, "2,097,152 characters, more than"),
-        ("{% if %}", "line 1 of the chat template is no Jinja: Expected an expression"),
-        ("\n{% for x in messages %}", "line 2 .* no Jinja"),
+        ("{% if %}", "line 1 of the chat template is not valid Jinja: Expected an expression"),
+        ("\n{% for x in messages %}", "line 2 .* not valid Jinja"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ messages[7].content }}", "UndefinedError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
@@ -129,8 +129,8 @@ def test_templates_that_cannot_be_used_are_one_error(source, said):
         (HELLO[0], "must be a list"),
         (None, "must be a list"),
         ([], "at least one"),
-        (["Hello"], "message 0, 'Hello', must have a role"),
-        ([*HELLO, {"role": "user"}], "message 1, .* must have a role"),
+        (["Hello"], r"messages\[0\]='Hello' must have a role"),
+        ([*HELLO, {"role": "user"}], r"messages\[1\]=.* must have a role"),
         ([{"role": "user", "content": "x", "name": "y"}], "nothing else"),
         ([{"role": "tool", "content": "x"}], r"role='tool' must be one of \('system', 'user', 'assistant'\)"),
         ([{"role": ["user"], "content": "x"}], "role="),
@@ -195,7 +195,7 @@ def test_a_template_may_come_later(source, tmp_path):
     [
         ("{", "cannot read .*tokenizer_config.json"),
         ("[" * 10**5, "cannot read .*tokenizer_config.json"),
-        ("[]", r"tokenizer_config.json must hold a JSON object, it holds \[\]"),
+        ("[]", r"tokenizer_config.json must contain a JSON object, not \[\]"),
         ('{"chat_template": 3}', "tokenizer_config.json: chat_template=3 must be"),
         ('{"chat_template": ["x"]}', "tokenizer_config.json: chat_template=.'x'. must be"),
         ('{"chat_template": [{"name": "default", "template": {}}]}', "chat_template={} must be"),
@@ -227,7 +227,7 @@ def test_text_that_is_no_utf_8_is_named(source, tmp_path):
 
 def test_a_template_that_cannot_be_parsed_hinders_no_other_work(source, tmp_path):
     found = load(converted(source, tmp_path, chat_template__jinja="{% if %}")).chat_template
-    with pytest.raises(ChatError, match="no Jinja"):
+    with pytest.raises(ChatError, match="not valid Jinja"):
         found.render(HELLO)
 
 

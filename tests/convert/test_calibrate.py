@@ -91,7 +91,7 @@ def reference(tiny: TinyModel, tokens: np.ndarray) -> list[dict[str, np.ndarray]
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_moments_equal_brute_force(tiny: TinyModel, batch):
     tokens = tiny.tokens(3, 32)  # Three windows: batches of two leave a remainder.
     moments = collect_moments(tiny.dense, tokens, fingerprint="x", batch=batch)
@@ -139,7 +139,7 @@ np.savez({out!r}, **{{name: getattr(moments, name) for name in "qkvo"}})
 """
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_four_devices_equal_one(tiny_llama: TinyModel, tmp_path):
     out = tmp_path / "four.npz"
     script = FOUR_DEVICES.format(tests=str(Path(__file__).parents[1]), out=str(out))
@@ -187,7 +187,6 @@ def calibrated(converted, texts, tmp_path_factory) -> Path:
     return Path(folder)
 
 
-@pytest.mark.sampled
 def test_end_to_end(calibrated):
     checkpoint = Checkpoint.open(calibrated)
     basis, moments = stored_basis(checkpoint), Moments.load(checkpoint.calibration_path / "moments")
@@ -277,7 +276,6 @@ def test_a_new_basis_from_stored_moments(calibrated, tmp_path):
     assert (automatic.qk_kind, automatic.vo_kind) == ("balanced", "balanced")
 
 
-@pytest.mark.sampled
 def test_kmeans_route(model, texts):
     options = CalibrationOptions(
         tokens=1024, context=64, reduction="kmeans", clusters=32, qk="stacked", vo="balanced"
@@ -318,7 +316,7 @@ def test_refusals_leave_nothing(model, texts, tmp_path):
         calibrate(model, [texts], CalibrationOptions(context=129), progress=False)
     short = tmp_path / "short.txt"
     short.write_text("w3 w4")
-    with pytest.raises(TextError, match=r"not one whole window of 64 tokens.* has 2 tokens"):
+    with pytest.raises(TextError, match=r"too little text for one window of 64 tokens.* has 2 tokens"):
         calibrate(model, [short], OPTIONS, progress=False)
     with pytest.raises(CheckpointError, match="moments"):
         calibrate(model, [], OPTIONS, progress=False)
@@ -329,7 +327,7 @@ def test_refusals_leave_nothing(model, texts, tmp_path):
         calibrate(model, [texts], too_many, progress=False)
     assert not (model / "calibration").exists()
     (model / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing; convert again"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing; run `zdc convert` again"):
         calibrate(model, [texts], OPTIONS, progress=False)
 
 
@@ -367,7 +365,7 @@ def test_a_failing_calibration_keeps_basis_and_profile(calibrated, texts, tmp_pa
 
 def test_plans_need_a_basis_of_the_same_model(calibrated, converted, tmp_path):
     config = Checkpoint.open(converted).config
-    with pytest.raises(CalibrationError, match="run: zdc calibrate"):
+    with pytest.raises(CalibrationError, match="run `zdc calibrate"):
         load(converted, CompressionPlan.full(config))
     # The same model at another precision: equal shapes, other weights.
     other = tmp_path / "other"
@@ -389,7 +387,7 @@ def test_plans_need_the_basis_they_were_made_for(calibrated, tmp_path):
     assert load(model, plan).plan == plan
     options = CalibrationOptions(qk="stacked", vo="stacked")
     new = calibrate(model, [], options, overwrite=True, progress=False)
-    with pytest.raises(PlanError, match=f"{old.coordinates_hash}.*{new.coordinates_hash}.* zdc plan"):
+    with pytest.raises(PlanError, match=f"{old.coordinates_hash}.*{new.coordinates_hash}.* `zdc plan`"):
         load(model, plan)
     assert load(model, plan, basis=old).plan == plan
 

@@ -35,7 +35,7 @@ def wander(seed: int, constrained: bool) -> list[ClassNumbers]:
 
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 10_000), constrained=st.booleans())
-@pytest.mark.sampled
+@pytest.mark.full
 def test_steps_lead_to_smaller_plans_one_number_at_a_time(seed, constrained):
     path = wander(seed, constrained)
     sizes = [size(numbers.make_plan(CONFIG)) for numbers in path]

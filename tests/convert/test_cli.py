@@ -78,7 +78,7 @@ def test_plan_says_what_it_saves(folder, tmp_path, capsys):
     assert (some.fingerprint, some.basis) == (Checkpoint.open(model).fingerprint, "")
     some.for_model(some.fingerprint, "old").save(tmp_path / "old.json")
     assert main(["plan", model, str(tmp_path / "new.json"), "--plan", str(tmp_path / "old.json")]) == 2
-    assert "of basis 'old'" in capsys.readouterr().err
+    assert "for basis 'old'" in capsys.readouterr().err
     assert not (tmp_path / "new.json").exists()
     cut = replace(some, layers=(LayerRanks(0, 0),) * (len(some.layers) - 1) + some.layers[-1:], window=16)
     cut.save(tmp_path / "cut.json")
@@ -92,7 +92,6 @@ def test_plan_says_what_it_saves(folder, tmp_path, capsys):
     assert "1.000" not in lost
 
 
-@pytest.mark.sampled
 def test_evaluate_prints_what_it_writes(folder, tmp_path, capsys):
     """The unmodified model beside itself."""
     TinyModel(replace(LLAMA, max_positions=320)).write(tmp_path / "model")
@@ -176,7 +175,6 @@ def test_version(capsys):
     assert re.fullmatch(r"zdc \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
-@pytest.mark.sampled
 def test_generate(folder, capsys, monkeypatch):
     model = str(folder / "model")
     assert main(["generate", model, "w3 w4 w5", "w6", "--qk", "16", "--max-new-tokens", "4"]) == 0
@@ -204,7 +202,7 @@ def test_generated_text_is_printed_as_it_is(folder, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith(f"[red]w3[/red] :heart:{text}\n")
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_calibrating_while_converting(folder, tmp_path, capsys):
     """And from a path that would be markup."""
     source, output = shutil.copytree(folder / "hf", tmp_path / "[red]hf"), tmp_path / "model"
@@ -227,7 +225,7 @@ def test_warnings_are_one_line_and_hooks_are_put_back(folder, capsys):
         assert main(arguments) == 0
         assert warnings.showwarning is hook
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: a row may hold 101 tokens")
+    assert line.startswith("warning: sequences may have 101 tokens")
     assert warnings.showwarning is before
 
 
@@ -244,7 +242,6 @@ def test_missing_packages_are_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: zdc needs scipy, tyro; run: pip install 'zdc-jax[tools]'\n"
 
 
-@pytest.mark.sampled
 def test_a_method_in_the_models_own_coordinates(folder, tmp_path, capsys):
     model, plan = str(folder / "model"), tmp_path / "plan.json"
     flags = ["--method", "quest", "--set", "page=8", "read=16", "--window", "8"]
@@ -315,7 +312,7 @@ def test_inspect_checks_hashes(folder, capsys):
             ["evaluate", "{}/model", "{}/text", "--tasks", "poetry"],
             "must be one of perplexity, agreement, copy",
         ),
-        (["evaluate", "{}/model", "{}/text", "--tasks", "passkey"], "128 tokens has no room for tasks"),
+        (["evaluate", "{}/model", "{}/text", "--tasks", "passkey"], "128 tokens is too short for tasks"),
         (["evaluate", "{}/model"], "TEXT is missing"),
         (["evaluate", "{}/model", "{}/text", "--tasks"], "--tasks must name at least one of perplexity"),
         (["plan", "{}/model", "{}/plan.json", "--budget", "0.5", "--texts", "{}/text"], "drop --budget"),

@@ -57,7 +57,7 @@ from zdc_jax.planning.layer_costs import LayerCosts, Precision, build_layer, pre
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.sampled
+@pytest.mark.full
 def test_the_smallest_plan_is_that_of_brute_force(seed, monkeypatch):
     """At limits that corners of the hull just hold, where the cheapest path is the best there is."""
     monkeypatch.setattr("convert.search.coded_search.CHOICES", ())
@@ -83,7 +83,7 @@ def fewest_bytes(book: TaskBook, options: SearchOptions) -> float:
     return min(size for size, *lost in sums if np.less_equal(lost, limits).all())
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_gains_in_tasks_do_not_pay_for_perplexity(monkeypatch):
     """Little more is held than by the smallest plan within both limits; at a price of 1 much more."""
     monkeypatch.setattr("convert.search.coded_search.CHOICES", ())
@@ -116,7 +116,7 @@ def searched(seed: int, limit: float) -> tuple[FakeBook, Trial, Trial]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.sampled
+@pytest.mark.full
 def test_no_layer_of_the_result_can_read_less(seed):
     limit, choices = 0.8, list_choices(TOKENS)
     book, best, whole = searched(seed, limit)
@@ -140,7 +140,7 @@ def test_no_layer_of_the_result_can_read_less(seed):
 
 
 @pytest.mark.parametrize(("objective", "left"), [("bytes", 1 / 5), ("read", 2 / 5)])
-@pytest.mark.sampled
+@pytest.mark.full
 def test_time_ends_a_search_and_is_left_for_choices(objective, left, monkeypatch):
     """A plan takes a second here. The last one may be begun as time ends."""
     book, seen = FakeBook(0), []
@@ -153,7 +153,6 @@ def test_time_ends_a_search_and_is_left_for_choices(objective, left, monkeypatch
     assert best.increase <= 0.8
 
 
-@pytest.mark.sampled
 def test_less_is_read_though_single_layers_were_not_all_measured():
     """There is time for the path that was foretold, for a few layers, and for choices."""
     search = CodedSearch(FakeBook(0), SearchOptions(0.8, trials=12, objective="read"))
@@ -163,7 +162,7 @@ def test_less_is_read_though_single_layers_were_not_all_measured():
     assert best.increase <= 0.8
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_a_third_of_the_limits_may_be_left_to_what_is_read():
     """Then less is read in the mean, though more be held, and the limit holds as well."""
     shares = []
@@ -180,7 +179,7 @@ def test_a_third_of_the_limits_may_be_left_to_what_is_read():
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.sampled
+@pytest.mark.full
 def test_reading_less_takes_no_more_bytes_but_the_indexs(seed):
     """Of the smallest plan that reads everything: scales of a byte, and levels of at least four bits."""
     book, best, whole = searched(seed, 0.8)
@@ -219,7 +218,7 @@ def test_choices_fall_in_both_numbers_and_in_bytes_read():
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128, 256])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_levels_are_grades_that_plans_may_have(head_dim):
     for levels in coded_levels(head_dim):
         sizes = [precision.size for precision in levels]
@@ -242,7 +241,6 @@ def test_levels_are_grades_that_plans_may_have(head_dim):
     assert Precision(64, 2, 16, 5).size == 24
 
 
-@pytest.mark.sampled
 def test_a_layer_that_slides_keeps_its_window():
     slides = replace(CONFIGS["llama"].layers[0], window=256)
     book = FakeBook(0, (slides, CONFIGS["llama"].layers[0]))
@@ -251,7 +249,7 @@ def test_a_layer_that_slides_keeps_its_window():
     assert best.plan.layers[0].window <= 256
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_the_last_stage_has_trials_of_its_own():
     book = FakeBook(1)
     search = CodedSearch(book, SearchOptions(0.8, trials=40, objective="read"))
@@ -260,7 +258,6 @@ def test_the_last_stage_has_trials_of_its_own():
     assert book.measured <= 40
 
 
-@pytest.mark.sampled
 def test_a_prediction_is_measured_before_single_layers():
     """A few trials give a plan within the limit, and it is one of the foretold path."""
     book, seen = FakeBook(1), []
@@ -278,7 +275,6 @@ def test_a_prediction_is_measured_before_single_layers():
     assert size[order[0]] < size[order[-1]]
 
 
-@pytest.mark.sampled
 def test_a_profile_of_short_windows_foretells_nothing():
     """Calibration on a short context; the search measures layers, as ever."""
     book = FakeBook(1)
@@ -332,7 +328,7 @@ def test_four_bits_may_choose_on_kernels():
 
 
 @pytest.mark.parametrize("objective", ["bytes", "read"])
-@pytest.mark.sampled
+@pytest.mark.full
 def test_a_search_on_kernels_finds_what_they_read(objective):
     found = CodedSearch(FakeBook(0), SearchOptions(0.8, objective=objective, on_kernels=True)).run()
     assert found.increase <= 0.8
@@ -368,7 +364,7 @@ def test_foretold_costs_fall_with_the_error_of_scores():
     np.testing.assert_allclose(costs.v[-1], PREDICTED_VALUES * want, rtol=1e-3)
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_a_context_too_short_for_any_choice_is_read_whole(monkeypatch):
     monkeypatch.setattr("convert.search.coded_search.CHOICES", ())
     best = CodedSearch(FakeBook(1), SearchOptions(0.8)).run()
@@ -422,7 +418,7 @@ def folder(tmp_path_factory) -> Path:
     return calibrated_folder(tmp_path_factory.mktemp("coded"), CONTEXT)
 
 
-@pytest.mark.sampled("coded folder")
+@pytest.mark.full
 def test_trials_are_the_loaded_models(folder):
     """One after another, of which some share the weights of some layers."""
     windows = np.random.default_rng(1).integers(3, 96, (2, CONTEXT)).astype(np.int32)
@@ -443,7 +439,6 @@ def test_trials_are_the_loaded_models(folder):
         assert book.measure(plan).increase == pytest.approx(np.expm1(nll - dense), rel=1e-5)
 
 
-@pytest.mark.sampled("coded folder")
 def test_bytes_are_those_of_the_models_dtype(folder):
     windows = np.random.default_rng(1).integers(3, 96, (1, CONTEXT)).astype(np.int32)
     books = [TrialBook(folder / "model", windows, dtype=dtype) for dtype in ("float32", "bfloat16")]
@@ -457,7 +452,7 @@ def test_bytes_are_those_of_the_models_dtype(folder):
     assert books[0].share(plan) == size(plan) / size(CompressionPlan.full(books[0].config))
 
 
-@pytest.mark.sampled("coded folder")
+@pytest.mark.full
 def test_command(folder, tmp_path, capsys, monkeypatch):
     """On a model that loses by its far tokens, so that only a price on layers without makes codes of use."""
     for name, few in (
@@ -491,7 +486,6 @@ def test_command(folder, tmp_path, capsys, monkeypatch):
     assert CompressionPlan.load(plan) == found
 
 
-@pytest.mark.sampled("coded folder")
 def test_user_errors_are_one_line(folder, tmp_path, capsys):
     write_variant("llama-head-dim-80", tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "bare", progress=False)

@@ -40,7 +40,7 @@ SUPPORTED = [kind for kind in Kind if is_supported(kind)]
 
 
 @pytest.mark.parametrize("name", VARIANTS_IN_GGUF)
-@pytest.mark.sampled
+@pytest.mark.matrix("llama-mha", "granite")
 def test_a_file_is_the_model_of_the_folder(name, tmp_path):
     """Gemma's norms are rounded once more in files, and Phi-3's attention factor is a float32 there."""
     folder = write_variant(name, tmp_path / "hf")
@@ -61,7 +61,7 @@ def test_a_file_is_the_model_of_the_folder(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama3-new", "gemma3", "phi3-long"])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_logits_are_those_of_the_folder(name, tmp_path):
     folder = write_variant(name, tmp_path / "hf")
     (folder / "config.json").write_text(json.dumps(in_gguf(name).config))
@@ -120,7 +120,7 @@ def test_ends_that_are_no_tokens_are_refused(name, token, tmp_path):
 
 
 @pytest.mark.parametrize("parts", [2, 3])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_any_part_of_a_split_file_gives_the_whole(parts, tmp_path):
     whole = converted(write_variant_gguf("llama-gqa", tmp_path / "whole.gguf"))
     write_variant_gguf("llama-gqa", tmp_path / "a.gguf", parts=parts)
@@ -160,7 +160,7 @@ def test_the_command_converts(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind", SUPPORTED, ids=lambda kind: kind.name)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_every_type_is_dequantised(kind, tmp_path):
     """To what the package makes of a whole tensor at once."""
     tensors = gguf_tensors(WIDE.config, weights(WIDE))
@@ -222,7 +222,7 @@ def test_rows_are_read_alone_and_in_pieces(tmp_path, monkeypatch):
     np.testing.assert_array_equal(read_tensor(tensor, slice(5, 77)), whole[5:77])
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_memory_does_not_grow_with_the_model(tmp_path):
     """Quantised; the largest tensor is counted in float32, as it is dequantised."""
     config = LLAMA | MIDDLE

@@ -27,7 +27,6 @@ def brute_force(q, k, scale):
     heads=st.sampled_from([(4, 4), (4, 2), (4, 1)]),
     block=st.sampled_from([8, 64]),
 )
-@pytest.mark.sampled
 def test_importance_equals_brute_force(T, heads, block):
     rng = np.random.default_rng(T)
     q, k = (jnp.asarray(rng.normal(size=(2, T, n, 16)), jnp.float32) for n in heads)
@@ -45,7 +44,7 @@ def test_importance_equals_brute_force(T, heads, block):
     np.testing.assert_allclose(token_importance(ours, jnp.asarray(visible)), means, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_importance_of_every_layer(tiny: TinyModel):
     tokens = tiny.tokens(2, 33)
     found = {
@@ -75,7 +74,6 @@ def test_repetition_ratio_counts_common_tokens(seed, share, most):
             assert ratios[a, b] == pytest.approx(np.mean(common))
 
 
-@pytest.mark.sampled
 def test_groups_begin_where_the_leader_is_no_longer_repeated():
     ratios = np.array([[1, 0.97, 0.9, 0.9], [0.97, 1, 0.99, 0.9], [0.9, 0.99, 1, 0.96], [0.9, 0.9, 0.96, 1]])
     assert layer_groups(ratios, ratios) == (0, 2)

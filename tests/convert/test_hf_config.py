@@ -198,11 +198,11 @@ CONFIG_ERRORS: list[tuple[str, dict[str, Any], str]] = [
     (
         "phi3-long",
         {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 5}},
-        "long_factors has 5 .* 6 are",
+        "long_factors has 5 .* must have 6",
     ),
     ("phi3-long", {"rope_scaling": LONGROPE | {"short_factor": [0.0] * 6}}, "short_factors must all be > 0"),
     ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75 is not supported; only 1 is"),
-    ("llama-yarn", {"rope_scaling": YARN | {"rope_theta": 1}}, "theta=1.0 must be > 1 for 'yarn'"),
+    ("llama-yarn", {"rope_scaling": YARN | {"rope_theta": 1}}, "theta=1.0 must be > 1 for kind='yarn'"),
     ("mistral", {"sliding_window": 0}, "window=0 must be an integer >= 1"),
     ("mistral", {"sliding_window": "8"}, "window='8' must be an integer"),
     (
@@ -229,7 +229,7 @@ CONFIG_ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("llama-mha", {"rope_scaling": {"type": "linear"}}, "config.json: missing 'factor'"),
     ("llama-mha", {"hidden_act": "swiglu"}, "'swiglu' is not supported; supported are .*'silu'"),
     ("llama-mha", {"hidden_size": "wide"}, "config.json: "),
-    ("llama-mha", {"num_key_value_heads": 3}, "multiple of self.num_kv_heads=3"),
+    ("llama-mha", {"num_key_value_heads": 3}, "multiple of num_kv_heads=3"),
     ("opt", {"activation_function": "elu"}, "'elu' is not supported"),
     ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=False"),
 ]

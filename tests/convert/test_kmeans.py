@@ -37,7 +37,7 @@ def test_sizes_and_sums_are_conserved(seed, spread):
 
 
 @pytest.mark.parametrize("block", [8192, 7])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_separated_clusters_are_found(monkeypatch, block):
     """Means and sizes of four far groups, found from one start in each; blocks do not matter."""
     monkeypatch.setattr(module, "_POINTS_PER_BLOCK", block)
@@ -100,7 +100,7 @@ def test_pruning_depends_on_the_seed():
     assert len(draws) == 5
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_centroids_converge_to_the_exact_moments(tiny: TinyModel):
     tokens = tiny.tokens(4, 32)
     exact = collect_moments(tiny.dense, tokens, fingerprint="x")
@@ -125,7 +125,7 @@ def test_centroids_converge_to_the_exact_moments(tiny: TinyModel):
     assert every_token[1:].max() < 1e-5  # Keys and values have one centroid each; queries share theirs.
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_pruned_windows_are_left_out(tiny_llama: TinyModel):
     tokens, topics = tiny_llama.tokens(4, 16), ["a", "b", "a", "b"]
     kept = choose_windows(topics, 0.5, 3)

@@ -103,7 +103,7 @@ def test_the_front_is_what_nothing_beats(points):
     assert front == {p for p in points if not beaten(p)}
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_a_trial_is_the_loaded_model(folder, windows):
     book = TrialBook(folder / "model", windows)
     plan = CompressionPlan.uniform(book.config, qk=16, v=32, window=64, sinks=4)
@@ -129,7 +129,7 @@ def documents() -> list[TaskDocument]:
     return [TaskDocument(tokens(64), {"recall": ask()}) for _ in range(3)]
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_tasks_limit_the_search_too(folder, windows, tmp_path, monkeypatch):
     """Where the limit on perplexity is generous, that on tasks decides; the journal remembers both."""
     monkeypatch.setattr("convert.search.trials.LEAST_SCORE", 0.0)  # A tiny model recalls nothing.
@@ -157,7 +157,7 @@ def test_tasks_limit_the_search_too(folder, windows, tmp_path, monkeypatch):
         ("window+classes", 7, {"constrained": False}),
     ],
 )
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_search_holds_the_limit_and_loses_nothing_when_broken_off(
     folder, windows, tmp_path, monkeypatch, mode, trials, more
 ):
@@ -212,7 +212,6 @@ def fail_on(lines, build):
     return checked
 
 
-@pytest.mark.sampled
 def test_another_limit_costs_no_trial_twice(folder, windows):
     book = TrialBook(folder / "model", windows)
     Search(book, SearchOptions(0.05, trials=30)).run()
@@ -338,7 +337,7 @@ def test_questions_begin_where_plans_can_begin_a_piece(folder, monkeypatch, mode
     assert [len(document.context) for document in documents] == [length]
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_command(folder, tmp_path, capsys):
     model, plan = str(folder / "model"), tmp_path / "plan.json"
     arguments = ["plan", model, str(plan), "--max-degradation", "0.1", "--texts", str(folder / "text")]
@@ -367,14 +366,14 @@ def test_command(folder, tmp_path, capsys):
         (["--text-windows", "0"], "--text-windows 0"),
         (["--max-degradation", "0"], "--max-degradation 0.0: must be above 0"),
         (["--min-retention", "1"], "must be in"),
-        (["--min-retention", "0.9"], "has no room for tasks"),
+        (["--min-retention", "0.9"], "is too short for tasks"),
     ):
         assert main([*arguments, *small, *extra]) == 2
         assert message in capsys.readouterr().err
     (tmp_path / "short.txt").write_text("w5 w6")
     short = ["--texts", str(tmp_path / "short.txt"), "--context", "128", "--min-retention", "0"]
     assert main(["plan", model, str(plan), "--max-degradation", "0.1", *short]) == 2
-    assert "not one whole window" in capsys.readouterr().err
+    assert "too little text for one window" in capsys.readouterr().err
 
 
 def test_minutes_begin_with_the_unmodified_model(folder, tmp_path, monkeypatch, capsys):

@@ -101,7 +101,6 @@ def alone(model, request: EngineRequest, chunk: int = 32) -> tuple[int, ...]:
     return found.completions[0].tokens
 
 
-@pytest.mark.sampled
 def test_answers_are_those_of_generate(engine, model, tiny):
     requests = requests_of(tiny, 10)
     listeners = [ask(engine, request) for request in requests]
@@ -110,7 +109,7 @@ def test_answers_are_those_of_generate(engine, model, tiny):
     assert engine.stats().running == engine.stats().waiting == 0
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_an_urgent_request_takes_a_row_and_nobody_notices(engine, model, tiny):
     before = engine.stats().preemptions
     long = [EngineRequest(tuple(range(3 + i, 40)), 100, priority=1, ignore_eos=True) for i in range(4)]
@@ -210,13 +209,13 @@ def test_no_likeliest_ones_are_still_a_logprob(engine):
 
 
 def test_pieces_are_read_in_one_program_with_one_another_and_tokens_of_others(engine, tiny, monkeypatch):
-    read, groups = engine._runner.read, []
+    prefill, groups = engine._runner.prefill, []
 
-    def noted(chunks, beside):
-        groups.append((len(chunks), beside.active.any()))
-        return read(chunks, beside)
+    def noted(chunks, decoding):
+        groups.append((len(chunks), decoding.active.any()))
+        return prefill(chunks, decoding)
 
-    monkeypatch.setattr(engine._runner, "read", noted)
+    monkeypatch.setattr(engine._runner, "prefill", noted)
     listeners = [ask(engine, request) for request in requests_of(tiny, 6, seed=1)]
     assert all(listener.tokens() is not None for listener in listeners)
     assert any(active for _, active in groups)
@@ -260,8 +259,8 @@ def test_a_prompt_that_is_read_again_is_told_of_once(model):
         return Scores(-positions, np.zeros((8, 5), np.int32), np.zeros((8, 5), np.float32))
 
     for begin, end in [(0, 4), (4, 8), (0, 6), (6, 10)]:
-        job.score(begin, end, scores(begin, end))
-    job.take([7], Token(*(np.zeros((1, *shape)) for shape in ((), (), (5,), (5,)))))
+        job.add_scores(begin, end, scores(begin, end))
+    job.add_tokens([7], Token(*(np.zeros((1, *shape)) for shape in ((), (), (5,), (5,)))))
     found = told[0].prompt_logprobs
     assert [each.token for each in found] == list(prompt)
     assert [each.logprob for each in found] == [None, *(-float(i) for i in range(1, 10))]
@@ -283,29 +282,28 @@ def test_cancelled_requests_free_their_rows(engine, model):
 
 def test_a_step_that_fails_ends_its_requests_alone(engine, model, monkeypatch):
     request = EngineRequest(tuple(range(3, 30)), 6, ignore_eos=True)
-    read, failed = engine._runner.read, []
+    prefill, failed = engine._runner.prefill, []
 
     def fails(*args):
         if not failed:
             failed.append(True)
             raise RuntimeError("out of luck")
-        return read(*args)
+        return prefill(*args)
 
-    monkeypatch.setattr(engine._runner, "read", fails)
+    monkeypatch.setattr(engine._runner, "prefill", fails)
     first = ask(engine, request)
     first.tokens()
     assert (first.reason, first.events[-1].error) == ("error", "RuntimeError: out of luck")
     assert ask(engine, request).tokens() == alone(model, request)
 
 
-@pytest.mark.sampled
 def test_an_engine_that_cannot_go_on_tells_everybody(model, monkeypatch):
     engine = Engine(model, EngineConfig(max_sequences=1, max_model_len=160, chunk=32))
 
     def fails(*_):
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(engine._runner, "read", fails)
+    monkeypatch.setattr(engine._runner, "prefill", fails)
     monkeypatch.setattr(engine._runner, "reset", fails)
     request = EngineRequest(tuple(range(3, 30)), 6)
     first, second = (ask(engine, request) for _ in range(2))
@@ -322,20 +320,20 @@ def test_an_engine_that_cannot_go_on_tells_everybody(model, monkeypatch):
     [
         ({"prompt": ()}, "is empty"),
         ({"prompt": (500,)}, "token id 500 lies outside the vocabulary"),
-        ({"max_tokens": 0}, "must be a whole number >= 1"),
-        ({"max_tokens": 200}, r"max_tokens=200 are 202: at most 160 are served \(max_model_len\)"),
-        ({"max_tokens": 300}, r"max_tokens=300 are 302: at most 160 are served \(max_model_len\)"),
-        ({"min_tokens": 9}, "min_tokens=9 must be 0 to max_tokens=8"),
-        ({"logprobs": 6}, "logprobs=6 must be 0 to 5"),
+        ({"max_tokens": 0}, "max_tokens=0 must be a whole number >= 1"),
+        ({"max_tokens": 200}, "max_tokens=200: 2 prompt tokens plus 200 new ones exceed max_model_len=160"),
+        ({"max_tokens": 300}, "max_tokens=300: 2 prompt tokens plus 300 new ones exceed max_model_len=160"),
+        ({"min_tokens": 9}, "min_tokens=9 must be a whole number from 0 to max_tokens=8"),
+        ({"logprobs": 6}, "logprobs=6 must be a whole number from 0 to 5"),
         ({"stop_tokens": tuple(range(20))}, "at most 16 are allowed"),
         ({"stop_tokens": None}, "stop_tokens=None must be a token id or a list"),
         ({"stop_tokens": (3, 2**40)}, f"token id {2**40} lies outside the vocabulary"),
-        ({"stop": ("x",)}, "stop strings need a model with a tokenizer"),
+        ({"stop": ("x",)}, "needs a model with a tokenizer"),
         ({"stop": (5,)}, "stop=.5,. must be a string"),
-        ({"logprobs": 2.5}, "logprobs=2.5 must be 0 to 5"),
+        ({"logprobs": 2.5}, "logprobs=2.5 must be a whole number from 0 to 5"),
         ({"priority": "high"}, "priority='high' must be a whole number"),
-        ({"salt": None}, "salt=None must be a text"),
-        ({"salt": "\ud800"}, r"salt='\\ud800' must be a text"),
+        ({"salt": None}, "salt=None must be a string"),
+        ({"salt": "\ud800"}, r"salt='\\ud800' must be a string"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(engine, change, message):
@@ -383,9 +381,7 @@ def test_tokens_of_a_cache_without_pages_are_refused(tiny):
     settings = methods.named("h2o").Settings(kept=16, block=16)
     plan = replace(CompressionPlan.full(TWO_LAYERS), method="h2o", settings=settings)
     specs, given = plan.layer_caches("float32"), {"rows": 3, "longest": 160, "page": 16, "reuse": True}
-    refusal = (
-        "cache_tokens=480: the plan's method has no pages, but max_sequences=3 of 160 tokens each; leave"
-    )
+    refusal = "cache_tokens=480: the plan's method has no pages and reserves max_sequences=3 times 160 tokens"
     with pytest.raises(PlanError, match=refusal):
         layout.Layout.of(specs, cache_tokens=480, **given)
     made = layout.Layout.of(specs, cache_tokens=None, **given)
@@ -395,7 +391,7 @@ def test_tokens_of_a_cache_without_pages_are_refused(tiny):
 def test_a_cache_that_does_not_keep_the_contract_is_refused_by_name(model, monkeypatch):
     (kind,) = {type(spec) for spec in model.network.layer_caches}
     monkeypatch.setattr(kind, "clauses", kind.clauses - {"reuse"})
-    with pytest.raises(PlanError, match=r"layer 0: \w+ does not keep \['reuse'\]"):
+    with pytest.raises(PlanError, match=r"layer 0: \w+ does not support \['reuse'\]"):
         Engine(model, CONFIG)
 
 
@@ -408,7 +404,6 @@ def test_a_prefix_is_shared_by_requests_at_once(engine, model):
     assert listeners[-1].events[0].cached_tokens == 48, "once two were the same, the window there was kept"
 
 
-@pytest.mark.sampled
 def test_requests_make_room_for_one_another_where_pages_run_out(model):
     """Room for one and a half requests; all of them grow."""
     config = replace(CONFIG, cache_tokens=240, reuse=False)
@@ -422,37 +417,37 @@ def test_requests_make_room_for_one_another_where_pages_run_out(model):
 
 
 def test_a_cache_that_has_no_room_for_one_request_is_refused(model):
-    with pytest.raises(CacheMemoryError, match=r"has room for 144 tokens, .* have 160: .* pages of 16$"):
+    with pytest.raises(CacheMemoryError, match=r"max_model_len=160: .* room for 144 tokens, .* pages of 16$"):
         Engine(model, replace(CONFIG, cache_tokens=150))
 
 
 def test_rows_are_sent_to_the_device_where_they_changed(engine):
     own = copy.copy(engine._runner)
-    send, rows = own._sent, own.nobody()
-    first = send(rows.packed())
-    assert send(rows.packed()) is first
-    rows.put(1, np.arange(rows.numbers.shape[1]), "greedy")
-    np.testing.assert_array_equal(send(rows.packed()), rows.packed())
+    send, rows = own._send, own.new_decode_inputs()
+    first = send(rows.pack())
+    assert send(rows.pack()) is first
+    rows.add(1, np.arange(rows.numbers.shape[1]), "greedy")
+    np.testing.assert_array_equal(send(rows.pack()), rows.pack())
 
 
 def test_more_tokens_than_memory_holds_are_refused_with_the_number_that_fit(model, monkeypatch):
     monkeypatch.setattr(layout, "free_bytes", lambda: 10_000_000)
     with pytest.raises(
-        CacheMemoryError, match=r"cache_tokens=1000000: memory has room for \d+ beside"
+        CacheMemoryError, match=r"cache_tokens=1000000: memory has room for \d+ tokens"
     ) as found:
         Engine(model, replace(CONFIG, cache_tokens=1_000_000))
     room = int(str(found.value).split("room for ")[1].split()[0])
     specs, given = model.network.device_caches, {"rows": 3, "longest": 160, "page": 16, "reuse": True}
     made = layout.Layout.of(specs, cache_tokens=room, **given)
     assert made.pages * 16 == room
-    held = made.tails * made._own_bytes(specs) + sum(spec.bytes(160, 3) for spec in made.specs)
+    held = made.tails * made._unpaged_bytes(specs) + sum(spec.bytes(160, 3) for spec in made.specs)
     assert 0.99 * 10_000_000 < held <= 10_000_000
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_steps_that_have_no_room_beside_the_cache_are_refused(model, monkeypatch):
     monkeypatch.setattr(runner, "free_device_bytes", lambda: 1000)
-    with pytest.raises(CacheMemoryError, match=r"the step '.*' needs [\d,]+ bytes .*, 1,000 are free"):
+    with pytest.raises(CacheMemoryError, match=r"the program '.*' needs [\d,]+ bytes .*, 1,000 are free"):
         Engine(model, replace(CONFIG, max_sequences=1))
 
 
@@ -460,7 +455,7 @@ def test_pieces_are_read_one_by_one_where_several_have_no_room(engine, monkeypat
     own = copy.copy(engine._runner)
     needed = {name: runner.needed_bytes(program) for name, program in own._programs.items()}
     largest, *others = sorted(needed.values(), reverse=True)
-    assert largest == needed["read 3 beside 32"]
+    assert largest == needed["prefill 3 chunks and decode, 32 tokens"]
     assert largest > others[0]
     monkeypatch.setattr(runner, "free_device_bytes", lambda: largest)
     own._check_memory()
@@ -478,7 +473,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_answers_of_other_caches_are_those_of_generate(tiny, name):
     method, settings = PLANS[name]
     plan = CompressionPlan.uniform(TWO_LAYERS, qk=32, v=32, sinks=2, window=16)
@@ -498,8 +493,8 @@ def test_answers_of_other_caches_are_those_of_generate(tiny, name):
 
 def test_every_piece_is_waited_for(engine, monkeypatch):
     """Else pieces are started far ahead, and a short request waits for all of a long prompt."""
-    waited, hand_out = [], engine._hand_out
-    monkeypatch.setattr(engine, "_hand_out", lambda results: (waited.append(len(results)), hand_out(results)))
+    waited, deliver = [], engine._deliver
+    monkeypatch.setattr(engine, "_deliver", lambda results: (waited.append(len(results)), deliver(results)))
     ask(engine, EngineRequest(tuple(range(96, 2, -1)), 1, ignore_eos=True)).tokens()
     assert [count for count in waited if count] == [1, 1, 1, 1], "the last in two, the window is kept there"
 
@@ -511,7 +506,7 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(engine, model, monkeypatc
     def fails(*_, **__):
         raise RuntimeError("half a character")
 
-    monkeypatch.setattr(job.answer, "take", fails)
+    monkeypatch.setattr(job.answer, "append", fails)
     request = EngineRequest((8, 9), 12, ignore_eos=True)
     engine.submit(request, other)
     listener.tokens()
@@ -520,7 +515,6 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(engine, model, monkeypatc
     assert other.tokens() == alone(model, request)
 
 
-@pytest.mark.sampled
 def test_a_full_queue_and_a_closing_engine_refuse(model):
     engine = Engine(model, EngineConfig(max_sequences=1, max_model_len=160, chunk=32, max_waiting=1))
     long = EngineRequest(tuple(range(3, 30)), 100, ignore_eos=True)
@@ -529,7 +523,7 @@ def test_a_full_queue_and_a_closing_engine_refuse(model):
     engine.submit(long, first)
     assert began.wait(60)
     engine.submit(long, second)
-    with pytest.raises(Busy, match="1 requests wait"):
+    with pytest.raises(Busy, match=r"the queue is full \(1 waiting requests\)"):
         ask(engine, long)
     full.set()
     engine.close(drain=False, timeout=0)

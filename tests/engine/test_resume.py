@@ -20,7 +20,7 @@ REQUESTS = {
     "drawn": EngineRequest(PROMPT, 12, Sampling(0.9, top_k=20, top_p=0.9, seed=5), ignore_eos=True),
     "log-probabilities": EngineRequest(PROMPT, 12, ignore_eos=True, logprobs=2),
 }
-SAMPLED = pytest.mark.sampled("resume")
+MATRIX = pytest.mark.matrix
 """All tests are drawn alike: starting the engine is what takes time."""
 
 
@@ -69,13 +69,13 @@ def resumed_at_each_token(engine: Engine, request: EngineRequest) -> list[Event]
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-@SAMPLED
+@MATRIX
 def test_the_rest_of_an_answer_is_the_same_wherever_it_was_cut(engine, name):
     whole = resumed_at_each_token(engine, REQUESTS[name])
     assert len(told(whole)[0]) == 12
 
 
-@SAMPLED
+@MATRIX
 def test_a_stop_string_that_the_cut_goes_through_is_found(engine):
     _, text = told(answer(engine, REQUESTS["greedy"]))
     stop = text[-5:-2]
@@ -84,7 +84,7 @@ def test_a_stop_string_that_the_cut_goes_through_is_found(engine):
     assert told(ended)[1] == text[: text.index(stop)]
 
 
-@SAMPLED
+@MATRIX
 def test_stop_tokens_count_from_the_beginning(engine):
     tokens, _ = told(answer(engine, REQUESTS["greedy"]))
     request = replace(REQUESTS["greedy"], stop_tokens=(tokens[6],), min_tokens=9)
@@ -100,7 +100,7 @@ def test_stop_tokens_count_from_the_beginning(engine):
         ((5, 500), "token id 500 lies outside the vocabulary"),
     ],
 )
-@SAMPLED
+@MATRIX
 def test_what_cannot_go_on_is_refused(engine, generated, message):
     request = EngineRequest(PROMPT, 12, generated=generated)
     with pytest.raises(PromptError, match=message):

@@ -90,7 +90,6 @@ REQUESTS = st.lists(
     pages=st.integers(13, 40),
     tails=st.sampled_from([None, 0, 1, 3]),
 )
-@pytest.mark.sampled
 def test_all_requests_end_and_every_token_is_read_once_in_order(
     requests, rows, budget, alignment, steps, pages, tails
 ):
@@ -123,7 +122,7 @@ def test_all_requests_end_and_every_token_is_read_once_in_order(
             new = min(count, work.max_tokens - len(work.output))
             work.output += [100 + len(work.output) + i for i in range(new)]
         for work in list(scheduler.running.values()):
-            if not work.reads and work.output:
+            if not work.is_prefilling and work.output:
                 device.learn(work)
             if len(work.output) == work.max_tokens:
                 scheduler.end(work, keep=len(work.prompt) + len(work.output) - 1)
@@ -174,13 +173,13 @@ def test_a_long_prompt_gets_on_however_many_short_ones_come():
     short: list[Work] = []
     for _ in range(40):
         for work in short:
-            if work.row is not None and not work.reads:
+            if work.row is not None and not work.is_prefilling:
                 scheduler.end(work)
         short += [Work(tuple(range(8)), 1) for _ in range(2)]
         for work in short[-2:]:
             scheduler.add(work)
         scheduler.plan()
-    assert not long.reads
+    assert not long.is_prefilling
 
 
 def test_prompts_that_come_together_end_one_after_another():
@@ -191,10 +190,12 @@ def test_prompts_that_come_together_end_one_after_another():
         scheduler.add(work)
     steps = []
     for step in range(1, 17):
-        before = [work.reads for work in works]
+        before = [work.is_prefilling for work in works]
         scheduler.plan()
         steps += [
-            step for work, read in zip(works, before, strict=True) if (read or step == 1) and not work.reads
+            step
+            for work, read in zip(works, before, strict=True)
+            if (read or step == 1) and not work.is_prefilling
         ]
     assert steps == [4, 8, 12, 16]
 
@@ -205,7 +206,7 @@ def test_a_text_waits_for_later_ones_at_most_as_long_as_it_takes_itself(length):
     long = Work(tuple(range(length)), 1)
     scheduler.add(long)
     steps = 0
-    while steps == 0 or long.reads:
+    while steps == 0 or long.is_prefilling:
         scheduler.add(Work(tuple(range(8)), 1))
         scheduler.plan()
         steps += 1
@@ -238,7 +239,7 @@ def after(scheduler: Scheduler, prompt: tuple[int, ...], output: list[int], salt
     """A request that was served."""
     work = Work(prompt, len(output), salt=salt)
     scheduler.add(work)
-    while work.row is None or work.reads:
+    while work.row is None or work.is_prefilling:
         scheduler.plan()
     work.output += output
     scheduler.end(work, keep=len(prompt) + len(output) - 1)
@@ -346,15 +347,15 @@ def test_keys_are_of_all_that_is_before():
 
 def test_pages_that_were_longest_unused_go_first():
     pool = PagePool(4)
-    one, other = pool.take(2), pool.take(1)
-    pool.name([b"a", b"b"], one)
-    pool.name([b"c"], other)
-    pool.let_go(other)
-    pool.let_go(one)
-    assert pool.take(1) == [3], "one that holds nothing"
-    assert pool.take(1) == other
+    one, other = pool.allocate(2), pool.allocate(1)
+    pool.register([b"a", b"b"], one)
+    pool.register([b"c"], other)
+    pool.release(other)
+    pool.release(one)
+    assert pool.allocate(1) == [3], "one that holds nothing"
+    assert pool.allocate(1) == other
     assert pool.find([b"a", b"b"]) == one
-    pool.take(1)
+    pool.allocate(1)
     assert pool.find([b"a", b"b"]) == one[:1], "ends of texts go before their beginnings"
 
 

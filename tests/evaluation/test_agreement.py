@@ -8,7 +8,13 @@ import pytest
 from conftest import LLAMA, TinyModel
 
 from zdc_jax import CompressionPlan
-from zdc_jax.evaluation.agreement import CONTINUED, Agreement, Departure, continuations, departures
+from zdc_jax.evaluation.agreement import (
+    CONTINUED,
+    Agreement,
+    Divergence,
+    compare_continuations,
+    continue_contexts,
+)
 from zdc_jax.evaluation.answers import read_contexts
 
 S = 64
@@ -38,20 +44,19 @@ def log_softmax(network, tokens: np.ndarray) -> np.ndarray:
 
 def measured(dense, network, contexts):
     hidden, cache = read_contexts(dense, contexts, room=CONTINUED, protocol="cached")
-    theirs = continuations(dense, hidden, cache)
+    theirs = continue_contexts(dense, hidden, cache)
     hidden, cache = read_contexts(network, contexts, room=CONTINUED, protocol="cached")
-    return theirs, departures(network, dense.embeddings, hidden, cache, theirs)
+    return theirs, compare_continuations(network, dense.embeddings, hidden, cache, theirs)
 
 
-@pytest.mark.sampled
 def test_a_model_agrees_with_itself(tiny: TinyModel):
     theirs, found = measured(tiny.dense, tiny.dense, tiny.tokens(3, S))
-    assert found == [Departure(CONTINUED, CONTINUED, CONTINUED, 0.0)] * 3
-    assert Agreement.of(found) == Agreement(CONTINUED, 1.0, 0.0, 1.0, 3)
+    assert found == [Divergence(CONTINUED, CONTINUED, CONTINUED, 0.0)] * 3
+    assert Agreement.summarize(found) == Agreement(CONTINUED, 1.0, 0.0, 1.0, 3)
     assert theirs[0].tokens.tolist() == greedy(tiny.dense, tiny.tokens(3, S)[0])
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_a_plan_departs_where_greedy_runs_do(tiny: TinyModel):
     contexts = tiny.tokens(3, S)
     plan = CompressionPlan.uniform(tiny.config, qk=16, v=16, window=32)
@@ -68,7 +73,7 @@ def test_a_plan_departs_where_greedy_runs_do(tiny: TinyModel):
     assert min(departure.first_difference for departure in found) < CONTINUED
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_continuations_end_at_stop_tokens(tiny: TinyModel):
     """The stop token is one that the unmodified model says before long."""
     contexts = tiny.tokens(2, S)
@@ -88,5 +93,5 @@ def test_continuations_end_at_stop_tokens(tiny: TinyModel):
 
 
 def test_means():
-    found = Agreement.of([Departure(64, 64, 64, 0.0), Departure(10, 8, 16, 0.5)])
+    found = Agreement.summarize([Divergence(64, 64, 64, 0.0), Divergence(10, 8, 16, 0.5)])
     assert found == Agreement(37.0, 0.5, 0.25, 72 / 80, 2)

@@ -42,7 +42,7 @@ def check(network, contexts, asked, found):
 
 
 @pytest.mark.parametrize("protocol", ["cached", "exact"])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_equals_whole_sequences(tiny: TinyModel, protocol, monkeypatch):
     monkeypatch.setattr("zdc_jax.evaluation.answers.PREFILL_CHUNK", 32)
     contexts, asked = tiny.tokens(3, S), questions(tiny, 6)
@@ -52,7 +52,7 @@ def test_equals_whole_sequences(tiny: TinyModel, protocol, monkeypatch):
         check(tiny.dense, contexts, some, answers(tiny.dense, cache, some))
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_a_plan_sees_contexts_through_its_cache(tiny_llama: TinyModel):
     plan = CompressionPlan.uniform(tiny_llama.config, qk=16, v=16, window=16, sinks=2)
     network, contexts, asked = (
@@ -69,7 +69,6 @@ def test_a_plan_sees_contexts_through_its_cache(tiny_llama: TinyModel):
         assert np.abs(cached.log_probability - exact.log_probability).max() > 1e-3
 
 
-@pytest.mark.sampled
 def test_neither_batch_nor_padding_matters(tiny_llama: TinyModel):
     network, contexts, asked = tiny_llama.dense, tiny_llama.tokens(3, S), questions(tiny_llama, 3)
     together = answers(network, read_contexts(network, contexts, room=64, protocol="cached")[1], asked)

@@ -37,7 +37,7 @@ def by_layer(tiny_llama: TinyModel):
     return tiny_llama.model(plan).network
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_reading_compiles_no_layer_afterwards(tiny_llama, by_layer):
     windows, kinds = tiny_llama.tokens(2, 40), set(by_layer.layer_caches)
     assert len(kinds) == tiny_llama.config.num_layers > 1

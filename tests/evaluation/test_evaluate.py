@@ -11,7 +11,7 @@ from zdc_jax import CompressionPlan
 from zdc_jax.errors import EvaluationError, TextError
 from zdc_jax.evaluation import evaluate as module
 from zdc_jax.evaluation.answers import Answer
-from zdc_jax.evaluation.evaluate import FIRST_LOOK, LEAST_DOCUMENTS, Evaluation, evaluate, prepare
+from zdc_jax.evaluation.evaluate import FIRST_CHECK, MIN_DOCUMENTS, Evaluation, evaluate, prepare
 from zdc_jax.evaluation.text import Document
 
 CONFIG = replace(LLAMA, max_positions=320, eos_ids=(2,))
@@ -40,9 +40,9 @@ def tiny() -> TinyModel:
     return TinyModel(CONFIG)
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_a_plan_equal_to_dense_loses_nothing(tiny: TinyModel, monkeypatch):
-    monkeypatch.setattr(module, "FIRST_LOOK", 8)
+    monkeypatch.setattr(module, "FIRST_CHECK", 8)
     plan = CompressionPlan.full(CONFIG)
     (report,) = evaluate(tiny.dense, tiny.model(plan).network, material(max_documents=20), batch=3)
     assert report.context == CONTEXT
@@ -62,21 +62,21 @@ def test_a_plan_equal_to_dense_loses_nothing(tiny: TinyModel, monkeypatch):
 
 
 @pytest.mark.parametrize("protocol", ["cached", "exact"])
-@pytest.mark.sampled
+@pytest.mark.full
 def test_batches_do_not_matter_and_dense_is_read_once(tiny: TinyModel, protocol, monkeypatch):
     plan = CompressionPlan.uniform(CONFIG, qk=16, v=16, window=32, sinks=4)
     network = tiny.model(plan).network
-    (given,) = material(plan, max_documents=LEAST_DOCUMENTS, tasks=("passkey", "copy@128"))
+    (given,) = material(plan, max_documents=MIN_DOCUMENTS, tasks=("passkey", "copy@128"))
     first, *others = (Evaluation(tiny.dense, given, protocol=protocol, batch=batch) for batch in (3, 4))
-    found = first.of(network)
+    found = first.evaluate(network)
     for other in others:
-        for task, each in other.of(network).tasks.items():
+        for task, each in other.evaluate(network).tasks.items():
             assert each.retention == pytest.approx(found.tasks[task].retention, rel=1e-4)
-            assert each.documents == LEAST_DOCUMENTS
+            assert each.documents == MIN_DOCUMENTS
     assert all(abs(each.retention - 1) > 1e-3 for each in found.tasks.values())
     read = []
-    monkeypatch.setattr(module, "sheet_answers", lambda *given: read.append(given[0]) or real(*given))
-    assert first.of(network) == found
+    monkeypatch.setattr(module, "answer_questions", lambda *given: read.append(given[0]) or real(*given))
+    assert first.evaluate(network) == found
     assert tiny.dense not in read
 
 
@@ -85,9 +85,9 @@ real = module.answer_questions
 
 @pytest.mark.parametrize(
     ("counts", "noise", "documents"),
-    [(True, 0.0, FIRST_LOOK), (True, 0.05, 40), (True, 1.0, 64), (False, 1.0, FIRST_LOOK)],
+    [(True, 0.0, FIRST_CHECK), (True, 0.05, 40), (True, 1.0, 64), (False, 1.0, FIRST_CHECK)],
 )
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_reading_stops_when_retention_is_known(tiny: TinyModel, monkeypatch, counts, noise, documents):
     """Answers are made up, of known noise; a standard error of 0.05 / √40 is known within 0.02."""
     rng = np.random.default_rng(0)
@@ -96,19 +96,18 @@ def test_reading_stops_when_retention_is_known(tiny: TinyModel, monkeypatch, cou
         lost = noise * rng.normal(size=len(batch)) * (network is not tiny.dense)
         return {"a": [(Answer(np.array([-1 - x], np.float32), np.array([counts])),) for x in lost]}
 
-    monkeypatch.setattr(module, "sheet_answers", answered)
+    monkeypatch.setattr(module, "answer_questions", answered)
     monkeypatch.setattr(module, "read_contexts", lambda *given, **options: (None, None))
     (given,) = material(max_documents=64, tasks=("copy@128",))
     (report,) = evaluate(tiny.dense, tiny.model(CompressionPlan.full(CONFIG)).network, [given], batch=2)
     assert report.tasks["a"].counts == counts
-    assert FIRST_LOOK <= report.tasks["a"].documents <= documents
+    assert FIRST_CHECK <= report.tasks["a"].documents <= documents
     if noise == 1.0 and counts:
         assert report.tasks["a"].documents == 64
     else:
-        assert report.tasks["a"].known or not counts
+        assert report.tasks["a"].is_precise or not counts
 
 
-@pytest.mark.sampled
 def test_splits_and_seeds_choose_other_text():
     contexts = [
         material(tasks=("passkey",), max_documents=8, split=split, seed=seed)[0]
@@ -125,15 +124,15 @@ def test_splits_and_seeds_choose_other_text():
     [
         ({"tasks": ("poetry",)}, EvaluationError, "task 'poetry' must be one of perplexity, agreement, copy"),
         ({"contexts": (321,)}, EvaluationError, "context=321 must be 2 to the model's 320 positions"),
-        ({"contexts": (191,)}, EvaluationError, "191 tokens has no room for tasks, which need 192"),
-        ({"tasks": ("copy@193",)}, EvaluationError, "copy@193 needs a context of 321 tokens.* has 320"),
+        ({"contexts": (191,)}, EvaluationError, "191 tokens is too short for tasks, which need 192"),
+        ({"tasks": ("copy@193",)}, EvaluationError, "copy@193 needs contexts of 321 tokens.* have 320"),
         ({"tasks": ("lookup",)}, EvaluationError, "lookup alone"),
         ({"max_documents": 0}, EvaluationError, "max_documents=0 must be >= 1"),
         ({"seed": -1}, EvaluationError, "seed=-1 must be >= 0"),
         (
             {"documents": documents(8), "tasks": ("copy@128",)},
             TextError,
-            r"8 windows of 192 tokens \(1,536\) needed, \d \(\d+\) found in the third of the text that 'test",
+            r"8 windows of 192 tokens \(1,536\) are needed, but split 'test', .* has \d \(\d+\)",
         ),
     ],
 )

@@ -201,13 +201,13 @@ def test_chats(harness):
 
 
 def test_refusals(folder, harness):
-    with pytest.raises(ValueError, match="unknown model_args revision, wndow; known are pretrained, plan"):
+    with pytest.raises(ValueError, match="unknown model_args revision, wndow; allowed are pretrained, plan"):
         HarnessModel(folder / "model", wndow=3, revision="main")
     with pytest.raises(ValueError, match="batch_size='auto' must be a whole number >= 1"):
         HarnessModel(folder / "model", batch_size="auto")
-    with pytest.raises(ValueError, match="generation options num_beams are unknown; known are until"):
+    with pytest.raises(ValueError, match="unknown generation options num_beams; allowed are until"):
         harness.generate_until(asked(("a", {"num_beams": 2})))
-    with pytest.raises(PromptError, match="max_gen_toks=128 leave no room in the model's 128 positions"):
+    with pytest.raises(PromptError, match="max_gen_toks=128 must be less than the model's 128 positions"):
         harness.generate_until(asked(("a", {"max_gen_toks": 128})))
-    with pytest.raises(PromptError, match="a continuation of 129 tokens exceeds 128 positions"):
+    with pytest.raises(PromptError, match="a continuation of 129 tokens exceeds the model's 128 positions"):
         harness._loglikelihood_tokens([(None, [0], [4] * 129)])

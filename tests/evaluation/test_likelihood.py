@@ -64,7 +64,7 @@ def plain(model: LanguageModel, context: list[int], continuation: list[int]) -> 
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_equals_a_pass_without_a_cache(model, batch):
     pairs = pairs_of(model)
     scored = list(score_continuations(model, pairs, batch=batch, prefill_chunk=32))
@@ -77,7 +77,7 @@ def test_equals_a_pass_without_a_cache(model, batch):
         np.testing.assert_array_equal(scores.is_greedy, likeliest == pairs[index][1])
 
 
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_what_is_likeliest_is_greedy(model):
     """Tokens of greedy decoding are said to be so, and no others; here those of the forward pass."""
     context = pairs_of(model)[1][0]
@@ -89,7 +89,7 @@ def test_what_is_likeliest_is_greedy(model):
     assert found[0].log_probs[0] > found[1].log_probs[0]
 
 
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_one_more_than_the_positions_can_be_scored(model):
     limit = model.config.max_positions
     tokens = TinyModel(model.config).tokens(1, limit + 2)[0].tolist()
@@ -101,8 +101,8 @@ def test_one_more_than_the_positions_can_be_scored(model):
 
 def test_refusals_come_before_any_work(model):
     for pairs, error in (
-        ([([3], [4]), ([], [4])], "pair 1 has 0 tokens of context and 1 behind it"),
-        ([([3], [])], "pair 0 has 1 tokens of context and 0 behind it"),
+        ([([3], [4]), ([], [4])], "pair 1 has 0 context tokens and 1 continuation tokens"),
+        ([([3], [])], "pair 0 has 1 context tokens and 0 continuation tokens"),
         ([([3], [4, 97])], "token id 97 lies outside the vocabulary"),
         ([([-1], [4])], "token id -1 lies outside the vocabulary"),
     ):
@@ -116,7 +116,7 @@ def test_refusals_come_before_any_work(model):
 
 def test_models_on_a_mesh_are_refused():
     network = ShardedTransformer.of(TinyModel(SHORT).dense, MeshConfig().create())
-    with pytest.raises(MeshError, match="on a mesh; to score continuations, load it without mesh="):
+    with pytest.raises(MeshError, match="does not support a mesh; load the model without mesh="):
         score_continuations(LanguageModel(network), [([3], [4])])
 
 

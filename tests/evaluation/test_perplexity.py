@@ -39,7 +39,7 @@ def plain_token_nll(network, windows: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("length", "block", "batch"), [(33, 512, 1), (33, 8, 2), (17, 16, 4), (30, 8, 3), (2, 8, 3)]
 )
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_equals_plain_log_softmax(tiny: TinyModel, positions_per_block, length, block, batch):
     positions_per_block(block)
     windows = tiny.tokens(3, length)
@@ -48,7 +48,7 @@ def test_equals_plain_log_softmax(tiny: TinyModel, positions_per_block, length, 
     np.testing.assert_allclose(nll, plain_nll(tiny.dense, windows), rtol=1e-5)
 
 
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_a_model_does_not_differ_from_itself(tiny: TinyModel):
     windows = tiny.tokens(3, 20)
     nll = window_nll(tiny.dense, windows)
@@ -60,7 +60,6 @@ def test_a_model_does_not_differ_from_itself(tiny: TinyModel):
     assert report.kv_bytes == report.dense_kv_bytes == tiny.dense.plan.bytes(20, 1, "float32")
 
 
-@pytest.mark.sampled
 def test_a_plan_is_compared_window_by_window(tiny_opt: TinyModel):
     windows = tiny_opt.tokens(3, 24)
     plan = CompressionPlan.uniform(tiny_opt.config, qk=16, v=16)
@@ -85,7 +84,7 @@ def test_far_tokens_stand_earlier_but_not_nearby(seed, window):
     np.testing.assert_array_equal(is_far(windows, window), far)
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_what_far_tokens_lose(tiny_llama: TinyModel):
     windows = tiny_llama.tokens(4, 96)
     plan = CompressionPlan.uniform(tiny_llama.config, qk=16, v=16, window=32)

@@ -26,7 +26,7 @@ def test_a_constant_share_is_retained(kept, documents, seed):
     found = retention(dense, plan)
     assert found.retention == pytest.approx(kept, rel=1e-6)
     assert found.interval == pytest.approx((kept, kept), rel=1e-6)
-    assert found.known
+    assert found.is_precise
     assert found.documents == documents
     assert found.by_depth is None
 
@@ -37,11 +37,11 @@ def test_means_are_over_tokens_of_a_sheet_then_over_sheets():
     found = retention(dense, plan)
     assert found.retention == pytest.approx(np.exp((-2 / 4 - 1) / 2))
     assert found.interval == pytest.approx((np.exp(-1), np.exp(-0.5)))
-    assert not found.known
+    assert not found.is_precise
     assert (found.score, found.dense, found.whole) == (3 / 5, 4 / 5, 1 / 2)
     assert found.counts
     assert retention(dense[:1], plan[:1]).interval is None
-    assert not retention(dense[:1], plan[:1]).known
+    assert not retention(dense[:1], plan[:1]).is_precise
 
 
 def test_what_the_model_cannot_do_does_not_count():

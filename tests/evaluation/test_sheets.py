@@ -70,7 +70,7 @@ def test_passkey(tokenizer, seed):
     key = answer_of(tokenizer, question)
     assert re.fullmatch(r"[1-9]\d{4}", key)
     start = round(question.depth * S)
-    statement = Writer(tokenizer, windows()[0]).tokens(f"\n\nThe pass key is {key}. Remember it.\n\n")
+    statement = Writer(tokenizer, windows()[0]).tokenize(f"\n\nThe pass key is {key}. Remember it.\n\n")
     np.testing.assert_array_equal(made.context[start : start + len(statement)], statement)
     rest = np.delete(made.context, range(start, start + len(statement)))
     np.testing.assert_array_equal(rest, windows()[0, : len(rest)])
@@ -173,11 +173,11 @@ def test_questions_fit_behind_contexts(length, blocks):
     ("names", "message"),
     [
         (["poetry"], "task 'poetry' must be one of copy, induction, lookup, needles, passkey"),
-        (["copy@"], "task 'copy@': only a whole number"),
+        (["copy@"], "task 'copy@' must be a task name, or copy@TOKENS"),
         (["copy@-5"], "task 'copy@-5'"),
         (["passkey@100"], "task 'passkey@100'"),
         (["copy@95"], "task copy@95: the distance must be >= 96"),
-        ([f"copy@{S + 1}"], f"task copy@{S + 1} needs a context of {S + 129} tokens.* has 1280"),
+        ([f"copy@{S + 1}"], f"task copy@{S + 1} needs contexts of {S + 129} tokens.* have 1280"),
     ],
 )
 def test_impossible_tasks_are_named(names, message):
@@ -186,13 +186,13 @@ def test_impossible_tasks_are_named(names, message):
 
 
 def test_statements_leave_room_for_text():
-    with pytest.raises(EvaluationError, match=r"\(lookup alone \d+\) and need one of \d+.*; it has 256"):
+    with pytest.raises(EvaluationError, match=r"\(lookup alone \d+\) and need a context of \d+.* it has 256"):
         document(TOKENIZERS["bytes"], "passkey", "lookup", length=128)
 
 
 def test_questions_are_checked():
-    with pytest.raises(EvaluationError, match="makes 129 tokens of a question, 128 are allowed"):
+    with pytest.raises(EvaluationError, match="a question as 129 tokens; at most 128 are allowed"):
         Question(np.zeros(129, np.int32), np.arange(129) > 5)
     for answer in ([True, True], [False, False]):
-        with pytest.raises(EvaluationError, match="without an answer"):
+        with pytest.raises(EvaluationError, match="a question without answer tokens"):
             Question(np.zeros(2, np.int32), np.array(answer))

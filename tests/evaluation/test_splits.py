@@ -6,12 +6,12 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zdc_jax.evaluation.splits import PIECE_CHARS, SPLITS, documents_of, split_seed
+from zdc_jax.evaluation.splits import PASSAGE_CHARS, SPLITS, documents_of, split_seed
 from zdc_jax.evaluation.text import Document
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.text("ab \n", max_size=40), max_size=12), st.integers(0, 3 * PIECE_CHARS))
+@given(st.lists(st.text("ab \n", max_size=40), max_size=12), st.integers(0, 3 * PASSAGE_CHARS))
 def test_every_piece_is_in_one_split(texts, length):
     book = " ".join(f"{i}" for i in range(length // 5))
     documents = [*(Document("short", text) for text in texts), Document("book", book)]

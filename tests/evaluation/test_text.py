@@ -65,7 +65,7 @@ def test_folders_are_read_in_sorted_order_without_hidden_files_and_metadata(tmp_
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.pdf", b"x", r"a.pdf: unsupported extension, allowed are \.txt"),
+        ("a.pdf", b"x", r"a.pdf: unsupported extension; allowed are \.txt"),
         ("a.txt", b" \n\n", "no text in"),
         ("a.txt", b"good\nb\xffd", r"a.txt:2: not UTF-8"),
         ("a.txt.gz", b"not gzip", "cannot read .*a.txt.gz after line 0"),
@@ -73,8 +73,8 @@ def test_folders_are_read_in_sorted_order_without_hidden_files_and_metadata(tmp_
         ("a.jsonl", b'{"text": "x"}\n{oops\n', r"a.jsonl:2: not a JSON object on one line"),
         ("a.jsonl", b"[" * 100_000, r"a.jsonl:1: not a JSON object on one line"),
         ("a.jsonl", b"9" * 5000, r"a.jsonl:1: not a JSON object on one line"),
-        ("a.json", b"[1]\n", r"a.json:1: a JSON object is needed, found list"),
-        ("a.jsonl", b'{"txt": "x"}', r"a.jsonl:1: no string field 'text'; fields are 'txt'"),
+        ("a.json", b"[1]\n", r"a.json:1: each line must be a JSON object, this line is a list"),
+        ("a.jsonl", b'{"txt": "x"}', r"a.jsonl:1: no string field 'text'; its fields are 'txt'"),
         ("a.jsonl", b'{"text": 3}', r"a.jsonl:1: no string field 'text'"),
     ],
 )
@@ -154,7 +154,7 @@ def test_sampling_reads_little_of_a_long_document():
 
 def test_too_little_text_says_how_much_there_was():
     documents = [Document("a", "abc"), Document("b", "abcdefg")]
-    with pytest.raises(TextError, match="of 10 tokens: the longest of 2 topics has 7 tokens"):
+    with pytest.raises(TextError, match="one window of 10 tokens: the longest of 2 topics has 7 tokens"):
         token_windows(documents, Bytes(), length=10)
     with pytest.raises(TextError, match="the longest of 0 topics has 0 tokens"):
         token_windows([], Bytes(), length=10)

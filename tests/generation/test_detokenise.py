@@ -37,7 +37,7 @@ def fed(tokenizer: Tokenizer, tokens: list[int], cuts: list[int]) -> list[str]:
 
 @settings(max_examples=60, deadline=None)
 @given(draw=st.data())
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_pieces_joined_are_the_whole_text(tokenizer, draw):
     """Any ids, with many of the lowest and highest: bytes, special tokens, ids that are no token's."""
     size = tokenizer.get_vocab_size()

@@ -43,7 +43,6 @@ def greedy_by_hand(model: LanguageModel, prompt: list[int], count: int) -> tuple
     return tuple(tokens[len(prompt) :])
 
 
-@pytest.mark.sampled
 def test_equals_greedy_decoding_without_a_cache(model, prompts):
     result = generate(model, prompts, 12, stop_tokens=(), prefill_chunk=32)
     for prompt, completion in zip(prompts, result.completions, strict=True):
@@ -56,7 +55,7 @@ MIXED = (Sampling(1.5, top_k=20, top_p=0.9, seed=3), Sampling(), Sampling(0.8, s
 
 
 @pytest.mark.parametrize("sampling", [None, MIXED])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_stream_equals_batch(model, prompts, sampling):
     options = {"sampling": sampling, "stop_tokens": ()}
     whole = generate(model, prompts, 30, **options)
@@ -73,7 +72,7 @@ def test_stream_equals_batch(model, prompts, sampling):
     assert ended == ["length"] * 3
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_a_draw_depends_on_its_request_alone(model, prompts):
     """Not on other prompts, nor on where it stands; equal requests of one call draw on."""
 
@@ -91,7 +90,6 @@ def test_a_draw_depends_on_its_request_alone(model, prompts):
     assert len(set(thrice)) == 3
 
 
-@pytest.mark.sampled
 def test_stop_tokens_end_their_row_only(model, prompts):
     free = [c.tokens for c in generate(model, prompts, 20, stop_tokens=()).completions]
     stop = free[0][6]
@@ -104,7 +102,6 @@ def test_stop_tokens_end_their_row_only(model, prompts):
         assert (completion.finish_reason == "stop") == (stop in unstopped)
 
 
-@pytest.mark.sampled
 def test_stop_strings_are_trimmed(model, prompts):
     free = generate(model, prompts[0], 30, stop_tokens=()).completions[0]
     stop = free.text[17:20]
@@ -117,7 +114,7 @@ def test_stop_strings_are_trimmed(model, prompts):
     assert "".join(piece.text for piece in pieces) == free.text[:at]
 
 
-@pytest.mark.sampled
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("most", "pieces", "ahead", "waiting"),
     [
@@ -144,7 +141,7 @@ def test_pieces_are_asked_for_ahead_where_calls_return(
     assert known == (ahead if returns else waiting)
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 @pytest.mark.parametrize("returns", [True, False])
 def test_a_run_knows_the_tokens_that_its_cache_holds_behind_a_stop_string(
     model, prompts, monkeypatch, returns
@@ -154,7 +151,7 @@ def test_a_run_knows_the_tokens_that_its_cache_holds_behind_a_stop_string(
     free = generate(model, prompts[:2], 40, stop_tokens=()).completions
     stop = next(free[0].text[i : i + 2] for i in range(9, 20) if free[0].text[i : i + 2] not in free[1].text)
     for rows in (1, 2):
-        ran = Run(model, Request.checked(model, prompts[:rows], 40, None, (), (stop,), 32), None)
+        ran = Run(model, Request.from_arguments(model, prompts[:rows], 40, None, (), (stop,), 32), None)
         deltas = list(ran.deltas(8))
         completions = ran.result().completions
         assert [row.finish_reason for row in completions] == ["stop", "length"][:rows]
@@ -182,10 +179,9 @@ def test_on_a_gpu(model, prompts):
     assert generate(model, prompts, 30, **options).completions == expected.completions
 
 
-@pytest.mark.sampled
 def test_prefill_goes_on_where_a_cache_ends(model, prompts):
     """Rows hold unequal shares of their prompts, one nothing, and one all but its last token."""
-    request, held = Request.checked(model, prompts, 20, None, (), (), 32), np.array([33, 0, 69])
+    request, held = Request.from_arguments(model, prompts, 20, None, (), (), 32), np.array([33, 0, 69])
     tokens = np.zeros((3, 69), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : held[row]] = prompt[: held[row]]
@@ -199,7 +195,7 @@ def test_prefill_goes_on_where_a_cache_ends(model, prompts):
     assert runs[0].chosen == runs[1].chosen
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_steps_decode_no_token_beyond_their_limit(model, prompts):
     """Rows end where they are full or at a stop token; the cache holds what was decoded."""
     held, room = [20, 5, 30], [100, 7, 100]
@@ -216,13 +212,13 @@ def test_steps_decode_no_token_beyond_their_limit(model, prompts):
     for limit in range(1, 7):
         empty = model.network.new_cache(batch=3, capacity=100)
         hidden, cache = model.network.extend(empty, jnp.asarray(tokens), jnp.asarray(held))
-        at = steps.at_end(hidden, jnp.asarray(held))
+        at = steps.take_last(hidden, jnp.asarray(held))
         state, begun = steps.first(flat, steps.DecodeState.of(cache), at, np.ones(3, bool), numbers)
         state, made = steps.decode(flat, state, np.ones(3, bool), numbers, limit, steps=32)
         for row, whole in enumerate(by_hand):
             whole = whole[: room[row] - held[row]]
             whole = whole[: whole.index(stop[0]) + 1] if stop[0] in whole else whole
-            got = [int(begun.tokens[row, 0]), *made.tokens[row, : made.made[row]].tolist()]
+            got = [int(begun.tokens[row, 0]), *made.tokens[row, : made.counts[row]].tolist()]
             assert got == list(whole[: limit + 1])
             assert int(state.cache.lengths[row]) == held[row] + len(got) - 1
 
@@ -235,14 +231,13 @@ def test_text_prompts(model):
     assert by_text.text == model.tokenizer.decode(list(by_text.tokens))
 
 
-@pytest.mark.sampled
 def test_new_lengths_and_samplings_do_not_recompile(model, prompts):
     generate(model, [prompts[0][:33]], 10, stop_tokens=(), sampling=Sampling(0.7, 5, 0.5, 1))
-    sizes = steps.read._cache_size(), steps.decode._cache_size()
+    sizes = steps.prefill._cache_size(), steps.decode._cache_size()
     for length in (34, 36, 37):
         sampling = Sampling(0.9, length, 0.8, length)
         generate(model, [prompts[0][:length]], length - 25, stop_tokens=(3,), sampling=sampling)
-    assert (steps.read._cache_size(), steps.decode._cache_size()) == sizes
+    assert (steps.prefill._cache_size(), steps.decode._cache_size()) == sizes
 
 
 @pytest.mark.parametrize(
@@ -265,11 +260,11 @@ def test_new_lengths_and_samplings_do_not_recompile(model, prompts):
         ([1], {"stop": (3,)}, "stop=.3,. must be a string"),
         ([1], {"stop_tokens": 2.0}, "stop_tokens=2.0 must be a token id"),
         ([1], {"stop_tokens": (True,)}, "stop_tokens=.True,. must be a token id"),
-        ([1], {"sampling": [Sampling()] * 2}, "sampling holds 2 for 1 prompts"),
-        ([[1], [2]], {"sampling": []}, "sampling holds 0 for 2 prompts"),
+        ([1], {"sampling": [Sampling()] * 2}, "sampling has 2 entries for 1 prompts"),
+        ([[1], [2]], {"sampling": []}, "sampling has 0 entries for 2 prompts"),
         ([1], {"sampling": 0.5}, "sampling=0.5 must be a Sampling"),
         ([1], {"sampling": [None]}, "must be a Sampling"),
-        ([1], {"stop_tokens": range(17)}, "17 stop tokens"),
+        ([1], {"stop_tokens": range(17)}, "stop_tokens has 17 ids"),
         ([1], {"stop_tokens": -1}, "stop_tokens=-1: token id -1 lies outside the vocabulary 0…96"),
         ([1], {"stop_tokens": (3, 97)}, "token id 97 lies outside"),
         ([1], {"stop_tokens": 2**40}, f"token id {2**40} lies outside"),
@@ -296,7 +291,7 @@ def test_text_that_a_tokenizer_cannot_encode_is_named(model):
 def test_a_cache_that_cannot_fit_says_what_would(model, monkeypatch):
     need = model.plan.bytes(128, 2, "float32")
     monkeypatch.setattr("zdc_jax.cache.kv_cache.free_bytes", lambda: need - 1)
-    with pytest.raises(CacheMemoryError, match=f"needs {need:,} bytes.*batch 1 at this length"):
+    with pytest.raises(CacheMemoryError, match=f"needs {need:,} bytes.*batch=1 at this capacity"):
         generate(model, [[3], [4]], 4)
 
 

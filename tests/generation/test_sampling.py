@@ -31,7 +31,7 @@ def numbers(samplings, prompts):
         (
             "temperature",
             (-1, float("nan"), float("inf"), 10**39, 10**400, True, "1", None),
-            "finite number >= 0",
+            "finite float32 number >= 0",
         ),
         ("top_k", (0, -1, 1.0, float("nan"), True, "5"), "whole number >= 1"),
         ("top_p", (0.0, 1.1, 10**400, float("nan"), True, "0.5"), r"number in \(0, 1\]"),

@@ -7,7 +7,7 @@ from tiny_tokenizers import demo, sentencepiece
 from tokenizers import Tokenizer
 
 from zdc_jax.generation.results import Completion
-from zdc_jax.generation.stopping import Row, StopStrings
+from zdc_jax.generation.stopping import OutputSequence, StopStrings
 
 STOP_ID = 7
 
@@ -41,10 +41,10 @@ def test_rows_end_where_brute_force_says(tokenizer, draw):
     stop = [string for string in ("\n", "old m", text[at : at + length]) if string.strip("\ufffd")]
     stop = draw.draw(st.lists(st.sampled_from(stop), max_size=3))
     expected = brute_force(tokenizer, tokens, stop)
-    row, shown, given_tokens = Row(0, tokenizer, (STOP_ID,), StopStrings(stop)), "", ()
+    row, shown, given_tokens = OutputSequence(0, tokenizer, (STOP_ID,), StopStrings(stop)), "", ()
     width = draw.draw(st.integers(1, 9))
     for start in range(0, len(tokens), width):
-        delta = row.take(tokens[start : start + width], full=start + width >= len(tokens))
+        delta = row.append(tokens[start : start + width], full=start + width >= len(tokens))
         if delta is not None:
             shown, given_tokens = shown + delta.text, given_tokens + delta.tokens
             assert expected.text.startswith(shown)
@@ -60,8 +60,9 @@ def test_rows_end_where_brute_force_says(tokenizer, draw):
 
 def test_only_what_may_become_a_stop_string_waits():
     stop = StopStrings(["</s>", "\n\n"])
-    assert [stop.safe(text) for text in ("abc", "abc<", "abc</s", "abc</t", "a\n", "")] == [3, 3, 3, 6, 1, 0]
+    texts = ("abc", "abc<", "abc</s", "abc</t", "a\n", "")
+    assert [stop.count_safe(text) for text in texts] == [3, 3, 3, 6, 1, 0]
     assert stop.find("a\n\n</s>") == 1
     assert stop.find("abc</s>", searched=6) == 3
     assert StopStrings().find("abc") is None
-    assert StopStrings().safe("abc") == 3
+    assert StopStrings().count_safe("abc") == 3

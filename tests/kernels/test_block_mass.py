@@ -44,7 +44,7 @@ def check(m, R, keys, *, S=500, nq=5, dtype=BF16, **options):
 
 
 @pytest.mark.parametrize(("m", "R", "keys"), [(8, 32, 128), (32, 16, 64), (128, 64, 32), (1, 16, 128)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_is_a_softmax_by_blocks(m, R, keys):
     check(m, R, keys, interpret=True)
 

@@ -63,7 +63,7 @@ def lower(keys, values, N, K, S, n=0, page=0, **options):
 
 
 @pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_lowers(keys, values, heads):
     o, lse = lower(keys, values, *heads, 640).out_info
     assert (o.shape, lse.shape) == ((2, heads[0], values[0]), (2, heads[0]))
@@ -71,20 +71,20 @@ def test_lowers(keys, values, heads):
 
 @pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
 @pytest.mark.parametrize("n", [64, 1000])
-@pytest.mark.sampled
+@pytest.mark.matrix("64-keys0-values0-heads0", "64-keys7-values7-heads7")
 def test_lowers_with_slots(keys, values, heads, n):
     lower(keys, values, *heads, 640, n=n)
 
 
 @pytest.mark.parametrize(("page", "n"), [(64, 0), (320, 0), (64, 1000), (40, 1000)])
-@pytest.mark.sampled
+@pytest.mark.full
 def test_lowers_with_pages(page, n):
     o, lse = lower(*SHAPES[1][:2], 6, 2, 640, n=n, page=page).out_info
     assert (o.shape, lse.shape) == ((2, 6, 64), (2, 6))
 
 
 @pytest.mark.parametrize("config", [CodedConfig(stages=1, splits=1), CodedConfig(stages=5, splits=7)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_lowers_with_a_config(config):
     lower(((128, 4),), (128, 4), 8, 2, 640, config=config)
 
@@ -269,18 +269,17 @@ def interpreted():
 
 
 @pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_is_attention(interpreted, keys, values, heads):
     Case(keys, values, heads, S=192).check(config=CodedConfig(stages=2, splits=2))
 
 
-@pytest.mark.sampled
 def test_more_stages_and_parts_than_blocks(interpreted):
     Case(*SHAPES[1], S=192).check(config=CodedConfig(stages=4, splits=5))
 
 
 @pytest.mark.parametrize(("keys", "values", "heads"), SHAPES)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_is_attention_to_chosen_slots(interpreted, keys, values, heads):
     it = Case(keys, values, heads, S=192)
     it.choose(100)
@@ -293,7 +292,7 @@ def test_a_list_reads_a_store_of_any_size(interpreted):
     it.check()
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_slots_that_are_not_there_count_for_nothing(interpreted):
     it, config = Case(*SHAPES[1], S=192), CodedConfig(stages=2, splits=2)
     it.end[0] = 192
@@ -310,7 +309,7 @@ def test_a_list_that_begins_with_what_does_not_count(interpreted):
 
 
 @pytest.mark.parametrize(("page", "splits"), [(64, 2), (192, 1)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_pages_are_read_as_rows(interpreted, page, splits):
     it = Case(*SHAPES[1], S=384)
     it.begin, it.end = np.array([3, 70, 9]), np.array([300, 150, 9])
@@ -318,7 +317,7 @@ def test_pages_are_read_as_rows(interpreted, page, splits):
 
 
 @pytest.mark.parametrize("page", [64, 29])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_a_list_is_of_slots_in_pages(interpreted, page):
     """Of slots in pages that are there, in others, and in none."""
     it = Case(*SHAPES[1], S=6 * page)
@@ -343,7 +342,7 @@ def test_a_later_key_far_more_likely_than_the_first_block(interpreted):
     it.check(config=CodedConfig(stages=2, splits=1))
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_what_is_no_number_counts_where_it_is_seen(interpreted):
     it = Case(*SHAPES[0], S=192)
     config = CodedConfig(stages=2, splits=2)

@@ -231,24 +231,23 @@ def interpreted():
 
 
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_scores_all_tokens(interpreted, heads):
     Case((32, 4), heads, S=512).check(config=ScanConfig(128, splits=2))
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_other_widths(interpreted, kind):
     Case(kind, (4, 2), S=384).check(config=ScanConfig(128, splits=1))
 
 
 @pytest.mark.parametrize("heads", HEADS[:2])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_more_parts_than_blocks(interpreted, heads):
     Case((64, 4), heads, S=512).check(config=ScanConfig(256, splits=5))
 
 
-@pytest.mark.sampled
 def test_tokens_beyond_what_a_float_holds_beside_the_likeliest(interpreted):
     """Their probability is less than float32's smallest; its logarithm is not."""
     it = Case((32, 4), (4, 2), S=256, length=60.0)
@@ -257,7 +256,7 @@ def test_tokens_beyond_what_a_float_holds_beside_the_likeliest(interpreted):
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_what_is_no_number_counts_where_it_is_seen(interpreted, heads):
     it, config = Case((32, 4), heads, S=256), ScanConfig(128, splits=2)
     sound = it.index
@@ -282,7 +281,7 @@ def test_what_is_no_number_counts_where_it_is_seen(interpreted, heads):
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_slots_that_are_none_count_for_nothing(interpreted, heads):
     it = Case((32, 4), heads, S=256)
     it.begin, it.end = np.array([-300, -5, 200, 256]), np.array([140, -1, 900, 300])
@@ -290,7 +289,7 @@ def test_slots_that_are_none_count_for_nothing(interpreted, heads):
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_blocks_of_several_tokens_a_thread(interpreted, heads):
     """Whole ones, and ones that begin or end within."""
     it = Case((32, 4), heads, S=2048)
@@ -300,7 +299,7 @@ def test_blocks_of_several_tokens_a_thread(interpreted, heads):
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 @pytest.mark.parametrize(("page", "block"), [(128, 128), (512, 256)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_pages_are_read_as_rows(interpreted, heads, page, block):
     Case((32, 4), heads, S=1024).check_pages(page, ScanConfig(block, splits=2))
 
@@ -327,7 +326,7 @@ def test_queries_are_rounded_to_the_nearest_integers():
 
 
 @pytest.mark.parametrize("kind", [(32, 4), (64, 4)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_rounding_queries_costs_a_hundredth_of_the_scores(kind):
     """A coordinate errs by a step/√12, the step is a 127th of the largest: of a Gaussian head of 32 to 64
     coordinates 2.1 to 2.4 times its deviation; together 0.005 to 0.006 of the scores' deviation."""

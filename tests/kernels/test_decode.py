@@ -37,7 +37,7 @@ def lower(f, *args):
 
 @pytest.mark.parametrize(("R", "Z"), ONE_RANK)
 @pytest.mark.parametrize(("N", "K"), HEADS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_lowers(R, Z, N, K):
     def f(q, k, v, n):
         return decode_attention(q, k, v, n, scale=1.0)
@@ -49,7 +49,7 @@ def test_lowers(R, Z, N, K):
 
 @pytest.mark.parametrize(("R", "Z", "H"), TWO_RANKS)
 @pytest.mark.parametrize("block", [64, 128])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_lowers_with_two_ranks(R, Z, H, block):
     def f(q, k, v, n, ring):
         return decode_attention(

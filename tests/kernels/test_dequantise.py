@@ -77,27 +77,27 @@ def check(kinds, page=0, *, S=S, ends=ENDS, dtype=jnp.bfloat16, **options):
 
 
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_reads_what_the_code_does(kinds):
     check(kinds, S=FEW, interpret=True)
 
 
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("page", [16, 40, 128])
-@pytest.mark.sampled
+@pytest.mark.matrix
 @pytest.mark.usefixtures("optimised")
 def test_reads_pages(kinds, page):
     check(kinds, page, S=-(-FEW // page) * page, interpret=True)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_other_floats(dtype):
     check(KINDS["index"], S=FEW, dtype=dtype, interpret=True)
 
 
 @pytest.mark.parametrize("S", [1, 48, 333])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_rows_of_any_length(S):
     check([[(32, 4)]], S=S, ends=(0, 1, S // 2, S - 1, S), interpret=True)
 

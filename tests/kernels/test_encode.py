@@ -108,12 +108,11 @@ def read(code, coded, C):
 
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("T", [1, 21])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_codes_as_the_code_does(kinds, T):
     Case(kinds, T).check(interpret=True)
 
 
-@pytest.mark.sampled
 def test_more_tokens_than_a_program_has():
     Case(KINDS["chosen"], TOKENS + 9, jnp.float32).check(interpret=True)
 
@@ -126,13 +125,13 @@ def check_one_token(kinds, page, **options):
 
 
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_a_token_a_row_in_pages(kinds):
     check_one_token(kinds, 32, interpret=True)
 
 
 @pytest.mark.parametrize("page", [16, 40])
-@pytest.mark.sampled
+@pytest.mark.full
 def test_tokens_of_a_row_in_several_pages(page):
     Case(KINDS["chosen"], 50).check(page=page, interpret=True)
 
@@ -205,7 +204,6 @@ def check_special(**options):
     np.testing.assert_allclose(wrong(now), wrong(true), rtol=1e-4)
 
 
-@pytest.mark.sampled
 def test_special_numbers():
     check_special(interpret=True)
 
@@ -216,7 +214,7 @@ def test_special_numbers_on_the_device():
 
 
 @pytest.mark.parametrize("page", [0, 40])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_what_is_past_the_end_of_the_store_is_not_written(page):
     it = Case([[(32, 4)]], 8)
     it.starts, it.ends = np.full(B, S - 3), np.full(B, S + 5)

@@ -62,7 +62,7 @@ SHAPES = [(32, 16), (64, 16), (64, 64), (96, 48), (128, 64), (128, 80), (128, 12
 @pytest.mark.parametrize(("T", "G"), [(1, 4), (64, 1), (1000, 4), (4096, 1)])
 @pytest.mark.parametrize("keep_tail", [False, True])
 @pytest.mark.parametrize(("H", "R"), SHAPES)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_lowers_for_cuda(H: int, R: int, keep_tail: bool, G: int, T: int) -> None:
     dtype = jnp.float16 if T == 64 else jnp.bfloat16
     options = {"shift": T != 1000, "dtype": dtype, "rotation_dtype": jnp.float16 if T > 1 else dtype}
@@ -71,7 +71,7 @@ def test_lowers_for_cuda(H: int, R: int, keep_tail: bool, G: int, T: int) -> Non
 
 
 @pytest.mark.parametrize("K", [1, 8, 32])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_lowers_when_a_cta_shares_angles_among_heads(K: int) -> None:
     shapes = jax.eval_shape(
         lambda: random_inputs(B=1, T=16384, K=K, G=1, H=128, C=128, shift=False, dtype=jnp.bfloat16)

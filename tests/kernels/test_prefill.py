@@ -68,7 +68,7 @@ def lists(K, blocks, most=4, dtype=jnp.int32):
 
 @pytest.mark.parametrize(("R", "Z"), ONE_RANK)
 @pytest.mark.parametrize(("T", "S", "N", "K"), [(256, 256, 4, 4), (1, 40, 8, 2), (203, 1001, 4, 1)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_lowers(R, Z, T, S, N, K):
     def f(q, k, v):
         return prefill_attention(q, k, v, scale=1.0)
@@ -79,7 +79,7 @@ def test_lowers(R, Z, T, S, N, K):
 
 @pytest.mark.parametrize(("R", "Z", "H"), TWO_RANKS)
 @pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_lowers_with_two_ranks(R, Z, H, dtype):
     def f(q, k, v, t):
         return prefill_attention(q, k, v, scale=1.0, trailing=t, sinks=4, window=192)
@@ -97,7 +97,7 @@ def test_lowers_far_keys_alone():
 
 
 @pytest.mark.parametrize(("H", "sinks"), [(64, 0), (128, 4), (256, 4)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_lowers_near_keys_alone(H, sinks):
     def f(q, k, v, t):
         return prefill_attention(q, k, v, scale=1.0, trailing=t, sinks=sinks, window=100)
@@ -213,7 +213,7 @@ def test_a_tile_of_lists_fits_whatever_the_widths(blocks):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("warpgroups", [1, 2, 3])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_lowers_with_each_config(warpgroups, overlap):
     config = PrefillConfig(block_kv=64, warpgroups=warpgroups, overlap=overlap)
 
@@ -225,7 +225,7 @@ def test_lowers_with_each_config(warpgroups, overlap):
 
 @pytest.mark.parametrize("page", [64, 128, 192, 256])
 @pytest.mark.parametrize(("R", "Z", "H"), [(64, 96, 0), (32, 64, 128), (0, 0, 128)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_lowers_paged(page, R, Z, H):
     trailing = trailing_shapes(2, 2, 512, H, R, Z) if H else None
     near = {"sinks": 4, "window": 192} if H else {}

@@ -66,7 +66,7 @@ def draw(seed, *shape):
         pytest.param(PrefillConfig(64, 2, 3), marks=NEEDS_CORES),
     ],
 )
-@pytest.mark.sampled
+@pytest.mark.full
 def test_one_rank(config):
     B, T, S, N, K, R, Z = 2, 150, 400, 4, 2, 32, 48
     q, k, v = draw(0, B, T, N, R), draw(1, B, K, S, R), draw(2, B, K, S, Z)
@@ -95,7 +95,7 @@ def turns_ungated(monkeypatch):
 @pytest.mark.usefixtures("interpreted", "turns_ungated")
 @pytest.mark.parametrize("config", [PrefillConfig(64, 2, 2, turns=8), PrefillConfig(128, 2, 2, turns=112)])
 @pytest.mark.parametrize("starts", [0, 387])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_in_turns(config, starts):
     """What the steps compute; that warpgroups keep to their turns a GPU alone can test."""
     B, T, S, N, K, R, Z = 1, 190, 600, 2, 2, 32, 48
@@ -116,7 +116,7 @@ def test_listed_blocks_in_turns():
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.sampled
+@pytest.mark.matrix
 @pytest.mark.parametrize("ends", [(250, 550), (187, 400)])
 def test_far_keys(ends):
     """Of whole rows, of one that ends early, and of one that has no query at all."""
@@ -158,7 +158,7 @@ def near_alone(T, starts, counts, window, sinks, halo, config):
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.sampled
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", NEAR_ALONE)
 @pytest.mark.parametrize(
     ("sinks", "config"),
@@ -176,7 +176,7 @@ def test_near_keys_alone(case, sinks, config):
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.sampled
+@pytest.mark.matrix
 @pytest.mark.parametrize(("sinks", "starts"), [(0, (800, 600)), (4, (640, 900)), (4, (7, 50))])
 def test_near_keys_alone_of_arrays_that_begin_long_before(sinks, starts):
     """Blocks before all windows are not visited; arrays of the first tokens begin long before any."""
@@ -185,7 +185,7 @@ def test_near_keys_alone_of_arrays_that_begin_long_before(sinks, starts):
 
 @pytest.mark.usefixtures("interpreted", "turns_ungated")
 @pytest.mark.parametrize("config", [PrefillConfig(64, 2, 2, turns=56), PrefillConfig(128, 2, 2, turns=112)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_near_keys_alone_in_turns(config):
     near_alone(150, (900, 3), (150, 150), 600, 4, 600, config)
 
@@ -196,7 +196,7 @@ def test_near_keys_alone_in_turns(config):
     [((64, 64), 1), ((128, 64), 1), ((128, 128), 2), pytest.param((192, 64), 3, marks=NEEDS_CORES)],
 )
 @pytest.mark.parametrize("starts", [(0, 333), (127, 128)])
-@pytest.mark.sampled
+@pytest.mark.full
 def test_listed_blocks(blocks, warpgroups, starts):
     """Rows that end early, and begin anywhere; tiles that are a whole block of queries or half of one."""
     B, T, S, N, K = 2, 300, 700, 4, 2
@@ -213,7 +213,7 @@ def test_listed_blocks(blocks, warpgroups, starts):
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("T", "start"), [(65, 63), (1, 127), (66, 63), (64, 64)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_listed_blocks_of_a_query_that_ends_one(T, start):
     """A tile whose only query stands last in a block of keys has no block with a mask."""
     q, k, v = draw(0, 1, T, 2, 16), draw(1, 1, 1, 192, 16), draw(2, 1, 1, 192, 16)
@@ -225,7 +225,6 @@ def test_listed_blocks_of_a_query_that_ends_one(T, start):
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.sampled
 def test_listed_blocks_in_pages():
     B, T, S, N, K, page, blocks = 1, 200, 512, 2, 1, 128, (64, 64)
     q, k, v = draw(0, B, T, N, 32), draw(1, B, K, S, 32), draw(2, B, K, S, 32)

@@ -78,7 +78,7 @@ def interpreted():
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.sampled
+@pytest.mark.full
 def test_each_query_chooses_and_reads_its_own(interpreted, groups):
     it = Case(groups)
     (slots, o, lse), (true_slots, true_o, true_lse) = it.run(), it.truth()
@@ -89,7 +89,7 @@ def test_each_query_chooses_and_reads_its_own(interpreted, groups):
     assert np.isneginf(lse[2, :, 0]).all()
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_pages_give_what_rows_give(interpreted):
     it = Case(2)
     for paged, whole in zip(it.run(128), it.run(), strict=True):

@@ -131,7 +131,7 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., str | None], Callable
 
 @pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_a_call_is_refused_exactly_where_the_kernel_raises(no_launch, name):
     """Random calls as they should be, which none refuses, and with one or two things changed."""
     kernel, refusal, draw = KERNELS[name]

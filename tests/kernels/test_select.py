@@ -86,7 +86,7 @@ def cases(*slots: int):
 
 
 @pytest.mark.parametrize(("S", "k"), [(64, 128), (BLOCK + 64, 1024), (2**20, 4096)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_lowers(S, k):
     row = shape(B, dtype=jnp.int32)
     traced = jax.jit(largest, static_argnames="k").trace(shape(B, K, S), row, row, k=k)
@@ -118,7 +118,6 @@ def test_refusals(change, message):
 
 @settings(max_examples=100, deadline=None)
 @given(cases(1, 64, 250), st.sampled_from([1, 50, 300]))
-@pytest.mark.sampled
 def test_plain_version(case, k):
     case.check(largest_reference, k)
 
@@ -164,13 +163,13 @@ def interpreted(request):
 
 @settings(max_examples=12, deadline=None)
 @given(cases(*SLOTS), st.sampled_from([128, 1024]))
-@pytest.mark.sampled
+@pytest.mark.full
 def test_is_right(interpreted, case, k):
     case.check(largest, k)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_is_right_where_many_scores_agree(interpreted, kind):
     """As many as are held, more, or all, in the first digit or the first two."""
     Case(0, kind, 3 * BLOCK + 64, ((0.0, 1.0), (0.3, 0.95))).check(largest, 1024)
@@ -178,7 +177,7 @@ def test_is_right_where_many_scores_agree(interpreted, kind):
 
 @pytest.mark.parametrize("better", [True, False])
 @pytest.mark.parametrize("thin", [16, 64])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_is_right_where_the_sample_is_wrong(interpreted, thin, better):
     """All that is looked at is among the best, or nothing: too few are likely, or too many."""
     S = 5 * BLOCK
@@ -191,7 +190,7 @@ def test_is_right_where_the_sample_is_wrong(interpreted, thin, better):
 
 @pytest.mark.parametrize("spans", [((0.5, 0.5), (0.4, 0.45)), ((0.99, 1.0), (0.01, 0.97))])
 @pytest.mark.parametrize("kind", ["ties", "equal"])
-@pytest.mark.sampled
+@pytest.mark.matrix("whole rows-ties-spans0", "parts-ties-spans0")
 def test_is_right_of_parts_of_nothing(interpreted, kind, spans):
     """Rows of no slots, of slots of one part only, and of more than all parts hold."""
     Case(0, kind, 9 * BLOCK, spans).check(largest, 128)

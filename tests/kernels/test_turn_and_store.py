@@ -155,17 +155,16 @@ def near(found, exact, dtype):
 
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("page", [0, 32])
-@pytest.mark.sampled
+@pytest.mark.matrix("32-whole")
 def test_in_rows_and_in_pages(kinds, page):
     Case(kinds).check(page, interpret=True)
 
 
-@pytest.mark.sampled
 def test_more_rows_than_a_program_has():
     Case(KINDS["chosen"], B=ROWS + 5, G=1, shift=True, rotation=jnp.bfloat16).check(interpret=True)
 
 
-@pytest.mark.sampled
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("H", "Hv", "kinds"),
     [
@@ -179,7 +178,6 @@ def test_other_head_dims(H, Hv, kinds):
     Case(kinds, H=H, Hv=Hv).check(interpret=True)
 
 
-@pytest.mark.sampled
 def test_one_row():
     """q, k and v of several heads are three arrays there."""
     Case(KINDS["chosen"], B=1, G=2, shift=True).check(interpret=True)

@@ -34,7 +34,7 @@ def test_a_ring_holds_what_was_put_in_its_slots(sinks, window):
     new=st.sampled_from([2, 30]),
     alignment=st.sampled_from([8, 32]),
 )
-@pytest.mark.sampled
+@pytest.mark.full
 def test_recent_rows_are_those_of_their_positions(sinks, window, pieces, new, alignment):
     """Every key near to a new token, sinks among them where rows begin at zero, has its own coordinates."""
     start, capacity = sum(pieces), sum(pieces) + new

@@ -122,7 +122,7 @@ NEAR = [{}, {"window": 8, "sinks": 2}]
 
 
 @pytest.mark.parametrize(("near", "leaders"), [(NEAR[0], (0, 2)), (NEAR[1], (0,))])
-@pytest.mark.sampled
+@pytest.mark.matrix("opt-near1-leaders1")
 def test_whole_sequences_equal_masked_ones(tiny: TinyModel, near, leaders):
     plan = class_plan(tiny, leaders, **near)
     tokens = tiny.tokens(2, 41)
@@ -133,7 +133,7 @@ def test_whole_sequences_equal_masked_ones(tiny: TinyModel, near, leaders):
 
 
 @pytest.mark.parametrize("near", NEAR)
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_pieces_and_decoded_tokens_equal_masked_ones(tiny_llama: TinyModel, near):
     """A ragged batch in two pieces, then token by token over the end of a block."""
     plan = class_plan(tiny_llama, **near)
@@ -157,7 +157,7 @@ def test_pieces_and_decoded_tokens_equal_masked_ones(tiny_llama: TinyModel, near
             np.testing.assert_allclose(steps[step][row], want, atol=2e-4 * np.abs(want).max())
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_equal_classes_are_the_uniform_plan(tiny_opt: TinyModel):
     tokens = jnp.asarray(tiny_opt.tokens(1, 40))
     for rank in (16, 32):
@@ -181,7 +181,7 @@ def test_arrays_are_as_small_as_the_plan_says(tiny: TinyModel, near):
 
 @settings(deadline=None, max_examples=15)
 @given(seed=st.integers(0, 999), T=st.integers(1, 50), fraction=st.floats(0.05, 0.95))
-@pytest.mark.sampled
+@pytest.mark.full
 def test_order_puts_each_token_into_one_slot_of_its_class(seed, T, fraction):
     rng = np.random.default_rng(seed)
     importance = rng.normal(size=(2, T)).astype(np.float32)
@@ -196,7 +196,7 @@ def test_order_puts_each_token_into_one_slot_of_its_class(seed, T, fraction):
         assert sorted(i for i in first[row] if valid[row, i]) == list(want)
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_generation_in_pieces_equals_generation_at_once(tiny_llama: TinyModel):
     model = tiny_llama.model(class_plan(tiny_llama, window=8, sinks=2))
     prompts = [tiny_llama.tokens(1, n, seed=n)[0].tolist() for n in (70, 45)]
@@ -225,7 +225,7 @@ def half(model):
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="what can be checked without a GPU")
 @pytest.mark.parametrize("near", ON_KERNELS)
-@pytest.mark.sampled
+@pytest.mark.full
 def test_class_layers_lower_for_cuda(monkeypatch, tiny_llama: TinyModel, near):
     """A piece and a token; projections stay XLA's, so that every kernel is one of attention."""
     network = half(tiny_llama.model(class_plan(tiny_llama, **near)))

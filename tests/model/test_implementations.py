@@ -80,7 +80,7 @@ def bfloat16(model: LanguageModel) -> LanguageModel:
         *((OPT, "window"), (OPT, "truncated"), (GEMMA, "window"), (MISTRAL, "full")),
     ],
 )
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_model_on_kernels_lowers_for_cuda(monkeypatch, caplog, config, name):
     """Whole sequences, a piece of a prompt after another, one token: every layer chooses the kernels."""
     network = bfloat16(TinyModel(config).model(CompressionPlan.uniform(config, **PLANS[name]))).network
@@ -153,7 +153,6 @@ def random_calls(rng):
     }
 
 
-@pytest.mark.sampled
 def test_kernels_take_what_is_not_refused(monkeypatch, no_launch):
     """A kernel's own ValueError would mean that it was asked about other arguments than it was given."""
     monkeypatch.setattr(ops, "device_refusal", lambda x: None)

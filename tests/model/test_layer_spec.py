@@ -109,7 +109,7 @@ def test_layers_compute_what_their_spec_says(model: TinyModel):
     close(model.dense.hidden(jnp.asarray(tokens)), Truth(model).hidden(tokens))
 
 
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_cached_pieces_under_a_full_rank_plan_are_the_model(model: TinyModel):
     """Folded, loaded and cached: what a spec says survives all of it."""
     basis = model.basis(qk="balanced", vo="balanced")
@@ -160,7 +160,10 @@ def test_a_plan_may_only_narrow_a_sliding_layer():
 
     plan(LayerRanks(0, 0, 4)).check_model(config, "")
     for ranks in (LayerRanks(0, 0, 10), LayerRanks(0, 0), LayerRanks(16, 16)):
-        with pytest.raises(PlanError, match="layer 1 of the model sees the last 9 tokens: the plan must"):
+        with pytest.raises(
+            PlanError,
+            match=r"layer 1: .* has a sliding window of 9 tokens",
+        ):
             plan(ranks).check_model(config, "")
     for ranks in (LayerRanks(16, 16, 4), LayerRanks(0, 0, 0), LayerRanks(0, 0, True)):
         with pytest.raises(PlanError, match="layer 1: "):
@@ -176,7 +179,7 @@ def test_folding_loses_no_weight(tiny_opt: TinyModel):
         return fold_attention(weights, OPT, basis, 0, LayerRanks(32, 32), full_width=False)
 
     fold(weights)
-    with pytest.raises(ValueError, match=r"layer 0: no rule to fold the attention weights \['gate'\]"):
+    with pytest.raises(ValueError, match=r"layer 0: folding does not support .* \['gate'\]"):
         fold(weights | {"gate": weights["q"]})
     with pytest.raises(ValueError, match=r"attention has no use for the weights \['gate'\]"):
         Attention(weights | {"gate": weights["q"]}, OPT, OPT.layers[0])
@@ -185,5 +188,5 @@ def test_folding_loses_no_weight(tiny_opt: TinyModel):
 def test_rotary_pairs_do_not_fold_past_a_norm():
     model = TinyModel(config_of("q/k norm"))
     basis: Basis = model.basis(qk="pairs", vo="balanced")
-    with pytest.raises(CalibrationError, match="pairs does not fold past a norm of q and k"):
+    with pytest.raises(CalibrationError, match="qk_kind='pairs' does not support models with norms"):
         model.model(CompressionPlan.full(model.config), basis)

@@ -14,7 +14,7 @@ ON_DEVICE = [name for name in METHODS if not any(spec.host_bytes(1024) for spec 
 """A row of what lies in the host's memory cannot be taken out."""
 
 
-@pytest.mark.sampled
+@pytest.mark.matrix("token classes")
 @pytest.mark.parametrize("name", ON_DEVICE)
 def test_it_gives_what_one_of_two_equal_rows_gives(name):
     config, plan_of = METHODS[name]

@@ -45,7 +45,7 @@ def alone(network, cache: KVCache, place: Place, pieces, tokens, end):
     return np.concatenate(states), decoded[:, 0], replace(cache, lengths=place.held(end))
 
 
-@pytest.mark.sampled
+@pytest.mark.matrix("fp8-two pieces and none")
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("name", PAGED)
 def test_together_is_one_after_the_other(name, steps):

@@ -37,7 +37,7 @@ def replay(network, tokens, pieces):
 
 
 @pytest.mark.parametrize("pieces", [(70,), (16, 48)])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_ranks_per_layer(tiny: TinyModel, pieces):
     ranks = (LayerRanks(16, 16), LayerRanks(16, 32), LayerRanks(32, 16))
     plan = CompressionPlan(ranks, tiny.config.num_kv_heads, 32, sinks=1, window=5)
@@ -56,7 +56,7 @@ def test_arrays_from_a_checkpoint_are_put_on_the_device(tiny_opt: TinyModel):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(network))
 
 
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_a_row_does_not_see_its_batch(tiny: TinyModel):
     plan = CompressionPlan.uniform(tiny.config, qk=16, v=16, window=8, sinks=2)
     network = tiny.model(plan).network
@@ -92,7 +92,7 @@ def test_folded_at_full_rank_is_the_same_program(tiny_opt: TinyModel):
 
 @pytest.mark.parametrize("kind", ["balanced", "stacked", "pairs"])
 @pytest.mark.parametrize("center", [False, True])
-@pytest.mark.sampled
+@pytest.mark.matrix("llama-False-balanced", "llama-False-pairs")
 def test_full_rank_in_another_basis_is_the_same_model(tiny: TinyModel, kind, center):
     if kind == "pairs" and not tiny.config.is_rotary:
         pytest.skip("pairs are for rotary models")
@@ -112,7 +112,7 @@ def test_full_rank_in_another_basis_is_the_same_model(tiny: TinyModel, kind, cen
     assert np.abs(cached_keys(rotated) - cached_keys(tiny.dense)).max() > 0.1
 
 
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_truncation_costs_what_was_truncated(tiny: TinyModel):
     """Fewer coordinates, larger error; a window brings it down."""
     tokens = jnp.asarray(tiny.tokens(2, 64))

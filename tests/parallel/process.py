@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import bench_sequence_parallel
-from benchmarks.rivals.partition import Partition
-from benchmarks.rivals.runahead_mesh import MeshRunahead
+from benchmarks.mesh import bench_sequence_parallel
+from benchmarks.mesh.rivals.partition import Partition
+from benchmarks.mesh.rivals.runahead_mesh import MeshRunahead
 from convert.cli.main import main
 from zdc_jax import MeshConfig, load, stream
 
@@ -24,7 +24,8 @@ model, gathered = (
 # Of four pieces, the next of which is asked for while one is made.
 deltas = list(stream(model, [[5, 6, 7], [9]], 20, stop_tokens=()))
 np.save(
-    f"{folder}/streamed-{process_id}.npy", [sum((d.tokens for d in deltas if d.row == r), ()) for r in (0, 1)]
+    f"{folder}/streamed-{process_id}.npy",
+    [sum((d.tokens for d in deltas if d.sequence == r), ()) for r in (0, 1)],
 )
 tokens = jnp.asarray(np.random.default_rng(0).integers(3, 90, (1, 61), dtype=np.int32))
 end = jnp.array([61])

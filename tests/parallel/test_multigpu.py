@@ -11,8 +11,8 @@ import pytest
 from conftest import LLAMA, TinyModel
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.rivals.partition import Partition
-from benchmarks.rivals.runahead_mesh import MeshRunahead
+from benchmarks.mesh.rivals.partition import Partition
+from benchmarks.mesh.rivals.runahead_mesh import MeshRunahead
 from zdc_jax import generate
 from zdc_jax.cache.coded_store import CodedStore
 from zdc_jax.cache.codes import Split

@@ -24,7 +24,7 @@ ENVIRONMENT = {
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.sampled
+@pytest.mark.full
 def test_on_eight_devices(group):
     files = [str(FOLDER / f"{name}.py") for name in group.split()]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]

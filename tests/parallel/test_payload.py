@@ -25,7 +25,7 @@ SCALES = 2.0 ** np.array([[5, -7, -20, -3, 0, 9]])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_numbers_in_range_keep_four_bits(dtype):
     """Half a unit of 3 bits of mantissa, 2^-4 of a number; below 2^-6 half of 2^-9. All times the scale."""
     rng = np.random.default_rng(0)
@@ -70,7 +70,7 @@ def test_scales_are_powers_of_two_with_headroom():
 
 @pytest.mark.parametrize("kind", ["q", "k", "v", "o"])
 @pytest.mark.parametrize("width", [1, 8, 20, 32, 64, 80])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_codes_arrive_as_in_float64(kind, width):
     """But for what lies at the middle of two levels, and reaches that err alike."""
     form = getattr(Formats.coded(width, width), kind)
@@ -89,7 +89,7 @@ def test_codes_arrive_as_in_float64(kind, width):
     np.testing.assert_allclose(wrong(got), wrong(expected), rtol=1e-3)
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 def test_what_is_zero_or_no_number():
     """Zeros arrive as zeros; what is no number stays in its block of its token and head."""
     form, x = Formats.coded(32, 32).q, np.random.default_rng(0).normal(size=(1, 5, 2, 32)).astype(np.float32)
@@ -104,7 +104,7 @@ def test_what_is_zero_or_no_number():
 
 
 @pytest.mark.parametrize("bits", [3, 4, 6])
-@pytest.mark.sampled
+@pytest.mark.matrix
 def test_what_arrives_is_no_shorter(bits):
     """Products of vectors with what arrives of them; with the nearest levels they are 4 % less at 3 bits."""
     x = np.random.default_rng(0).normal(size=(1, 4000, 1, 64)).astype(np.float32)

@@ -122,7 +122,7 @@ class Truth:
     noise=st.sampled_from([0, 2e-3]),
     limit=st.sampled_from([0.01, 0.02, 0.05]),
 )
-@pytest.mark.sampled("plans checked")
+@pytest.mark.full
 def test_checked_plans_hold_the_limit(kind, seed, spread, noise, limit):
     """However wrong predictions and measurements are; a plan is measured once, and at most `CHECKS` are."""
     truth = Truth(kind, seed, spread, noise)
@@ -133,7 +133,7 @@ def test_checked_plans_hold_the_limit(kind, seed, spread, noise, limit):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled
+@pytest.mark.full
 def test_checked_plans_are_near_the_smallest_of_all(kind, monkeypatch):
     """Of models whose layers cost half to twice what is predicted; paths alone do not bring them there."""
     models = [(kind, seed, 0.6) for seed in range(4)]
@@ -143,7 +143,7 @@ def test_checked_plans_are_near_the_smallest_of_all(kind, monkeypatch):
         return np.array([(Truth(*model).checked(0.02) or FULL).bytes(CONTEXT) for model in models])
 
     ratios = sizes() / least
-    monkeypatch.setattr(Surrogate, "_changed", lambda self, best: ())
+    monkeypatch.setattr(Surrogate, "_list_changes", lambda self, best: ())
     along_paths = sizes() / least
     assert ratios.min() >= 1
     assert np.median(ratios) <= 1.05

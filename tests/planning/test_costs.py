@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.fit_costs import fit, measured_rows
+from benchmarks.studies.fit_costs import fit, measured_rows
 from zdc_jax.plan import CompressionPlan, LayerRanks, TokenClasses
 from zdc_jax.planning.costs import H200, AttentionCall, layer_parts, request_seconds
 

@@ -52,7 +52,7 @@ def test_layers_cut_off_keep_nothing_beyond_the_window():
     far = [True] * 6 + [False] * 6
     plan = plan_from_spectrum(basis_of(spectra(), spectra()), budget=0.15, qk_share=0.5, window=64, far=far)
     assert all((r.qk > 0) == is_far == (r.v > 0) for r, is_far in zip(plan.layers, far, strict=True))
-    with pytest.raises(PlanError, match="far must name 12 layers, got 2"):
+    with pytest.raises(PlanError, match="far has 2 entries, it must have 12"):
         plan_from_spectrum(basis_of(spectra(), spectra()), budget=0.5, far=[True, False])
 
 

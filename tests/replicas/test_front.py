@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from zdc_jax.engine.request import Busy, Closing, EngineRequest, EngineStats, Event
 from zdc_jax.errors import PromptError
 from zdc_jax.replicas import front
-from zdc_jax.replicas.front import MOST_LOST, Front, Lost, stream
+from zdc_jax.replicas.front import MAX_LOST, Front, ReplicaLostError, stream
 from zdc_jax.replicas.settings import ReplicaSettings
 from zdc_jax.server.app import make_app
 
@@ -33,7 +33,7 @@ class LocalFleet:
         async with aclosing(stream(self.engines[index], request)) as events:
             async for event in events:
                 if not left:
-                    raise Lost(f"replica {index} died")
+                    raise ReplicaLostError(f"replica {index} died")
                 left -= 1
                 yield event
 
@@ -111,8 +111,8 @@ def test_a_request_does_not_take_all_replicas_with_it(engines):
     fleet = LocalFleet(engines, dying={0: 1, 1: 1})
     last = answered(fleet, EngineRequest((5, 6), 20))[-1]
     assert last.finish_reason == "error"
-    assert last.error == f"the request lost {MOST_LOST} replicas"
-    assert len(fleet.asked) == MOST_LOST
+    assert last.error == f"the request lost {MAX_LOST} replicas"
+    assert len(fleet.asked) == MAX_LOST
 
 
 def test_an_engine_that_ends_is_a_replica_lost(engines):
@@ -158,11 +158,11 @@ def test_what_cannot_be_served_is_refused_at_the_front(engines):
     asked = made(LocalFleet(engines), room=1)
 
     async def run() -> None:
-        with pytest.raises(PromptError, match="at most 200 are served"):
+        with pytest.raises(PromptError, match="exceed max_model_len=200"):
             asked.submit(EngineRequest((5,), 200), lambda event: None)
         hanging = tuple(engines[0].model.tokenizer.encode("on?").ids)
         asked.submit(EngineRequest(hanging, 9), lambda event: None)
-        with pytest.raises(Busy, match="1 requests are under way"):
+        with pytest.raises(Busy, match=r"the queue is full \(1 running or waiting requests\)"):
             asked.submit(EngineRequest((5,), 2), lambda event: None)
         closer = threading.Thread(target=asked.close, kwargs={"drain": False, "timeout": 0})
         closer.start()

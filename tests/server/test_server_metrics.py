@@ -56,7 +56,7 @@ def test_tokens_that_come_together_share_their_time(monkeypatch: pytest.MonkeyPa
     watch = Stopwatch(metrics)
     for event in (Event(tokens=(1, 2)), Event(tokens=(3, 4, 5)), Event(finish_reason="cancelled")):
         now[0] += 3
-        watch.take(event)
+        watch.record(event)
 
     def value(name, **labels):
         return metrics.registry.get_sample_value(name, {"model_name": "tiny"} | labels)

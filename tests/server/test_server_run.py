@@ -134,7 +134,6 @@ print("ended")
 """
 
 
-@pytest.mark.sampled
 def test_signals_end_it():
     paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
 

@@ -1,1 +1,1 @@
-"""How layers keep keys and values: one interface, one file a method."""
+"""KV caches: one interface for the cache of a layer, and one file per kind of spec."""

@@ -1,15 +1,14 @@
-"""Stores of far tokens from which decoding reads few: an index says which (after Quest and Loki).
+"""Stores of far tokens from which a query reads only a few, chosen by an index (after Quest and Loki).
 
-Far tokens are chosen by pages of consecutive positions, anew for each query. All queries of a KV head share
-what is read: pages are ordered by the probability that the index gives them, a softmax over pages for each
-query head, summed over the group. A constant that one head adds to all its scores thus counts for nothing, as
-in attention itself, and no head drowns the others. With one query head a KV head the order is that of the
-scores. Of equal pages the lower is taken. Attention to what is chosen is exact; what is not chosen counts as
-if it were not there.
+Far tokens are chosen for each query, by pages of consecutive positions. All queries of a KV head share the
+chosen pages. The order of pages is that of their probability under the index: a softmax over pages for each
+query head, summed over the group. A constant that a head adds to all its scores therefore has no effect, as
+in attention itself, and no head dominates the others. With one query head per KV head, the order is that of
+the scores. Ties go to the lower page. Attention to the chosen tokens is exact, and ignores all others.
 
-One decoded token reads the index, and of keys and values only what is chosen. On XLA pieces of prompts read
-everything, and drop what each of their queries did not choose: they give the same and save nothing. Where
-kernels choose and read (`zdc_jax.cache.coded_choosing`), each query of a piece reads what it would alone.
+A decoded token reads the index and the chosen keys and values only. On XLA, chunks of prompts read everything
+and mask what their queries did not choose: the result is the same, without savings. Where kernels choose and
+read (`zdc_jax.cache.coded_choosing`), each query of a chunk reads only its own choice.
 """
 
 from abc import abstractmethod
@@ -32,14 +31,19 @@ from zdc_jax.ops.selection import among_largest
 from zdc_jax.ops.stored import takes_kernels
 from zdc_jax.ops.xla import chosen_attention, in_query_blocks, query_block
 
-GATHERED = "kernels read single tokens in codes"
-MASKED = "pieces of prompts read all on xla, and drop what is not chosen"
+GATHERED = "kernels read chosen tokens only from quantized stores"
+"""Reason why kernels do not decode chosen tokens of a store that is not quantized."""
+MASKED = "chunks of prompts read the whole store on xla and mask tokens that are not chosen"
+"""Reason why kernels do not compute chunks of prompts."""
 
 
 class FarTokens(NamedTuple):
-    """k [B, K, S, R], v [B, K, S, Z] of all tokens, slot = position; index: what else choosing reads.
+    """Store of far tokens, slot = position. Quantized stores have trees of arrays [B, K, S, …] instead.
 
-    Methods with codes keep trees of arrays [B, K, S, …] instead.
+    Attributes:
+      k: keys of all tokens, [B, K, S, R].
+      v: values of all tokens, [B, K, S, Z].
+      index: further arrays that the choice of tokens reads.
     """
 
     k: Any
@@ -49,10 +53,14 @@ class FarTokens(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Choosing(NearFar):
-    """`NearFar` whose queries read `read` far tokens a KV head, by pages of `page`.
+    """`NearFar` whose queries read only `read` far tokens per KV head.
+
+    Attributes:
+      read: number of far tokens that a query reads per KV head.
+      page: tokens that are chosen together.
 
     Raises:
-      PlanError: `read` is not a multiple of `page`, and above 0.
+      PlanError: `read` is not a positive multiple of `page`.
     """
 
     read: int
@@ -60,58 +68,54 @@ class Choosing(NearFar):
 
     def __post_init__(self) -> None:
         if self.read < 1 or self.read % self.page:
-            raise PlanError(f"read={self.read} must be a multiple of page={self.page} tokens, and above 0")
+            raise PlanError(f"read={self.read} must be a positive multiple of page={self.page} tokens")
 
     @abstractmethod
     def page_scores(
         self, far: FarTokens, q: Float[Array, "B T K G R"], scale: float
     ) -> Float[Array, "B T K G pages"]:
-        """What the index says of the scaled score of each page, float32."""
+        """Estimate the scaled score of each page from the index, in float32."""
 
     @abstractmethod
     def index_bytes(self, tokens: int) -> int:
-        """Bytes that choosing among so many tokens reads."""
+        """Return the bytes read to choose among `tokens` tokens."""
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a far token's keys and values that are read once it is chosen, in all heads."""
+        """Bytes of the keys and values of one far token in all heads, which are read once it is chosen."""
         return self.num_kv_heads * (self.R + self.Z) * jnp.dtype(self.dtype).itemsize
 
     def rows(self, far: FarTokens, slots: Int[Array, "B K n"]) -> tuple[Array, Array]:
-        """Keys [B, K, n, R] and values [B, K, n, Z] in these slots, and no others read."""
+        """Read the keys [B, K, n, R] and values [B, K, n, Z] in these slots, and no others."""
 
-        def take(x):
+        def take(x: Array) -> Array:
             return jnp.take_along_axis(x, slots[..., None], axis=2)
 
         return take(far.k), take(far.v)
 
     def all_rows(self, far: FarTokens) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
-        """Keys and values of the whole store."""
+        """Return keys and values of the whole store."""
         return far.k, far.v
 
     def create_far(self, batch: int, capacity: int) -> FarTokens:
-        """`NearFar.create_far`."""
-
-        def empty(width):
+        def empty(width: int) -> Array:
             return jnp.zeros((batch, self.num_kv_heads, capacity, width), self.dtype)
 
         return FarTokens(empty(self.R), empty(self.Z))
 
     def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
-        """`NearFar.write_far`."""
         start, kept = positions[:, 0], positions < end[:, None]
 
-        def put(buffer, x):
+        def put(buffer: Array, x: Array) -> Array:
             return put_rows(buffer, x[..., : buffer.shape[-1]], start, kept)
 
         return state.far._replace(k=put(state.far.k, k), v=put(state.far.v, v))
 
     def attend_far(self, far: FarTokens, q: Array, positions: Array, call: Call) -> tuple[Array, Array]:
-        """`NearFar.attend_far`."""
         if q.shape[1] == 1:
             return self.attend_pages(far, q, positions, self.chosen(far, q, positions, call), call)
 
-        def are_chosen(q, positions):
+        def are_chosen(q: Array, positions: Array) -> Array:
             return self.are_chosen(far, q, positions, call.scale)
 
         return self._attend_masked(far, call, are_chosen, q, positions)
@@ -119,76 +123,83 @@ class Choosing(NearFar):
     def attend_pages(
         self, far: FarTokens, q: Array, positions: Array, pages: Int[Array, "B T K n"], call: Call
     ) -> tuple[Array, Array]:
-        """`attend_far` to pages that were chosen before."""
+        """Compute `attend_far` for pages that are already chosen."""
         if q.shape[1] == 1:
             takes_kernels("decode of chosen tokens", call.implementation, lambda: GATHERED)
             return self._attend_gathered(far, q, positions, pages, call.scale)
         count = -(-self.capacity(far) // self.page)
 
         def are_chosen(q: Array, positions: Array, pages: Array) -> Array:
-            none = jnp.zeros((*pages.shape[:3], count), bool)
-            return jnp.put_along_axis(none, pages, True, axis=-1, inplace=False)
+            mask = jnp.zeros((*pages.shape[:3], count), bool)
+            return jnp.put_along_axis(mask, pages, True, axis=-1, inplace=False)
 
         return self._attend_masked(far, call, are_chosen, q, positions, pages)
 
     def chosen(
         self, far: FarTokens, q: Float[Array, "B T N R"], positions: Int[Array, "B T"], call: Call
     ) -> Int[Array, "B T K n"]:
-        """The pages that each query reads, in any order; those without a far token of its own come last."""
+        """Return the pages that each query reads, in any order; pages without far tokens come last."""
         shared = self.probabilities(far, q, positions, call.scale)
         return jax.lax.top_k(shared, min(self.read // self.page, shared.shape[-1]))[1]
 
     def are_chosen(
         self, far: FarTokens, q: Float[Array, "B T N R"], positions: Int[Array, "B T"], scale: float
     ) -> Bool[Array, "B T K pages"]:
-        """Whether a query reads a page: the same as `chosen`."""
+        """Return whether each query reads each page: the result of `chosen` as a mask."""
         return among_largest(self.probabilities(far, q, positions, scale), self.read // self.page)
 
     def probabilities(
         self, far: FarTokens, q: Float[Array, "B T N R"], positions: Int[Array, "B T"], scale: float
     ) -> Float[Array, "B T K pages"]:
-        """Logarithms of what the index says of each page, summed over the query heads of a KV head."""
+        """Return the log-probability of each page, summed over the query heads of a KV head."""
         q = q.reshape(*q.shape[:2], self.num_kv_heads, -1, q.shape[-1])
         scores = self.page_scores(far, q, scale)
         first, t = jnp.arange(scores.shape[-1]) * self.page, positions[:, :, None, None, None]
         has_far = (first + self.page > self.sinks) & (first <= t - self.window)
         scores = jnp.where(has_far, scores, jnp.finfo(jnp.float32).min)
-        # Logarithms of probabilities, for these vanish where pages are far apart.
+        # Logarithms, because probabilities underflow where scores of pages differ widely.
         return logsumexp(scores - self.denominators(scores), axis=3)
 
     def denominators(self, scores: Float[Array, "B T K G pages"]) -> Float[Array, "B T K G 1"]:
-        """Logarithms of the sums of exponentials of each query head's scores."""
+        """Return the log-sum-exp of each query head's scores."""
         return logsumexp(scores, axis=-1, keepdims=True)
 
     def capacity(self, far: FarTokens) -> int:
-        """Slots of the store."""
+        """Return the slots of the store."""
         return jax.tree.leaves(far.v)[0].shape[2]
 
     @property
     def queries_apart(self) -> bool:
-        """`LayerCacheSpec.queries_apart`."""
         return True
 
     def bytes_read(self, tokens: int) -> int:
-        """`LayerCacheSpec.bytes_read`: the ring, the index, and the keys and values that are chosen."""
+        """Return the bytes read to decode one token: the ring, the index, and the chosen keys and values."""
         chosen = min(self.read, tokens) * self.token_bytes
         return self.near.bytes(tokens) + self.index_bytes(tokens) + chosen
 
     def _attend_gathered(
         self, far: FarTokens, q: Array, positions: Array, pages: Array, scale: float
     ) -> tuple[Array, Array]:
-        """Attention of single queries to pages [B, 1, K, n], which alone are read."""
+        """Compute attention of single queries to pages [B, 1, K, n], and read only these pages."""
         slots = pages[:, 0, :, :, None] * self.page + jnp.arange(self.page)
         slots = slots.reshape(*slots.shape[:2], -1)
-        # Slots past the last are of no far token; what stands for them must be a number.
+        # Slots past the last one are invisible, but the values read for them must be finite.
         k, v = self.rows(far, jnp.minimum(slots, self.capacity(far) - 1))
         visible = self._is_far(slots, positions[:, :, None])
         return chosen_attention(q, k, v, visible[:, :, None], scale=scale)
 
     def _attend_masked(
-        self, far: FarTokens, call: Call, are_chosen: Callable[..., Array], q: Array, *of_queries: Array
+        self, far: FarTokens, call: Call, are_chosen: Callable[..., Array], q: Array, *per_query: Array
     ) -> tuple[Array, Array]:
-        """Attention that reads all, to the pages that `are_chosen(q, *of_queries)`, positions first."""
+        """Compute attention that reads the whole store and masks the pages that are not chosen.
+
+        Args:
+          far: store of far tokens.
+          call: options of the call.
+          are_chosen: function of `q` and blocks of `per_query` that returns a mask of pages.
+          q: queries.
+          per_query: further arrays with one entry per query; positions come first.
+        """
         takes_kernels("prompt of chosen tokens", call.implementation, lambda: MASKED)
         B, T, N, _ = q.shape
         k, v = self.all_rows(far)
@@ -199,8 +210,8 @@ class Choosing(NearFar):
             visible &= self._is_far(jnp.arange(S), positions[:, :, None, None])
             return chosen_attention(q, k, v, visible.swapaxes(1, 2), scale=call.scale)
 
-        # The index has scores of its own, at most as many as attention.
-        return in_query_blocks(one_block, query_block(2 * B * N * S, T), q, *of_queries)
+        # Twice the scores of attention, because the index has at most as many scores of its own.
+        return in_query_blocks(one_block, query_block(2 * B * N * S, T), q, *per_query)
 
     def _is_far(self, j: Array, t: Array) -> Array:
         return (j >= self.sinks) & (j <= t - self.window)
@@ -208,35 +219,35 @@ class Choosing(NearFar):
 
 @dataclass(frozen=True, kw_only=True)
 class PageBounds(Choosing):
-    """Pages by a bound of their scores (Tang et al. 2024, Quest: Query-Aware Sparsity for KV Cache).
+    """Pages chosen by a bound of their scores, as in Quest (Tang et al. 2024).
 
-    Of each page the index keeps the least and the largest value of every key coordinate, in the model's
-    dtype, [B, K, ⌈S/page⌉, R] each; no key of the page scores above Σ max(q · least, q · largest). Both are
-    of all tokens of the page, which is complete before any of them is far.
+    For each page, the index stores the least and the largest value of every key coordinate, [B, K, ⌈S/page⌉,
+    R] each, in the model's dtype. No key of the page scores above Σ max(q · least, q · largest). The bounds
+    cover all tokens of the page, which is complete before any of its tokens is far.
 
     Raises:
-      PlanError: a page is not 2 tokens to the window, or what `Choosing` refuses.
+      PlanError: `page` is below 2 or above the window; see also `Choosing`.
     """
 
     def __post_init__(self) -> None:
         if not 2 <= self.page <= self.window:
             raise PlanError(
-                f"page={self.page} must be 2 to {self.window} tokens, the window: it is chosen once complete"
+                f"page={self.page} must be from 2 to {self.window} tokens, the window, "
+                "because only complete pages can be chosen"
             )
         super().__post_init__()
 
     def create_far(self, batch: int, capacity: int) -> FarTokens:
-        """`NearFar.create_far`."""
         shape = batch, self.num_kv_heads, -(-capacity // self.page), self.R
         bounds = jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)
         return super().create_far(batch, capacity)._replace(index=bounds)
 
     def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
-        """`NearFar.write_far`: also the bounds of pages that the new tokens complete."""
+        """Return the store with the new tokens and the bounds of the pages that they complete."""
         far = super().write_far(state, k, v, positions, end)
         page, (sinks, window), start = self.page, state.near.near, positions[:, 0]
         first, pages = start // page, k.shape[1] // page + 1
-        # A page's older tokens are in the ring.
+        # The older tokens of a page are still in the ring.
         rows = recent_rows(
             state.near.ring_k, k, start, first * page, sinks=sinks, window=window, past=page - 1
         )
@@ -244,34 +255,35 @@ class PageBounds(Choosing):
         rows = rows[:, :, : pages * page, : self.R].reshape(*rows.shape[:2], pages, page, self.R)
         complete = (first[:, None] + jnp.arange(pages) + 1) * page <= end[:, None]
 
-        def put(buffer, new):
+        def put(buffer: Array, new: Array) -> Array:
             return put_rows(buffer, new.swapaxes(1, 2), first, complete)
 
         least, largest = far.index
         return far._replace(index=(put(least, rows.min(3)), put(largest, rows.max(3))))
 
     def page_scores(self, far: FarTokens, q: Array, scale: float) -> Array:
-        """`Choosing.page_scores`."""
         # max(q · least, q · largest) is q · largest where q is positive, else q · least.
-        ends = zip((jnp.minimum(q, 0), jnp.maximum(q, 0)), far.index, strict=True)
-        least, largest = (einsum_f32("BTKGR,BKSR->BTKGS", part, end) for part, end in ends)
+        bounds = zip((jnp.minimum(q, 0), jnp.maximum(q, 0)), far.index, strict=True)
+        least, largest = (einsum_f32("BTKGR,BKSR->BTKGS", part, bound) for part, bound in bounds)
         return scale * (least + largest)
 
     def index_bytes(self, tokens: int) -> int:
-        """`Choosing.index_bytes`."""
         coordinates = 2 * -(-tokens // self.page) * self.R
         return self.num_kv_heads * coordinates * jnp.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeadingScores(Choosing):
-    """Single tokens by the score of their first `index` coordinates (Singhania et al. 2024, Loki).
+    """Single tokens chosen by the score of their first coordinates, as in Loki (Singhania et al. 2024).
 
-    They are columns of the store itself, an array of rows of R: a kernel that is to read them alone wants
-    them in an array of their own, or a copy. `bytes_read` counts them once, and again where chosen.
+    These coordinates are columns of the stored keys. A kernel that reads them alone would need them in a
+    separate array. `bytes_read` counts them once for the index, and again for chosen tokens.
+
+    Attributes:
+      index: number of coordinates that choose.
 
     Raises:
-      PlanError: `index` is not 1 to R, or what `Choosing` refuses.
+      PlanError: `index` is not from 1 to R; see also `Choosing`.
     """
 
     index: int
@@ -279,12 +291,10 @@ class LeadingScores(Choosing):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.index <= self.R:
-            raise PlanError(f"index={self.index} must be 1 to {self.R}, the rank of the layer's keys")
+            raise PlanError(f"index={self.index} must be from 1 to {self.R}, the rank of the layer's keys")
 
     def page_scores(self, far: FarTokens, q: Array, scale: float) -> Array:
-        """`Choosing.page_scores`."""
         return scale * einsum_f32("BTKGR,BKSR->BTKGS", q[..., : self.index], far.k[..., : self.index])
 
     def index_bytes(self, tokens: int) -> int:
-        """`Choosing.index_bytes`."""
         return self.num_kv_heads * tokens * self.index * jnp.dtype(self.dtype).itemsize

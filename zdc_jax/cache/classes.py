@@ -1,13 +1,15 @@
-"""Two token classes (ZDC §5.2): a leading layer classifies, the layers of its group keep classes apart.
+"""Two token classes (ZDC §5.2): one layer classifies tokens, and its group stores each class separately.
 
-The leader treats all tokens alike, and ranks them by its softmax denominators. In the other layers of its
-group each class has arrays of its own width. Slots go block by block: of every `block` positions, the first
-ceil(fraction · block) slots of the important segment and the others of the rest are theirs, whichever tokens
-they turn out to be. A slot holds a token or is empty; its position says so. Positions are those of all layers
-of a group: the leader keeps them.
+The leader, the first layer of a group, stores all tokens alike and ranks them by its softmax denominators.
+The other layers, the members, store each class in arrays of its own width.
 
-In a piece of a prompt the tokens are put into class order, important ones first, each class by position, so
-that projections and cache writes are of contiguous rows, at the width of their class.
+Slots are assigned block by block. Of every `block` positions, the first ceil(fraction · block) slots of the
+important segment belong to the block, and the remaining slots come from the rest segment. Any token of the
+block may occupy any of them. A slot stores one token or is empty, as its position tells. The leader stores
+these positions once for all layers of its group.
+
+In a chunk of a prompt, tokens are sorted into class order: important tokens first, and each class by
+position. Projections and cache writes of a class thus work on contiguous rows of the class's width.
 """
 
 import math
@@ -27,41 +29,50 @@ from zdc_jax.ops.attention import Implementation, segment_attention
 from zdc_jax.ops.importance import token_importance
 from zdc_jax.ops.slots import EMPTY
 
-NO_WRITE = "a layer with token classes stores tokens as it attends to them, not before"
+NO_WRITE = "a layer with token classes stores tokens only in `attend`; call `attend` instead"
+"""Message of `write`, which a layer with token classes does not support."""
 
 
 @dataclass(frozen=True)
 class ClassBlocks:
-    """Of every `block` positions the most important share, `fraction` in (0, 1), is one class."""
+    """Division of positions into two classes.
+
+    Attributes:
+      block: positions per block.
+      fraction: share of each block's positions that is important, in (0, 1).
+    """
 
     block: int
     fraction: float
 
     def slots(self, tokens: int) -> int:
-        """Important tokens among `tokens` of one block."""
+        """Return the number of important tokens among the first `tokens` tokens of a block."""
         return math.ceil(self.fraction * tokens - 1e-9)
 
     def segment_slots(self, capacity: int) -> tuple[int, int]:
-        """Slots of the important segment and of the rest, for a cache of `capacity` tokens.
+        """Return the slots of the important segment and of the rest, for a cache of `capacity` tokens.
 
-        Both are rounded up to the 8 rows that a GPU copies at a time.
+        Both numbers are rounded up to a multiple of 8, the rows that a GPU copies at a time.
         """
         blocks, slots = -(-capacity // self.block), self.slots(self.block)
 
-        def rounded(rows):
+        def round_up(rows: int) -> int:
             return -(-rows // 8) * 8
 
-        return rounded(blocks * slots), rounded(blocks * (self.block - slots))
+        return round_up(blocks * slots), round_up(blocks * (self.block - slots))
 
     def important_in(self, tokens: int) -> int:
-        """Important tokens of a piece that begins with a block; 1 for a decoded token, of whichever class."""
+        """Return the number of important tokens in a chunk of `tokens` that begins with a block.
+
+        The result is 1 for a single decoded token, whatever its class.
+        """
         if tokens == 1:
             return 1
-        whole, more = divmod(tokens, self.block)
-        return whole * self.slots(self.block) + self.slots(more)
+        blocks, remainder = divmod(tokens, self.block)
+        return blocks * self.slots(self.block) + self.slots(remainder)
 
     def first_slots(self, start: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-        """Slots of both segments at which the block of position `start` begins."""
+        """Return the first slot of the block of position `start` in both segments."""
         slots, block = self.slots(self.block), start // self.block
         return block * slots, block * (self.block - slots)
 
@@ -69,7 +80,12 @@ class ClassBlocks:
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
 @dataclass(frozen=True)
 class ClassArrays:
-    """Keys and values of one class in one layer: k [B, K, S, R], v [B, K, S, Z]."""
+    """Keys and values of one class in one layer.
+
+    Attributes:
+      k: keys [B, K, S, R].
+      v: values [B, K, S, Z].
+    """
 
     k: Array
     v: Array
@@ -78,10 +94,12 @@ class ClassArrays:
 @partial(jax.tree_util.register_dataclass, data_fields=["positions", "importance"], meta_fields=[])
 @dataclass(frozen=True)
 class GroupState:
-    """What the layers of a group share.
+    """State that the layers of a group share.
 
-    positions: of the slots of both segments, int32 ([B, S1], [B, S2]); importance [B, block] float32, of the
-    tokens of each row's newest block, by which decoded tokens are classified.
+    Attributes:
+      positions: position of the token in each slot of both segments, int32 ([B, S1], [B, S2]).
+      importance: importance of the tokens of the newest block of each sequence, [B, block] float32. Decoded
+        tokens are classified by comparison with it.
     """
 
     positions: tuple[Array, Array]
@@ -89,10 +107,10 @@ class GroupState:
 
     @classmethod
     def create(cls, blocks: ClassBlocks, *, batch: int, capacity: int) -> "GroupState":
-        """Nothing held yet."""
+        """Create the state of empty sequences."""
         important, rest = blocks.segment_slots(capacity)
 
-        def empty(slots):
+        def empty(slots: int) -> Array:
             return jnp.full((batch, slots), EMPTY, jnp.int32)
 
         importance = jnp.full((batch, blocks.block), -jnp.inf, jnp.float32)
@@ -100,10 +118,13 @@ class GroupState:
 
 
 class Arrangement(NamedTuple):
-    """How the tokens of one call stand in class order, and where they go.
+    """Class order of the tokens of one call, and their slots.
 
-    order, inverse [B, T]: the tokens in class order, and back. slots [B]: of the first token of each class in
-    a piece; of a decoded token, past the end of the segment that is not of its class.
+    Attributes:
+      order: indices [B, T] that sort tokens into class order.
+      inverse: indices [B, T] that restore the order by position.
+      slots: slot [B] of the first token of each class in a chunk. For a decoded token, the slot lies past the
+        end of the segment of the other class.
     """
 
     order: Array
@@ -111,11 +132,11 @@ class Arrangement(NamedTuple):
     slots: tuple[Array, Array]
 
     def sorted(self, x: Array) -> Array:
-        """x [B, T, ...] in class order."""
+        """Return x [B, T, ...] in class order."""
         return _take(x, self.order)
 
     def restored(self, x: Array) -> Array:
-        """x [B, T, ...], in class order, by position again."""
+        """Return x [B, T, ...], given in class order, in order of position."""
         return _take(x, self.inverse)
 
 
@@ -124,7 +145,12 @@ def _take(x: Array, order: Array) -> Array:
 
 
 class Classified(NamedTuple):
-    """What a leader hands on to the layers of its group."""
+    """Values that a leader passes to the members of its group.
+
+    Attributes:
+      group: state shared by the group, including the new tokens.
+      arrangement: class order and slots of the new tokens.
+    """
 
     group: GroupState
     arrangement: Arrangement
@@ -133,7 +159,12 @@ class Classified(NamedTuple):
 @partial(jax.tree_util.register_dataclass, data_fields=["tokens", "group"], meta_fields=[])
 @dataclass(frozen=True)
 class LeaderState:
-    """Cache of a leader, of tokens all alike, and what its group shares."""
+    """Cache of a leader.
+
+    Attributes:
+      tokens: keys and values of all tokens alike.
+      group: state shared by the group.
+    """
 
     tokens: PrefixRingState
     group: GroupState
@@ -142,10 +173,11 @@ class LeaderState:
 @partial(jax.tree_util.register_dataclass, data_fields=["near", "important", "rest"], meta_fields=[])
 @dataclass(frozen=True)
 class MemberState:
-    """Cache of a layer behind a leader.
+    """Cache of a member.
 
-    near: all coordinates of the window and the sinks. important, rest: the first coordinates of all tokens,
-    by class.
+    Attributes:
+      near: all coordinates of the window and the sinks.
+      important, rest: first coordinates of the tokens of each class.
     """
 
     near: PrefixRingState
@@ -155,23 +187,26 @@ class MemberState:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassLeader(LayerCacheSpec):
-    """The first layer of a group: all tokens alike, as `tokens` keeps them; classifies them by `blocks`."""
+    """First layer of a group, which stores all tokens alike and classifies them.
+
+    Attributes:
+      tokens: spec of the stored tokens.
+      blocks: division into classes.
+    """
 
     tokens: PrefixRing
     blocks: ClassBlocks
 
     @property
     def alignment(self) -> int:
-        """`LayerCacheSpec.alignment`: pieces begin with a block."""
         return self.blocks.block
 
     def create(self, batch: int, capacity: int) -> LeaderState:
-        """`LayerCacheSpec.create`."""
         group = GroupState.create(self.blocks, batch=batch, capacity=capacity)
         return LeaderState(self.tokens.create(batch, capacity), group)
 
     def write(self, state: LeaderState, k: Array, v: Array, positions: Array, end: Array) -> LeaderState:
-        """Refused, as in `ClassMember`: tokens get their class as they are attended to."""
+        """Raise `NotImplementedError`: the class of a token follows from its attention."""
         raise NotImplementedError(NO_WRITE)
 
     def attend(
@@ -185,7 +220,7 @@ class ClassLeader(LayerCacheSpec):
         aux: object,
         call: Call,
     ) -> Attended:
-        """`LayerCacheSpec.attend`; hands a `Classified` on."""
+        """Store the new tokens and attend to the cache; `Attended.aux` is a `Classified`."""
         own, o, lse, _ = self.tokens.attend(state.tokens, q, k, v, positions, end, None, call)
         group, arrangement = arrange(state.group, call.all_heads(lse), positions, end, self.blocks)
         if positions.shape[1] > 1:
@@ -195,22 +230,25 @@ class ClassLeader(LayerCacheSpec):
         return Attended(LeaderState(own, group), o, lse, Classified(group, arrangement))
 
     def release(self, state: LeaderState, rows: Array) -> LeaderState:
-        """`LayerCacheSpec.release`: what slots hold is told by their positions."""
-        important, rest = (jnp.where(rows[:, None], EMPTY, held) for held in state.group.positions)
+        """Empty the sequences `rows`: mark their slots as empty."""
+        important, rest = (jnp.where(rows[:, None], EMPTY, slots) for slots in state.group.positions)
         importance = jnp.where(rows[:, None], -jnp.inf, state.group.importance)
         return replace(state, group=GroupState((important, rest), importance))
 
     def on_heads(self, num_kv_heads: int) -> "ClassLeader":
-        """`LayerCacheSpec.on_heads`."""
         tokens = replace(self.tokens, num_kv_heads=num_kv_heads)
         return replace(self, num_kv_heads=num_kv_heads, tokens=tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassMember(LayerCacheSpec):
-    """A layer behind a leader: `important` tokens keep (R, Z) of their own, `rest` those of the others.
+    """Layer after the leader of its group, which stores the classes at different widths.
 
-    near: keeps all coordinates of the sinks and the window, without far attention.
+    Attributes:
+      near: ring with all coordinates of the sinks and the window, without older tokens.
+      blocks: division into classes.
+      important: coordinates (R, Z) of keys and values of important tokens.
+      rest: coordinates (R, Z) of all other tokens.
     """
 
     near: PrefixRing
@@ -220,18 +258,15 @@ class ClassMember(LayerCacheSpec):
 
     @property
     def alignment(self) -> int:
-        """`LayerCacheSpec.alignment`: pieces begin with a block."""
         return self.blocks.block
 
     @property
     def has_near(self) -> bool:
-        """Whether some tokens keep all coordinates, so that projections stay whole."""
+        """Whether some tokens keep all coordinates, so that projections have the full width."""
         return bool(self.near.sinks or self.near.window)
 
     def create(self, batch: int, capacity: int) -> MemberState:
-        """`LayerCacheSpec.create`."""
-
-        def empty(slots, width):
+        def empty(slots: int, width: int) -> Array:
             return jnp.zeros((batch, self.num_kv_heads, slots, width), self.dtype)
 
         sized = zip(self.blocks.segment_slots(capacity), (self.important, self.rest), strict=True)
@@ -246,19 +281,19 @@ class ClassMember(LayerCacheSpec):
         implementation: Implementation | None,
         aux: Classified,
     ) -> tuple[Array, tuple[Array, Array], tuple[Array, Array]]:
-        """`LayerCacheSpec.project`: in class order, k and v of each class apart."""
+        """Compute q, k and v in class order, with k and v of each class in an array of its own."""
         x, positions = aux.arrangement.sorted(x), aux.arrangement.sorted(positions)
         return self.project_ordered(attention, x, positions)
 
     def project_ordered(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None = None
     ) -> tuple[Array, tuple[Array, Array], tuple[Array, Array]]:
-        """`project` of tokens that stand in class order already."""
-        less = (self.head_dim, self.head_dim) if self.has_near else self.rest
-        return attention.project_classes(x, positions, self.blocks.important_in(x.shape[1]), less)
+        """Compute `project` for tokens that are in class order already."""
+        rest = (self.head_dim, self.head_dim) if self.has_near else self.rest
+        return attention.project_classes(x, positions, self.blocks.important_in(x.shape[1]), rest)
 
     def write(self, state: MemberState, k: Array, v: Array, positions: Array, end: Array) -> MemberState:
-        """Refused: which class a token is of comes from its leader's attention."""
+        """Raise `NotImplementedError`: the class of a token follows from its leader's attention."""
         raise NotImplementedError(NO_WRITE)
 
     def attend(
@@ -272,34 +307,32 @@ class ClassMember(LayerCacheSpec):
         aux: Classified,
         call: Call,
     ) -> Attended:
-        """`LayerCacheSpec.attend` of what `project` gave; the result stands by position again."""
+        """Store the new tokens and attend to the cache; the results are in order of position."""
         group, order = aux
-        segments = self._written(state, k, v, order, positions, end)
-        held = [Segment(s.k, s.v, at) for s, at in zip(segments, group.positions, strict=True)]
+        segments = self._write_segments(state, k, v, order, positions, end)
         o, lse = segment_attention(
             q,
             order.sorted(positions),
-            held,
+            [Segment(s.k, s.v, at) for s, at in zip(segments, group.positions, strict=True)],
             scale=call.scale,
             sinks=self.near.sinks,
             window=self.near.window,
             implementation=call.implementation,
         )
         far = order.restored(o), order.restored(lse.swapaxes(1, 2)).swapaxes(1, 2)
-        longer = MemberState(state.near, *segments)
+        written = MemberState(state.near, *segments)
         if not self.has_near:
-            return Attended(longer, *far, aux)
+            return Attended(written, *far, aux)
         q, own_k, own_v = (order.restored(x) for x in (q, *(jnp.concatenate(x, 1) for x in (k, v))))
         near = self.near.attend(state.near, q, own_k, own_v, positions, end, None, call)
         o, lse = merge_partial([far, (near.o, near.lse)])
-        return Attended(replace(longer, near=near.state), o, lse, aux)
+        return Attended(replace(written, near=near.state), o, lse, aux)
 
     def on_heads(self, num_kv_heads: int) -> "ClassMember":
-        """`LayerCacheSpec.on_heads`."""
         near = replace(self.near, num_kv_heads=num_kv_heads)
         return replace(self, num_kv_heads=num_kv_heads, near=near)
 
-    def _written(
+    def _write_segments(
         self,
         state: MemberState,
         k: tuple[Array, Array],
@@ -308,8 +341,8 @@ class ClassMember(LayerCacheSpec):
         positions: Array,
         end: Array,
     ) -> list[ClassArrays]:
-        """Both segments with new keys and values, each cut to the width of its class."""
-        if positions.shape[1] == 1:  # Its slots tell its class: both segments are offered the token.
+        """Return both segments with the new keys and values, each cut to the width of its class."""
+        if positions.shape[1] == 1:  # Both segments get the token; its slots say which one stores it.
             k, v, kept = (k[0], k[0]), (v[0], v[0]), [positions < end[:, None]] * 2
         else:
             kept = jnp.split(order.sorted(positions) < end[:, None], [k[0].shape[1]], axis=1)
@@ -324,38 +357,39 @@ class ClassMember(LayerCacheSpec):
 def arrange(
     group: GroupState, lse: Array, positions: Array, end: Array, blocks: ClassBlocks
 ) -> tuple[GroupState, Arrangement]:
-    """Classifies the tokens of a call by their leader's log-sum-exp [B, N, T].
+    """Assign a class to each token of a call, by the leader's log-sum-exp [B, N, T].
 
-    A piece of more than one token begins at a multiple of `blocks.block` in each row that has tokens in it.
+    A chunk of more than one token must begin at a multiple of `blocks.block` in every sequence that has
+    tokens in the chunk.
     """
     importance, valid = token_importance(lse), positions < end[:, None]
     if positions.shape[1] == 1:
         group, slots = place_token(group, importance[:, 0], positions[:, 0], valid[:, 0], blocks)
-        same = jnp.zeros_like(positions)
-        return group, Arrangement(same, same, slots)
-    both = class_order(importance, valid, blocks)
-    group = write_piece(group, both, positions, importance, valid, blocks)
-    order = jnp.concatenate(both, 1)
+        identity = jnp.zeros_like(positions)
+        return group, Arrangement(identity, identity, slots)
+    segments = class_order(importance, valid, blocks)
+    group = write_chunk(group, segments, positions, importance, valid, blocks)
+    order = jnp.concatenate(segments, 1)
     return group, Arrangement(order, jnp.argsort(order, axis=1), blocks.first_slots(positions[:, 0]))
 
 
 def class_order(
     importance: Float[Array, "B T"], valid: Bool[Array, "B T"], blocks: ClassBlocks
 ) -> tuple[Int[Array, "B T1"], Int[Array, "B T2"]]:
-    """Indices of the tokens of a piece for the slots of each segment, ascending but for padding.
+    """Return the indices of a chunk's tokens for the slots of each segment, ascending except for padding.
 
-    The most important ceil(fraction · n) of the n valid tokens of each block are important; padding takes
-    the important slots that are left, and their number depends on T alone.
+    Of the n valid tokens of each block, the most important ceil(fraction · n) tokens are important. Padding
+    fills the remaining important slots, and the number of slots depends on T alone.
     """
-    whole = importance.shape[1] // blocks.block * blocks.block
-    pieces = [(0, whole, blocks.block), (whole, importance.shape[1], importance.shape[1] - whole)]
-    found = [
+    complete = importance.shape[1] // blocks.block * blocks.block
+    spans = [(0, complete, blocks.block), (complete, importance.shape[1], importance.shape[1] - complete)]
+    orders = [
         _order_blocks(importance[:, start:end], valid[:, start:end], blocks, block, start)
-        for start, end, block in pieces
+        for start, end, block in spans
         if end > start
     ]
-    first, second = (jnp.concatenate(part, 1) for part in zip(*found, strict=True))
-    return first, second
+    important, rest = (jnp.concatenate(part, 1) for part in zip(*orders, strict=True))
+    return important, rest
 
 
 def _order_blocks(
@@ -366,15 +400,15 @@ def _order_blocks(
     by_importance = jnp.argsort(jnp.where(valid, -importance, jnp.inf), axis=-1, stable=True)
     rank = jnp.argsort(by_importance, axis=-1, stable=True)
     counts = jnp.array([blocks.slots(n) for n in range(block + 1)])
-    chosen = (rank < counts[valid.sum(-1)][..., None]) & valid
-    # Important, then padding, then the rest: so the rest always begins where its slots do, or later.
-    order = jnp.argsort(jnp.where(chosen, 0, jnp.where(valid, 2, 1)), axis=-1, stable=True)
+    important = (rank < counts[valid.sum(-1)][..., None]) & valid
+    # Padding comes between the classes, so that no token of the rest takes an important slot.
+    order = jnp.argsort(jnp.where(important, 0, jnp.where(valid, 2, 1)), axis=-1, stable=True)
     order += start + block * jnp.arange(T // block)[:, None]
     slots = blocks.slots(block)
     return order[..., :slots].reshape(B, -1), order[..., slots:].reshape(B, -1)
 
 
-def write_piece(
+def write_chunk(
     group: GroupState,
     order: tuple[Array, Array],
     positions: Int[Array, "B T"],
@@ -382,13 +416,14 @@ def write_piece(
     valid: Bool[Array, "B T"],
     blocks: ClassBlocks,
 ) -> GroupState:
-    """Positions of a piece's tokens in their slots, and the importance of each row's newest block."""
+    """Store the positions of a chunk's tokens in their slots, and the importance of the newest blocks."""
     start = positions[:, 0]
     placed = tuple(
-        _put_positions(old, _take(positions, which), slot, _take(valid, which))
-        for old, which, slot in zip(group.positions, order, blocks.first_slots(start), strict=True)
+        _put_positions(old, _take(positions, indices), slot, _take(valid, indices))
+        for old, indices, slot in zip(group.positions, order, blocks.first_slots(start), strict=True)
     )
-    last = jnp.where(valid, positions, EMPTY).max(1, keepdims=True)  # -1 where the row has nothing here.
+    # EMPTY, which is -1, marks a sequence without tokens in this chunk.
+    last = jnp.where(valid, positions, EMPTY).max(1, keepdims=True)
     wanted = last // blocks.block * blocks.block + jnp.arange(blocks.block)
     source = jnp.clip(wanted - start[:, None], 0, positions.shape[1] - 1)
     new = jnp.take_along_axis(importance, source, 1)
@@ -396,8 +431,8 @@ def write_piece(
     return GroupState((placed[0], placed[1]), jnp.where(last >= 0, new, group.importance))
 
 
-def _put_positions(held: Array, positions: Array, slot: Array, kept: Array) -> Array:
-    return put_rows(held[:, None, :, None], positions[:, :, None, None], slot, kept)[:, 0, :, 0]
+def _put_positions(old: Array, positions: Array, slot: Array, kept: Array) -> Array:
+    return put_rows(old[:, None, :, None], positions[:, :, None, None], slot, kept)[:, 0, :, 0]
 
 
 def place_token(
@@ -407,34 +442,37 @@ def place_token(
     active: Bool[Array, " B"],
     blocks: ClassBlocks,
 ) -> tuple[GroupState, tuple[Array, Array]]:
-    """Classifies one new token a row by its rank among its block so far, and gives its slot.
+    """Assign a class and a slot to one new token per sequence, by its rank within its block so far.
 
-    Returns the group's state with it, and the slot [B] in each segment, that segment's size where the token
-    is not of its class (or the row not active). A full segment sends it to the other one.
+    A token goes to the other segment if the block's slots of its class are full.
+
+    Returns:
+      The group's state with the new tokens, and a slot [B] in each segment. The slot is the size of the
+        segment if the token belongs to the other class, or the sequence is not active.
     """
     block, rows = blocks.block, jnp.arange(position.shape[0])
     within = position % block
-    past = jnp.arange(block) < within[:, None]
-    known = jnp.where(past, group.importance, -jnp.inf)
-    stronger = (known >= importance[:, None]).sum(1)
+    earlier = jnp.arange(block) < within[:, None]
+    scores = jnp.where(earlier, group.importance, -jnp.inf)
+    rank = (scores >= importance[:, None]).sum(1)
     counts = jnp.array([blocks.slots(n) for n in range(block + 1)])
-    wanted = stronger < counts[within + 1]
+    ranks_important = rank < counts[within + 1]
     firsts = blocks.first_slots(position)
     sizes = blocks.slots(block), block - blocks.slots(block)
-    empty, slots = [], []
-    for held, first, size in zip(group.positions, firsts, sizes, strict=True):
-        region = jnp.take_along_axis(held, first[:, None] + jnp.arange(size), 1) == EMPTY
-        empty.append(region.any(1))
-        slots.append(first + region.argmax(1))
-    important = jnp.where(wanted, empty[0], ~empty[1])
-    chosen = tuple(
-        jnp.where(active & mine, slot, held.shape[1])
-        for mine, slot, held in zip((important, ~important), slots, group.positions, strict=True)
+    has_room, free_slots = [], []
+    for segment, first, size in zip(group.positions, firsts, sizes, strict=True):
+        is_empty = jnp.take_along_axis(segment, first[:, None] + jnp.arange(size), 1) == EMPTY
+        has_room.append(is_empty.any(1))
+        free_slots.append(first + is_empty.argmax(1))
+    important = jnp.where(ranks_important, has_room[0], ~has_room[1])
+    slots = tuple(
+        jnp.where(active & belongs, slot, segment.shape[1])
+        for belongs, slot, segment in zip((important, ~important), free_slots, group.positions, strict=True)
     )
     placed = tuple(
-        held.at[rows, slot].set(position, mode="drop")
-        for held, slot in zip(group.positions, chosen, strict=True)
+        segment.at[rows, slot].set(position, mode="drop")
+        for segment, slot in zip(group.positions, slots, strict=True)
     )
-    new = known.at[rows, within].set(importance)
+    new = scores.at[rows, within].set(importance)
     state = GroupState((placed[0], placed[1]), jnp.where(active[:, None], new, group.importance))
-    return state, (chosen[0], chosen[1])
+    return state, (slots[0], slots[1])

@@ -1,7 +1,7 @@
-"""Far tokens in codes, made as tokens come: what caches of codes share (ours).
+"""Base class of stores that quantize far tokens as they arrive (ours).
 
-Keys and queries come before the rotary embedding and the basis, where these come behind the weights. A single
-token is then turned, coded and put into store and ring by one kernel.
+If the basis is not folded into the weights, queries and keys arrive before rotary embedding and basis. One
+kernel then applies both to a single token, quantizes it, and writes it to the store and the ring.
 """
 
 from abc import abstractmethod
@@ -11,8 +11,8 @@ from typing import Any
 
 from kernels_pallas import Parts, Stored
 from zdc_jax.axes import Array
-from zdc_jax.cache.codes import Code, Coded
-from zdc_jax.cache.fitted_integers import as_before, kernel_planes, put_by_kernel
+from zdc_jax.cache.codes import Coded, CodedParts
+from zdc_jax.cache.fitted_integers import kernel_planes, put_by_kernel, restore_tree
 from zdc_jax.cache.near_far import NearFar, NearFarState
 from zdc_jax.cache.pages import in_pages, pools_of
 from zdc_jax.cache.spec import Attended, Call, State
@@ -20,47 +20,46 @@ from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.rotary import UnturnedKeys
 from zdc_jax.ops.stored import of_parts, turned_and_stored
 
-Made = tuple[Sequence[tuple[Code, Coded]], Sequence[tuple[Code, Coded]]]
-"""Of keys and of values: codes that take their coordinates one after another, and what each has made."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class CodedFar(NearFar):
-    """`NearFar` whose store is codes.
+    """`NearFar` with a quantized store.
 
-    On kernels a single token takes none of `NearFar`'s ways to write and to attend, but `decode_parts` and
-    the ring's `decode_held`. What changes the former overrides `project`, too, to get keys as stored.
+    On kernels, a single token does not use `NearFar.attend`, but `decode_parts` and `decode_stored` of the
+    ring. A subclass that changes how tokens are written must override `project` too, so that keys come in
+    stored form.
     """
 
     @abstractmethod
-    def made(self, far: State) -> Made:
-        """What the store is made of."""
+    def coded_parts(self, far: State) -> tuple[CodedParts, CodedParts]:
+        """Return the parts of the store: those of keys and those of values."""
 
     @abstractmethod
-    def of_made(self, keys: Sequence[Coded], values: Sequence[Coded]) -> State:
-        """The store of what its codes have made."""
+    def from_parts(self, keys: Sequence[Coded], values: Sequence[Coded]) -> State:
+        """Return the store with these arrays of its parts; the inverse of `coded_parts`."""
 
     @abstractmethod
     def code_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> State:
-        """`write_far` where no kernel knows the codes."""
+        """Return the store with the new tokens, as `write_far`, where no kernel supports the codes."""
 
     @abstractmethod
     def decode_parts(self, far: State, q: Array, positions: Array, call: Call, aux: Any) -> tuple[Parts, Any]:
-        """Attention of single queries [B, 1, N, R] to the far tokens, on kernels, where `reads_pages` says
-        that they can; and what is handed on."""
+        """Compute attention of single queries [B, 1, N, R] to the far tokens, on kernels.
+
+        Call it only where `reads_pages` is true. The second result is the `aux` to pass on.
+        """
 
     def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> State:
-        """`NearFar.write_far`."""
-        keys, values = self.made(state.far)
+        keys, values = self.coded_parts(state.far)
         groups = (k[..., : self.R], keys), (v[..., : self.Z], values)
-        if done := put_by_kernel(groups, positions, end):
-            return self.of_made(*done)
+        if written := put_by_kernel(groups, positions, end):
+            return self.from_parts(*written)
         return self.code_far(state, k, v, positions, end)
 
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
     ) -> tuple[Array, UnturnedKeys | Array, Array]:
-        """`LayerCacheSpec.project`: q and k before they are turned, if the basis comes behind the weights."""
+        """Compute q, k and v; q and k are not rotated yet if the basis is not folded into the weights."""
         return attention.project_unturned(x, positions, implementation)
 
     def attend(
@@ -74,13 +73,12 @@ class CodedFar(NearFar):
         aux: Any,
         call: Call,
     ) -> Attended:
-        """`LayerCacheSpec.attend`."""
         if isinstance(k, UnturnedKeys):
             if q.shape[1] == 1 and (stored := self._put_token(state, q, k, v, positions, end, call)):
-                q, held = stored
-                far, aux = self.decode_parts(held.far, q[..., : self.R], positions, call, aux)
-                near = self.near.decode_held(held.near, q, positions, call)
-                return Attended(held, *of_parts(q, near, far), aux)
+                q, written = stored
+                far, aux = self.decode_parts(written.far, q[..., : self.R], positions, call, aux)
+                near = self.near.decode_stored(written.near, q, positions, call)
+                return Attended(written, *of_parts(q, near, far), aux)
             q, k = k.rotated(q, call.implementation)
         return super().attend(state, q, k, v, positions, end, aux, call)
 
@@ -94,27 +92,32 @@ class CodedFar(NearFar):
         end: Array,
         call: Call,
     ) -> tuple[Array, NearFarState] | None:
-        """Turned queries of single tokens, and the cache with these, by one kernel; None where it cannot."""
+        """Rotate the queries of single tokens and write the tokens to the cache, with one kernel.
+
+        Returns:
+          The rotated queries and the cache with the new tokens, or None if no kernel supports the cache.
+        """
         rings = self.near.kernel_rings(state.near)
-        if not self.has_near or rings is None or not self.near.decodes_held(state.near, q, v, call):
+        if not self.has_near or rings is None or not self.near.can_decode_stored(state.near, q, v, call):
             return None
         if not self.reads_pages(state, q, v, call):
             return None
         far, table = pools_of(state.far)
-        keys, values = self.made(far)
+        keys, values = self.coded_parts(far)
         stored = Stored(kernel_planes(keys), rings[0]), Stored(kernel_planes(values), rings[1])
-        given = q, k, v, stored, positions, end, state.near.near
-        found = turned_and_stored(*given, call.implementation, table)
-        if found is None:
+        result = turned_and_stored(
+            q, k, v, stored, positions, end, state.near.near, call.implementation, table
+        )
+        if result is None:
             return None
-        q, *written = found
+        q, *written = result
         coded = [
-            in_pages(as_before([coded for _, coded in part], each.planes), table)
-            for part, each in zip((keys, values), written, strict=True)
+            in_pages(restore_tree([coded for _, coded in parts], new.planes), table)
+            for parts, new in zip((keys, values), written, strict=True)
         ]
         ring_k, ring_v = (
-            as_before(held, [each.ring])
-            for held, each in zip((state.near.ring_k, state.near.ring_v), written, strict=True)
+            restore_tree(old, [new.ring])
+            for old, new in zip((state.near.ring_k, state.near.ring_v), written, strict=True)
         )
         near = replace(state.near, ring_k=ring_k, ring_v=ring_v)
-        return q, NearFarState(near, self.of_made(*coded))
+        return q, NearFarState(near, self.from_parts(*coded))

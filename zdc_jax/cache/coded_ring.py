@@ -1,4 +1,4 @@
-"""A ring of near tokens in few bits: sinks and window of a cache that codes its far tokens, too (ours)."""
+"""A quantized ring of near tokens (sinks and window), for caches that also quantize far tokens (ours)."""
 
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -20,41 +20,45 @@ from zdc_jax.ops.stored import coded_decode_refusal, coded_ring_decode, of_parts
 
 @dataclass(frozen=True, kw_only=True)
 class CodedRing(PrefixRing):
-    """`PrefixRing` of near tokens alone, R = Z = 0, whose rings are coded: trees of leaves [B, K, M, …].
+    """`PrefixRing` without far tokens, R = Z = 0, whose rings are quantized: trees of leaves [B, K, M, …].
 
-    Attention reads the ring in the model's dtype. New tokens are seen as the ring will hold them, so that it
-    does not matter in which piece they came.
+    Attention reads the ring in the model's dtype. It reads new tokens as the ring will store them, so that
+    results do not depend on how a prompt is cut into chunks.
+
+    Attributes:
+      code: quantization of the rings, token by token.
 
     Raises:
-      PlanError: far coordinates, or a code of several tokens or of other vectors.
+      PlanError: R or Z is not 0, or the code needs several tokens, or does not support H coordinates.
     """
 
     code: Code
 
     def __post_init__(self) -> None:
         if self.R or self.Z:
-            raise PlanError(f"R={self.R}, Z={self.Z}: a coded ring holds near tokens alone, R = Z = 0")
+            raise PlanError(f"R={self.R}, Z={self.Z}: a quantized ring stores no far tokens; both must be 0")
         if self.code.block > 1:
-            raise PlanError(f"{self.code} codes {self.code.block} tokens together; a ring takes single ones")
+            raise PlanError(
+                f"code={self.code}: quantizes {self.code.block} tokens together; a ring needs single tokens"
+            )
         if reason := self.code.refusal(self.head_dim):
             raise PlanError(reason)
 
     @classmethod
     def of(cls, ring: PrefixRing, code: Code) -> Self:
-        """The same ring, coded."""
-        return cls(**_shape(ring), code=code)
+        """Return `ring` with quantized storage."""
+        return cls(**_get_ring_fields(ring), code=code)
 
     @property
-    def plain(self) -> PrefixRing:
-        """The same ring of whole tokens."""
-        return PrefixRing(**_shape(self))
+    def unquantized(self) -> PrefixRing:
+        """The same ring in the model's dtype."""
+        return PrefixRing(**_get_ring_fields(self))
 
     def create(self, batch: int, capacity: int) -> PrefixRingState:
-        """`LayerCacheSpec.create`."""
-        state = jax.eval_shape(partial(self.plain.create, batch, capacity))
+        state = jax.eval_shape(partial(self.unquantized.create, batch, capacity))
         k, v = (jnp.zeros(leaf.shape, leaf.dtype) for leaf in (state.k, state.v))
 
-        def empty(ring):
+        def empty(ring: jax.ShapeDtypeStruct) -> Coded:
             return empty_tokens(self.code, ring.shape[:-1], self.head_dim, self.dtype)
 
         return PrefixRingState(k, v, empty(state.ring_k), empty(state.ring_v), state.near)
@@ -62,20 +66,19 @@ class CodedRing(PrefixRing):
     def write(
         self, state: PrefixRingState, k: Array, v: Array, positions: Array, end: Array
     ) -> PrefixRingState:
-        """`LayerCacheSpec.write`."""
         sinks, window = state.near
         if k.shape[1] == 1:
-            slot, taken = slot_of_token(positions, end, sinks=sinks, window=window)
-            stored = (k, [(self.code, state.ring_k)]), (v, [(self.code, state.ring_v)])
-            if done := put_by_kernel(stored, slot, (slot + taken)[:, 0]):
-                ((ring_k,), (ring_v,)) = done
+            slot, has_slot = slot_of_token(positions, end, sinks=sinks, window=window)
+            groups = (k, [(self.code, state.ring_k)]), (v, [(self.code, state.ring_v)])
+            if written := put_by_kernel(groups, slot, (slot + has_slot)[:, 0]):
+                ((ring_k,), (ring_v,)) = written
                 return replace(state, ring_k=ring_k, ring_v=ring_v)
         put = partial(put_ring, positions=positions, end=end, sinks=sinks, window=window)
 
-        def coded(ring, x):
-            return jax.tree.map(lambda held, new: put(held, x=new), ring, self._encode(x))
+        def put_coded(ring: Coded, x: Array) -> Coded:
+            return jax.tree.map(lambda old, new: put(old, x=new), ring, self._encode(x))
 
-        return replace(state, ring_k=coded(state.ring_k, k), ring_v=coded(state.ring_v, v))
+        return replace(state, ring_k=put_coded(state.ring_k, k), ring_v=put_coded(state.ring_v, v))
 
     def attend(
         self,
@@ -88,37 +91,33 @@ class CodedRing(PrefixRing):
         aux: object,
         call: Call,
     ) -> Attended:
-        """`LayerCacheSpec.attend`; kernels decode from the codes."""
-        if q.shape[1] == 1 and self.decodes_held(state, q, v, call):
+        if q.shape[1] == 1 and self.can_decode_stored(state, q, v, call):
             written = self.write(state, k, v, positions, end)
-            return Attended(written, *of_parts(q, self.decode_held(written, q, positions, call)), aux)
-        whole = replace(state, ring_k=self._decode(state.ring_k), ring_v=self._decode(state.ring_v))
-        seen = self.seen(k), self.seen(v)
-        done = self.plain.attend(whole, q, *seen, positions, end, aux, call)
-        return done._replace(state=self.write(state, k, v, positions, end))
+            return Attended(written, *of_parts(q, self.decode_stored(written, q, positions, call)), aux)
+        decoded = replace(state, ring_k=self._decode(state.ring_k), ring_v=self._decode(state.ring_v))
+        attended = self.unquantized.attend(
+            decoded, q, self.as_read(k), self.as_read(v), positions, end, aux, call
+        )
+        return attended._replace(state=self.write(state, k, v, positions, end))
 
     def kernel_rings(self, state: PrefixRingState) -> tuple[Any, Any] | None:
-        """`PrefixRing.kernel_rings`."""
         planes = kernel_planes([(self.code, state.ring_k), (self.code, state.ring_v)])
         return (planes[0], planes[1]) if planes else None
 
-    def decodes_held(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
-        """`PrefixRing.decodes_held`: from the codes."""
+    def can_decode_stored(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
         planes = [*(self.kernel_rings(state) or ())]
-        refusal = partial(coded_decode_refusal, q, planes, slots=_slots_of(planes))
-        # What is refused here may run on kernels yet, once it is decoded.
+        refusal = partial(coded_decode_refusal, q, planes, slots=_shape_of_all_slots(planes))
+        # No explicit implementation is passed on: kernels can still run on the decoded ring.
         return call.implementation != "xla" and takes_kernels("near decode", None, refusal)
 
-    def decode_held(self, state: PrefixRingState, q: Array, positions: Array, call: Call) -> Parts:
-        """`PrefixRing.decode_held`."""
+    def decode_stored(self, state: PrefixRingState, q: Array, positions: Array, call: Call) -> Parts:
         planes, (sinks, window) = [*(self.kernel_rings(state) or ())], state.near
         return coded_ring_decode(q, planes, positions, scale=call.scale, sinks=sinks, window=window)
 
     def attend_whole(
         self, q: Array, k: Array, v: Array, positions: Array, aux: object, call: Call
     ) -> Attended:
-        """`LayerCacheSpec.attend_whole`."""
-        return self.plain.attend_whole(q, self.seen(k), self.seen(v), positions, aux, call)
+        return self.unquantized.attend_whole(q, self.as_read(k), self.as_read(v), positions, aux, call)
 
     def _encode(self, x: Array) -> Coded:
         return encode_tokens(self.code, x)
@@ -126,22 +125,20 @@ class CodedRing(PrefixRing):
     def _decode(self, coded: Coded) -> Array:
         return decode_tokens(self.code, coded, self.head_dim).astype(self.dtype)
 
-    def seen(self, x: Array) -> Array:
-        """`PrefixRing.seen`: rounded."""
+    def as_read(self, x: Array) -> Array:
         return self._decode(self._encode(x))
 
-    def held(self, state: PrefixRingState) -> PrefixRingState:
-        """`PrefixRing.held`: coded."""
+    def encode_state(self, state: PrefixRingState) -> PrefixRingState:
         return replace(state, ring_k=self._encode(state.ring_k), ring_v=self._encode(state.ring_v))
 
 
-def _slots_of(planes: list[Plane]) -> jax.ShapeDtypeStruct | None:
-    """The shape of a list of all slots, of one query a row."""
+def _shape_of_all_slots(planes: list[Plane]) -> jax.ShapeDtypeStruct | None:
+    """Return the shape of a list of all slots, for one query per sequence."""
     if not planes:
         return None
     B, K, M = planes[0].reach.shape
     return jax.ShapeDtypeStruct((B, 1, K, M), jnp.int32)
 
 
-def _shape(ring: PrefixRing) -> dict[str, Any]:
+def _get_ring_fields(ring: PrefixRing) -> dict[str, Any]:
     return {field.name: getattr(ring, field.name) for field in fields(PrefixRing)}

@@ -1,4 +1,4 @@
-"""A store of far tokens in codes, every token coded when its block of tokens is complete (ours)."""
+"""A store of quantized far tokens; a token is quantized when its block of tokens is complete (ours)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 
 from kernels_pallas import Parts, Plane
 from zdc_jax.axes import Array
-from zdc_jax.cache.coded_far import CodedFar, Made
-from zdc_jax.cache.codes import Code, Coded, empty_blocks
+from zdc_jax.cache.coded_far import CodedFar
+from zdc_jax.cache.codes import Code, Coded, CodedParts, empty_blocks
 from zdc_jax.cache.fitted_integers import kernel_planes
 from zdc_jax.cache.near_far import NearFarState
 from zdc_jax.cache.pages import Pages, pools_of
@@ -32,14 +32,19 @@ from zdc_jax.ops.stored import (
 
 @dataclass(frozen=True, kw_only=True)
 class CodedStore(CodedFar):
-    """`NearFar` whose far keys and values are read through `key_code` and `value_code`.
+    """`NearFar` whose far keys and values are stored in `key_code` and `value_code`.
 
-    The store is a pair of trees of leaves [B, K, S/block, …], of as many tokens as both codes complete; the
-    longer block is a multiple of the other. On XLA attention reads all of it in the model's dtype.
+    The store is a pair of trees with leaves [B, K, S/block, …], for as many tokens as both codes complete.
+    The longer of the two blocks must be a multiple of the other. On XLA, attention reads the whole store in
+    the model's dtype.
+
+    Attributes:
+      key_code: quantization of keys.
+      value_code: quantization of values.
 
     Raises:
-      PlanError: a code cannot hold vectors of R or Z coordinates; or the window is shorter than a block, or
-        coded, whose tokens must be whole until it is complete.
+      PlanError: a code does not support R or Z coordinates; the window is shorter than a block; or the ring
+        is quantized although blocks have several tokens, which must be exact until their block is complete.
     """
 
     key_code: Code
@@ -50,18 +55,21 @@ class CodedStore(CodedFar):
             if reason := code.refusal(width):
                 raise PlanError(reason)
         if self.block > 1 and self.near_code is not None:
-            raise PlanError(f"{self.near_code} of near tokens: {self.block} of them are to be coded together")
+            raise PlanError(
+                f"near_code={self.near_code}: must be None, since {self.block} tokens are quantized together"
+            )
         if self.block > 1 and self.window < self.block:
-            raise PlanError(f"window={self.window} must be at least {self.block}, the tokens coded together")
+            raise PlanError(
+                f"window={self.window} must be at least {self.block}, the tokens that are quantized together"
+            )
 
     @property
     def block(self) -> int:
-        """Tokens that are coded together, of keys or of values."""
+        """Number of tokens that are quantized together, the larger of keys and values."""
         return max(self.key_code.block, self.value_code.block)
 
     def create_far(self, batch: int, capacity: int) -> tuple[Coded, Coded]:
-        """`NearFar.create_far`."""
-        # A last block that never completes is always near; one there must be, for attention wants keys.
+        # A last block that never completes stays near. Attention needs at least one block of keys.
         tokens = max(1, capacity // self.block) * self.block if self.block > 1 else slots_for(capacity)
 
         def empty(code: Code, width: int) -> Coded:
@@ -70,21 +78,18 @@ class CodedStore(CodedFar):
 
         return empty(self.key_code, self.R), empty(self.value_code, self.Z)
 
-    def made(self, far: tuple[Coded, Coded]) -> Made:
-        """`CodedFar.made`."""
-        keys, values = self._stored(far)
+    def coded_parts(self, far: tuple[Coded, Coded]) -> tuple[CodedParts, CodedParts]:
+        keys, values = self._pair_codes(far)
         return [keys], [values]
 
-    def of_made(self, keys: Sequence[Coded], values: Sequence[Coded]) -> tuple[Coded, Coded]:
-        """`CodedFar.of_made`."""
+    def from_parts(self, keys: Sequence[Coded], values: Sequence[Coded]) -> tuple[Coded, Coded]:
         (coded_k,), (coded_v,) = keys, values
         return coded_k, coded_v
 
     def code_far(
         self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array
     ) -> tuple[Coded, Coded]:
-        """`CodedFar.code_far`."""
-        stored, new = self._stored(state.far), (k[..., : self.R], v[..., : self.Z])
+        stored, new = self._pair_codes(state.far), (k[..., : self.R], v[..., : self.Z])
         if pools_of(state.far)[1] is not None:
             put = partial(_put_in_pages, positions=positions, end=end)
             coded_k, coded_v = (put(*each, x) for each, x in zip(stored, new, strict=True))
@@ -92,23 +97,26 @@ class CodedStore(CodedFar):
         rings = state.near.ring_k, state.near.ring_v
         codes, widths = (self.key_code, self.value_code), (self.R, self.Z)
         return tuple(
-            self._coded(code, held, ring, x, width, state, positions, end)
-            for code, held, ring, x, width in zip(codes, state.far, rings, (k, v), widths, strict=True)
+            self._put_complete_blocks(code, stored, ring, x, width, state, positions, end)
+            for code, stored, ring, x, width in zip(codes, state.far, rings, (k, v), widths, strict=True)
         )
 
     def attend_far(
         self, far: tuple[Coded, Coded], q: Array, positions: Array, call: Call
     ) -> tuple[Array, Array]:
-        """`NearFar.attend_far`; kernels decode from the codes, and pieces of prompts from what they say."""
+        """Compute attention to the far tokens.
+
+        Kernels decode from the quantized store. For chunks of prompts, they dequantize it first.
+        """
         pools, table = pools_of(far)
         if q.shape[1] > 1:
-            if self._takes_numbers(pools, table, q, call):
-                planes = self._planes(pools)
+            if self._can_dequantize(pools, table, q, call):
+                planes = self._convert_planes(pools)
                 k, v = numbers(planes, positions, window=self.window, dtype=self.dtype, table=table)
             else:
                 k, v = self.read(far)
             return self.attend_rows(q, k, v, positions, call)
-        stored = kernel_planes(self._stored(pools))
+        stored = kernel_planes(self._pair_codes(pools))
         refusal = partial(coded_decode_refusal, q, stored, table=table)
         if takes_kernels("coded decode", call.implementation, refusal):
             return of_parts(q, self.decode_parts(far, q, positions, call, None)[0])
@@ -117,35 +125,33 @@ class CodedStore(CodedFar):
     def decode_parts(
         self, far: tuple[Coded, Coded], q: Array, positions: Array, call: Call, aux: Any
     ) -> tuple[Parts, Any]:
-        """`CodedFar.decode_parts`."""
         (pools, table), near = pools_of(far), (self.sinks, self.window)
-        stored = kernel_planes(self._stored(pools))
+        stored = kernel_planes(self._pair_codes(pools))
         return coded_decode(q, stored, positions, near, scale=call.scale, table=table), aux
 
     def reads_pages(self, state: NearFarState, q: Array, v: Any, call: Call) -> bool:
-        """`LayerCacheSpec.reads_pages`: where kernels attend to codes, or to what they say."""
         (pools, table), q = pools_of(state.far), q[..., : self.R]
         if q.shape[1] > 1:
-            return self._takes_numbers(pools, table, q, call)
-        refusal = partial(coded_decode_refusal, q, kernel_planes(self._stored(pools)), table=table)
+            return self._can_dequantize(pools, table, q, call)
+        refusal = partial(coded_decode_refusal, q, kernel_planes(self._pair_codes(pools)), table=table)
         return takes_kernels("coded decode", call.implementation, refusal)
 
     def read(self, far: tuple[Coded, Coded]) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
-        """All keys and values that the codes hold, slot = position."""
+        """Return all keys and values of the store, dequantized, slot = position."""
 
-        def decoded(code: Code, coded: Coded, width: int) -> Array:
+        def decode(code: Code, coded: Coded, width: int) -> Array:
             x = code.decode(coded, width)
             return x.reshape(*x.shape[:2], -1, width).astype(self.dtype)
 
-        return decoded(self.key_code, far[0], self.R), decoded(self.value_code, far[1], self.Z)
+        return decode(self.key_code, far[0], self.R), decode(self.value_code, far[1], self.Z)
 
-    def _takes_numbers(
+    def _can_dequantize(
         self, pools: tuple[Coded, Coded], table: Int[Array, "B n"] | None, q: Array, call: Call
     ) -> bool:
-        """Whether kernels read what the codes say for a piece of a prompt, and attend to it."""
+        """Return whether kernels dequantize the store for a chunk of a prompt and attend to the result."""
         return takes_numbers(
             q,
-            self._planes(pools),
+            self._convert_planes(pools),
             sinks=self.sinks,
             window=self.window,
             dtype=self.dtype,
@@ -153,17 +159,17 @@ class CodedStore(CodedFar):
             table=table,
         )
 
-    def _planes(self, pools: tuple[Coded, Coded]) -> list[list[Plane]]:
-        """Planes of keys and of values."""
-        return [kernel_planes([each]) for each in self._stored(pools)]
+    def _convert_planes(self, pools: tuple[Coded, Coded]) -> list[list[Plane]]:
+        """Return the planes of keys and those of values."""
+        return [kernel_planes([part]) for part in self._pair_codes(pools)]
 
-    def _stored(self, far: tuple[Coded, Coded]) -> tuple[tuple[Code, Coded], ...]:
+    def _pair_codes(self, far: tuple[Coded, Coded]) -> tuple[tuple[Code, Coded], ...]:
         return (self.key_code, far[0]), (self.value_code, far[1])
 
-    def _coded(
+    def _put_complete_blocks(
         self,
         code: Code,
-        held: Coded,
+        stored: Coded,
         ring: Array,
         x: Array,
         width: int,
@@ -171,7 +177,7 @@ class CodedStore(CodedFar):
         positions: Array,
         end: Array,
     ) -> Coded:
-        """The codes `held` with those of the blocks that the new tokens x [B, T, K, _] complete."""
+        """Return `stored` with the blocks that the new tokens x [B, T, K, _] complete."""
         start, block = positions[:, 0], code.block
         first, blocks = start // block, x.shape[1]
         rows = x.swapaxes(1, 2)
@@ -182,32 +188,32 @@ class CodedStore(CodedFar):
             rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % block), (0, 0)))
         rows = rows[:, :, : blocks * block, :width].reshape(*rows.shape[:2], blocks, block, width)
         complete = (first[:, None] + jnp.arange(blocks) + 1) * block <= end[:, None]
-
-        def put(buffer, new):
-            return _put_blocks(buffer, new, first, complete)
-
-        return jax.tree.map(put, held, code.encode(rows))
+        put = partial(_put_blocks, first=first, complete=complete)
+        return jax.tree.map(put, stored, code.encode(rows))
 
 
-def _put_in_pages(code: Code, held: Coded, x: Array, *, positions: Array, end: Array) -> Coded:
-    """Pages `held`, of a code of single tokens, with those of x [B, T, K, C] below `end`; on any device."""
+def _put_in_pages(code: Code, stored: Coded, x: Array, *, positions: Array, end: Array) -> Coded:
+    """Write x [B, T, K, C] below `end` into the pages `stored`, on any device.
+
+    The code must quantize single tokens.
+    """
 
     def put(pages: Pages, new: Array) -> Pages:
-        def flat(array):
-            return array.reshape(*array.shape[:3], -1)
+        flat_pages = Pages(_flatten_slots(pages.pool), pages.table)
+        written = put_tokens(flat_pages, _flatten_slots(new), positions, end)
+        assert isinstance(written, Pages)
+        return Pages(written.pool.reshape(pages.pool.shape), pages.table)
 
-        done = put_tokens(Pages(flat(pages.pool), pages.table), flat(new), positions, end)
-        assert isinstance(done, Pages)
-        return Pages(done.pool.reshape(pages.pool.shape), pages.table)
-
-    return jax.tree.map(put, held, code.encode(x[..., None, :]), is_leaf=lambda leaf: isinstance(leaf, Pages))
+    new = code.encode(x[..., None, :])
+    return jax.tree.map(put, stored, new, is_leaf=lambda leaf: isinstance(leaf, Pages))
 
 
 def _put_blocks(buffer: Any, new: Any, first: Array, complete: Array) -> Array:
-    """`buffer` [B, K, n, …] with new [B, K, blocks, …] from block `first` on, where complete."""
+    """Write `new` [B, K, blocks, …] into `buffer` [B, K, n, …] from block `first` on, where complete."""
+    written = put_rows(_flatten_slots(buffer), _flatten_slots(new).swapaxes(1, 2), first, complete)
+    return written.reshape(buffer.shape)
 
-    def flat(x):
-        return x.reshape(*x.shape[:3], -1)
 
-    put = put_rows(flat(buffer), flat(new).swapaxes(1, 2), first, complete)
-    return put.reshape(buffer.shape)
+def _flatten_slots(x: Array) -> Array:
+    """Merge all axes after the third: the contents of a slot."""
+    return x.reshape(*x.shape[:3], -1)

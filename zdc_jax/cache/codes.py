@@ -1,6 +1,10 @@
-"""Codes of keys and values: fewer bits a coordinate, with whatever is needed to read them back."""
+"""Quantization formats of keys and values: fewer bits per coordinate, and what decoding needs.
+
+A `Code` is a quantization format. It encodes vectors into `Coded` arrays, and decodes these arrays.
+"""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -13,77 +17,76 @@ from kernels_pallas.unpack import bit_planes
 from zdc_jax.axes import Array
 
 Coded = Any
-"""Arrays [*batch, …] that take the place of [*batch, block, C]; zeros can be read, as finite numbers."""
+"""Quantized arrays [*batch, …] of one block of tokens [*batch, block, C]; zeros decode to finite numbers."""
 
 
 @dataclass(frozen=True)
 class Code(ABC):
-    """How vectors of C coordinates are stored, `block` consecutive tokens together. Hashable.
+    """Quantization format of vectors of C coordinates. Hashable.
 
-    All arithmetic is float32; scales are stored in `SCALE_DTYPE`. Coordinates are finite and below 1e37.
+    All arithmetic is float32, and scales are stored in `SCALE_DTYPE`. Coordinates must be finite and below
+    1e37.
     """
 
     @property
     def block(self) -> int:
-        """Tokens that are coded together."""
+        """Number of consecutive tokens that are quantized together."""
         return 1
 
     def refusal(self, C: int) -> str | None:
-        """Why vectors of C coordinates cannot be coded so, None where they can."""
+        """Return why vectors of C coordinates cannot be quantized, or None if they can."""
         return None
 
     @abstractmethod
     def encode(self, x: Float[Array, "*batch block C"]) -> Coded:
-        """Arrays with the same leading axes."""
+        """Quantize blocks of tokens into arrays with the same leading axes."""
 
     @abstractmethod
     def decode(self, coded: Coded, C: int) -> Float[Array, "*batch block {C}"]:
-        """What the arrays say, in float32."""
+        """Decode blocks of tokens with C coordinates into float32 vectors."""
+
+
+CodedParts = Sequence[tuple[Code, Coded]]
+"""Codes of consecutive parts of a vector's coordinates, each with its arrays."""
 
 
 def encode_tokens(code: Code, x: Float[Array, "*batch C"]) -> Coded:
-    """Arrays [*batch, …] of vectors that a code of single tokens takes one by one."""
+    """Quantize vectors one by one, with a code of `block` 1, into arrays [*batch, …]."""
     return jax.tree.map(lambda leaf: leaf.reshape(*x.shape[:-1], -1), code.encode(x[..., None, :]))
 
 
 def decode_tokens(code: Code, coded: Coded, C: int) -> Float[Array, "*batch {C}"]:
-    """What `encode_tokens` was given, as the code says it."""
+    """Decode the arrays of `encode_tokens` into float32 vectors."""
     return code.decode(jax.tree.map(lambda leaf: leaf[..., None, :], coded), C)[..., 0, :]
 
 
-@lru_cache(maxsize=1024)  # A search counts the bytes of many plans, and tracing a code takes tens of ms.
+@lru_cache(maxsize=1024)  # A search counts the bytes of many plans, and tracing a code is slow.
 def coded_shapes(code: Code, C: int, dtype: str) -> Coded:
-    """Shapes and dtypes of what a code makes of one block of tokens [block, C]."""
+    """Return the shapes and dtypes of one quantized block [block, C]."""
     return jax.eval_shape(code.encode, jax.ShapeDtypeStruct((code.block, C), dtype))
 
 
 def empty_blocks(code: Code, batch: tuple[int, ...], C: int, dtype: str) -> Coded:
-    """Zeros in place of the codes of blocks [*batch, block, C]."""
-
-    def make(leaf):
-        return jnp.zeros((*batch, *leaf.shape), leaf.dtype)
-
-    return jax.tree.map(make, coded_shapes(code, C, dtype))
+    """Return zeros with the shapes of quantized blocks [*batch, block, C]."""
+    shapes = coded_shapes(code, C, dtype)
+    return jax.tree.map(lambda leaf: jnp.zeros((*batch, *leaf.shape), leaf.dtype), shapes)
 
 
 def empty_tokens(code: Code, batch: tuple[int, ...], C: int, dtype: str) -> Coded:
-    """Zeros in place of what `encode_tokens` gives of vectors [*batch, C]."""
-
-    def make(leaf):
-        return jnp.zeros((*batch, leaf.size), leaf.dtype)
-
-    return jax.tree.map(make, coded_shapes(code, C, dtype))
+    """Return zeros with the shapes that `encode_tokens` returns for vectors [*batch, C]."""
+    shapes = coded_shapes(code, C, dtype)
+    return jax.tree.map(lambda leaf: jnp.zeros((*batch, leaf.size), leaf.dtype), shapes)
 
 
 SCALE_DTYPE = jnp.bfloat16
-"""Of scales and zero points: 16 bits, with the range of float32, so that no key of a model overflows."""
+"""Dtype of scales and zero points: 16 bits with the range of float32, so that large keys do not overflow."""
 
 
 def pack(levels: UInt8[Array, "*batch C"], bits: int) -> UInt8[Array, "*batch C*{bits}//8"]:
-    """Levels below 2^bits, 8/bits a byte where bits is 1, 2, 4 or 8; else their high bits so and then their
-    low bits, as `bit_planes` parts them.
+    """Pack levels below 2^bits into bytes, the first level in the lowest bits.
 
-    C is a multiple of 8. Within a byte the first level is lowest.
+    A byte stores 8/bits levels if `bits` is 1, 2, 4 or 8. Other widths are split by `bit_planes`: the high
+    bits of all levels come first, then their low bits. C must be a multiple of 8.
     """
     high, *others = bit_planes(bits)
     if others:
@@ -96,12 +99,12 @@ def pack(levels: UInt8[Array, "*batch C"], bits: int) -> UInt8[Array, "*batch C*
 
 
 def unpack(packed: UInt8[Array, "*batch P"], bits: int) -> UInt8[Array, "*batch P*8//{bits}"]:
-    """What `pack` was given."""
+    """Return the levels that `pack` packed."""
     high, *others = bit_planes(bits)
     if others:
         low = sum(others)
-        begin = packed.shape[-1] // bits * high
-        return (unpack(packed[..., :begin], high) << low) | unpack(packed[..., begin:], low)
+        split = packed.shape[-1] // bits * high
+        return (unpack(packed[..., :split], high) << low) | unpack(packed[..., split:], low)
     each = 8 // bits
     shifts = jnp.arange(each, dtype=jnp.uint8) * bits
     levels = (packed[..., None] >> shifts) & jnp.uint8(2**bits - 1)
@@ -109,30 +112,27 @@ def unpack(packed: UInt8[Array, "*batch P"], bits: int) -> UInt8[Array, "*batch 
 
 
 def packing_refusal(C: int) -> str | None:
-    """`Code.refusal` of codes that pack levels along C."""
-    return None if C % 8 == 0 else f"rank {C} must be a multiple of 8, to be packed into bytes"
+    """Return `Code.refusal` for codes that pack levels along C."""
+    return None if C % 8 == 0 else f"rank {C} must be a multiple of 8, because levels are packed into bytes"
 
 
 @dataclass(frozen=True)
 class Split(Code):
-    """The first `index` coordinates in a code of their own. Coded: a pair of what the two codes give."""
+    """Code for the first `index` coordinates and another code for the rest. Coded: a pair of their arrays."""
 
     index: int
     first: Code
     rest: Code
 
     def refusal(self, C: int) -> str | None:
-        """`Code.refusal`."""
         if not 0 < self.index < C:
-            return f"index={self.index} must be 1 to below {C}, the coordinates that are kept"
+            return f"index={self.index} must be from 1 to {C - 1}, below the rank {C}"
         return self.first.refusal(self.index) or self.rest.refusal(C - self.index)
 
     def encode(self, x: Array) -> Coded:
-        """`Code.encode`."""
         return self.first.encode(x[..., : self.index]), self.rest.encode(x[..., self.index :])
 
     def decode(self, coded: Coded, C: int) -> Array:
-        """`Code.decode`."""
         first, rest = coded
         parts = self.first.decode(first, self.index), self.rest.decode(rest, C - self.index)
         return jnp.concatenate(parts, axis=-1)
@@ -140,31 +140,27 @@ class Split(Code):
 
 @dataclass(frozen=True)
 class Float8(Code):
-    """float8 e4m3 without a scale: what serving systems call an fp8 cache. Larger than 448 is clipped."""
+    """float8 e4m3 without a scale, which serving systems call an fp8 cache. Clips values at ±448."""
 
     def encode(self, x: Array) -> Coded:
-        """`Code.encode`."""
-        most = float(jnp.finfo(jnp.float8_e4m3fn).max)
-        coded = jnp.clip(x.astype(jnp.float32), -most, most).astype(jnp.float8_e4m3fn)
+        largest = float(jnp.finfo(jnp.float8_e4m3fn).max)
+        coded = jnp.clip(x.astype(jnp.float32), -largest, largest).astype(jnp.float8_e4m3fn)
         return jax.lax.bitcast_convert_type(coded, jnp.uint8)
 
     def decode(self, coded: Coded, C: int) -> Array:
-        """`Code.decode`."""
         return jax.lax.bitcast_convert_type(coded, jnp.float8_e4m3fn).astype(jnp.float32)
 
 
 @dataclass(frozen=True)
 class Int8(Code):
-    """Integers -127 … 127 times a scale a token and head, its largest coordinate's."""
+    """Integers from -127 to 127 with one scale per token and head, set by the largest coordinate."""
 
     def encode(self, x: Array) -> Coded:
-        """`Code.encode`."""
         x = x.astype(jnp.float32)
         scale = (jnp.abs(x).max(-1, keepdims=True) / 127).astype(SCALE_DTYPE)
-        steps = x / jnp.maximum(scale.astype(jnp.float32), jnp.finfo(jnp.float32).tiny)
-        return jnp.clip(jnp.round(steps), -127, 127).astype(jnp.int8), scale
+        levels = x / jnp.maximum(scale.astype(jnp.float32), jnp.finfo(jnp.float32).tiny)
+        return jnp.clip(jnp.round(levels), -127, 127).astype(jnp.int8), scale
 
     def decode(self, coded: Coded, C: int) -> Array:
-        """`Code.decode`."""
         levels, scale = coded
         return levels.astype(jnp.float32) * scale.astype(jnp.float32)

@@ -1,9 +1,10 @@
-"""Near tokens whole, and of the far ones a fixed number of slots for those that score highest.
+"""Recent tokens exactly, and a fixed number of slots for the older tokens that score highest.
 
-What methods of eviction share (H2O, SnapKV, TOVA, ‖k‖): who is seen, when tokens are let go, and the arrays,
-which do not grow with the context. A method says how tokens score (`Scoring`). That far slots hold the first
-R and Z coordinates of a token, so that eviction and ranks go together, and that all of it follows from
-positions alone, block by block, is ours.
+This file is shared by the eviction methods (H2O, SnapKV, TOVA, ‖k‖). It defines which tokens a query reads,
+when tokens are evicted, and the arrays, which do not grow with the context. A method only defines the scores
+(`Scoring`). Near tokens are the sinks and the window; far tokens are all others. Two parts are ours: far
+slots store the first R and Z coordinates of a token, so that eviction combines with low ranks, and evictions
+depend on positions alone, block by block.
 """
 
 from dataclasses import dataclass, replace
@@ -26,33 +27,43 @@ from zdc_jax.ops.slots import EMPTY
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """How tokens score: by the attention that they receive, as it is, unless a method changes it.
+    """Scores of tokens: the attention that they receive, unless a method changes it.
 
     Attributes:
-      observed: how many queries count, the last of a block, or of a prompt that is read exactly; what they
-        gave is forgotten once the block is settled. None: all queries, and nothing is forgotten. 0: none.
-      shared: scores are the mean over the heads of the layer, so that all heads keep the same tokens.
+      observed: number of queries that count, the last ones of a block, or of a prompt whose attention is
+        exact. Their scores are reset once the block is complete. None counts all queries without reset; 0
+        counts none.
+      shared: whether scores are averaged over the heads of the layer, so that all heads keep the same tokens.
     """
 
     observed: int | None = None
     shared: bool = False
 
-    def arriving(self, k: Float[Array, "B T K H"]) -> Float[Array, "B T K"]:
-        """What new tokens score before any query has seen them, float32."""
+    def score_new(self, k: Float[Array, "B T K H"]) -> Float[Array, "B T K"]:
+        """Return the scores of new tokens before any query attends to them, in float32."""
         return jnp.zeros(k.shape[:3], jnp.float32)
 
-    def final(
+    def finalize(
         self, scores: Float[Array, "B K S"], positions: Int[Array, "B #K S"], length: Int[Array, " B"]
     ) -> Float[Array, "B K S"]:
-        """What candidates are chosen by, of the sums of attention that they received.
+        """Return the scores by which candidates are chosen.
 
-        Candidates stand by position; `EMPTY` is the position of none. A row holds `length` tokens so far.
+        Args:
+          scores: sums of the attention that each candidate received.
+          positions: positions of the candidates, ascending, with `EMPTY` for empty slots.
+          length: tokens of each sequence so far.
         """
         return scores
 
 
 class Sizes(NamedTuple):
-    """Whole tokens that an array has room for: of sinks, of the window, of the block in progress."""
+    """Slots of the near arrays.
+
+    Attributes:
+      sinks: slots of sinks.
+      window: slots of the window.
+      block: slots of the current block.
+    """
 
     sinks: int
     window: int
@@ -66,12 +77,17 @@ class Sizes(NamedTuple):
 )
 @dataclass(frozen=True)
 class EvictingState:
-    """Arrays of one layer; K' is K, or 1 where all heads keep the same tokens.
+    """Arrays of one layer. K' is K, or 1 if all heads keep the same tokens.
 
-    near_k [B, K, M, H], near_v: the sinks, position p in slot p; behind them the window and the block in
-    progress, from position block·⌊length/block⌋ - window on; near_scores [B, K', M - sinks] float32 of those.
-    far_k [B, K, S, R], far_v [B, K, S, Z], far_scores [B, K', S] float32, positions [B, K', S] int32: the
-    tokens that were kept, by position, empty slots first.
+    Attributes:
+      near_k, near_v: near tokens at full width, [B, K, M, H]. Sink p is in slot p. The window and the current
+        block follow, from position block·⌊length/block⌋ - window on.
+      near_scores: scores of the near tokens without sinks, [B, K', M - sinks] float32.
+      far_k, far_v: kept far tokens, [B, K, S, R] and [B, K, S, Z], ascending by position after the empty
+        slots.
+      far_scores: scores of the far tokens, [B, K', S] float32.
+      positions: positions of the far tokens, [B, K', S] int32.
+      sizes: slots of the near arrays.
     """
 
     near_k: Array
@@ -86,16 +102,25 @@ class EvictingState:
 
 @dataclass(frozen=True, kw_only=True)
 class Evicting(LayerCacheSpec):
-    """The sinks and recent tokens at H coordinates, R and Z of the `kept` far tokens that score highest.
+    """Spec that stores near tokens at H coordinates, and R and Z coordinates of `kept` far tokens.
 
-    Positions go in blocks of E = `block`. Query t sees {j < sinks} ∪ {E·⌊t/E⌋ - window ≤ j ≤ t} whole, and
-    those that are in the far slots of its KV head, under one softmax. When a block is complete the E tokens
-    that no later query is near to compete with those in the slots, by what they score until then; of equals
-    the later one stays. Sinks never compete. With sinks or a window q, k and v come at full width, without as
-    they are kept.
+    Positions form blocks of E = `block`. Query t reads {j < sinks} ∪ {E·⌊t/E⌋ - window ≤ j ≤ t} at full width
+    and the far slots of its KV head, under one softmax. When a block is complete, the E oldest tokens of
+    window and block compete with the far slots by score; later queries read only the winners. Ties go to the
+    later token. Sinks never compete. With sinks or a window, q, k and v have full width; otherwise the stored
+    width.
+
+    Attributes:
+      R: coordinates of the keys of far tokens.
+      Z: coordinates of the values of far tokens.
+      kept: number of far tokens per KV head.
+      scoring: scores of tokens.
+      block: positions of a block.
+      sinks: number of first tokens that are near.
+      window: number of tokens before the current block that are near.
 
     Raises:
-      PlanError: queries are observed that the window, or the block, does not hold.
+      PlanError: `scoring.observed` exceeds the window or the block.
     """
 
     R: int
@@ -109,42 +134,42 @@ class Evicting(LayerCacheSpec):
     def __post_init__(self) -> None:
         observed = self.scoring.observed or 0
         for name in ("window", "block"):
-            if observed > (most := getattr(self, name)):
-                raise PlanError(f"{name}={most} must be at least {observed}, the queries that are observed")
+            if observed > (size := getattr(self, name)):
+                raise PlanError(f"{name}={size} must be at least {observed}, the number of observed queries")
 
     @property
     def alignment(self) -> int:
-        """`LayerCacheSpec.alignment`: pieces begin with a block."""
         return self.block
 
     def create(self, batch: int, capacity: int) -> EvictingState:
-        """`LayerCacheSpec.create`; `capacity` matters only where it is less than what may be kept."""
+        """Create an empty cache; `capacity` matters only if it is below the number of slots."""
         sizes = Sizes(*(min(tokens, capacity) for tokens in (self.sinks, self.window, self.block)))
         near, far = sum(sizes), min(self.kept, capacity)
-        whole = bool(self.sinks or self.window)
-        Hq, Hv = (self.head_dim, self.head_dim) if whole else (self.R, self.Z)
-        K, choosing = self.num_kv_heads, 1 if self.scoring.shared else self.num_kv_heads
+        full_width = bool(self.sinks or self.window)
+        Hq, Hv = (self.head_dim, self.head_dim) if full_width else (self.R, self.Z)
+        K = self.num_kv_heads
+        choosing_heads = 1 if self.scoring.shared else K
 
-        def empty(slots, width):
+        def empty(slots: int, width: int) -> Array:
             return jnp.zeros((batch, K, slots, width), self.dtype)
 
-        def scores(slots):
-            return jnp.zeros((batch, choosing, slots), jnp.float32)
+        def zero_scores(slots: int) -> Array:
+            return jnp.zeros((batch, choosing_heads, slots), jnp.float32)
 
         return EvictingState(
             near_k=empty(near, Hq),
             near_v=empty(near, Hv),
-            near_scores=scores(near - sizes.sinks),
+            near_scores=zero_scores(near - sizes.sinks),
             far_k=empty(far, self.R),
             far_v=empty(far, self.Z),
-            far_scores=scores(far),
-            positions=jnp.full((batch, choosing, far), EMPTY, jnp.int32),
+            far_scores=zero_scores(far),
+            positions=jnp.full((batch, choosing_heads, far), EMPTY, jnp.int32),
             sizes=sizes,
         )
 
     def write(self, state: EvictingState, k: Array, v: Array, positions: Array, end: Array) -> EvictingState:
-        """Refused: what is kept of tokens comes from the attention to them."""
-        raise NotImplementedError("a layer that evicts stores tokens as it attends to them, not before")
+        """Raise `NotImplementedError`: which tokens are kept depends on attention."""
+        raise NotImplementedError("an evicting layer stores tokens only in `attend`; call `attend` instead")
 
     def attend(
         self,
@@ -157,13 +182,13 @@ class Evicting(LayerCacheSpec):
         aux: Any,
         call: Call,
     ) -> Attended:
-        """`LayerCacheSpec.attend`; hands `aux` on. It runs on XLA."""
+        """Store new tokens and attend to the cache; runs on XLA only."""
         if call.implementation not in (None, "xla"):
             raise NotImplementedError(
-                f"implementation={call.implementation!r}: this cache is read on xla alone"
+                f"implementation={call.implementation!r}: an evicting cache runs on xla; use None or 'xla'"
             )
-        attend = self._attend_token if positions.shape[1] == 1 else self._attend_piece
-        state = _with_sinks(state, k, v, positions, end)
+        attend = self._attend_token if positions.shape[1] == 1 else self._attend_chunk
+        state = _put_sinks(state, k, v, positions, end)
         state, o, lse = attend(state, q, k, v, positions[:, 0], end, call.scale)
         return Attended(state, o, lse, aux)
 
@@ -178,26 +203,26 @@ class Evicting(LayerCacheSpec):
         capacity: int,
         call: Call,
     ) -> EvictingState:
-        """`LayerCacheSpec.keep_prompt`: chosen once, by exact attention, among all far tokens."""
-        state = _with_sinks(self.create(positions.shape[0], capacity), k, v, positions, end)
+        """Choose once among all far tokens of a prompt, by its exact attention."""
+        state = _put_sinks(self.create(positions.shape[0], capacity), k, v, positions, end)
         (sinks, window, block), T = state.sizes, positions.shape[1]
         first = end // block * block - window
-        choosing, carried = self._prompt_scores(q, k, lse, positions, end, block, call.scale)
+        scores, carried = self._score_prompt(q, k, lse, positions, end, block, call.scale)
         j = jnp.where((positions >= sinks) & (positions < first[:, None]), positions, EMPTY)[:, None]
-        far = highest(self.scoring.final(choosing, j, end), j != EMPTY, state.positions.shape[2])
+        far = highest(self.scoring.finalize(scores, j, end), j != EMPTY, state.positions.shape[2])
         near = jnp.clip(first[:, None] + jnp.arange(window + block), 0, T - 1)[:, None]
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
 
-        def take(x, at, width):
+        def take(x: Array, at: Array, width: int | None) -> Array:
             return _take(x, at)[..., :width].astype(self.dtype)
 
-        def join(old, x):
+        def append_near(old: Array, x: Array) -> Array:
             return jnp.concatenate([old[:, :, :sinks], take(x, near, None)], 2)
 
         return replace(
             state,
-            near_k=join(state.near_k, k),
-            near_v=join(state.near_v, v),
+            near_k=append_near(state.near_k, k),
+            near_v=append_near(state.near_v, v),
             near_scores=_take(carried, near),
             far_k=take(k, far, self.R),
             far_v=take(v, far, self.Z),
@@ -206,28 +231,28 @@ class Evicting(LayerCacheSpec):
         )
 
     def release(self, state: EvictingState, rows: Array) -> EvictingState:
-        """`LayerCacheSpec.release`: what far slots hold is told by their positions."""
+        """Empty the sequences `rows`: mark their far slots as empty."""
         return replace(state, positions=jnp.where(rows[:, None, None], EMPTY, state.positions))
 
-    def _attend_piece(
+    def _attend_chunk(
         self, state: EvictingState, q: Array, k: Array, v: Array, start: Array, end: Array, scale: float
     ) -> tuple[EvictingState, Array, Array]:
-        """Blocks one after another, each settled before the next is read."""
+        """Process blocks one after another; evict tokens after each block."""
         (B, T), block = q.shape[:2], state.sizes.block
         pad = -T % block
 
-        def blocks(x: Array) -> Array:
+        def split_blocks(x: Array) -> Array:
             x = jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0)))
             return jnp.moveaxis(x.reshape(B, -1, block, *x.shape[2:]), 1, 0)
 
         def step(state: EvictingState, new: tuple[Array, ...]) -> tuple[EvictingState, tuple[Array, Array]]:
             q, k, v, first = new
-            state = self._with_block(state, k, v, first < end)
-            state, o, lse = self._see(state, q, first[:, None] + jnp.arange(block), end, scale)
-            return self._settled(state, first + block, first + block <= end), (o, lse)
+            state = self._put_block(state, k, v, first < end)
+            state, o, lse = self._attend_stored(state, q, first[:, None] + jnp.arange(block), end, scale)
+            return self._evict(state, first + block, first + block <= end), (o, lse)
 
         firsts = start + block * jnp.arange((T + pad) // block)[:, None]
-        state, (o, lse) = jax.lax.scan(step, state, (*map(blocks, (q, k, v)), firsts))
+        state, (o, lse) = jax.lax.scan(step, state, (*map(split_blocks, (q, k, v)), firsts))
         o = jnp.moveaxis(o, 0, 1).reshape(B, T + pad, *o.shape[3:])[:, :T]
         lse = jnp.moveaxis(lse, 0, 2).reshape(B, -1, T + pad)[:, :, :T]
         aligned = (start % self.alignment == 0) | (start >= end)
@@ -236,43 +261,46 @@ class Evicting(LayerCacheSpec):
     def _attend_token(
         self, state: EvictingState, q: Array, k: Array, v: Array, start: Array, end: Array, scale: float
     ) -> tuple[EvictingState, Array, Array]:
-        """One token a row; blocks are settled only when some row completes one."""
+        """Process one token per sequence; evict tokens only if a sequence completes a block."""
         (sinks, window, block), new = state.sizes, (start < end)[:, None]
         slot = window + start % block
+        scores = put_rows(state.near_scores[..., None], self._score_new(k)[..., None], slot, new)
         state = replace(
             state,
             near_k=put_rows(state.near_k, k, sinks + slot, new),
             near_v=put_rows(state.near_v, v, sinks + slot, new),
-            near_scores=put_rows(state.near_scores[..., None], self._arriving(k)[..., None], slot, new)[
-                ..., 0
-            ],
+            near_scores=scores[..., 0],
         )
-        state, o, lse = self._see(state, q, start[:, None], end, scale)
+        state, o, lse = self._attend_stored(state, q, start[:, None], end, scale)
         length = start + 1
         complete = new[:, 0] & (length % block == 0)
 
-        def settle(state):
-            return self._settled(state, length, complete)
+        def evict(state: EvictingState) -> EvictingState:
+            return self._evict(state, length, complete)
 
-        return jax.lax.cond(complete.any(), settle, lambda state: state, state), o, lse
+        return jax.lax.cond(complete.any(), evict, lambda state: state, state), o, lse
 
-    def _see(
+    def _attend_stored(
         self, state: EvictingState, q: Array, positions: Array, end: Array, scale: float
     ) -> tuple[EvictingState, Array, Array]:
-        """Queries of one block, whose own tokens are held: what they add to the scores, o and lse."""
+        """Compute attention of queries of one block, whose tokens are stored, and add to the scores.
+
+        Returns:
+          The state with new scores, and the attention's o and lse.
+        """
         (sinks, _, block), (B, T, N, _), K = state.sizes, q.shape, self.num_kv_heads
-        near_j = _near_positions(state.sizes, positions[:, 0])[:, None]  # [B, 1, M]
-        near_seen = (near_j != EMPTY) & (near_j <= positions[:, :, None])
-        far_seen = (state.positions != EMPTY)[:, :, None, None]
+        near_j = _list_near_positions(state.sizes, positions[:, 0])[:, None]  # [B, 1, M]
+        near_visible = (near_j != EMPTY) & (near_j <= positions[:, :, None])
+        far_visible = (state.positions != EMPTY)[:, :, None, None]
         q = q.reshape(B, T, K, N // K, -1)
 
-        def score(q, k, seen):
-            return jnp.where(seen, scale * einsum_f32("BTKGH,BKSH->BKGTS", q, k), -jnp.inf)
+        def score(q: Array, k: Array, visible: Array) -> Array:
+            return jnp.where(visible, scale * einsum_f32("BTKGH,BKSH->BKGTS", q, k), -jnp.inf)
 
         logits = jnp.concatenate(
             [
-                score(q, state.near_k, near_seen[:, None, None]),
-                score(q[..., : self.R], state.far_k, far_seen),
+                score(q, state.near_k, near_visible[:, None, None]),
+                score(q[..., : self.R], state.far_k, far_visible),
             ],
             -1,
         )
@@ -280,11 +308,11 @@ class Evicting(LayerCacheSpec):
         weights = jnp.exp(logits - lse)
         near, far = jnp.split(weights, [near_j.shape[2]], axis=-1)
 
-        def mix(part, v):
-            return einsum_f32("BKGTS,BKSH->BTKGH", part.astype(v.dtype), v)
+        def mix(weights: Array, v: Array) -> Array:
+            return einsum_f32("BKGTS,BKSH->BTKGH", weights.astype(v.dtype), v)
 
-        o, more = mix(near, state.near_v), mix(far, state.far_v)
-        o += jnp.pad(more, [(0, 0)] * 4 + [(0, o.shape[-1] - self.Z)])
+        o, far_o = mix(near, state.near_v), mix(far, state.far_v)
+        o += jnp.pad(far_o, [(0, 0)] * 4 + [(0, o.shape[-1] - self.Z)])
         o, lse = o.reshape(B, T, N, -1).astype(self.dtype), lse.reshape(B, N, T)
         if (observed := self.scoring.observed) == 0:
             return state, o, lse
@@ -292,14 +320,14 @@ class Evicting(LayerCacheSpec):
         if observed is not None:
             counts &= positions % block >= block - observed
         received = (weights * counts[:, None, None, :, None]).sum((2, 3)) / (N // K)
-        near, far = jnp.split(self._chosen_by(received, 1), [near_j.shape[2]], axis=-1)
+        near, far = jnp.split(self._reduce_heads(received, 1), [near_j.shape[2]], axis=-1)
         scored = replace(
             state, near_scores=state.near_scores + near[..., sinks:], far_scores=state.far_scores + far
         )
         return scored, o, lse
 
-    def _with_block(self, state: EvictingState, k: Array, v: Array, active: Array) -> EvictingState:
-        """A block of new tokens in its place, in the rows that have any."""
+    def _put_block(self, state: EvictingState, k: Array, v: Array, active: Array) -> EvictingState:
+        """Store a block of new tokens in the sequences where `active`."""
         block = state.sizes.block
 
         def put(old: Array, new: Array) -> Array:
@@ -310,11 +338,11 @@ class Evicting(LayerCacheSpec):
             state,
             near_k=put(state.near_k, k),
             near_v=put(state.near_v, v),
-            near_scores=put(state.near_scores, self._arriving(k)),
+            near_scores=put(state.near_scores, self._score_new(k)),
         )
 
-    def _settled(self, state: EvictingState, length: Array, complete: Array) -> EvictingState:
-        """What stays in the rows of `length` tokens whose block is complete; other rows are as they were."""
+    def _evict(self, state: EvictingState, length: Array, complete: Array) -> EvictingState:
+        """Evict tokens in the sequences of `length` tokens whose block is complete."""
         (sinks, window, block), slots = state.sizes, state.positions.shape[2]
         complete = complete[:, None, None]
         leaving = length[:, None] - block - window + jnp.arange(block)
@@ -322,87 +350,95 @@ class Evicting(LayerCacheSpec):
             jnp.where(leaving >= sinks, leaving, EMPTY)[:, None], (*state.positions.shape[:2], block)
         )
 
-        def join(far, near):
+        def append_leaving(far: Array, near: Array) -> Array:
             return jnp.concatenate([far, near[:, :, :block]], 2)
 
-        held, scores = join(state.positions, leaving), join(state.far_scores, state.near_scores)
-        chosen = highest(self.scoring.final(scores, held, length), held != EMPTY, slots)
+        positions = append_leaving(state.positions, leaving)
+        scores = append_leaving(state.far_scores, state.near_scores)
+        chosen = highest(self.scoring.finalize(scores, positions, length), positions != EMPTY, slots)
         chosen = jnp.where(complete, chosen, jnp.arange(slots))
-        # The window and the block move on by a block, whose own slots are free.
+        # The near slots shift by one block. The slots of the next block are free, so any content is fine.
         shifted = jnp.minimum(jnp.arange(window + block) + block, window + block - 1)
         near = jnp.where(complete, shifted, jnp.arange(window + block))
-        sunk = jnp.broadcast_to(jnp.arange(sinks), (*near.shape[:2], sinks))
-        whole = jnp.concatenate([sunk, sinks + near], 2)
-        known = (lambda x: jnp.where(complete, 0.0, x)) if self.scoring.observed else lambda x: x
+        sink_slots = jnp.broadcast_to(jnp.arange(sinks), (*near.shape[:2], sinks))
+        near_slots = jnp.concatenate([sink_slots, sinks + near], 2)
 
-        def recent(x):
-            return x[:, :, sinks:]
+        def reset(scores: Array) -> Array:
+            return jnp.where(complete, 0.0, scores) if self.scoring.observed else scores
 
         return EvictingState(
-            near_k=_take(state.near_k, whole),
-            near_v=_take(state.near_v, whole),
-            near_scores=known(_take(state.near_scores, near)),
-            far_k=_take(join(state.far_k, recent(state.near_k)[..., : self.R]), chosen),
-            far_v=_take(join(state.far_v, recent(state.near_v)[..., : self.Z]), chosen),
-            far_scores=known(_take(scores, chosen)),
-            positions=jnp.where(chosen == EMPTY, EMPTY, _take(held, chosen)),
+            near_k=_take(state.near_k, near_slots),
+            near_v=_take(state.near_v, near_slots),
+            near_scores=reset(_take(state.near_scores, near)),
+            far_k=_take(append_leaving(state.far_k, state.near_k[:, :, sinks:, : self.R]), chosen),
+            far_v=_take(append_leaving(state.far_v, state.near_v[:, :, sinks:, : self.Z]), chosen),
+            far_scores=reset(_take(scores, chosen)),
+            positions=jnp.where(chosen == EMPTY, EMPTY, _take(positions, chosen)),
             sizes=state.sizes,
         )
 
-    def _prompt_scores(
+    def _score_prompt(
         self, q: Array, k: Array, lse: Array, positions: Array, end: Array, block: int, scale: float
     ) -> tuple[Array, Array]:
-        """Of all tokens of prompts [B, K', T]: scores at their end, and of the block that is in progress."""
-        arriving, observed = self._arriving(k).swapaxes(1, 2), self.scoring.observed
+        """Return two scores [B, K', T] of all tokens of prompts.
+
+        The first one chooses the far tokens. The second one is stored for later choices: it counts only the
+        queries of the current block, unless `observed` is None.
+        """
+        initial, observed = self._score_new(k).swapaxes(1, 2), self.scoring.observed
         if observed == 0:
-            return arriving, arriving
+            return initial, initial
         if observed is not None:
             positions = end[:, None] - observed + jnp.arange(observed)
             at = jnp.clip(positions, 0, q.shape[1] - 1)
             q = jnp.take_along_axis(q, at[:, :, None, None], axis=1)
             lse = jnp.take_along_axis(lse, at[:, None], axis=2)
 
-        def collected(counts: Array) -> Array:
-            counted = jnp.where(counts[:, None], lse, jnp.inf)
-            sums = received_attention(q, k, counted, positions, scale=scale)
-            return arriving + self._chosen_by(sums / (q.shape[2] // k.shape[2]), 1)
+        def sum_received(counts: Array) -> Array:
+            # A query whose lse is infinite has no weight.
+            masked_lse = jnp.where(counts[:, None], lse, jnp.inf)
+            sums = received_attention(q, k, masked_lse, positions, scale=scale)
+            return initial + self._reduce_heads(sums / (q.shape[2] // k.shape[2]), 1)
 
         counts = (positions >= 0) & (positions < end[:, None])
-        scores = collected(counts)
+        scores = sum_received(counts)
         if observed is None:
             return scores, scores
-        opened = end // block * block + block - observed
-        return scores, collected(counts & (positions >= opened[:, None]))
+        first_observed = end // block * block + block - observed
+        return scores, sum_received(counts & (positions >= first_observed[:, None]))
 
-    def _arriving(self, k: Array) -> Array:
-        return self._chosen_by(self.scoring.arriving(k), 2)
+    def _score_new(self, k: Array) -> Array:
+        return self._reduce_heads(self.scoring.score_new(k), 2)
 
-    def _chosen_by(self, scores: Array, axis: int) -> Array:
-        """Scores of those that choose: each KV head, or all together."""
+    def _reduce_heads(self, scores: Array, axis: int) -> Array:
+        """Return scores of the heads that choose: each KV head, or the mean of all."""
         return scores.mean(axis, keepdims=True) if self.scoring.shared else scores
 
 
 def highest(
     scores: Float[Array, "B K S"], valid: Bool[Array, "B #K S"], count: int
 ) -> Int[Array, "B K {count}"]:
-    """Indices of the `count` highest valid scores, ascending, of equals later ones; `EMPTY` where none is."""
+    """Return the indices of the `count` highest valid scores, ascending, with `EMPTY` for missing ones.
+
+    Ties go to the later index.
+    """
     S = scores.shape[2]
     masked = jnp.where(valid, scores, -jnp.inf)
-    _, found = jax.lax.top_k(masked[..., ::-1], min(count, S))  # Of equals it takes the first.
-    found = S - 1 - found
-    there = jnp.take_along_axis(jnp.broadcast_to(valid, scores.shape), found, axis=2)
-    found = jnp.sort(jnp.where(there, found, EMPTY), axis=2)
-    return jnp.pad(found, ((0, 0), (0, 0), (max(0, count - S), 0)), constant_values=EMPTY)
+    _, index = jax.lax.top_k(masked[..., ::-1], min(count, S))  # Reversed, because ties go to the first.
+    index = S - 1 - index
+    is_valid = jnp.take_along_axis(jnp.broadcast_to(valid, scores.shape), index, axis=2)
+    index = jnp.sort(jnp.where(is_valid, index, EMPTY), axis=2)
+    return jnp.pad(index, ((0, 0), (0, 0), (max(0, count - S), 0)), constant_values=EMPTY)
 
 
 def _take(x: Array, index: Array) -> Array:
-    """x [B, K, S, ...] at index [B, K or 1, S']; for `EMPTY` what stands first."""
+    """Return x [B, K, S, ...] at index [B, K or 1, S'], where `EMPTY` selects the first entry."""
     index = jnp.maximum(index, 0).reshape(*index.shape, *[1] * (x.ndim - 3))
     return jnp.take_along_axis(x, index, axis=2)
 
 
-def _with_sinks(state: EvictingState, k: Array, v: Array, positions: Array, end: Array) -> EvictingState:
-    """The sinks among the new tokens, in their slots."""
+def _put_sinks(state: EvictingState, k: Array, v: Array, positions: Array, end: Array) -> EvictingState:
+    """Store the sinks among the new tokens in their slots."""
     if not (sinks := state.sizes.sinks):
         return state
 
@@ -413,8 +449,8 @@ def _with_sinks(state: EvictingState, k: Array, v: Array, positions: Array, end:
     return replace(state, near_k=put(state.near_k, k), near_v=put(state.near_v, v))
 
 
-def _near_positions(sizes: Sizes, position: Int[Array, " B"]) -> Int[Array, "B M"]:
-    """Positions of the near slots while the block of `position` is in progress; `EMPTY` for none."""
+def _list_near_positions(sizes: Sizes, position: Int[Array, " B"]) -> Int[Array, "B M"]:
+    """Return the positions of the near slots during the block of `position`, with `EMPTY` for empty slots."""
     sinks, window, block = sizes
     recent = (position // block * block - window)[:, None] + jnp.arange(window + block)
     recent = jnp.where(recent >= sinks, recent, EMPTY)

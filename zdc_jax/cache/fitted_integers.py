@@ -1,4 +1,4 @@
-"""Integers whose step is fitted to each token: what `coded` stores (ours)."""
+"""Integers with a scale fitted to each token, which the method `coded` stores (ours)."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -12,100 +12,110 @@ from kernels_pallas import Plane
 from kernels_pallas.encode import SMALLEST, reaches_tried
 from kernels_pallas.short_scales import NAN_CODE, from_e5m3
 from zdc_jax.axes import Array
-from zdc_jax.cache.codes import Code, Coded, Split, pack, packing_refusal, unpack
+from zdc_jax.cache.codes import Code, Coded, CodedParts, Split, pack, packing_refusal, unpack
 from zdc_jax.cache.pages import in_pages, pools_of
 from zdc_jax.ops.stored import encoded
 
 
 @dataclass(frozen=True)
 class FittedIntegers(Code):
-    """Odd multiples of reach/2^bits, from -reach to reach; of `reaches_tried` a token takes what errs least.
+    """Odd multiples of scale/2^bits, from -scale to scale, with the scale of least error for each token.
 
-    Coded: levels uint8 [*batch, 1, C·bits/8], level l is (2l + 1 - 2^bits)·reach/2^bits; reach uint8
-    [*batch, 1, 1], in `from_e5m3`'s 8 bits. Zeros are read as zeros, a token with a coordinate that is no
-    finite number as NaN.
+    The scale is the best of the candidates from `reaches_tried`. Coded: levels uint8 [*batch, 1, C·bits/8],
+    where level l stands for (2l + 1 - 2^bits)·scale/2^bits; scale uint8 [*batch, 1, 1], in the 8 bits of
+    `from_e5m3`. Zeros decode to zeros, and a token with a non-finite coordinate decodes to NaN.
 
-    A step of its own makes up for levels that stand evenly: turned vectors of 64 coordinates err as little as
-    in the best levels for a Gaussian (0.97 to 1.00 times the square at 2 to 5 bits), those of 16 less (0.66
-    to 0.92), those of 128 more (1.01 to 1.10). Even levels are what integer arithmetic can score.
+    Fitting the scale compensates for evenly spaced levels, which integer arithmetic needs to compute scores.
+    The table shows the mean square error of rotated vectors at 2 to 5 bits, relative to the optimal levels
+    for a Gaussian.
+
+    | coordinates | relative error |
+    |---|---|
+    | 16 | 0.66 to 0.92 |
+    | 64 | 0.97 to 1.00 |
+    | 128 | 1.01 to 1.10 |
     """
 
     bits: int
 
     def refusal(self, C: int) -> str | None:
-        """`Code.refusal`."""
         return packing_refusal(C)
 
     def encode(self, x: Array) -> Coded:
-        """`Code.encode`."""
         x, half = x.astype(jnp.float32), 2 ** (self.bits - 1)
         largest = jnp.abs(x).max(-1, keepdims=True)
 
-        def tried(code: Array) -> tuple[Array, ...]:
+        def try_scale(code: Array) -> tuple[Array, ...]:
             step = jnp.maximum(from_e5m3(code), SMALLEST) / half
-            # In steps, for squares of the coordinates themselves could overflow.
-            at = jnp.abs(x) / step - 0.5
-            level = jnp.minimum(jnp.round(at), half - 1)
-            return jnp.square(level - at).sum(-1, keepdims=True) * jnp.square(step), code, level
+            # Errors are measured in steps, because squares of the coordinates themselves could overflow.
+            exact = jnp.abs(x) / step - 0.5
+            level = jnp.minimum(jnp.round(exact), half - 1)
+            return jnp.square(level - exact).sum(-1, keepdims=True) * jnp.square(step), code, level
 
         bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
-        _, code, level = functools.reduce(_better, map(tried, reaches_tried(bits, self.bits, x.shape[-1])))
+        candidates = map(try_scale, reaches_tried(bits, self.bits, x.shape[-1]))
+        _, code, level = functools.reduce(_choose_better, candidates)
         level = jnp.nan_to_num(level).astype(jnp.int32)
         level = half + jnp.where(x < 0, -1 - level, level)
         code = jnp.where(jnp.isfinite(largest), code, NAN_CODE)
         return pack(level.astype(jnp.uint8), self.bits), code.astype(jnp.uint8)
 
     def decode(self, coded: Coded, C: int) -> Array:
-        """`Code.decode`."""
-        levels, reach = coded
+        levels, scale = coded
         odd = 2 * unpack(levels, self.bits).astype(jnp.float32) + (1 - 2**self.bits)
-        return odd * (from_e5m3(reach) / 2**self.bits)
+        return odd * (from_e5m3(scale) / 2**self.bits)
 
 
-def _better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
-    """What errs less, the first of each, of each token; one of two that err alike."""
+def _choose_better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Return the candidate of less error for each token; the first array of a candidate is its error."""
     return tuple(jnp.where(other[0] < one[0], y, x) for x, y in zip(one, other, strict=True))
 
 
 def kernel_planes(stored: Iterable[tuple[Code, Coded]]) -> list[Plane]:
-    """What codes and their arrays [B, K, S, …], of single tokens, are to kernels; a `Split` is two planes.
+    """Return codes and their arrays [B, K, S, …] of single tokens as planes that kernels read.
 
-    Empty if any is another code.
+    A `Split` is two planes. The result is empty if any code is not supported by kernels.
     """
     planes: list[Plane] = []
     for code, coded in stored:
         if isinstance(code, Split):
-            found = kernel_planes(zip((code.first, code.rest), coded, strict=True))
+            own_planes = kernel_planes(zip((code.first, code.rest), coded, strict=True))
         elif isinstance(code, FittedIntegers):
-            levels, reach = coded
-            tokens = reach.shape[:3]
-            found = [Plane(levels.reshape(*tokens, -1), reach.reshape(tokens), code.bits)]
+            levels, scale = coded
+            tokens = scale.shape[:3]
+            own_planes = [Plane(levels.reshape(*tokens, -1), scale.reshape(tokens), code.bits)]
         else:
-            found = []
-        if not found:
+            own_planes = []
+        if not own_planes:
             return []
-        planes += found
+        planes += own_planes
     return planes
 
 
 def put_by_kernel(
-    groups: Sequence[tuple[Array, Sequence[tuple[Code, Coded]]]], positions: Array, end: Array
+    groups: Sequence[tuple[Array, CodedParts]], positions: Array, end: Array
 ) -> list[list[Coded]] | None:
-    """Coded arrays [B, K, S, …] with new tokens by one kernel; None where there is none for their codes.
+    """Quantize new tokens and write them into the coded arrays [B, K, S, …], with one kernel.
 
-    groups: tokens [B, T, K, C] at `positions`, and the codes that take their coordinates one after another;
-    their arrays may all be `Pages`.
+    Args:
+      groups: pairs of tokens [B, T, K, C] and the parts that store their coordinates. The arrays of the parts
+        may all be `Pages`.
+      positions: positions of the tokens.
+      end: position at which padding begins.
+
+    Returns:
+      The new arrays of each group, or None if no kernel supports the codes.
     """
     arrays, table = pools_of([[coded for _, coded in stored] for _, stored in groups])
     codes = [[code for code, _ in stored] for _, stored in groups]
-    planes = [kernel_planes(zip(each, held, strict=True)) for each, held in zip(codes, arrays, strict=True)]
-    found = encoded([x for x, _ in groups], planes, positions, end, table)
-    if found is None:
+    planes = [kernel_planes(zip(*pair, strict=True)) for pair in zip(codes, arrays, strict=True)]
+    written = encoded([x for x, _ in groups], planes, positions, end, table)
+    if written is None:
         return None
-    return in_pages([as_before(*pair) for pair in zip(arrays, found, strict=True)], table)
+    return in_pages([restore_tree(*pair) for pair in zip(arrays, written, strict=True)], table)
 
 
-def as_before(held: Any, written: Iterable[Plane | Array]) -> Any:
-    """A tree of arrays with what kernels made of them: planes that `kernel_planes` gave, or arrays."""
+def restore_tree(tree: Any, written: Iterable[Plane | Array]) -> Any:
+    """Return a tree of the shapes of `tree` with the planes or arrays that kernels wrote."""
     leaves = iter(leaf for each in written for leaf in (each[:2] if isinstance(each, Plane) else (each,)))
-    return jax.tree.map(lambda leaf: next(leaves).reshape(leaf.shape), held)
+    return jax.tree.map(lambda leaf: next(leaves).reshape(leaf.shape), tree)

@@ -1,4 +1,4 @@
-"""Codes for vectors that a fixed turn made look Gaussian: those of TurboQuant (Zandieh et al. 2025)."""
+"""Quantization of rotated, nearly Gaussian vectors, as in TurboQuant (Zandieh et al. 2025)."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -12,69 +12,65 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.codes import SCALE_DTYPE, Code, Coded, pack, packing_refusal, unpack
 
 LLOYD_STEPS = 500
-"""Levels of four bits and fewer are settled by then; those of eight begin close enough to the best."""
+"""Lloyd iterations. Levels of up to 4 bits converge by then; those of 8 bits start close to the optimum."""
 
 
 @dataclass(frozen=True)
 class Gaussian(Code):
-    """Coordinates in the best 2^bits levels for a Gaussian, times a token's root mean square.
+    """Coordinates in the 2^bits optimal levels for a Gaussian, times the root mean square of the token.
 
-    Coded: levels uint8 [*batch, 1, C·bits/8], root mean square in `SCALE_DTYPE` [*batch, 1, 1]. Zeros are
-    read as zeros, and a token with a coordinate that is no finite number as NaN.
+    Coded: levels uint8 [*batch, 1, C·bits/8]; root mean square [*batch, 1, 1] in `SCALE_DTYPE`. Zeros decode
+    to zeros, and a token with a non-finite coordinate decodes to NaN.
     """
 
     bits: int
 
     def refusal(self, C: int) -> str | None:
-        """`Code.refusal`."""
         return packing_refusal(C)
 
     def encode(self, x: Array) -> Coded:
-        """`Code.encode`."""
         x, tiny = x.astype(jnp.float32), jnp.finfo(jnp.float32).tiny
         # Squares of the coordinates themselves could overflow.
         largest = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), tiny)
         x = x / largest
         size = jnp.sqrt((x * x).mean(-1, keepdims=True))
-        unit = self.turned(x) / jnp.maximum(size, tiny)
+        unit = self.rotate(x) / jnp.maximum(size, tiny)
         return pack(nearest_levels(unit, self.bits), self.bits), (size * largest).astype(SCALE_DTYPE)
 
     def decode(self, coded: Coded, C: int) -> Array:
-        """`Code.decode`."""
         levels, size = coded
         table = jnp.asarray(gaussian_levels(self.bits), jnp.float32)
         unit = jnp.take(table, unpack(levels, self.bits), mode="clip")
-        return self.turned_back(unit) * size.astype(jnp.float32)
+        return self.rotate_back(unit) * size.astype(jnp.float32)
 
-    def turned(self, x: Float[Array, "*batch C"]) -> Float[Array, "*batch C"]:
-        """What is rounded: the coordinates themselves."""
+    def rotate(self, x: Float[Array, "*batch C"]) -> Float[Array, "*batch C"]:
+        """Rotate vectors before rounding; the identity here."""
         return x
 
-    def turned_back(self, x: Float[Array, "*batch C"]) -> Float[Array, "*batch C"]:
-        """The way back."""
+    def rotate_back(self, x: Float[Array, "*batch C"]) -> Float[Array, "*batch C"]:
+        """Invert `rotate`."""
         return x
 
 
 @dataclass(frozen=True)
 class TurnedGaussian(Gaussian):
-    """`Gaussian` of the coordinates after `turn`."""
+    """`Gaussian` of the coordinates rotated by `turn`."""
 
-    def turned(self, x: Array) -> Array:
-        """`Gaussian.turned`."""
+    def rotate(self, x: Array) -> Array:
         return jnp.matmul(x, jnp.asarray(turn(x.shape[-1]), jnp.float32), precision="highest")
 
-    def turned_back(self, x: Array) -> Array:
-        """`Gaussian.turned_back`."""
-        # The whole store is turned back at every step: a GPU may round factors as far as it likes to.
+    def rotate_back(self, x: Array) -> Array:
+        # Default precision: each decoding step rotates the whole store back, so that speed matters here.
         return x @ jnp.asarray(turn(x.shape[-1]).T, jnp.float32)
 
 
 @cache
 def turn(C: int) -> np.ndarray:
-    """The turn of vectors of C coordinates: an orthogonal matrix float64 [C, C] of entries at most √(2/C).
+    """Return the fixed rotation of vectors of C coordinates: an orthogonal matrix, float64 [C, C].
 
-    Random signs, then Sylvester's Hadamard matrix; for C = p·2^m with p odd, the Kronecker product of the
-    Hartley matrix of p, which is like it for other sizes, and the Hadamard matrix of 2^m.
+    Its entries are at most √(2/C). It is a product of random signs and Sylvester's Hadamard matrix. For C =
+    p·2^m with p odd, the Kronecker product of the Hartley matrix of p and the Hadamard matrix of 2^m replaces
+    the latter.
     """
     odd = C // (C & -C)
     angles = 2 * np.pi * np.outer(np.arange(odd), np.arange(odd)) / odd
@@ -86,11 +82,11 @@ def turn(C: int) -> np.ndarray:
 
 
 def nearest_levels(unit: Float[Array, "*batch C"], bits: int) -> UInt8[Array, "*batch C"]:
-    """Which of `gaussian_levels` is nearest; 0 for what is no number."""
+    """Return the index of the nearest of `gaussian_levels`; 0 for NaN."""
     table = gaussian_levels(bits)
     middles = jnp.asarray((table[1:] + table[:-1]) / 2, jnp.float32)
-    # By halves: XLA takes minutes to compile a comparison with all middles of eight bits for a GPU. The first
-    # middle is no gather, which would be folded at compile time, element by element.
+    # Binary search, because XLA takes minutes to compile a comparison with all 8-bit middles for a GPU.
+    # The first middle is a constant: a gather of it would be folded at compile time, element by element.
     half = 1 << bits - 1
     level = jnp.where(unit > middles[half - 1], half, 0)
     for step in (1 << bit for bit in reversed(range(bits - 1))):
@@ -100,10 +96,10 @@ def nearest_levels(unit: Float[Array, "*batch C"], bits: int) -> UInt8[Array, "*
 
 @cache
 def gaussian_levels(bits: int) -> np.ndarray:
-    """The 2^bits levels, ascending, whose nearest is nearest to a unit Gaussian in the mean square, float64.
+    """Return the 2^bits levels with the least mean square error for a unit Gaussian, ascending, float64.
 
-    Lloyd's iteration: each level is the mean of what is nearest to it. It begins with the best for many
-    levels, quantiles of a Gaussian of three times the variance (Panter and Dite 1951).
+    Lloyd's iteration moves each level to the mean of the values that are nearest to it. It starts with the
+    optimum for many levels: quantiles of a Gaussian of three times the variance (Panter and Dite 1951).
     """
     normal, many = NormalDist(), NormalDist(0, 3**0.5)
     levels = np.array([many.inv_cdf((level + 0.5) / 2**bits) for level in range(2**bits)])
@@ -117,7 +113,7 @@ def gaussian_levels(bits: int) -> np.ndarray:
 
 @cache
 def gaussian_distortion(bits: int) -> float:
-    """Mean square error of a unit Gaussian in `gaussian_levels`."""
+    """Return the mean square error of a unit Gaussian that is rounded to `gaussian_levels`."""
     normal, levels = NormalDist(), gaussian_levels(bits)
     middles = [*(levels[1:] + levels[:-1]) / 2]
     mass = np.diff([0.0, *map(normal.cdf, middles), 1.0])

@@ -1,9 +1,9 @@
-"""Coded far tokens in the host's memory, of which decoding fetches those that it reads (after OmniKV).
+"""Quantized far tokens in host memory, from which decoding fetches the tokens that it reads (after OmniKV).
 
-The index stays on the device, and the ring of near tokens. All that one token keeps in a layer beside them,
-keys and values of all heads, stands together in pinned host memory. What an index chooses is gathered there
-by the host's processor and sent; nothing is dropped. (Hao et al. 2025, OmniKV: Dynamic Context Selection for
-Efficient Long-Context LLMs, keep their cache so; the format is ours.)
+The index and the ring of near tokens stay on the device. The keys and values of all heads of one token in a
+layer are contiguous in pinned host memory. For each choice, the host's processor gathers the tokens and sends
+them to the device. No token is evicted. Hao et al. 2025 (OmniKV: Dynamic Context Selection for Efficient
+Long-Context LLMs) place their cache in this way; the format is ours.
 """
 
 from dataclasses import dataclass
@@ -26,10 +26,12 @@ from zdc_jax.ops.attention import Implementation
 from zdc_jax.ops.stored import slots_for
 
 HOST_MEMORY = "pinned_host"
+"""Memory kind of the store."""
 ON_HOST = "keys and values lie on the host"
+"""Reason why kernels do not read the store."""
 Space = jax.memory.Space
 UNROLLED = 8
-"""Rows whose tokens are written by copies of their own; more take a loop."""
+"""Largest batch whose tokens are written by separate copies; larger batches use a loop."""
 
 _to_host = partial(jax.device_put, device=Space.Host)
 _to_device = partial(jax.device_put, device=Space.Device)
@@ -37,33 +39,36 @@ _to_device = partial(jax.device_put, device=Space.Device)
 
 @dataclass(frozen=True, kw_only=True)
 class HostedChoosing(CodedChoosing):
-    """`CodedChoosing` whose keys and values lie in host memory, uint8 [B, S + 1, K, bytes of a token].
+    """`CodedChoosing` whose keys and values are in host memory, uint8 [B, S + 1, K, bytes of a token].
 
-    They are `k` of `FarTokens`; `v` is empty. The last slot takes what is not to be kept. Decoded tokens
-    fetch what they read. Pieces of prompts fetch the whole layer, and attend to it on XLA. A new cache is
-    made by way of the device. In both a layer must find room there for a time, which is not counted. The
-    codes' arrays are bytes.
+    The `k` of `FarTokens` stores keys and values, and its `v` is empty. The last slot absorbs tokens that are
+    not to be stored. Decoded tokens fetch what they read. Chunks of prompts fetch the whole layer and run on
+    XLA. A new cache is created on the device and then moved. In both cases the device needs temporary room
+    for a layer, which byte counts do not include.
 
     Raises:
-      PlanError: codes whose arrays are not bytes, or what `CodedChoosing` refuses.
+      PlanError: the arrays of a code are not bytes; see also `CodedChoosing`.
     """
 
     clauses = CodedChoosing.clauses - {"pages"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if any(leaf.dtype != jnp.uint8 for leaf in jax.tree.leaves(self._forms)):
-            raise PlanError(f"{self.key_code} and {self.value_code} must give bytes, to be kept on the host")
+        if any(leaf.dtype != jnp.uint8 for leaf in jax.tree.leaves(self._shapes)):
+            raise PlanError(
+                f"key_code={self.key_code}, value_code={self.value_code}: host memory stores bytes; "
+                "choose codes whose arrays are all uint8"
+            )
 
     def create_far(self, batch: int, capacity: int) -> FarTokens:
-        """`NearFar.create_far`.
+        """Create an empty store in host memory.
 
         Raises:
           CacheMemoryError: the device has no pinned host memory.
         """
         check_host_memory()
         capacity = slots_for(capacity)
-        index = super().create_far(batch, 1).index  # Of one token: only its form is wanted.
+        index = super().create_far(batch, 1).index  # Only the shapes for one token are needed.
         index = jax.tree.map(
             lambda leaf: jnp.zeros((*leaf.shape[:2], capacity, leaf.shape[3]), leaf.dtype), index
         )
@@ -72,12 +77,11 @@ class HostedChoosing(CodedChoosing):
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
     ) -> tuple[Array, Array, Array]:
-        """`LayerCacheSpec.project`: no kernel writes to the host."""
+        """Compute q, k and v in stored form, since no kernel writes to host memory."""
         return attention.project(x, positions, implementation)
 
     def write_far(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
-        """`NearFar.write_far`."""
-        return self._stored(self._indexed(state.far, k, positions, end), k, v, positions, end)
+        return self._put_keys_and_values(self._put_index(state.far, k, positions, end), k, v, positions, end)
 
     def far_step(
         self,
@@ -90,76 +94,78 @@ class HostedChoosing(CodedChoosing):
         call: Call,
         aux: Any,
     ) -> tuple[FarTokens, Float[Array, "B T N Z"], Float[Array, "B N T"], Any]:
-        """`NearFar.far_step`, which for a decoded token reads the host before it writes there.
+        """Write the new tokens and attend to the far tokens; a decoded token reads before it writes.
 
-        What is read is older than the window, so that the order changes nothing but time: layers that follow
-        a choice need not wait for their own keys, and are fetched for ahead.
+        Tokens that are read are older than the window, so that the order affects only the time. Layers that
+        reuse a choice can fetch their tokens early, without waiting for their own new keys.
         """
         if positions.shape[1] > 1 or not self.window:
             return super().far_step(state, q, k, v, positions, end, call, aux)
-        far = self._indexed(state.far, k, positions, end)
+        far = self._put_index(state.far, k, positions, end)
         o, lse, aux = self.far_part(far, q, k, positions, call, aux)
-        # Else XLA keeps a copy of the whole store to read from.
+        # Without the barrier, XLA copies the whole store to read from it.
         store, o = jax.lax.optimization_barrier((far.k, o))
-        return self._stored(far._replace(k=store), k, v, positions, end), o, lse, aux
+        return self._put_keys_and_values(far._replace(k=store), k, v, positions, end), o, lse, aux
 
-    def _indexed(self, far: FarTokens, k: Array, positions: Array, end: Array) -> FarTokens:
+    def _put_index(self, far: FarTokens, k: Array, positions: Array, end: Array) -> FarTokens:
         index = put_coded(far.index, self.index_code, k[..., : self.index], positions=positions, end=end)
         return far._replace(index=index)
 
-    def _stored(self, far: FarTokens, k: Array, v: Array, positions: Array, end: Array) -> FarTokens:
+    def _put_keys_and_values(
+        self, far: FarTokens, k: Array, v: Array, positions: Array, end: Array
+    ) -> FarTokens:
         parts = (self.key_code, k[..., self.index : self.R]), (self.value_code, v[..., : self.Z])
         leaves = [leaf for code, x in parts for leaf in jax.tree.leaves(encode_tokens(code, x))]
         return far._replace(k=put_tokens(far.k, jnp.concatenate(leaves, axis=-1), positions, end))
 
     def _read_refusal(self, far: FarTokens, q: Array, slots: Any) -> str:
-        """Kernels cannot reach what is on the host."""
+        """Return why kernels cannot read the store."""
         return ON_HOST
 
     def rows(self, far: FarTokens, slots: Int[Array, "B K n"]) -> tuple[Array, Array]:
-        """`Choosing.rows`: the host gathers, the device decodes."""
+        """Gather the tokens on the host and decode them on the device."""
 
-        def take(leaf):
+        def take(leaf: Array) -> Array:
             return jnp.take_along_axis(leaf, slots[..., None], axis=2)
 
-        held = self._split(fetched(far.k, slots))
-        return super().all_rows(held._replace(index=jax.tree.map(take, far.index)))
+        tokens = self._split(fetched(far.k, slots))
+        return super().all_rows(tokens._replace(index=jax.tree.map(take, far.index)))
 
     def all_rows(self, far: FarTokens) -> tuple[Float[Array, "B K S R"], Float[Array, "B K S Z"]]:
-        """`Choosing.all_rows`: the whole layer is sent."""
-        held = _to_device(far.k)[:, :-1].swapaxes(1, 2)
-        return super().all_rows(self._split(held)._replace(index=far.index))
+        """Send the whole layer to the device and decode it there."""
+        tokens = _to_device(far.k)[:, :-1].swapaxes(1, 2)
+        return super().all_rows(self._split(tokens)._replace(index=far.index))
 
     def capacity(self, far: FarTokens) -> int:
-        """`Choosing.capacity`."""
         return far.k.shape[1] - 1
 
     def host_bytes(self, capacity: int, batch: int = 1) -> int:
-        """`LayerCacheSpec.host_bytes`."""
         return batch * (slots_for(capacity) + 1) * self.num_kv_heads * self._width
 
     @property
-    def _forms(self) -> tuple[Coded, Coded]:
-        """Shapes of what the codes make of one token's keys and values, leaves [1, _]."""
+    def _shapes(self) -> tuple[Coded, Coded]:
+        """Shapes of one token's quantized keys and values, with leaves [1, _]."""
         keys, values = (self.key_code, self.R - self.index), (self.value_code, self.Z)
         return coded_shapes(*keys, self.dtype), coded_shapes(*values, self.dtype)
 
     @property
     def _width(self) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(self._forms))
+        return sum(leaf.size for leaf in jax.tree.leaves(self._shapes))
 
-    def _split(self, held: UInt8[Array, "B K n C"]) -> FarTokens:
-        """Bytes of tokens as the trees that the codes decode."""
-        leaves, tree = jax.tree.flatten(self._forms)
+    def _split(self, tokens: UInt8[Array, "B K n C"]) -> FarTokens:
+        """Split the bytes of tokens into the trees that the codes decode."""
+        leaves, tree = jax.tree.flatten(self._shapes)
         ends = [sum(leaf.size for leaf in leaves[: i + 1]) for i in range(len(leaves) - 1)]
-        return FarTokens(*jax.tree.unflatten(tree, jnp.split(held, ends, axis=-1)))
+        return FarTokens(*jax.tree.unflatten(tree, jnp.split(tokens, ends, axis=-1)))
 
 
 def check_host_memory() -> None:
-    """Raises `CacheMemoryError` where a device has no pinned memory on its host."""
+    """Raise `CacheMemoryError` if the first device has no pinned host memory."""
     device = jax.local_devices()[0]
     if HOST_MEMORY not in (kinds := [memory.kind for memory in device.addressable_memories()]):
-        raise CacheMemoryError(f"memory='host': {device} has no {HOST_MEMORY!r} memory, only {kinds}")
+        raise CacheMemoryError(
+            f"memory='host': {device} has no {HOST_MEMORY!r} memory, only {kinds}; use memory='device'"
+        )
 
 
 @partial(jax.jit, static_argnums=0)
@@ -168,7 +174,7 @@ def _host_zeros(shape: tuple[int, ...]) -> UInt8[Array, "..."]:
 
 
 def fetched(store: UInt8[Array, "B S K C"], slots: Int[Array, "B K n"]) -> UInt8[Array, "B K n C"]:
-    """The bytes of these slots, on the device; nothing else is sent."""
+    """Fetch the bytes of these slots to the device, and send nothing else."""
     B, S, K, C = store.shape
     flat = (jnp.arange(B)[:, None, None] * S + slots) * K + jnp.arange(K)[:, None]
     gather = compute_on(
@@ -185,20 +191,20 @@ def put_tokens(
     positions: Int[Array, "B T"],
     end: Int[Array, " B"],
 ) -> UInt8[Array, "B S K C"]:
-    """`store` with the tokens at `positions` below `end`; the slot past the last takes others."""
+    """Write the tokens at `positions` below `end` into `store`; the last slot absorbs all others."""
     (B, T), S = positions.shape, store.shape[1] - 1
     start = positions[:, 0]
     if T == 1:
         slot = jnp.where(start < end, start, S)
 
         def put(row: Array | int, store: Array) -> Array:
-            return _copied(store, jax.lax.dynamic_slice_in_dim(x, row, 1), row, slot[row])
+            return _copy_to_host(store, jax.lax.dynamic_slice_in_dim(x, row, 1), row, slot[row])
     else:
         width = min(T, S)
         first = jnp.clip(start, 0, S - width)
 
         def put(row: Array | int, store: Array) -> Array:
-            # A piece whose padding would reach past the end is moved to where it fits.
+            # A chunk whose padding would extend past the last slot is shifted until it fits.
             source = first[row] + jnp.arange(width) - start[row]
             at = first[row] + jnp.arange(width)
             kept = (source >= 0) & (source < T) & (at < end[row])
@@ -207,7 +213,7 @@ def put_tokens(
             )
             old, store = jax.lax.optimization_barrier((old, store))
             new = x[row, jnp.clip(source, 0, T - 1)][None]
-            return _copied(store, jnp.where(kept[None, :, None, None], new, old), row, first[row])
+            return _copy_to_host(store, jnp.where(kept[None, :, None, None], new, old), row, first[row])
 
     if B <= UNROLLED:
         for row in range(B):
@@ -216,5 +222,5 @@ def put_tokens(
     return jax.lax.fori_loop(0, B, put, store)
 
 
-def _copied(store: Array, x: UInt8[Array, "1 T K C"], row: Array | int, slot: Array) -> Array:
+def _copy_to_host(store: Array, x: UInt8[Array, "1 T K C"], row: Array | int, slot: Array) -> Array:
     return jax.lax.dynamic_update_slice(store, _to_host(x), (row, slot, 0, 0))

@@ -1,4 +1,4 @@
-"""Codes of integers with a scale and a zero point: those of KIVI (Liu et al. 2024)."""
+"""Integers with a scale and a zero point, as in KIVI (Liu et al. 2024)."""
 
 from dataclasses import dataclass
 
@@ -12,9 +12,9 @@ from zdc_jax.cache.codes import SCALE_DTYPE, Code, Coded, pack, packing_refusal,
 
 @dataclass(frozen=True)
 class ChannelIntegers(Code):
-    """Integers 0 … 2^bits - 1 with a scale and zero point a channel of `group` tokens: KIVI's keys.
+    """Integers 0 … 2^bits - 1 with a scale and zero point per channel of `group` tokens: KIVI's keys.
 
-    Coded: levels uint8 [*batch, group, C·bits/8], scale and zero [*batch, 1, C].
+    Coded: levels uint8 [*batch, group, C·bits/8]; scale and zero point [*batch, 1, C].
     """
 
     bits: int
@@ -22,84 +22,81 @@ class ChannelIntegers(Code):
 
     @property
     def block(self) -> int:
-        """`Code.block`."""
         return self.group
 
     def refusal(self, C: int) -> str | None:
-        """`Code.refusal`."""
         return packing_refusal(C)
 
     def encode(self, x: Array) -> Coded:
-        """`Code.encode`."""
         levels, scale, zero = quantise(x.astype(jnp.float32), self.bits, axis=-2)
         return pack(levels, self.bits), scale, zero
 
     def decode(self, coded: Coded, C: int) -> Array:
-        """`Code.decode`."""
         levels, scale, zero = coded
         return dequantise(unpack(levels, self.bits), scale, zero)
 
 
 @dataclass(frozen=True)
 class TokenIntegers(Code):
-    """Integers 0 … 2^bits - 1 with a scale and zero point a token and group of channels: KIVI's values.
+    """Integers 0 … 2^bits - 1 with a scale and zero point per token and group of channels: KIVI's values.
 
-    A group is the largest divisor of C that is at most `group`. Coded: levels uint8 [*batch, 1, C·bits/8],
-    scale and zero [*batch, 1, C/group].
+    A group has as many channels as the largest divisor of C that is at most `group`. Coded: levels uint8
+    [*batch, 1, C·bits/8]; scale and zero point [*batch, 1, C/group].
     """
 
     bits: int
     group: int
 
     def refusal(self, C: int) -> str | None:
-        """`Code.refusal`."""
         return packing_refusal(C)
 
     def encode(self, x: Array) -> Coded:
-        """`Code.encode`."""
         C = x.shape[-1]
-        groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, self._channels(C))
+        groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, self._choose_group(C))
         levels, scale, zero = quantise(groups, self.bits, axis=-1)
         return pack(levels.reshape(x.shape), self.bits), scale[..., 0], zero[..., 0]
 
     def decode(self, coded: Coded, C: int) -> Array:
-        """`Code.decode`."""
         levels, scale, zero = coded
         levels = unpack(levels, self.bits)
-        groups = levels.reshape(*levels.shape[:-1], -1, self._channels(C))
+        groups = levels.reshape(*levels.shape[:-1], -1, self._choose_group(C))
         return dequantise(groups, scale[..., None], zero[..., None]).reshape(levels.shape)
 
-    def _channels(self, C: int) -> int:
+    def _choose_group(self, C: int) -> int:
         return max(width for width in range(1, min(self.group, C) + 1) if C % width == 0)
 
 
 def quantise(
     x: Float[Array, "..."], bits: int, axis: int, among: Bool[Array, "..."] | None = None
 ) -> tuple[UInt8[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
-    """Levels 0 … 2^bits - 1 along an axis, their scale and zero: |x - zero - level·scale| ≤ scale/2.
+    """Quantize x along an axis to levels 0 … 2^bits - 1, with |x - zero - level·scale| ≤ scale/2.
 
-    Zero and the last level enclose all x (of those `among` which are to be read: the others take the nearest
-    level). Rounding the zero down and the scale up sees to that in 16 bits too.
+    The zero point and the last level enclose all x. Rounding the zero point down and the scale up guarantees
+    this in 16 bits too. With `among`, they enclose only the x where `among` is true; the others take the
+    nearest level.
+
+    Returns:
+      Levels, scale and zero point.
     """
-    most = 2**bits - 1
-    least = x.min(axis, keepdims=True, where=among, initial=jnp.inf)
-    zero = -_rounded_up(-least)
-    low = zero.astype(jnp.float32)
-    scale = _rounded_up((x.max(axis, keepdims=True, where=among, initial=-jnp.inf) - low) / most)
-    steps = (x - low) / jnp.maximum(scale.astype(jnp.float32), jnp.finfo(jnp.float32).tiny)
-    return jnp.clip(jnp.round(steps), 0, most).astype(jnp.uint8), scale, zero
+    last_level = 2**bits - 1
+    zero = -_round_up(-x.min(axis, keepdims=True, where=among, initial=jnp.inf))
+    smallest = zero.astype(jnp.float32)
+    largest = x.max(axis, keepdims=True, where=among, initial=-jnp.inf)
+    scale = _round_up((largest - smallest) / last_level)
+    levels = (x - smallest) / jnp.maximum(scale.astype(jnp.float32), jnp.finfo(jnp.float32).tiny)
+    return jnp.clip(jnp.round(levels), 0, last_level).astype(jnp.uint8), scale, zero
 
 
 def dequantise(
     levels: UInt8[Array, "..."], scale: Float[Array, "..."], zero: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """What levels of `quantise` say, in float32."""
+    """Return the values of the levels from `quantise`, in float32."""
     return zero.astype(jnp.float32) + levels.astype(jnp.float32) * scale.astype(jnp.float32)
 
 
-def _rounded_up(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The least bfloat16 that is no smaller than x: float32 of which the last 16 bits are cut off."""
+def _round_up(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Round x up to the nearest bfloat16, which is float32 without the last 16 bits."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    # Cutting rounds towards zero, which is up where x is negative.
+    # Truncation rounds towards zero, which is up where x is negative.
     bits = jnp.where(x > 0, bits + jnp.uint32(0xFFFF), bits) >> 16
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), SCALE_DTYPE)

@@ -1,4 +1,4 @@
-"""The KV cache of a whole model: one state a layer, and what must fit in memory before it is made."""
+"""The KV cache of a whole model, and memory checks before it is allocated."""
 
 import os
 from collections import Counter
@@ -15,7 +15,7 @@ from zdc_jax.cache.spec import LayerCacheSpec, State
 from zdc_jax.errors import CacheMemoryError
 
 LENGTH_BYTES = 4
-"""Every row of a cache stores its length as one int32."""
+"""Bytes of the int32 length of each sequence."""
 
 
 @partial(
@@ -25,11 +25,16 @@ LENGTH_BYTES = 4
 )
 @dataclass(frozen=True)
 class KVCache:
-    """Cache of a whole model, layer by layer; `lengths` [B] int32 tokens held per row.
+    """KV cache of a whole model.
 
-    Row b holds positions 0 … lengths[b]-1, of at most `capacity`; slots past that are unspecified and never
-    attended to. `specs` tell what `layers` hold. table: [B, n] int32, pages of each row, where tokens lie in
-    pages (`zdc_jax.cache.paged`).
+    Sequence b holds positions 0 … lengths[b]-1. Later slots are unspecified, and attention never reads them.
+
+    Attributes:
+      layers: state of each layer.
+      lengths: tokens stored per sequence, [B] int32.
+      specs: spec of each layer, which defines the contents of its state.
+      capacity: largest length of a sequence.
+      table: page table [B, n] int32 if the tokens lie in pages (`zdc_jax.cache.paged`), else None.
     """
 
     layers: tuple[State, ...]
@@ -40,79 +45,81 @@ class KVCache:
 
     @classmethod
     def create(cls, specs: Sequence[LayerCacheSpec], *, batch: int, capacity: int) -> "KVCache":
-        """An empty cache for `batch` rows of up to `capacity` tokens.
+        """Create an empty cache for `batch` sequences of up to `capacity` tokens.
 
         Raises:
-          CacheMemoryError: when it cannot fit in free device memory, before anything is allocated.
+          CacheMemoryError: the cache does not fit in free device memory; raised before anything is allocated.
         """
         check_fits(specs, batch=batch, capacity=capacity, free=free_bytes())
         layers = tuple(spec.create(batch, capacity) for spec in specs)
         return cls(layers, jnp.zeros(batch, jnp.int32), tuple(specs), capacity)
 
     def release(self, rows: Bool[Array, " B"]) -> "KVCache":
-        """The cache with `rows` empty, each to be filled by another request."""
+        """Return the cache with the sequences `rows` empty, so that other requests can fill them."""
         layers = tuple(spec.release(state, rows) for spec, state in zip(self.specs, self.layers, strict=True))
         return replace(self, layers=layers, lengths=jnp.where(rows, 0, self.lengths))
 
     @property
     def own(self) -> list[Array]:
-        """Leaves of all layers that begin with the axis B: all but pools of pages."""
-        return [leaf for leaf, pooled in self._leaves() if not pooled]
+        """Leaves of all layers that begin with the axis B: all but page pools."""
+        return [leaf for leaf, pooled in self._list_leaves() if not pooled]
 
     def with_own(self, own: Sequence[Array]) -> "KVCache":
-        """With other leaves in the place of `own`."""
+        """Return the cache with the leaves of `own` replaced."""
         new, tree = iter(own), jax.tree.structure(self.layers)
-        leaves = [leaf if pooled else next(new) for leaf, pooled in self._leaves()]
+        leaves = [leaf if pooled else next(new) for leaf, pooled in self._list_leaves()]
         return replace(self, layers=jax.tree.unflatten(tree, leaves))
 
     def row(self, index: Array) -> "KVCache":
-        """The cache of one row, beside the pools of all."""
-        take, rows = lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, index, 1), index[None]
+        """Return the cache of one sequence, together with the page pools of all sequences."""
+        take = partial(jax.lax.dynamic_slice_in_dim, start_index=index, slice_size=1)
         table = None if self.table is None else take(self.table)
-        layers = tuple(spec.of_rows(state, rows) for spec, state in zip(self.specs, self.layers, strict=True))
+        layers = tuple(
+            spec.of_rows(state, index[None]) for spec, state in zip(self.specs, self.layers, strict=True)
+        )
         return replace(self, layers=layers, lengths=take(self.lengths), table=table)
 
     def with_row(self, index: Array, one: "KVCache") -> "KVCache":
-        """With one row, and all pools, as they are in `one`, a cache of `row`."""
+        """Return the cache with one sequence and the page pools taken from `one`, a cache from `row`."""
         layers = zip(self.specs, self.layers, one.layers, strict=True)
-        put = tuple(spec.with_rows(state, index[None], own) for spec, state, own in layers)
+        states = tuple(spec.with_rows(state, index[None], own) for spec, state, own in layers)
         lengths = jax.lax.dynamic_update_slice_in_dim(self.lengths, one.lengths, index, 0)
-        return replace(self, layers=put, lengths=lengths)
+        return replace(self, layers=states, lengths=lengths)
 
-    def _leaves(self) -> list[tuple[Array, bool]]:
+    def _list_leaves(self) -> list[tuple[Array, bool]]:
         layers = zip(self.specs, self.layers, strict=True)
         pooled = [is_pool for spec, state in layers for is_pool in spec.pooled(state)]
         return list(zip(jax.tree.leaves(self.layers), pooled, strict=True))
 
     def bytes(self) -> int:
-        """Bytes of all arrays, and `fixed_bytes` of its specs, whose `held_bytes` it equals."""
+        """Return the bytes of all arrays and the `fixed_bytes` of the specs; equals `cache_bytes`."""
         arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(self))
         return arrays + sum(spec.fixed_bytes for spec in self.specs)
 
 
 def cache_bytes(specs: Sequence[LayerCacheSpec], capacity: int, batch: int = 1) -> int:
-    """Bytes of a cache for `batch` rows of `capacity` tokens, lengths and `fixed_bytes` included."""
+    """Return the bytes of a cache for `batch` sequences of `capacity` tokens.
 
-    def held(spec):
-        return spec.bytes(capacity, batch) + spec.fixed_bytes
-
-    return batch * LENGTH_BYTES + sum(n * held(spec) for spec, n in Counter(specs).items())
+    Lengths and `fixed_bytes` are included.
+    """
+    layers = sum(n * (spec.bytes(capacity, batch) + spec.fixed_bytes) for spec, n in Counter(specs).items())
+    return batch * LENGTH_BYTES + layers
 
 
 def free_bytes() -> int | None:
-    """Free memory of the first device (on CPU: of the host), None where it cannot be told."""
+    """Return the free memory of the first device, or of the host on CPU; None if it is unknown."""
     free = free_device_bytes()
     return free_host_bytes() if free is None else free
 
 
 def free_device_bytes() -> int | None:
-    """Free memory of the first device, None where it does not tell, as on CPU."""
+    """Return the free memory of the first device; None if the device does not report it, as on CPU."""
     stats = jax.local_devices()[0].memory_stats()
     return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
 
 
 def free_host_bytes() -> int | None:
-    """Free memory of the host, None where it cannot be told."""
+    """Return the free memory of the host; None if it is unknown."""
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
@@ -120,30 +127,38 @@ def free_host_bytes() -> int | None:
 
 
 def device_bytes(specs: Sequence[LayerCacheSpec], capacity: int, batch: int = 1) -> int:
-    """Those of `held_bytes` that lie in the device's memory."""
+    """Return the part of `cache_bytes` that lies in device memory."""
     return cache_bytes(specs, capacity, batch) - host_bytes(specs, capacity, batch)
 
 
 def host_bytes(specs: Sequence[LayerCacheSpec], capacity: int, batch: int = 1) -> int:
-    """Those of `held_bytes` that lie in the host's memory beside a device."""
+    """Return the part of `cache_bytes` that lies in host memory next to a device."""
     return sum(n * spec.host_bytes(capacity, batch) for spec, n in Counter(specs).items())
 
 
 def check_fits(specs: Sequence[LayerCacheSpec], *, batch: int, capacity: int, free: int | None) -> None:
-    """Raises `CacheMemoryError` naming bytes needed, bytes free and the largest batch and length that fit.
+    """Raise `CacheMemoryError` if a cache does not fit in memory.
 
-    free: of the device. What lies in the host's memory is checked against that.
+    The message states the bytes needed, the bytes free, and the largest batch and capacity that fit.
+
+    Args:
+      specs: spec of each layer.
+      batch: number of sequences.
+      capacity: tokens per sequence.
+      free: free bytes of the device; None skips its check. The part in host memory is compared with the
+        host's own free memory.
     """
-    for held, limit, where in ((device_bytes, free, ""), (host_bytes, free_host_bytes(), " on the host")):
-        needed = held(specs, capacity, batch)
+    memories = (device_bytes, free, ""), (host_bytes, free_host_bytes(), " on the host")
+    for count_bytes, limit, where in memories:
+        needed = count_bytes(specs, capacity, batch)
         if limit is None or needed <= limit:
             continue
-        largest_batch = limit // held(specs, capacity)
+        largest_batch = limit // count_bytes(specs, capacity)
         low, high = 0, capacity
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if held(specs, middle, batch) <= limit else (low, middle - 1)
+            low, high = (middle, high) if count_bytes(specs, middle, batch) <= limit else (low, middle - 1)
         raise CacheMemoryError(
-            f"a KV cache of {batch=} x {capacity=} tokens needs {needed:,} bytes{where}, {limit:,} are free; "
-            f"what fits: batch {largest_batch} at this length, or length {low} at this batch"
+            f"{batch=}, {capacity=}: the KV cache needs {needed:,} bytes{where}, {limit:,} are free; "
+            f"the largest are batch={largest_batch} at this capacity and capacity={low} at this batch"
         )

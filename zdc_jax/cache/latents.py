@@ -1,4 +1,4 @@
-"""Far keys as latents from before the rotary embedding, turned into keys when they are read (after Palu)."""
+"""Far keys as latents of keys before the rotary embedding, reconstructed when they are read (after Palu)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,31 +14,29 @@ from zdc_jax.ops.latent import LatentKeys, reconstructed
 
 @dataclass(frozen=True, kw_only=True)
 class Latents(NearFar):
-    """`NearFar` that keeps R latents [B, K, S, R] a key and Z coordinates [B, K, S, Z] a value.
+    """`NearFar` that stores R latents [B, K, S, R] of a key and Z coordinates [B, K, S, Z] of a value.
 
-    Queries have all H coordinates, as keys have once they are reconstructed: at each call all of them are, in
-    an array that a kernel would not need. Keys come as `LatentKeys`, the near ones exact.
+    Queries and reconstructed keys have all H coordinates. Each call reconstructs all keys in an array, which
+    a kernel could avoid. New keys come as `LatentKeys`, and near keys are exact.
     """
 
     @property
     def fixed_bytes(self) -> int:
-        """`LayerCacheSpec.fixed_bytes`: the factor from latents to keys."""
+        """Bytes of the factor from latents to keys."""
         return self.num_kv_heads * self.head_dim * self.R * jnp.dtype(self.dtype).itemsize
 
     def bytes_read(self, tokens: int) -> int:
-        """`LayerCacheSpec.bytes_read`: also the factor."""
+        """Return the bytes read to decode one token, including the factor from latents to keys."""
         return self.bytes(tokens) + self.fixed_bytes
 
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
     ) -> tuple[Array, LatentKeys, Array]:
-        """`LayerCacheSpec.project`: keys with their latents."""
+        """Compute q, keys with their latents, and v."""
         return attention.project_latent(x, positions, implementation)
 
     def create_far(self, batch: int, capacity: int) -> tuple[Array, Array]:
-        """`NearFar.create_far`."""
-
-        def empty(width):
+        def empty(width: int) -> Array:
             return jnp.zeros((batch, self.num_kv_heads, capacity, width), self.dtype)
 
         return empty(self.R), empty(self.Z)
@@ -46,19 +44,18 @@ class Latents(NearFar):
     def write_far(
         self, state: NearFarState, k: Any, v: Array, positions: Array, end: Array
     ) -> tuple[Array, Array]:
-        """`NearFar.write_far`; k: `LatentKeys`."""
+        """Return the store with the new tokens; k is a `LatentKeys`."""
         latents, values = state.far
         start, kept = positions[:, 0], positions < end[:, None]
         return put_rows(latents, k.latents, start, kept), put_rows(values, v[..., : self.Z], start, kept)
 
     def near_keys(self, k: LatentKeys) -> Array:
-        """`NearFar.near_keys`."""
         return k.keys
 
     def far_part(
         self, far: tuple[Array, Array], q: Array, k: LatentKeys, positions: Array, call: Call, aux: Any
     ) -> tuple[Array, Array, Any]:
-        """`NearFar.far_part`: `attend_far` of reconstructed keys."""
+        """Compute `attend_far` with reconstructed keys."""
         latents, values = far
         keys = reconstructed(latents, k.factor, k.frequencies)
         return *self.attend_far((keys, values), q, positions, call), aux
@@ -66,5 +63,5 @@ class Latents(NearFar):
     def attend_far(
         self, far: tuple[Array, Array], q: Array, positions: Array, call: Call
     ) -> tuple[Array, Array]:
-        """`NearFar.attend_far` of keys [B, K, S, H] as attention sees them, and values."""
+        """Compute attention to reconstructed keys [B, K, S, H] and to values."""
         return self.attend_rows(q, *far, positions, call)

@@ -1,7 +1,8 @@
-"""Near tokens whole, far ones as a method keeps them, and one softmax over both (ours).
+"""Near tokens at full width in a ring, far tokens in a store of any format, and one softmax over both (ours).
 
-Near are the sinks and the last `window` tokens, as position alone says; they stand in a ring. Every token
-goes into the method's store when it comes, so that it leaves the window by being overwritten in the ring.
+Near tokens are the sinks and the last `window` tokens, so that the position alone decides. All others are
+far. Every new token is written to the store at once. A token that leaves the window is just overwritten in
+the ring.
 """
 
 from abc import abstractmethod
@@ -24,7 +25,12 @@ from zdc_jax.ops.stored import stored_attention
 @partial(jax.tree_util.register_dataclass, data_fields=["near", "far"], meta_fields=[])
 @dataclass(frozen=True)
 class NearFarState:
-    """Ring of near tokens, and the method's arrays for far ones."""
+    """Arrays of one layer.
+
+    Attributes:
+      near: ring of near tokens.
+      far: store, with a format that the spec defines.
+    """
 
     near: PrefixRingState
     far: State
@@ -32,11 +38,18 @@ class NearFarState:
 
 @dataclass(frozen=True, kw_only=True)
 class NearFar(LayerCacheSpec):
-    """A ring of the `sinks` and the last `window` tokens at H coordinates, and a store of R and Z of all.
+    """Spec with a ring of the near tokens at H coordinates, and a store of R and Z coordinates of all tokens.
 
-    A query sees {j < sinks} ∪ {t - window < j ≤ t} in the ring and the other j ≤ t in the store. With sinks
-    or a window q, k and v come at full width, without as they are kept. near_code: of the ring, where it is
-    not whole; a store that takes what the ring held cannot have it.
+    A query reads {j < sinks} ∪ {t - window < j ≤ t} from the ring and every other j ≤ t from the store. With
+    sinks or a window, q, k and v have full width; otherwise the stored width.
+
+    Attributes:
+      R: coordinates of a key in the store.
+      Z: coordinates of a value in the store.
+      sinks: number of first tokens that are near.
+      window: number of last tokens that are near.
+      near_code: quantization of the ring; None stores it in the model's dtype. Stores that copy tokens from
+        the ring do not support it.
     """
 
     R: int
@@ -48,7 +61,7 @@ class NearFar(LayerCacheSpec):
 
     @property
     def near(self) -> PrefixRing:
-        """The ring."""
+        """Spec of the ring."""
         ring = PrefixRing(
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
@@ -62,12 +75,12 @@ class NearFar(LayerCacheSpec):
 
     @property
     def has_near(self) -> bool:
-        """Whether any token is kept in the ring."""
+        """Whether the ring stores any token."""
         return bool(self.sinks or self.window)
 
     @abstractmethod
     def create_far(self, batch: int, capacity: int) -> State:
-        """Arrays of a store that holds nothing yet; read as it is, it gives finite numbers."""
+        """Create the arrays of an empty store, which read as finite numbers."""
 
     @abstractmethod
     def write_far(
@@ -78,22 +91,22 @@ class NearFar(LayerCacheSpec):
         positions: Int[Array, "B T"],
         end: Int[Array, " B"],
     ) -> State:
-        """The store with new tokens; `state` is the cache without them."""
+        """Return the store with the new tokens; `state` is the cache without them."""
 
     @abstractmethod
     def attend_far(
         self, far: State, q: Float[Array, "B T N R"], positions: Int[Array, "B T"], call: Call
     ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"]]:
-        """Attention to the far tokens of each query, and its log-sum-exp (-inf where there are none)."""
+        """Compute attention to the far tokens and its log-sum-exp, -inf for a query without far tokens."""
 
     def near_keys(self, k: Any) -> Float[Array, "B T K Hq"]:
-        """New keys as the ring takes them, where a method gets them in a form of its own."""
+        """Return new keys in the form that the ring stores; stores with another form of keys override it."""
         return k
 
     def far_part(
         self, far: State, q: Array, k: Any, positions: Array, call: Call, aux: Any
     ) -> tuple[Float[Array, "B T N Z"], Float[Array, "B N T"], Any]:
-        """`attend_far` as `attend` calls it, with the new keys k; and what is handed on."""
+        """Compute `attend_far` for `attend`, with the new keys k; return also the `aux` to pass on."""
         return *self.attend_far(far, q[..., : self.R], positions, call), aux
 
     def attend_rows(
@@ -104,7 +117,7 @@ class NearFar(LayerCacheSpec):
         positions: Int[Array, "B T"],
         call: Call,
     ) -> tuple[Float[Array, "B T _ Z"], Float[Array, "B _ T"]]:
-        """Attention to far tokens whose keys and values are there as numbers, slot = position."""
+        """Compute attention to far tokens from dequantized keys and values, slot = position."""
         return stored_attention(
             q,
             k,
@@ -128,16 +141,17 @@ class NearFar(LayerCacheSpec):
         call: Call,
         aux: Any,
     ) -> tuple[State, Float[Array, "B T N Z"], Float[Array, "B N T"], Any]:
-        """The store with new tokens, and `far_part` of it."""
+        """Write the new tokens to the store and compute `far_part`.
+
+        The new store comes first in the result.
+        """
         far = self.write_far(state, k, v, positions, end)
         return far, *self.far_part(far, q, k, positions, call, aux)
 
     def create(self, batch: int, capacity: int) -> NearFarState:
-        """`LayerCacheSpec.create`."""
         return NearFarState(self.near.create(batch, capacity), self.create_far(batch, capacity))
 
     def write(self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array) -> NearFarState:
-        """`LayerCacheSpec.write`."""
         far = self.write_far(state, k, v, positions, end)
         return NearFarState(self.near.write(state.near, self.near_keys(k), v, positions, end), far)
 
@@ -152,7 +166,6 @@ class NearFar(LayerCacheSpec):
         aux: Any,
         call: Call,
     ) -> Attended:
-        """`LayerCacheSpec.attend`."""
         call = replace(call, end=end)
         far, far_o, far_lse, aux = self.far_step(state, q, k, v, positions, end, call, aux)
         if not self.has_near:

@@ -1,4 +1,4 @@
-"""Any method that keeps tokens by position, with its tokens in pages (ours)."""
+"""A spec that stores the tokens of any cache by position in pages (ours)."""
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -15,19 +15,24 @@ from zdc_jax.errors import PlanError
 from zdc_jax.ops.attention import Implementation
 
 LONG = 2**24
-"""A capacity above all windows: what grows from here on holds tokens by position."""
+"""Capacity above all windows. Leaves that still grow with a larger capacity store tokens by position."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Paged(LayerCacheSpec):
-    """`spec` whose arrays by position are one pool of `pages` pages of `page` tokens, without the axis B.
+    """Spec whose arrays by position are one pool of pages, without the axis B.
 
-    Rings, whose size does not depend on the capacity, stay as they are: rows of their own. `attend` finds the
-    tokens by `Call.table`. Where kernels do not read pages the rows of a call are copied out of them, and
-    pages that new tokens came into are copied back.
+    Rings do not grow with the capacity. They keep the axis B and stay outside the pool. `attend` locates
+    tokens with `Call.table`. Where kernels do not read pages, the sequences of a call are copied out of their
+    pages, and pages with new tokens are copied back.
+
+    Attributes:
+      spec: spec of the same layer without pages.
+      page: tokens per page.
+      pages: pages in the pool.
 
     Raises:
-      PlanError: the method does not declare the clause `pages`, or has blocks that do not divide a page.
+      PlanError: `spec` does not have the clause `pages`, or its blocks do not divide a page.
     """
 
     spec: LayerCacheSpec
@@ -37,13 +42,13 @@ class Paged(LayerCacheSpec):
     def __post_init__(self) -> None:
         kind = type(self.spec).__name__
         if "pages" not in self.spec.clauses:
-            raise PlanError(f"{kind} does not keep tokens by position: it has no pages")
-        if any(slots.denominator > 1 for slots in _slots(self.spec, self.page)):
-            raise PlanError(f"page={self.page} tokens must be a multiple of the blocks of {kind}")
+            raise PlanError(f"spec={kind}: pages need tokens stored by position; choose another method")
+        if any(slots.denominator > 1 for slots in _count_page_slots(self.spec, self.page)):
+            raise PlanError(f"page={self.page}: must be a multiple of the block size of {kind}")
 
     @classmethod
     def of(cls, spec: LayerCacheSpec, *, page: int, pages: int) -> "Paged":
-        """The same method, in pages."""
+        """Return `spec` with its tokens in pages."""
         return cls(
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
@@ -54,93 +59,92 @@ class Paged(LayerCacheSpec):
         )
 
     def pooled(self, state: State) -> list[bool]:
-        """Which leaves are pools."""
-        return [slots > 0 for slots in _slots(self.spec, self.page)]
+        """Return, for each leaf, whether it is a page pool."""
+        return [slots > 0 for slots in _count_page_slots(self.spec, self.page)]
 
     def create(self, batch: int, capacity: int) -> State:
-        """`LayerCacheSpec.create`: rows of what is not by position, beside the pool."""
+        """Create an empty pool, and the arrays [B, …] of leaves that do not store tokens by position."""
         leaves, tree = jax.tree.flatten(jax.eval_shape(lambda: self.spec.create(batch, capacity)))
-        made = []
-        for leaf, slots in zip(leaves, _slots(self.spec, self.page), strict=True):
+        arrays = []
+        for leaf, slots in zip(leaves, _count_page_slots(self.spec, self.page), strict=True):
             K, rest = leaf.shape[1], leaf.shape[3:]
             shape = (self.pages, K, int(slots), *rest) if slots else leaf.shape
-            made.append(jnp.zeros(shape, leaf.dtype))
-        return jax.tree.unflatten(tree, made)
+            arrays.append(jnp.zeros(shape, leaf.dtype))
+        return jax.tree.unflatten(tree, arrays)
 
     def write(self, state: State, k: Array, v: Array, positions: Array, end: Array) -> State:
-        """Refused: where tokens lie is told when they are attended to."""
-        raise NotImplementedError("a layer in pages stores tokens as it attends to them, not before")
+        """Raise `NotImplementedError`: only `attend` receives the page table."""
+        raise NotImplementedError("a paged layer stores tokens only in `attend`; call `attend` instead")
 
     def attend(
         self, state: State, q: Array, k: Any, v: Any, positions: Array, end: Array, aux: Any, call: Call
     ) -> Attended:
-        """`LayerCacheSpec.attend`."""
         table, pooled = call.table, self.pooled(state)
         if not any(pooled):
             return self.spec.attend(state, q, k, v, positions, end, aux, call)
         assert table is not None
         leaves, tree = jax.tree.flatten(state)
-        pages = [Pages(leaf, table) if it_is else leaf for leaf, it_is in zip(leaves, pooled, strict=True)]
-        held = jax.tree.unflatten(tree, pages)
-        if self.spec.reads_pages(held, q, v, call):
-            done = self.spec.attend(held, q, k, v, positions, end, aux, call)
-            return done._replace(state=pools_of(done.state)[0])
+        pages = [Pages(leaf, table) if pool else leaf for leaf, pool in zip(leaves, pooled, strict=True)]
+        paged_state = jax.tree.unflatten(tree, pages)
+        if self.spec.reads_pages(paged_state, q, v, call):
+            attended = self.spec.attend(paged_state, q, k, v, positions, end, aux, call)
+            return attended._replace(state=pools_of(attended.state)[0])
         rows = [leaf.rows() if isinstance(leaf, Pages) else leaf for leaf in pages]
-        done = self.spec.attend(jax.tree.unflatten(tree, rows), q, k, v, positions, end, aux, call)
+        attended = self.spec.attend(jax.tree.unflatten(tree, rows), q, k, v, positions, end, aux, call)
 
-        def back(held, new):
-            return held.put_rows(new, positions[:, 0], end, tokens=positions.shape[1], page=self.page)
+        def write_back(old: Pages, new: Array) -> Array:
+            return old.put_rows(new, positions[:, 0], end, tokens=positions.shape[1], page=self.page)
 
-        found = [
-            back(held, new) if isinstance(held, Pages) else new
-            for held, new in zip(pages, jax.tree.leaves(done.state), strict=True)
+        written = [
+            write_back(old, new) if isinstance(old, Pages) else new
+            for old, new in zip(pages, jax.tree.leaves(attended.state), strict=True)
         ]
-        return done._replace(state=jax.tree.unflatten(tree, found))
+        return attended._replace(state=jax.tree.unflatten(tree, written))
 
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
     ) -> tuple[Array, Any, Any]:
-        """`LayerCacheSpec.project`."""
         return self.spec.project(attention, x, positions, implementation, aux)
 
     def put_prompt(self, state: State, rows: State, tokens: int, end: Array, table: Array) -> State:
-        """With prompts that were read whole.
+        """Store prompts that were read without pages.
 
-        rows: a state of `spec`, with a prompt of `end` tokens in each row, at most `tokens`.
+        Args:
+          state: paged state to write to.
+          rows: state of `spec` that holds the prompts.
+          tokens: length of the longest prompt.
+          end: length of each prompt.
+          table: page table of the sequences.
         """
         start, leaves = jnp.zeros_like(end), zip(jax.tree.leaves(state), jax.tree.leaves(rows), strict=True)
 
-        def put(pool, new):
+        def put(pool: Array, new: Array) -> Array:
             return Pages(pool, table).put_rows(new, start, end, tokens=tokens, page=self.page)
 
-        found = [
-            put(held, new) if pooled else new
-            for (held, new), pooled in zip(leaves, self.pooled(state), strict=True)
+        written = [
+            put(old, new) if pooled else new
+            for (old, new), pooled in zip(leaves, self.pooled(state), strict=True)
         ]
-        return jax.tree.unflatten(jax.tree.structure(state), found)
+        return jax.tree.unflatten(jax.tree.structure(state), written)
 
     def on_heads(self, num_kv_heads: int) -> "Paged":
-        """`LayerCacheSpec.on_heads`."""
         return replace(self, num_kv_heads=num_kv_heads, spec=self.spec.on_heads(num_kv_heads))
 
     def host_bytes(self, capacity: int, batch: int = 1) -> int:
-        """`LayerCacheSpec.host_bytes`."""
         return self.spec.host_bytes(capacity, batch)
 
     @property
     def queries_apart(self) -> bool:
-        """`LayerCacheSpec.queries_apart`."""
         return self.spec.queries_apart
 
     @property
     def fixed_bytes(self) -> int:
-        """`LayerCacheSpec.fixed_bytes`."""
         return self.spec.fixed_bytes
 
 
 @lru_cache(maxsize=4096)
-def _slots(spec: LayerCacheSpec, page: int) -> tuple[Fraction, ...]:
-    """Of each leaf: slots of a page; 0 of what is not by position."""
+def _count_page_slots(spec: LayerCacheSpec, page: int) -> tuple[Fraction, ...]:
+    """Return the slots that a page has in each leaf; 0 for leaves that do not store tokens by position."""
     one, two = (jax.tree.leaves(jax.eval_shape(lambda n=n: spec.create(1, n))) for n in (LONG, 2 * LONG))
     grown = [b.shape[2] - a.shape[2] if a.size and a.ndim > 2 else 0 for a, b in zip(one, two, strict=True)]
     return tuple(Fraction(slots * page, LONG) for slots in grown)

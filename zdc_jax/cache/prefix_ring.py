@@ -1,8 +1,9 @@
-"""The prefix ring: first coordinates of all tokens, and a ring of the trailing ones of near tokens.
+"""The prefix ring: first coordinates of all tokens, and a ring with the others of near tokens (ours).
 
-Because the basis is nested, a token leaves the window by being overwritten in the ring: its prefix
-coordinates are already where far attention reads them. Nothing is copied, nothing is recomputed (ours).
-Without sinks and window there is no ring: the plain cache, of keys and values as the projections give them.
+Near tokens are the sinks, which are the first tokens, and the last `window` tokens. All others are far. The
+basis is nested: the first coordinates of a near token are also its far form. A token that leaves the window
+is therefore just overwritten in the ring. Nothing is copied or recomputed. Without sinks and window there is
+no ring, and the cache stores keys and values as the projections return them.
 """
 
 from collections.abc import Callable
@@ -34,12 +35,14 @@ from zdc_jax.ops.xla import NearKeys, xla_attention
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "ring_k", "ring_v"], meta_fields=["near"])
 @dataclass(frozen=True)
 class PrefixRingState:
-    """Arrays of one layer; k and v may be `Pages` where kernels attend.
+    """Arrays of one layer. k and v may be `Pages` where kernels compute attention.
 
-    k [B, K, S, R], v [B, K, S, Z]: first coordinates of all tokens, slot = position; S = 1 of none.
-    ring_k [B, K, M, H-R], ring_v [B, K, M, H-Z]: trailing coordinates of the last tokens, position p ≥ sinks
-    in slot p mod window, and of the sinks, position p in slot window + p. near: sinks and window, at most the
-    capacity each.
+    Attributes:
+      k, v: first coordinates of all tokens, [B, K, S, R] and [B, K, S, Z], slot = position. S is 1 if the
+        width is 0.
+      ring_k, ring_v: other coordinates of near tokens, [B, K, M, H-R] and [B, K, M, H-Z]. Position p ≥ sinks
+        is in slot p mod window, and sink p in slot window + p.
+      near: number of sinks and length of the window, each at most the capacity.
     """
 
     k: Any
@@ -51,11 +54,17 @@ class PrefixRingState:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixRing(LayerCacheSpec):
-    """R and Z coordinates of every token, all H of the first `sinks` and of the last `window` tokens.
+    """Spec that stores R and Z coordinates of every token, and all H coordinates of near tokens.
 
-    Queries score their near keys, {j < sinks} ∪ {t - window < j ≤ t}, with all coordinates and the far ones
-    with R of them, under one softmax; R = Z = 0: far keys are not seen. With sinks or a window `attend` takes
-    q, k and v at full width, without as they are kept.
+    A query scores its near keys, {j < sinks} ∪ {t - window < j ≤ t}, with all coordinates, and far keys with
+    R coordinates, under one softmax. With R = Z = 0, far keys are not read. With sinks or a window, `attend`
+    accepts q, k and v at full width; otherwise at the stored width.
+
+    Attributes:
+      R: coordinates of keys that are stored for every token.
+      Z: coordinates of values that are stored for every token.
+      sinks: number of first tokens that are near.
+      window: number of last tokens that are near.
     """
 
     R: int
@@ -65,29 +74,27 @@ class PrefixRing(LayerCacheSpec):
     clauses = LayerCacheSpec.clauses | {"pages"}
 
     def create(self, batch: int, capacity: int) -> PrefixRingState:
-        """`LayerCacheSpec.create`."""
-
-        def empty(slots, width):
+        def empty(slots: int, width: int) -> Array:
             return jnp.zeros((batch, self.num_kv_heads, slots, width), self.dtype)
 
         H, ring = self.head_dim, self.ring_slots(capacity)
-        # XLA prints constants of no elements slot by slot, for many seconds where there are millions.
-        first, second = (empty(capacity if width else 1, width) for width in (self.R, self.Z))
+        # One slot if the width is 0: XLA prints constants without elements slot by slot, which takes many
+        # seconds for millions of slots.
+        k, v = (empty(capacity if width else 1, width) for width in (self.R, self.Z))
         rings = empty(ring, H - self.R), empty(ring, H - self.Z)
-        return PrefixRingState(first, second, *rings, self.near(capacity))
+        return PrefixRingState(k, v, *rings, self.near(capacity))
 
     def ring_slots(self, capacity: int) -> int:
-        """M for a cache of `capacity` tokens."""
+        """Return the ring's slots M for a cache of `capacity` tokens."""
         return ring_slots(self.sinks, self.window, capacity)
 
     def near(self, capacity: int) -> tuple[int, int]:
-        """Sinks and window of a cache of `capacity` tokens."""
+        """Return the number of sinks and the window of a cache of `capacity` tokens."""
         return min(self.sinks, capacity), min(self.window, capacity)
 
     def write(
         self, state: PrefixRingState, k: Array, v: Array, positions: Array, end: Array
     ) -> PrefixRingState:
-        """`LayerCacheSpec.write`."""
         new_k = put_tokens(state.k, k[..., : self.R], positions, end)
         new_v = put_tokens(state.v, v[..., : self.Z], positions, end)
         if not (self.sinks or self.window):
@@ -108,53 +115,53 @@ class PrefixRing(LayerCacheSpec):
         aux: object,
         call: Call,
     ) -> Attended:
-        """`LayerCacheSpec.attend`; hands `aux` on."""
-        sinks, window = state.near if self._sees_near(q, v) else (0, 0)
-        chosen = self._implementation(state, q, v, call)
-        attend = _on_xla if chosen == "xla" else _decode if q.shape[1] == 1 else _prefill
+        sinks, window = state.near if self._reads_near(q, v) else (0, 0)
+        implementation = self._choose_implementation(state, q, v, call)
+        on_kernel = _attend_decode if q.shape[1] == 1 else _attend_prefill
+        attend = _attend_xla if implementation == "xla" else on_kernel
         written = self.write(state, k, v, positions, end)
-        o, lse = attend(_Step(state, written, q, k, v, positions, end, call.scale, sinks, window))
+        o, lse = attend(_AttendArguments(state, written, q, k, v, positions, end, call.scale, sinks, window))
         return Attended(written, o, lse, aux)
 
     def reads_pages(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
-        """`LayerCacheSpec.reads_pages`: on kernels."""
-        return self._implementation(state, q, v, call) == "pallas"
+        return self._choose_implementation(state, q, v, call) == "pallas"
 
-    def seen(self, x: Shaped[Array, "*B C"]) -> Shaped[Array, "*B C"]:
-        """Near keys or values as queries see them: as they are."""
+    def as_read(self, x: Shaped[Array, "*B C"]) -> Shaped[Array, "*B C"]:
+        """Return near keys or values as queries read them; unchanged here."""
         return x
 
-    def held(self, state: PrefixRingState) -> PrefixRingState:
-        """A state of whole near tokens as this cache keeps it."""
+    def encode_state(self, state: PrefixRingState) -> PrefixRingState:
+        """Convert a state with near tokens in the model's dtype to the stored form; unchanged here."""
         return state
 
     def kernel_rings(self, state: PrefixRingState) -> tuple[Any, Any] | None:
-        """What kernels write near tokens of R = Z = 0 to; None where they do not know its form."""
+        """Return the rings that kernels write to if R = Z = 0; None if kernels do not support them."""
         return state.ring_k, state.ring_v
 
-    def decodes_held(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
-        """Whether `decode_held` can run; raises as `attend` does."""
-        return self._implementation(state, q, v, call) == "pallas"
+    def can_decode_stored(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> bool:
+        """Return whether `decode_stored` can run; raise as `attend` does."""
+        return self._choose_implementation(state, q, v, call) == "pallas"
 
-    def decode_held(
+    def decode_stored(
         self, state: PrefixRingState, q: Float[Array, "B 1 N H"], positions: Int[Array, "B 1"], call: Call
     ) -> Parts:
-        """`attend` of single tokens that the cache holds already, on kernels."""
+        """Compute attention of single tokens that the cache stores already, on kernels."""
         sinks, window = state.near
-        given, options = _held(state, q, positions, sinks, window)
-        return decode_parts(*given, scale=call.scale, **options)
+        return _run_decode(decode_parts, state, q, positions, call.scale, sinks, window)
 
-    def _sees_near(self, q: Array, v: Array) -> bool:
+    def _reads_near(self, q: Array, v: Array) -> bool:
         return q.shape[-1] > self.R or v.shape[-1] > self.Z
 
-    def _implementation(self, state: PrefixRingState, q: Array, v: Array, call: Call) -> Implementation:
-        """What attends to the cache; raises as `attend` does."""
-        near, ((k, v_held), table) = self._sees_near(q, v), pools_of((state.k, state.v))
+    def _choose_implementation(
+        self, state: PrefixRingState, q: Array, v: Array, call: Call
+    ) -> Implementation:
+        """Return the implementation that computes attention to the cache; raise as `attend` does."""
+        near, ((k, stored_v), table) = self._reads_near(q, v), pools_of((state.k, state.v))
         sinks, window = state.near if near else (0, 0)
         rings = (state.ring_k, state.ring_v) if near else None
         refusal = partial(cache_refusal, sinks=sinks, window=window, table=table)
         refusals: dict[Implementation, Callable[[], str | None]] = {
-            "pallas": lambda: refusal(q, k, v_held, rings),
+            "pallas": lambda: refusal(q, k, stored_v, rings),
             "cudnn": lambda: "it does not read this cache",
         }
         kind = "decode" if q.shape[1] == 1 else "prefill"
@@ -163,7 +170,6 @@ class PrefixRing(LayerCacheSpec):
     def attend_whole(
         self, q: Array, k: Array, v: Array, positions: Array, aux: object, call: Call
     ) -> Attended:
-        """`LayerCacheSpec.attend_whole`, with no cache at all."""
         o, lse = self_attention(
             q,
             k,
@@ -179,33 +185,37 @@ class PrefixRing(LayerCacheSpec):
 
 
 def put_tokens(
-    held: Array | Pages, x: Shaped[Array, "B T K C"], positions: Int[Array, "B T"], end: Int[Array, " B"]
+    stored: Array | Pages, x: Shaped[Array, "B T K C"], positions: Int[Array, "B T"], end: Int[Array, " B"]
 ) -> Array | Pages:
-    """`held` [B, K, S, C], or pages of it, with those tokens x below `end`, each in its position's slot."""
+    """Write the tokens x below `end` into the slots of their positions.
+
+    `stored` is an array [B, K, S, C] or `Pages` of it.
+    """
     start = positions[:, 0]
     if not x.shape[-1]:
-        return held
-    if not isinstance(held, Pages):
-        return put_rows(held, x, start, positions < end[:, None])
+        return stored
+    if not isinstance(stored, Pages):
+        return put_rows(stored, x, start, positions < end[:, None])
     if x.shape[1] == 1:
-        return held.put_token(x[:, 0], jnp.where(start < end, start, held.slots))
-    return held.put_piece(x, start, end)
+        return stored.put_token(x[:, 0], jnp.where(start < end, start, stored.slots))
+    return stored.put_chunk(x, start, end)
 
 
 def ring_slots(sinks: int, window: int, capacity: int) -> int:
-    """Slots of the ring of a cache of `capacity` tokens.
+    """Return the slots of the ring of a cache of `capacity` tokens.
 
-    The window's and, rounded up to the 8 rows that a GPU copies at a time, the sinks'.
+    The window's slots are followed by those of the sinks, rounded up to the 8 rows that a GPU copies at a
+    time.
     """
     return min(window, capacity) + -(-min(sinks, capacity) // 8) * 8
 
 
 def put_ring(ring: Array, *, x: Array, positions: Array, end: Array, sinks: int, window: int) -> Array:
-    """`ring` [B, K, M, C] with the tokens x [B, T, K, C] below `end` that are near, each in its slot."""
+    """Write the near tokens among x [B, T, K, C] below `end` into their slots of `ring` [B, K, M, C]."""
     if x.shape[1] == 1:
-        slot, taken = slot_of_token(positions, end, sinks=sinks, window=window)
+        slot, has_slot = slot_of_token(positions, end, sinks=sinks, window=window)
         rows = jnp.arange(x.shape[0])[:, None]
-        return ring.at[rows, :, jnp.where(taken, slot, ring.shape[2])].set(x, mode="drop")
+        return ring.at[rows, :, jnp.where(has_slot, slot, ring.shape[2])].set(x, mode="drop")
     return ring_of_piece(ring, x, positions, end, sinks=sinks, window=window)
 
 
@@ -218,37 +228,41 @@ def ring_of_piece(
     sinks: int,
     window: int,
 ) -> Shaped[Array, "B K M C"]:
-    """The ring of rows of `end` tokens: what x has of it, at `positions`, else what it held before."""
+    """Return the ring of sequences of `end` tokens.
+
+    Tokens come from x, at `positions`, where x has them, and else from the old `ring`.
+    """
     wanted = ring_positions(ring.shape[2], end[:, None] - 1, sinks=sinks, window=window)
     start, T = positions[:, :1], x.shape[1]
     kept = (wanted >= start) & (wanted < start + T)
     source = jnp.clip(wanted - start, 0, T - 1)
-    taken = jnp.take_along_axis(x, source[:, :, None, None], axis=1).swapaxes(1, 2)
-    return jnp.where(kept[:, None, :, None], taken, ring)
+    new = jnp.take_along_axis(x, source[:, :, None, None], axis=1).swapaxes(1, 2)
+    return jnp.where(kept[:, None, :, None], new, ring)
 
 
 def _read_recent(state: PrefixRingState, start: Array, sinks: int, window: int) -> NearKeys:
-    """All coordinates of the `window` positions before `start` [B]; position -1 marks an absent one."""
+    """Return all coordinates of the `window` positions before `start` [B]; -1 marks an absent token."""
     positions = start[:, None] - window + jnp.arange(window)  # [B, W]
     slots = ring_slot(positions, sinks=sinks, window=window)
     rows = jnp.arange(start.shape[0])[:, None]
 
-    def gather(buffer, slot):
+    def gather(buffer: Array, slot: Array) -> Array:
         return buffer[rows, :, slot].swapaxes(1, 2)
 
     prefix = jnp.maximum(positions, 0)
     return NearKeys(
-        _joined(gather(state.k, prefix), gather(state.ring_k, slots)),
-        _joined(gather(state.v, prefix), gather(state.ring_v, slots)),
+        _join_coordinates(gather(state.k, prefix), gather(state.ring_k, slots)),
+        _join_coordinates(gather(state.v, prefix), gather(state.ring_v, slots)),
         jnp.where(positions >= sinks, positions, -1),
     )
 
 
 def _read_sinks(state: PrefixRingState, sinks: int, window: int) -> NearKeys:
+    """Return all coordinates of the sinks."""
     batch = state.k.shape[0]
 
-    def join(prefix, ring):
-        return _joined(prefix[:, :, :sinks], ring[:, :, window : window + sinks])
+    def join(prefix: Array, ring: Array) -> Array:
+        return _join_coordinates(prefix[:, :, :sinks], ring[:, :, window : window + sinks])
 
     return NearKeys(
         join(state.k, state.ring_k),
@@ -257,8 +271,8 @@ def _read_sinks(state: PrefixRingState, sinks: int, window: int) -> NearKeys:
     )
 
 
-def _joined(first: Array, trailing: Array) -> Array:
-    """All coordinates; of no first ones there are no slots either."""
+def _join_coordinates(first: Array, trailing: Array) -> Array:
+    """Concatenate first and other coordinates; arrays of width 0 lack the slots to join."""
     return jnp.concatenate([first, trailing], -1) if first.shape[-1] else trailing
 
 
@@ -272,23 +286,24 @@ def recent_rows(
     window: int,
     past: int,
 ) -> Float[Array, "B K {past}+T C"]:
-    """Trailing coordinates by position, row i for position first + i: the ring's up to `start`, then `new`.
+    """Return the ring's coordinates by position, row i for position first + i.
 
-    Sinks are in their rows where first lets them; other rows of positions before start - window, and those
-    past the new tokens, are unspecified; start - first is at most `past`.
+    Rows before `start` come from the ring, later rows from `new`. Sinks are in their rows if `first` allows
+    it. Other rows of positions before start - window, and rows after the new tokens, are unspecified. `past`
+    must be at least start - first.
     """
     positions = first[:, None] + jnp.arange(past)
     slots = ring_slot(positions, sinks=sinks, window=window)
     old = jnp.take_along_axis(ring, slots[:, None, :, None], axis=2)
     both = jnp.concatenate([old, new.swapaxes(1, 2)], axis=2)
     T = new.shape[1]
-    rows, held = jnp.arange(past + T), (start - first)[:, None]
-    source = jnp.where(rows < held, rows, jnp.minimum(past + rows - held, past + T - 1))
+    rows, num_old = jnp.arange(past + T), (start - first)[:, None]
+    source = jnp.where(rows < num_old, rows, jnp.minimum(past + rows - num_old, past + T - 1))
     return jnp.take_along_axis(both, source[:, None, :, None], axis=2)
 
 
-class _Step(NamedTuple):
-    """New tokens, as `PrefixRing.attend` takes them, and the cache without them (`state`) and with them."""
+class _AttendArguments(NamedTuple):
+    """Arguments of one attention call, with the cache before (`state`) and after it (`written`)."""
 
     state: PrefixRingState
     written: PrefixRingState
@@ -302,14 +317,14 @@ class _Step(NamedTuple):
     window: int
 
 
-def _on_xla(step: _Step) -> tuple[Array, Array]:
-    """On any device: near keys are gathered from the cache before and from the new tokens."""
+def _attend_xla(step: _AttendArguments) -> tuple[Array, Array]:
+    """Compute attention on any device; near keys are gathered from the old cache and the new tokens."""
     state, written, q, k, v, positions, _, scale, sinks, window = step
     near = None
     if sinks or window:
         recent = _read_recent(state, positions[:, 0], sinks, window) if window else None
-        own = NearKeys(k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.where(positions >= sinks, positions, -1))
-        parts = [part for part in (_read_sinks(written, sinks, window), recent, own) if part is not None]
+        new = NearKeys(k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.where(positions >= sinks, positions, -1))
+        parts = [part for part in (_read_sinks(written, sinks, window), recent, new) if part is not None]
         near = NearKeys(
             *(jnp.concatenate([part[i] for part in parts], axis) for i, axis in enumerate((2, 2, 1)))
         )
@@ -318,30 +333,48 @@ def _on_xla(step: _Step) -> tuple[Array, Array]:
     )
 
 
-def _decode(step: _Step) -> tuple[Array, Array]:
-    """One token a row, on the kernel: it is in the cache already."""
-    given, options = _held(step.written, step.q, step.positions, step.sinks, step.window)
-    o, lse = decode_attention(*given, scale=step.scale, **options)
+def _attend_decode(step: _AttendArguments) -> tuple[Array, Array]:
+    """Compute attention of one token per sequence on the kernel, which reads the token from the cache."""
+    o, lse = _run_decode(
+        decode_attention, step.written, step.q, step.positions, step.scale, step.sinks, step.window
+    )
     return o[:, None], lse[..., None]
 
 
-def _held(
-    state: PrefixRingState, q: Array, positions: Array, sinks: int, window: int
-) -> tuple[tuple[Array, ...], dict[str, Any]]:
-    """What `decode_attention` takes of single tokens that a cache holds."""
-    ring = Ring(state.ring_k, state.ring_v) if sinks or window else None
+def _run_decode[Result](
+    kernel: Callable[..., Result],
+    state: PrefixRingState,
+    q: Array,
+    positions: Array,
+    scale: float,
+    sinks: int,
+    window: int,
+) -> Result:
+    """Call a decoding kernel for single tokens that the cache stores."""
     (k, v), table = pools_of((state.k, state.v))
-    options = {"ring": ring, "sinks": sinks, "window": window, "block_table": table}
-    return (q[:, 0], k, v, positions[:, 0] + 1), options
+    return kernel(
+        q[:, 0],
+        k,
+        v,
+        positions[:, 0] + 1,
+        scale=scale,
+        ring=Ring(state.ring_k, state.ring_v) if sinks or window else None,
+        sinks=sinks,
+        window=window,
+        block_table=table,
+    )
 
 
-def _prefill(step: _Step) -> tuple[Array, Array]:
-    """A piece of each prompt on the kernel, with the ring as it was before the new tokens overwrote it."""
+def _attend_prefill(step: _AttendArguments) -> tuple[Array, Array]:
+    """Compute attention of a chunk of each prompt on the kernel.
+
+    The kernel reads the ring as it was before the new tokens overwrote it.
+    """
     state, written, q, k, v, positions, end, scale, sinks, window = step
     trailing, start = None, positions[:, 0]
-    (held_k, held_v), table = pools_of((written.k, written.v))
+    (stored_k, stored_v), table = pools_of((written.k, written.v))
     if window:
-        R, Z = held_k.shape[-1], held_v.shape[-1]
+        R, Z = stored_k.shape[-1], stored_v.shape[-1]
         past = -(-window // TAIL_ALIGNMENT) * TAIL_ALIGNMENT + TAIL_ALIGNMENT
         first = jnp.maximum(start - window + 1, 0) // TAIL_ALIGNMENT * TAIL_ALIGNMENT
         rows = partial(recent_rows, start=start, first=first, sinks=sinks, window=window, past=past)
@@ -351,8 +384,8 @@ def _prefill(step: _Step) -> tuple[Array, Array]:
         trailing = Trailing(*tails, first, *heads)
     return prefill_attention(
         q,
-        held_k,
-        held_v,
+        stored_k,
+        stored_v,
         scale=scale,
         starts=start,
         lengths=end,

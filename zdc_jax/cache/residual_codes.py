@@ -1,4 +1,4 @@
-"""Codes that mend their own error: those of GEAR (Kang et al. 2024)."""
+"""Quantization that corrects its own error, as in GEAR (Kang et al. 2024)."""
 
 from dataclasses import dataclass
 
@@ -11,24 +11,33 @@ from zdc_jax.cache.codes import SCALE_DTYPE, Code, Coded, pack, packing_refusal,
 from zdc_jax.cache.integer_codes import dequantise, quantise
 
 POWER_STEPS = 4
-"""Power iterations for a column and row of a residual; they begin with the same vector always."""
+"""Power iterations for each column and row of a residual, always from the same start vector."""
 SMALLEST = 1e-12
-"""A shorter column, of a residual whose largest number is 1, is nothing; its squares are still numbers."""
-LONGEST = 256
-"""Outliers are found by an index of 8 bits."""
+"""Least divisor of a column, for residuals scaled to a largest entry of 1; its square does not underflow."""
+MAX_VECTOR_LENGTH = 256
+"""Longest vector whose outliers an 8-bit index can address."""
 
 
 @dataclass(frozen=True)
 class Gear(Code):
     """Blocks as D + A·B + O: few-bit integers D, a product of low rank, and outliers.
 
-    Vectors are the channels of a block (`by_channel`, for keys) or its tokens (for values). The integers have
-    a scale and a zero point a vector. Its largest and its smallest coordinates, of each as many as is nearest
-    to half the share `outliers`, take no part in the range of the integers; O is what is left of their error.
-    A·B is nearly the best of rank `rank` for what the integers leave of all others.
+    Vectors are the channels of a block for keys (`by_channel`), and its tokens for values. D has a scale and
+    a zero point per vector. The outliers are the largest and the smallest coordinates of a vector. They are
+    excluded from the range of D, and O corrects their error. A·B approximates the error of D on all other
+    coordinates.
 
-    Coded, for n vectors of m coordinates, o of them outliers: levels uint8 [*batch, n, m·bits/8], scale and
-    zero [*batch, n, 1], A [*batch, n, rank], B [*batch, rank, m], O [*batch, n, o] and places uint8 like it.
+    Coded, for n vectors of m coordinates with o outliers: levels uint8 [*batch, n, m·bits/8]; scale and zero
+    point [*batch, n, 1]; A [*batch, n, rank]; B [*batch, rank, m]; O [*batch, n, o]; and the places of the
+    outliers, uint8 with the shape of O.
+
+    Attributes:
+      bits: bits of an integer.
+      tokens: tokens of a block.
+      rank: rank of A·B.
+      outliers: share of outliers; half of them, rounded to a whole number, are the largest coordinates, the
+        other half the smallest.
+      by_channel: whether a vector is a channel instead of a token.
     """
 
     bits: int
@@ -39,56 +48,54 @@ class Gear(Code):
 
     @property
     def block(self) -> int:
-        """`Code.block`."""
         return self.tokens
 
     def refusal(self, C: int) -> str | None:
-        """`Code.refusal`."""
         if not self.rank <= min(self.tokens, C):
             return f"rank={self.rank} must be at most {min(self.tokens, C)}, for blocks [{self.tokens}, {C}]"
-        if C > LONGEST:
-            return f"rank {C} must be at most {LONGEST}, for 8 bits say where an outlier is"
+        if C > MAX_VECTOR_LENGTH:
+            return f"rank {C} must be at most {MAX_VECTOR_LENGTH}, because an 8-bit index addresses outliers"
         return packing_refusal(C)
 
     def encode(self, x: Array) -> Coded:
-        """`Code.encode`."""
-        x = self._vectors(x.astype(jnp.float32))
+        x = self._transpose_vectors(x.astype(jnp.float32))
         m = x.shape[-1]
-        each = round(self.outliers / 2 * m)
+        per_side = round(self.outliers / 2 * m)
         order = jnp.argsort(x, axis=-1)
-        places = jnp.concatenate([order[..., :each], order[..., m - each :]], axis=-1).astype(jnp.uint8)
-        others = (places[..., None] != jnp.arange(m, dtype=jnp.uint8)).all(-2)
-        levels, scale, zero = quantise(x, self.bits, -1, others)
-        left = x - dequantise(levels, scale, zero)
-        A, B = low_rank(jnp.where(others, left, 0), self.rank)
-        left = jnp.take_along_axis(left - _product(A, B), places.astype(jnp.int32), axis=-1)
-        return pack(levels, self.bits), scale, zero, A, B, left.astype(SCALE_DTYPE), places
+        places = jnp.concatenate([order[..., :per_side], order[..., m - per_side :]], axis=-1)
+        places = places.astype(jnp.uint8)
+        inliers = (places[..., None] != jnp.arange(m, dtype=jnp.uint8)).all(-2)
+        levels, scale, zero = quantise(x, self.bits, -1, inliers)
+        residual = x - dequantise(levels, scale, zero)
+        A, B = low_rank(jnp.where(inliers, residual, 0), self.rank)
+        outliers = jnp.take_along_axis(residual - _multiply(A, B), places.astype(jnp.int32), axis=-1)
+        return pack(levels, self.bits), scale, zero, A, B, outliers.astype(SCALE_DTYPE), places
 
     def decode(self, coded: Coded, C: int) -> Array:
-        """`Code.decode`."""
-        levels, scale, zero, A, B, left, places = coded
-        x = dequantise(unpack(levels, self.bits), scale, zero) + _product(A, B)
-        return self._vectors(x + _spread(left, places, x.shape[-1]))
+        levels, scale, zero, A, B, outliers, places = coded
+        x = dequantise(unpack(levels, self.bits), scale, zero) + _multiply(A, B)
+        return self._transpose_vectors(x + _spread(outliers, places, x.shape[-1]))
 
-    def _vectors(self, x: Array) -> Array:
-        """Blocks [*batch, tokens, C] with what is coded together last; and back."""
+    def _transpose_vectors(self, x: Array) -> Array:
+        """Transpose blocks [*batch, tokens, C] between tokens and vectors; its own inverse."""
         return x.swapaxes(-1, -2) if self.by_channel else x
 
 
 def low_rank(
     x: Float[Array, "*batch n m"], rank: int
 ) -> tuple[Float[Array, "*batch n {rank}"], Float[Array, "*batch {rank} m"]]:
-    """A and B of 16 bits whose product is nearly the best of this rank: power iteration, as in GEAR.
+    """Return A and B in `SCALE_DTYPE` whose product approximates x, by power iteration as in GEAR.
 
-    One column and row after the other, each of what those before left, so that none makes the error larger.
+    Columns of A and rows of B are fitted one after the other. Each pair fits the residual of the previous
+    pairs, so that no pair increases the error.
     """
     A = jnp.zeros((*x.shape[:-1], rank), SCALE_DTYPE)
     B = jnp.zeros((*x.shape[:-2], rank, x.shape[-1]), SCALE_DTYPE)
-    # Squares of the numbers themselves could overflow, or vanish.
+    # Scaling to a largest entry of 1 keeps squares from overflowing or vanishing.
     largest = jnp.abs(x).max((-1, -2), keepdims=True)
     x = x / jnp.maximum(largest, jnp.finfo(jnp.float32).tiny)
     for index in range(rank):
-        row = jnp.broadcast_to(_start(x.shape[-1]), (*x.shape[:-2], x.shape[-1]))
+        row = jnp.broadcast_to(_create_start_vector(x.shape[-1]), (*x.shape[:-2], x.shape[-1]))
         for _ in range(POWER_STEPS):
             column = jnp.einsum("...nm,...m->...n", x, row, precision="highest")
             column = column / jnp.maximum(jnp.linalg.norm(column, axis=-1, keepdims=True), SMALLEST)
@@ -99,19 +106,22 @@ def low_rank(
     return A, B
 
 
-def _start(m: int) -> np.ndarray:
-    """No more alike to one coordinate than to another, and to no simple pattern of them."""
+def _create_start_vector(m: int) -> np.ndarray:
+    """Return a start vector without alignment to any coordinate or simple pattern of coordinates."""
     return np.random.default_rng(m).normal(size=m).astype(np.float32)
 
 
-def _product(A: Array, B: Array) -> Array:
-    """A·B in float32."""
+def _multiply(A: Array, B: Array) -> Array:
+    """Return A·B in float32."""
     return jnp.einsum("...nr,...rm->...nm", A, B, preferred_element_type=jnp.float32)
 
 
 def _spread(
     values: Float[Array, "*batch n o"], places: UInt8[Array, "*batch n o"], m: int
 ) -> Float[Array, "*batch n m"]:
-    """Each value at its place, zeros elsewhere, float32; a sum in the place of a scatter, that fuses."""
-    there = places[..., None] == jnp.arange(m, dtype=jnp.uint8)
-    return jnp.where(there, values[..., None].astype(jnp.float32), 0).sum(-2)
+    """Return zeros [*batch, n, m], float32, with each value at its place.
+
+    A sum replaces the scatter, because XLA fuses it.
+    """
+    is_place = places[..., None] == jnp.arange(m, dtype=jnp.uint8)
+    return jnp.where(is_place, values[..., None].astype(jnp.float32), 0).sum(-2)

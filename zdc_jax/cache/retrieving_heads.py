@@ -1,4 +1,4 @@
-"""Far tokens of some KV heads alone; the others see sinks and window (after DuoAttention)."""
+"""Far tokens of some KV heads only; the other heads read sinks and window (after DuoAttention)."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,15 @@ from zdc_jax.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievingHeads(NearFar):
-    """`NearFar` whose store has the KV heads `heads` alone, k [B, len(heads), S, R], v [B, len(heads), S, Z].
+    """`NearFar` whose store has only the KV heads `heads`.
+
+    Its arrays are k [B, len(heads), S, R] and v [B, len(heads), S, Z].
+
+    Attributes:
+      heads: KV heads that read far tokens, ascending.
 
     Raises:
-      PlanError: heads that do not ascend from 0 to K - 1, or a window of 0.
+      PlanError: `heads` do not ascend from 0 to K - 1, or the window is 0.
     """
 
     heads: tuple[int, ...]
@@ -23,14 +28,12 @@ class RetrievingHeads(NearFar):
     def __post_init__(self) -> None:
         K = self.num_kv_heads
         if not self.heads or list(self.heads) != sorted({*self.heads} & {*range(K)}):
-            raise PlanError(f"heads={self.heads} must ascend within 0 to {K - 1}, the KV heads of a layer")
+            raise PlanError(f"heads={self.heads} must ascend from 0 to {K - 1}, the KV heads of a layer")
         if not self.window:
-            raise PlanError("window=0 must be at least 1 token: heads that do not retrieve see no other")
+            raise PlanError("window=0 must be at least 1 token, because other heads read no older tokens")
 
     def create_far(self, batch: int, capacity: int) -> tuple[Array, Array]:
-        """`NearFar.create_far`."""
-
-        def empty(width):
+        def empty(width: int) -> Array:
             return jnp.zeros((batch, len(self.heads), capacity, width), self.dtype)
 
         return empty(self.R), empty(self.Z)
@@ -38,18 +41,17 @@ class RetrievingHeads(NearFar):
     def write_far(
         self, state: NearFarState, k: Array, v: Array, positions: Array, end: Array
     ) -> tuple[Array, Array]:
-        """`NearFar.write_far`."""
         start, kept, heads = positions[:, 0], positions < end[:, None], jnp.array(self.heads)
 
-        def put(held, x):
-            return put_rows(held, x[:, :, heads, : held.shape[-1]], start, kept)
+        def put(buffer: Array, x: Array) -> Array:
+            return put_rows(buffer, x[:, :, heads, : buffer.shape[-1]], start, kept)
 
         return put(state.far[0], k), put(state.far[1], v)
 
     def attend_far(
         self, far: tuple[Array, Array], q: Array, positions: Array, call: Call
     ) -> tuple[Array, Array]:
-        """`NearFar.attend_far`; nothing, in heads that do not retrieve."""
+        """Compute attention to the far tokens; heads without a store return zeros and an lse of -inf."""
         B, T, N, R = q.shape
         K, heads = self.num_kv_heads, jnp.array(self.heads)
         group = q.reshape(B, T, K, N // K, R)[:, :, heads]

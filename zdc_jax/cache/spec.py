@@ -1,7 +1,7 @@
-"""The interface of a layer's cache: a frozen description that makes arrays, writes them and attends to them.
+"""The interface of a layer's cache: an immutable spec that creates, writes and reads the cache arrays.
 
-A method of keeping keys and values is one file that derives from `LayerCacheSpec`; `zdc_jax.methods` says
-which layers of a plan get which. `tests/cache_contract.py` is the contract that all of them are held to.
+Each kind of cache is one file with a class that derives from `LayerCacheSpec`. `zdc_jax.methods` maps each
+layer of a plan to a spec. `tests/cache_contract.py` holds the contract that every spec satisfies.
 """
 
 from abc import ABC, abstractmethod
@@ -18,30 +18,40 @@ from zdc_jax.axes import Array
 from zdc_jax.ops.attention import Implementation
 
 Clause = Literal["chunked", "ragged", "order", "reuse", "pages"]
-"""`chunked`: a prompt read in pieces gives what it gives whole. `ragged`: rows of unequal starts and lengths
-give what each gives alone. `order`: a row does not depend on which row it is. `reuse`: a released row serves
-its next request as a new one would. `pages`: leaves [B, K, S/n, …] that grow with the capacity hold tokens by
-position, n in a slot, and nothing else says what is held (`zdc_jax.cache.paged`); `project` treats all tokens
-alike, whatever was handed on, and gives arrays [B, T, …], or keys as `LatentKeys` or `UnturnedKeys`. Every
-method holds two more: what it gives on a cache is what it gives on whole sequences, and `bytes` is what its
-arrays take."""
+"""Properties that a spec may guarantee; `tests/cache_contract.py` checks them.
+
+- `chunked`: reading a prompt in chunks gives the same result as reading it whole.
+- `ragged`: sequences with different starts and lengths give the same results as each sequence alone.
+- `order`: the result of a sequence does not depend on its index in the batch.
+- `reuse`: a released sequence serves its next request like a new one.
+- `pages`: leaves [B, K, S/n, …] that grow with the capacity store tokens by position, n tokens per slot. No
+  other leaf says which tokens are stored (`zdc_jax.cache.paged`). `project` treats all tokens alike, whatever
+  `aux` is. It returns arrays [B, T, …], or keys as `LatentKeys` or `UnturnedKeys`.
+
+Two more properties hold for every spec: attention on a cache equals attention on whole sequences, and `bytes`
+equals the size of the arrays.
+"""
 
 State = Any
-"""The arrays of one layer's cache: a tree whose leaves begin with the axis B."""
+"""Arrays of one layer's cache: a tree whose leaves begin with the axis B."""
 
 
 def own_heads(lse: Array) -> Array:
-    """The `all_heads` of a device that has all heads."""
+    """Return `lse` unchanged: the default of `Call.all_heads`, for a device that has all heads."""
     return lse
 
 
 @dataclass(frozen=True)
 class Call:
-    """How a layer attends: factor on the scores, choice of implementation, and heads on other devices.
+    """Options of one attention call.
 
-    all_heads: from lse [B, N', T] of this device's heads, that of the heads of all devices; for methods that
-    choose by all of them. table: [B, n] int32, pages of rows whose tokens lie in pages. end: [B] int32, where
-    padding begins, if a method's parts are to know.
+    Attributes:
+      scale: factor on the scores.
+      implementation: requested implementation; None chooses one.
+      all_heads: function from lse [B, N', T] of this device's heads to the lse of the heads of all devices,
+        for specs whose choice of tokens depends on all heads.
+      table: page table [B, n] int32 of a paged cache.
+      end: position [B] int32 at which padding begins, for specs that need it.
     """
 
     scale: float
@@ -52,10 +62,13 @@ class Call:
 
 
 class Attended(NamedTuple):
-    """What `attend` gives.
+    """Result of `LayerCacheSpec.attend`.
 
-    state: the cache with the new tokens. o [B, T, N, Z], lse [B, N, T] float32: attention and the log-sum-exp
-    of its scaled scores. aux: what this layer found that layers behind it use, any tree of arrays, or None.
+    Attributes:
+      state: cache that includes the new tokens.
+      o: attention output [B, T, N, Z].
+      lse: log-sum-exp of the scaled scores, [B, N, T] float32.
+      aux: values for the following layers, any tree of arrays, or None.
     """
 
     state: State
@@ -66,14 +79,15 @@ class Attended(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCacheSpec(ABC):
-    """How one layer keeps keys and values. Hashable, static under `jax.jit`.
+    """Description of how one layer stores keys and values. Hashable, and static under `jax.jit`.
 
-    What is exact depends on positions alone, never on how a prompt was cut into pieces or batched.
+    Whether a token is stored exactly depends on its position alone, never on chunks or on the batch.
 
     Attributes:
-      num_kv_heads: K, of the device that holds the arrays.
-      head_dim: H. dtype: of the model's activations; a method may store another.
-      clauses: which clauses of the contract the method holds.
+      num_kv_heads: number of KV heads K on the device that holds the arrays.
+      head_dim: head dimension H.
+      dtype: dtype of the model's activations; the cache may store another.
+      clauses: clauses of the contract that the spec satisfies.
     """
 
     num_kv_heads: int
@@ -83,20 +97,25 @@ class LayerCacheSpec(ABC):
 
     @property
     def alignment(self) -> int:
-        """Pieces of more than one token begin at multiples of this; else their results are NaN."""
+        """Multiple at which chunks of more than one token must begin; elsewhere their results are NaN."""
         return 1
 
     @abstractmethod
     def create(self, batch: int, capacity: int) -> State:
-        """Arrays of a cache that holds nothing yet, for `capacity` tokens a row."""
+        """Create the arrays of an empty cache for `batch` sequences of up to `capacity` tokens."""
 
     @abstractmethod
     def write(
         self, state: State, k: Array, v: Array, positions: Int[Array, "B T"], end: Int[Array, " B"]
     ) -> State:
-        """Stores the tokens at `positions` below `end` and nothing else; rows may start anywhere.
+        """Store the tokens at `positions` below `end`, and change nothing else.
 
-        k, v: as `attend` takes them. Positions are consecutive in each row, `end` is at most the capacity.
+        Args:
+          state: cache without the new tokens.
+          k, v: new keys and values, as in `attend`.
+          positions: positions of the new tokens, consecutive in each sequence; each sequence may start
+            anywhere.
+          end: position at which padding begins, at most the capacity.
         """
 
     @abstractmethod
@@ -111,15 +130,18 @@ class LayerCacheSpec(ABC):
         aux: Any,
         call: Call,
     ) -> Attended:
-        """Stores new tokens, as `write` does, and lets them attend to all that the cache holds.
+        """Store new tokens, as `write` does, and compute their attention to all stored tokens.
 
         Args:
-          q, k, v: of the new tokens, as `project` gives them. Tokens at or past `end` are padding: they are
-            not stored, and their results are unspecified.
-          aux: what the layer before handed on.
+          state: cache without the new tokens.
+          q, k, v: queries, keys and values of the new tokens, as `project` returns them.
+          positions: positions of the new tokens, consecutive in each sequence.
+          end: position at which padding begins. Padding is not stored, and its results are unspecified.
+          aux: `Attended.aux` of the previous layer.
+          call: options of the call.
 
         Raises:
-          NotImplementedError: the chosen implementation cannot do this call, with the reason.
+          NotImplementedError: the requested implementation does not support this call; the message says why.
         """
 
     def attend_whole(
@@ -131,11 +153,11 @@ class LayerCacheSpec(ABC):
         aux: Any,
         call: Call,
     ) -> Attended:
-        """`attend` of whole sequences, with no cache before and none after (`state` is None)."""
+        """Compute `attend` for whole sequences, without a cache before or after (`state` is None)."""
         B, T = positions.shape
         state = self.create(B, -(-T // 8) * 8)
-        done = self.attend(state, q, k, v, positions, jnp.full(B, T, jnp.int32), aux, call)
-        return done._replace(state=None)
+        attended = self.attend(state, q, k, v, positions, jnp.full(B, T, jnp.int32), aux, call)
+        return attended._replace(state=None)
 
     def keep_prompt(
         self,
@@ -148,89 +170,106 @@ class LayerCacheSpec(ABC):
         capacity: int,
         call: Call,
     ) -> State:
-        """A new cache with what it keeps of whole prompts that were read exactly.
+        """Create a cache from whole prompts whose attention was computed exactly.
 
         Args:
-          q, k, v, positions, end: as `attend` takes them; each row begins at position 0.
+          q, k, v, positions, end: as in `attend`; each sequence begins at position 0.
           lse: log-sum-exp of the prompt's exact scores.
+          capacity: tokens per sequence that the cache can hold.
+          call: options of the call.
         """
         return self.write(self.create(positions.shape[0], capacity), k, v, positions, end)
 
     def project(
         self, attention: Any, x: Array, positions: Array, implementation: Implementation | None, aux: Any
     ) -> tuple[Array, Any, Any]:
-        """q, k, v of a layer (`zdc_jax.model.attention.Attention`) in the form that `attend` takes."""
+        """Compute q, k and v of new tokens in the form that `attend` accepts.
+
+        `attention` is the layer's `zdc_jax.model.attention.Attention`; x are its inputs.
+        """
         return attention.project(x, positions, implementation)
 
     @property
     def queries_apart(self) -> bool:
-        """Whether each query of a piece reads the cache by itself, padding like others."""
+        """Whether each query of a chunk reads the cache separately, padding included."""
         return False
 
     def reads_pages(self, state: State, q: Array, v: Any, call: Call) -> bool:
-        """Whether `attend` takes a state whose leaves by position are `Pages`: where kernels read them."""
+        """Return whether `attend` accepts `Pages` in place of leaves by position.
+
+        This is the case where kernels read pages.
+        """
         return False
 
     def pooled(self, state: State) -> list[bool]:
-        """Of each leaf, whether all rows share it: then it does not begin with the axis B."""
+        """Return, for each leaf, whether all sequences share it; a shared leaf has no axis B."""
         return [False] * len(jax.tree.leaves(state))
 
     def of_rows(self, state: State, rows: Int[Array, " P"]) -> State:
-        """A state of those rows, beside what all rows share; of a number that is no row's, any row."""
+        """Return the state of the sequences `rows`, together with the shared leaves.
 
-        def take(leaf, shared):
+        An index outside the batch selects an arbitrary sequence.
+        """
+
+        def take(leaf: Array, shared: bool) -> Array:
             return leaf if shared else jnp.take(leaf, rows, axis=0, mode="clip")
 
         leaves, tree = jax.tree.flatten(state)
         return jax.tree.unflatten(tree, map(take, leaves, self.pooled(state)))
 
     def with_rows(self, state: State, rows: Int[Array, " P"], some: State) -> State:
-        """With rows, and what all share, as they are in `some`, a state of `of_rows`; numbers that are no
-        row's are left out."""
+        """Return the state with the sequences `rows` and the shared leaves replaced by those of `some`.
 
-        def put(leaf, own, shared):
+        `some` is a state from `of_rows`. Indices outside the batch are ignored.
+        """
+
+        def put(leaf: Array, own: Array, shared: bool) -> Array:
             return own if shared else leaf.at[rows].set(own, mode="drop")
 
         leaves, tree = jax.tree.flatten(state)
         return jax.tree.unflatten(tree, map(put, leaves, jax.tree.leaves(some), self.pooled(state)))
 
     def release(self, state: State, rows: Bool[Array, " B"]) -> State:
-        """Makes `rows` hold nothing. Where positions alone say what is held there is nothing to do."""
+        """Empty the sequences where `rows` is true; a no-op where positions alone say what is stored."""
         return state
 
     def bytes(self, capacity: int, batch: int = 1) -> int:
-        """Bytes of the arrays of `create`: everything that stays in memory for this layer."""
-        return _bytes(self, capacity, batch)
+        """Return the bytes of the arrays of `create`: all memory that this layer occupies."""
+        return _count_bytes(self, capacity, batch)
 
     def host_bytes(self, capacity: int, batch: int = 1) -> int:
-        """Those of `bytes` that lie in the host's memory, and not in the device's."""
+        """Return the part of `bytes` that lies in host memory instead of device memory."""
         return 0
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes that the method holds beside those arrays, once for all rows and any capacity."""
+        """Bytes that the spec stores in addition to `bytes`, once for all sequences and any capacity."""
         return 0
 
     def bytes_read(self, tokens: int) -> int:
-        """Bytes of the cache of a row of `tokens` that decoding one more reads: all, unless it chooses."""
+        """Return the bytes read from the cache of one sequence of `tokens` tokens to decode the next token.
+
+        Specs that do not choose tokens read everything.
+        """
         return self.bytes(tokens)
 
     def on_heads(self, num_kv_heads: int) -> Self:
-        """The same for a device with so many of the heads."""
+        """Return the same spec for a device that has `num_kv_heads` of the heads."""
         return replace(self, num_kv_heads=num_kv_heads)
 
 
 @lru_cache(maxsize=4096)
-def _bytes(spec: LayerCacheSpec, capacity: int, batch: int) -> int:
+def _count_bytes(spec: LayerCacheSpec, capacity: int, batch: int) -> int:
     shapes = jax.eval_shape(lambda: spec.create(batch, capacity))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 def put_rows(buffer: Array, x: Array, start: Int[Array, " B"], kept: Bool[Array, "B T"]) -> Array:
-    """`buffer` [B, K, S, C] with x [B, T, K, C] in the slots from `start` on, where `kept`; others stay.
+    """Write x [B, T, K, C] into `buffer` [B, K, S, C] from slot `start` on, where `kept`.
 
-    Slots past the end take nothing. One token a row is scattered; pieces are copied row by row, for a scatter
-    of many is several times slower, and no copy moves what lies beside it.
+    Other slots keep their values, and tokens past the last slot are dropped. A single token per sequence is
+    scattered. Chunks are copied sequence by sequence instead, because a scatter of many tokens is several
+    times slower. Each copy touches the slots of its chunk only.
     """
     (B, T), S = x.shape[:2], buffer.shape[2]
     if T == 1:
@@ -238,7 +277,7 @@ def put_rows(buffer: Array, x: Array, start: Int[Array, " B"], kept: Bool[Array,
         return buffer.at[jnp.arange(B), :, slot].set(x[:, 0], mode="drop")
     width = min(T, S)
     first = jnp.clip(start, 0, S - width)
-    # A piece whose padding would reach past the end is moved to where it fits.
+    # A chunk whose padding would extend past the last slot is shifted until it fits.
     source = first[:, None] - start[:, None] + jnp.arange(width)
     inside = (source >= 0) & (source < T)
     source = jnp.clip(source, 0, T - 1)
@@ -248,9 +287,9 @@ def put_rows(buffer: Array, x: Array, start: Int[Array, " B"], kept: Bool[Array,
     def put(row: Array | int, buffer: Array) -> Array:
         at = (row, 0, first[row], 0)
         old = jax.lax.dynamic_slice(buffer, at, (1, *x.shape[1:]))
-        # Read before it is written over, so that XLA writes in place.
-        old, into = jax.lax.optimization_barrier((old, buffer))
+        # The barrier orders the read before the write, so that XLA writes in place.
+        old, target = jax.lax.optimization_barrier((old, buffer))
         new = jnp.where(kept[row][None, None, :, None], x[row][None], old)
-        return jax.lax.dynamic_update_slice(into, new, at)
+        return jax.lax.dynamic_update_slice(target, new, at)
 
     return put(0, buffer) if B == 1 else jax.lax.fori_loop(0, B, put, buffer)

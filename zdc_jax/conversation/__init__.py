@@ -1,1 +1,1 @@
-"""Chat with a model in its own words: its template, its prompts, and a conversation that keeps its cache."""
+"""Chat: templates, prompts from messages, and conversations that keep their cache."""

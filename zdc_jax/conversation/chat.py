@@ -1,4 +1,4 @@
-"""`chat`: a conversation with a model, whose KV cache stays from turn to turn."""
+"""Conversations: `chat` starts one, and its KV cache is kept from turn to turn."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +7,12 @@ from typing import Any, Self
 from tokenizers import Tokenizer
 
 from zdc_jax.cache.kv_cache import KVCache
-from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens, means_to_chat, opening
+from zdc_jax.conversation.prompt import (
+    chat_prompt,
+    chat_stop_tokens,
+    get_template_and_tokenizer,
+    opening,
+)
 from zdc_jax.conversation.template import Message
 from zdc_jax.errors import PromptError
 from zdc_jax.generation.api import STREAM_STEPS
@@ -41,33 +46,43 @@ def chat(
     implementation: Implementation | None = None,
     template_options: Mapping[str, Any] | None = None,
 ) -> "Conversation":
-    """Begins a conversation.
+    """Start a conversation.
 
     Args:
-      system: what the model is told before the first message.
-      max_new_tokens: most tokens of a reply; fewer where the model's positions end.
+      model: model with a tokenizer and a chat template.
+      system: system message; None for none.
+      max_new_tokens: most tokens of a reply. A reply is shorter if the model's positions end.
+      sampling: sampling parameters; default greedy.
       stop_tokens: id or ids that end a reply; default those of `chat_stop_tokens`.
-      template_options: further variables of the model's template, see `ChatTemplate.render`.
-      sampling, stop, prefill_chunk, implementation: as `generate` takes them.
+      stop: string or strings that end a reply.
+      prefill_chunk: most prompt tokens of one prefill call, a power of two >= 32.
+      implementation: attention implementation, as in `generate`.
+      template_options: further variables of the chat template, see `ChatTemplate.render`.
 
     Raises:
-      ChatError: no template or tokenizer, or the template cannot be used or refuses the system message.
-      PromptError: bad option.
+      ChatError: the model has no template or tokenizer, or the template fails or refuses the system message.
+      PromptError: an option is invalid.
     """
     options = dict(template_options or {})
     stop_tokens = chat_stop_tokens(model) if stop_tokens is None else stop_tokens
-    # What each turn asks for, but for its prompt; a greeting shows at once whether template and options work.
-    *told, hello = opening(system, "Hello")
-    greeting = chat_prompt(model, [*told, hello], options)
+    # Render a greeting, to find errors of the template and its options at once.
+    *system_messages, greeting = opening(system, "Hello")
+    prompt = chat_prompt(model, [*system_messages, greeting], options)
     check_limit(max_new_tokens)
-    request = Request.checked(model, [greeting], 1, sampling, stop_tokens, stop, prefill_chunk)
+    request = Request.from_arguments(model, [prompt], 1, sampling, stop_tokens, stop, prefill_chunk)
     request = replace(request, max_new_tokens=int(max_new_tokens))
-    return Conversation(model, request, told, options, implementation)
+    return Conversation(model, request, system_messages, options, implementation)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the newest reply took: tokens of the chat before it, how many of them the cache still held."""
+    """Cost and result of a reply.
+
+    Attributes:
+      prompt_tokens: tokens of the chat before the reply.
+      cached_tokens: those of them that were still in the cache.
+      generation: result of the reply.
+    """
 
     prompt_tokens: int
     cached_tokens: int
@@ -75,112 +90,120 @@ class Turn:
 
 
 class Conversation:
-    """What was said, and the KV cache of it; made by `chat`.
+    """Messages of a conversation and their KV cache; `chat` creates it.
 
-    The cache stays between turns, with the very tokens that the model chose. In each turn the template writes
-    the whole history anew. Where that text begins with the text that the cache stands for, only the tokens
-    behind it are read. Otherwise the whole history is read again, which happens
+    The cache is kept between turns, with the exact tokens that the model chose. In each turn the template
+    renders the whole history again. If that text starts with the cached text, only the tokens after it are
+    prefilled. Otherwise the whole history is prefilled again. That happens
 
-    - where the template rewrites it: some leave out earlier thoughts of the model, some strip its replies;
-    - after a reply that ended at a stop string or was not read to its end, for the cache holds more of it;
-    - when the cache is full; the next has room for as much again;
-    - with token classes, since tokens that are decoded are classified otherwise than tokens that are read;
-    - on a mesh, where prompts come whole.
+    - if the template rewrites it: some leave out the model's earlier thoughts, some strip its replies;
+    - after a reply that ended at a stop string or was not read to its end, because the cache has more tokens;
+    - when the cache is full; the next one has room for twice as much;
+    - with token classes, because decoded tokens are classified differently from prefilled ones;
+    - on a mesh, where prompts are prefilled whole.
 
-    In every case a reply is what `generate` gives for the same token ids, up to rounding.
+    In every case a reply is that of `generate` for the same token ids, up to rounding.
+
+    Args:
+      model: model that replies.
+      request: request of each turn, except for its prompt.
+      system_messages: messages before the first turn.
+      options: further variables of the template.
+      implementation: attention implementation.
     """
 
     def __init__(
         self,
         model: LanguageModel,
         request: Request,
-        told: Sequence[Message],
+        system_messages: Sequence[Message],
         options: Mapping[str, Any],
         implementation: Implementation | None,
     ):
-        """request: what each turn asks for, but for its prompt. told: messages before the first turn."""
         self._model, self._request, self._implementation = model, request, implementation
-        self._template, self._tokenizer = means_to_chat(model)
-        self._told, self._options = told, options
-        self._keeps = keeps_cache(model)
+        self._template, self._tokenizer = get_template_and_tokenizer(model)
+        self._system_messages, self._options = system_messages, options
+        self._keeps_cache = keeps_cache(model)
         self.start_over()
 
     @property
     def history(self) -> list[dict[str, str]]:
-        """All messages, oldest first. Of a reply that is on its way, or that broke off, what was given."""
+        """All messages, oldest first. An unfinished reply has the text yielded so far."""
         return [dict(message) for message in self._messages]
 
     @property
     def turn(self) -> Turn | None:
-        """What the newest reply took; None before the first, and where it was not read to its end."""
+        """The newest turn; None before the first one, and if its reply was not read to its end."""
         return self._turn
 
     def start_over(self) -> None:
-        """Forgets everything but the system message, and gives the cache back."""
-        self._messages = list(self._told)
+        """Forget everything but the system message, and free the cache."""
+        self._messages = list(self._system_messages)
         self._turn: Turn | None = None
-        self._held: Held | None = None
+        self._cached: CachedText | None = None
         self._capacity = 0
 
     def say(self, message: str) -> str:
-        """The whole reply to a message; raises what `stream` does."""
+        """Return the whole reply to a message; errors are those of `stream`."""
         return "".join(self.stream(message))
 
     def stream(self, message: str) -> Iterator[str]:
-        """The reply to a message, piece by piece; nothing is done before the first is asked for.
+        """Yield the text of the reply to a message; nothing runs before the first text is requested.
 
         Raises:
-          ChatError: the message is no string, or the template refuses it.
-          PromptError: the tokenizer cannot encode it, or the history leaves no room for a reply.
+          ChatError: the message is not a string, or the template refuses it.
+          PromptError: the tokenizer cannot encode the message, or the history leaves no room for a reply.
           CacheMemoryError: the KV cache does not fit.
-          NotImplementedError: the chosen implementation cannot do this call, with the reason.
+          NotImplementedError: the chosen implementation does not support the call; the message says why.
         """
         messages = [*self._messages, {"role": "user", "content": message}]
         text = self._template.render(messages, self._options)
         self._turn = None
-        request, cache = self._next(text)
-        kept, reply = 0 if cache is None else int(cache.lengths[0]), ""
+        request, cache = self._plan_turn(text)
+        cached_tokens, reply = 0 if cache is None else int(cache.lengths[0]), ""
         run = Run(self._model, request, self._implementation, cache)
         for delta in run.deltas(STREAM_STEPS):
-            piece = delta.text or ""
-            reply += piece
+            new_text = delta.text or ""
+            reply += new_text
             self._messages = [*messages, {"role": "assistant", "content": reply}]
-            if piece:
-                yield piece
+            if new_text:
+                yield new_text
         prompt = request.prompts[0]
-        self._turn = Turn(len(prompt), kept, run.result())
-        if self._keeps:
+        self._turn = Turn(len(prompt), cached_tokens, run.result())
+        if self._keeps_cache:
             (chosen,), state = run.settled()
-            given = prompt.tolist(), chosen, state.cache
-            self._held = Held.after(self._tokenizer, text, *given)
+            self._cached = CachedText.after_turn(self._tokenizer, text, prompt.tolist(), chosen, state.cache)
 
-    def _next(self, text: str) -> tuple[Request, KVCache | None]:
-        """What to ask for in a turn of this text; with the cache, which is given away, if it can go on."""
-        held, limit = self._held, self._model.config.max_positions
-        anew = tokenized(self._tokenizer, text, add_special_tokens=False)
-        kept = None if held is None else held.continued(self._tokenizer, text, anew)
-        cache = None if held is None or kept is None else held.cache
-        ids = anew if kept is None else kept
+    def _plan_turn(self, text: str) -> tuple[Request, KVCache | None]:
+        """Return the request for a chat with this text, and the cache to continue from, if possible.
+
+        The cache is given up; the request's run consumes it.
+        """
+        cached, limit = self._cached, self._model.config.max_positions
+        rendered_ids = tokenized(self._tokenizer, text, add_special_tokens=False)
+        continued = None if cached is None else cached.continue_to(self._tokenizer, text, rendered_ids)
+        cache = None if cached is None or continued is None else cached.cache
+        ids = rendered_ids if continued is None else continued
         if (room := limit - len(ids)) < 1:
             raise PromptError(
-                f"the conversation takes {len(ids)} tokens and leaves none of the model's {limit} positions "
-                "for a reply; start over, or say less"
+                f"the conversation has {len(ids)} tokens and leaves no room for a reply within the model's "
+                f"{limit} positions; start over, or say less"
             )
         max_new_tokens = min(self._request.max_new_tokens, room)
         prompt, longest = encode(self._model, ids, max_new_tokens), len(ids) + max_new_tokens
-        self._held = None
+        self._cached = None
         if longest > self._capacity:
             warn_beyond_calibration(self._model, longest, stacklevel=4)
             self._capacity = capacity_for(min(2 * longest, limit), limit)
             cache = None
-        given = replace(
+        request = replace(
             self._request, prompts=(prompt,), max_new_tokens=max_new_tokens, capacity=self._capacity
         )
-        return given, cache
+        return request, cache
 
 
 def keeps_cache(model: LanguageModel) -> bool:
-    """Whether a model's cache, after tokens were decoded, can go on as if they had been read."""
+    """Return whether the cache after decoding equals the one after prefill of the same tokens."""
     network = model.network
     return isinstance(network, Transformer) and all(
         "chunked" in spec.clauses and spec.alignment == 1 for spec in network.layer_caches
@@ -188,49 +211,77 @@ def keeps_cache(model: LanguageModel) -> bool:
 
 
 @dataclass(frozen=True)
-class Held:
-    """A cache between turns, and what it stands for.
+class CachedText:
+    """Cache between turns, with the text that it stands for.
 
-    tokens: those in the cache and, behind them, the newest one, which is not in it yet. text: that of
-    `tokens`; text_held: that of those in the cache.
+    Attributes:
+      cache: KV cache.
+      tokens: tokens in the cache, followed by the newest token, which is not in the cache yet.
+      text: text of `tokens`.
+      text_in_cache: text of the tokens in the cache.
     """
 
     cache: KVCache
     tokens: tuple[int, ...]
     text: str
-    text_held: str
+    text_in_cache: str
 
     @classmethod
-    def after(
+    def after_turn(
         cls, tokenizer: Tokenizer, text: str, prompt: list[int], chosen: list[int], cache: KVCache
     ) -> Self:
-        """After a turn: the text of the chat so far and its token ids, and what the model chose then."""
-        more = [text + text_after(tokenizer, prompt, tokens) for tokens in (chosen, chosen[:-1])]
-        return cls(cache, (*prompt, *chosen), *more)
+        """Build the cached text after a turn.
 
-    def continued(self, tokenizer: Tokenizer, text: str, ids: list[int]) -> list[int] | None:
-        """Token ids of `text` that begin with those in the cache; None where it begins with another text.
-
-        ids: those that the tokenizer gives for all of `text`, which may begin otherwise.
-        The newest token may be one that the template does not write, or writes otherwise: it may go.
+        Args:
+          tokenizer: tokenizer of the model.
+          text: text of the chat before the reply.
+          prompt: token ids of that text.
+          chosen: tokens that the model chose.
+          cache: cache after the turn.
         """
-        for known, beginning in ((self.tokens, self.text), (self.tokens[:-1], self.text_held)):
-            rest = tokens_after(tokenizer, beginning, text, ids)
+        return cls(
+            cache=cache,
+            tokens=(*prompt, *chosen),
+            text=text + decode_after(tokenizer, prompt, chosen),
+            text_in_cache=text + decode_after(tokenizer, prompt, chosen[:-1]),
+        )
+
+    def continue_to(self, tokenizer: Tokenizer, text: str, ids: list[int]) -> list[int] | None:
+        """Return token ids of `text` that start with those in the cache; None if its start differs.
+
+        The template may not write the newest token, or write it differently. That token may be dropped.
+
+        Args:
+          tokenizer: tokenizer of the model.
+          text: text of the chat.
+          ids: token ids of the whole text, which may start with other ids.
+        """
+        for known, beginning in ((self.tokens, self.text), (self.tokens[:-1], self.text_in_cache)):
+            rest = tokenize_after(tokenizer, beginning, text, ids)
             if rest is not None and len(known) + len(rest) >= len(self.tokens):
                 return [*known, *rest]
         return None
 
 
-def text_after(tokenizer: Tokenizer, prompt: list[int], chosen: list[int]) -> str:
-    """Text of chosen tokens, special ones included, where they stand: some decoders change a beginning."""
+def decode_after(tokenizer: Tokenizer, prompt: list[int], chosen: list[int]) -> str:
+    """Decode chosen tokens, special ones included, in the context of the prompt before them.
+
+    Some decoders change the start of a text, so the tokens cannot be decoded alone.
+    """
     context = prompt[-CONTEXT:]
     before = tokenizer.decode(context, skip_special_tokens=False)
     return tokenizer.decode([*context, *chosen], skip_special_tokens=False)[len(before) :]
 
 
-def tokens_after(tokenizer: Tokenizer, beginning: str, text: str, ids: list[int]) -> list[int] | None:
-    """Tokens of a text, all of them `ids`, behind its beginning; None where it has another, or a token spans
-    the end of it."""
+def tokenize_after(tokenizer: Tokenizer, beginning: str, text: str, ids: list[int]) -> list[int] | None:
+    """Return the ids of a text after its beginning; None if it starts differently or a token spans the end.
+
+    Args:
+      tokenizer: tokenizer of the model.
+      beginning: expected start of the text.
+      text: whole text.
+      ids: token ids of the whole text.
+    """
     if not text.startswith(beginning):
         return None
     first = tokenized(tokenizer, beginning, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""What a chat is for `generate`: a prompt's token ids, and the tokens that end a reply."""
+"""Conversion of chat messages to prompts: token ids, and the tokens that end a reply."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,50 +12,51 @@ from zdc_jax.loading import TextModel
 
 
 def opening(system: str | None, message: str) -> list[dict[str, str]]:
-    """A first message, behind what the model is told before it, if anything."""
-    told = [] if system is None else [{"role": "system", "content": system}]
-    return [*told, {"role": "user", "content": message}]
+    """Return the first messages of a chat: an optional system message and the user's message."""
+    system_messages = [] if system is None else [{"role": "system", "content": system}]
+    return [*system_messages, {"role": "user", "content": message}]
 
 
 def chat_prompt(
     model: TextModel, messages: Iterable[Message], options: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Token ids of a chat up to where the assistant's reply begins, for `generate` and `stream`.
+    """Return the token ids of a chat up to the start of the assistant's reply, for `generate` and `stream`.
 
     As in transformers and vLLM, text of a message that spells a special token becomes that token.
 
     Args:
-      messages: oldest first, each with a `role` (system, user or assistant) and a `content`.
-      options: further variables of the model's template, see `ChatTemplate.render`.
+      model: model with a tokenizer and a chat template.
+      messages: messages, oldest first, each with a `role` (system, user or assistant) and a `content`.
+      options: further variables of the template, see `ChatTemplate.render`.
 
     Raises:
-      ChatError: no template or tokenizer, malformed messages, a template that cannot be used.
+      ChatError: the model has no template or tokenizer, messages are malformed, or the template fails.
       PromptError: the tokenizer cannot encode the text.
     """
-    template, tokenizer = means_to_chat(model)
-    # Templates write the tokens that a text begins with themselves.
+    template, tokenizer = get_template_and_tokenizer(model)
+    # Templates themselves write the special tokens at the start of a text.
     return tokenized(tokenizer, template.render(messages, options), add_special_tokens=False)
 
 
 def chat_stop_tokens(model: TextModel) -> tuple[int, ...]:
-    """Ids that end a reply: the model's end-of-sequence ids, and the tokenizer's `eos_token`.
+    """Return the ids that end a reply: the model's end-of-sequence ids and the tokenizer's `eos_token`.
 
-    The latter is often the only one that ends a turn, where config.json was copied from a base model. Ids
-    outside the vocabulary, which some folders name, are none.
+    If config.json was copied from a base model, often only the `eos_token` ends a reply. Ids outside the
+    vocabulary, which some folders name, are left out.
     """
-    template, tokenizer = means_to_chat(model)
-    ending = template.special_tokens.get("eos_token")
-    own = None if ending is None else tokenizer.token_to_id(ending)
-    named = [*model.config.eos_ids, *([] if own is None else [own])]
+    template, tokenizer = get_template_and_tokenizer(model)
+    eos_token = template.special_tokens.get("eos_token")
+    eos_id = None if eos_token is None else tokenizer.token_to_id(eos_token)
+    named = [*model.config.eos_ids, *([] if eos_id is None else [eos_id])]
     return tuple(dict.fromkeys(token for token in named if 0 <= token < model.config.vocab_size))
 
 
-def means_to_chat(model: TextModel) -> tuple[ChatTemplate, Tokenizer]:
-    """Template and tokenizer of a model; raises `ChatError` where one is missing."""
+def get_template_and_tokenizer(model: TextModel) -> tuple[ChatTemplate, Tokenizer]:
+    """Return the chat template and the tokenizer of a model; raise `ChatError` if one is missing."""
     if model.chat_template is None or model.tokenizer is None:
         missing = "tokenizer" if model.tokenizer is None else "chat template"
         raise ChatError(
-            f"this model has no {missing}; take one that was made for chat, or put its "
-            "chat_template.jinja into the converted folder"
+            f"this model has no {missing}; use a model made for chat, or put its chat_template.jinja into "
+            "the converted folder"
         )
     return model.chat_template, model.tokenizer

@@ -1,7 +1,7 @@
-"""The chat template that a model comes with: from messages to the text that the model learned to go on from.
+"""Chat templates, which convert messages to the text format that a model was trained on.
 
-Templates are programs in Jinja, written by whoever made the model. They run in Jinja's sandbox, with what
-`apply_chat_template` of transformers gives them, so that they give the same text.
+A template is a Jinja program from the model's authors. It runs in Jinja's sandbox, with the same variables
+and functions as in `apply_chat_template` of transformers, so that it writes the same text.
 """
 
 import json
@@ -23,29 +23,33 @@ from zdc_jax.checkpoint import Checkpoint
 from zdc_jax.errors import ChatError, CheckpointError, foreign_errors_as
 
 Message = Mapping[str, str]
-"""`role`, one of `ROLES`, and `content`."""
+"""Message with a `role`, one of `ROLES`, and a `content`."""
 
-OURS = {"messages", "add_generation_prompt"}
-"""Variables that are no options."""
+RESERVED = {"messages", "add_generation_prompt"}
+"""Variables that cannot be set as options."""
 ROLES = ("system", "user", "assistant")
 SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 LONGEST_SOURCE = 2**20
-"""Characters of a template; those of known models have at most some ten thousand."""
+"""Most characters of a template; known templates have about ten thousand."""
 LONGEST_TEXT = 2**26
-"""Characters that a template may give."""
+"""Most characters that a template may write."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template's source, and what `bos_token`, `eos_token` and their like are for it.
+    """Chat template of a model.
 
-    What a template can do is limited by Jinja's sandbox (no attributes that lead out of it, no change of what
-    it is given, at most 100,000 numbers in one `range`) and by `LONGEST_SOURCE` and `LONGEST_TEXT`. Its time
-    and memory are not: nested loops that write nothing, or one expression such as `'x' * 10**10`, can take
-    what they like. A model from somebody you do not trust belongs into a process with limits of its own.
+    Jinja's sandbox, `LONGEST_SOURCE` and `LONGEST_TEXT` limit what a template can do. The sandbox blocks
+    unsafe attributes and changes of arguments, and a `range` has at most 100,000 numbers. Time and memory are
+    not limited: nested loops without output, or an expression such as `'x' * 10**10`, can take any amount.
+    Use models from untrusted sources only in a process with resource limits.
+
+    Attributes:
+      source: Jinja source.
+      special_tokens: text of `bos_token`, `eos_token` and the other special tokens.
     """
 
     source: str
@@ -53,23 +57,24 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self | None:
-        """The template in a converted folder, or None where there is none.
+        """Return the template of a converted folder, or None if there is none.
 
-        It is `chat_template.jinja`, else `chat_template` of tokenizer_config.json (of several, the one named
-        "default"). Special tokens are those of tokenizer_config.json, else of special_tokens_map.json. The
-        template is parsed when it is first used, so that one that cannot be does not hinder `generate`.
+        The template is `chat_template.jinja`, otherwise `chat_template` of tokenizer_config.json. If that is
+        a list, the template named "default" is used. Special tokens come from tokenizer_config.json,
+        otherwise from special_tokens_map.json. The template is parsed at its first use, so that an invalid
+        one does not prevent `generate`.
 
         Raises:
-          CheckpointError: one of these files is damaged, or holds values of kinds that it cannot hold.
+          CheckpointError: a file is damaged or has values of the wrong type.
         """
-        config = _json_object(checkpoint, TOKENIZER_CONFIG)
+        config = _read_json_object(checkpoint, TOKENIZER_CONFIG)
         source = checkpoint.text(TEMPLATE_FILE)
         if source is None:
-            source = _default(config.get("chat_template"))
+            source = _select_default(config.get("chat_template"))
         if source is None:
             return None
-        older = _special_tokens(_json_object(checkpoint, SPECIAL_TOKENS_FILE), SPECIAL_TOKENS_FILE)
-        return cls(source, older | _special_tokens(config, TOKENIZER_CONFIG))
+        older = _read_special_tokens(_read_json_object(checkpoint, SPECIAL_TOKENS_FILE), SPECIAL_TOKENS_FILE)
+        return cls(source, older | _read_special_tokens(config, TOKENIZER_CONFIG))
 
     def render(
         self,
@@ -78,72 +83,73 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Text of a chat.
+        """Return the text of a chat.
 
         Args:
-          messages: oldest first, each with a `role` and a `content`.
+          messages: messages, oldest first, each with a `role` and a `content`.
           options: further variables of the template, plain JSON values, such as `{"enable_thinking": False}`.
-          add_generation_prompt: end with what an answer of the assistant begins with.
+          add_generation_prompt: end the text with the start of an assistant's reply.
 
         Raises:
-          ChatError: malformed messages, an option that the template does not read, a template that is no
-            Jinja, that refuses the messages, leaves the sandbox or the limits above, or fails in another way.
+          ChatError: messages are malformed, the template does not use an option, or the template fails. It
+            may be invalid, refuse the messages, or violate the sandbox or its limits.
         """
         checked = checked_messages(messages)
-        with _errors_of_templates():
-            template, read = _compiled(self.source)
-            options, known = options or {}, read - OURS
+        with _convert_template_errors():
+            template, variables_used = _compile(self.source)
+            options, known = options or {}, variables_used - RESERVED
             if unknown := sorted(options.keys() - known):
                 raise ChatError(
-                    f"the chat template reads no {', '.join(unknown)}; it reads {', '.join(sorted(known))}"
+                    f"unknown template options: {', '.join(unknown)}; "
+                    f"the chat template uses {', '.join(sorted(known))}"
                 )
             variables = {"tools": None, "documents": None, **self.special_tokens, **options}
-            pieces = template.generate(
+            parts = template.generate(
                 messages=checked, add_generation_prompt=add_generation_prompt, **variables
             )
-            return _joined(pieces)
+            return _join(parts)
 
 
 def checked_messages(messages: Iterable[Message]) -> list[dict[str, str]]:
-    """Copies of messages that have one of `ROLES` and a text each; raises `ChatError` for others."""
+    """Return copies of messages; raise `ChatError` unless each has a valid role and a text."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         raise ChatError(f"{messages=!r:.80} must be a list of messages")
     checked = []
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-            raise ChatError(f"message {index}, {message!r:.80}, must have a role, a content and nothing else")
+            raise ChatError(f"messages[{index}]={message!r:.80} must have a role, a content and nothing else")
         if message["role"] not in ROLES:
-            raise ChatError(f"message {index}: role={message['role']!r:.80} must be one of {ROLES}")
+            raise ChatError(f"messages[{index}]: role={message['role']!r:.80} must be one of {ROLES}")
         if not isinstance(message["content"], str):
-            raise ChatError(f"message {index}: content={message['content']!r:.80} must be a string")
+            raise ChatError(f"messages[{index}]: content={message['content']!r:.80} must be a string")
         checked.append({"role": str(message["role"]), "content": str(message["content"])})
     if not checked:
-        raise ChatError("messages=[] must hold at least one message")
+        raise ChatError("messages=[] must contain at least one message")
     return checked
 
 
-def _joined(pieces: Iterable[str]) -> str:
-    """Their text, if it ends in time."""
+def _join(parts: Iterable[str]) -> str:
+    """Join the parts of a text of at most `LONGEST_TEXT` characters."""
     text, length = [], 0
-    for piece in pieces:
-        length += len(piece)
+    for part in parts:
+        length += len(part)
         if length > LONGEST_TEXT:
-            raise ChatError(f"the chat template gives more than {LONGEST_TEXT:,} characters")
-        text.append(piece)
+            raise ChatError(f"the chat template writes more than {LONGEST_TEXT:,} characters")
+        text.append(part)
     return "".join(text)
 
 
 @contextmanager
-def _errors_of_templates() -> Iterator[None]:
-    """Raises as `ChatError` whatever a template raises; says what the template did."""
+def _convert_template_errors() -> Iterator[None]:
+    """Convert errors of a template to `ChatError`."""
     try:
         yield
     except ChatError:
         raise
     except jinja2.TemplateSyntaxError as error:
-        raise ChatError(f"line {error.lineno} of the chat template is no Jinja: {error}") from error
+        raise ChatError(f"line {error.lineno} of the chat template is not valid Jinja: {error}") from error
     except jinja2.exceptions.SecurityError as error:
-        raise ChatError(f"the chat template does what it must not: {error}") from error
+        raise ChatError(f"the chat template violates the sandbox: {error}") from error
     except _Refusal as error:
         raise ChatError(f"the chat template refuses these messages: {error}") from error
     except Exception as error:
@@ -151,12 +157,12 @@ def _errors_of_templates() -> Iterator[None]:
 
 
 class _Refusal(jinja2.TemplateError):
-    """What a template says by `raise_exception`."""
+    """Exception raised by `raise_exception` in a template."""
 
 
 @lru_cache(maxsize=16)
-def _compiled(source: str) -> tuple[jinja2.Template, frozenset[str]]:
-    """A template, and the names of the variables that it reads."""
+def _compile(source: str) -> tuple[jinja2.Template, frozenset[str]]:
+    """Compile a template; return it with the names of the variables that it uses."""
     if len(source) > LONGEST_SOURCE:
         raise ChatError(f"the chat template has {len(source):,} characters, more than {LONGEST_SOURCE:,}")
     environment = ImmutableSandboxedEnvironment(
@@ -165,7 +171,7 @@ def _compiled(source: str) -> tuple[jinja2.Template, frozenset[str]]:
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": lambda format: datetime.now().strftime(format),
+        "strftime_now": _strftime_now,
         "dict": _Dict(),
         "namespace": _Namespace,
     }
@@ -180,7 +186,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would escape for HTML."""
+    """Convert to JSON, without the HTML escapes of Jinja's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -190,8 +196,12 @@ def _raise_exception(message: str) -> None:
     raise _Refusal(message)
 
 
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
 class _Dict:
-    """`dict`, without what a type leads to."""
+    """Replacement of `dict` that does not expose a type and its attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -201,11 +211,11 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """`namespace`, without attributes that Python itself would look for."""
+    """Replacement of `namespace` that refuses special attributes of Python."""
 
-    def __init__(*args: Any, **kwargs: Any):  # As Jinja's: `self` may be one of the keywords.
-        self, *given = args
-        for name in (attributes := dict(*given, **kwargs)):
+    def __init__(*args: Any, **kwargs: Any):  # As in Jinja, `self` may be a keyword.
+        self, *positional = args
+        for name in (attributes := dict(*positional, **kwargs)):
             _check_name(name)
         Namespace.__init__(self, attributes)
 
@@ -220,33 +230,33 @@ def _check_name(name: Any) -> None:
 
 
 class _Generation(Extension):
-    """`{% generation %}` … `{% endgeneration %}`, which mark for training what the assistant says."""
+    """Extension for `{% generation %}` … `{% endgeneration %}`, which mark replies for training."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_written"), [], [], body).set_lineno(line)
+        return jinja2.nodes.CallBlock(self.call_method("_render_body"), [], [], body).set_lineno(line)
 
-    def _written(self, caller: Callable[[], str]) -> str:
+    def _render_body(self, caller: Callable[[], str]) -> str:
         return caller()
 
 
-def _json_object(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    """What a JSON file of the folder holds; nothing where it is absent."""
+def _read_json_object(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    """Read a JSON file of the folder; return an empty object if it is absent."""
     path, text = checkpoint.path / name, checkpoint.text(name)
     with foreign_errors_as(CheckpointError, f"cannot read {path}"):
-        found = {} if text is None else json.loads(text)
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, it holds {found!r:.80}")
-    return found
+        value = {} if text is None else json.loads(text)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must contain a JSON object, not {value!r:.80}")
+    return value
 
 
-def _default(templates: Any) -> str | None:
-    """The template, or of a list of named ones the default."""
-    if isinstance(templates, list) and all(isinstance(one, dict) for one in templates):
-        templates = {one.get("name"): one.get("template") for one in templates}.get("default")
+def _select_default(templates: Any) -> str | None:
+    """Return the only template, or the one named "default" of a list."""
+    if isinstance(templates, list) and all(isinstance(each, dict) for each in templates):
+        templates = {each.get("name"): each.get("template") for each in templates}.get("default")
     if templates is None or isinstance(templates, str):
         return templates
     raise CheckpointError(
@@ -254,16 +264,16 @@ def _default(templates: Any) -> str | None:
     )
 
 
-def _special_tokens(config: Mapping[str, Any], file: str) -> dict[str, str]:
-    """Those that a file names: each is a string, or an object that has it as its `content`."""
+def _read_special_tokens(config: Mapping[str, Any], file: str) -> dict[str, str]:
+    """Read the special tokens of a file, each a string or an object with a string as its `content`."""
     tokens = {}
     for name in SPECIAL_TOKENS:
-        given = config.get(name)
-        token = given.get("content") if isinstance(given, dict) else given
+        value = config.get(name)
+        token = value.get("content") if isinstance(value, dict) else value
         if isinstance(token, str):
             tokens[name] = token
-        elif given is not None:
+        elif value is not None:
             raise CheckpointError(
-                f"{file}: {name}={given!r:.80} must be a string, or have one as its content"
+                f"{file}: {name}={value!r:.80} must be a string, or an object with a string as content"
             )
     return tokens

@@ -1,1 +1,1 @@
-"""Continuous batching: requests come at any time, and share the steps of one model."""
+"""Continuous batching: requests arrive at any time and share the steps of one model."""

@@ -1,6 +1,6 @@
-"""Whether a request can be served at all: known before any engine takes it."""
+"""Validation of engine requests before they are queued."""
 
-from zdc_jax.engine.request import MOST_LOGPROBS, EngineRequest
+from zdc_jax.engine.request import MAX_LOGPROBS, EngineRequest
 from zdc_jax.errors import PromptError, foreign_errors_as
 from zdc_jax.generation.request import check_limit, stop_strings, stop_token_ids, token_ids
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
@@ -8,45 +8,59 @@ from zdc_jax.generation.sampling import is_whole
 from zdc_jax.loading import TextModel
 
 
-def stop_ids(model: TextModel, request: EngineRequest) -> tuple[int, ...]:
-    """Tokens that end an answer; raises `PromptError` for ids that are none of the model's."""
+def resolve_stop_ids(model: TextModel, request: EngineRequest) -> tuple[int, ...]:
+    """Return the token ids that end the answer; raise `PromptError` for ids outside the vocabulary."""
     own = () if request.ignore_eos else model.config.eos_ids
     return tuple(dict.fromkeys((*own, *stop_token_ids(model, request.stop_tokens))))
 
 
 def check_length(prompt: int, max_tokens: int, max_model_len: int, limit: str = "max_tokens") -> None:
-    """Raises `PromptError` where a prompt of so many tokens and its answer are longer than what is served.
+    """Raise `PromptError` if a prompt and its answer are longer than the engine serves.
 
-    limit: what the asker calls `max_tokens`.
+    Args:
+      prompt: number of prompt tokens.
+      max_tokens: most tokens to generate.
+      max_model_len: most tokens of a prompt and its answer together.
+      limit: the user's name of `max_tokens`, for the message.
     """
-    if (asked := prompt + max_tokens) > max_model_len:
+    if prompt + max_tokens > max_model_len:
         raise PromptError(
-            f"{prompt} prompt tokens and {limit}={max_tokens} are {asked}: "
-            f"at most {max_model_len} are served (max_model_len)"
+            f"{limit}={max_tokens}: {prompt} prompt tokens plus {max_tokens} new ones exceed "
+            f"{max_model_len=}; shorten the prompt or lower {limit}"
         )
 
 
 def check_request(model: TextModel, max_model_len: int, request: EngineRequest) -> None:
-    """Raises `PromptError` for what cannot be served.
+    """Raise `PromptError` unless an engine with this model can serve the request.
 
-    max_model_len: tokens of a prompt and its answer together, at most.
+    Args:
+      model: model of the engine.
+      max_model_len: most tokens of a prompt and its answer together.
+      request: request to check.
     """
-    check_limit(request.max_tokens)
+    check_limit(request.max_tokens, name="max_tokens")
     token_ids(model, request.prompt)
     if request.generated:
         token_ids(model, request.generated)
     check_length(len(request.prompt), request.max_tokens, max_model_len)
     if not (is_whole(request.min_tokens) and 0 <= request.min_tokens <= request.max_tokens):
-        raise PromptError(f"min_tokens={request.min_tokens} must be 0 to max_tokens={request.max_tokens}")
-    asked_for = request.logprobs
-    if asked_for is not None and not (is_whole(asked_for) and 0 <= asked_for <= MOST_LOGPROBS):
-        raise PromptError(f"logprobs={asked_for!r} must be 0 to {MOST_LOGPROBS}")
-    if request.prompt_logprobs and request.logprobs is None:
-        raise PromptError("prompt_logprobs needs logprobs: how many alternatives of each token")
-    if len(stop_ids(model, request)) > MAX_STOP_TOKENS:
-        raise PromptError(f"stop_tokens: at most {MAX_STOP_TOKENS} are allowed, the model's own among them")
+        raise PromptError(
+            f"min_tokens={request.min_tokens!r:.80} must be a whole number from 0 to "
+            f"max_tokens={request.max_tokens}"
+        )
+    logprobs = request.logprobs
+    if logprobs is not None and not (is_whole(logprobs) and 0 <= logprobs <= MAX_LOGPROBS):
+        raise PromptError(f"{logprobs=!r:.80} must be a whole number from 0 to {MAX_LOGPROBS}, or None")
+    if request.prompt_logprobs and logprobs is None:
+        raise PromptError(
+            "prompt_logprobs=True needs logprobs; set it to the number of alternatives of each token"
+        )
+    if (count := len(resolve_stop_ids(model, request))) > MAX_STOP_TOKENS:
+        raise PromptError(
+            f"stop_tokens has {count} ids including the model's own; at most {MAX_STOP_TOKENS} are allowed"
+        )
     stop_strings(model, request.stop)
     if not is_whole(request.priority):
         raise PromptError(f"priority={request.priority!r:.80} must be a whole number")
-    with foreign_errors_as(PromptError, f"salt={request.salt!r:.80} must be a text"):
+    with foreign_errors_as(PromptError, f"salt={request.salt!r:.80} must be a string"):
         request.salt.encode()

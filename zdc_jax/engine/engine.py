@@ -1,4 +1,4 @@
-"""Requests in, tokens out: one thread that plans steps, starts them, and hands out what the last one gave."""
+"""Engine: a thread that plans steps, starts them on the device, and delivers tokens of the previous step."""
 
 import logging
 import math
@@ -10,6 +10,7 @@ from types import TracebackType
 
 import jax
 
+from zdc_jax.axes import Array
 from zdc_jax.engine.checks import check_request
 from zdc_jax.engine.job import Job
 from zdc_jax.engine.layout import Layout
@@ -18,9 +19,9 @@ from zdc_jax.engine.runner import ChunkInputs, Runner, servable
 from zdc_jax.engine.scheduler import Plan, PrefillChunk, Scheduler, Work
 from zdc_jax.errors import PromptError
 from zdc_jax.fields import check_fields
-from zdc_jax.generation.next_token import Scores, Token
+from zdc_jax.generation.next_token import Scores
 from zdc_jax.generation.request import check_chunk, warn_beyond_calibration
-from zdc_jax.generation.steps import PREFILL_CHUNK, Chosen, bucket
+from zdc_jax.generation.steps import PREFILL_CHUNK, SampledTokens, bucket
 from zdc_jax.loading import LanguageModel
 
 logger = logging.getLogger("zdc_jax")
@@ -28,20 +29,25 @@ logger = logging.getLogger("zdc_jax")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine serves.
+    """Configuration of an engine.
 
-    rows: requests that are under way at once. max_model_len: tokens of a prompt and its answer together,
-    default the model's positions. cache_tokens: of all rows together; default room for `rows` of the longest,
-    or what fits. page: tokens of a page of the cache. chunk: tokens of prompts that a step reads, a power of
-    two. steps: of decoding that are one program where nobody reads or waits; tokens come so many at once
-    then, those behind a stop token are for nobody, and two more programs are compiled. Default 4 on a mesh,
-    where a token took half the time so on four H100, and 1 elsewhere. max_waiting: requests. reuse: whether
-    requests share what pages hold of texts that begin alike. A plan whose method has no pages takes no
-    cache_tokens, and nothing is shared.
+    Attributes:
+      max_sequences: most requests that run at once.
+      max_model_len: most tokens of a prompt and its answer together; default the model's positions.
+      cache_tokens: tokens that the cache has room for. By default enough for `max_sequences` requests of
+        `max_model_len` tokens, or what fits into memory. Not allowed for plans whose method has no pages.
+      page: tokens of a cache page.
+      chunk: most prompt tokens prefilled in a step, a power of two >= 32.
+      decode_steps: decode steps in one program if no prompt is prefilled and no request waits. Their tokens
+        are delivered together, and tokens after a stop token are discarded. Default 4 on a mesh, where
+        starting a program takes longer than running one step, and 1 elsewhere. More than one compiles two
+        more programs.
+      max_waiting: longest request queue; further requests are refused.
+      reuse: share cache pages between requests that start with the same tokens. Methods without pages share
+        nothing.
 
     Raises:
-      PromptError: a number below 1, or no whole one; a max_model_len below 2; a chunk that is no power of two
-        from 32 on.
+      PromptError: a value is out of range.
     """
 
     max_sequences: int = 8
@@ -65,11 +71,15 @@ class EngineConfig:
             raise PromptError(f"chunk={self.chunk} must be a power of two >= 32")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise PromptError(
-                f"max_model_len={self.max_model_len} must be at least 2, a prompt and an answer"
+                f"max_model_len={self.max_model_len} must be at least 2: a prompt token and a generated one"
             )
 
     def served_length(self, positions: int) -> int:
-        """`max_model_len` of a model of so many positions; raises `PromptError` where it has fewer."""
+        """Return `max_model_len` for a model with `positions` positions.
+
+        Raises:
+          PromptError: the model has fewer positions.
+        """
         if self.max_model_len is not None and self.max_model_len > positions:
             raise PromptError(
                 f"max_model_len={self.max_model_len} must be at most {positions}, the model's positions"
@@ -78,13 +88,16 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
-class _Result:
-    """Tokens on their way to the host, and whose they are: places in the arrays, and jobs.
+class _PendingTokens:
+    """Tokens that are being copied to the host.
 
-    scored: a job, a piece of its prompt, and scores of the tokens behind those of the piece.
+    Attributes:
+      chosen: the tokens.
+      jobs: index in the batch and job of each sequence.
+      scored: job, chunk and scores of the prompt tokens after each token of the chunk; None without scores.
     """
 
-    chosen: Chosen
+    chosen: SampledTokens
     jobs: tuple[tuple[int, Job], ...]
     scored: tuple[Job, PrefillChunk, Scores] | None = None
 
@@ -94,21 +107,25 @@ class _Result:
 
 
 class Engine:
-    """Serves one model to many requests at once (`Serving`).
+    """Engine that serves one model to many requests at once (`Serving`).
 
-    An answer is that of `generate` for its request alone, greedy or drawn, whatever else is under way. (In 16
-    bits sums of other shapes may round otherwise, and a tie may fall to another token.)
+    The answer to a request is that of `generate` for the request alone, greedy or sampled, whatever else
+    runs. In 16-bit precision sums of other shapes may round differently, which can change a tie.
+
+    Args:
+      model: model to serve.
+      config: configuration; default `EngineConfig()`.
 
     Raises:
-      PlanError: the model cannot be served so, with the reason; cache_tokens of a plan without pages.
-      PromptError: a chunk that the plan does not take, a max_model_len above the model's positions.
-      CacheMemoryError: the cache of all rows does not fit, or what steps need beside it.
+      PlanError: the engine cannot serve the model's plan, or `cache_tokens` is set for a plan without pages.
+      PromptError: `chunk` does not suit the plan, or `max_model_len` exceeds the model's positions.
+      CacheMemoryError: the cache does not fit, or leaves too little memory for the steps.
     """
 
     def __init__(self, model: LanguageModel, config: EngineConfig | None = None):
         network = servable(model.network)
         self.model, self.config = model, config or EngineConfig()
-        check_chunk(model, self.config.chunk)
+        check_chunk(model, self.config.chunk, name="chunk")
         self.max_model_len = self.config.served_length(model.config.max_positions)
         warn_beyond_calibration(model, self.max_model_len, stacklevel=3)
         self._alignment = math.lcm(*(spec.alignment for spec in model.plan.layer_caches("bfloat16")))
@@ -140,21 +157,20 @@ class Engine:
         self.close(drain=error is None, timeout=60)
 
     def submit(self, request: EngineRequest, notify: Callable[[Event], None]) -> Job:
-        """`Serving.submit`."""
         check_request(self.model, self.max_model_len, request)
         job = Job(self.model, request, notify, self.cancel)
         with self._changed:
             if self._closing:
-                raise Closing("the engine is closing")
+                raise Closing("the engine is closing and accepts no more requests")
             ahead = len(self._inbox) + len(self._scheduler.waiting) - len(self._scheduler.free)
             if ahead >= self.config.max_waiting:
-                raise Busy(f"{self.config.max_waiting} requests wait")
+                raise Busy(f"the queue is full ({self.config.max_waiting} waiting requests); retry later")
             self._inbox.append(job)
             self._changed.notify()
         return job
 
     def cancel(self, job: Job) -> None:
-        """Ends a job soon, unless it has ended."""
+        """Cancel a job soon, unless it has ended."""
         with self._changed:
             self._cancelled.append(job)
             self._changed.notify()
@@ -166,11 +182,9 @@ class Engine:
 
     @property
     def closing(self) -> bool:
-        """`Serving.closing`."""
         return self._closing
 
     def stats(self) -> EngineStats:
-        """`Serving.stats`."""
         with self._changed:
             scheduler = self._scheduler
             running = len(scheduler.running)
@@ -182,7 +196,6 @@ class Engine:
             )
 
     def close(self, *, drain: bool, timeout: float) -> None:
-        """`Serving.close`."""
         until = time.monotonic() + timeout
         with self._changed:
             self._closing = True
@@ -208,54 +221,57 @@ class Engine:
         )
 
     def _run(self) -> None:
-        """The engine's thread; however it ends, nobody waits for it."""
+        """Run the engine's thread; however it ends, every job gets its last event."""
         last = Event(finish_reason="cancelled")
         try:
             self._work()
-        except BaseException as error:  # A tokenizer's panic is no `Exception`.
-            logger.exception("the engine cannot go on")
-            last = Event(finish_reason="error", error=f"the engine cannot go on: {error}")
+        except BaseException as error:  # A tokenizer's panic is not an `Exception`.
+            logger.exception("the engine failed and accepts no more requests")
+            last = Event(finish_reason="error", error=f"the engine failed: {error}")
         with self._changed:
             self._closing = True
-            self._take_orders()
+            self._process_inbox()
         for job in list(self._jobs.values()):
-            job.tell(last)
+            job.emit(last)
         self._jobs.clear()
 
     def _work(self) -> None:
-        """Until it is told to stop: while one step runs, what the step before gave is handed out."""
-        pending: list[_Result] = []
+        """Run steps until the engine is stopped.
+
+        While one step runs on the device, the tokens of the previous step are delivered.
+        """
+        pending: list[_PendingTokens] = []
         while True:
             with self._changed:
                 while not (pending or self._inbox or self._cancelled or self._jobs or self._stopped):
                     self._changed.wait()
-                self._take_orders()
+                self._process_inbox()
                 if self._stopped:
                     return
             try:
                 if self._scheduler.victim() is not None:
-                    # What it generated so far must be known.
-                    self._hand_out(pending)
+                    # A preempted request keeps its output, so pending tokens must be delivered first.
+                    self._deliver(pending)
                     pending = []
                 started = self._start(self._next_plan())
-                self._hand_out(pending)
+                self._deliver(pending)
                 pending = started
             except Exception as error:
-                logger.exception("a step failed; requests in it end, the others go on")
-                self._fail(error)
+                logger.exception("a step failed: running requests end with an error, waiting ones continue")
+                self._fail_running(error)
                 pending = []
 
-    def _take_orders(self) -> None:
-        """New requests and cancellations, with the lock held."""
-        came, cancelled = self._inbox, self._cancelled
-        self._inbox, self._cancelled = [], []  # Who is told may ask again.
-        for job in came:
+    def _process_inbox(self) -> None:
+        """Queue new requests and end cancelled ones; the caller holds the lock."""
+        submitted, cancelled = self._inbox, self._cancelled
+        self._inbox, self._cancelled = [], []  # A callback may submit or cancel again.
+        for job in submitted:
             self._jobs[job.work] = job
             self._scheduler.add(job.work)
         for job in cancelled:
             if job.work in self._jobs:
-                job.tell(Event(finish_reason="cancelled"))
-                self._forget(job)
+                job.emit(Event(finish_reason="cancelled"))
+                self._remove(job)
 
     def _next_plan(self) -> Plan | None:
         with self._changed:
@@ -264,107 +280,122 @@ class Engine:
                 self._count(preemptions=1)
             return self._scheduler.plan()
 
-    def _start(self, plan: Plan | None) -> list[_Result]:
-        """Starts a step; results follow."""
+    def _start(self, plan: Plan | None) -> list[_PendingTokens]:
+        """Start a step on the device and return its pending tokens."""
         if plan is None:
             return []
-        results = []
+        pending = []
         for work in plan.changed:
             assert work.row is not None
             self._runner.set_pages(work.row, work.pages)
         for work, tail in plan.restored:
             assert work.row is not None
-            self._runner.restore(work.row, tail)
-        decoding, jobs = self._runner.nobody(), []
+            self._runner.restore_tail(work.row, tail)
+        decoding, jobs = self._runner.new_decode_inputs(), []
         for work in plan.decode:
             assert work.row is not None
             jobs.append((work.row, job := self._jobs[work]))
-            decoding.put(work.row, job.numbers, job.choice)
+            decoding.add(work.row, job.numbers, job.choice)
 
-        def scored(chunk):
+        def wants_scores(chunk: PrefillChunk) -> bool:
             return self._jobs[chunk.work].wants_scores(chunk.begin)
 
-        for group in self._runner.grouping.groups(plan.chunks, scored):
-            chosen, scores, decoded = self._runner.read(
+        for group in self._runner.grouping.groups(plan.chunks, alone=wants_scores):
+            chosen, scores, decoded = self._runner.prefill(
                 [self._chunk_inputs(chunk) for chunk in group], decoding
             )
-            results += self._read(group, chosen, scores)
+            pending += self._collect_chunks(group, chosen, scores)
             if decoded is not None:
-                results.append(_Result(decoded, tuple(jobs)))
-                decoding, jobs = self._runner.nobody(), []
+                pending.append(_PendingTokens(decoded, tuple(jobs)))
+                decoding, jobs = self._runner.new_decode_inputs(), []
         if jobs:
-            found = self._runner.decode(decoding, plan.steps)
-            results += [_Result(chosen, tuple(jobs)) for chosen in found]
-        return results
+            steps = self._runner.decode(decoding, plan.steps)
+            pending += [_PendingTokens(chosen, tuple(jobs)) for chosen in steps]
+        return pending
 
     def _chunk_inputs(self, chunk: PrefillChunk) -> ChunkInputs:
-        """What the runner is to read."""
+        """Build the runner's inputs for a chunk, and update statistics."""
         work, job = chunk.work, self._jobs[chunk.work]
         assert work.row is not None
-        job.queued = job.queued or time.monotonic() - job.came
+        job.queued = job.queued or time.monotonic() - job.arrival_time
         if chunk.begin == work.cached:
-            asked = len(work.text)
-            self._count(prompt_tokens=asked, prefix_queries=asked, prefix_hits=work.cached)
+            length = len(work.text)
+            self._count(prompt_tokens=length, prefix_queries=length, prefix_hits=work.cached)
         tokens, following = work.text[chunk.begin : chunk.end], work.text[chunk.end :][:1] or (0,)
-        wanted = following[0] if job.wants_scores(chunk.begin) else None
-        return ChunkInputs(work.row, tokens, chunk.begin, chunk.last, job.numbers, job.choice, wanted)
+        return ChunkInputs(
+            row=work.row,
+            tokens=tokens,
+            begin=chunk.begin,
+            last=chunk.last,
+            numbers=job.numbers,
+            choice=job.choice,
+            following=following[0] if job.wants_scores(chunk.begin) else None,
+        )
 
-    def _read(
-        self, chunks: Sequence[PrefillChunk], chosen: list[Chosen], scores: Scores | None
-    ) -> list[_Result]:
-        """Results of pieces that are being read.
+    def _collect_chunks(
+        self, chunks: Sequence[PrefillChunk], chosen: list[SampledTokens], scores: Scores | None
+    ) -> list[_PendingTokens]:
+        """Take snapshots after the chunks and return their pending tokens.
 
-        They are waited for, even where nothing is generated: else many would be started.
+        Chunks that generate no token are pending, too: waiting for them limits how far the host runs ahead.
         """
-        results = []
-        for chunk, found in zip(chunks, chosen, strict=True):
+        pending = []
+        for chunk, tokens in zip(chunks, chosen, strict=True):
             job = self._jobs[chunk.work]
             if chunk.tail is not None:
                 assert chunk.work.row is not None
-                self._runner.keep(chunk.work.row, chunk.tail)
+                self._runner.save_tail(chunk.work.row, chunk.tail)
             scored = None if scores is None else (job, chunk, scores)
-            results.append(_Result(found, ((0, job),) if chunk.last else (), scored))
-        return results
+            pending.append(_PendingTokens(tokens, ((0, job),) if chunk.last else (), scored))
+        return pending
 
-    def _hand_out(self, results: list[_Result]) -> None:
-        """Waits for tokens and gives them to those who asked."""
+    def _deliver(self, results: list[_PendingTokens]) -> None:
+        """Wait for pending tokens and pass them to their jobs."""
         for result in results:
             chosen = jax.device_get(result.chosen)
             if result.scored is not None:
-                reader, chunk, scores = result.scored
-                reader.score(chunk.begin, chunk.end, jax.device_get(scores))
-            takers = [(place, job) for place, job in result.jobs if not job.ended and chosen.made[place]]
-            self._count(generation_tokens=sum(int(chosen.made[place]) for place, _ in takers))
-            for place, job in takers:
-                tokens = chosen.tokens[place, : chosen.made[place]].tolist()
-                parts = chosen.tokens, *chosen[3:]
-                try:
-                    known = job.take(tokens, jax.tree.map(lambda x, at=place: x[at], Token(*parts)))
-                except PromptError as error:
-                    job.tell(Event(finish_reason="error", error=str(error)))
-                    known = False
-                if job.ended:
-                    self._forget(job, keep=int(chosen.lengths[place]) if known else 0)
+                scored_job, chunk, scores = result.scored
+                scored_job.add_scores(chunk.begin, chunk.end, jax.device_get(scores))
+            receivers = [(row, job) for row, job in result.jobs if not job.ended and chosen.counts[row]]
+            self._count(generation_tokens=sum(int(chosen.counts[row]) for row, _ in receivers))
+            for row, job in receivers:
+                self._deliver_sequence(job, chosen, row)
 
-    def _forget(self, job: Job, keep: int = 0) -> None:
-        """keep: tokens that its pages hold for others."""
+    def _deliver_sequence(self, job: Job, chosen: SampledTokens, row: int) -> None:
+        """Pass the tokens at index `row` to their job, and remove the job if it has ended."""
+
+        def take_row(array: Array) -> Array:
+            return array[row]
+
+        tokens = chosen.tokens[row, : chosen.counts[row]].tolist()
+        try:
+            device_knows = job.add_tokens(tokens, jax.tree.map(take_row, chosen.parts))
+        except PromptError as error:
+            job.emit(Event(finish_reason="error", error=str(error)))
+            device_knows = False
+        if job.ended:
+            self._remove(job, keep=int(chosen.lengths[row]) if device_knows else 0)
+
+    def _remove(self, job: Job, keep: int = 0) -> None:
+        """Remove an ended job; `keep` tokens of its pages stay available for other requests."""
         with self._changed:
             self._scheduler.end(job.work, keep)
             del self._jobs[job.work]
 
-    def _fail(self, error: Exception) -> None:
-        """Ends all that had a row, and begins with an empty cache."""
+    def _fail_running(self, error: Exception) -> None:
+        """End all running requests with an error, and start again with an empty cache."""
         with self._changed:
             waiting, running = self._scheduler.waiting, list(self._scheduler.running.values())
             self._scheduler = self._new_scheduler()
             for work in waiting:
                 self._scheduler.add(work)
         for work in running:
-            self._jobs.pop(work).tell(Event(finish_reason="error", error=f"{type(error).__name__}: {error}"))
+            self._jobs.pop(work).emit(Event(finish_reason="error", error=f"{type(error).__name__}: {error}"))
         self._runner.reset()
 
-    def _count(self, **more: int) -> None:
+    def _count(self, **increments: int) -> None:
+        """Increase counters of the statistics."""
         with self._changed:
             counts = self._counts
-            sums = {name: getattr(counts, name) + number for name, number in more.items()}
+            sums = {name: getattr(counts, name) + number for name, number in increments.items()}
             self._counts = replace(counts, **sums)

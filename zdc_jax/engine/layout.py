@@ -1,4 +1,4 @@
-"""What the cache of an engine has room for: rows, pages, and copies of what rows hold beside them."""
+"""Size and layout of an engine's cache: sequences, pages, and snapshots of state outside pages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,14 +9,26 @@ from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.errors import CacheMemoryError, PlanError
 
 SHARE = 0.85
-"""Of the memory that is free: for the cache, where its size is not given. Steps need the rest."""
+"""Share of the free memory that the cache takes by default; steps need the rest."""
 TAILS_A_ROW = 2
+"""Snapshots for each sequence of the batch."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """rows; capacity: tokens of the longest; pages: of `page` tokens each; tails: copies of what a row holds
-    beside its pages, None where that is nothing. specs: of the layers, in pages where their methods can."""
+    """Layout of an engine's cache.
+
+    Methods that store tokens by position divide them into pages. Their other state, such as the ring of
+    recent tokens, belongs to a sequence; it can be copied to a snapshot ("tail") at the end of a page.
+
+    Attributes:
+      rows: sequences in the batch.
+      capacity: tokens of the longest sequence, a multiple of `page`.
+      pages: number of pages.
+      page: tokens of a page.
+      tails: number of snapshots; None if sequences have no state outside pages.
+      specs: cache specs of the layers, paged if all methods support pages.
+    """
 
     rows: int
     capacity: int
@@ -27,7 +39,7 @@ class Layout:
 
     @property
     def has_pages(self) -> bool:
-        """Whether rows grow by pages, and are not whole ones."""
+        """Whether sequences grow by pages, rather than reserving their capacity."""
         return all(isinstance(spec, Paged) for spec in self.specs)
 
     @classmethod
@@ -41,55 +53,65 @@ class Layout:
         cache_tokens: int | None,
         reuse: bool,
     ) -> "Layout":
-        """For requests of up to `longest` tokens.
+        """Choose a layout that fits into free memory.
 
-        cache_tokens: of all pages; default as many as `rows` of the longest take, or as fit. Methods that do
-        not keep tokens by position have no pages, but whole rows. reuse: whether there are to be tails; of
-        whole rows there are none.
+        Methods that do not store tokens by position have no pages; each sequence reserves its capacity.
+
+        Args:
+          specs: cache specs of the layers.
+          rows: sequences in the batch.
+          longest: most tokens of a request.
+          page: tokens of a page.
+          cache_tokens: tokens of all pages; default enough for `rows` longest requests, or what fits.
+          reuse: reserve snapshots, so that prefixes can be shared between requests.
 
         Raises:
-          PlanError: blocks of a method do not divide a page; `cache_tokens` of a method without pages.
-          CacheMemoryError: not even one request of the longest fits, or not so many `cache_tokens`.
+          PlanError: blocks of a method do not divide a page, or `cache_tokens` is set for a method without
+            pages.
+          CacheMemoryError: `cache_tokens`, or one request of the longest, do not fit.
         """
         if not all("pages" in spec.clauses for spec in specs):
             if cache_tokens is not None:
                 raise PlanError(
-                    f"{cache_tokens=}: the plan's method has no pages, but max_sequences={rows} of {longest} "
-                    "tokens each; leave cache_tokens out"
+                    f"{cache_tokens=}: the plan's method has no pages and reserves max_sequences={rows} "
+                    f"times {longest} tokens; leave out cache_tokens"
                 )
             capacity = -(-longest // page) * page
             return cls(rows, capacity, rows, capacity, None, tuple(specs))
-        each = -(-longest // page)
-        wanted = rows * each if cache_tokens is None else cache_tokens // page
-        made = cls(rows, each * page, wanted, page, 0, tuple(specs))
-        own = made._own_bytes(specs)
-        made = replace(made, tails=(TAILS_A_ROW * rows if reuse else 0) if own else None)
+        pages_each = -(-longest // page)
+        wanted = rows * pages_each if cache_tokens is None else cache_tokens // page
+        layout = cls(rows, pages_each * page, wanted, page, 0, tuple(specs))
+        if not layout._unpaged_bytes(specs):
+            layout = replace(layout, tails=None)
+        elif reuse:
+            layout = replace(layout, tails=TAILS_A_ROW * rows)
         if (free := free_bytes()) is not None:
-            fitting = made._fitting(specs, free if cache_tokens else int(SHARE * free))
+            fitting = layout._count_fitting_pages(specs, free if cache_tokens else int(SHARE * free))
             if cache_tokens and wanted > fitting:
                 raise CacheMemoryError(
-                    f"{cache_tokens=}: memory has room for {fitting * page} beside max_sequences={rows}"
+                    f"{cache_tokens=}: memory has room for {fitting * page} tokens with "
+                    f"max_sequences={rows}; lower one of them"
                 )
-            made = replace(made, pages=min(wanted, fitting))
-        if made.pages < each:
+            layout = replace(layout, pages=min(wanted, fitting))
+        if layout.pages < pages_each:
             raise CacheMemoryError(
-                f"the cache has room for {made.pages * page} tokens, one request may have {longest}: "
-                f"need fewer rows, a smaller max_model_len or more cache_tokens, in whole pages of {page}"
+                f"max_model_len={longest}: the cache has room for {layout.pages * page} tokens, less than "
+                "one request; lower max_sequences or max_model_len, or raise cache_tokens, in whole pages of "
+                f"{page}"
             )
-        paged = (Paged.of(spec, page=page, pages=made.pages) for spec in specs)
-        return replace(made, specs=tuple(paged))
+        paged = (Paged.of(spec, page=page, pages=layout.pages) for spec in specs)
+        return replace(layout, specs=tuple(paged))
 
-    def _own_bytes(self, specs: Sequence[LayerCacheSpec]) -> int:
-        """Of what one row holds beside its pages."""
+    def _unpaged_bytes(self, specs: Sequence[LayerCacheSpec]) -> int:
+        """Return the bytes of one sequence's state outside pages."""
         return sum(Paged.of(spec, page=self.page, pages=0).bytes(self.capacity) for spec in specs)
 
-    def _fitting(self, specs: Sequence[LayerCacheSpec], limit: int) -> int:
-        """Pages that fit into so many bytes, beside rows and tails."""
+    def _count_fitting_pages(self, specs: Sequence[LayerCacheSpec], limit: int) -> int:
+        """Return how many pages fit into `limit` bytes, together with unpaged state and snapshots."""
 
-        def bytes_of(pages):
-            return device_bytes(
-                [Paged.of(spec, page=self.page, pages=pages) for spec in specs], self.capacity, self.rows
-            )
+        def count_bytes(pages: int) -> int:
+            paged = [Paged.of(spec, page=self.page, pages=pages) for spec in specs]
+            return device_bytes(paged, self.capacity, self.rows)
 
-        empty = bytes_of(0) + (self.tails or 0) * self._own_bytes(specs)
-        return max(0, limit - empty) // max(1, bytes_of(1) - bytes_of(0))
+        empty = count_bytes(0) + (self.tails or 0) * self._unpaged_bytes(specs)
+        return max(0, limit - empty) // max(1, count_bytes(1) - count_bytes(0))

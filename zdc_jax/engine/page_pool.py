@@ -1,7 +1,8 @@
-"""Which pages of a cache are whose. Pure Python: nothing here knows of arrays.
+"""Allocation of cache pages and reuse of their contents. Pure Python, without arrays.
 
-A page that no request holds keeps its tokens until another needs it, the longest unused first. Its key tells
-which tokens these are and all before them, so that a text that begins alike finds it.
+A page that no request uses keeps its tokens until it is allocated again, the least recently used page first.
+The key of a page identifies its tokens and all tokens before them, so a later request with the same prefix
+finds it.
 """
 
 import hashlib
@@ -10,13 +11,19 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 DIGEST = 32
-"""Bytes of a key: two texts of the same do not happen, by chance or on purpose."""
+"""Bytes of a key, enough to rule out collisions, accidental or deliberate."""
 
 
 def page_keys(tokens: Sequence[int], page: int, salt: str, known: Sequence[bytes] = ()) -> list[bytes]:
-    """Of each whole page of a text: a digest of it, of all before it and of the salt.
+    """Return the key of each whole page of a token sequence.
 
-    known: the first of them.
+    A key is a digest of the page's tokens, of all tokens before them, and of the salt.
+
+    Args:
+      tokens: token ids.
+      page: tokens of a page.
+      salt: salt of the prefix cache.
+      known: keys of the first pages, if they were computed before.
     """
     keys = list(known)
     before = keys[-1] if keys else hashlib.blake2b(salt.encode(), digest_size=DIGEST).digest()
@@ -28,73 +35,81 @@ def page_keys(tokens: Sequence[int], page: int, salt: str, known: Sequence[bytes
 
 
 class PagePool:
-    """`pages` pages. Those of a request are held by it; several may hold one."""
+    """Pool of pages with reference counts; several requests may use one page.
+
+    Attributes:
+      pages: number of pages.
+    """
 
     def __init__(self, pages: int):
         self.pages = pages
-        self._holders = [0] * pages
+        self._references = [0] * pages
         self._idle = OrderedDict.fromkeys(range(pages))
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
 
     @property
     def available(self) -> int:
-        """Pages that nobody holds."""
+        """Number of pages that no request uses."""
         return len(self._idle)
 
-    def take(self, count: int) -> list[int]:
-        """So many of the available ones, held once; what was in them is forgotten."""
-        taken = [self._idle.popitem(last=False)[0] for _ in range(count)]
-        for page in taken:
+    def allocate(self, count: int) -> list[int]:
+        """Allocate unused pages with one reference each, and forget their contents."""
+        pages = [self._idle.popitem(last=False)[0] for _ in range(count)]
+        for page in pages:
             if key := self._key_of.pop(page, None):
                 del self._page_of[key]
-            self._holders[page] = 1
-        return taken
+            self._references[page] = 1
+        return pages
 
-    def hold(self, pages: Iterable[int]) -> None:
-        """Holds pages once more."""
+    def retain(self, pages: Iterable[int]) -> None:
+        """Add a reference to each page."""
         for page in pages:
-            self._holders[page] += 1
+            self._references[page] += 1
             self._idle.pop(page, None)
 
-    def let_go(self, pages: Sequence[int]) -> None:
-        """Holds pages of a text once less; of those that are left over the last are needed least."""
+    def release(self, pages: Sequence[int]) -> None:
+        """Drop a reference to each page of a sequence; its last unused pages are evicted first."""
         for page in reversed(pages):
-            self._holders[page] -= 1
-            if not self._holders[page]:
+            self._references[page] -= 1
+            if not self._references[page]:
                 self._idle[page] = None
                 self._idle.move_to_end(page, last=page in self._key_of)
 
-    def name(self, keys: Iterable[bytes], pages: Iterable[int]) -> None:
-        """Says what is in pages; of two of the same text the first stays the one that is found."""
+    def register(self, keys: Iterable[bytes], pages: Iterable[int]) -> None:
+        """Record the contents of pages; of two pages with the same key, `find` returns the first."""
         for key, page in zip(keys, pages, strict=False):
             if key not in self._page_of:
                 self._page_of[key] = page
                 self._key_of[page] = key
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The pages of a text, as far as they are there without a gap."""
-        found = []
+        """Return the pages of the longest stored prefix."""
+        pages = []
         for key in keys:
             if (page := self._page_of.get(key)) is None:
                 break
-            found.append(page)
-        return found
+            pages.append(page)
+        return pages
 
-    def idle(self, pages: Iterable[int]) -> int:
-        """How many of them nobody holds."""
+    def count_idle(self, pages: Iterable[int]) -> int:
+        """Count the pages that no request uses."""
         return sum(page in self._idle for page in pages)
 
 
 class Tails:
-    """`slots` copies of what rows hold beside their pages, at the ends of pages; the longest unused goes."""
+    """Slots for snapshots of state outside pages, taken at page ends; the least recently used is replaced.
+
+    Args:
+      slots: number of slots.
+    """
 
     def __init__(self, slots: int):
         self._free = list(range(slots))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()
 
     def put(self, key: bytes) -> int | None:
-        """The slot that is to take the copy of a text, None where there is one, or no slot at all."""
+        """Return the slot for a new snapshot; None if one with this key exists or there are no slots."""
         if key in self._slot_of or not (self._free or self._slot_of):
             return None
         slot = self._free.pop() if self._free else self._slot_of.popitem(last=False)[1]
@@ -102,7 +117,7 @@ class Tails:
         return slot
 
     def find(self, key: bytes) -> int | None:
-        """The slot of a text's copy; it counts as used."""
+        """Return the slot of a snapshot and mark it as used; None if there is none."""
         if key in self._slot_of:
             self._slot_of.move_to_end(key)
         return self._slot_of.get(key)

@@ -1,29 +1,41 @@
-"""What is asked of an engine, and what it gives back."""
+"""Interface of an engine: requests, events, statistics and the `Serving` protocol."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from zdc_jax.generation.next_token import MOST_LOGPROBS as MOST_LOGPROBS
+from zdc_jax.generation.next_token import MAX_LOGPROBS as MAX_LOGPROBS
 from zdc_jax.generation.sampling import Sampling
 from zdc_jax.loading import TextModel
 
 EndReason = Literal["stop", "length", "cancelled", "error"]
-"""`stop`: at a stop token or string. `error`: `Event.error` says which."""
+"""Reason why an answer ended.
+
+`stop` means a stop token or stop string, `length` the token limit; `error` is explained by `Event.error`.
+"""
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One prompt to be continued.
+    """Request to continue one prompt.
 
-    prompt: token ids. max_tokens: to generate, at least 1. stop_tokens: that end it, beside the model's own
-    unless `ignore_eos`; stop: strings that end it and are no part of its text. min_tokens: before so many
-    neither ends it, and tokens that would are not generated. logprobs: so many alternatives of each token, up
-    to `MOST_LOGPROBS`; None for no log-probabilities at all. prompt_logprobs: also those of the prompt's
-    tokens; it is read anew, whatever others read. priority: requests of smaller numbers are begun first, then
-    those that came first. salt: the cache of an earlier request serves this one only if both have the same.
-    generated: tokens that the answer begins with, where another engine gave them: only what follows is told,
-    and it is what one engine alone would have given behind them; limits count all.
+    Attributes:
+      prompt: token ids of the prompt.
+      max_tokens: most tokens to generate, at least 1.
+      sampling: sampling parameters; default greedy.
+      stop_tokens: ids that end the answer, in addition to the model's own unless `ignore_eos`.
+      stop: strings that end the answer and are not part of its text.
+      ignore_eos: do not stop at the model's end-of-sequence ids.
+      min_tokens: fewest tokens of the answer. Until then stop tokens are not generated and stop strings do
+        not end it.
+      logprobs: number of alternatives of each token to report with log-probabilities, up to `MAX_LOGPROBS`;
+        None for no log-probabilities at all.
+      prompt_logprobs: report log-probabilities of the prompt's tokens, too. The prompt is then prefilled
+        without the prefix cache.
+      priority: requests with smaller numbers start first; equal ones start in order of arrival.
+      salt: prefix-cache salt. Cached tokens are shared only between requests with the same salt.
+      generated: first tokens of the answer, if another engine has already generated them. Only later tokens
+        are reported, and they are those that one engine would have generated. Limits count all tokens.
     """
 
     prompt: tuple[int, ...]
@@ -41,9 +53,12 @@ class EngineRequest:
 
 
 class TokenLogprobs(NamedTuple):
-    """Of one token: its natural log-probability, before temperature, and those of the likeliest.
+    """Natural log-probabilities of one token, before temperature is applied.
 
-    A prompt's first token has none.
+    Attributes:
+      token: token id.
+      logprob: its log-probability; None for the first token of a prompt.
+      top: ids and log-probabilities of the most likely tokens at its position.
     """
 
     token: int
@@ -53,11 +68,17 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """One piece of an answer: new tokens and text (None without a tokenizer), and why it ended (else None).
+    """Part of an answer.
 
-    tokens: with the stop token, if one ended it; text: without. logprobs: of the tokens, if asked for;
-    prompt_logprobs: of the prompt's, if asked for, in the first event alone. cached_tokens: of the prompt,
-    that were read for an earlier request. queued: seconds that it waited before any of its tokens were read.
+    Attributes:
+      tokens: new token ids, including the stop token if one ended the answer.
+      text: new text, without the stop token or stop string; None without a tokenizer.
+      finish_reason: reason why the answer ended; None while it continues.
+      logprobs: log-probabilities of `tokens`, if requested.
+      prompt_logprobs: log-probabilities of the prompt, if requested; only in the first event.
+      error: message of an `error` finish reason.
+      cached_tokens: prompt tokens reused from earlier requests.
+      queued: seconds that the request waited before its prefill started.
     """
 
     tokens: tuple[int, ...] = ()
@@ -71,17 +92,25 @@ class Event:
 
 
 class Ticket(Protocol):
-    """A request under way."""
+    """Handle of a submitted request."""
 
     def cancel(self) -> None:
-        """Frees what it holds, soon; a last event says `cancelled`, unless it ended before."""
+        """Free the request's resources soon; its last event is `cancelled` unless it ended before."""
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Of now: requests in steps, requests that wait, share of the cache's rows in use. Since the start:
-    tokens of texts that requests came with, or came back with after a preemption, and generated ones; of the
-    former those looked for and found in earlier requests' rows; preemptions.
+    """Engine statistics. The first three are gauges, the others are counters since the start.
+
+    Attributes:
+      running: requests that are prefilled or decoded.
+      waiting: requests in the queue.
+      cache_usage: share of the cache in use, from 0 to 1.
+      prompt_tokens: prompt tokens, counted again after a preemption.
+      generation_tokens: generated tokens.
+      prefix_queries: tokens looked up in the prefix cache.
+      prefix_hits: tokens found in the prefix cache.
+      preemptions: preempted requests.
     """
 
     running: int = 0
@@ -95,42 +124,46 @@ class EngineStats:
 
 
 class Busy(Exception):
-    """As many requests wait as may; come again later."""
+    """The request queue is full; the client may retry later."""
 
 
 class Closing(Busy):
-    """The engine takes no more requests, and will not again."""
+    """The engine is closed or failed and accepts no further requests."""
 
 
 class Serving(Protocol):
-    """What a server needs of an engine."""
+    """Engine as a server sees it."""
 
     @property
     def model(self) -> TextModel:
-        """What the server reads and writes texts with."""
+        """Model whose tokenizer and chat template the server uses."""
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a prompt and its answer together, at most."""
+        """Most tokens of a prompt and its answer together."""
 
     def submit(self, request: EngineRequest, notify: Callable[[Event], None]) -> Ticket:
-        """Queues a request. `notify` gets its events in order, on a thread of the engine's: it must be quick.
+        """Queue a request.
 
-        Exactly one event of each request has a finish reason, and it is the last.
+        Args:
+          request: request to answer.
+          notify: callback for its events, in order. It runs on a thread of the engine and must return
+            quickly. Exactly one event has a finish reason, the last one.
 
         Raises:
-          PromptError: the request cannot be served at all, and why.
-          Busy: the queue is full; as `Closing`, the engine is.
+          PromptError: the request is invalid; the message says why.
+          Busy: the queue is full, or (as `Closing`) the engine accepts no requests.
         """
 
     @property
     def closing(self) -> bool:
-        """Whether it takes no more requests: it was closed, or cannot go on."""
+        """Whether the engine accepts no further requests, because it was closed or failed."""
 
     def stats(self) -> EngineStats:
-        """Numbers of now."""
+        """Return current statistics."""
 
     def close(self, *, drain: bool, timeout: float) -> None:
-        """Takes no more requests. With `drain` waits for those under way, at most so many seconds. Then
-        cancels what is left.
+        """Stop accepting requests, then cancel all that remain.
+
+        With `drain`, running and waiting requests first get up to `timeout` seconds to finish.
         """

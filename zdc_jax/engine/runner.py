@@ -1,12 +1,12 @@
-"""The steps of an engine on a device: pieces of prompts, and decoding of all rows.
+"""Device side of an engine: compiled programs for prefill chunks and for decoding all sequences.
 
-They are those of `generate` (`zdc_jax.generation.steps`), for rows that come and go. All programs are
-compiled before the first request. Results come back as arrays that are on their way; they are looked at while
+The steps are those of `generate` (`zdc_jax.generation.steps`), for sequences that come and go. All programs
+are compiled before the first request. Results are arrays still being computed; the engine reads them while
 the next step runs.
 
-Layers and the choice of tokens are programs of their own, and in neither is a branch that the host must take
-while it runs: a GPU would wait for it. So the host runs ahead, and says what is to be chosen. Several steps
-are one program of both, a loop whose length is known.
+Layers and the choice of tokens are separate programs. Neither has a branch that the host must take, for which
+a GPU would wait. So the host runs ahead, and says which kind of choice is needed. Several decode steps run as
+one program that contains both, in a loop of known length.
 """
 
 import itertools
@@ -30,20 +30,20 @@ from zdc_jax.cache.paged import Paged
 from zdc_jax.engine.layout import Layout
 from zdc_jax.engine.scheduler import Grouping
 from zdc_jax.errors import CacheMemoryError, MeshError, PlanError
-from zdc_jax.generation.next_token import Choice, Scores, scores
+from zdc_jax.generation.next_token import Choice, Scores, score_tokens
 from zdc_jax.generation.row_numbers import WIDTH
 from zdc_jax.generation.steps import (
-    Chosen,
     DecodeState,
     Flat,
     Frontier,
     Network,
+    SampledTokens,
     advance,
     advance_with,
-    at_end,
     bucket,
     choose,
     decode_steps,
+    take_last,
 )
 from zdc_jax.model.together import Place
 from zdc_jax.model.transformer import Embeddings, Transformer
@@ -53,31 +53,44 @@ from zdc_jax.parallel.transformer import ShardedTransformer
 logger = logging.getLogger("zdc_jax")
 
 CLAUSES = frozenset({"chunked", "ragged", "order", "reuse"})
-"""Of the contract of caches: texts are read in pieces, beside others, in rows that served others before."""
+"""Clauses of the cache contract that the engine needs.
+
+Sequences are prefilled in chunks, batched with others, and take the place of sequences that have ended.
+"""
 CHUNK_HEADER = 4
-"""Numbers of a piece before its tokens: row, first position, tokens, whether it is the last of its text."""
-SEVERAL = 3
-"""Pieces of as many rows are read in one program at most. Attention is given each padded to all tokens."""
+"""Numbers before a packed chunk's tokens: batch index, first position, token count, end of text."""
+MAX_CHUNKS = 3
+"""Most chunks of one program; attention pads each of them to the tokens of all."""
 STEPS_ON_MESH = 4
-"""Of decoding, in one program. On four H100 the host takes longer to start a step than the GPUs to run it: a
-token of 8 rows of Llama-3-8B's shape in 16 bits takes 7.2 ms where each step is a program, 3.8 where four
-are, and 3.7 where eight are (7a5629f)."""
+"""Default decode steps of one program on a mesh.
+
+There the host takes longer to start a step than the GPUs take to run it. More steps gain little.
+"""
 NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
-"""Options of XLA for programs of many kernels of ours. It would put kernels together in CUDA graphs, and it
-seems to make these anew where arrays have moved since, our kernels one by one. On an H200 a piece in four
-layers of Llama-2-13B in codes takes 8.5 ms with them and 7.2 without, a decoded token 5.2 and 4.1; without
-codes a piece takes 6.4 and 5.8, a token 3.1 and 3.4."""
+"""XLA options for programs with many custom kernels.
+
+By default XLA puts kernels into CUDA graphs, and appears to rebuild a graph, kernel by kernel, whenever an
+array has moved. That costs more than it saves in prefill, and in decoding of quantized caches.
+"""
 PREFILL_OPTIONS = NO_GRAPHS | {"xla_gpu_dot_merger_threshold_mb": 0}
-"""Options for pieces. XLA would make one product of those that give q and k, and copy their weights together
-for it at each piece: 5 % of the time of 1024 tokens of Llama-2-13B."""
+"""XLA options for prefill.
+
+XLA would merge the q and k projections into one product, and copy their weights together for every chunk.
+"""
 
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """A piece of a row's text: tokens from position `begin` on; behind the `last` of a text one is generated.
+    """Inputs for one prefill chunk.
 
-    numbers, choice: how that is chosen. following: the token behind the piece, where those behind each of
-    its tokens are to be scored; None for no scores.
+    Attributes:
+      row: index of the sequence in the batch.
+      tokens: token ids of the chunk.
+      begin: position of the first token.
+      last: whether the text ends with the chunk, so that a token is generated after it.
+      numbers: packed request parameters (`row_numbers`).
+      choice: kind of program that chooses that token.
+      following: token after the chunk, to score the token after each of the chunk's; None for no scores.
     """
 
     row: int
@@ -89,439 +102,509 @@ class ChunkInputs:
     following: int | None = None
 
     @property
-    def packed(self) -> list[int]:
-        """As programs take it, before its tokens."""
+    def header(self) -> list[int]:
+        """Numbers before the tokens in a packed chunk."""
         return [self.row, self.begin, len(self.tokens), self.last]
 
 
 @dataclass
-class Decoding:
-    """Rows that get a token each: numbers [B, WIDTH] int32 of `row_numbers`, active [B] bool, and how these
-    tokens are chosen."""
+class DecodeInputs:
+    """Inputs for decoding.
+
+    Attributes:
+      numbers: packed request parameters of each sequence (`row_numbers`), [B, WIDTH] int32.
+      active: sequences to decode, [B] bool.
+      choice: kind of program that serves all of them.
+    """
 
     numbers: np.ndarray
     active: np.ndarray
     choice: Choice
 
-    def put(self, row: int, numbers: np.ndarray, choice: Choice) -> None:
-        """A row more."""
+    def add(self, row: int, numbers: np.ndarray, choice: Choice) -> None:
+        """Add the sequence at index `row` of the batch."""
         self.numbers[row], self.active[row] = numbers, True
         self.choice = max(choice, self.choice, key=get_args(Choice).index)
 
-    def packed(self) -> Int[np.ndarray, "B 1+WIDTH"]:
-        """As programs take them."""
+    def pack(self) -> Int[np.ndarray, "B 1+WIDTH"]:
+        """Pack the inputs for a program."""
         return np.concatenate([self.active[:, None].astype(np.int32), self.numbers], axis=1)
 
 
 class Runner:
     """Arrays and compiled programs of one `servable` network.
 
-    layout: of its cache. chunk: longest piece, in tokens. steps: of decoding that are one program, default
-    `STEPS_ON_MESH` on a mesh and one elsewhere. whole: texts that are longer are read at once where nothing
-    of them is held, None if none are. On a mesh with an axis `sequence` these are what does not fit into a
-    piece: their tokens are divided. together: whether pieces are read in one program with the next tokens of
-    other rows. grouping: of pieces.
+    Args:
+      network: network to run.
+      layout: layout of its cache.
+      chunk: most tokens of a chunk.
+      steps: decode steps of one program; default `STEPS_ON_MESH` on a mesh and 1 elsewhere.
+
+    Attributes:
+      layout: layout of the cache.
+      steps: decode steps of one program.
+      whole: longer prompts are prefilled in one chunk if none of their tokens are cached; None for no such
+        prompts. On a mesh with an axis `sequence` it is the chunk size, and their tokens are split.
+      together: whether chunks and the next tokens of other sequences share a program.
+      grouping: rule for combining chunks.
 
     Raises:
-      CacheMemoryError: the cache does not fit, or what steps need beside it.
+      CacheMemoryError: the cache does not fit, or leaves too little memory for the steps.
     """
 
     def __init__(self, network: Network, layout: Layout, *, chunk: int, steps: int | None = None):
         self.layout, self._network = layout, network
-        self._flat, self._ends = Flat.of(network), Flat.of(network.embeddings)
+        self._flat, self._flat_embeddings = Flat.of(network), Flat.of(network.embeddings)
         self._where = whole_on(network.mesh) if isinstance(network, ShardedTransformer) else None
         self.steps = steps or (STEPS_ON_MESH if self._where else 1)
-        self._widths = sorted({self._width(1 << i) for i in range(chunk.bit_length())}, reverse=True)
+        self._widths = sorted({self._pad_width(1 << i) for i in range(chunk.bit_length())}, reverse=True)
         devices = network.mesh.shape[SEQUENCE] if isinstance(network, ShardedTransformer) else 1
         self.whole = chunk if devices > 1 and layout.has_pages else None
         self.together = isinstance(network, Transformer) and layout.has_pages
         apart = any(spec.queries_apart for spec in layout.specs)
-        several = SEVERAL if self.together and not apart else 1
-        self.grouping = Grouping(several, self._widths[0], self._width)
+        several = MAX_CHUNKS if self.together and not apart else 1
+        self.grouping = Grouping(several, self._widths[0], self._pad_width)
         self._state: DecodeState
         self._tails: list[Array]
         self.reset()
-        with ThreadPoolExecutor() as threads:  # XLA compiles one without Python's lock; the next is lowered.
+        # XLA compiles without Python's lock, so the next program is lowered meanwhile.
+        with ThreadPoolExecutor() as threads:
             compiled = {name: threads.submit(lowered.compile) for name, lowered in self._lower_all()}
         self._programs = {name: future.result() for name, future in compiled.items()}
         self._check_memory()
 
     def reset(self) -> None:
-        """All rows empty, in new arrays."""
+        """Replace the cache with an empty one, in new arrays."""
         if hasattr(self, "_state"):
             del self._state, self._tails  # Two caches may not fit.
         layout, network = self.layout, self._network
         cache = network.new_cache(batch=layout.rows, capacity=layout.capacity, specs=layout.specs)
         self._state = DecodeState.of(cache, self._where)
 
-        def copies(x):
+        def allocate_tails(x: Array) -> Array:
             return jnp.zeros((layout.tails or 0, *x.shape[1:]), x.dtype, device=x.sharding)
 
-        self._tails = list(map(copies, cache.own)) if layout.tails else []
+        self._tails = list(map(allocate_tails, cache.own)) if layout.tails else []
         self._pages = np.zeros((layout.rows, layout.capacity // layout.page), np.int32)
         self._table: Array | None = None
-        self._packed: tuple[np.ndarray, Array] | None = None
+        self._sent: tuple[np.ndarray, Array] | None = None
 
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
-        """Where the tokens of a row lie, in the steps from now on."""
+        """Set the pages of a sequence for all later steps."""
         self._pages[row, : len(pages)] = pages
         self._table = None
 
-    def keep(self, row: int, tail: int) -> None:
-        """Copies what a row holds beside its pages."""
+    def save_tail(self, row: int, tail: int) -> None:
+        """Copy a sequence's state outside pages to a snapshot."""
         pair = np.array([row, tail], np.int32)
-        self._tails = self._programs["keep"](self._tails, self._state.cache.own, pair)
+        self._tails = self._programs["save tail"](self._tails, self._state.cache.own, pair)
 
-    def restore(self, row: int, tail: int) -> None:
-        """Makes a row hold such a copy."""
+    def restore_tail(self, row: int, tail: int) -> None:
+        """Copy a snapshot to a sequence's state outside pages."""
         pair = np.array([row, tail], np.int32)
-        self._state = self._programs["restore"](self._state, self._tails, pair)
+        self._state = self._programs["restore tail"](self._state, self._tails, pair)
 
-    def read(
-        self, chunks: Sequence[ChunkInputs], beside: "Decoding"
-    ) -> tuple[list[Chosen], Scores | None, Chosen | None]:
-        """Pieces of a group, and a token of each other row that decodes, in one program.
+    def prefill(
+        self, chunks: Sequence[ChunkInputs], decoding: DecodeInputs
+    ) -> tuple[list[SampledTokens], Scores | None, SampledTokens | None]:
+        """Prefill a group of chunks and, if possible, decode a token of other sequences in the same program.
+
+        Args:
+          chunks: chunks of different sequences. A chunk that needs scores must be the only one.
+          decoding: other sequences to decode.
 
         Returns:
-          what each piece gives; scores of the one piece that asks for them, which is by itself; tokens of
-          other rows, None where there are none or they are left to `decode`.
+          The token after each chunk, scores of the only chunk if it needs them, and the tokens of the other
+          sequences. These are None if nothing decodes, or if decoding is left to `decode`.
         """
-        (first, *more), found, decodes = chunks, None, beside.active.any()
-        width = self._widths[0] if more else self._width(len(first.tokens))
+        (first, *more), decoded, decodes = chunks, None, decoding.active.any()
+        width = self._widths[0] if more else self._pad_width(len(first.tokens))
         if self.together and (more or decodes or width < self._widths[0]):
-            count, others = self.grouping.several if more else 1, beside.packed()
-            packed = _packed(chunks, count, width, nowhere=self.layout.rows)
-            given = np.concatenate([packed, others.ravel()])
-            frontiers, hidden, decoded = self._step(_name_read_and_decode(count, width), given)
+            count, packed_inputs = self.grouping.several if more else 1, decoding.pack()
+            packed_chunks = _pack_chunks(chunks, count, width, empty_row=self.layout.rows)
+            packed = np.concatenate([packed_chunks, packed_inputs.ravel()])
+            frontiers, hidden, others = self._run_step(_name_prefill_and_decode(count, width), packed)
             if decodes:
-                found = self._chosen(f"next {beside.choice}", decoded, self._sent(others))
+                decoded = self._choose(f"choose next, {decoding.choice}", others, self._send(packed_inputs))
         else:
-            whole = " whole" if self._at_once(first) else ""
-            packed = _packed(chunks, 1, width, nowhere=0)
-            frontier, hidden, _ = self._step(f"read{whole} {width}", packed)
+            name = _name_prefill_whole(width) if self._is_whole(first) else _name_prefill(width)
+            packed = _pack_chunks(chunks, 1, width, empty_row=0)
+            frontier, hidden, _ = self._run_step(name, packed)
             frontiers = (frontier,)
-        chosen = [self._first(chunk, frontier) for chunk, frontier in zip(chunks, frontiers, strict=False)]
-        return chosen, self._scores(first, hidden), found
+        pairs = zip(chunks, frontiers, strict=False)
+        chosen = [self._choose_first(chunk, frontier) for chunk, frontier in pairs]
+        return chosen, self._score(first, hidden), decoded
 
-    def _at_once(self, chunk: ChunkInputs) -> bool:
-        """Whether it is a text that is read whole."""
-        long = self.whole is not None and len(chunk.tokens) > self.whole
-        return long and chunk.begin == 0 and chunk.following is None
+    def _is_whole(self, chunk: ChunkInputs) -> bool:
+        """Return whether a chunk is a whole text, to be split over devices."""
+        is_long = self.whole is not None and len(chunk.tokens) > self.whole
+        return is_long and chunk.begin == 0 and chunk.following is None
 
-    def decode(self, rows: "Decoding", steps: int) -> list[Chosen]:
-        """`steps` times one more token of rows that have not ended, in one program if it is for so many."""
-        packed, found = self._sent(rows.packed()), []
+    def decode(self, inputs: DecodeInputs, steps: int) -> list[SampledTokens]:
+        """Decode `steps` tokens of each active sequence that has not ended.
+
+        They are one program if `steps` is `self.steps`, and one program for each step otherwise.
+        """
+        packed, tokens = self._send(inputs.pack()), []
         if steps == self.steps > 1:
-            return [self._step(_in_one(rows.choice), packed)]
+            return [self._run_step(_name_decode_loop(inputs.choice), packed)]
         for _ in range(steps):
-            frontier = self._step("decode", packed)
-            found.append(self._chosen(f"next {rows.choice}", frontier, packed))
-        return found
+            frontier = self._run_step("decode", packed)
+            tokens.append(self._choose(f"choose next, {inputs.choice}", frontier, packed))
+        return tokens
 
-    def _step(self, name: str, packed: np.ndarray | Array) -> Any:
-        given = self._flat, self._state, self._on_device(), packed
-        self._state, found = self._programs[name](*given)
-        return found
+    def _run_step(self, name: str, packed: np.ndarray | Array) -> Any:
+        """Run a program of layers, update the state, and return the other results."""
+        self._state, result = self._programs[name](self._flat, self._state, self._send_table(), packed)
+        return result
 
-    def _first(self, chunk: ChunkInputs, frontier: Frontier) -> Chosen:
-        """The token behind a piece; behind one that is not the last none is made, of which there is word
-        when the piece is read."""
+    def _choose_first(self, chunk: ChunkInputs, frontier: Frontier) -> SampledTokens:
+        """Choose the token after a text's last chunk; earlier chunks yield no token.
+
+        The result for an earlier chunk has a count of 0. Its arrays are ready when the chunk is prefilled.
+        """
         if not chunk.last:
-            return Chosen(frontier.held, frontier.gets, frontier.held, None, None, None)
+            return SampledTokens(frontier.lengths, frontier.active, frontier.lengths, None, None, None)
         packed = np.concatenate([[np.int32(chunk.row)], chunk.numbers])[None]
-        return self._chosen(f"first {chunk.choice}", frontier, packed)
+        return self._choose(f"choose first, {chunk.choice}", frontier, packed)
 
-    def _scores(self, chunk: ChunkInputs, hidden: Array) -> Scores | None:
+    def _score(self, chunk: ChunkInputs, hidden: Array) -> Scores | None:
+        """Score the token after each token of a chunk, if the chunk needs scores."""
         if chunk.following is None:
             return None
-        behind = np.zeros(len(hidden), np.int32)
-        behind[: len(chunk.tokens)] = *chunk.tokens[1:], chunk.following
-        return self._programs[f"score {len(hidden)}"](self._ends, hidden, behind)
+        following = np.zeros(len(hidden), np.int32)
+        following[: len(chunk.tokens)] = *chunk.tokens[1:], chunk.following
+        return self._programs[_name_score(len(hidden))](self._flat_embeddings, hidden, following)
 
-    def _chosen(self, name: str, frontier: Frontier, packed: np.ndarray | Array) -> Chosen:
-        given = self._ends, self._state.last, self._state.done, frontier, packed
-        last, done, chosen = self._programs[name](*given)
-        self._state = self._state._replace(last=last, done=done)
+    def _choose(self, name: str, frontier: Frontier, packed: np.ndarray | Array) -> SampledTokens:
+        """Run a program that chooses tokens."""
+        state = self._state
+        last, done, chosen = self._programs[name](
+            self._flat_embeddings, state.last, state.done, frontier, packed
+        )
+        self._state = state._replace(last=last, done=done)
         return chosen
 
-    def nobody(self) -> "Decoding":
-        """No rows; others are put in."""
+    def new_decode_inputs(self) -> DecodeInputs:
+        """Return inputs without active sequences."""
         rows = self.layout.rows
-        return Decoding(np.full((rows, WIDTH), -1, np.int32), np.zeros(rows, bool), "greedy")
+        return DecodeInputs(np.full((rows, WIDTH), -1, np.int32), np.zeros(rows, bool), "greedy")
 
-    def _sent(self, packed: np.ndarray) -> Array:
-        """On all devices: sent anew only where other rows decode than before."""
-        if self._packed is None or not np.array_equal(packed, self._packed[0]):
-            self._packed = packed, jax.device_put(packed, self._where)
-        return self._packed[1]
+    def _send(self, packed: np.ndarray) -> Array:
+        """Return packed inputs on all devices, transferred only if they differ from the last ones."""
+        if self._sent is None or not np.array_equal(packed, self._sent[0]):
+            self._sent = packed, jax.device_put(packed, self._where)
+        return self._sent[1]
 
-    def _on_device(self) -> Array:
-        """The table on all devices: sent anew only where it changed."""
+    def _send_table(self) -> Array:
+        """Return the page table on all devices, transferred only if it changed."""
         if self._table is None:
             self._table = jax.device_put(self._pages.copy(), self._where)
         return self._table
 
     def _lower_all(self) -> Iterator[tuple[str, Lowered]]:
-        """All programs by name, those first that take longest to compile."""
-        layout = self.layout
+        """Yield all programs with their names, those first that take longest to compile."""
+        layout, widest = self.layout, self._widths[0]
 
-        def lower_read(step, width):
-            return self._lowered(step, PREFILL_OPTIONS, CHUNK_HEADER + width)
+        def lower_prefill(step: Callable[..., Any], width: int) -> Lowered:
+            return self._lower(step, PREFILL_OPTIONS, CHUNK_HEADER + width)
 
-        widest = self._widths[0]
-        beside = dict.fromkeys([(self.grouping.several, widest), *((1, width) for width in self._widths)])
-        for count, width in beside if self.together else ():
-            step = partial(_read_and_decode, count, layout.rows)
-            numbers = count * CHUNK_HEADER + width + layout.rows * (1 + WIDTH)
-            yield _name_read_and_decode(count, width), self._lowered(step, PREFILL_OPTIONS, numbers)
+        sizes = dict.fromkeys([(self.grouping.several, widest), *((1, width) for width in self._widths)])
+        for count, width in sizes if self.together else ():
+            step = partial(_prefill_and_decode, count, layout.rows)
+            length = count * CHUNK_HEADER + width + layout.rows * (1 + WIDTH)
+            yield _name_prefill_and_decode(count, width), self._lower(step, PREFILL_OPTIONS, length)
         if (chunk := self.whole) is not None:
-            whole = {self._width(chunk << i) for i in range(1, (layout.capacity // chunk).bit_length() + 1)}
-            yield from ((f"read whole {width}", lower_read(_read_whole, width)) for width in whole)
-        # Where nobody decodes, only long pieces would suffer from the room for others' tokens.
-        alone = [widest] if self.together else self._widths
-        yield from ((f"read {width}", lower_read(_read_chunk, width)) for width in alone)
+            doublings = range(1, (layout.capacity // chunk).bit_length() + 1)
+            for width in {self._pad_width(chunk << i) for i in doublings}:
+                yield _name_prefill_whole(width), lower_prefill(_prefill_whole, width)
+        # If nothing decodes, only chunks of full width would suffer from the room for others' tokens.
+        for width in [widest] if self.together else self._widths:
+            yield _name_prefill(width), lower_prefill(_prefill_chunk, width)
         rows = layout.rows, 1 + WIDTH
-        yield "decode", self._lowered(_decode, _decoding(layout), *rows)
+        yield "decode", self._lower(_decode, _choose_decode_options(layout), *rows)
         choices: tuple[Choice, ...] = ("greedy", "any") if self.steps > 1 else ()
         for choice in choices:
-            in_one = partial(_decode_in_one, self.steps, choice)
-            yield _in_one(choice), self._lowered(in_one, _decoding(layout), *rows)
-        yield from self._choosing()
+            loop = partial(_decode_loop, self.steps, choice)
+            yield _name_decode_loop(choice), self._lower(loop, _choose_decode_options(layout), *rows)
+        yield from self._lower_choosing()
         if layout.tails:
             pair = jax.ShapeDtypeStruct((2,), jnp.int32)
-            keep, restore = _donated(_keep, self._tails), _donated(_restore, self._state)
-            yield "keep", keep.lower(self._tails, self._state.cache.own, pair)
-            yield "restore", restore.lower(self._state, self._tails, pair)
+            save, restore = _jit_donated(_save_tail, self._tails), _jit_donated(_restore_tail, self._state)
+            yield "save tail", save.lower(self._tails, self._state.cache.own, pair)
+            yield "restore tail", restore.lower(self._state, self._tails, pair)
 
-    def _lowered(self, step: Callable[..., Any], options: dict[str, Any], *packed: int) -> Lowered:
+    def _lower(self, step: Callable[..., Any], options: dict[str, Any], *packed_shape: int) -> Lowered:
+        """Lower a program of layers whose packed inputs have this shape."""
+
         def run(
             flat: Flat[Network], state: DecodeState, table: Array, packed: Array
         ) -> tuple[DecodeState, Any]:
             state = state._replace(cache=replace(state.cache, table=table))
-            state, given = step(flat.whole, state, packed)
-            return state._replace(cache=replace(state.cache, table=None)), given
+            state, result = step(flat.whole, state, packed)
+            return state._replace(cache=replace(state.cache, table=None)), result
 
-        whole = partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=self._where)
-        table, like = map(whole, (self._pages.shape, packed))
-        shardings = _shardings(self._state), self._where
+        describe = partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=self._where)
+        shardings = _get_shardings(self._state), self._where
         program = jax.jit(run, donate_argnums=1, out_shardings=shardings, compiler_options=options)
-        return program.lower(self._flat, self._state, table, like)
+        return program.lower(self._flat, self._state, describe(self._pages.shape), describe(packed_shape))
 
     def _check_memory(self) -> None:
-        """Raises `CacheMemoryError` where a step's own arrays do not fit beside weights and cache.
+        """Raise `CacheMemoryError` if the arrays of a step do not fit together with weights and cache.
 
-        Where those of several pieces in one program do not, pieces are read one by one.
+        If only the program with several chunks does not fit, chunks are prefilled one by one instead.
         """
-        several = (
-            _name_read_and_decode(self.grouping.several, self._widths[0])
-            if self.grouping.several > 1
-            else None
-        )
+        several = self.grouping.several
+        grouped = _name_prefill_and_decode(several, self._widths[0]) if several > 1 else None
         if (free := free_device_bytes()) is None:
             return
         for name, program in self._programs.items():
             needed = needed_bytes(program)
-            if needed > free and name == several:
-                logger.warning("pieces of prompts are read one by one: %r needs %d bytes", name, needed)
+            if needed > free and name == grouped:
+                logger.warning(
+                    "chunks are prefilled one by one: the program %r needs %d bytes, %d are free",
+                    name,
+                    needed,
+                    free,
+                )
                 self.grouping = replace(self.grouping, several=1)
             elif needed > free:
                 raise CacheMemoryError(
-                    f"the step {name!r} needs {needed:,} bytes beside weights and cache, {free:,} are free: "
-                    "need fewer rows, a smaller max_model_len or fewer cache_tokens"
+                    f"the program {name!r} needs {needed:,} bytes in addition to weights and cache, "
+                    f"{free:,} are free; lower max_sequences, max_model_len or cache_tokens"
                 )
 
-    def _choosing(self) -> Iterator[tuple[str, Lowered]]:
-        """Programs that choose tokens, and that score those of a piece."""
+    def _lower_choosing(self) -> Iterator[tuple[str, Lowered]]:
+        """Yield programs that choose tokens, and programs that score the tokens of a chunk."""
 
-        def lower(run, *given):
-            return jax.jit(run, out_shardings=self._where).lower(self._ends, *given)
+        def lower(run: Callable[..., Any], *inputs: Any) -> Lowered:
+            return jax.jit(run, out_shardings=self._where).lower(self._flat_embeddings, *inputs)
 
-        def like(dtype, *shape):
+        def describe(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self._where)
 
-        hidden = partial(like, self._network.dtype)
+        describe_hidden = partial(describe, self._network.dtype)
         D = self._network.config.embed_dim
-        steps = ("first", _first, 1), ("next", _next, self.layout.rows)
+        steps = ("first", _choose_first, 1), ("next", _choose_next, self.layout.rows)
         for (name, step, count), choice in itertools.product(steps, get_args(Choice)):
 
-            def run(ends, *given, step=step, choice=choice):
-                return step(ends.whole, *given, choice)
+            def run(
+                flat: Flat[Embeddings], *inputs: Any, step: Any = step, choice: Choice = choice
+            ) -> tuple[Array, Array, SampledTokens]:
+                return step(flat.whole, *inputs, choice)
 
-            frontier: Any = hidden(count, D), like(bool, count), like(jnp.int32, count)
-            given = self._state.last, self._state.done, Frontier(*frontier), like(jnp.int32, count, 1 + WIDTH)
-            yield f"{name} {choice}", lower(run, *given)
+            frontier: Any = describe_hidden(count, D), describe(bool, count), describe(jnp.int32, count)
+            packed = describe(jnp.int32, count, 1 + WIDTH)
+            lowered = lower(run, self._state.last, self._state.done, Frontier(*frontier), packed)
+            yield f"choose {name}, {choice}", lowered
 
-        def score(ends, *given):
-            return scores(ends.whole.unembed, *given)
+        def score(flat: Flat[Embeddings], hidden: Array, tokens: Array) -> Scores:
+            return score_tokens(flat.whole.unembed, hidden, tokens)
 
         for width in self._widths:
-            yield f"score {width}", lower(score, hidden(width, D), like(jnp.int32, width))
+            yield _name_score(width), lower(score, describe_hidden(width, D), describe(jnp.int32, width))
 
-    def _width(self, tokens: int) -> int:
-        """Of the program that reads so many: a power of two, or the whole row."""
+    def _pad_width(self, tokens: int) -> int:
+        """Return the width of the program for a chunk: a power of two, at most the capacity."""
         return min(bucket(tokens), self.layout.capacity)
 
 
-def _decoding(layout: Layout) -> dict[str, Any]:
-    """Options of XLA for decoding: near tokens and far ones that are apart have kernels of their own."""
-    apart = any(isinstance(spec, Paged) and isinstance(spec.spec, NearFar) for spec in layout.specs)
-    return NO_GRAPHS if apart else {}
+def _choose_decode_options(layout: Layout) -> dict[str, Any]:
+    """Return XLA options for decoding; caches that split recent and older tokens have more kernels."""
+    split = any(isinstance(spec, Paged) and isinstance(spec.spec, NearFar) for spec in layout.specs)
+    return NO_GRAPHS if split else {}
 
 
-def _shardings(tree: Any) -> Any:
-    """Of arrays, which lie the same after every step."""
+def _get_shardings(tree: Any) -> Any:
+    """Return the shardings of arrays, which no step changes."""
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-def _donated(copy: Callable[..., Any], tree: Any) -> Any:
-    """A program whose first argument and result is a tree like this."""
-    return jax.jit(copy, donate_argnums=0, out_shardings=_shardings(tree))
+def _jit_donated(copy: Callable[..., Any], tree: Any) -> Any:
+    """Compile a function whose first argument and result are trees like `tree`."""
+    return jax.jit(copy, donate_argnums=0, out_shardings=_get_shardings(tree))
 
 
 def needed_bytes(program: Compiled) -> int:
-    """Of memory that a program needs beside its arguments; 0 where a device does not tell."""
-    if (found := program.memory_analysis()) is None:
+    """Return the bytes that a program needs in addition to its arguments; 0 if the device does not tell."""
+    if (memory := program.memory_analysis()) is None:
         return 0
-    # Results that take the place of arguments need no room of their own.
-    return found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    # Results that reuse the memory of arguments need none of their own.
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 def servable(network: Network) -> Network:
-    """The network itself.
+    """Check that the engine can serve a network, and return the network.
 
     Raises:
-      PlanError: its cache lacks a clause of the contract, or lies beside the device; on a mesh, a plan with
-        token classes. MeshError: a mesh that divides rows.
+      PlanError: the cache lacks a clause of the contract or uses host memory, or the plan has token classes
+        on a mesh.
+      MeshError: the mesh divides sequences.
     """
     if isinstance(network, ShardedTransformer):
         if (data := network.mesh.shape[DATA]) > 1:
             raise MeshError(
-                f"data={data}: an engine has one scheduler for all rows; need data=1, and replicas"
+                f"data={data}: an engine has one scheduler for all sequences; use data=1, or replicas"
             )
         if network.plan.classes is not None:
-            raise PlanError("token classes are not served on a mesh")
+            raise PlanError("classes: token classes are not served on a mesh; use one device or another plan")
     for layer, spec in enumerate(network.layer_caches):
         if missing := CLAUSES - spec.clauses:
             kind = type(spec).__name__
-            raise PlanError(f"layer {layer}: {kind} does not keep {sorted(missing)}; the engine needs it")
+            raise PlanError(
+                f"layer {layer}: {kind} does not support {sorted(missing)}, which the engine needs; "
+                "choose another method"
+            )
         if spec.host_bytes(1024):
-            raise PlanError(f"layer {layer}: memory='host' is not served by the engine")
+            raise PlanError(f"layer {layer}: memory='host' is not served by the engine; use memory='device'")
     return network
 
 
-def _in_one(choice: Choice) -> str:
-    """Name of a program of all `steps`; the one that draws serves all that are not greedy."""
-    return f"decode in one {'greedy' if choice == 'greedy' else 'any'}"
+def _name_prefill(width: int) -> str:
+    return f"prefill, {width} tokens"
 
 
-def _name_read_and_decode(several: int, width: int) -> str:
-    """Name of a program that reads so many pieces, of as many tokens together, and lets other rows decode."""
-    return f"read {several} beside {width}"
+def _name_prefill_whole(width: int) -> str:
+    return f"prefill whole prompt, {width} tokens"
 
 
-def _packed(chunks: Sequence[ChunkInputs], count: int, width: int, *, nowhere: int) -> np.ndarray:
-    """As programs take `count` pieces of `width` tokens; those that are none are of row `nowhere`."""
-    heads = [chunk.packed for chunk in chunks] + [[nowhere, 0, 0, False]] * (count - len(chunks))
+def _name_prefill_and_decode(count: int, width: int) -> str:
+    """Name the program for `count` chunks of `width` tokens in total that also decodes other sequences."""
+    return f"prefill {count} chunks and decode, {width} tokens"
+
+
+def _name_decode_loop(choice: Choice) -> str:
+    """Name the program of several decode steps; the sampling one serves every choice but `greedy`."""
+    return f"decode loop, {'greedy' if choice == 'greedy' else 'any'}"
+
+
+def _name_score(width: int) -> str:
+    return f"score, {width} tokens"
+
+
+def _pack_chunks(chunks: Sequence[ChunkInputs], count: int, width: int, *, empty_row: int) -> np.ndarray:
+    """Pack chunks for a program with `count` chunks of `width` tokens in total.
+
+    Missing chunks are empty and have the batch index `empty_row`.
+    """
+    headers = [chunk.header for chunk in chunks] + [[empty_row, 0, 0, False]] * (count - len(chunks))
     tokens = [token for chunk in chunks for token in chunk.tokens]
-    return np.array([*itertools.chain(*heads), *tokens, *[0] * (width - len(tokens))], np.int32)
+    return np.array([*itertools.chain(*headers), *tokens, *[0] * (width - len(tokens))], np.int32)
 
 
-def _read_chunk(
+def _prefill_chunk(
     network: Network, state: DecodeState, packed: Array
 ) -> tuple[DecodeState, tuple[Frontier, Array, None]]:
-    """One piece of one row, whose own part of the cache is taken out and put back; its hidden states, too."""
+    """Prefill one chunk of one sequence; return its frontier and hidden states.
+
+    The sequence's own part of the cache is taken out and put back.
+    """
     row, begin, count, last = packed[:CHUNK_HEADER]
-    one, tokens, end = state.cache.row(row), packed[CHUNK_HEADER:], begin + count
-    one = replace(one, lengths=begin[None]).release(begin[None] == 0)
-    hidden, one = network.extend(one, tokens[None], end[None])
-    frontier = Frontier(at_end(hidden, count[None]), last[None].astype(bool), end[None])
-    return state._replace(cache=state.cache.with_row(row, one)), (frontier, hidden[0], None)
+    cache, tokens, end = state.cache.row(row), packed[CHUNK_HEADER:], begin + count
+    cache = replace(cache, lengths=begin[None]).release(begin[None] == 0)
+    hidden, cache = network.extend(cache, tokens[None], end[None])
+    frontier = Frontier(take_last(hidden, count[None]), last[None].astype(bool), end[None])
+    return state._replace(cache=state.cache.with_row(row, cache)), (frontier, hidden[0], None)
 
 
-def _read_and_decode(
+def _prefill_and_decode(
     several: int,
     rows: int,
     network: Transformer,
     state: DecodeState,
     packed: Array,
 ) -> tuple[DecodeState, tuple[tuple[Frontier, ...], Array, Frontier]]:
-    """Pieces of `several` rows, and one step of all rows that are active."""
-    heads, packed = (
-        packed[: several * CHUNK_HEADER].reshape(several, CHUNK_HEADER),
-        packed[several * CHUNK_HEADER :],
-    )
-    tokens, others = packed[: -rows * (1 + WIDTH)], packed[-rows * (1 + WIDTH) :].reshape(rows, 1 + WIDTH)
-    row, begin, count, last = heads.T
+    """Prefill chunks of `several` sequences and run one decode step of all active sequences.
+
+    Returns the state, the frontiers and hidden states of the chunks, and the frontier of the active
+    sequences. The batch has `rows` sequences.
+    """
+    headers_size, rows_size = several * CHUNK_HEADER, rows * (1 + WIDTH)
+    headers = packed[:headers_size].reshape(several, CHUNK_HEADER)
+    tokens, packed_rows = packed[headers_size:-rows_size], packed[-rows_size:].reshape(rows, 1 + WIDTH)
+    row, begin, count, last = headers.T
     place = Place(row, begin, begin + count)
-    given = others[:, 0].astype(bool), others[:, 1:], place, tokens
-    cache, decoded, hidden = advance_with(network, state, *given)
-    each = [slice(i, i + 1) for i in range(several)]
-    ends = [at_end(hidden[None], jnp.cumsum(count)[one]) for one in each]
+    cache, decoded, hidden = advance_with(
+        network,
+        state,
+        wanted=packed_rows[:, 0].astype(bool),
+        numbers=packed_rows[:, 1:],
+        place=place,
+        chunks=tokens,
+    )
+    ends = jnp.cumsum(count)
     frontiers = tuple(
-        Frontier(end, last[one].astype(bool), place.end[one]) for end, one in zip(ends, each, strict=True)
+        Frontier(take_last(hidden[None], ends[one]), last[one].astype(bool), place.end[one])
+        for one in (slice(i, i + 1) for i in range(several))
     )
     return state._replace(cache=cache), (frontiers, hidden, decoded)
 
 
-def _read_whole(
+def _prefill_whole(
     network: ShardedTransformer, state: DecodeState, packed: Array
 ) -> tuple[DecodeState, tuple[Frontier, None, None]]:
-    """A text of one row, from its first token to its last, divided over `sequence`; then put into pages."""
+    """Prefill the whole text of one sequence, split over the mesh axis `sequence`, and store it in pages."""
     row, _, count = packed[: CHUNK_HEADER - 1]
-    tokens, one = packed[CHUNK_HEADER:], state.cache.row(row)
-    capacity, pages = state.cache.capacity, cast(Array, one.table)
-    end, new = network.prefill(tokens[None], count[None], capacity=capacity)
+    tokens, cache = packed[CHUNK_HEADER:], state.cache.row(row)
+    capacity, pages = state.cache.capacity, cast(Array, cache.table)
+    hidden, prompt_cache = network.prefill(tokens[None], count[None], capacity=capacity)
     layers = tuple(
-        cast(Paged, spec).put_prompt(held, read, len(tokens), count[None], pages)
-        for spec, held, read in zip(one.specs, one.layers, new.layers, strict=True)
+        cast(Paged, spec).put_prompt(layer, prompt_layer, len(tokens), count[None], pages)
+        for spec, layer, prompt_layer in zip(cache.specs, cache.layers, prompt_cache.layers, strict=True)
     )
-    one = replace(one, layers=layers, lengths=count[None])
-    frontier = Frontier(end, jnp.ones(1, bool), count[None])
-    return state._replace(cache=state.cache.with_row(row, one)), (frontier, None, None)
+    cache = replace(cache, layers=layers, lengths=count[None])
+    frontier = Frontier(hidden, jnp.ones(1, bool), count[None])
+    return state._replace(cache=state.cache.with_row(row, cache)), (frontier, None, None)
 
 
 def _decode(network: Network, state: DecodeState, packed: Array) -> tuple[DecodeState, Frontier]:
-    """One step of all rows that are active."""
+    """Run the layers of one decode step of all active sequences."""
     cache, frontier = advance(network, state, packed[:, 0].astype(bool), packed[:, 1:])
     return state._replace(cache=cache), frontier
 
 
-def _decode_in_one(
+def _decode_loop(
     steps: int, choice: Choice, network: Network, state: DecodeState, packed: Array
-) -> tuple[DecodeState, Chosen]:
-    """So many steps of all rows that are active, which ask the host nothing between."""
+) -> tuple[DecodeState, SampledTokens]:
+    """Run `steps` decode steps of all active sequences, without asking the host in between."""
     return decode_steps(network, state, packed[:, 0].astype(bool), packed[:, 1:], None, steps, choice)
 
 
-def _next(
+def _choose_next(
     embeddings: Embeddings, last: Array, done: Array, frontier: Frontier, packed: Array, choice: Choice
-) -> tuple[Array, Array, Chosen]:
-    """Tokens of all rows that get one."""
+) -> tuple[Array, Array, SampledTokens]:
+    """Choose the next tokens of all sequences in the frontier."""
     return choose(embeddings, last, done, frontier, packed[:, 1:], choice)
 
 
-def _first(
+def _choose_first(
     embeddings: Embeddings, last: Array, done: Array, frontier: Frontier, packed: Array, choice: Choice
-) -> tuple[Array, Array, Chosen]:
-    """The first token of one row."""
+) -> tuple[Array, Array, SampledTokens]:
+    """Choose the first token of one sequence."""
     row = packed[0, 0]
-    given = jax.lax.dynamic_slice_in_dim(last, row, 1), jax.lax.dynamic_slice_in_dim(done, row, 1)
-    *new, chosen = _next(embeddings, *given, frontier, packed, choice)
+    new_last, new_done, chosen = _choose_next(
+        embeddings,
+        jax.lax.dynamic_slice_in_dim(last, row, 1),
+        jax.lax.dynamic_slice_in_dim(done, row, 1),
+        frontier,
+        packed,
+        choice,
+    )
 
-    def put(whole, part):
+    def write(whole: Array, part: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(whole, part, row, 0)
 
-    return put(last, new[0]), put(done, new[1]), chosen
+    return write(last, new_last), write(done, new_done), chosen
 
 
-def _keep(tails: list[Array], own: list[Array], pair: Array) -> list[Array]:
-    """What a row holds beside its pages, copied to a tail."""
+def _save_tail(tails: list[Array], own: list[Array], pair: Array) -> list[Array]:
+    """Copy a sequence's state outside pages to a snapshot; `pair` has the batch index and the slot."""
     row, tail = pair
-    return [held.at[tail].set(leaf[row]) for held, leaf in zip(tails, own, strict=True)]
+    return [snapshot.at[tail].set(leaf[row]) for snapshot, leaf in zip(tails, own, strict=True)]
 
 
-def _restore(state: DecodeState, tails: list[Array], pair: Array) -> DecodeState:
-    """The reverse."""
+def _restore_tail(state: DecodeState, tails: list[Array], pair: Array) -> DecodeState:
+    """Copy a snapshot to a sequence's state outside pages; `pair` has the batch index and the slot."""
     row, tail = pair
-    own = [leaf.at[row].set(held[tail]) for held, leaf in zip(tails, state.cache.own, strict=True)]
+    own = [leaf.at[row].set(snapshot[tail]) for snapshot, leaf in zip(tails, state.cache.own, strict=True)]
     return state._replace(cache=state.cache.with_own(own))

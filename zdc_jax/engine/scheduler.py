@@ -1,16 +1,17 @@
-"""Which request reads or writes tokens in the next step. Pure Python: nothing here knows of arrays.
+"""Scheduler: which requests prefill or decode in the next step. Pure Python, without arrays.
 
-A request that is under way has one of a fixed number of rows, and pages of the cache for its tokens. Its text
-is read in pieces, and then it decodes. Each step reads some tokens of prompts *and* decodes all rows that are
-ready, so that neither waits for the other. Requests wait by priority, then in the order in which they came.
-One is begun when there are pages for its whole text, and some for those under way to grow.
+A running request has a place in the batch and pages of the cache. Its text is prefilled in chunks, then it
+decodes. Each step prefills some chunks *and* decodes all sequences that are ready, so neither waits for the
+other. Requests wait by priority, then by arrival. A request starts when there are pages for its whole text,
+with one to spare for each running request that may still grow.
 
-Where pages run out, or a more urgent request waits, the least urgent one gives its row and pages away; it
-reads its text anew later, with what it had generated. So the most urgent always gets on.
+If pages run out, or a more urgent request waits, the least urgent running request is preempted: it loses its
+place and its pages. Later it prefills its prompt again, together with what it had generated. So the most
+urgent request always makes progress.
 
-Pages keep what they hold until another request needs them. A text that begins alike shares them, and reads
-the rest alone. What a method keeps of a row beside pages (its ring of near tokens) is copied at the end of
-some pages, for a text can go on only from where there is such a copy.
+Pages keep their contents until they are allocated again. A text that starts with the same tokens shares them
+and prefills only the rest. Some methods also have state outside pages, such as the ring of recent tokens. It
+is copied at the end of some pages, and a text can continue only from a page with such a snapshot ("tail").
 """
 
 import itertools
@@ -22,15 +23,25 @@ from zdc_jax.engine.page_pool import PagePool, Tails, page_keys
 
 @dataclass(eq=False)
 class Work:
-    """One request on its way. The scheduler alone changes what is below `output`.
+    """Scheduling state of one request. Only the scheduler changes the attributes after `skips_cache`.
 
-    prompt: token ids. max_tokens: to be generated. salt: pages are shared only with requests of the same.
-    anew: all of its text is read, and in pieces, whatever others read.
-    output: tokens generated so far. row: of the cache, None while it waits. text: what is to be read in its
-    row; keys: of its whole pages. pages: that it holds, in order. read: tokens of the text that are in the
-    row, or will be once all steps so far are done. promised: tokens that these steps generate at most.
-    cached: tokens of the text that others had read. marks: positions at which its row is to be copied.
-    passed: steps that read others' texts and not its own, since it has a row.
+    Attributes:
+      prompt: token ids of the prompt.
+      max_tokens: most tokens to generate.
+      priority: requests with smaller numbers are more urgent.
+      salt: pages are shared only between requests with the same salt.
+      output: tokens generated so far.
+      skips_cache: prefill the whole text, in chunks, without shared pages.
+      row: index in the batch; None while the request waits.
+      text: tokens to prefill: the prompt, and after a preemption the output so far.
+      keys: keys of the whole pages of `text`.
+      pages: pages in use, in order of position.
+      prefilled: tokens of `text` in the cache once all planned steps are done.
+      promised: most tokens generated once all planned steps are done.
+      cached: tokens of `text` found in shared pages.
+      marks: positions at which to take snapshots, ascending.
+      arrival: order of arrival.
+      skipped_steps: steps since its start in which only other texts were prefilled.
     """
 
     prompt: tuple[int, ...]
@@ -38,34 +49,38 @@ class Work:
     priority: int = 0
     salt: str = ""
     output: list[int] = field(default_factory=list)
-    anew: bool = False
+    skips_cache: bool = False
     row: int | None = None
     text: tuple[int, ...] = ()
     keys: list[bytes] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
-    read: int = 0
+    prefilled: int = 0
     promised: int = 0
     cached: int = 0
     marks: list[int] = field(default_factory=list)
     arrival: int = -1
-    passed: int = 0
+    skipped_steps: int = 0
 
     @property
-    def decodes(self) -> bool:
-        """Whether its text is read, and tokens are still to be generated."""
-        return self.row is not None and self.read == len(self.text) and self.promised < self.max_tokens
+    def is_decoding(self) -> bool:
+        """Whether the text is prefilled and tokens remain to be generated."""
+        return self.row is not None and self.prefilled == len(self.text) and self.promised < self.max_tokens
 
     @property
-    def reads(self) -> bool:
-        """Whether its text is to be read further."""
-        return self.row is not None and self.read < len(self.text)
+    def is_prefilling(self) -> bool:
+        """Whether part of the text remains to be prefilled."""
+        return self.row is not None and self.prefilled < len(self.text)
 
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Tokens `begin` to `end` of a work's text, to be read; `last`: a token is generated behind them.
+    """Chunk of a text to prefill.
 
-    tail: slot that takes a copy of the row then, or None.
+    Attributes:
+      work: request that the text belongs to.
+      begin: position of the first token.
+      end: position after the last token.
+      tail: slot for a snapshot after the chunk, or None.
     """
 
     work: Work
@@ -75,14 +90,21 @@ class PrefillChunk:
 
     @property
     def last(self) -> bool:
-        """Whether the text ends with it."""
+        """Whether the text ends with this chunk, so that a token is generated after it."""
         return self.end == len(self.work.text)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One step: rows to be made as a tail's slot says, pieces to read one after another, and so many decode
-    steps of `decode`, beside a piece or behind them. changed: works that have other pages than before."""
+    """Plan of one step.
+
+    Attributes:
+      restored: requests that continue from a snapshot, with its slot.
+      chunks: chunks to prefill, in order.
+      decode: requests to decode, together with a chunk or after the chunks.
+      steps: decode steps of each request in `decode`.
+      changed: requests whose pages changed.
+    """
 
     restored: tuple[tuple[Work, int], ...]
     chunks: tuple[PrefillChunk, ...]
@@ -93,10 +115,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Grouping:
-    """How pieces are put into programs.
+    """Rule for combining chunks of different texts into one program.
 
-    several: pieces that a program takes at most, of different texts; with `widest` tokens together at most.
-    width: of the program that reads so many tokens, padding included.
+    Attributes:
+      several: most chunks of a program.
+      widest: most tokens of a program with several chunks.
+      width: function from a number of tokens to the padded width of the program that prefills them.
     """
 
     several: int
@@ -106,31 +130,37 @@ class Grouping:
     def groups(
         self, chunks: Sequence[PrefillChunk], alone: Callable[[PrefillChunk], bool]
     ) -> Iterator[Sequence[PrefillChunk]]:
-        """Pieces in their order, those of one program together; `alone`: which share none."""
+        """Yield the chunks of each program, in order; chunks that are `alone` share no program."""
         while chunks:
             counts = range(min(self.several, len(chunks)), 1, -1)
-            fit = (count for count in counts if self._fit(chunks[:count]))
-            count = next((count for count in fit if not any(map(alone, chunks[:count]))), 1)
+            fitting = (count for count in counts if self._fit(chunks[:count]))
+            count = next((count for count in fitting if not any(map(alone, chunks[:count]))), 1)
             yield chunks[:count]
             chunks = chunks[count:]
 
     def _fit(self, chunks: Sequence[PrefillChunk]) -> bool:
-        """Whether a program takes these, and one by one they would be padded to as many tokens or more."""
+        """Return whether the chunks fit into one program that pads no more than one program for each."""
         counts = [chunk.end - chunk.begin for chunk in chunks]
         return sum(counts) <= self.widest <= sum(map(self.width, counts))
 
 
 class Scheduler:
-    """Requests that wait and those that have one of `rows` rows.
+    """Scheduler of waiting and running requests.
 
-    budget: tokens of prompts that a step reads at most. pages: of `page` tokens each, enough for any one
-    request. alignment: pieces begin at multiples of it. steps: decode steps of a plan where nobody reads or
-    waits; else one. reuse: whether texts share pages. tails: copies of rows that there may be; None where
-    pages say all. whole: texts of more tokens than this, of which nothing is there, are read in one piece,
-    whatever the budget says.
+    Args:
+      rows: size of the batch, the most running requests.
+      budget: most prompt tokens of a step.
+      pages: number of pages, enough for any single request.
+      page: tokens of a page.
+      alignment: chunks start at multiples of this.
+      steps: decode steps of a plan if nothing is prefilled and no request waits; otherwise 1.
+      reuse: share pages between texts.
+      tails: number of snapshots; None if sequences have no state outside pages.
+      whole: texts with more tokens than this are prefilled in one chunk, regardless of the budget, if none of
+        their tokens are cached. None for no such texts.
 
     Raises:
-      ValueError: numbers that cannot be.
+      ValueError: a number is out of range.
     """
 
     def __init__(
@@ -160,83 +190,92 @@ class Scheduler:
         self._clock = itertools.count()
 
     def add(self, work: Work) -> None:
-        """Lets a new request wait."""
+        """Queue a new request."""
         work.arrival = next(self._clock)
-        self._wait(work)
+        self._enqueue(work)
 
     def victim(self) -> Work | None:
-        """Who must give row and pages away: the least urgent, of these the last; None where nobody must."""
+        """Return the request to preempt, the least urgent and latest one; None if no one must yield."""
         if not self.running:
             return None
-        last = max(self.running.values(), key=_order)
-        if len(self.running) > 1 and self._wanted() > self.pool.available:
+        last = max(self.running.values(), key=_get_urgency)
+        if len(self.running) > 1 and self._count_wanted_pages() > self.pool.available:
             return last
         urgent = self.waiting and self.waiting[0].priority < last.priority
         return last if urgent and not self._has_room(self.waiting[0]) else None
 
     def preempt(self, work: Work) -> None:
-        """Takes the row of a request, which waits again; what it generated is read with its prompt later.
+        """Stop a running request, free its pages, and queue it again.
 
-        All steps so far must be done, and `output` must have what they gave.
+        All planned steps must be done, and `work.output` must have their tokens.
         """
-        self._release(work, keep=work.read if work.reads else len(work.prompt) + len(work.output) - 1)
-        self._wait(work)
+        cached = work.prefilled if work.is_prefilling else len(work.prompt) + len(work.output) - 1
+        self._release(work, keep=cached)
+        self._enqueue(work)
 
     def end(self, work: Work, keep: int = 0) -> None:
-        """Forgets a request, wherever it is; its pages hold `keep` tokens of its prompt and output."""
+        """Remove a waiting or running request; its pages contain `keep` tokens of its prompt and output."""
         if work.row is not None:
             self._release(work, keep)
         elif work in self.waiting:
             self.waiting.remove(work)
 
     def plan(self) -> Plan | None:
-        """The next step, which counts as done from now on; None where there is nothing to do."""
+        """Plan the next step, and count it as done; return None if there is nothing to do."""
         self._changed = {}
         restored = tuple(self._admit())
-        chunks = tuple(self._chunks())
-        begun = {chunk.work for chunk in chunks}  # Their first tokens are not chosen before the step ends.
-        able = (work for work in self.running.values() if work.decodes and work not in begun)
-        ready = sorted(able, key=_order)
-        left = max((work.max_tokens - work.promised for work in ready), default=1)
-        steps = 1 if chunks or self.waiting else min(self.steps, left)
-        decode = tuple(work for work in ready if self._grow(work, steps))
+        chunks = tuple(self._plan_chunks())
+        prefilling = {chunk.work for chunk in chunks}  # Their first tokens are known only after the step.
+        candidates = (work for work in self.running.values() if work.is_decoding and work not in prefilling)
+        ready = sorted(candidates, key=_get_urgency)
+        remaining = max((work.max_tokens - work.promised for work in ready), default=1)
+        steps = 1 if chunks or self.waiting else min(self.steps, remaining)
+        decode = tuple(work for work in ready if self._promise(work, steps))
         if not chunks and not decode:
             return None
         return Plan(restored, chunks, decode, steps, tuple(self._changed))
 
-    def _wait(self, work: Work) -> None:
+    def _enqueue(self, work: Work) -> None:
         work.text = work.prompt + tuple(work.output)
         work.keys = page_keys(work.text, self.page, work.salt, work.keys) if self.reuse else []
         self.waiting.append(work)
-        self.waiting.sort(key=_order)
+        self.waiting.sort(key=_get_urgency)
 
-    def _shared(self, work: Work) -> tuple[list[int], list[int]]:
-        """Pages that are there of a text, of which one token is left to read; those it can go on from."""
-        found = [] if work.anew else self.pool.find(work.keys[: (len(work.text) - 1) // self.page])
+    def _find_shared(self, work: Work) -> tuple[list[int], list[int]]:
+        """Return the pages stored of a text, and those of them that it can continue from.
+
+        At least one token of the text is left to prefill.
+        """
+        whole_pages = (len(work.text) - 1) // self.page
+        stored = [] if work.skips_cache else self.pool.find(work.keys[:whole_pages])
         if self.tails is None:
-            return found, found
-        whole = (count for count in range(len(found), 0, -1) if work.keys[count - 1] in self.tails)
-        return found, found[: next(whole, 0)]
+            return stored, stored
+        resumable = (count for count in range(len(stored), 0, -1) if work.keys[count - 1] in self.tails)
+        return stored, stored[: next(resumable, 0)]
 
     def _has_room(self, work: Work) -> bool:
-        """Whether a request can be begun: it has a row, and pages, and those under way have one to grow."""
-        shared = self._shared(work)[1]
-        taken = self._pages_for(len(work.text)) - len(shared) + self.pool.idle(shared)
-        spare = sum(self._growth(other, other.max_tokens) > 0 for other in self.running.values())
-        return bool(self.free) and taken + spare <= self.pool.available
+        """Return whether a request can start.
+
+        It needs a place in the batch and pages for its text, with a page to spare for each running request
+        that may grow.
+        """
+        _, shared = self._find_shared(work)
+        needed = self._count_pages(len(work.text)) - len(shared) + self.pool.count_idle(shared)
+        spare = sum(self._count_growth(other, other.max_tokens) > 0 for other in self.running.values())
+        return bool(self.free) and needed + spare <= self.pool.available
 
     def _admit(self) -> Iterator[tuple[Work, int]]:
-        """Begins requests in their order, as long as there is room; gives those that go on from a tail."""
+        """Start waiting requests in order while there is room; yield those that continue from a snapshot."""
         while self.waiting and self._has_room(self.waiting[0]):
             work = self.waiting.pop(0)
-            found, shared = self._shared(work)
-            self.pool.hold(shared)
-            work.pages = shared + self.pool.take(self._pages_for(len(work.text)) - len(shared))
-            work.cached = work.read = len(shared) * self.page
+            stored, shared = self._find_shared(work)
+            self.pool.retain(shared)
+            work.pages = shared + self.pool.allocate(self._count_pages(len(work.text)) - len(shared))
+            work.cached = work.prefilled = len(shared) * self.page
             if self.tails is not None and self.reuse:
-                # Where this text ends, and up to where another was the same: that may come again.
-                ends = {len(found) * self.page, (len(work.text) - 1) // self.page * self.page}
-                work.marks = sorted(end for end in ends if end > work.read)
+                # Later texts may share all of this one, or the prefix that it shares with an earlier one.
+                ends = {len(stored) * self.page, (len(work.text) - 1) // self.page * self.page}
+                work.marks = sorted(end for end in ends if end > work.prefilled)
             work.row, work.promised = self.free.pop(), len(work.output)
             self.running[work.row] = work
             self._changed[work] = None
@@ -245,54 +284,55 @@ class Scheduler:
                 assert slot is not None
                 yield work, slot
 
-    def _chunks(self) -> Iterator[PrefillChunk]:
-        """Of those that read, the most urgent first, then whoever has least left.
+    def _plan_chunks(self) -> Iterator[PrefillChunk]:
+        """Yield at most one chunk of each text, the most urgent first, then the one with least left.
 
-        A step in which it is passed over brings it on as much as one in which it reads. So a text waits for
-        shorter ones, which came later, for as many steps as it takes itself, and not longer.
-        Each has one piece: those of different rows may be read in one program, and what is left of a text is
-        read beside the next tokens of others.
+        A skipped step counts as progress. So a text waits for shorter, later ones at most as many steps as
+        its own prefill takes.
+
+        One chunk of each text is enough: chunks of different sequences may share a program, and the rest of a
+        text is prefilled together with the next tokens of others.
         """
 
-        def missing(work):
-            return len(work.text) - work.read - work.passed * self.budget
+        def count_remaining(work: Work) -> int:
+            return len(work.text) - work.prefilled - work.skipped_steps * self.budget
 
-        def urgency(work):
-            return (work.priority, missing(work), work.arrival)
+        def get_order(work: Work) -> tuple[int, int, int]:
+            return (work.priority, count_remaining(work), work.arrival)
 
         left = self.budget
-        for work in sorted((work for work in self.running.values() if work.reads), key=urgency):
-            count = self._next_count(work, left)
+        for work in sorted((work for work in self.running.values() if work.is_prefilling), key=get_order):
+            count = self._choose_chunk_size(work, left)
             if count > 0:
                 left -= count
-                yield self._chunk(work, count)
+                yield self._make_chunk(work, count)
             else:
-                work.passed += 1
+                work.skipped_steps += 1
 
-    def _next_count(self, work: Work, most: int) -> int:
-        """Tokens of a text's next piece."""
-        if most > 0 and self._at_once(work):
+    def _choose_chunk_size(self, work: Work, most: int) -> int:
+        """Return the tokens of a text's next chunk, 0 for none."""
+        if most > 0 and self._prefill_whole(work):
             return len(work.text)
-        count = min(most, len(work.text) - work.read)
+        count = min(most, len(work.text) - work.prefilled)
         if work.marks:
-            count = min(count, work.marks[0] - work.read)
-        if work.read + count < len(work.text):
-            count -= (work.read + count) % self.alignment
+            count = min(count, work.marks[0] - work.prefilled)
+        if work.prefilled + count < len(work.text):
+            count -= (work.prefilled + count) % self.alignment
         return count
 
-    def _at_once(self, work: Work) -> bool:
-        """Whether a text is read in one piece."""
-        if self.whole is None or work.read or work.anew or len(work.text) <= self.whole:
+    def _prefill_whole(self, work: Work) -> bool:
+        """Decide whether a text is prefilled in one chunk; if so, drop its marks."""
+        if self.whole is None or work.prefilled or work.skips_cache or len(work.text) <= self.whole:
             return False
-        work.marks = []  # A row could be copied only at its end.
+        work.marks = []  # A snapshot could be taken only at the end of the text.
         return True
 
-    def _chunk(self, work: Work, count: int) -> PrefillChunk:
-        begin, end = work.read, work.read + count
-        work.read = end
+    def _make_chunk(self, work: Work, count: int) -> PrefillChunk:
+        begin, end = work.prefilled, work.prefilled + count
+        work.prefilled = end
         work.promised += end == len(work.text)
-        whole = slice(begin // self.page, end // self.page)
-        self.pool.name(work.keys[whole], work.pages[whole])
+        whole_pages = slice(begin // self.page, end // self.page)
+        self.pool.register(work.keys[whole_pages], work.pages[whole_pages])
         tail = None
         if work.marks and end == work.marks[0]:
             work.marks.pop(0)
@@ -300,28 +340,28 @@ class Scheduler:
             tail = self.tails.put(work.keys[end // self.page - 1])
         return PrefillChunk(work, begin, end, tail)
 
-    def _wanted(self) -> int:
-        """Pages that the next step needs beside those of its rows, at most."""
+    def _count_wanted_pages(self) -> int:
+        """Return the most new pages that the next step needs for running requests."""
         running = self.running.values()
-        steps = 1 if self.waiting or any(work.reads for work in running) else self.steps
-        return sum(self._growth(work, steps) for work in running if work.decodes)
+        steps = 1 if self.waiting or any(work.is_prefilling for work in running) else self.steps
+        return sum(self._count_growth(work, steps) for work in running if work.is_decoding)
 
-    def _growth(self, work: Work, tokens: int) -> int:
-        """Pages that a request needs beside its own for so many more tokens."""
+    def _count_growth(self, work: Work, tokens: int) -> int:
+        """Return the new pages that a request needs to generate `tokens` more tokens."""
         promised = min(work.promised + tokens, work.max_tokens)
-        return max(0, self._pages_for(len(work.prompt) + promised - 1) - len(work.pages))
+        return max(0, self._count_pages(len(work.prompt) + promised - 1) - len(work.pages))
 
-    def _grow(self, work: Work, steps: int) -> bool:
-        """Promises tokens, if there are pages for them."""
-        if (count := self._growth(work, steps)) > self.pool.available:
+    def _promise(self, work: Work, steps: int) -> bool:
+        """Allocate pages for `steps` tokens and promise the tokens; return whether there were pages."""
+        if (count := self._count_growth(work, steps)) > self.pool.available:
             return False
         if count:
-            work.pages += self.pool.take(count)
+            work.pages += self.pool.allocate(count)
             self._changed[work] = None
         work.promised += steps
         return True
 
-    def _pages_for(self, tokens: int) -> int:
+    def _count_pages(self, tokens: int) -> int:
         return -(-tokens // self.page)
 
     def _release(self, work: Work, keep: int) -> None:
@@ -329,12 +369,14 @@ class Scheduler:
         if self.reuse:
             text = work.prompt + tuple(work.output)
             keys = page_keys(text, self.page, work.salt, work.keys)[: keep // self.page]
-            self.pool.name(keys, work.pages)
-        self.pool.let_go(work.pages)
+            self.pool.register(keys, work.pages)
+        self.pool.release(work.pages)
         self.free.append(work.row)
         del self.running[work.row]
-        work.row, work.pages, work.read, work.promised, work.marks, work.passed = None, [], 0, 0, [], 0
+        work.row, work.pages, work.marks = None, [], []
+        work.prefilled, work.promised, work.skipped_steps = 0, 0, 0
 
 
-def _order(work: Work) -> tuple[int, int]:
+def _get_urgency(work: Work) -> tuple[int, int]:
+    """Return a sort key, smaller for more urgent requests."""
     return work.priority, work.arrival

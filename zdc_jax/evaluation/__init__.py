@@ -1,1 +1,1 @@
-"""Measuring a plan against the unmodified model, offline: perplexity, and tasks over long ranges."""
+"""Offline evaluation of a plan compared with the unmodified model: perplexity and long-context tasks."""

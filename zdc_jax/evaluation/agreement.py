@@ -1,4 +1,4 @@
-"""Whether a plan's model goes on as the unmodified model does, from the same contexts."""
+"""Agreement of the greedy continuations of a plan with those of the unmodified model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,15 +16,17 @@ from zdc_jax.generation.steps import DecodeState, Flat, decode, first
 from zdc_jax.model.transformer import Embeddings, Transformer
 
 CONTINUED = 64
-"""Tokens that are added to a context at most."""
+"""Largest number of tokens that continue a context."""
 
 
 @dataclass(frozen=True, eq=False)
 class Continuation:
-    """How the unmodified model goes on from one context, greedily.
+    """Greedy continuation of one context by the unmodified model.
 
-    tokens: int32 [CONTINUED], of which the first `count` are; the last of them stops, or all are. hidden:
-    [CONTINUED, D], the states that each is predicted from.
+    Attributes:
+      tokens: token ids, int32 [CONTINUED].
+      count: number of tokens up to and including a stop token, or `CONTINUED`.
+      hidden: hidden states from which the tokens are predicted, [CONTINUED, D].
     """
 
     tokens: Int[np.ndarray, " tokens"]
@@ -33,11 +35,15 @@ class Continuation:
 
 
 @dataclass(frozen=True)
-class Departure:
-    """How a plan's model goes on instead.
+class Divergence:
+    """Difference between the continuations of one context by a plan and by the unmodified model.
 
-    first_difference: tokens that are the same at the beginning. count, dense_count: length of both. kl:
-    mean over the unmodified model's tokens of KL(dense ‖ plan) in nats, each behind those before it.
+    Attributes:
+      first_difference: number of equal tokens at the beginning.
+      count: number of tokens with the plan.
+      dense_count: number of tokens of the unmodified model.
+      kl: mean KL(dense ‖ plan) in nats over the tokens of the unmodified model, each predicted from all
+        tokens before it.
     """
 
     first_difference: int
@@ -48,11 +54,15 @@ class Departure:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Means over contexts.
+    """Divergence of a plan from the unmodified model, summarized over contexts.
 
-    first_difference: tokens that greedy continuations have in common before they part. same: share of
-    contexts on which they never do. kl: KL(dense ‖ plan) in nats a token. length_ratio: tokens of all
-    continuations, the plan's over the unmodified model's; each ends at a stop token or after `CONTINUED`.
+    Attributes:
+      first_difference: mean number of equal tokens at the beginning.
+      same: share of contexts whose continuations are equal.
+      kl: mean KL(dense ‖ plan), in nats per token.
+      length_ratio: total number of tokens with the plan, divided by that of the unmodified model. A
+        continuation ends at a stop token or after `CONTINUED` tokens.
+      contexts: number of contexts.
     """
 
     first_difference: float
@@ -62,94 +72,114 @@ class Agreement:
     contexts: int
 
     @classmethod
-    def of(cls, departures: Sequence[Departure]) -> "Agreement":
-        """Of at least one context."""
-
-        def mean(values):
-            return float(np.mean(list(values)))
-
+    def summarize(cls, divergences: Sequence[Divergence]) -> "Agreement":
+        """Summarize the divergences of one or more contexts."""
         return cls(
-            first_difference=mean(each.first_difference for each in departures),
-            same=mean(each.first_difference == each.dense_count for each in departures),
-            kl=mean(each.kl for each in departures),
-            length_ratio=sum(each.count for each in departures)
-            / sum(each.dense_count for each in departures),
-            contexts=len(departures),
+            first_difference=float(np.mean([each.first_difference for each in divergences])),
+            same=float(np.mean([each.first_difference == each.dense_count for each in divergences])),
+            kl=float(np.mean([each.kl for each in divergences])),
+            length_ratio=sum(each.count for each in divergences)
+            / sum(each.dense_count for each in divergences),
+            contexts=len(divergences),
         )
 
 
-def continuations(network: Transformer, hidden: Float[Array, "B D"], cache: KVCache) -> list[Continuation]:
-    """How the unmodified model goes on from what a cache holds, which stays as it was.
+def continue_contexts(
+    network: Transformer, hidden: Float[Array, "B D"], cache: KVCache
+) -> list[Continuation]:
+    """Continue contexts with the unmodified model.
 
-    hidden: last states of what the cache holds.
+    Args:
+      network: the unmodified model.
+      hidden: last hidden states of the contexts.
+      cache: cache of the contexts; it is not modified.
     """
-    tokens, counts = _continued(network, hidden, cache)
-    states = np.asarray(_states(network, hidden, cache, tokens))
-    return [Continuation(*row) for row in zip(tokens, counts.tolist(), states, strict=True)]
+    tokens, counts = _generate_greedy(network, hidden, cache)
+    states = np.asarray(_compute_states(network, hidden, cache, tokens))
+    return [
+        Continuation(tokens=tokens[row], count=int(counts[row]), hidden=states[row])
+        for row in range(len(tokens))
+    ]
 
 
-def departures(
+def compare_continuations(
     network: Transformer,
     dense: Embeddings,
     hidden: Float[Array, "B D"],
     cache: KVCache,
     continuations: Sequence[Continuation],
-) -> list[Departure]:
-    """How a plan's model departs from continuations of the same contexts; `dense`: the unmodified one's."""
+) -> list[Divergence]:
+    """Compare a plan with the continuations of the same contexts by the unmodified model.
+
+    Args:
+      network: network under the plan.
+      dense: embeddings and output head of the unmodified model.
+      hidden: last hidden states of the contexts, with the plan.
+      cache: cache of the contexts under the plan; it is not modified.
+      continuations: continuations by the unmodified model.
+    """
     tokens = np.stack([each.tokens for each in continuations])
-    states = _states(network, hidden, cache, tokens)
-    theirs = jnp.asarray(np.stack([each.hidden for each in continuations]))
-    kl, same = (np.asarray(each) for each in _compared(dense, theirs, network.embeddings, states))
-    _, counts = _continued(network, hidden, cache)
-    found = []
+    states = _compute_states(network, hidden, cache, tokens)
+    dense_states = jnp.asarray(np.stack([each.hidden for each in continuations]))
+    kl, same = map(np.asarray, _compare_predictions(dense, dense_states, network.embeddings, states))
+    _, counts = _generate_greedy(network, hidden, cache)
+    divergences = []
     for row, each in enumerate(continuations):
-        differs = np.flatnonzero(~same[row, : each.count])
-        first = int(differs[0]) if len(differs) else each.count
-        found.append(Departure(first, int(counts[row]), each.count, float(kl[row, : each.count].mean())))
-    return found
+        differences = np.flatnonzero(~same[row, : each.count])
+        divergences.append(
+            Divergence(
+                first_difference=int(differences[0]) if len(differences) else each.count,
+                count=int(counts[row]),
+                dense_count=each.count,
+                kl=float(kl[row, : each.count].mean()),
+            )
+        )
+    return divergences
 
 
-def _continued(
+def _generate_greedy(
     network: Transformer, hidden: Array, cache: KVCache
 ) -> tuple[Int[np.ndarray, "B tokens"], Int[np.ndarray, " B"]]:
-    """Greedy tokens, and how many there are up to a stop token."""
-    stop, nothing = network.config.eos_ids[:MAX_STOP_TOKENS], np.zeros(2, np.uint32)
+    """Return `CONTINUED` greedy tokens, and their number up to and including a stop token."""
+    stop, key = network.config.eos_ids[:MAX_STOP_TOKENS], np.zeros(2, np.uint32)  # Greedy steps use no key.
     numbers = np.stack(
-        [row_numbers(held, CONTINUED, stop, Sampling(), nothing) for held in cache.lengths.tolist()]
+        [row_numbers(length, CONTINUED, stop, Sampling(), key) for length in cache.lengths.tolist()]
     )
-    wanted, cache = np.ones(len(numbers), bool), jax.tree.map(jnp.copy, cache)  # The steps take it over.
+    wanted, cache = np.ones(len(numbers), bool), jax.tree.map(jnp.copy, cache)  # The steps donate the cache.
     flat = Flat.of(network)
     state, begun = first(flat, DecodeState.of(cache), hidden, wanted, numbers, choice="greedy")
-    given = wanted, numbers, np.int32(CONTINUED)
-    _, later = decode(flat, state, *given, steps=CONTINUED, choice="greedy")
+    limit = np.int32(CONTINUED)
+    _, later = decode(flat, state, wanted, numbers, limit, steps=CONTINUED, choice="greedy")
     tokens = np.concatenate([begun.tokens, later.tokens[:, :-1]], axis=1)
-    return tokens, 1 + np.asarray(later.made)
+    return tokens, 1 + np.asarray(later.counts)
 
 
-def _states(
+def _compute_states(
     network: Transformer, hidden: Array, cache: KVCache, tokens: Int[np.ndarray, "B tokens"]
 ) -> Float[Array, "B tokens D"]:
-    """The states that tokens are predicted from, behind what a cache holds."""
+    """Return the hidden states from which tokens after the cached contexts are predicted."""
     later, _ = network.extend(cache, jnp.asarray(tokens), cache.lengths + CONTINUED)
     return jnp.concatenate([hidden[:, None], later[:, :-1]], axis=1)
 
 
 @jax.jit
-def _compared(
+def _compare_predictions(
     dense: Embeddings,
-    theirs: Float[Array, "B tokens D"],
+    dense_states: Float[Array, "B tokens D"],
     embeddings: Embeddings,
     states: Float[Array, "B tokens D"],
 ) -> tuple[Float[Array, "B tokens"], Array]:
-    """KL(dense ‖ plan) at each token, float32, and whether both find the same token the most likely.
+    """Return KL(dense ‖ plan) of each token, float32, and whether both predict the same token.
 
-    Row by row: at no time are there logits of all.
+    Sequences are mapped one by one, so that only the logits of one sequence are in memory.
     """
 
-    def row(given: tuple[Array, Array]) -> tuple[Array, Array]:
-        logits = dense.unembed(given[0]), embeddings.unembed(given[1])
-        log_p, log_q = (jax.nn.log_softmax(each, axis=-1) for each in logits)
+    def compare_sequence(pair: tuple[Array, Array]) -> tuple[Array, Array]:
+        log_p, log_q = (
+            jax.nn.log_softmax(head.unembed(x), axis=-1)
+            for head, x in zip((dense, embeddings), pair, strict=True)
+        )
         kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
         return kl, jnp.argmax(log_p, axis=-1) == jnp.argmax(log_q, axis=-1)
 
-    return jax.lax.map(row, (theirs, states))
+    return jax.lax.map(compare_sequence, (dense_states, states))

@@ -1,4 +1,4 @@
-"""What a network answers: contexts are read once, then each question goes on from the same cache."""
+"""Answers of a network to questions: each context is read once, and all its questions use the same cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,20 +18,22 @@ from zdc_jax.generation.steps import PREFILL_CHUNK, bucket
 from zdc_jax.model.transformer import Embeddings, Transformer
 
 Protocol = Literal["cached", "exact"]
-"""How a context is read. `cached`: each token sees those before it as the cache holds them. `exact`: tokens
-of the context see each other as they are, and only what follows sees them as the cache holds them."""
+"""Protocol for reading a context. `cached`: each token attends to earlier tokens as the cache stores them.
+`exact`: tokens of the context attend to each other without compression; only later tokens read the cache."""
 COPIES_SHARE = 0.4
-"""Of free memory that copies of a cache may take; writing to them takes as much again."""
+"""Share of the free memory for copies of a cache. Writing to the copies needs the same amount again."""
 SMALLEST_ANSWERS = 8
-"""Answers are padded to powers of two from here on, so that shapes are few."""
+"""Smallest padded number of answer tokens. Larger ones are padded to powers of two to limit compilation."""
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """One answer, token by token.
+    """Probabilities of the A tokens of one correct answer.
 
-    log_probability: float32 [A], nats, of the right tokens, each behind those before it. right: bool [A],
-    whether they are the most likely. depth: of the question.
+    Attributes:
+      log_probability: log-probability of each token in nats, given all tokens before it; float32 [A].
+      right: whether each token is the most likely one, bool [A].
+      depth: depth of the question (`Question.depth`).
     """
 
     log_probability: Float[np.ndarray, " A"]
@@ -42,12 +44,21 @@ class Answer:
 def read_contexts(
     network: Transformer, contexts: Int[np.ndarray, "B S"], *, room: int, protocol: Protocol
 ) -> tuple[Float[Array, "B D"], KVCache]:
-    """Last hidden states of contexts, and a cache that holds them with `room` for more tokens.
+    """Read contexts into a new cache.
 
-    Layers run one after another, so that a plan not seen before compiles only the layers that are new.
+    Layers run one after another, so that a new plan compiles only layers that no earlier plan had.
+
+    Args:
+      network: network to run.
+      contexts: token ids, int32.
+      room: tokens that can be added to the cache later.
+      protocol: how contexts are read (`Protocol`).
+
+    Returns:
+      last hidden states, and the cache.
 
     Raises:
-      CacheMemoryError: the cache does not fit.
+      CacheMemoryError: the cache does not fit into memory.
     """
     tokens = jnp.asarray(contexts)
     B, S = tokens.shape
@@ -55,7 +66,7 @@ def read_contexts(
         hidden, cache = network.read_prompt(tokens, jnp.full(B, S, jnp.int32), capacity=S + room)
         return hidden[:, -1], cache
     cache, width = network.new_cache(batch=B, capacity=S + room), min(S, PREFILL_CHUNK)
-    tokens = jnp.pad(tokens, ((0, 0), (0, -S % width)))  # Pieces of one width compile once.
+    tokens = jnp.pad(tokens, ((0, 0), (0, -S % width)))  # Chunks of one width compile once.
     for start in range(0, S, width):
         end = jnp.full(B, min(S, start + width), jnp.int32)
         hidden, cache = network.extend(cache, tokens[:, start : start + width], end)
@@ -65,52 +76,72 @@ def read_contexts(
 def answers_on(
     network: Transformer, documents: Sequence[TaskDocument], *, protocol: Protocol, batch: int = 1
 ) -> dict[str, list[tuple[Answer, ...]]]:
-    """The answers to all questions of each task, sheet by sheet, `batch` sheets at a time.
+    """Return the answers to all questions of task documents, which are read `batch` at a time.
 
-    All questions are padded to one width, so that a plan not seen before compiles few programs.
+    All questions are padded to one width, so that a new plan compiles few programs.
+
+    Returns:
+      for each task, the answers of each document.
     """
-    found: dict[str, list[tuple[Answer, ...]]] = {}
+    by_task: dict[str, list[tuple[Answer, ...]]] = {}
     for start in range(0, len(documents), batch):
-        piece = documents[start : start + batch]
-        rows = [*piece, *[piece[-1]] * (batch - len(piece))]
-        contexts = np.stack([document.context for document in rows])
+        part = documents[start : start + batch]
+        padded = [*part, *[part[-1]] * (batch - len(part))]
+        contexts = np.stack([document.context for document in padded])
         _, cache = read_contexts(network, contexts, room=QUESTION_TOKENS, protocol=protocol)
-        for name, given in answer_questions(network, cache, rows).items():
-            found.setdefault(name, []).extend(given[: len(piece)])
-    return found
+        for name, by_document in answer_questions(network, cache, padded).items():
+            by_task.setdefault(name, []).extend(by_document[: len(part)])
+    return by_task
 
 
 def answer_questions(
     network: Transformer, cache: KVCache, documents: Sequence[TaskDocument]
 ) -> dict[str, list[tuple[Answer, ...]]]:
-    """The answers of each row of a cache to all questions of its sheet, by task.
+    """Return the answers to all questions of task documents whose contexts are in a cache.
 
-    All are read in one call, each on a copy of its row; one after another where memory has no room for that.
+    All questions run in one call, each on a copy of its sequence in the cache. If memory is short, they run
+    one question per document at a time.
+
+    Args:
+      network: network that read the contexts.
+      cache: cache with one sequence per document; it is not modified.
+      documents: task documents with the same number of questions of each task.
+
+    Returns:
+      for each task, the answers of each document.
     """
-    questions = [[q for asked in document.questions.values() for q in asked] for document in documents]
-    each = len(questions[0])
-    needed, free = each * cache.bytes(), free_bytes()
+    questions = [
+        [question for of_task in document.questions.values() for question in of_task]
+        for document in documents
+    ]
+    count = len(questions[0])
+    needed, free = count * cache.bytes(), free_bytes()
     if free is not None and COPIES_SHARE * free < needed:
         by_question = [
-            answers(network, cache, list(row), width=QUESTION_TOKENS) for row in zip(*questions, strict=True)
+            answers(network, cache, list(one_each), width=QUESTION_TOKENS)
+            for one_each in zip(*questions, strict=True)
         ]
-        rows = [iter(row) for row in zip(*by_question, strict=True)]
+        by_document = [iter(row) for row in zip(*by_question, strict=True)]
     else:
-        copies = jax.tree.map(lambda leaf: jnp.repeat(leaf, each, axis=0), cache)
+        copies = jax.tree.map(lambda leaf: jnp.repeat(leaf, count, axis=0), cache)
         flat = answers(network, copies, [q for row in questions for q in row], width=QUESTION_TOKENS)
-        rows = [iter(flat[start : start + each]) for start in range(0, len(flat), each)]
+        by_document = [iter(flat[start : start + count]) for start in range(0, len(flat), count)]
     return {
-        name: [tuple(islice(row, len(asked))) for row in rows]
-        for name, asked in documents[0].questions.items()
+        name: [tuple(islice(row, len(of_task))) for row in by_document]
+        for name, of_task in documents[0].questions.items()
     }
 
 
 def answers(
     network: Transformer, cache: KVCache, questions: Sequence[Question], *, width: int | None = None
 ) -> list[Answer]:
-    """The answer of each row of a cache to its own question; the cache stays as it was.
+    """Return the answer of each sequence in a cache to its own question. The cache is not modified.
 
-    width: tokens that questions are padded to; default what the longest needs.
+    Args:
+      network: network that filled the cache.
+      cache: cache with one sequence per question.
+      questions: questions to ask.
+      width: tokens that questions are padded to. Default: a width that fits the longest question.
     """
     B, width = len(questions), width or bucket(max(len(question.tokens) for question in questions))
     most = bucket(max(int(question.answer.sum()) for question in questions), SMALLEST_ANSWERS)
@@ -122,32 +153,32 @@ def answers(
         right[row, : len(where)] = question.tokens[where]
     lengths = jnp.array([len(question.tokens) for question in questions], jnp.int32)
     hidden, _ = network.extend(cache, jnp.asarray(tokens), cache.lengths + lengths)
-    log_probability, chosen = (
-        np.asarray(each) for each in _scored(network.embeddings, hidden, jnp.asarray(at), jnp.asarray(right))
+    log_probability, most_likely = map(
+        np.asarray, _score_tokens(network.embeddings, hidden, jnp.asarray(at), jnp.asarray(right))
     )
     return [
-        Answer(log_probability[row, :count], chosen[row, :count] == right[row, :count], question.depth)
+        Answer(log_probability[row, :count], most_likely[row, :count] == right[row, :count], question.depth)
         for row, question in enumerate(questions)
         for count in [int(question.answer.sum())]
     ]
 
 
 @jax.jit
-def _scored(
+def _score_tokens(
     embeddings: Embeddings,
     hidden: Float[Array, "B T D"],
     at: Int[Array, "B A"],
     right: Int[Array, "B A"],
 ) -> tuple[Float[Array, "B A"], Int[Array, "B A"]]:
-    """Log-probability of `right` behind the positions `at`, float32, and the most likely token there.
+    """Return the log-probabilities of the tokens `right` after the positions `at`, and the likeliest tokens.
 
-    Row by row: at no time are there logits of all.
+    Sequences are mapped one by one, so that only the logits of one sequence are in memory.
     """
 
-    def row(given: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        hidden, at, right = given
+    def score_sequence(arrays: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        hidden, at, right = arrays
         logits = embeddings.unembed(hidden[at])
-        found = jnp.take_along_axis(logits, right[:, None], axis=-1)[:, 0]
-        return found - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1)
+        right_logits = jnp.take_along_axis(logits, right[:, None], axis=-1)[:, 0]
+        return right_logits - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1)
 
-    return jax.lax.map(row, (hidden, at, right))
+    return jax.lax.map(score_sequence, (hidden, at, right))

@@ -1,7 +1,7 @@
-"""Compiles the layers of a network side by side (ours).
+"""Parallel compilation of the layers of a network.
 
-Layers are compiled where a reading first meets them, one after another: minutes, where each has settings of
-its own. XLA compiles outside of Python's lock, so threads do it in the time of a few.
+Layers are normally compiled one after another, when the first pass reaches them. This takes minutes if every
+layer has settings of its own. XLA releases Python's global lock while it compiles, so threads save time.
 """
 
 import copy
@@ -19,39 +19,45 @@ from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
 from zdc_jax.model.transformer import Transformer
 
-MOST_THREADS = 8
-"""Each holds the activations of one reading."""
+MAX_THREADS = 8
+"""Largest number of threads. Each of them holds the activations of one pass."""
 
 
 def compile_ahead(
     network: Transformer, read: Callable[[Transformer], Any], known: set[LayerCacheSpec] | None = None
 ) -> set[LayerCacheSpec]:
-    """Calls `read` on networks of a single layer, one for each kind of layer, so that all are compiled.
+    """Call `read` on a single-layer network for each kind of layer, in parallel, to compile them all.
 
-    Where memory is short, fewer are read at a time. Left to `read(network)` are layers that cannot stand
-    alone, as where others choose their tokens, and those that have no room even so. read: calls what is to
-    be compiled with the shapes that it will have; what it returns is dropped. known: kinds to pass over, as
-    an earlier call returned them.
+    If memory is short, fewer networks run at the same time. Two kinds of layers are left to a later
+    `read(network)`: layers that depend on others, for example on the tokens that those choose, and layers
+    that do not fit into memory.
+
+    Args:
+      network: network to compile.
+      read: function that calls the code to compile, with the shapes that it will have. Its result is ignored.
+      known: kinds of layers to skip, from an earlier call.
 
     Returns:
-      the kinds to pass over from now on: `known`, those compiled here, and those left to `read(network)`,
-      which compiles them.
+      kinds of layers to skip in the next call: `known` and all kinds of this network.
     """
     kinds = {spec: index for index, spec in enumerate(network.layer_caches)}
     new = {spec: index for spec, index in kinds.items() if spec not in (known or set())}
-    alone = [single for spec, index in new.items() if (single := _single(network, index, spec)) is not None]
-    if len(alone) > 1 and _tried(read, alone.pop()):  # What is not a layer is compiled here, once.
-        threads = min(os.cpu_count() or 1, MOST_THREADS)
-        while alone and threads > 1:
+    pending = [
+        single for spec, index in new.items() if (single := _extract_layer(network, index, spec)) is not None
+    ]
+    # The first call also compiles everything outside the layers, once.
+    if len(pending) > 1 and _try_read(read, pending.pop()):
+        threads = min(os.cpu_count() or 1, MAX_THREADS)
+        while pending and threads > 1:
             with ThreadPoolExecutor(threads) as pool:
-                done = list(pool.map(partial(_tried, read), alone))
-            alone = [single for single, had_room in zip(alone, done, strict=True) if not had_room]
+                succeeded = list(pool.map(partial(_try_read, read), pending))
+            pending = [single for single, success in zip(pending, succeeded, strict=True) if not success]
             threads //= 2
     return (known or set()) | set(new)
 
 
-def _tried(read: Callable[[Transformer], Any], single: Transformer) -> bool:
-    """Whether memory had room for it."""
+def _try_read(read: Callable[[Transformer], Any], single: Transformer) -> bool:
+    """Call `read` and return whether the memory was sufficient."""
     try:
         read(single)
     except jax.errors.JaxRuntimeError as error:
@@ -61,11 +67,12 @@ def _tried(read: Callable[[Transformer], Any], single: Transformer) -> bool:
     return True
 
 
-def _single(network: Transformer, index: int, spec: LayerCacheSpec) -> Transformer | None:
+def _extract_layer(network: Transformer, index: int, spec: LayerCacheSpec) -> Transformer | None:
+    """Return a network of one layer, or None if the layer depends on other layers."""
     single = copy.copy(network)
     single.layers = nnx.List([network.layers[index]])
     try:
         single.plan = replace(network.plan, layers=(network.plan.layers[index],))
-    except PlanError:  # Some settings are lists of what each layer does.
+    except PlanError:  # Settings of some methods list a value for every layer of the plan.
         return None
     return single if single.layer_caches == (spec,) else None

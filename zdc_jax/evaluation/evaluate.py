@@ -1,4 +1,4 @@
-"""A plan's model beside the unmodified one: perplexity, tasks over long ranges, and how each goes on."""
+"""Evaluation of a plan compared with the unmodified model: perplexity, long-context tasks and agreement."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,13 +13,13 @@ from zdc_jax.axes import Array
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import EvaluationError, TextError
-from zdc_jax.evaluation import tasks as known
+from zdc_jax.evaluation import tasks as task_modules
 from zdc_jax.evaluation.agreement import (
     Agreement,
     Continuation,
-    Departure,
-    continuations,
-    departures,
+    Divergence,
+    compare_continuations,
+    continue_contexts,
 )
 from zdc_jax.evaluation.answers import Answer, Protocol, answer_questions, read_contexts
 from zdc_jax.evaluation.perplexity import PerplexityReport, compare, token_nll
@@ -33,20 +33,28 @@ from zdc_jax.model.transformer import Transformer
 from zdc_jax.plan import CompressionPlan
 
 PERPLEXITY, AGREEMENT = "perplexity", "agreement"
-"""What can be asked for beside the tasks of `zdc_jax.evaluation.tasks`."""
-TASKS = (PERPLEXITY, AGREEMENT, *known.names())
-LEAST_DOCUMENTS = 8
-"""Sheets between two looks at whether there are enough; fewer say little about other text."""
-FIRST_LOOK = 32
-"""Sheets before the first look. Of what one sheet in twenty loses, eight show nothing two times in three, and
-their interval closes on nothing lost."""
-MOST_WINDOWS = 24
-"""Windows of text for perplexity."""
+"""Names of the two measurements that are not modules in `zdc_jax.evaluation.tasks`."""
+TASKS = (PERPLEXITY, AGREEMENT, *task_modules.names())
+"""All names that `prepare` accepts. Some tasks also accept a distance, for example `copy@1024`."""
+MIN_DOCUMENTS = 8
+"""Fewest task documents to evaluate, and documents between two checks of the retention intervals."""
+FIRST_CHECK = 32
+"""Task documents before the first check. A sample of eight often misses a loss in one document of twenty (two
+times in three), and its interval is then too narrow."""
+MAX_WINDOWS = 24
+"""Largest number of windows of text for perplexity."""
 
 
 @dataclass(frozen=True, eq=False)
 class Material:
-    """What is read at one length of contexts: windows of text for perplexity [W, context], and sheets."""
+    """Text for the evaluation at one context length.
+
+    Attributes:
+      context: context length in tokens, including questions.
+      windows: windows of text for perplexity, int32 [W, context]; None if perplexity was not requested.
+      task_documents: documents for tasks and agreement.
+      agreement: whether to measure agreement.
+    """
 
     context: int
     windows: Int[np.ndarray, "W T"] | None
@@ -56,7 +64,14 @@ class Material:
 
 @dataclass(frozen=True)
 class ContextReport:
-    """What a plan costs in contexts of so many tokens; None and {} for what was not asked."""
+    """Evaluation of a plan at one context length.
+
+    Attributes:
+      context: context length in tokens.
+      perplexity: perplexity report; None if not requested.
+      agreement: agreement of continuations; None if not requested.
+      tasks: retention of each requested task.
+    """
 
     context: int
     perplexity: PerplexityReport | None
@@ -64,7 +79,7 @@ class ContextReport:
     tasks: Mapping[str, Retention]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON value."""
+        """Return the report as a JSON object."""
         return asdict(self)
 
 
@@ -80,22 +95,30 @@ def prepare(
     max_documents: int = 128,
     seed: int = 0,
 ) -> list[Material]:
-    """Text for `evaluate`, one item for each of `contexts`; checks all there is to check, without weights.
+    """Prepare the text for `evaluate`, one item for each context length.
+
+    All arguments are checked here, before any weights are loaded.
 
     Args:
-      plan: sheets suit its caches; others that are to be read must have caches that begin pieces as its do.
-      documents: of which the share of `split` is read.
-      tasks: `perplexity`, `agreement` and names of `zdc_jax.evaluation.tasks`.
-      contexts: tokens, questions included; default the model's positions, at most 4096.
-      max_sheets: sheets at most, and windows of perplexity, of which there are at most `MOST_WINDOWS`.
+      config: architecture of the model.
+      tokenizer: tokenizer of the model.
+      plan: plan to evaluate. The context lengths match the alignment of its caches, so other plans can use
+        the same material only if their caches have the same alignment.
+      documents: documents; only the passages of `split` are used.
+      tasks: `perplexity`, `agreement` and names from `zdc_jax.evaluation.tasks`.
+      contexts: context lengths in tokens, including questions. Default: the positions of the model, at most
+        4096.
+      split: split of the text to use.
+      max_documents: largest number of task documents, and of perplexity windows if less than `MAX_WINDOWS`.
+      seed: seed for choosing text and for drawing tasks.
 
     Raises:
-      EvaluationError: no tokenizer, an unknown task, one that does not fit into a context, or an impossible
-        number.
-      TextError: too little text.
+      EvaluationError: the tokenizer is missing, a task is unknown or does not fit into a context, or a number
+        is out of range.
+      TextError: the text is too short.
     """
     if tokenizer is None:
-        raise EvaluationError("the model has no tokenizer, so no text can be read")
+        raise EvaluationError("the model has no tokenizer, which is needed to read text")
     for name, value, least in (("max_documents", max_documents, 1), ("seed", seed, 0)):
         if value < least:
             raise EvaluationError(f"{name}={value} must be >= {least}")
@@ -108,14 +131,14 @@ def prepare(
     for context in contexts:
         if not 2 <= context <= config.max_positions:
             raise EvaluationError(f"{context=} must be 2 to the model's {config.max_positions} positions")
-    chosen = list(documents_of(split, documents))
+    split_documents = list(documents_of(split, documents))
     return [
-        _material(config, tokenizer, plan, chosen, tasks, each, max_documents, split, seed)
-        for each in contexts
+        _make_material(config, tokenizer, plan, split_documents, tasks, context, max_documents, split, seed)
+        for context in contexts
     ]
 
 
-def _material(
+def _make_material(
     config: ModelConfig,
     tokenizer: Tokenizer,
     plan: CompressionPlan,
@@ -128,36 +151,36 @@ def _material(
 ) -> Material:
     seed = split_seed(split, seed)
 
-    def windows(length: int, most: int) -> np.ndarray:
+    def cut_windows(length: int, most: int) -> np.ndarray:
         eos_id = next(iter(config.eos_ids), None)
-        found, _ = token_windows(
+        windows, _ = token_windows(
             documents, tokenizer, length=length, num_windows=most, seed=seed, eos_id=eos_id
         )
-        if len(found) < (least := min(LEAST_DOCUMENTS, most)):
+        if len(windows) < (least := min(MIN_DOCUMENTS, most)):
             raise TextError(
-                f"too little text: {least} windows of {length} tokens ({least * length:,}) needed, "
-                f"{len(found)} ({found.size:,}) found in the third of the text that {split!r} may read"
+                f"too little text: {least} windows of {length} tokens ({least * length:,}) are needed, but "
+                f"split {split!r}, a third of the text, has {len(windows)} ({windows.size:,}); add text"
             )
-        return found
+        return windows
 
-    posed = known.chosen((task for task in tasks if task not in (PERPLEXITY, AGREEMENT)), context)
+    poses = task_modules.chosen((task for task in tasks if task not in (PERPLEXITY, AGREEMENT)), context)
     task_documents: list[TaskDocument] = []
-    if posed or AGREEMENT in tasks:
-        length = context_length(context, _alignment(plan, config))
+    if poses or AGREEMENT in tasks:
+        length = context_length(context, _compute_alignment(plan, config))
         task_documents = make_task_documents(
-            posed, windows(length, max_documents), tokenizer, seed=seed, not_drawn=config.eos_ids
+            poses, cut_windows(length, max_documents), tokenizer, seed=seed, not_drawn=config.eos_ids
         )
-    text = windows(context, min(max_documents, MOST_WINDOWS)) if PERPLEXITY in tasks else None
-    return Material(context, text, task_documents, AGREEMENT in tasks)
+    windows = cut_windows(context, min(max_documents, MAX_WINDOWS)) if PERPLEXITY in tasks else None
+    return Material(context, windows, task_documents, AGREEMENT in tasks)
 
 
-def _alignment(plan: CompressionPlan, config: ModelConfig) -> int:
-    """Where pieces of prompts and questions begin."""
+def _compute_alignment(plan: CompressionPlan, config: ModelConfig) -> int:
+    """Return the alignment of the positions at which chunks and questions can begin."""
     alignment = math.lcm(ALIGNMENT, *(spec.alignment for spec in plan.layer_caches(config.dtype)))
     if PREFILL_CHUNK % alignment:
         raise EvaluationError(
-            f"the plan's caches begin pieces at multiples of {alignment}; {PREFILL_CHUNK} is none, at which "
-            "contexts are cut"
+            f"the plan needs chunks aligned to {alignment} tokens, but contexts are read in chunks of "
+            f"{PREFILL_CHUNK}; use a plan whose alignment divides {PREFILL_CHUNK}"
         )
     return alignment
 
@@ -171,34 +194,57 @@ def evaluate(
     batch: int = 1,
     watch: Callable[[str], None] = lambda _: None,
 ) -> tuple[ContextReport, ...]:
-    """What `network` keeps of what `dense`, the unmodified one, can do; a report for each length of contexts.
+    """Evaluate a network compared with the unmodified model.
 
     Args:
-      materials: from `prepare`.
-      protocol: how contexts of sheets are read. Perplexity is always that of text seen through the cache.
-      batch: contexts at a time. watch: called after each batch, with how far it is.
+      dense: the unmodified model.
+      network: network under a plan.
+      materials: text from `prepare`.
+      protocol: how the contexts of task documents are read. Perplexity always reads text through the cache.
+      batch: contexts per batch.
+      watch: function called with a progress message after each batch.
+
+    Returns:
+      one report for each item of `materials`.
 
     Raises:
-      EvaluationError: `batch` below 1. CacheMemoryError: the caches do not fit.
+      EvaluationError: `batch` is less than 1.
+      CacheMemoryError: the caches do not fit into memory.
     """
-    options: dict[str, Any] = {"protocol": protocol, "batch": batch, "watch": watch}
-    return tuple(Evaluation(dense, each, **options).of(network) for each in materials)
+    return tuple(
+        Evaluation(dense, material, protocol=protocol, batch=batch, watch=watch).evaluate(network)
+        for material in materials
+    )
 
 
 @dataclass(frozen=True, eq=False)
-class Read:
-    """What one model did on one sheet: answers by task, and how it went on.
+class DocumentResult:
+    """Result of one model on one task document.
 
-    continuation: of the unmodified model. departure: of a plan's.
+    Attributes:
+      answers: answers by task.
+      continuation: continuation of the context, for the unmodified model.
+      divergence: divergence from that continuation, for a plan.
     """
 
     answers: Mapping[str, tuple[Answer, ...]]
     continuation: Continuation | None = None
-    departure: Departure | None = None
+    divergence: Divergence | None = None
 
 
 class Evaluation:
-    """Measures plans on the same material; what the unmodified model does is found once."""
+    """Evaluates plans on the same material. The unmodified model is run only once.
+
+    Args:
+      dense: the unmodified model.
+      material: text from `prepare`.
+      protocol: how the contexts of task documents are read.
+      batch: contexts per batch, at least 1.
+      watch: function called with a progress message after each batch.
+
+    Raises:
+      EvaluationError: `batch` is less than 1.
+    """
 
     def __init__(
         self,
@@ -213,15 +259,23 @@ class Evaluation:
             raise EvaluationError(f"{batch=} must be >= 1")
         self.watch = watch
         self.dense, self.material, self.protocol, self.batch = dense, material, protocol, batch
-        self._dense_read: list[Read] = []
+        self._dense_results: list[DocumentResult] = []
         self._dense_nll: np.ndarray | None = None
 
-    def of(self, network: Transformer) -> ContextReport:
-        """Of one plan. Sheets are read until the retention of each task that counts is known well."""
-        found, agreement = self._judge_documents(network)
-        return ContextReport(self.material.context, self._perplexity(network), agreement, found)
+    def evaluate(self, network: Transformer) -> ContextReport:
+        """Evaluate one plan.
 
-    def _perplexity(self, network: Transformer) -> PerplexityReport | None:
+        Task documents are read until the retention interval of each task that counts is narrow enough.
+        """
+        tasks, agreement = self._evaluate_documents(network)
+        return ContextReport(
+            context=self.material.context,
+            perplexity=self._compute_perplexity(network),
+            agreement=agreement,
+            tasks=tasks,
+        )
+
+    def _compute_perplexity(self, network: Transformer) -> PerplexityReport | None:
         windows = self.material.windows
         if windows is None:
             return None
@@ -229,53 +283,65 @@ class Evaluation:
             self._dense_nll = token_nll(self.dense, windows, batch=self.batch)
         return compare(network, self._dense_nll, windows, batch=self.batch)
 
-    def _judge_documents(self, network: Transformer) -> tuple[dict[str, Retention], Agreement | None]:
-        own, found, count = list[Read](), dict[str, Retention](), len(self.material.task_documents)
-        while len(own) < count:
-            enough = min(max(len(own) + LEAST_DOCUMENTS, FIRST_LOOK), count)
-            while len(own) < enough:
-                own += self._read(network, len(own))
-                self.watch(f"{len(own)} of at most {count} contexts of {self.material.context} tokens")
-            dense = self._dense_read[: len(own)]
-            found = {
-                task: retention(*([each.answers[task] for each in side] for side in (dense, own)))
-                for task in own[0].answers
+    def _evaluate_documents(self, network: Transformer) -> tuple[dict[str, Retention], Agreement | None]:
+        results, tasks = list[DocumentResult](), dict[str, Retention]()
+        count = len(self.material.task_documents)
+        while len(results) < count:
+            next_check = min(max(len(results) + MIN_DOCUMENTS, FIRST_CHECK), count)
+            while len(results) < next_check:
+                results += self._run_batch(network, len(results))
+                self.watch(f"{len(results)} of at most {count} contexts of {self.material.context} tokens")
+            dense_results = self._dense_results[: len(results)]
+            tasks = {
+                task: retention(
+                    dense=[result.answers[task] for result in dense_results],
+                    plan=[result.answers[task] for result in results],
+                )
+                for task in results[0].answers
             }
-            if all(each.known for each in found.values() if each.counts):
+            if all(each.is_precise for each in tasks.values() if each.counts):
                 break
-        departures = [each.departure for each in own if each.departure is not None]
-        return found, Agreement.of(departures) if departures else None
+        divergences = [each.divergence for each in results if each.divergence is not None]
+        return tasks, Agreement.summarize(divergences) if divergences else None
 
-    def _read(self, network: Transformer, start: int) -> list[Read]:
-        """What a plan's model does on the sheets from `start` on; the unmodified one reads them once."""
-        if start >= len(self._dense_read):
-            hidden, cache = self._contexts(self.dense, start)
-            theirs = self._answers(self.dense, cache, start)
+    def _run_batch(self, network: Transformer, start: int) -> list[DocumentResult]:
+        """Run a network on the documents from `start` on, and the unmodified model if it has not run yet."""
+        if start >= len(self._dense_results):
+            hidden, cache = self._read_contexts(self.dense, start)
+            results = self._answer_questions(self.dense, cache, start)
             if self.material.agreement:
-                each = continuations(self.dense, hidden, cache)
-                theirs = [replace(read, continuation=one) for read, one in zip(theirs, each, strict=False)]
-            self._dense_read += theirs
-        hidden, cache = self._contexts(network, start)
-        own = self._answers(network, cache, start)
+                continuations = continue_contexts(self.dense, hidden, cache)
+                results = [
+                    replace(result, continuation=continuation)
+                    for result, continuation in zip(results, continuations, strict=False)
+                ]
+            self._dense_results += results
+        hidden, cache = self._read_contexts(network, start)
+        results = self._answer_questions(network, cache, start)
         if self.material.agreement:
-            dense = self._batch(self._dense_read, start)
-            each = [read.continuation for read in dense if read.continuation is not None]
-            parted = departures(network, self.dense.embeddings, hidden, cache, each)
-            own = [replace(read, departure=one) for read, one in zip(own, parted, strict=False)]
-        return own
+            dense_results = self._pad_batch(self._dense_results, start)
+            continuations = [each.continuation for each in dense_results if each.continuation is not None]
+            divergences = compare_continuations(network, self.dense.embeddings, hidden, cache, continuations)
+            results = [
+                replace(result, divergence=divergence)
+                for result, divergence in zip(results, divergences, strict=False)
+            ]
+        return results
 
-    def _contexts(self, network: Transformer, start: int) -> tuple[Array, KVCache]:
-        contexts = np.stack(
-            [document.context for document in self._batch(self.material.task_documents, start)]
-        )
+    def _read_contexts(self, network: Transformer, start: int) -> tuple[Array, KVCache]:
+        documents = self._pad_batch(self.material.task_documents, start)
+        contexts = np.stack([document.context for document in documents])
         return read_contexts(network, contexts, room=QUESTION_TOKENS, protocol=self.protocol)
 
-    def _answers(self, network: Transformer, cache: KVCache, start: int) -> list[Read]:
-        found = answer_questions(network, cache, self._batch(self.material.task_documents, start))
-        rows = len(self.material.task_documents[start : start + self.batch])
-        return [Read({task: given[row] for task, given in found.items()}) for row in range(rows)]
+    def _answer_questions(self, network: Transformer, cache: KVCache, start: int) -> list[DocumentResult]:
+        by_task = answer_questions(network, cache, self._pad_batch(self.material.task_documents, start))
+        count = len(self.material.task_documents[start : start + self.batch])
+        return [
+            DocumentResult({task: by_document[index] for task, by_document in by_task.items()})
+            for index in range(count)
+        ]
 
-    def _batch[T](self, rows: Sequence[T], start: int) -> list[T]:
-        """Those from `start` on, the last repeated where too few are left."""
-        some = list(rows[start : start + self.batch])
-        return some + some[-1:] * (self.batch - len(some))
+    def _pad_batch[T](self, items: Sequence[T], start: int) -> list[T]:
+        """Return a batch of items from `start` on. The last item is repeated if too few are left."""
+        part = list(items[start : start + self.batch])
+        return part + part[-1:] * (self.batch - len(part))

@@ -1,15 +1,16 @@
-"""The model `zdc_jax` of EleutherAI's lm-evaluation-harness (lm-eval >= 0.4.13, the extra `eval`).
+r"""Model `zdc_jax` for EleutherAI's lm-evaluation-harness (lm-eval >= 0.4.13, extra `eval`).
 
-lm-eval knows the models of its own package alone. Run its command by this module, which adds ours:
+The command of lm-eval only finds models in its own package. Run this module instead, which registers the
+model `zdc_jax` and then runs that command:
 
-    python -m zdc_jax.evaluation.harness run --model zdc_jax \\
+    python -m zdc_jax.evaluation.harness run --model zdc_jax \
         --model_args pretrained=model/,plan=plan.json --tasks …
 
-or hand `HarnessModel("model/", "plan.json")` to `lm_eval.simple_evaluate`.
+From Python, pass `HarnessModel("model/", "plan.json")` to `lm_eval.simple_evaluate`.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
@@ -23,7 +24,7 @@ from lm_eval.models.utils import maybe_truncate, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from zdc_jax.conversation.prompt import chat_stop_tokens, means_to_chat
+from zdc_jax.conversation.prompt import chat_stop_tokens, get_template_and_tokenizer
 from zdc_jax.errors import PromptError
 from zdc_jax.evaluation.likelihood import score_continuations
 from zdc_jax.generation.api import generate
@@ -34,12 +35,20 @@ from zdc_jax.loading import load
 ARGUMENTS = ("pretrained", "plan", "dtype", "max_positions", "batch_size")
 GENERATION_OPTIONS = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "seed")
 DEFAULT_MAX_GEN_TOKS = 256
-"""As lm-eval's own models have it."""
+"""Default number of generated tokens, the same as in lm-eval's own models."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """One request for text: token ids of its context, where it ends, how it is drawn."""
+class GenerationRequest:
+    """Parsed request of lm-eval for generated text.
+
+    Attributes:
+      index: index of the request.
+      context: token ids of the context.
+      until: stop strings.
+      max_gen_toks: largest number of generated tokens.
+      sampling: sampling parameters.
+    """
 
     index: int
     context: list[int]
@@ -50,9 +59,10 @@ class Wanted:
 
 @register_model("zdc_jax")
 class HarnessModel(TemplateLM):
-    """A converted folder under a plan, as lm-eval asks models. Everything goes through the compressed cache.
+    """Model interface of lm-eval for a converted folder and a plan.
 
-    Contexts that are too long lose their beginning, as in lm-eval's own models.
+    All requests read the compressed cache. Contexts that are too long are truncated at their beginning, as in
+    lm-eval's own models.
     """
 
     def __init__(
@@ -65,81 +75,94 @@ class HarnessModel(TemplateLM):
         device: str | None = None,
         **others: Any,
     ):
-        """pretrained: converted folder; batch_size: rows at once; plan, dtype, max_positions: as for `load`.
+        """Load the model.
 
-        device: what lm-eval's command gives every model, for torch; JAX takes its own.
+        Args:
+          pretrained: converted folder.
+          plan: as in `zdc_jax.load`.
+          dtype: as in `zdc_jax.load`.
+          max_positions: as in `zdc_jax.load`.
+          batch_size: sequences per batch.
+          device: ignored. The command of lm-eval passes it to every model; JAX chooses its own device.
+          others: not allowed.
 
         Raises:
-          ValueError: unknown arguments, or a batch_size that is no whole number >= 1 (such as `auto`).
+          ValueError: unknown arguments, or a `batch_size` that is not a whole number >= 1 (such as `auto`).
           PromptError: the folder has no tokenizer.
-          Whatever `load` raises.
+          ZDCError: `zdc_jax.load` raises it.
         """
         super().__init__()
         if others:
             raise ValueError(
-                f"unknown model_args {', '.join(sorted(others))}; known are {', '.join(ARGUMENTS)}"
+                f"unknown model_args {', '.join(sorted(others))}; allowed are {', '.join(ARGUMENTS)}"
             )
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise ValueError(f"{batch_size=} must be a whole number >= 1")
         self.batch_size = int(batch_size)
         self._model = load(pretrained, plan, dtype=dtype, max_positions=max_positions)
         if self._model.tokenizer is None:
-            raise PromptError(f"{pretrained} has no tokenizer, and lm-eval gives texts")
+            raise PromptError(f"{pretrained} has no tokenizer, which is needed for the texts of lm-eval")
         self._tokenizer = self._model.tokenizer
         self._name = str(pretrained)
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest context."""
+        """Longest context, in tokens."""
         return self._model.config.max_positions
 
     @property
     def eot_token_id(self) -> int:
-        """The first end-of-sequence id; raises `PromptError` where the model has none."""
+        """First end-of-sequence id. Raises `PromptError` if the model has none."""
         if not self._model.config.eos_ids:
             raise PromptError(
-                f"{self._name} names no end-of-sequence id, which stands before a text without one"
+                f"{self._name} has no end-of-sequence id, which is needed before a text without a context"
             )
         return self._model.config.eos_ids[0]
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context: the token that texts begin with, else `eot_token_id`."""
-        added, bos_id = tokenized(self._tokenizer, ""), self._model.config.bos_id
-        return added[0] if added else self.eot_token_id if bos_id is None else bos_id
+        """Token before a text without a context: the one that begins every text, or else `eot_token_id`."""
+        special_tokens, bos_id = tokenized(self._tokenizer, ""), self._model.config.bos_id
+        if special_tokens:
+            return special_tokens[0]
+        return self.eot_token_id if bos_id is None else bos_id
 
     @property
     def tokenizer_name(self) -> str:
-        """The folder's name, as part of a file name."""
+        """Name of the folder without slashes, for use in file names."""
         return self._name.replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Source of the model's template, for the record; None where it is not asked for."""
-        return means_to_chat(self._model)[0].source if chat_template else None
+        """Return the source of the chat template for lm-eval's record, or None if it is not requested."""
+        return get_template_and_tokenizer(self._model)[0].source if chat_template else None
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Text of a chat; without `add_generation_prompt` it ends within the last message, which goes on.
+        """Return the text of a chat.
+
+        Without `add_generation_prompt`, the text ends with the last message, so that the model continues it.
 
         Raises:
-          ChatError: no template, or it refuses the messages.
+          ChatError: the model has no template, or the template rejects the messages.
         """
-        template, _ = means_to_chat(self._model)
+        template, _ = get_template_and_tokenizer(self._model)
         text = template.render(chat_history, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
             return text
-        last = chat_history[-1]["content"]
-        behind = last.lstrip()  # Some templates strip messages.
-        whole = text.rfind(behind)
-        return (
-            text[: whole + len(behind)]
-            if whole >= 0
-            else text[: text.rindex(last.strip()) + len(last.strip())]
-        )
+        # Some templates strip the beginning of messages, or both ends.
+        message = chat_history[-1]["content"].lstrip()
+        start = text.rfind(message)
+        if start < 0:
+            message = message.rstrip()
+            start = text.rindex(message)
+        return text[: start + len(message)]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids; by default with the tokenizer's special tokens, unless the text begins with them."""
+        """Return the token ids of a text.
+
+        By default, the special tokens of the tokenizer are added unless the text already begins with them.
+        """
         if add_special_tokens is None:
             first = self._tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
             add_special_tokens = not string.startswith(first)
@@ -148,27 +171,28 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Sum of log-probabilities (nats) of each continuation, and whether greedy decoding gives it."""
-        pairs = [self._fitting(context, continuation) for _, context, continuation in requests]
-        found = score_continuations(self._model, pairs, batch=self.batch_size)
+        """Return the log-probability (nats) of each continuation, and whether greedy decoding produces it."""
+        pairs = [self._truncate_context(context, continuation) for _, context, continuation in requests]
+        scored = score_continuations(self._model, pairs, batch=self.batch_size)
         answers: dict[int, tuple[float, bool]] = {}
-        for index, scores in tqdm(found, "loglikelihood", len(pairs), disable=disable_tqdm):
+        for index, scores in tqdm(scored, "loglikelihood", len(pairs), disable=disable_tqdm):
             answers[index] = float(scores.log_probs.sum(dtype=float)), bool(scores.is_greedy.all())
-            if (asked := requests[index][0]) is not None:
-                self.cache_hook.add_partial("loglikelihood", asked, answers[index])
+            if (request := requests[index][0]) is not None:
+                self.cache_hook.add_partial("loglikelihood", request, answers[index])
         return [answers[index] for index in range(len(pairs))]
 
-    def _fitting(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """With the end of the context that leaves room for the continuation, whose last token needs none."""
-        room = self.max_length + 1 - len(continuation)
+    def _truncate_context(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
+        """Cut the beginning of the context so that both fit into the positions of the model."""
+        room = self.max_length + 1 - len(continuation)  # The last token needs no position.
         if room < 1:
             raise PromptError(
-                f"a continuation of {len(continuation)} tokens exceeds {self.max_length} positions"
+                f"a continuation of {len(continuation)} tokens exceeds the model's "
+                f"{self.max_length} positions"
             )
         return context[-room:], continuation
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability (nats) of each text, cut into pieces as long as the model's positions allow."""
+        """Return the log-probability (nats) of each text, cut into windows of at most `max_length` tokens."""
         totals, windows = [0.0] * len(requests), []
         for index, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
@@ -182,65 +206,73 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Text behind each context up to its stop strings; greedy unless a temperature is asked for.
+        """Generate text after each context up to its stop strings; greedy unless the request samples.
 
-        Equal requests that are drawn differ from each other.
+        Equal requests that sample have different seeds.
 
         Raises:
-          ValueError: a generation option that is not among `GENERATION_OPTIONS`.
-          PromptError: an option with an impossible value, or as many new tokens as the model has positions.
+          ValueError: a generation option is not in `GENERATION_OPTIONS`.
+          PromptError: an option has an invalid value, or `max_gen_toks` is not less than `max_length`.
         """
         texts: dict[int, str] = {}
-        wanted = list(self._wanted(requests))
+        parsed = list(self._parse_requests(requests))
         stop_tokens = None if self._model.chat_template is None else chat_stop_tokens(self._model)
-        with tqdm(desc="generate_until", total=len(wanted), disable=disable_tqdm) as progress:
-            for together in self._batches(wanted):
-                filled = together + together[-1:] * (min(self.batch_size, len(wanted)) - len(together))
-                done = generate(
+        with tqdm(desc="generate_until", total=len(parsed), disable=disable_tqdm) as progress:
+            for batch in self._make_batches(parsed):
+                padded = batch + batch[-1:] * (min(self.batch_size, len(parsed)) - len(batch))
+                result = generate(
                     self._model,
-                    [one.context for one in filled],
-                    together[0].max_gen_toks,
-                    sampling=[one.sampling for one in filled],
+                    [request.context for request in padded],
+                    batch[0].max_gen_toks,
+                    sampling=[request.sampling for request in padded],
                     stop_tokens=stop_tokens,
-                    stop=together[0].until,
+                    stop=batch[0].until,
                 )
-                for one, completion in zip(together, done.completions, strict=False):
-                    texts[one.index] = completion.text or ""
-                    self.cache_hook.add_partial("generate_until", requests[one.index].args, texts[one.index])
-                progress.update(len(together))
+                for request, completion in zip(batch, result.completions, strict=False):
+                    text = texts[request.index] = completion.text or ""
+                    self.cache_hook.add_partial("generate_until", requests[request.index].args, text)
+                progress.update(len(batch))
         return [texts[index] for index in range(len(requests))]
 
-    def _wanted(self, requests: list[Instance]) -> Iterator[Wanted]:
+    def _parse_requests(self, requests: Iterable[Instance]) -> Iterator[GenerationRequest]:
         seen: Counter[str] = Counter()
         for index, request in enumerate(requests):
-            text, asked = request.args
-            options = normalize_gen_kwargs(asked, DEFAULT_MAX_GEN_TOKS)
+            text, arguments = request.args
+            options = normalize_gen_kwargs(arguments, DEFAULT_MAX_GEN_TOKS)
             if unknown := sorted(options.keys() - set(GENERATION_OPTIONS)):
-                known = ", ".join(GENERATION_OPTIONS)
-                raise ValueError(f"generation options {', '.join(unknown)} are unknown; known are {known}")
+                allowed = ", ".join(GENERATION_OPTIONS)
+                raise ValueError(f"unknown generation options {', '.join(unknown)}; allowed are {allowed}")
             limit = options["max_gen_toks"]
             if limit >= self.max_length:
                 raise PromptError(
-                    f"max_gen_toks={limit} leave no room in the model's {self.max_length} positions"
+                    f"max_gen_toks={limit} must be less than the model's {self.max_length} positions"
                 )
             context, limit = maybe_truncate(self.tok_encode(text), limit, self.max_length)
-            until = tuple(string for string in options["until"] if string)
-            drawn = options["do_sample"]
+            samples = options["do_sample"]
             sampling = Sampling(
-                float(options.get("temperature", 1.0)) if drawn else 0.0,
-                options.get("top_k") if drawn else None,
-                options.get("top_p") if drawn else None,
+                float(options.get("temperature", 1.0)) if samples else 0.0,
+                options.get("top_k") if samples else None,
+                options.get("top_p") if samples else None,
                 (options.get("seed", 0) + seen[repr(request.args)]) % SEEDS,
             )
             seen[repr(request.args)] += 1
-            yield Wanted(index, context, until, limit, sampling)
+            yield GenerationRequest(
+                index=index,
+                context=context,
+                until=tuple(string for string in options["until"] if string),
+                max_gen_toks=limit,
+                sampling=sampling,
+            )
 
-    def _batches(self, wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
-        """Requests that end alike, of like length; the longest first, for what does not fit shows at once."""
-        alike: dict[Any, list[Wanted]] = defaultdict(list)
-        for one in sorted(wanted, key=lambda one: -len(one.context)):
-            alike[one.until, one.max_gen_toks].append(one)
-        for group in alike.values():
+    def _make_batches(self, requests: Sequence[GenerationRequest]) -> Iterator[list[GenerationRequest]]:
+        """Yield batches with equal stop conditions and similar length.
+
+        The longest requests come first, so that a lack of memory shows at once.
+        """
+        groups: dict[Any, list[GenerationRequest]] = defaultdict(list)
+        for request in sorted(requests, key=lambda request: -len(request.context)):
+            groups[request.until, request.max_gen_toks].append(request)
+        for group in groups.values():
             yield from map(list, batched(group, self.batch_size))
 
 

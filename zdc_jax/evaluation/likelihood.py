@@ -1,4 +1,4 @@
-"""How likely continuations are to a model that reads them through its compressed cache."""
+"""Log-likelihoods of continuations under a model that reads them through its compressed cache."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,14 +19,19 @@ from zdc_jax.loading import LanguageModel
 from zdc_jax.model.transformer import Transformer
 
 _SMALLEST_COUNT = 8
-"""Scored tokens of a piece are padded to powers of two from here on, so new lengths rarely recompile."""
+"""Smallest padded number of scored tokens. Larger ones are padded to powers of two to limit compilation."""
 _POSITIONS_PER_BLOCK = 64
-"""Positions whose logits are in memory at once, for each row of a batch."""
+"""Positions of each sequence whose logits are in memory at the same time."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenScores:
-    """Of each token of a continuation: log-probability in nats, float32, and whether it is the likeliest."""
+    """Scores of the C tokens of a continuation.
+
+    Attributes:
+      log_probs: log-probabilities in nats, float32 [C].
+      is_greedy: whether each token is the most likely one, bool [C].
+    """
 
     log_probs: Float[np.ndarray, " C"]
     is_greedy: Bool[np.ndarray, " C"]
@@ -39,93 +44,104 @@ def score_continuations(
     batch: int = 1,
     prefill_chunk: int = PREFILL_CHUNK,
 ) -> Iterator[tuple[int, TokenScores]]:
-    """Scores of each continuation behind its context, as they come, the longest first.
+    """Score each continuation after its context. The longest sequences are scored first.
 
-    Context and continuation are read as `generate` reads a prompt: into an empty cache, `prefill_chunk`
-    tokens at a time. Rows of like length go together.
+    Context and continuation are read like a prompt of `generate`: into an empty cache, in chunks of
+    `prefill_chunk` tokens. Sequences of similar length share a batch.
 
     Args:
-      model: on one device, not on a mesh.
-      pairs: token ids of a context and of its continuation, at least one each.
-      batch: rows that are read at once, 1 or more; the last ones are filled up, so that shapes repeat.
+      model: model on one device.
+      pairs: token ids of each context and its continuation, at least one token each.
+      batch: sequences per batch, at least 1. An incomplete batch is padded so that shapes repeat.
+      prefill_chunk: tokens per chunk, as in `generate`.
 
     Returns:
-      pairs of an index into `pairs` and its scores.
+      iterator over an index into `pairs` and its scores.
 
     Raises:
-      PromptError: an empty context or continuation, an id outside the vocabulary, or more tokens than the
-        model has positions; the last token of a continuation needs none. A `batch` below 1; a `prefill_chunk`
-        that `generate` would not take.
-      MeshError: a model on a mesh.
-      CacheMemoryError: the KV cache does not fit.
+      PromptError: a context or continuation is empty, contains an id outside the vocabulary, or exceeds the
+        positions of the model (the last token needs no position); `batch` is less than 1; `prefill_chunk` is
+        invalid.
+      MeshError: the model is on a mesh.
+      CacheMemoryError: the KV cache does not fit into memory.
     """
     if not isinstance(model.network, Transformer):
-        raise MeshError("the model is on a mesh; to score continuations, load it without mesh=")
+        raise MeshError("scoring continuations does not support a mesh; load the model without mesh=")
     if not is_whole(batch) or batch < 1:
         raise PromptError(f"{batch=} must be a whole number >= 1")
     check_chunk(model, prefill_chunk)
     for index, (context, continuation) in enumerate(pairs):
         if not len(context) or not len(continuation):
             raise PromptError(
-                f"pair {index} has {len(context)} tokens of context and {len(continuation)} behind it; "
-                "each must have one or more"
+                f"pair {index} has {len(context)} context tokens and {len(continuation)} continuation "
+                "tokens; each must have at least one"
             )
         encode(model, list(continuation), 0)
-    rows = [_Row.of(index, encode(model, [*a, *b[:-1]], 0), b) for index, (a, b) in enumerate(pairs)]
-    if rows:
-        warn_beyond_calibration(model, max(len(row.tokens) for row in rows), stacklevel=3)
-    return _scored(model.network, sorted(rows, key=lambda row: -len(row.tokens)), batch, prefill_chunk)
+    sequences = [
+        _make_sequence(index, encode(model, [*context, *continuation[:-1]], 0), continuation)
+        for index, (context, continuation) in enumerate(pairs)
+    ]
+    if sequences:
+        warn_beyond_calibration(model, max(len(each.tokens) for each in sequences), stacklevel=3)
+    sequences.sort(key=lambda sequence: -len(sequence.tokens))
+    return _score_sequences(model.network, sequences, batch, prefill_chunk)
 
 
 @dataclass(frozen=True, eq=False)
-class _Row:
-    """What is read of one pair: tokens [T], and behind each of them the token to score; -1 in the context."""
+class _Sequence:
+    """Tokens of one pair that are read.
+
+    Attributes:
+      index: index of the pair.
+      tokens: token ids of the context and the continuation without its last token, int32 [T].
+      targets: token to score after each of `tokens`, int32 [T]; -1 for none.
+    """
 
     index: int
     tokens: np.ndarray
     targets: np.ndarray
 
-    @classmethod
-    def of(cls, index: int, tokens: np.ndarray, continuation: Sequence[int]) -> "_Row":
-        targets = np.full(len(tokens), -1, np.int32)
-        targets[len(tokens) - len(continuation) :] = continuation
-        return cls(index, tokens, targets)
+
+def _make_sequence(index: int, tokens: np.ndarray, continuation: Sequence[int]) -> _Sequence:
+    targets = np.full(len(tokens), -1, np.int32)
+    targets[len(tokens) - len(continuation) :] = continuation
+    return _Sequence(index, tokens, targets)
 
 
-def _scored(
-    network: Transformer, rows: list[_Row], batch: int, chunk: int
+def _score_sequences(
+    network: Transformer, sequences: list[_Sequence], batch: int, chunk: int
 ) -> Iterator[tuple[int, TokenScores]]:
-    size = min(batch, len(rows))
-    for start in range(0, len(rows), batch):
-        together = rows[start : start + batch]
-        filled = together + together[-1:] * (size - len(together))
-        for row, scores in zip(together, _score_batch(network, filled, chunk), strict=False):
-            yield row.index, scores
+    size = min(batch, len(sequences))
+    for start in range(0, len(sequences), batch):
+        part = sequences[start : start + batch]
+        padded_part = part + part[-1:] * (size - len(part))
+        for sequence, scores in zip(part, _score_batch(network, padded_part, chunk), strict=False):
+            yield sequence.index, scores
 
 
-def _score_batch(network: Transformer, rows: list[_Row], chunk: int) -> list[TokenScores]:
-    """Scores of rows of which the first is the longest."""
-    longest = len(rows[0].tokens)
+def _score_batch(network: Transformer, sequences: list[_Sequence], chunk: int) -> list[TokenScores]:
+    """Score one batch. The first sequence must be the longest."""
+    longest = len(sequences[0].tokens)
     capacity = capacity_for(longest, network.config.max_positions)
-    cache = network.new_cache(batch=len(rows), capacity=capacity)
-    found: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in rows]
+    cache = network.new_cache(batch=len(sequences), capacity=capacity)
+    parts: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in sequences]
     for start in range(0, longest, chunk):
         width = min(bucket(longest - start), chunk, capacity)
-        tokens = padded([row.tokens[start:][:width] for row in rows], width)
-        pieces = [row.targets[start:][:width] for row in rows]
-        scored = [np.flatnonzero(piece >= 0) for piece in pieces]
+        tokens = padded([each.tokens[start:][:width] for each in sequences], width)
+        chunk_targets = [each.targets[start:][:width] for each in sequences]
+        scored = [np.flatnonzero(targets >= 0) for targets in chunk_targets]
         count = bucket(max(map(len, scored)), _SMALLEST_COUNT)
         columns = padded(scored, count)
-        targets = padded([piece[at] for piece, at in zip(pieces, scored, strict=True)], count)
-        end = np.array([min(len(row.tokens), start + width) for row in rows], np.int32)
-        log_probs, is_greedy, cache = _score_piece(network, cache, tokens, end, columns, targets)
+        targets = padded([each[at] for each, at in zip(chunk_targets, scored, strict=True)], count)
+        end = np.array([min(len(each.tokens), start + width) for each in sequences], np.int32)
+        log_probs, is_greedy, cache = _score_chunk(network, cache, tokens, end, columns, targets)
         for row, at in enumerate(scored):
-            found[row].append((np.asarray(log_probs)[row, : len(at)], np.asarray(is_greedy)[row, : len(at)]))
-    return [TokenScores(*map(np.concatenate, zip(*pieces, strict=True))) for pieces in found]
+            parts[row].append((np.asarray(log_probs)[row, : len(at)], np.asarray(is_greedy)[row, : len(at)]))
+    return [TokenScores(*map(np.concatenate, zip(*each, strict=True))) for each in parts]
 
 
 @partial(jax.jit, donate_argnums=1)
-def _score_piece(
+def _score_chunk(
     network: Transformer,
     cache: KVCache,
     tokens: Int[Array, "B T"],
@@ -133,23 +149,23 @@ def _score_piece(
     columns: Int[Array, "B C"],
     targets: Int[Array, "B C"],
 ) -> tuple[Float[Array, "B C"], Bool[Array, "B C"], KVCache]:
-    """Reads a piece; scores `targets` as the tokens behind those in `columns`."""
+    """Read a chunk, and score `targets` as the tokens that follow the columns `columns` of the chunk."""
     hidden, cache = network.extend(cache, tokens, end)
     hidden = jnp.take_along_axis(hidden, columns[..., None], axis=1)
 
-    def block(given: tuple[Array, Array]) -> tuple[Array, Array]:
-        hidden, target = given
+    def score_block(block: tuple[Array, Array]) -> tuple[Array, Array]:
+        hidden, targets = block
         logits = network.embeddings.unembed(hidden)
-        chosen = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
-        return chosen - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == target
+        target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return target_logits - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == targets
 
     size = min(_POSITIONS_PER_BLOCK, targets.shape[1])
 
-    def split(x):
+    def split_blocks(x: Array) -> Array:
         return jnp.stack(jnp.split(x, x.shape[1] // size, axis=1))
 
-    def join(x):
+    def join_blocks(x: Array) -> Array:
         return jnp.concatenate(list(x), axis=1)
 
-    log_probs, is_greedy = jax.lax.map(block, (split(hidden), split(targets)))
-    return join(log_probs), join(is_greedy), cache
+    log_probs, is_greedy = jax.lax.map(score_block, (split_blocks(hidden), split_blocks(targets)))
+    return join_blocks(log_probs), join_blocks(is_greedy), cache

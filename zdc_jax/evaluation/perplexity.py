@@ -1,4 +1,4 @@
-"""Perplexity of a plan against the unmodified model, on the same windows, with a paired interval."""
+"""Perplexity of a plan compared with the unmodified model on the same windows, with paired intervals."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,19 +14,23 @@ from zdc_jax.parallel.transformer import ShardedTransformer
 from zdc_jax.plan import CompressionPlan
 
 _POSITIONS_PER_BLOCK = 512
-"""Positions whose logits are in memory at once."""
+"""Positions whose logits are in memory at the same time."""
 BOOTSTRAP_SAMPLES = 10_000
+"""Resamples for a bootstrap interval."""
 DEFAULT_WINDOW = 256
-"""Tokens beyond which a repeated token counts as far, for plans without a window."""
+"""Window that `FarRetention` uses for plans without a window, in tokens."""
 
 
 @dataclass(frozen=True)
 class FarRetention:
-    """Loss on tokens that stand earlier in the text, but not among the last `window` tokens.
+    """Retention of far tokens: tokens that occur earlier in the text, but not in the last `window` tokens.
 
-    retention: exp of the mean over windows of text of how the mean log-probability of these tokens changes; 1
-    where nothing is lost. interval: its 95 % paired bootstrap interval; None for one window of text. tokens:
-    how many there are.
+    Attributes:
+      retention: exp of the mean change of their log-probability, averaged first within and then over windows
+        of text; 1: no loss.
+      interval: 95 % paired bootstrap interval of `retention`; None for one window of text.
+      tokens: number of far tokens.
+      window: number of preceding tokens that do not contain a far token.
     """
 
     retention: float
@@ -37,10 +41,19 @@ class FarRetention:
 
 @dataclass(frozen=True)
 class PerplexityReport:
-    """Perplexity per token with and without a plan; `increase` is the relative degradation Q of ZDC §5.2.
+    """Perplexity per token with and without a plan.
 
-    `interval` is the 95 % paired bootstrap interval of `increase` over windows, `window_increases` their own;
-    None where there is one window, which says nothing about others. far: None where no token is far.
+    Attributes:
+      perplexity: perplexity with the plan.
+      dense_perplexity: perplexity of the unmodified model.
+      increase: relative increase of the perplexity, the degradation Q of ZDC §5.2.
+      interval: 95 % paired bootstrap interval of `increase` over windows; None for one window.
+      windows: number of windows.
+      window_length: tokens per window.
+      kv_bytes: cache size for one window, in bytes.
+      dense_kv_bytes: cache size of the unmodified model.
+      window_increases: relative increase of each window.
+      far: retention of far tokens; None if there are none.
     """
 
     perplexity: float
@@ -55,7 +68,7 @@ class PerplexityReport:
     far: FarRetention | None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON value."""
+        """Return the report as a JSON object."""
         return asdict(self)
 
 
@@ -63,48 +76,58 @@ class PerplexityReport:
 def next_token_nll(
     embeddings: Embeddings, hidden: Float[Array, "B T_padded D"], tokens: Int[Array, "B T"]
 ) -> Float[Array, "B T_next"]:
-    """Negative log likelihood of the next token at all positions but the last, float32 [B, T-1]."""
+    """Return the negative log-likelihood of each token after the first, float32 [B, T-1].
+
+    Args:
+      embeddings: embeddings and output head.
+      hidden: last hidden states, padded at the end on a mesh.
+      tokens: token ids.
+    """
     targets = tokens[:, 1:]
     length = targets.shape[1]
-    hidden = hidden[:, :length]  # without the padding of tokens on a mesh
+    hidden = hidden[:, :length]
     blocks = -(-length // _POSITIONS_PER_BLOCK)
     pad = blocks * _POSITIONS_PER_BLOCK - length
     hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0)))
     targets = jnp.pad(targets, ((0, 0), (0, pad)))
 
-    def block(start: Array) -> Array:
-        def cut(x, axis):
-            return jax.lax.dynamic_slice_in_dim(x, start, _POSITIONS_PER_BLOCK, axis)
+    def compute_block(start: Array) -> Array:
+        def slice_block(x: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(x, start, _POSITIONS_PER_BLOCK, 1)
 
-        logits = embeddings.unembed(cut(hidden, 1))
-        chosen = jnp.take_along_axis(logits, cut(targets, 1)[..., None], axis=-1)[..., 0]
-        return jax.nn.logsumexp(logits, axis=-1) - chosen
+        logits = embeddings.unembed(slice_block(hidden))
+        target_logits = jnp.take_along_axis(logits, slice_block(targets)[..., None], axis=-1)[..., 0]
+        return jax.nn.logsumexp(logits, axis=-1) - target_logits
 
-    nll = jax.lax.map(block, jnp.arange(blocks) * _POSITIONS_PER_BLOCK)
+    nll = jax.lax.map(compute_block, jnp.arange(blocks) * _POSITIONS_PER_BLOCK)
     return jnp.concatenate(list(nll), axis=1)[:, :length]
 
 
 def token_nll(
     network: Transformer | ShardedTransformer, windows: Int[np.ndarray, "W T"], *, batch: int = 1
 ) -> Float[np.ndarray, "W T_next"]:
-    """Negative log likelihood in nats of all tokens of each window but its first, float32 [W, T-1].
+    """Return the negative log-likelihood of each token after a window's first, float32 [W, T-1], in nats.
 
-    Layers run one after another, so that a plan not seen before compiles only the layers that are new.
+    Layers run one after another, so that a new plan compiles only layers that no earlier plan had.
+
+    Args:
+      network: network to evaluate.
+      windows: token ids, int32.
+      batch: windows per call.
     """
-    found = []
+    parts = []
     for start in range(0, len(windows), batch):
-        piece = windows[start : start + batch]
-        whole = np.concatenate([piece, np.repeat(piece[-1:], batch - len(piece), axis=0)])
-        tokens = jnp.asarray(whole)
+        part = windows[start : start + batch]
+        tokens = jnp.asarray(np.concatenate([part, np.repeat(part[-1:], batch - len(part), axis=0)]))
         nll = next_token_nll(network.embeddings, network.hidden(tokens), tokens)
-        found.append(np.asarray(nll)[: len(piece)])
-    return np.concatenate(found)
+        parts.append(np.asarray(nll)[: len(part)])
+    return np.concatenate(parts)
 
 
 def window_nll(
     network: Transformer | ShardedTransformer, windows: Int[np.ndarray, "W T"], *, batch: int = 1
 ) -> Float[np.ndarray, " W"]:
-    """Mean negative log likelihood (nats a token) of each window, float64 [W]; see `token_nll`."""
+    """Return the mean of `token_nll` over each window, float64 [W], in nats per token."""
     return token_nll(network, windows, batch=batch).mean(1, dtype=np.float64)
 
 
@@ -115,9 +138,16 @@ def compare(
     *,
     batch: int = 1,
 ) -> PerplexityReport:
-    """Perplexity of `network` on windows, beside what `token_nll` gives of the unmodified model on them."""
-    own = token_nll(network, windows, batch=batch)
-    nll, dense_nll = (each.mean(1, dtype=np.float64) for each in (own, dense_token_nll))
+    """Compare the perplexity of a network with that of the unmodified model.
+
+    Args:
+      network: network under a plan.
+      dense_token_nll: `token_nll` of the unmodified model on the same windows.
+      windows: token ids, int32.
+      batch: windows per call.
+    """
+    plan_token_nll = token_nll(network, windows, batch=batch)
+    nll, dense_nll = (each.mean(1, dtype=np.float64) for each in (plan_token_nll, dense_token_nll))
     length, dtype = windows.shape[1], network.dtype.name
     return PerplexityReport(
         perplexity=float(np.exp(nll.mean())),
@@ -129,17 +159,19 @@ def compare(
         kv_bytes=network.plan.bytes(length, 1, dtype),
         dense_kv_bytes=CompressionPlan.full(network.config).bytes(length, 1, dtype),
         window_increases=tuple(np.expm1(nll - dense_nll).tolist()),
-        far=_far_tokens(dense_token_nll - own, windows, network.plan.window or DEFAULT_WINDOW),
+        far=_compute_far_retention(
+            dense_token_nll - plan_token_nll, windows, network.plan.window or DEFAULT_WINDOW
+        ),
     )
 
 
-def _far_tokens(
+def _compute_far_retention(
     changes: Float[np.ndarray, "W T_next"], windows: Int[np.ndarray, "W T"], window: int
 ) -> FarRetention | None:
-    """From the change of each token's log-probability; None where no token is far."""
+    """Compute `FarRetention` from the change of the log-probability of each token."""
     far = is_far(windows, window)[:, 1:]
     means = np.array(
-        [row[at].mean(dtype=np.float64) for row, at in zip(changes, far, strict=True) if at.any()]
+        [row[mask].mean(dtype=np.float64) for row, mask in zip(changes, far, strict=True) if mask.any()]
     )
     if not len(means):
         return None
@@ -149,17 +181,21 @@ def _far_tokens(
 
 
 def is_far(windows: Int[np.ndarray, "W T"], window: int) -> Bool[np.ndarray, "W T"]:
-    """Whether a token stands earlier in its row, but not among the `window` tokens before it."""
+    """Return which tokens occur earlier in their sequence, but not in the `window` tokens before them."""
     order = np.argsort(windows, axis=1, kind="stable")
     ordered = np.take_along_axis(windows, order, axis=1)
-    again = (ordered[:, 1:] == ordered[:, :-1]) & (np.diff(order) > window)
+    repeats_far = (ordered[:, 1:] == ordered[:, :-1]) & (np.diff(order) > window)
     far = np.zeros(windows.shape, bool)
-    np.put_along_axis(far, order[:, 1:], again, axis=1)
+    np.put_along_axis(far, order[:, 1:], repeats_far, axis=1)
     return far
 
 
 def bootstrap_interval(differences: np.ndarray) -> tuple[float, float]:
-    """Percentile interval of exp(mean difference) - 1 over resampled windows [W], at a level of 95 %."""
+    """Return the 95 % percentile interval of exp(mean difference) - 1 over resampled windows.
+
+    Args:
+      differences: difference of each window in nats, float64 [W].
+    """
     picks = np.random.default_rng(0).integers(len(differences), size=(BOOTSTRAP_SAMPLES, len(differences)))
     increases = np.expm1(differences[picks].mean(1))
     low, high = np.quantile(increases, [0.025, 0.975])

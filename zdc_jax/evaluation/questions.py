@@ -1,4 +1,4 @@
-"""What tasks are made of: statements that go into a context, and questions about it."""
+"""Building blocks of evaluation tasks: questions, statements, and the writer that tokenizes them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,18 +11,21 @@ from tokenizers import Encoding, Tokenizer
 from zdc_jax.errors import EvaluationError, foreign_errors_as
 
 QUESTION_TOKENS = 128
-"""Longest question, its answer included."""
+"""Longest question in tokens, including its answer."""
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """Token ids that follow a context: a question and its right answer.
+    """Question about a context, followed by its correct answer.
 
-    tokens: int32 [Q]. answer: bool [Q], which of them are the answer; never the first. depth: share of the
-    context before the statement that is asked for, None where the question is about no statement.
+    Attributes:
+      tokens: token ids of the question and the answer, int32 [Q].
+      answer: mask of the answer tokens, bool [Q]. The first token is never part of the answer.
+      depth: share of the context before the statement that the question refers to; None if it refers to no
+        statement.
 
     Raises:
-      EvaluationError: more than `QUESTION_TOKENS` tokens, no answer, or nothing before it.
+      EvaluationError: more than `QUESTION_TOKENS` tokens, no answer token, or no token before the answer.
     """
 
     tokens: Int[np.ndarray, " Q"]
@@ -32,19 +35,22 @@ class Question:
     def __post_init__(self) -> None:
         if len(self.tokens) > QUESTION_TOKENS:
             raise EvaluationError(
-                f"the tokenizer makes {len(self.tokens)} tokens of a question, {QUESTION_TOKENS} are allowed"
+                f"the tokenizer encodes a question as {len(self.tokens)} tokens; "
+                f"at most {QUESTION_TOKENS} are allowed"
             )
         if not self.answer.any() or self.answer[0]:
             raise EvaluationError(
-                "the tokenizer leaves a question without an answer, or without its beginning"
+                "the tokenizer produces a question without answer tokens, or without tokens before the answer"
             )
 
 
-class Posed(NamedTuple):
-    """A task on one context.
+class TaskInstance(NamedTuple):
+    """One task drawn for one context.
 
-    statements: token ids, each to be put somewhere into the context. ask: from the whole context [S] and from
-    where each statement begins in it, the questions.
+    Attributes:
+      statements: statements to insert into the context, as token ids.
+      ask: function that returns the questions, given the whole context [S] and the position at which each
+        statement begins.
     """
 
     statements: tuple[Int[np.ndarray, " _"], ...]
@@ -52,30 +58,35 @@ class Posed(NamedTuple):
 
 
 class Writer:
-    """Makes tokens of text.
+    """Tokenizes statements and questions.
 
-    ids: int32 [n], ids that occur in text, each once.
+    Args:
+      tokenizer: tokenizer of the model.
+      ids: distinct token ids that occur in the text, int32 [n].
     """
 
     def __init__(self, tokenizer: Tokenizer, ids: Int[np.ndarray, " n"]):
         self.ids, self._tokenizer = ids, tokenizer
 
-    def tokens(self, text: str) -> Int[np.ndarray, " _"]:
-        """Token ids of a text, int32, without special tokens."""
-        return np.array(self._encoded(text).ids, np.int32)
+    def tokenize(self, text: str) -> Int[np.ndarray, " _"]:
+        """Return the token ids of a text, int32, without special tokens."""
+        return np.array(self._encode(text).ids, np.int32)
 
-    def question(self, text: str, answer: str, depth: float) -> Question:
-        """A question that ends with its answer; tokens with any of the answer's characters count."""
-        encoded = self._encoded(text + answer)
-        counts = [end > len(text) and end > start for start, end in encoded.offsets]
-        return Question(np.array(encoded.ids, np.int32), np.array(counts), depth)
+    def write_question(self, text: str, answer: str, depth: float) -> Question:
+        """Return a question that ends with its answer.
 
-    def beginning(self) -> Int[np.ndarray, " _"]:
-        """The special tokens that the tokenizer puts before a text, int32."""
-        encoded = self._encoded("a", add_special_tokens=True)
-        before = np.cumprod(encoded.special_tokens_mask).sum()
-        return np.array(encoded.ids[:before], np.int32)
+        Tokens that contain any character of the answer are answer tokens.
+        """
+        encoded = self._encode(text + answer)
+        is_answer = [end > len(text) and end > start for start, end in encoded.offsets]
+        return Question(np.array(encoded.ids, np.int32), np.array(is_answer), depth)
 
-    def _encoded(self, text: str, *, add_special_tokens: bool = False) -> Encoding:
+    def make_prefix(self) -> Int[np.ndarray, " _"]:
+        """Return the special tokens that the tokenizer adds before a text, int32."""
+        encoded = self._encode("a", add_special_tokens=True)
+        count = np.cumprod(encoded.special_tokens_mask).sum()
+        return np.array(encoded.ids[:count], np.int32)
+
+    def _encode(self, text: str, *, add_special_tokens: bool = False) -> Encoding:
         with foreign_errors_as(EvaluationError, f"the tokenizer cannot encode {text!r:.80}"):
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -1,4 +1,4 @@
-"""What a plan retains of a task: how likely right answers stay, beside the unmodified model's."""
+"""Retention of tasks under a plan: the probability of correct answers compared with the unmodified model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,15 +10,23 @@ from zdc_jax.evaluation.answers import Answer
 from zdc_jax.evaluation.perplexity import bootstrap_interval
 
 LEAST_SCORE = 0.5
-"""A task counts where the unmodified model's score is no less: what it cannot do cannot be retained."""
+"""Smallest score of the unmodified model for which a task counts. Tasks that it fails cannot be retained."""
 HALF_WIDTH = 0.02
-"""Enough sheets are read once each interval of retention reaches no further than this."""
+"""Largest half-width of a retention interval at which no more documents are read."""
 QUARTERS = 4
+"""Number of parts of a context by which retention is reported."""
 
 
 @dataclass(frozen=True)
 class DepthRetention:
-    """Retention and scores of the questions about one quarter of the contexts."""
+    """Retention and scores of the questions about one quarter of the contexts.
+
+    Attributes:
+      retention: retention of these questions, as in `Retention`.
+      score: score with the plan.
+      dense: score of the unmodified model.
+      questions: number of questions.
+    """
 
     retention: float
     score: float
@@ -28,14 +36,19 @@ class DepthRetention:
 
 @dataclass(frozen=True)
 class Retention:
-    """What a plan retains of one task.
+    """Retention of one task under a plan.
 
-    retention: exp of the mean over sheets of how the mean log-probability of a right token changes; 1 where
-    nothing is lost. interval: its 95 % paired bootstrap interval over sheets; None for one sheet. score,
-    dense: share of the right tokens that are the most likely, with the plan and without. whole: share of
-    sheets with all tokens right. counts: whether `dense` is at least `LEAST_SCORE`. by_depth: by quarter of
-    the context, from its beginning, in which what is asked for stands; None for an empty quarter, and for
-    tasks that ask for nothing said.
+    Attributes:
+      retention: exp of the mean change of the log-probability of correct tokens, averaged first within and
+        then over documents; 1: no loss.
+      interval: 95 % paired bootstrap interval of `retention` over documents; None for one document.
+      score: share of correct tokens that are the most likely, with the plan.
+      dense: the same share for the unmodified model.
+      whole: share of documents whose correct tokens are all the most likely, with the plan.
+      counts: whether `dense` is at least `LEAST_SCORE`.
+      documents: number of task documents.
+      by_depth: retention by the quarter of the context that contains the statement asked about; None for a
+        quarter without questions, and for tasks without statements.
     """
 
     retention: float
@@ -48,15 +61,20 @@ class Retention:
     by_depth: tuple[DepthRetention | None, ...] | None
 
     @property
-    def known(self) -> bool:
-        """Whether the interval is within `HALF_WIDTH` of the retention."""
+    def is_precise(self) -> bool:
+        """Whether the interval extends at most `HALF_WIDTH` from the retention."""
         if self.interval is None:
             return False
         return max(self.interval[1] - self.retention, self.retention - self.interval[0]) <= HALF_WIDTH
 
 
 def retention(dense: Sequence[Sequence[Answer]], plan: Sequence[Sequence[Answer]]) -> Retention:
-    """Retention of one task from the answers on each sheet, without the plan and with it."""
+    """Compute the retention of one task from the answers on each document.
+
+    Args:
+      dense: answers of the unmodified model on each document.
+      plan: answers with the plan on the same documents.
+    """
     changes = log_probability(plan) - log_probability(dense)
     dense_score = score(dense)
     low, high = bootstrap_interval(changes)
@@ -65,42 +83,41 @@ def retention(dense: Sequence[Sequence[Answer]], plan: Sequence[Sequence[Answer]
         interval=(1 + low, 1 + high) if len(changes) > 1 else None,
         score=score(plan),
         dense=dense_score,
-        whole=float(np.mean([_right(document).all() for document in plan])),
+        whole=float(np.mean([_concatenate_right(document).all() for document in plan])),
         counts=dense_score >= LEAST_SCORE,
         documents=len(changes),
-        by_depth=_by_depth(dense, plan),
+        by_depth=_split_by_depth(dense, plan),
     )
 
 
-def log_probability(documents: Sequence[Sequence[Answer]]) -> Float[np.ndarray, " sheets"]:
-    """Mean log-probability of the right tokens of each sheet, float64."""
+def log_probability(documents: Sequence[Sequence[Answer]]) -> Float[np.ndarray, " documents"]:
+    """Return the mean log-probability of the correct tokens of each document, float64."""
     tokens = ([answer.log_probability for answer in document] for document in documents)
     return np.array([np.concatenate(document).astype(np.float64).mean() for document in tokens])
 
 
-def _right(answers: Sequence[Answer]) -> np.ndarray:
+def _concatenate_right(answers: Sequence[Answer]) -> np.ndarray:
     return np.concatenate([answer.right for answer in answers])
 
 
 def score(documents: Sequence[Sequence[Answer]]) -> float:
-    """Share of all right tokens that are the most likely."""
-    return float(np.concatenate([_right(document) for document in documents]).mean())
+    """Return the share of all correct tokens that are the most likely."""
+    return float(np.concatenate([_concatenate_right(document) for document in documents]).mean())
 
 
-def _by_depth(
+def _split_by_depth(
     dense: Sequence[Sequence[Answer]], plan: Sequence[Sequence[Answer]]
 ) -> tuple[DepthRetention | None, ...] | None:
     quarters: list[list[tuple[Answer, Answer]]] = [[] for _ in range(QUARTERS)]
-    for pair in (
-        (a, b) for documents in zip(dense, plan, strict=True) for a, b in zip(*documents, strict=True)
-    ):
-        if (depth := pair[0].depth) is None:
-            return None
-        quarters[min(int(depth * QUARTERS), QUARTERS - 1)].append(pair)
-    return tuple(_of_quarter(pairs) if pairs else None for pairs in quarters)
+    for documents in zip(dense, plan, strict=True):
+        for dense_answer, plan_answer in zip(*documents, strict=True):
+            if (depth := dense_answer.depth) is None:
+                return None
+            quarters[min(int(depth * QUARTERS), QUARTERS - 1)].append((dense_answer, plan_answer))
+    return tuple(_compute_quarter(pairs) if pairs else None for pairs in quarters)
 
 
-def _of_quarter(pairs: list[tuple[Answer, Answer]]) -> DepthRetention:
+def _compute_quarter(pairs: list[tuple[Answer, Answer]]) -> DepthRetention:
     dense, plan = ([[answer] for answer in answers] for answers in zip(*pairs, strict=True))
     changes = log_probability(plan) - log_probability(dense)
     return DepthRetention(float(np.exp(changes.mean())), score(plan), score(dense), len(pairs))

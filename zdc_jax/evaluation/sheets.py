@@ -1,6 +1,6 @@
-"""Sheets: long contexts of real text with statements put into them, and questions about each.
+"""Task documents: contexts of real text with inserted statements, and questions about them.
 
-One reading of a context serves all tasks. Sheets are made from any text and need no labels.
+One context serves all tasks. Task documents are made from any text and need no labels.
 """
 
 from collections.abc import Mapping
@@ -15,26 +15,35 @@ from zdc_jax.evaluation.questions import QUESTION_TOKENS, Question, Writer
 from zdc_jax.evaluation.tasks import Pose
 
 ALIGNMENT = 64
-"""Questions begin at a multiple of this: some cache methods take pieces of a prompt only there."""
+"""Positions of questions are multiples of this number, because some cache methods need aligned chunks."""
 
 
 @dataclass(frozen=True, eq=False)
 class TaskDocument:
-    """A context, int32 [S], and the questions of each task about it, all asked of the same context."""
+    """Context with the questions of all tasks about it.
+
+    Attributes:
+      context: token ids of the context, int32 [S].
+      questions: questions of each task. All of them are asked about the same context.
+    """
 
     context: Int[np.ndarray, " S"]
     questions: Mapping[str, tuple[Question, ...]]
 
 
 def context_length(length: int, alignment: int = ALIGNMENT) -> int:
-    """S, so that a context and any question are at most `length` tokens: a multiple of `alignment`.
+    """Return the longest context S for which the context and any question have at most `length` tokens.
+
+    Args:
+      length: tokens of the context and a question together.
+      alignment: number that S is a multiple of.
 
     Raises:
-      EvaluationError: `length` has no room for such a context.
+      EvaluationError: `length` is too short for a context and a question.
     """
     if (context := (length - QUESTION_TOKENS) // alignment * alignment) <= 0:
         needed = alignment + QUESTION_TOKENS
-        raise EvaluationError(f"a context of {length} tokens has no room for tasks, which need {needed}")
+        raise EvaluationError(f"a context of {length} tokens is too short for tasks, which need {needed}")
     return context
 
 
@@ -46,23 +55,26 @@ def make_task_documents(
     seed: int,
     not_drawn: tuple[int, ...] = (),
 ) -> list[TaskDocument]:
-    """A sheet of each window of text; its end makes room for statements and the tokenizer's first tokens.
+    """Make a task document from each window of text.
+
+    The end of the window is dropped to make room for the statements and the special tokens of the tokenizer.
 
     Args:
-      tasks: as `tasks.chosen` gives them.
-      windows: int32, tokens of real text.
-      seed: of what is said and where. Sheet i is the same beside others that hold the same token ids.
-      not_drawn: ids that no task draws, such as that of the end of a text.
+      tasks: `pose` functions by task name, from `tasks.chosen`.
+      windows: token ids of real text, int32.
+      tokenizer: tokenizer of the model.
+      seed: seed for the statements and their positions. With the same seed and the same set of token ids in
+        all windows, document i does not depend on the number of windows.
+      not_drawn: token ids that tasks must not use, for example end-of-sequence ids.
 
     Raises:
-      EvaluationError: a task does not fit into S tokens, or the tokenizer cannot write its questions.
+      EvaluationError: the statements do not fit into S tokens, or the tokenizer cannot encode the questions.
     """
     writer = Writer(tokenizer, np.setdiff1d(windows, not_drawn).astype(np.int32))
-    beginning = writer.beginning()
+    prefix = writer.make_prefix()
     rngs = (np.random.default_rng([seed, index]) for index in range(len(windows)))
     return [
-        _make_document(tasks, window, writer, beginning, rng)
-        for window, rng in zip(windows, rngs, strict=False)
+        _make_document(tasks, window, writer, prefix, rng) for window, rng in zip(windows, rngs, strict=False)
     ]
 
 
@@ -70,37 +82,40 @@ def _make_document(
     tasks: Mapping[str, Pose],
     window: Int[np.ndarray, " S"],
     writer: Writer,
-    beginning: Int[np.ndarray, " _"],
+    prefix: Int[np.ndarray, " _"],
     rng: np.random.Generator,
 ) -> TaskDocument:
-    """Statements take half of a context at most, so that text surrounds them."""
-    posed = {name: pose(rng, writer) for name, pose in tasks.items()}
-    sizes = {name: sum(map(len, each.statements)) for name, each in posed.items()}
-    if (said := sum(sizes.values())) > len(window) // 2:
+    """Make one task document. Statements fill at most half of the context, so that text surrounds them."""
+    instances = {name: pose(rng, writer) for name, pose in tasks.items()}
+    sizes = {name: sum(map(len, instance.statements)) for name, instance in instances.items()}
+    if (total := sum(sizes.values())) > len(window) // 2:
         longest = max(sizes, key=sizes.__getitem__)
         raise EvaluationError(
-            f"tasks put {said} tokens into a context ({longest} alone {sizes[longest]}) and need one of "
-            f"{2 * said + QUESTION_TOKENS}, questions included; it has {len(window) + QUESTION_TOKENS}"
+            f"the statements of all tasks have {total} tokens ({longest} alone {sizes[longest]}) and need a "
+            f"context of {2 * total + QUESTION_TOKENS} tokens including questions, but it has "
+            f"{len(window) + QUESTION_TOKENS}; choose longer contexts or fewer tasks"
         )
-    text = window[: len(window) - len(beginning) - said]
-    statements = [statement for each in posed.values() for statement in each.statements]
-    context, starts = _with_statements(text, statements, rng.integers(len(text) + 1, size=len(statements)))
-    context = np.concatenate([beginning, context])
-    begin = iter((starts + len(beginning)).tolist())
+    text = window[: len(window) - len(prefix) - total]
+    statements = [statement for instance in instances.values() for statement in instance.statements]
+    cuts = rng.integers(len(text) + 1, size=len(statements))
+    context, starts = _insert_statements(text, statements, cuts)
+    context = np.concatenate([prefix, context])
+    next_start = iter((starts + len(prefix)).tolist())
     questions = {
-        name: each.ask(context, [next(begin) for _ in each.statements]) for name, each in posed.items()
+        name: instance.ask(context, [next(next_start) for _ in instance.statements])
+        for name, instance in instances.items()
     }
     return TaskDocument(context, questions)
 
 
-def _with_statements(
+def _insert_statements(
     text: Int[np.ndarray, " _"], statements: list[np.ndarray], cuts: Int[np.ndarray, " n"]
 ) -> tuple[Int[np.ndarray, " _"], Int[np.ndarray, " n"]]:
-    """`text` with each statement before the token at its cut, and where each then begins."""
+    """Insert each statement before the token at its cut; return the text and the starts of the statements."""
     order = np.argsort(cuts, kind="stable")
     first, *rest = np.split(text, cuts[order])
-    parts = [first, *(part for i, piece in zip(order, rest, strict=True) for part in (statements[i], piece))]
-    before = np.cumsum([0, *(len(statements[i]) for i in order)])[:-1]
+    parts = [first, *(part for i, after in zip(order, rest, strict=True) for part in (statements[i], after))]
+    offsets = np.cumsum([0, *(len(statements[i]) for i in order)])[:-1]
     starts = np.empty(len(cuts), int)
-    starts[order] = cuts[order] + before
+    starts[order] = cuts[order] + offsets
     return np.concatenate(parts), starts

@@ -1,35 +1,35 @@
-"""Text for searching a plan, for reporting on it and for tests: three shares of any text, without overlap."""
+"""Disjoint splits of any text: one to search for a plan, one to report on it, and one for tests."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Literal, get_args
 
-from zdc_jax.evaluation.text import Document, pieces
+from zdc_jax.evaluation.text import Document, split_passages
 
 Split = Literal["search", "report", "test"]
-"""What text and seeds are for: a plan is searched on one share and reported on another."""
+"""Purpose of text and seeds. A plan is searched on one split and reported on another."""
 SPLITS: tuple[Split, ...] = get_args(Split)
-PIECE_CHARS = 65_536
-"""Longer documents are cut at white space into pieces of about this many characters."""
+PASSAGE_CHARS = 65_536
+"""Approximate length, in characters, of the passages that longer documents are cut into."""
 
 
 def documents_of(split: Split, documents: Iterable[Document]) -> Iterator[Document]:
-    """The pieces of documents that belong to a split, about a third of all.
+    """Yield the passages of documents that belong to a split, about a third of all passages.
 
-    A hash of its text alone puts a piece into its split. So one folder serves all splits, and copies of a
-    text are never in two.
+    The split of a passage depends only on a hash of its text. One folder can therefore serve all splits, and
+    copies of a text are always in the same split.
     """
     for document in documents:
-        for piece in pieces(document.text, PIECE_CHARS):
-            if SPLITS[_number(piece) % len(SPLITS)] == split:
-                yield replace(document, text=piece)
+        for passage in split_passages(document.text, PASSAGE_CHARS):
+            if SPLITS[_hash_text(passage) % len(SPLITS)] == split:
+                yield replace(document, text=passage)
 
 
 def split_seed(split: Split, seed: int) -> int:
-    """A seed of 32 bits for a user's seed, another in each split."""
-    return _number(f"{split} {seed}") % 2**32
+    """Return a 32-bit seed that differs between splits, derived from the user's seed."""
+    return _hash_text(f"{split} {seed}") % 2**32
 
 
-def _number(text: str) -> int:
+def _hash_text(text: str) -> int:
     return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

@@ -1,4 +1,4 @@
-"""Reading text by topic for calibration and evaluation, and cutting it into token windows."""
+"""Reading of documents from files, and cutting them into token windows, for calibration and evaluation."""
 
 import gzip
 import json
@@ -17,23 +17,23 @@ from zdc_jax.errors import TextError, foreign_errors_as
 OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, "": open}
 PLAIN_SUFFIXES = (".txt", ".py", ".md", ".rst")
 JSON_SUFFIXES = (".jsonl", ".json")
-PIECE_CHARS_PER_TOKEN = 16
-"""Long documents are sampled in pieces of this many characters per token of a window."""
+PASSAGE_CHARS_PER_TOKEN = 16
+"""Length of the passages that documents are sampled in, in characters per token of a window."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text and the topic it belongs to."""
+    """Text and its topic."""
 
     topic: str
     text: str
 
 
 class Tokenizer(Protocol):
-    """What `tokenizers.Tokenizer` and the tokenizers of transformers share."""
+    """Common interface of `tokenizers.Tokenizer` and the tokenizers of transformers."""
 
     def encode(self, text: str, /, *, add_special_tokens: bool) -> Any:
-        """Token ids, or an object whose `ids` are."""
+        """Return the token ids, or an object with the attribute `ids`."""
 
 
 def read_documents(
@@ -43,33 +43,34 @@ def read_documents(
     topic_field: str | None = None,
     separator: str = "<|endoftext|>",
 ) -> Iterator[Document]:
-    """Documents of files and folders, in the order given; blank ones are left out.
+    """Yield the documents in files and folders, in order, without blank ones.
 
     Args:
-      paths: UTF-8 files `.txt`, `.py`, `.md`, `.rst` (documents separated by lines equal to
-        `separator`) or `.jsonl`, `.json` (one object a line), any of them with `.xz` or `.gz`
-        appended. Folders are searched to any depth in sorted order, except for hidden files, other
-        kinds and `.json`, which in folders is mostly metadata.
-      field: key of the text in JSON lines.
-      topic_field: key of the topic in JSON lines; by default, and for plain text, the topic is the
-        name of the folder that holds the file.
+      paths: UTF-8 files or folders. Files `.txt`, `.py`, `.md` and `.rst` contain documents separated by
+        lines equal to `separator`. Files `.jsonl` and `.json` contain one JSON object per line. All of them
+        can also have the suffix `.xz` or `.gz`. Folders are searched recursively in sorted order. Hidden
+        files, other types, and `.json` files in folders (mostly metadata) are skipped.
+      field: key of the text in JSON objects.
+      topic_field: key of the topic in JSON objects. By default, and for plain text, the topic is the name of
+        the folder that contains the file.
+      separator: line that separates documents in plain text.
 
     Raises:
-      TextError: missing path, unsupported file, unreadable or undecodable content, bad JSON line or
-        missing field (naming file and line), or no text in all of the paths.
+      TextError: a path is missing; a file is unsupported, unreadable or not UTF-8; a JSON line is invalid or
+        lacks a field; no path contains text.
     """
-    roots, found = [Path(path) for path in paths], False
+    roots, is_empty = [Path(path) for path in paths], True
     for path in roots:
-        for file in _files(path):
+        for file in _list_files(path):
             for document in _read_file(file, field, topic_field, separator):
                 if document.text.strip():
-                    found = True
+                    is_empty = False
                     yield document
-    if not found:
+    if is_empty:
         raise TextError(f"no text in {', '.join(map(str, roots)) or 'an empty list of paths'}")
 
 
-def _files(path: Path) -> list[Path]:
+def _list_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -77,25 +78,25 @@ def _files(path: Path) -> list[Path]:
     return sorted(
         file
         for file in path.rglob("*")
-        if _suffixes(file)[0] in (*PLAIN_SUFFIXES, ".jsonl")
+        if _split_suffixes(file)[0] in (*PLAIN_SUFFIXES, ".jsonl")
         and file.is_file()
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
 
 
-def _suffixes(path: Path) -> tuple[str, str]:
-    """Kind and compression: `a.txt.xz` → (".txt", ".xz")."""
+def _split_suffixes(path: Path) -> tuple[str, str]:
+    """Return the suffixes of the file type and of the compression: `a.txt.xz` → (".txt", ".xz")."""
     if path.suffix in OPENERS:
         return path.with_suffix("").suffix, path.suffix
     return path.suffix, ""
 
 
 def _read_file(path: Path, field: str, topic_field: str | None, separator: str) -> Iterator[Document]:
-    kind = _suffixes(path)[0]
+    kind = _split_suffixes(path)[0]
     folder = path.absolute().parent.name
     if kind in PLAIN_SUFFIXES:
         lines: list[str] = []
-        for _, line in _lines(path):
+        for _, line in _read_lines(path):
             if line.removesuffix("\n") == separator:
                 yield Document(folder, "".join(lines).strip("\n"))
                 lines = []
@@ -103,21 +104,21 @@ def _read_file(path: Path, field: str, topic_field: str | None, separator: str) 
                 lines.append(line)
         yield Document(folder, "".join(lines).strip("\n"))
     elif kind in JSON_SUFFIXES:
-        for number, line in _lines(path):
+        for number, line in _read_lines(path):
             if line.strip():
-                yield _json_document(f"{path}:{number}", line, folder, field, topic_field)
+                yield _parse_json_line(f"{path}:{number}", line, folder, field, topic_field)
     else:
         allowed = ", ".join(PLAIN_SUFFIXES + JSON_SUFFIXES)
-        raise TextError(f"{path}: unsupported extension, allowed are {allowed}, each with .xz or .gz too")
+        raise TextError(f"{path}: unsupported extension; allowed are {allowed}, also followed by .xz or .gz")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines of a UTF-8 file, with line feeds only."""
+def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the numbered lines of a UTF-8 file. Line ends are converted to line feeds."""
     number = 0
     try:
-        with OPENERS[_suffixes(path)[1]](path, "rb") as file:
+        with OPENERS[_split_suffixes(path)[1]](path, "rb") as file:
             for number, line in enumerate(file, start=1):
-                # A byte order mark can only be on the first line.
+                # Only the first line can begin with a byte order mark.
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 yield number, text.replace("\r\n", "\n")
     except UnicodeDecodeError as error:
@@ -126,17 +127,17 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise TextError(f"cannot read {path} after line {number}: {error}") from error
 
 
-def _json_document(where: str, line: str, folder: str, field: str, topic_field: str | None) -> Document:
+def _parse_json_line(where: str, line: str, folder: str, field: str, topic_field: str | None) -> Document:
     try:
         value = json.loads(line)
-    except (ValueError, RecursionError) as error:  # Also endless numbers, and nesting.
+    except (ValueError, RecursionError) as error:  # Includes numbers that are too long and deep nesting.
         raise TextError(f"{where}: not a JSON object on one line: {error}") from error
     if not isinstance(value, dict):
-        raise TextError(f"{where}: a JSON object is needed, found {type(value).__name__}")
+        raise TextError(f"{where}: each line must be a JSON object, this line is a {type(value).__name__}")
     for name in (field, topic_field):
         if name is not None and not isinstance(value.get(name), str):
             fields = ", ".join(map(repr, value)) or "none"
-            raise TextError(f"{where}: no string field {name!r}; fields are {fields}")
+            raise TextError(f"{where}: no string field {name!r}; its fields are {fields}")
     return Document(folder if topic_field is None else value[topic_field], value[field])
 
 
@@ -149,23 +150,26 @@ def token_windows(
     seed: int = 0,
     eos_id: int | None = None,
 ) -> tuple[np.ndarray, list[str]]:
-    """Windows of consecutive tokens, none across two topics, and the topic of each.
+    """Cut documents into windows of consecutive tokens. No window contains two topics.
 
-    Windows come round-robin from the topics, in an order shuffled by the seed, until a topic has no
-    whole window left. Without `num_windows` each topic's documents are read whole and in order.
-    With it they are shuffled, long ones after being cut at white space into pieces of `length *
-    PIECE_CHARS_PER_TOKEN` characters, and only as much is tokenised as the windows need.
+    The windows are taken from the topics in turn, in an order shuffled by the seed, until no topic has a
+    complete window left. Without `num_windows`, the documents of each topic are read in order. With it, they
+    are cut at white space into passages of `length * PASSAGE_CHARS_PER_TOKEN` characters and shuffled. Only
+    the text that the windows need is then tokenized.
 
     Args:
+      documents: documents to read.
+      tokenizer: tokenizer of the model.
       length: tokens per window.
-      num_windows: at most this many windows; default all.
-      eos_id: token put between documents (or pieces); default none.
+      num_windows: largest number of windows. Default: no limit.
+      seed: seed of the shuffling. The same arguments return the same windows.
+      eos_id: token inserted between documents or passages. Default: none.
 
     Returns:
-      int32 [W, length] and W topics. The same arguments give the same windows.
+      token ids, int32 [W, length], and the topics of the W windows.
 
     Raises:
-      TextError: not one whole window (naming the tokens found); `length` or `num_windows` below 1.
+      TextError: the text is shorter than one window, or `length` or `num_windows` is less than 1.
     """
     for name, value in (("length", length), ("num_windows", num_windows)):
         if value is not None and value < 1:
@@ -179,20 +183,22 @@ def token_windows(
     for topic in (topics[i] for i in rng.permutation(len(topics))):
         texts = by_topic[topic]
         if num_windows is not None:
-            short = [p for text in texts for p in pieces(text, length * PIECE_CHARS_PER_TOKEN)]
-            texts = [short[i] for i in rng.permutation(len(short))]
+            size = length * PASSAGE_CHARS_PER_TOKEN
+            passages = [passage for text in texts for passage in split_passages(text, size)]
+            texts = [passages[i] for i in rng.permutation(len(passages))]
         streams[topic] = _TokenStream(texts, tokenizer, eos_id)
-    chosen = _round_robin(streams, length, num_windows)
-    if not chosen:
-        most = max((len(stream.tokens) for stream in streams.values()), default=0)
+    windows = _take_windows(streams, length, num_windows)
+    if not windows:
+        longest = max((len(stream.tokens) for stream in streams.values()), default=0)
         raise TextError(
-            f"not one whole window of {length} tokens: the longest of {len(streams)} topics has {most} tokens"
+            f"too little text for one window of {length} tokens: the longest of {len(streams)} topics has "
+            f"{longest} tokens"
         )
-    return np.stack([window for _, window in chosen]), [topic for topic, _ in chosen]
+    return np.stack([window for _, window in windows]), [topic for topic, _ in windows]
 
 
 class _TokenStream:
-    """The tokens of some texts, produced as they are asked for."""
+    """Tokens of several texts, which are tokenized on demand."""
 
     def __init__(self, texts: list[str], tokenizer: Tokenizer, eos_id: int | None):
         self.tokens = np.empty(0, np.int32)
@@ -202,7 +208,7 @@ class _TokenStream:
         self._started = False
 
     def take(self, length: int) -> np.ndarray | None:
-        """The next `length` tokens, or None where fewer are left (they stay in `tokens`)."""
+        """Return the next `length` tokens, or None if fewer are left. Those remain in `tokens`."""
         while len(self.tokens) < length:
             text = next(self._texts, None)
             if text is None:
@@ -217,28 +223,29 @@ class _TokenStream:
         return window
 
 
-def _round_robin(
+def _take_windows(
     streams: dict[str, _TokenStream], length: int, num_windows: int | None
 ) -> list[tuple[str, np.ndarray]]:
-    chosen: list[tuple[str, np.ndarray]] = []
-    left = list(streams)
-    while left:
-        for topic in tuple(left):
-            if len(chosen) == num_windows:
-                return chosen
+    """Take windows from the topics in turn; return each with its topic."""
+    windows: list[tuple[str, np.ndarray]] = []
+    topics = list(streams)
+    while topics:
+        for topic in tuple(topics):
+            if len(windows) == num_windows:
+                return windows
             window = streams[topic].take(length)
             if window is None:
-                left.remove(topic)
+                topics.remove(topic)
             else:
-                chosen.append((topic, window))
-    return chosen
+                windows.append((topic, window))
+    return windows
 
 
-def pieces(text: str, size: int) -> list[str]:
-    """The text cut before the first white space after every `size` characters."""
+def split_passages(text: str, size: int) -> list[str]:
+    """Cut a text before the first white space after every `size` characters."""
     white_space = re.compile(r"\s")
-    found, start = [], 0
+    passages, start = [], 0
     while gap := white_space.search(text, start + size):
-        found.append(text[start : gap.start()])
+        passages.append(text[start : gap.start()])
         start = gap.start()
-    return [*found, text[start:]]
+    return [*passages, text[start:]]

@@ -1,4 +1,4 @@
-"""Words that tasks are about: common ones, which every tokenizer knows."""
+"""Common English words that evaluation tasks use."""
 
 CITIES = [
     "Paris",

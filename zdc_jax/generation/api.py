@@ -1,4 +1,4 @@
-"""`generate` and `stream`: text or token ids in, text and measurements out."""
+"""Entry points of text generation: `generate` and `stream`."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,8 +14,10 @@ from zdc_jax.loading import LanguageModel
 from zdc_jax.ops.attention import Implementation
 
 STREAM_STEPS = 8
-"""Tokens decoded between two looks of the host, when streaming or watching for stop strings. The next ones
-may be under way at a look, so up to twice as many are decoded for nothing."""
+"""Tokens decoded between two checks by the host, when streaming or watching for stop strings.
+
+The next call may already run during a check, so up to twice as many tokens are decoded and discarded.
+"""
 
 
 def generate(
@@ -29,27 +31,38 @@ def generate(
     prefill_chunk: int = PREFILL_CHUNK,
     implementation: Implementation | None = None,
 ) -> Generation:
-    """Continues each prompt by up to `max_new_tokens` tokens.
+    """Continue each prompt by up to `max_new_tokens` tokens.
 
-    On a mesh (`load(mesh=…)`) prompts come whole, without `prefill_chunk`, with their tokens over `sequence`,
-    and decoding divides heads over the same devices.
+    On a mesh (`load(mesh=…)`) each prompt is prefilled whole, with its tokens split over `sequence`;
+    `prefill_chunk` has no effect. Decoding splits heads over the same devices.
 
     Args:
-      prompts: one prompt or a list, each a text or a sequence of token ids; lengths may differ.
-      sampling: one for all prompts, or one for each; default greedy. What is drawn for a prompt depends on
-        it and its sampling, not on the other prompts or their order; equal ones in one call differ.
-      stop_tokens: id or ids that end a row (checked on the device); default the model's end-of-sequence ids.
-      stop: string or strings that end a row (checked every few steps; what was decoded past one is dropped).
-      prefill_chunk: longest prompt piece of one prefill call, a power of two >= 32.
-      implementation: of attention: `pallas`, `xla`, or None for the first that can (`zdc_jax.ops.attention`).
+      model: model with its weights and tokenizer, from `load`.
+      prompts: one prompt or a list of prompts, each a text or a sequence of token ids. Lengths may differ.
+      max_new_tokens: most tokens to generate for each prompt, at least 1.
+      sampling: one `Sampling` for all prompts, or one for each; default greedy. The tokens drawn for a
+        prompt depend only on the prompt and its sampling, not on the other prompts or their order. Equal
+        requests in one call draw different tokens.
+      stop_tokens: id or ids that end a completion, checked on the device; default the model's
+        end-of-sequence ids.
+      stop: string or strings that end a completion. They are checked every few steps, and text after a stop
+        string is dropped.
+      prefill_chunk: most prompt tokens of one prefill call, a power of two >= 32.
+      implementation: attention implementation, `pallas` or `xla`; default the first that supports the call
+        (`zdc_jax.ops.attention`).
+
+    Returns:
+      One completion for each prompt, with cache size and timings.
 
     Raises:
-      PromptError: empty prompt, too many tokens for the model, id outside the vocabulary, bad option.
+      PromptError: a prompt is empty, too long or has ids outside the vocabulary, or an option is invalid.
       MeshError: the batch cannot be divided over the model's mesh.
-      CacheMemoryError: the KV cache does not fit; says what would.
-      NotImplementedError: the chosen implementation cannot do this call, with the reason.
+      CacheMemoryError: the KV cache does not fit; the message says what would.
+      NotImplementedError: the chosen implementation does not support the call; the message says why.
     """
-    request = Request.checked(model, prompts, max_new_tokens, sampling, stop_tokens, stop, prefill_chunk)
+    request = Request.from_arguments(
+        model, prompts, max_new_tokens, sampling, stop_tokens, stop, prefill_chunk
+    )
     run = Run(model, request, implementation)
     for _ in run.deltas(STREAM_STEPS if request.stop else request.max_new_tokens):
         pass
@@ -67,6 +80,11 @@ def stream(
     prefill_chunk: int = PREFILL_CHUNK,
     implementation: Implementation | None = None,
 ) -> Iterator[Delta]:
-    """As `generate`, giving the pieces of each row as they come; joined, they equal `generate`'s result."""
-    request = Request.checked(model, prompts, max_new_tokens, sampling, stop_tokens, stop, prefill_chunk)
+    """Yield the new tokens and text of each completion as they are generated.
+
+    Arguments and errors are those of `generate`. The deltas of a prompt, joined, equal its completion.
+    """
+    request = Request.from_arguments(
+        model, prompts, max_new_tokens, sampling, stop_tokens, stop, prefill_chunk
+    )
     return Run(model, request, implementation).deltas(STREAM_STEPS)

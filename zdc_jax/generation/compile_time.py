@@ -1,10 +1,10 @@
-"""Seconds this process has spent compiling, as JAX reports them."""
+"""Total time that this process has spent compiling, as JAX reports it."""
 
 import jax
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _seconds: float | None = None
-"""None until somebody asks: importing the library adds no listener to JAX."""
+"""Seconds so far. None until the first call, so that importing the library adds no listener to JAX."""
 
 
 def _listen(event: str, duration_secs: float, **_: str | int) -> None:
@@ -14,7 +14,7 @@ def _listen(event: str, duration_secs: float, **_: str | int) -> None:
 
 
 def compile_seconds() -> float:
-    """Total since the first call, which gives 0; take differences."""
+    """Return the seconds spent compiling since the first call, which returns 0."""
     global _seconds
     if _seconds is None:
         _seconds = 0.0

@@ -1,9 +1,10 @@
-"""Text of a growing row of tokens, piece by piece.
+"""Incremental detokenization: the text of a growing sequence of tokens.
 
-The method of offsets of vLLM and text-generation-inference: the last few tokens are decoded again before
-the new ones, and what they gave is cut off. `tokenizers.decoders.DecodeStream` is not used: where a tokenizer
-falls back to bytes it gives a character before later bytes make it invalid, and then raises; and it decodes a
-long run of broken characters anew for each token.
+This is the offset method of vLLM and text-generation-inference. The last few tokens are decoded again
+together with the new ones, and the text that they already produced is cut off.
+
+`tokenizers.decoders.DecodeStream` is not used. With byte-fallback tokenizers it emits a character that later
+bytes make invalid, and then raises. It also decodes a long run of broken characters again for each token.
 """
 
 import re
@@ -12,57 +13,64 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 CONTEXT = 4
-"""Tokens decoded again before new ones. A character that is not finished has at most 3 bytes, so it begins
-within the last 3 tokens; and the first word, whose space some decoders strip, is not among the new ones."""
+"""Tokens that are decoded again together with new ones.
+
+An unfinished character has at most 3 bytes, so it starts within the last 3 tokens. One token more ensures
+that new tokens never come first: some decoders strip the space of the first word.
+"""
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 class Detokeniser:
-    """Gives the text of one row's tokens as they come.
+    """Incremental detokenizer of one sequence.
 
-    All that `feed` has given and `tail` together equal `tokenizer.decode` of all tokens. Two things wait:
-    half a character at the end, and tokens that are one byte each (`<0xE2>`) until another token ends their
-    run, since one invalid byte changes the text of the whole run. `feed` decodes at most 2 `CONTEXT` tokens
-    beside the new ones, so each token a bounded number of times.
+    All texts from `feed` and the final `tail`, joined, equal `tokenizer.decode` of all tokens. Two things are
+    withheld until they are complete:
+
+    - an unfinished character at the end;
+    - a run of byte tokens (`<0xE2>`), because one invalid byte changes the text of the whole run.
+
+    Each `feed` decodes at most 2 `CONTEXT` tokens in addition to the new ones.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        self._silent = {token for token, kind in added.items() if kind.special}
+        self._special = {token for token, properties in added.items() if properties.special}
         self._context: list[int] = []
         self._context_text = ""
-        self._given = 0  # Characters of `_context_text` that `feed` has given.
-        self._bytes: list[int] = []
+        self._emitted = 0  # Characters of `_context_text` that `feed` has returned.
+        self._pending_bytes: list[int] = []
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """New text after some more token ids; those that are special or unknown have none."""
-        heard = [(token, name) for token in tokens if (name := self._name(token)) is not None]
-        ready = len(heard)
-        while ready and _BYTE.fullmatch(heard[ready - 1][1]):
+        """Add token ids and return the new text; special and unknown ids have no text."""
+        named = [(token, name) for token in tokens if (name := self._name(token)) is not None]
+        ready = len(named)
+        while ready and _BYTE.fullmatch(named[ready - 1][1]):
             ready -= 1
-        new = [token for token, _ in heard]
+        new = [token for token, _ in named]
         if not ready:
-            self._bytes += new
+            self._pending_bytes += new
             return ""
-        window = self._context + self._bytes + new[:ready]
-        self._bytes = new[ready:]
+        window = self._context + self._pending_bytes + new[:ready]
+        self._pending_bytes = new[ready:]
         text = self._tokenizer.decode(window)
-        piece = text[self._given : _finished(text)]
+        new_text = text[self._emitted : _finished_length(text)]
         self._context = window[-CONTEXT:]
         self._context_text = self._tokenizer.decode(self._context)
-        self._given = _finished(self._context_text)
-        return piece
+        self._emitted = _finished_length(self._context_text)
+        return new_text
 
     def tail(self) -> str:
-        """Text of what waits, if the row ends here; takes nothing away."""
-        text = self._tokenizer.decode(self._context + self._bytes) if self._bytes else self._context_text
-        return text[self._given :]
+        """Return the withheld text, as if the sequence ended here; the state does not change."""
+        pending = self._pending_bytes
+        text = self._tokenizer.decode(self._context + pending) if pending else self._context_text
+        return text[self._emitted :]
 
     def _name(self, token: int) -> str | None:
-        return None if token in self._silent else self._tokenizer.id_to_token(token)
+        return None if token in self._special else self._tokenizer.id_to_token(token)
 
 
-def _finished(text: str) -> int:
-    """Characters before half a one at the end, which decodes to one U+FFFD."""
+def _finished_length(text: str) -> int:
+    """Return the length of `text` without an unfinished last character, which decodes to one U+FFFD."""
     return len(text) - text.endswith("\ufffd")

@@ -1,4 +1,4 @@
-"""The next token of each row, and log-probabilities, out of logits."""
+"""Choice of each sequence's next token from logits, with log-probabilities."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -11,84 +11,106 @@ from zdc_jax.axes import Array
 from zdc_jax.generation.row_numbers import RowNumbers
 from zdc_jax.generation.sampling import draw
 
-MOST_LOGPROBS = 5
-"""Alternatives of a token whose log-probabilities can be asked for."""
-SCORED = 128
-"""Tokens that are scored at once: their logits are of the whole vocabulary."""
+MAX_LOGPROBS = 5
+"""Most alternatives of a token whose log-probabilities can be requested."""
+SCORE_BATCH = 128
+"""Tokens scored at once, which bounds the memory of their logits over the whole vocabulary."""
 
 Choice = Literal["greedy", "scored", "any"]
-"""What rows ask for, the smallest program first. `greedy`: none draws, has a least number of tokens, or asks
-for log-probabilities; `scored`: none draws."""
+"""Kind of program that chooses tokens, the cheapest first.
+
+- `greedy`: every sequence is greedy, without a minimum length and without log-probabilities.
+- `scored`: every sequence is greedy; minimum lengths and log-probabilities are supported.
+- `any`: sequences may also be sampled.
+"""
 
 
 class Token(NamedTuple):
-    """token [*B] int32, its logprob [*B], the likeliest [*B, 5] int32 and their logprobs: natural logarithms.
+    """Chosen tokens with log-probabilities (natural logarithms), which `greedy` programs leave out.
 
-    A `greedy` choice knows no logarithms: None.
+    Attributes:
+      token: token ids, [*B] int32.
+      logprob: log-probability of each token, [*B].
+      top_ids: ids of the most likely tokens, [*B, 5] int32.
+      top_logprobs: log-probabilities of the most likely tokens, [*B, 5].
     """
 
     token: Array
     logprob: Array | None = None
-    likeliest: Array | None = None
-    logprobs: Array | None = None
+    top_ids: Array | None = None
+    top_logprobs: Array | None = None
 
     @classmethod
-    def room(cls, choice: Choice, *shape: int) -> "Token":
-        """Room for tokens [*shape]."""
+    def zeros(cls, choice: Choice, *shape: int) -> "Token":
+        """Return zeros to be filled with tokens of a batch `shape`."""
         token = jnp.zeros(shape, jnp.int32)
         if choice == "greedy":
             return cls(token)
-        several = (*shape, MOST_LOGPROBS)
-        return cls(token, jnp.zeros(shape), jnp.zeros(several, jnp.int32), jnp.zeros(several))
+        top_shape = (*shape, MAX_LOGPROBS)
+        return cls(token, jnp.zeros(shape), jnp.zeros(top_shape, jnp.int32), jnp.zeros(top_shape))
 
 
 class Scores(NamedTuple):
-    """Of tokens [*B] that are known: logprob [*B], the likeliest [*B, 5] int32 there and their logprobs."""
+    """Log-probabilities of known tokens.
+
+    Attributes:
+      logprob: log-probability of each token, [*B].
+      top_ids: ids of the most likely tokens at its position, [*B, 5] int32.
+      top_logprobs: log-probabilities of the most likely tokens, [*B, 5].
+    """
 
     logprob: Array
-    likeliest: Array
-    logprobs: Array
+    top_ids: Array
+    top_logprobs: Array
 
 
-def next_token(
-    logits: Float[Array, "B V"], rows: RowNumbers, held: Int[Array, " B"], choice: Choice = "any"
+def choose_token(
+    logits: Float[Array, "B V"], rows: RowNumbers, lengths: Int[Array, " B"], choice: Choice = "any"
 ) -> Token:
-    """By each row's numbers, of which `choice` says what they ask for; held: tokens of each row before it."""
+    """Return the next token of each sequence.
+
+    Args:
+      logits: logits of each sequence.
+      rows: sampling parameters and limits of each sequence.
+      lengths: tokens of each sequence before the new one.
+      choice: kind of program, which must support what `rows` request.
+    """
     if choice == "greedy":
-        return greedy(logits)
-    allowed = _without_stops(logits, rows, held)
-    token = draw(allowed, rows.sampling, held) if choice == "any" else greedy(allowed).token
-    ids, values = likeliest(logits)
+        return choose_greedy(logits)
+    allowed = _mask_early_stops(logits, rows, lengths)
+    token = draw(allowed, rows.sampling, lengths) if choice == "any" else choose_greedy(allowed).token
+    top_ids, top_logits = find_top(logits)
     total = jax.nn.logsumexp(logits, axis=-1)
     logprob = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - total
-    return Token(token, logprob, ids, values - total[:, None])
+    return Token(token, logprob, top_ids, top_logits - total[:, None])
 
 
-def greedy(logits: Float[Array, "B V"]) -> Token:
-    """The likeliest of each row, the first of equals."""
+def choose_greedy(logits: Float[Array, "B V"]) -> Token:
+    """Return the most likely token of each sequence; the lowest id wins a tie."""
     return Token(jnp.argmax(logits, axis=-1).astype(jnp.int32))
 
 
-def scores(
+def score_tokens(
     unembed: Callable[[Array], Array], hidden: Float[Array, "T D"], tokens: Int[Array, " T"]
 ) -> Scores:
-    """Of tokens that stand behind hidden states, a few at a time."""
+    """Score the token that follows each hidden state, `SCORE_BATCH` at a time."""
 
-    def one(pair: tuple[Array, Array]) -> Scores:
-        logprobs = jax.nn.log_softmax(unembed(pair[0]))
-        return Scores(logprobs[pair[1]], *likeliest(logprobs))
+    def score_one(pair: tuple[Array, Array]) -> Scores:
+        state, token = pair
+        logprobs = jax.nn.log_softmax(unembed(state))
+        return Scores(logprobs[token], *find_top(logprobs))
 
-    return jax.lax.map(one, (hidden, tokens), batch_size=SCORED)
-
-
-def likeliest(values: Float[Array, "*B V"]) -> tuple[Int[Array, "*B 5"], Float[Array, "*B 5"]]:
-    """Ids of the likeliest tokens by their values, and these."""
-    values, ids = jax.lax.top_k(values, MOST_LOGPROBS)
-    return ids.astype(jnp.int32), values
+    return jax.lax.map(score_one, (hidden, tokens), batch_size=SCORE_BATCH)
 
 
-def _without_stops(logits: Array, rows: RowNumbers, held: Array) -> Array:
-    """Logits with -inf at the tokens that would end a row too early."""
-    early, nowhere = held < rows.least, logits.shape[1]
-    columns = jnp.where(early[:, None] & (rows.stop_ids >= 0), rows.stop_ids, nowhere)
+def find_top(values: Float[Array, "*B V"]) -> tuple[Int[Array, "*B 5"], Float[Array, "*B 5"]]:
+    """Return ids and values of the largest entries, in descending order."""
+    top_values, ids = jax.lax.top_k(values, MAX_LOGPROBS)
+    return ids.astype(jnp.int32), top_values
+
+
+def _mask_early_stops(logits: Array, rows: RowNumbers, lengths: Array) -> Array:
+    """Set the logits of stop tokens to -inf in sequences below their minimum length."""
+    too_short, out_of_bounds = lengths < rows.minimum, logits.shape[1]
+    columns = jnp.where(too_short[:, None] & (rows.stop_ids >= 0), rows.stop_ids, out_of_bounds)
     return logits.at[jnp.arange(len(logits))[:, None], columns].set(-jnp.inf, mode="drop")

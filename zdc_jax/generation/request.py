@@ -1,4 +1,4 @@
-"""What is asked of `generate` or `stream`, checked before any work."""
+"""Validated requests of `generate` and `stream`, and the checks of their arguments."""
 
 import math
 import warnings
@@ -16,15 +16,23 @@ from zdc_jax.generation.steps import bucket
 from zdc_jax.loading import LanguageModel, TextModel
 
 Prompt = str | Sequence[int]
+"""Text or token ids."""
 
 SMALLEST_CAPACITY = 128
 
 
 @dataclass(frozen=True)
 class Request:
-    """One call: for B prompts, token ids [T] int32 and a sampling each, and what all have in common.
+    """Validated arguments of one call for B prompts.
 
-    capacity: tokens that each row of the cache has room for.
+    Attributes:
+      prompts: token ids of each prompt, [T] int32.
+      samplings: sampling parameters of each prompt.
+      max_new_tokens: most tokens to generate for each prompt.
+      stop_ids: token ids that end a sequence.
+      stop: strings that end a sequence.
+      prefill_chunk: most prompt tokens of one prefill call.
+      capacity: tokens of cache for each sequence.
     """
 
     prompts: tuple[np.ndarray, ...]
@@ -36,7 +44,7 @@ class Request:
     capacity: int
 
     @classmethod
-    def checked(
+    def from_arguments(
         cls,
         model: LanguageModel,
         prompts: Prompt | Sequence[Prompt],
@@ -46,13 +54,16 @@ class Request:
         stop: Sequence[str] | str,
         prefill_chunk: int,
     ) -> "Request":
-        """The arguments of `generate`; raises its `PromptError`, and warns the caller of its caller."""
+        """Check the arguments of `generate` and build a request.
+
+        Raises the `PromptError` of `generate`. The warning about long contexts points at the caller's caller.
+        """
         check_limit(max_new_tokens)
         check_chunk(model, prefill_chunk)
         strings = stop_strings(model, stop)
-        encoded = tuple(encode(model, prompt, max_new_tokens) for prompt in _as_list(prompts))
-        samplings = _samplings(sampling, len(encoded))
-        stop_ids = _stop_ids(model, stop_tokens)
+        encoded = tuple(encode(model, prompt, max_new_tokens) for prompt in _list_prompts(prompts))
+        samplings = _match_samplings(sampling, len(encoded))
+        stop_ids = _resolve_stop_tokens(model, stop_tokens)
         longest = max(len(prompt) for prompt in encoded) + int(max_new_tokens)
         warn_beyond_calibration(model, longest, stacklevel=4)
         capacity = capacity_for(longest, model.config.max_positions)
@@ -60,96 +71,119 @@ class Request:
 
 
 def capacity_for(tokens: int, max_positions: int) -> int:
-    """Cache capacity for so many tokens: powers of two to 2048, then multiples of 2048, so shapes repeat."""
+    """Return the cache capacity for `tokens` tokens, rounded up so that shapes repeat.
+
+    Capacities are powers of two up to 2048, then multiples of 2048, and at most `max_positions`.
+    """
     rounded = bucket(tokens, SMALLEST_CAPACITY) if tokens <= 2048 else -(-tokens // 2048) * 2048
     return max(tokens, min(rounded, max_positions))
 
 
-def check_limit(max_new_tokens: int) -> None:
-    """Raises `PromptError` for what is no number of tokens to generate."""
+def check_limit(max_new_tokens: int, name: str = "max_new_tokens") -> None:
+    """Raise `PromptError` unless the token limit is a whole number >= 1; `name` is the argument's name."""
     if not is_whole(max_new_tokens) or max_new_tokens < 1:
-        raise PromptError(f"{max_new_tokens=} must be a whole number >= 1")
+        raise PromptError(f"{name}={max_new_tokens!r} must be a whole number >= 1")
 
 
 def warn_beyond_calibration(model: LanguageModel, tokens: int, stacklevel: int) -> None:
-    """Warns where rows of so many tokens are longer than what the model's basis was calibrated on."""
+    """Warn if sequences of `tokens` tokens exceed the contexts that the model's basis was calibrated on."""
     if model.basis is not None and tokens > model.basis.context_length:
         warnings.warn(
-            f"a row may hold {tokens} tokens, the basis was calibrated on contexts of "
-            f"{model.basis.context_length}; coordinates that a plan drops may matter beyond",
+            f"sequences may have {tokens} tokens, but the basis was calibrated on contexts of "
+            f"{model.basis.context_length}: coordinates that the plan drops may matter beyond that; "
+            "calibrate on longer contexts",
             stacklevel=stacklevel,
         )
 
 
-def check_chunk(model: LanguageModel, prefill_chunk: int) -> None:
-    """Raises `PromptError` where prompts cannot be read in such pieces under the model's plan."""
+def check_chunk(model: LanguageModel, prefill_chunk: int, name: str = "prefill_chunk") -> None:
+    """Raise `PromptError` unless prompts can be prefilled in chunks of this size under the model's plan.
+
+    The argument's name in the message is `name`.
+    """
     if not is_whole(prefill_chunk) or prefill_chunk != bucket(prefill_chunk):
-        raise PromptError(f"{prefill_chunk=} must be a power of two >= 32")
+        raise PromptError(f"{name}={prefill_chunk!r} must be a power of two >= 32")
     block = math.lcm(*(spec.alignment for spec in model.plan.layer_caches("bfloat16")))
     if prefill_chunk % block:
-        raise PromptError(f"{prefill_chunk=} must be a multiple of the plan's blocks of {block}")
+        raise PromptError(f"{name}={prefill_chunk!r} must be a multiple of the plan's blocks of {block}")
 
 
 def stop_strings(model: TextModel, stop: Sequence[str] | str) -> tuple[str, ...]:
-    """Strings that end an answer; raises `PromptError` for what are none, or cannot be found."""
+    """Return the strings that end a sequence.
+
+    Raises:
+      PromptError: an entry is not a string or is empty, or the model has no tokenizer to find strings with.
+    """
     strings = (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, Iterable) or not all(isinstance(text, str) for text in strings):
         raise PromptError(f"{stop=} must be a string or a list of strings")
     if not all(strings):
-        raise PromptError(f"stop={list(strings)} must not hold an empty string")
+        raise PromptError(f"stop={list(strings)} must not contain an empty string")
     if strings and model.tokenizer is None:
-        raise PromptError("stop strings need a model with a tokenizer")
+        raise PromptError(f"stop={list(strings)} needs a model with a tokenizer; use stop token ids instead")
     return tuple(strings)
 
 
-def _samplings(sampling: Sampling | Sequence[Sampling] | None, count: int) -> tuple[Sampling, ...]:
-    """One for each of `count` prompts."""
+def _match_samplings(sampling: Sampling | Sequence[Sampling] | None, count: int) -> tuple[Sampling, ...]:
+    """Return one `Sampling` for each of `count` prompts."""
     if sampling is None or isinstance(sampling, Sampling):
         return (sampling or Sampling(),) * count
-    if not isinstance(sampling, Sequence) or not all(isinstance(one, Sampling) for one in sampling):
-        raise PromptError(f"{sampling=} must be a Sampling, or a list of one for each prompt")
+    if not isinstance(sampling, Sequence) or not all(isinstance(each, Sampling) for each in sampling):
+        raise PromptError(f"{sampling=} must be a Sampling, or a list with one for each prompt")
     if len(sampling) != count:
-        raise PromptError(f"sampling holds {len(sampling)} for {count} prompts; give one, or one for each")
+        raise PromptError(
+            f"sampling has {len(sampling)} entries for {count} prompts; "
+            "pass one Sampling, or a list with one for each prompt"
+        )
     return tuple(sampling)
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Iterable):
         raise PromptError(f"{prompts=} must be a text, a list of token ids, or a list of either")
     items = list(prompts)
     if not items:
-        raise PromptError("prompts=[] must hold at least one prompt")
+        raise PromptError("prompts=[] must contain at least one prompt")
     return [items] if is_whole(items[0]) else items
 
 
 def tokenized(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a text; raises `PromptError` where the tokenizer has none for it."""
+    """Return the token ids of a text; raise `PromptError` if the tokenizer cannot encode it."""
     with foreign_errors_as(PromptError, f"the tokenizer cannot encode {text!r:.80}"):
         return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
 
 def encode(model: TextModel, prompt: Prompt, max_new_tokens: int) -> np.ndarray:
-    """As `token_ids`; also raises `PromptError` where so many more exceed the model's positions."""
+    """Return the token ids of a prompt that leaves room for `max_new_tokens`, [T] int32.
+
+    Raises:
+      PromptError: an error of `token_ids`, or prompt and new tokens exceed the model's positions.
+    """
     ids, limit = token_ids(model, prompt), model.config.max_positions
     if len(ids) + max_new_tokens > limit:
         raise PromptError(
-            f"{len(ids)} prompt tokens and {max_new_tokens=} exceed the model's {limit} positions"
+            f"{len(ids)} prompt tokens and {max_new_tokens=} exceed the model's {limit} positions; "
+            "shorten the prompt or generate fewer tokens"
         )
     return ids
 
 
 def token_ids(model: TextModel, prompt: Prompt) -> np.ndarray:
-    """Token ids [T] int32 of one prompt, of any length but 0; raises `PromptError` where they are none."""
+    """Return the token ids of a prompt of any length but 0, [T] int32.
+
+    Raises:
+      PromptError: the prompt is empty, malformed, cannot be encoded, or has ids outside the vocabulary.
+    """
     if isinstance(prompt, str):
         if model.tokenizer is None:
-            raise PromptError("this model has no tokenizer; give token ids instead of text")
+            raise PromptError(f"prompt={prompt!r:.80}: this model has no tokenizer; pass token ids instead")
         ids = np.array(tokenized(model.tokenizer, prompt), np.int64)
     else:
-        ids = _flat(prompt)
+        ids = _to_array(prompt)
     if ids.size == 0:
-        raise PromptError(f"prompt {prompt!r} is empty; it must give at least one token")
+        raise PromptError(f"prompt={prompt!r} is empty; it must have at least one token")
     vocab = model.config.vocab_size
     if ids.min() < 0 or ids.max() >= vocab:
         bad = ids[(ids < 0) | (ids >= vocab)][0]
@@ -157,18 +191,22 @@ def token_ids(model: TextModel, prompt: Prompt) -> np.ndarray:
     return ids.astype(np.int32)
 
 
-def _flat(prompt: Sequence[int]) -> np.ndarray:
+def _to_array(prompt: Sequence[int]) -> np.ndarray:
     try:
         ids = np.array(prompt)
-    except ValueError:  # Lists of several lengths.
+    except ValueError:  # Nested lists of unequal lengths.
         ids = np.array([[]])
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        raise PromptError(f"a prompt of ids must be a flat list of integers, got {prompt!r:.80}")
+        raise PromptError(f"prompt={prompt!r:.80} must be a text or a flat list of integers")
     return ids
 
 
 def stop_token_ids(model: TextModel, stop_tokens: Sequence[int] | int) -> tuple[int, ...]:
-    """Token ids that end an answer; raises `PromptError` for what are none, or none of the model's."""
+    """Return the token ids that end a sequence.
+
+    Raises:
+      PromptError: an entry is not an integer or lies outside the vocabulary.
+    """
     ids: Any = [stop_tokens] if is_whole(stop_tokens) else stop_tokens
     if not isinstance(ids, Iterable) or not all(is_whole(token) for token in ids):
         raise PromptError(f"{stop_tokens=} must be a token id or a list of token ids")
@@ -178,8 +216,9 @@ def stop_token_ids(model: TextModel, stop_tokens: Sequence[int] | int) -> tuple[
     return tuple(int(token) for token in ids)
 
 
-def _stop_ids(model: LanguageModel, stop_tokens: Sequence[int] | int | None) -> tuple[int, ...]:
+def _resolve_stop_tokens(model: LanguageModel, stop_tokens: Sequence[int] | int | None) -> tuple[int, ...]:
+    """Return the given stop tokens, or the model's end-of-sequence ids."""
     stop_ids = model.config.eos_ids if stop_tokens is None else stop_token_ids(model, stop_tokens)
     if len(stop_ids) > MAX_STOP_TOKENS:
-        raise PromptError(f"{len(stop_ids)} stop tokens given, at most {MAX_STOP_TOKENS} are allowed")
+        raise PromptError(f"stop_tokens has {len(stop_ids)} ids; at most {MAX_STOP_TOKENS} are allowed")
     return stop_ids

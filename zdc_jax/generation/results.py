@@ -1,4 +1,4 @@
-"""What `generate` and `stream` give back."""
+"""Results of `generate` and `stream`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,11 +8,16 @@ FinishReason = Literal["length", "stop"]
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of wall time in which the host asked for tokens and waited for them.
+    """Wall time of one call, in seconds.
 
-    What the host makes of tokens is not among them, although the device may be at the next ones meanwhile:
-    where a slow reader takes a stream's pieces, `decode` is less than the device took. `compile` is the part
-    of both others that XLA took where a shape was new.
+    Each stage counts the time in which the host requested tokens and waited for them. Detokenization is not
+    counted. The device may compute ahead while a slow reader consumes a stream, so `decode` may be less than
+    the device needed.
+
+    Attributes:
+      prefill: time for the prompts, up to the first token of each.
+      decode: time for all further tokens.
+      compile: part of both other times that XLA spent compiling new shapes.
     """
 
     prefill: float
@@ -20,13 +25,22 @@ class Timings:
     compile: float
 
     def tokens_per_second(self, tokens: int) -> float:
-        """Decode rate of `generate`; the first token of each row belongs to prefill."""
+        """Return the decode rate of `tokens` tokens.
+
+        The first token of each completion belongs to prefill and should not be counted.
+        """
         return tokens / self.decode if self.decode > 0 else float("inf")
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What one prompt gave: token ids (with the stop token, if one ended it) and their text (without)."""
+    """Completion of one prompt.
+
+    Attributes:
+      tokens: generated token ids, including the stop token if one ended the completion.
+      text: their text, without the stop token or stop string; None without a tokenizer.
+      finish_reason: `stop` after a stop token or stop string, `length` at the token limit.
+    """
 
     tokens: tuple[int, ...]
     text: str | None
@@ -35,7 +49,14 @@ class Completion:
 
 @dataclass(frozen=True)
 class Generation:
-    """Result of `generate`: one completion a prompt, KV cache bytes (all rows), timings."""
+    """Result of `generate`.
+
+    Attributes:
+      completions: one for each prompt, in order.
+      kv_bytes: size of the KV cache of the whole batch, in bytes.
+      capacity: tokens of cache reserved for each sequence.
+      timings: wall time of prefill, decoding and compilation.
+    """
 
     completions: tuple[Completion, ...]
     kv_bytes: int
@@ -45,7 +66,14 @@ class Generation:
 
 @dataclass(frozen=True)
 class Delta:
-    """Part of a stream: index of the prompt, new token ids and text, and why it ended (else None)."""
+    """New part of one completion in a stream.
+
+    Attributes:
+      sequence: index of the prompt.
+      tokens: new token ids.
+      text: new text; None without a tokenizer.
+      finish_reason: reason why the completion ended; None while it continues.
+    """
 
     sequence: int
     tokens: tuple[int, ...]

@@ -1,4 +1,7 @@
-"""What the steps must know of a row: one small array a row, so that no value of a request compiles anew."""
+"""Request parameters that the steps need on the device, packed into one int32 vector for each sequence.
+
+They are arrays rather than static arguments, so that a new value never recompiles a program.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,13 +15,16 @@ from zdc_jax.axes import Array
 from zdc_jax.generation.sampling import Sampling, SamplingArrays
 
 MAX_STOP_TOKENS = 16
-FIELDS = ("limit", "least", "top_k", "key_0", "key_1", "temperature", "top_p")
-"""Of a row: tokens it may hold, tokens it must hold before a stop token ends it, and its sampling; the last
-two are bits of float32. Ids of stop tokens follow, -1 for none."""
+FIELDS = ("limit", "minimum", "top_k", "key_0", "key_1", "temperature", "top_p")
+"""Names of the first numbers of a vector; the ids of stop tokens follow, padded with -1.
+
+`limit` is the cache length at which a sequence is full, `minimum` the one from which a stop token may end it.
+`temperature` and `top_p` are the bits of float32 numbers.
+"""
 WIDTH = len(FIELDS) + MAX_STOP_TOKENS
 AT = {name: column for column, name in enumerate(FIELDS)}
-_MOST = np.iinfo(np.int32).max
-_SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
+_MAX_INT32 = np.iinfo(np.int32).max
+_MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)
 
 
 def row_numbers(
@@ -30,19 +36,24 @@ def row_numbers(
     *,
     min_tokens: int = 0,
 ) -> Int[np.ndarray, " WIDTH"]:
-    """Numbers of a row whose prompt has so many tokens.
+    """Pack the parameters of one request.
 
-    max_tokens, min_tokens: of its answer. stop_ids: at most `MAX_STOP_TOKENS`. key: uint32 [2], of
-    `request_keys`.
+    Args:
+      prompt_tokens: length of the prompt.
+      max_tokens: most tokens to generate.
+      stop_ids: ids that end the sequence, at most `MAX_STOP_TOKENS`.
+      sampling: sampling parameters.
+      key: random key, [2] uint32, from `request_keys`.
+      min_tokens: fewest tokens to generate before a stop token may end the sequence.
     """
-    held = prompt_tokens - 1  # The newest token is not in the cache yet.
-    temperature = sampling.temperature if sampling.temperature >= _SMALLEST_TEMPERATURE else 0.0
+    cached = prompt_tokens - 1  # The newest token is not in the cache yet.
+    temperature = sampling.temperature if sampling.temperature >= _MIN_TEMPERATURE else 0.0
     floats = np.array([temperature, sampling.top_p or 1.0], np.float32)
     numbers = np.full(WIDTH, -1, np.int32)
     numbers[: len(FIELDS)] = [
-        held + max_tokens,
-        held + min_tokens,
-        min(sampling.top_k or _MOST, _MOST),
+        cached + max_tokens,
+        cached + min_tokens,
+        min(sampling.top_k or _MAX_INT32, _MAX_INT32),
         *key.view(np.int32),
         *floats.view(np.int32),
     ]
@@ -51,35 +62,39 @@ def row_numbers(
 
 
 class RowNumbers(NamedTuple):
-    """The numbers of B rows in a step.
+    """Parameters of B requests on the device.
 
-    limit, least [B] int32; stop_ids [B, MAX_STOP_TOKENS] int32.
+    Attributes:
+      limit: cache length at which each sequence is full, [B] int32.
+      minimum: cache length from which a stop token may end each sequence, [B] int32.
+      sampling: sampling parameters of each sequence.
+      stop_ids: stop tokens of each sequence, -1 for none, [B, MAX_STOP_TOKENS] int32.
     """
 
     limit: Array
-    least: Array
+    minimum: Array
     sampling: SamplingArrays
     stop_ids: Array
 
     @classmethod
     def of(cls, numbers: Int[Array, "B WIDTH"]) -> "RowNumbers":
-        """Out of `row_numbers`."""
+        """Unpack vectors of `row_numbers`."""
 
-        def column(name):
+        def read_int(name: str) -> Array:
             return numbers[:, AT[name]]
 
-        def floats(name):
-            return jax.lax.bitcast_convert_type(column(name), jnp.float32)
+        def read_float(name: str) -> Array:
+            return jax.lax.bitcast_convert_type(read_int(name), jnp.float32)
 
         keys = jax.lax.bitcast_convert_type(numbers[:, AT["key_0"] : AT["key_1"] + 1], jnp.uint32)
         sampling = SamplingArrays(
-            floats("temperature"),
-            column("top_k"),
-            floats("top_p"),
-            jax.random.wrap_key_data(keys, impl="threefry2x32"),
+            temperature=read_float("temperature"),
+            top_k=read_int("top_k"),
+            top_p=read_float("top_p"),
+            keys=jax.random.wrap_key_data(keys, impl="threefry2x32"),
         )
-        return cls(column("limit"), column("least"), sampling, numbers[:, len(FIELDS) :])
+        return cls(read_int("limit"), read_int("minimum"), sampling, numbers[:, len(FIELDS) :])
 
-    def stops(self, token: Int[Array, " B"], held: Int[Array, " B"]) -> Array:
-        """Which rows [B] a token ends, where so many tokens are held before it."""
-        return (token[:, None] == self.stop_ids).any(-1) & (held >= self.least)
+    def stops(self, token: Int[Array, " B"], lengths: Int[Array, " B"]) -> Array:
+        """Return which sequences a new token ends, [B] bool; `lengths` counts the tokens before it."""
+        return (token[:, None] == self.stop_ids).any(-1) & (lengths >= self.minimum)

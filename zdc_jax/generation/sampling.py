@@ -1,4 +1,4 @@
-"""How the next token is chosen."""
+"""Sampling parameters and the functions that draw the next token."""
 
 import hashlib
 import math
@@ -17,17 +17,24 @@ from zdc_jax.axes import Array
 from zdc_jax.errors import PromptError
 
 SEEDS = 2**32
+"""Number of valid seeds."""
 _LARGEST = float(np.finfo(np.float32).max)
-"""Beyond it is infinity, by which a logit of -inf would be NaN."""
+"""Largest temperature. An infinite one would turn a logit of -inf into NaN."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Greedy at `temperature=0`; else softmax at that temperature, cut to `top_k` tokens and `top_p` mass.
+    """Sampling parameters of one request.
+
+    Attributes:
+      temperature: softmax temperature, >= 0 and finite in float32; 0 is greedy decoding.
+      top_k: sample among this many most likely tokens, >= 1; None for all.
+      top_p: sample among the smallest set of most likely tokens with this probability, in (0, 1]; None for
+        all.
+      seed: seed of the draws, from 0 to 2**32 - 1.
 
     Raises:
-      PromptError: a temperature that is no finite number >= 0 of float32, top_k no whole number >= 1, top_p
-        no number in (0, 1], or a seed that is no whole number from 0 to 2**32 - 1.
+      PromptError: a value is outside its range.
     """
 
     temperature: float = 0.0
@@ -38,7 +45,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= _number(self.temperature) <= _LARGEST:
             raise PromptError(
-                f"temperature={self.temperature!r:.80} must be a finite number >= 0 of float32 (0 is greedy)"
+                f"temperature={self.temperature!r:.80} must be a finite float32 number >= 0; 0 is greedy"
             )
         if self.top_k is not None and not (is_whole(self.top_k) and self.top_k >= 1):
             raise PromptError(f"top_k={self.top_k!r} must be a whole number >= 1, or None")
@@ -49,12 +56,12 @@ class Sampling:
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
-    """Whether a value is an integer, of Python or numpy; a bool is none."""
+    """Return whether a value is an integer of Python or NumPy and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _number(value: Any) -> float:
-    """A real number as a float: infinite where it is too large for one, NaN where it is none."""
+    """Convert a real number to float: infinite if it is too large, NaN if the value is no number."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return math.nan
     try:
@@ -64,9 +71,13 @@ def _number(value: Any) -> float:
 
 
 class SamplingArrays(NamedTuple):
-    """Samplings of a batch.
+    """Sampling parameters of a batch.
 
-    temperature [B] float32, 0 for greedy rows; top_k [B] int32; top_p [B] float32; keys [B] of JAX.
+    Attributes:
+      temperature: [B] float32, 0 for greedy sequences.
+      top_k: [B] int32.
+      top_p: [B] float32.
+      keys: [B] JAX random keys.
     """
 
     temperature: Array
@@ -76,43 +87,52 @@ class SamplingArrays(NamedTuple):
 
 
 def request_keys(samplings: Sequence[Sampling], prompts: Sequence[np.ndarray]) -> np.ndarray:
-    """Keys [B, 2] uint32 that depend on each request alone, wherever it stands and with whatever others.
+    """Return a random key for each request, [B, 2] uint32.
 
-    A request is a prompt and its sampling. The key is a hash of seed and prompt and of how many equal
-    requests stand before it, so that those differ.
+    The key hashes the seed, the prompt and the number of equal requests (prompt and sampling) earlier in the
+    batch. So it does not depend on the other requests, and equal requests draw different tokens.
     """
-    seen: Counter[tuple[Sampling, bytes]] = Counter()
+    earlier: Counter[tuple[Sampling, bytes]] = Counter()
     keys = []
     for sampling, prompt in zip(samplings, prompts, strict=True):
         ids = prompt.astype("<u4").tobytes()
-        numbers = np.array([sampling.seed, seen[sampling, ids]], "<u4").tobytes()
+        numbers = np.array([sampling.seed, earlier[sampling, ids]], "<u4").tobytes()
         keys.append(np.frombuffer(hashlib.sha256(numbers + ids).digest()[:8], "<u4"))
-        seen[sampling, ids] += 1
+        earlier[sampling, ids] += 1
     return np.stack(keys).astype(np.uint32)
 
 
 def draw(
     logits: Float[Array, "B V"], sampling: SamplingArrays, positions: Int[Array, " B"]
 ) -> Int[Array, " B"]:
-    """Next token of each row; draws depend on the row's key and position alone, so streaming equals batch."""
+    """Return the next token of each sequence.
+
+    A draw depends only on the sequence's key and position, so streaming and batching do not change it.
+
+    Args:
+      logits: logits of each sequence.
+      sampling: sampling parameters of each sequence.
+      positions: tokens of each sequence before the new one.
+    """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     is_greedy = sampling.temperature == 0
-    # The largest is 0 before the division, so that no temperature makes it infinite.
-    below = logits - logits.max(axis=-1, keepdims=True)
-    scaled = below / jnp.where(is_greedy, 1, sampling.temperature)[:, None]
-    kept = restrict(scaled, sampling.top_k, sampling.top_p)
-    drawn = jax.vmap(jax.random.categorical)(jax.vmap(jax.random.fold_in)(sampling.keys, positions), kept)
+    # The largest logit becomes 0 before the division, so that no temperature makes it infinite.
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    scaled = shifted / jnp.where(is_greedy, 1, sampling.temperature)[:, None]
+    restricted = restrict(scaled, sampling.top_k, sampling.top_p)
+    keys = jax.vmap(jax.random.fold_in)(sampling.keys, positions)
+    drawn = jax.vmap(jax.random.categorical)(keys, restricted)
     return jnp.where(is_greedy, greedy, drawn.astype(jnp.int32))
 
 
 def restrict(
     logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
 ) -> Float[Array, "B V"]:
-    """-inf outside the `top_k` largest and outside the smallest set of largest that holds `top_p` mass."""
+    """Set logits to -inf outside the top-k and top-p sets of each sequence; ties at the threshold stay."""
     ordered = jnp.sort(logits, axis=-1, descending=True)
     within = jnp.arange(logits.shape[-1]) < top_k[:, None]
     mass = jnp.cumsum(jax.nn.softmax(jnp.where(within, ordered, -jnp.inf), axis=-1), axis=-1)
     before = jnp.pad(mass, ((0, 0), (1, 0)))[:, :-1]
-    kept = jnp.sum(within & (before < top_p[:, None]), axis=-1, keepdims=True)
-    threshold = jnp.take_along_axis(ordered, jnp.maximum(kept, 1) - 1, axis=-1)
+    count = jnp.sum(within & (before < top_p[:, None]), axis=-1, keepdims=True)
+    threshold = jnp.take_along_axis(ordered, jnp.maximum(count, 1) - 1, axis=-1)
     return jnp.where(logits >= threshold, logits, -jnp.inf)

@@ -1,4 +1,4 @@
-"""Where a row ends: at a stop token, before a stop string, or at its limit."""
+"""End of a sequence: at a stop token, before a stop string, or at its token limit."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from zdc_jax.generation.results import Completion, Delta, FinishReason
 
 
 class StopStrings:
-    """Strings that end a row and are no part of its text."""
+    """Strings that end a sequence and are not part of its text."""
 
     def __init__(self, strings: Sequence[str] = ()):
         self._strings = tuple(strings)
@@ -19,25 +19,36 @@ class StopStrings:
         return bool(self._strings)
 
     def find(self, text: str, searched: int = 0) -> int | None:
-        """Where the first of them begins; the first `searched` characters are known to hold none."""
-        start = max(0, searched - self._longest + 1)
-        places = (text.find(string, start) for string in self._strings)
-        return min((place for place in places if place >= 0), default=None)
+        """Return the position of the first stop string in `text`, or None.
 
-    def safe(self, text: str) -> int:
-        """Characters of `text`, which holds none, before what may become one."""
+        The first `searched` characters are known to contain no stop string.
+        """
+        start = max(0, searched - self._longest + 1)
+        positions = (text.find(string, start) for string in self._strings)
+        return min((position for position in positions if position >= 0), default=None)
+
+    def count_safe(self, text: str) -> int:
+        """Count the characters of `text` before a suffix that may become a stop string.
+
+        The text must not contain a stop string.
+        """
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if any(string.startswith(text[start:]) for string in self._strings):
                 return start
         return len(text)
 
 
-class Row:
-    """What one prompt has given so far, and why it ended (else None).
+class OutputSequence:
+    """Tokens and text generated for one prompt.
 
-    A row ends with its first token after which the text of all holds a stop string; the text ends before it.
-    Without a tokenizer there is no text. least: tokens that must be there before a stop token or string ends
-    the row.
+    A sequence ends with the first token after which its text contains a stop string; its text ends before
+    that string. Without a tokenizer there is no text.
+
+    Attributes:
+      index: index of the prompt.
+      min_tokens: fewest tokens before a stop token or stop string may end the sequence.
+      tokens: generated token ids.
+      finish_reason: reason why the sequence ended; None while it continues.
     """
 
     def __init__(
@@ -46,9 +57,9 @@ class Row:
         tokenizer: Tokenizer | None,
         stop_ids: Sequence[int],
         stop: StopStrings,
-        least: int = 0,
+        min_tokens: int = 0,
     ):
-        self.index, self.least = index, least
+        self.index, self.min_tokens = index, min_tokens
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._detokeniser = None if tokenizer is None else Detokeniser(tokenizer)
@@ -56,14 +67,18 @@ class Row:
         self._text = ""
         self._shown = 0
 
-    def take(self, tokens: Sequence[int], *, full: bool) -> Delta | None:
-        """Adds new tokens, of which only the last may end the row; gives what can be shown, if anything.
+    def append(self, tokens: Sequence[int], *, full: bool) -> Delta | None:
+        """Add new tokens and return what can be shown now, or None for nothing.
 
-        full: the row has as many as it may have. A row that has ended takes no more.
+        Must not be called after the sequence has ended.
+
+        Args:
+          tokens: new token ids; only the last one may be a stop token.
+          full: whether the sequence has reached its token limit.
         """
         before = len(self.tokens)
-        stopped = bool(tokens) and tokens[-1] in self._stop_ids and before + len(tokens) >= self.least
-        if (end := self._read(tokens[:-1] if stopped else tokens)) is not None:
+        stopped = bool(tokens) and tokens[-1] in self._stop_ids and before + len(tokens) >= self.min_tokens
+        if (end := self._add_until_stop(tokens[:-1] if stopped else tokens)) is not None:
             self._end("stop", end)
         elif stopped:
             self.tokens.append(tokens[-1])
@@ -74,13 +89,13 @@ class Row:
         return Delta(self.index, new, text, self.finish_reason) if new or text or self.finish_reason else None
 
     def completion(self) -> Completion:
-        """All of a row that has ended."""
+        """Return the result of a sequence that has ended."""
         assert self.finish_reason is not None
         text = None if self._detokeniser is None else self._text
         return Completion(tuple(self.tokens), text, self.finish_reason)
 
-    def _read(self, tokens: Sequence[int]) -> int | None:
-        """Adds tokens up to one that completes a stop string; gives where in the text that begins."""
+    def _add_until_stop(self, tokens: Sequence[int]) -> int | None:
+        """Add tokens up to the first that completes a stop string; return its position in the text."""
         if self._detokeniser is None or not self._stop:
             self._add(tokens)
             return None
@@ -88,7 +103,7 @@ class Row:
             searched = len(self._text)
             self._add([token])
             end = self._stop.find(self._text + self._detokeniser.tail(), searched)
-            if end is not None and len(self.tokens) >= self.least:
+            if end is not None and len(self.tokens) >= self.min_tokens:
                 return end
         return None
 
@@ -98,15 +113,15 @@ class Row:
             self._text += self._detokeniser.feed(tokens)
 
     def _end(self, reason: FinishReason, end: int | None = None) -> None:
-        """end: where the text does; None for at its last character."""
+        """Set the finish reason and cut the text at `end`; None keeps all of it."""
         self.finish_reason = reason
         if self._detokeniser is not None:
             self._text = (self._text + self._detokeniser.tail())[:end]
 
     def _show(self) -> str | None:
-        """Text that was not shown before, up to what may become a stop string."""
+        """Return text not shown before, without a suffix that may become a stop string."""
         if self._detokeniser is None:
             return None
-        end = len(self._text) if self.finish_reason else self._stop.safe(self._text)
-        piece, self._shown = self._text[self._shown : end], end
-        return piece
+        end = len(self._text) if self.finish_reason else self._stop.count_safe(self._text)
+        text, self._shown = self._text[self._shown : end], end
+        return text

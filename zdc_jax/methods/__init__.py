@@ -1,7 +1,7 @@
-"""Methods of compressing a KV cache, one file each: which layer of a plan keeps its tokens how.
+"""Methods of KV-cache compression, one file each: they map each layer of a plan to a cache spec.
 
-A method is a module here. Its name is that of the module, and a plan says it (`CompressionPlan.method`). It
-holds `Settings`, a frozen dataclass of what can be chosen (`CompressionPlan.settings`), and a function
+The name of a method is the name of its module, and `CompressionPlan.method` refers to it. A method module
+defines `Settings`, a frozen dataclass of its options (`CompressionPlan.settings`), and a function
 `layer_caches(plan, dtype) -> tuple[LayerCacheSpec, ...]`.
 """
 
@@ -24,24 +24,28 @@ if TYPE_CHECKING:
 
 
 Rotations = tuple[tuple[int, ...], tuple[int, ...]]
-"""Blocks of keys, and of values."""
+"""Block sizes of rotated coordinates: those of keys, and those of values."""
 
 
 @dataclass(frozen=True)
 class MethodSettings:
-    """What a plan chooses of a method, beside ranks, sinks and window. Hashable; JSON can say all of it.
+    """Options of a method besides ranks, sinks and window. Hashable, and with fields that JSON can represent.
 
-    Values that no plan may have raise `PlanError` here; those that do not go with the rest of a plan, in
-    `layer_caches`.
+    `PlanError` is raised here for values that are never valid, and in `layer_caches` for values that do not
+    fit the rest of a plan.
 
-    latent_keys: far keys are kept in coordinates of keys before their rotary embedding (`Basis.k_latent`).
+    Attributes:
+      latent_keys: whether far keys are stored in coordinates of keys before the rotary embedding
+        (`Basis.k_latent`).
     """
 
     latent_keys: ClassVar[bool] = False
 
     def rotations(self, R: int, Z: int) -> Rotations:
-        """Sizes of the blocks of leading coordinates that `zdc_jax.cache.gaussian_codes.turn` is folded into,
-        of keys of R coordinates and of values of Z."""
+        """Return the block sizes into which the rotation `gaussian_codes.turn` is folded.
+
+        The blocks divide the R leading coordinates of keys and the Z leading coordinates of values.
+        """
         return (), ()
 
     def __post_init__(self) -> None:
@@ -53,10 +57,11 @@ class MethodSettings:
 
 @dataclass(frozen=True)
 class EvictingSettings(MethodSettings):
-    """Of methods that keep some far tokens and let the others go (`zdc_jax.cache.evicting`).
+    """Options of methods that keep some far tokens and evict the others (`zdc_jax.cache.evicting`).
 
-    kept: far tokens a KV head, a multiple of 8 above 0. block: positions after which those are chosen anew, a
-    power of two from 8 on, as pieces of prompts are.
+    Attributes:
+      kept: far tokens that each KV head keeps, a positive multiple of 8.
+      block: positions after which the kept tokens are chosen again, a power of two of at least 8.
     """
 
     kept: int = 1024
@@ -65,34 +70,39 @@ class EvictingSettings(MethodSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kept <= 0 or self.kept % 8:
-            raise PlanError(f"kept={self.kept} must be a multiple of 8 above 0")
+            raise PlanError(f"kept={self.kept} must be a positive multiple of 8")
         if self.block < 8 or self.block & (self.block - 1):
-            raise PlanError(f"block={self.block} must be a power of two from 8 on")
+            raise PlanError(f"block={self.block} must be a power of two of at least 8")
 
 
 @cache
 def names() -> tuple[str, ...]:
-    """All methods, in alphabetical order."""
+    """Return the names of all methods in alphabetical order."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
 def named(name: str) -> ModuleType:
-    """The module of a method; raises `ValueError` for an unknown one, with those that are known."""
+    """Return the module of a method; raise `ValueError` with the known names if the method is unknown."""
     if name not in names():
         raise ValueError(f"method={name!r} must be one of {names()}")
     return importlib.import_module(f"{__name__}.{name}")
 
 
 def settings_from_json(name: str, value: dict[str, Any]) -> MethodSettings:
-    """Settings of a method from JSON; raises `ValueError` for unknown names, `PlanError` for values."""
+    """Create the settings of a method from JSON.
+
+    Raises:
+      ValueError: the method or a name in `value` is unknown.
+      PlanError: a setting has an invalid value.
+    """
     check_names(named(name).Settings, value, f"settings of method {name!r}")
-    return named(name).Settings(**{key: _hashable(item) for key, item in value.items()})
+    return named(name).Settings(**{key: _to_hashable(item) for key, item in value.items()})
 
 
 def evicting_layers(
     plan: "CompressionPlan", dtype: str, scoring: Callable[[Any], Scoring]
 ) -> tuple[LayerCacheSpec, ...]:
-    """How layers keep their tokens where `scoring(settings)` says which far ones stay."""
+    """Return the specs of all layers for an eviction method with the scores `scoring(settings)`."""
 
     def far(settings: EvictingSettings) -> Callable[..., LayerCacheSpec]:
         return partial(Evicting, kept=settings.kept, block=settings.block, scoring=scoring(settings))
@@ -100,39 +110,40 @@ def evicting_layers(
     return far_layers(plan, dtype, far)
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+def _to_hashable(value: Any) -> Any:
+    """Convert lists, at any depth, to tuples."""
+    return tuple(map(_to_hashable, value)) if isinstance(value, list) else value
 
 
 def check_one_of(name: str, value: Any, allowed: tuple[int | str, ...]) -> None:
-    """Raises `PlanError` where a setting is not one of the numbers or words `allowed`."""
+    """Raise `PlanError` if a setting is not one of the numbers or words in `allowed`."""
     if type(value) not in (int, str) or value not in allowed:
         raise PlanError(f"{name}={value!r:.80} must be one of {allowed}")
 
 
 def check_range(name: str, value: Any, least: int, most: int) -> None:
-    """Raises `PlanError` where a setting is not a whole number `least` … `most`."""
+    """Raise `PlanError` if a setting is not an integer from `least` to `most`."""
     if type(value) is not int or not least <= value <= most:
-        raise PlanError(f"{name}={value!r:.80} must be a whole number from {least} to {most}")
+        raise PlanError(f"{name}={value!r:.80} must be an integer from {least} to {most}")
 
 
 def far_layers(
     plan: "CompressionPlan", dtype: str, far: Callable[[Any], Callable[..., LayerCacheSpec]]
 ) -> tuple[LayerCacheSpec, ...]:
-    """`far(settings)(**layer_shape)` for each layer that keeps far tokens, with its settings.
+    """Return `far(settings)(**layer_shape)` for each layer that stores far tokens, with the layer's settings.
 
-    Layers without (rank 0, sliding windows) are rings in all methods.
+    Layers without far tokens (rank 0 or sliding windows) are rings in all methods.
     """
 
-    def one(index: int) -> LayerCacheSpec:
+    def create_spec(index: int) -> LayerCacheSpec:
         shape = layer_shape(plan, dtype, index)
         return (far(plan.settings_of(index)) if shape["R"] else PrefixRing)(**shape)
 
-    return tuple(map(one, range(len(plan.layers))))
+    return tuple(map(create_spec, range(len(plan.layers))))
 
 
 def layer_shape(plan: "CompressionPlan", dtype: str, index: int) -> dict[str, Any]:
-    """num_kv_heads, head_dim, dtype, R, Z, sinks and window of a layer, as caches take them."""
+    """Return the arguments that all specs share: num_kv_heads, head_dim, dtype, R, Z, sinks and window."""
     ranks, (sinks, window) = plan.layers[index], plan.near(index)
     return {
         "num_kv_heads": plan.num_kv_heads,

@@ -1,10 +1,10 @@
-"""coded: far tokens in few bits, of which few coordinates choose those that answer (ours).
+"""coded: quantized far tokens, from which a few coordinates choose the tokens to read (ours).
 
-What answers are all coordinates that a layer keeps, turned so that they look Gaussian (Zandieh et al. 2025),
-in integers with a step for each token. The first coordinates of keys in the calibrated basis, its index, are
-a plane with bits of its own: they bear most of a score. They are also what chooses (as in Loki, Singhania et
-al. 2024), a part of the store itself, not a copy. The turns are part of the weights (`zdc_jax.fold`), so that
-nothing turns at run time.
+All coordinates that a layer keeps are rotated so that they look Gaussian (Zandieh et al. 2025), and stored as
+integers with a scale per token. The first coordinates of keys in the calibrated basis form the index, a plane
+with bits of its own, because they carry most of a score. The index also chooses the tokens to read, as in
+Loki (Singhania et al. 2024), and it is part of the store, not a copy. The rotations are folded into the
+weights (`zdc_jax.fold`), so that they cost nothing at run time.
 """
 
 from collections.abc import Callable
@@ -27,27 +27,38 @@ from zdc_jax.methods import MethodSettings, Rotations, check_one_of, check_range
 from zdc_jax.plan import CompressionPlan
 
 BITS = (2, 3, 4, 5, 6, 8)
-WHOLE = 16
-BITS_NEAR = (8, WHOLE)
+"""Allowed bits per coordinate."""
+MODEL_BITS = 16
+"""Value of `bits_near` that keeps the model's dtype."""
+BITS_NEAR = (8, MODEL_BITS)
+"""Allowed bits per coordinate of sinks and window."""
 NEAR_CODE = FittedIntegers(8)
+"""Quantization of sinks and window in 8 bits."""
 Memory = Literal["device", "host"]
+"""Places of keys and values."""
 INDEX_STEP = 8
-"""Levels are packed into bytes."""
+"""Step of index sizes, because levels are packed into bytes."""
 
 
 @dataclass(frozen=True)
 class Settings(MethodSettings):
-    """Of all layers, or of one.
+    """Settings of all layers, or of one layer.
 
-    bits_k, bits_v, bits_index: of a coordinate of keys, of values, and of the index of keys: 2, 3, 4, 5, 6 or
-    8. index: first coordinates of keys, a multiple of 8 below the layer's rank. read: far tokens that a KV
-    head's queries read, a multiple of `page`, those of largest probability by the index; 0: all of them. With
-    `read` and no index the layer reads what the layer before it that chose has chosen. page: tokens chosen
-    together. memory: where keys and values of a layer that chooses lie, but for the index. bits_near: of a
-    coordinate of sinks and window, 8 (integers with a step a token and head) or 16 (as the model has them).
+    Attributes:
+      bits_k: bits per coordinate of keys: 2, 3, 4, 5, 6 or 8.
+      bits_v: bits per coordinate of values, as for keys.
+      bits_index: bits per coordinate of the index, as for keys.
+      index: number of first coordinates of keys in the index, a multiple of 8 below the layer's rank.
+      read: far tokens that the queries of a KV head read, those of largest probability under the index; a
+        multiple of `page`. 0 reads all. With `index=0` and `read` above 0, the layer reads the tokens that
+        the last layer with an index chose.
+      page: number of consecutive tokens that are chosen together.
+      memory: place of keys and values without the index, for layers that choose tokens: "device" or "host".
+      bits_near: bits per coordinate of sinks and window: 8 (integers with a scale per token and head), or 16
+        (the model's dtype).
 
     Raises:
-      PlanError: on any other value.
+      PlanError: a setting has an invalid value.
     """
 
     bits_k: int = 4
@@ -57,7 +68,7 @@ class Settings(MethodSettings):
     read: int = 256
     page: int = 1
     memory: Memory = "device"
-    bits_near: int = WHOLE
+    bits_near: int = MODEL_BITS
 
     def __post_init__(self) -> None:
         for name in ("bits_k", "bits_v", "bits_index"):
@@ -69,42 +80,49 @@ class Settings(MethodSettings):
         if self.index % INDEX_STEP:
             raise PlanError(f"index={self.index} must be a multiple of {INDEX_STEP}")
         if self.memory == "host" and not self.read:
-            raise PlanError("memory='host' with read=0: what is always read belongs on the device")
+            raise PlanError(
+                "memory='host' with read=0: a layer that reads all tokens must stay on the device; "
+                "set read above 0 or memory='device'"
+            )
 
     def rotations(self, R: int, Z: int) -> Rotations:
-        """`MethodSettings.turns`: of the index, of the other coordinates of keys, and of values."""
         return tuple(size for size in (self.index, R - self.index) if size), (Z,)
 
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
-    """How each layer keeps its tokens under a plan; `dtype` is the model's.
+    """Return the specs of all layers under a plan; `dtype` is the model's.
 
     Raises:
-      PlanError: a plan that is not rotated; a layer that follows, and none before it that chose as much.
+      PlanError: the plan is not rotated, or a layer with `index=0` follows no layer that chooses as many
+        tokens.
     """
     if not plan.rotated:
-        raise PlanError("rotated=False: method 'coded' chooses by coordinates of a basis; it must be True")
-    specs = _led(far_layers(plan, dtype, _far))
-    return tuple(_near_coded(spec, plan.settings_of(layer)) for layer, spec in enumerate(specs))
+        raise PlanError(
+            "rotated=False: method 'coded' needs a calibrated basis; "
+            "run `zdc calibrate MODEL` and use a plan with rotated=True"
+        )
+    specs = _mark_leaders(far_layers(plan, dtype, _create_far_spec))
+    return tuple(_quantize_near(spec, plan.settings_of(layer)) for layer, spec in enumerate(specs))
 
 
-def _near_coded(spec: LayerCacheSpec, settings: MethodSettings) -> LayerCacheSpec:
-    """With near tokens in as many bits as the settings say; a layer without far tokens is a ring itself."""
+def _quantize_near(spec: LayerCacheSpec, settings: MethodSettings) -> LayerCacheSpec:
+    """Return `spec` with near tokens stored in `bits_near` bits; a spec without far tokens is a ring."""
     assert isinstance(settings, Settings)
     assert isinstance(spec, PrefixRing | NearFar)
-    if settings.bits_near == WHOLE or not (spec.sinks or spec.window):
+    if settings.bits_near == MODEL_BITS or not (spec.sinks or spec.window):
         return spec
     if isinstance(spec, NearFar):
         return replace(spec, near_code=NEAR_CODE)
     return CodedRing.of(spec, NEAR_CODE)
 
 
-def _far(settings: Settings) -> Callable[..., LayerCacheSpec]:
+def _create_far_spec(settings: Settings) -> Callable[..., LayerCacheSpec]:
+    """Return the constructor of a layer's spec, with the arguments that its settings determine."""
     bits = settings.bits_index, settings.bits_k, settings.bits_v
-    index, keys, values = (FittedIntegers(each) for each in bits)
+    index, keys, values = map(FittedIntegers, bits)
     if not settings.read:
-        whole = Split(settings.index, index, keys) if settings.index else keys
-        return partial(CodedStore, key_code=whole, value_code=values)
+        key_code = Split(settings.index, index, keys) if settings.index else keys
+        return partial(CodedStore, key_code=key_code, value_code=values)
     return partial(
         HostedChoosing if settings.memory == "host" else CodedChoosing,
         index=settings.index,
@@ -116,21 +134,21 @@ def _far(settings: Settings) -> Callable[..., LayerCacheSpec]:
     )
 
 
-def _led(specs: tuple[LayerCacheSpec, ...]) -> tuple[LayerCacheSpec, ...]:
-    """The same, where layers that others follow hand on what they choose."""
-    found, leader = list(specs), None
+def _mark_leaders(specs: tuple[LayerCacheSpec, ...]) -> tuple[LayerCacheSpec, ...]:
+    """Return the specs with `leads` set for layers whose choice other layers reuse."""
+    marked, leader = list(specs), None
     for layer, spec in enumerate(specs):
         if not isinstance(spec, CodedChoosing):
             continue
         if spec.index:
             leader = layer
             continue
-        chosen = None if leader is None else specs[leader]
-        if not isinstance(chosen, CodedChoosing) or (chosen.read, chosen.page) != (spec.read, spec.page):
+        leading = None if leader is None else specs[leader]
+        if not isinstance(leading, CodedChoosing) or (leading.read, leading.page) != (spec.read, spec.page):
             raise PlanError(
-                f"layer {layer}: index=0 with read={spec.read} and page={spec.page} must follow a layer that "
-                "chooses as many"
+                f"layer {layer}: index=0 with read={spec.read} and page={spec.page} must follow a layer with "
+                "an index and the same read and page"
             )
         assert leader is not None
-        found[leader] = replace(chosen, leads=True)
-    return tuple(found)
+        marked[leader] = replace(leading, leads=True)
+    return tuple(marked)

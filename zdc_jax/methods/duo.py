@@ -1,7 +1,7 @@
-"""duo: some KV heads keep far tokens, the others sinks and window (Xiao et al. 2024, arXiv 2410.10819).
+"""duo: far tokens in some KV heads, sinks and window in the others (Xiao et al. 2024, arXiv 2410.10819).
 
-The paper finds the heads that retrieve by gates, trained on passages to be remembered;
-`zdc_jax.planning.retrieving` measures them instead.
+The paper finds the retrieving heads with gates, trained on passages to be remembered.
+`zdc_jax.planning.retrieving` measures the heads instead.
 """
 
 from dataclasses import dataclass
@@ -16,29 +16,31 @@ from zdc_jax.plan import CompressionPlan
 
 @dataclass(frozen=True)
 class Settings(MethodSettings):
-    """heads: of each layer, the KV heads that retrieve, ascending; none in layers of rank 0.
+    """Settings of the method.
 
-    A layer without any is a ring alone, whatever its ranks.
+    Attributes:
+      heads: KV heads that retrieve in each layer, ascending; empty for layers of rank 0. A layer without such
+        heads is a ring, whatever its ranks.
     """
 
     heads: tuple[tuple[int, ...], ...] = ()
 
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
-    """How each layer keeps its tokens under a plan; `dtype` is the model's."""
+    """Return the specs of all layers under a plan; `dtype` is the model's."""
     assert isinstance(plan.settings, Settings)
     heads, count = plan.settings.heads, len(plan.layers)
     if len(heads) != count:
-        raise PlanError(f"heads has {len(heads)} lists, it must have one for each of {count} layers")
-    return tuple(_layer_cache(plan, index, dtype, heads[index]) for index in range(count))
+        raise PlanError(f"heads has {len(heads)} lists; it must have one for each of the {count} layers")
+    return tuple(_create_spec(plan, index, dtype, heads[index]) for index in range(count))
 
 
-def _layer_cache(plan: CompressionPlan, index: int, dtype: str, heads: tuple[int, ...]) -> LayerCacheSpec:
+def _create_spec(plan: CompressionPlan, index: int, dtype: str, heads: tuple[int, ...]) -> LayerCacheSpec:
     shape = layer_shape(plan, dtype, index)
     if heads:
         if not shape["R"]:
-            raise PlanError(f"layer {index}: heads={heads} must be none: the layer has rank 0")
+            raise PlanError(f"layer {index}: heads={heads} must be empty, because the layer has rank 0")
         return RetrievingHeads(**shape, heads=heads)
     if not shape["window"]:
-        raise PlanError(f"layer {index}: window=0 must be at least 1 token where no head retrieves")
+        raise PlanError(f"layer {index}: window=0 must be at least 1 token, because no head retrieves")
     return PrefixRing(**shape | {"R": 0, "Z": 0})

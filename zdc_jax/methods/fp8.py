@@ -1,4 +1,4 @@
-"""fp8: keys and values in float8 e4m3 without scales, the cache that vLLM calls `fp8` (no calibration)."""
+"""fp8: keys and values in float8 e4m3 without scales or calibration, which vLLM calls `fp8`."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -12,9 +12,9 @@ from zdc_jax.plan import CompressionPlan
 
 @dataclass(frozen=True)
 class Settings(MethodSettings):
-    """None."""
+    """Settings of the method, which has none."""
 
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
-    """How each layer keeps its tokens under a plan; `dtype` is the model's."""
+    """Return the specs of all layers under a plan; `dtype` is the model's."""
     return far_layers(plan, dtype, lambda _: partial(CodedStore, key_code=Float8(), value_code=Float8()))

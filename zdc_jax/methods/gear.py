@@ -1,9 +1,10 @@
-"""gear: GEAR (Kang et al. 2024), few-bit integers, with a low rank and outliers that mend their error.
+"""gear: few-bit integers whose error a low rank and outliers correct, as in GEAR (Kang et al. 2024).
 
-Integers are KIVI's, with one scale for all `group` tokens of a channel of keys, and one for all channels of a
-token of values; heads are coded apart. With ranks below the head dim it is what the ZDC paper calls GEAR-ZDC.
-The plan's window holds the newest tokens, at least `group`, until their block is coded. Low rank and outliers
-are of each block of `group` tokens, where the authors take whole prompts: they cost more bytes here.
+The integers are those of KIVI, with one scale for the `group` tokens of a channel of keys, and one scale for
+all channels of a token of values. Heads are quantized separately. With ranks below the head dimension, the
+method is what the ZDC paper calls GEAR-ZDC. The plan's window stores the newest tokens, at least `group`,
+until their block is quantized. Low rank and outliers belong to each block of `group` tokens. The authors
+compute them for whole prompts, which costs fewer bytes.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from zdc_jax.cache.coded_store import CodedStore
-from zdc_jax.cache.residual_codes import LONGEST, Gear
+from zdc_jax.cache.residual_codes import MAX_VECTOR_LENGTH, Gear
 from zdc_jax.cache.spec import LayerCacheSpec
 from zdc_jax.errors import PlanError
 from zdc_jax.methods import MethodSettings, check_one_of, check_range, far_layers
@@ -20,11 +21,14 @@ from zdc_jax.plan import CompressionPlan
 
 @dataclass(frozen=True)
 class Settings(MethodSettings):
-    """What is kept of a block of `group` tokens, the same for keys and values.
+    """Settings of the method, the same for keys and values.
 
-    bits: of an integer, 2, 3, 4 or 8. group: a multiple of 8, at most 256. rank: columns of the low rank, 0
-    for none. outliers: share of coordinates that are outliers, 0 to 0.5; half of them large, half of them
-    small, in whole numbers (of 64 channels 2 % are one and one, of 32 none).
+    Attributes:
+      bits: bits of an integer: 2, 3, 4 or 8.
+      group: tokens of a block, a multiple of 8 up to 256.
+      rank: rank of the correction, 0 for none.
+      outliers: share of coordinates that are outliers, 0 to 0.5. Half of them are the largest coordinates and
+        half the smallest, rounded to whole numbers: 2 % of 64 channels are one each, of 32 none.
     """
 
     bits: int = 4
@@ -34,17 +38,17 @@ class Settings(MethodSettings):
 
     def __post_init__(self) -> None:
         check_one_of("bits", self.bits, (2, 3, 4, 8))
-        check_one_of("group", self.group, tuple(range(8, LONGEST + 1, 8)))
-        check_range("rank", self.rank, 0, LONGEST)
+        check_one_of("group", self.group, tuple(range(8, MAX_VECTOR_LENGTH + 1, 8)))
+        check_range("rank", self.rank, 0, MAX_VECTOR_LENGTH)
         if type(self.outliers) not in (int, float) or not 0 <= self.outliers <= 0.5:
             raise PlanError(f"outliers={self.outliers!r:.80} must be a share from 0 to 0.5")
 
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
-    """How each layer keeps its tokens under a plan; `dtype` is the model's."""
+    """Return the specs of all layers under a plan; `dtype` is the model's."""
+    return far_layers(plan, dtype, _create_far_spec)
 
-    def far(settings: Settings) -> Callable[..., LayerCacheSpec]:
-        code = partial(Gear, settings.bits, settings.group, settings.rank, settings.outliers)
-        return partial(CodedStore, key_code=code(by_channel=True), value_code=code(by_channel=False))
 
-    return far_layers(plan, dtype, far)
+def _create_far_spec(settings: Settings) -> Callable[..., LayerCacheSpec]:
+    code = partial(Gear, settings.bits, settings.group, settings.rank, settings.outliers)
+    return partial(CodedStore, key_code=code(by_channel=True), value_code=code(by_channel=False))

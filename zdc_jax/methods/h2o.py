@@ -1,9 +1,9 @@
-"""h2o: far tokens that received most attention from all queries so far are kept (Zhang et al. 2023, H2O).
+"""h2o: keep the far tokens that received most attention from all queries so far (Zhang et al. 2023, H2O).
 
-The paper's heavy hitters, beside recent tokens; ranks below H make it H2O-ZDC. The paper lets one token go
-after each, here a block is settled at once. A group of query heads counts by its mean. A prompt that is read
-exactly, a multiple of `block` long, keeps what kvpress' ObservedAttentionPress does with mean=true, sinks=0,
-window=0.
+The heavy hitters of the paper, together with recent tokens; with ranks below H, the method is H2O-ZDC. The
+paper evicts one token per step; here the tokens of a block are evicted at once. The attention of a group of
+query heads is averaged. If a prompt is read exactly and its length is a multiple of `block`, the kept tokens
+are those of ObservedAttentionPress in kvpress with mean=true, sinks=0, window=0.
 """
 
 from dataclasses import dataclass
@@ -19,22 +19,26 @@ from zdc_jax.plan import CompressionPlan
 
 @dataclass(frozen=True)
 class Settings(EvictingSettings):
-    """mean: sums are divided by the number of queries that could see the token; they favour old ones."""
+    """Settings of the method.
+
+    Attributes:
+      mean: whether sums are divided by the number of queries that could read the token, since sums favor old
+        tokens.
+    """
 
     mean: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeanScoring(Scoring):
-    """Attention received, by the number of queries from the token on."""
+    """Attention received, divided by the number of queries from the token on."""
 
-    def final(
+    def finalize(
         self, scores: Float[Array, "B K S"], positions: Int[Array, "B #K S"], length: Int[Array, " B"]
     ) -> Float[Array, "B K S"]:
-        """`Scoring.final`."""
         return scores / (length[:, None, None] - positions)
 
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
-    """How each layer keeps its tokens under a plan; `dtype` is the model's."""
+    """Return the specs of all layers under a plan; `dtype` is the model's."""
     return evicting_layers(plan, dtype, lambda settings: MeanScoring() if settings.mean else Scoring())

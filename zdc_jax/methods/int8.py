@@ -1,4 +1,4 @@
-"""int8: keys and values in eight-bit integers, with a scale a token and head."""
+"""int8: keys and values in 8-bit integers with a scale per token and head."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -12,9 +12,9 @@ from zdc_jax.plan import CompressionPlan
 
 @dataclass(frozen=True)
 class Settings(MethodSettings):
-    """None."""
+    """Settings of the method, which has none."""
 
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
-    """How each layer keeps its tokens under a plan; `dtype` is the model's."""
+    """Return the specs of all layers under a plan; `dtype` is the model's."""
     return far_layers(plan, dtype, lambda _: partial(CodedStore, key_code=Int8(), value_code=Int8()))

@@ -1,7 +1,7 @@
-"""kivi: KIVI (Liu et al. 2024), keys in integers per channel, values in integers per token.
+"""kivi: keys in integers per channel and values in integers per token, as in KIVI (Liu et al. 2024).
 
-A channel of keys has a scale and a zero point for `group` consecutive tokens, which are coded when the last
-of them is there. The plan's window, of at least `group` tokens, is KIVI's residual.
+A channel of keys has a scale and a zero point for `group` consecutive tokens, which are quantized when the
+last of them arrives. The plan's window, of at least `group` tokens, is KIVI's residual.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,12 @@ from zdc_jax.plan import CompressionPlan
 
 @dataclass(frozen=True)
 class Settings(MethodSettings):
-    """bits: of an integer, 2, 3, 4 or 8. group: tokens, or channels, that share a scale and a zero point.
+    """Settings of the method.
 
-    Where a rank is no multiple of `group`, values take the largest divisor of it below `group`.
+    Attributes:
+      bits: bits of an integer: 2, 3, 4 or 8.
+      group: tokens of a key channel, or channels of a value, that share a scale and a zero point. Where a
+        rank is no multiple of `group`, values use the largest divisor of the rank below `group`.
     """
 
     bits: int = 4
@@ -31,10 +34,10 @@ class Settings(MethodSettings):
 
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
-    """How each layer keeps its tokens under a plan; `dtype` is the model's."""
+    """Return the specs of all layers under a plan; `dtype` is the model's."""
+    return far_layers(plan, dtype, _create_far_spec)
 
-    def far(settings: Settings) -> Callable[..., LayerCacheSpec]:
-        keys, values = (code(settings.bits, settings.group) for code in (ChannelIntegers, TokenIntegers))
-        return partial(CodedStore, key_code=keys, value_code=values)
 
-    return far_layers(plan, dtype, far)
+def _create_far_spec(settings: Settings) -> Callable[..., LayerCacheSpec]:
+    keys, values = (code(settings.bits, settings.group) for code in (ChannelIntegers, TokenIntegers))
+    return partial(CodedStore, key_code=keys, value_code=values)

@@ -1,8 +1,8 @@
-"""knorm: far tokens whose keys are short are kept (Devoto et al. 2024, a simple L2-norm-based strategy).
+"""knorm: keep the far tokens with the shortest keys, by L2 norm (Devoto et al. 2024).
 
-Keys are as attention sees them, after the rotary embedding; in a calibrated basis that is no rotation
-(`balanced`) their length is another than the model's own. A prompt that is read exactly, a multiple of
-`block` long, keeps what kvpress' KnormPress does with sinks=0, window=0, where no basis is folded in.
+Norms are those of keys in attention, after the rotary embedding. A calibrated basis that is not a rotation
+(`balanced`) changes them. The method matches KnormPress in kvpress with sinks=0, window=0. This holds if a
+prompt is read exactly, its length is a multiple of `block`, and no basis is folded in.
 """
 
 from dataclasses import dataclass
@@ -19,20 +19,19 @@ from zdc_jax.plan import CompressionPlan
 
 @dataclass(frozen=True)
 class Settings(EvictingSettings):
-    """None of its own."""
+    """Settings of the method: those of eviction methods."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormScoring(Scoring):
-    """-‖k‖ of all coordinates that the projection gives, whatever attention says."""
+    """Scores -‖k‖ over all coordinates that the projection returns, independent of attention."""
 
     observed: int | None = 0
 
-    def arriving(self, k: Float[Array, "B T K H"]) -> Float[Array, "B T K"]:
-        """`Scoring.arriving`."""
+    def score_new(self, k: Float[Array, "B T K H"]) -> Float[Array, "B T K"]:
         return -jnp.linalg.norm(k.astype(jnp.float32), axis=-1)
 
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
-    """How each layer keeps its tokens under a plan; `dtype` is the model's."""
+    """Return the specs of all layers under a plan; `dtype` is the model's."""
     return evicting_layers(plan, dtype, lambda _: NormScoring())

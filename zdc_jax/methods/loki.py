@@ -1,9 +1,9 @@
-"""loki: far tokens chosen by the first coordinates of their keys (Singhania et al. 2024, arXiv 2406.02542).
+"""loki: read the far tokens that first coordinates of keys choose (Singhania et al. 2024, arXiv 2406.02542).
 
-In the paper coordinates are the principal components of keys: that is a basis of kind `keys`. Any ordered
-basis will do.
+The paper uses the principal components of keys, which are a basis of kind `keys`. Any ordered basis works.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,16 +16,26 @@ from zdc_jax.plan import CompressionPlan
 
 @dataclass(frozen=True)
 class Settings(MethodSettings):
-    """index: first coordinates that choose, up to each layer's rank; read: far tokens read a KV head."""
+    """Settings of the method.
+
+    Attributes:
+      index: number of first coordinates that choose, at most each layer's rank.
+      read: far tokens that the queries of a KV head read.
+    """
 
     index: int = 16
     read: int = 256
 
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
-    """How each layer keeps its tokens under a plan; `dtype` is the model's."""
+    """Return the specs of all layers under a plan; `dtype` is the model's."""
     if not plan.rotated:
         raise PlanError(
-            "rotated=False: method 'loki' chooses by the first coordinates of a basis; it must be True"
+            "rotated=False: method 'loki' needs a calibrated basis; "
+            "run `zdc calibrate MODEL` and use a plan with rotated=True"
         )
-    return far_layers(plan, dtype, lambda own: partial(LeadingScores, index=own.index, read=own.read))
+    return far_layers(plan, dtype, _create_far_spec)
+
+
+def _create_far_spec(settings: Settings) -> Callable[..., LayerCacheSpec]:
+    return partial(LeadingScores, index=settings.index, read=settings.read)

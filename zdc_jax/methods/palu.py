@@ -1,8 +1,8 @@
-"""palu: low ranks of keys before their rotary embedding, and of values (Chang et al. 2024, arXiv 2407.21118).
+"""palu: low ranks of keys before the rotary embedding, and of values (Chang et al. 2024, arXiv 2407.21118).
 
-Ranks are those of the plan, one factor a KV head (the paper's M-LRD). Keys are reconstructed when they are
-read; the way back of values is in W_O. The basis must have been calibrated with the principal components of
-keys before the rotary embedding (`Basis.k_latent`).
+The ranks are those of the plan, with one factor per KV head (M-LRD in the paper). Keys are reconstructed when
+they are read; W_O includes the reconstruction of values. The basis must have been calibrated with the
+principal components of keys before the rotary embedding (`Basis.k_latent`).
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,16 @@ from zdc_jax.plan import CompressionPlan
 
 @dataclass(frozen=True)
 class Settings(MethodSettings):
-    """None: ranks, sinks and window say all."""
+    """Settings of the method, which has none besides ranks, sinks and window."""
 
     latent_keys: ClassVar[bool] = True
 
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
-    """How each layer keeps its tokens under a plan; `dtype` is the model's."""
+    """Return the specs of all layers under a plan; `dtype` is the model's."""
     if not plan.rotated:
-        raise PlanError("rotated=False: method 'palu' keeps latents of a basis; it must be True")
+        raise PlanError(
+            "rotated=False: method 'palu' needs a calibrated basis; "
+            "run `zdc calibrate MODEL` and use a plan with rotated=True"
+        )
     return far_layers(plan, dtype, lambda _: Latents)

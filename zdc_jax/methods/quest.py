@@ -1,9 +1,10 @@
-"""quest: pages of far tokens chosen by bounds of their scores (Tang et al. 2024, arXiv 2406.10774).
+"""quest: read the pages of far tokens with the largest bounds of scores (Tang et al. 2024, arXiv 2406.10774).
 
-The paper reads prompts exactly and leaves its first two layers whole; here every layer that keeps far tokens
-chooses, for tokens of a prompt too, unless it is read exactly.
+The paper reads prompts exactly and does not compress the first two layers. Here every layer with far tokens
+chooses, for tokens of a prompt too, unless the prompt is read exactly.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,9 +16,11 @@ from zdc_jax.plan import CompressionPlan
 
 @dataclass(frozen=True)
 class Settings(MethodSettings):
-    """read: far tokens that a KV head's queries read, a multiple of `page`; page: tokens chosen together.
+    """Settings of the method. The window must be at least a page.
 
-    The window must be at least a page.
+    Attributes:
+      read: far tokens that the queries of a KV head read, a multiple of `page`.
+      page: number of consecutive tokens that are chosen together.
     """
 
     read: int = 256
@@ -25,5 +28,9 @@ class Settings(MethodSettings):
 
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
-    """How each layer keeps its tokens under a plan; `dtype` is the model's."""
-    return far_layers(plan, dtype, lambda own: partial(PageBounds, read=own.read, page=own.page))
+    """Return the specs of all layers under a plan; `dtype` is the model's."""
+    return far_layers(plan, dtype, _create_far_spec)
+
+
+def _create_far_spec(settings: Settings) -> Callable[..., LayerCacheSpec]:
+    return partial(PageBounds, read=settings.read, page=settings.page)

@@ -1,11 +1,13 @@
-"""snapkv: far tokens that the last queries attended to, with their neighbours (Li et al. 2024, SnapKV).
+"""snapkv: keep far tokens that the last queries attended to, and their neighbors (Li et al. 2024).
 
-The scores, the mean attention of the last `observed` queries and of the heads of a group, are pooled along
-the candidates in their order. The paper chooses once, at the end of a prompt, for each query head, and keeps
-all that follows; here all KV heads choose anew after each block, with neighbours among what is left (ours).
-Observed 32, a maximum over 7, is what the paper ran its long tasks with. A
-prompt that is read exactly, a multiple of `block` long, keeps what kvpress' SnapKVPress(window_size=64,
-kernel_size=5) does with observed=64, pool=5, pooling="average", sinks=0, window=64.
+The score is the mean attention of the last `observed` queries and of the heads of a group, pooled along the
+candidates in order of position. The paper chooses once, at the end of a prompt, for each query head, and
+keeps all later tokens. Here each KV head chooses again after each block, with neighbors among the remaining
+tokens (ours). The defaults are those of the paper's long tasks.
+
+If a prompt is read exactly and its length is a multiple of `block`, the kept tokens are those of
+SnapKVPress(window_size=64, kernel_size=5) in kvpress. The settings for this are observed=64, pool=5,
+pooling="average", sinks=0, window=64.
 """
 
 from dataclasses import dataclass
@@ -23,13 +25,17 @@ from zdc_jax.ops.slots import EMPTY
 from zdc_jax.plan import CompressionPlan
 
 POOLINGS = "max", "average"
+"""Allowed poolings."""
 
 
 @dataclass(frozen=True)
 class Settings(EvictingSettings):
-    """observed: queries that score, at most the window and `block`. pool: tokens, odd. pooling: `POOLINGS`.
+    """Settings of the method.
 
-    An average counts zeros where there are no neighbours.
+    Attributes:
+      observed: number of queries that score tokens, at most the window and `block`.
+      pool: number of tokens that are pooled, odd.
+      pooling: "max" or "average". An average counts missing neighbors as zeros.
     """
 
     observed: int = 32
@@ -48,22 +54,21 @@ class Settings(EvictingSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class PooledScoring(Scoring):
-    """Attention received by a token or its neighbours, (pool - 1)/2 candidates to each side."""
+    """Attention received by a token and its neighbors, (pool - 1)/2 candidates on each side."""
 
     pool: int
     pooling: str
 
-    def final(
+    def finalize(
         self, scores: Float[Array, "B K S"], positions: Int[Array, "B #K S"], length: Int[Array, " B"]
     ) -> Float[Array, "B K S"]:
-        """`Scoring.final`."""
-        none, combine = (-jnp.inf, jax.lax.max) if self.pooling == "max" else (0.0, jax.lax.add)
-        scores = jnp.where(positions != EMPTY, scores, none)
-        return jax.lax.reduce_window(scores, none, combine, (1, 1, self.pool), (1, 1, 1), "SAME")
+        initial, combine = (-jnp.inf, jax.lax.max) if self.pooling == "max" else (0.0, jax.lax.add)
+        scores = jnp.where(positions != EMPTY, scores, initial)
+        return jax.lax.reduce_window(scores, initial, combine, (1, 1, self.pool), (1, 1, 1), "SAME")
 
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
-    """How each layer keeps its tokens under a plan; `dtype` is the model's."""
+    """Return the specs of all layers under a plan; `dtype` is the model's."""
 
     def scoring(settings: Settings) -> Scoring:
         return PooledScoring(observed=settings.observed, pool=settings.pool, pooling=settings.pooling)

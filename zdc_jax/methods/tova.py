@@ -1,7 +1,8 @@
-"""tova: far tokens that the last query attended to, the same in all heads (Oren et al. 2024, TOVA).
+"""tova: keep the far tokens that the last query attended to, the same in all heads (Oren et al. 2024, TOVA).
 
-The last query is that which completes a block; the paper lets one token go after each. A prompt that is read
-exactly, a multiple of `block` long, keeps what kvpress' TOVAPress does with sinks=0, window=1.
+The last query is the one that completes a block; the paper evicts one token after each query. If a prompt is
+read exactly and its length is a multiple of `block`, the kept tokens are those of TOVAPress in kvpress with
+sinks=0, window=1.
 """
 
 from dataclasses import dataclass
@@ -14,9 +15,12 @@ from zdc_jax.plan import CompressionPlan
 
 @dataclass(frozen=True)
 class Settings(EvictingSettings):
-    """None of its own. The plan's window is at least 1: the last query is near to itself."""
+    """Settings of the method: those of eviction methods.
+
+    The plan's window must be at least 1, because the last query is near to itself.
+    """
 
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
-    """How each layer keeps its tokens under a plan; `dtype` is the model's."""
+    """Return the specs of all layers under a plan; `dtype` is the model's."""
     return evicting_layers(plan, dtype, lambda _: Scoring(observed=1, shared=True))

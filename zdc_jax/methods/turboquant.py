@@ -1,7 +1,7 @@
-"""turboquant: TurboQuant (Zandieh et al. 2025), turned vectors in the best levels for a Gaussian.
+"""turboquant: rotated vectors in the optimal levels for a Gaussian, as in TurboQuant (Zandieh et al. 2025).
 
-It is the paper's code for the least mean square error, for keys and for values; vLLM's `turboquant` has it
-for keys, and integers for values. A token is coded when it comes.
+Both keys and values use the paper's quantization of least mean square error. vLLM's `turboquant` uses it for
+keys, and integers for values. A token is quantized when it arrives.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,12 @@ from zdc_jax.plan import CompressionPlan
 
 @dataclass(frozen=True)
 class Settings(MethodSettings):
-    """bits_k, bits_v: of a coordinate of keys and of values, 2, 3, 4 or 8."""
+    """Settings of the method.
+
+    Attributes:
+      bits_k: bits per coordinate of keys: 2, 3, 4 or 8.
+      bits_v: bits per coordinate of values: 2, 3, 4 or 8.
+    """
 
     bits_k: int = 4
     bits_v: int = 4
@@ -28,10 +33,10 @@ class Settings(MethodSettings):
 
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
-    """How each layer keeps its tokens under a plan; `dtype` is the model's."""
+    """Return the specs of all layers under a plan; `dtype` is the model's."""
+    return far_layers(plan, dtype, _create_far_spec)
 
-    def far(settings: Settings) -> Callable[..., LayerCacheSpec]:
-        keys, values = (TurnedGaussian(bits) for bits in (settings.bits_k, settings.bits_v))
-        return partial(CodedStore, key_code=keys, value_code=values)
 
-    return far_layers(plan, dtype, far)
+def _create_far_spec(settings: Settings) -> Callable[..., LayerCacheSpec]:
+    keys, values = (TurnedGaussian(bits) for bits in (settings.bits_k, settings.bits_v))
+    return partial(CodedStore, key_code=keys, value_code=values)

@@ -1,10 +1,11 @@
-"""window: the first tokens and the last ones, nothing between (StreamingLLM, Xiao et al. 2024).
+"""window: the first tokens and the last tokens only (StreamingLLM, Xiao et al. 2024).
 
-Tokens keep their own positions, where the paper counts those within the cache: it goes on past what the model
-was trained for, this library ends there.
+Tokens keep their own positions. The paper counts positions within the cache instead, and so continues past
+the length that the model was trained for; this library ends there.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.cache.spec import LayerCacheSpec
@@ -15,15 +16,22 @@ from zdc_jax.plan import CompressionPlan
 
 @dataclass(frozen=True)
 class Settings(MethodSettings):
-    """None: the plan's sinks and window say all, its ranks nothing."""
+    """Settings of the method: only the plan's sinks and window matter, not its ranks."""
 
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
-    """How each layer keeps its tokens under a plan; `dtype` is the model's.
+    """Return the specs of all layers under a plan; `dtype` is the model's.
 
     Raises:
-      PlanError: no window.
+      PlanError: the plan has no window.
     """
     if not plan.window:
-        raise PlanError(f"window={plan.window} must be at least 1 token: the method 'window' keeps no others")
-    return far_layers(plan, dtype, lambda _: lambda **shape: PrefixRing(**shape | {"R": 0, "Z": 0}))
+        raise PlanError(
+            f"window={plan.window} must be at least 1 token, because method 'window' stores no older tokens"
+        )
+    return far_layers(plan, dtype, lambda _: _create_ring)
+
+
+def _create_ring(**shape: Any) -> PrefixRing:
+    """Create a ring of the layer's sinks and window, without far tokens."""
+    return PrefixRing(**shape | {"R": 0, "Z": 0})

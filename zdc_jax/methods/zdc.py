@@ -1,4 +1,4 @@
-"""ZDC: first coordinates of all tokens, or two token classes (ZDC §4–5); all coordinates near by (ours)."""
+"""zdc: first coordinates of all tokens, or two token classes (ZDC §4–5); near tokens at full width (ours)."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,35 +12,35 @@ from zdc_jax.plan import CompressionPlan
 
 @dataclass(frozen=True)
 class Settings(MethodSettings):
-    """None: ranks, sinks, window and token classes say all."""
+    """Settings of the method, which has none besides ranks, sinks, window and token classes."""
 
 
 def layer_caches(plan: CompressionPlan, dtype: str) -> tuple[LayerCacheSpec, ...]:
-    """How each layer keeps its tokens under a plan; `dtype` is the model's."""
-    return tuple(_layer_cache(plan, index, dtype) for index in range(len(plan.layers)))
+    """Return the specs of all layers under a plan; `dtype` is the model's."""
+    return tuple(_create_spec(plan, index, dtype) for index in range(len(plan.layers)))
 
 
-def _layer_cache(plan: CompressionPlan, index: int, dtype: str) -> LayerCacheSpec:
-    shape, near, ranks = (plan.num_kv_heads, plan.head_dim, dtype), plan.near(index), plan.layers[index]
+def _create_spec(plan: CompressionPlan, index: int, dtype: str) -> LayerCacheSpec:
+    K, H = plan.num_kv_heads, plan.head_dim
+    ranks, (sinks, window) = plan.layers[index], plan.near(index)
+    if plan.classes is not None and plan.has_classes(index):
+        important = plan.classes.important[index]
+        return ClassMember(
+            num_kv_heads=K,
+            head_dim=H,
+            dtype=dtype,
+            near=_create_ring(K, H, dtype, R=0, Z=0, sinks=sinks, window=window),
+            blocks=plan.classes.blocks(plan.classes.group_of(index)),
+            important=(important.qk, important.v),
+            rest=(ranks.qk, ranks.v),
+        )
+    ring = _create_ring(K, H, dtype, R=ranks.qk, Z=ranks.v, sinks=sinks, window=window)
     if plan.classes is None:
-        return _ring(*shape, ranks.qk, ranks.v, *near)
+        return ring
     blocks = plan.classes.blocks(plan.classes.group_of(index))
-    K, H, _ = shape
-    if not plan.has_classes(index):
-        alike = _ring(*shape, ranks.qk, ranks.v, *near)
-        return ClassLeader(num_kv_heads=K, head_dim=H, dtype=dtype, tokens=alike, blocks=blocks)
-    more = plan.classes.important[index]
-    return ClassMember(
-        num_kv_heads=K,
-        head_dim=H,
-        dtype=dtype,
-        near=_ring(*shape, 0, 0, *near),
-        blocks=blocks,
-        important=(more.qk, more.v),
-        rest=(ranks.qk, ranks.v),
-    )
+    return ClassLeader(num_kv_heads=K, head_dim=H, dtype=dtype, tokens=ring, blocks=blocks)
 
 
-@lru_cache(maxsize=1024)  # A search asks for the bytes of many plans of few kinds of layers.
-def _ring(K: int, H: int, dtype: str, R: int, Z: int, sinks: int, window: int) -> PrefixRing:
+@lru_cache(maxsize=1024)  # A search counts the bytes of many plans with few distinct layers.
+def _create_ring(K: int, H: int, dtype: str, R: int, Z: int, sinks: int, window: int) -> PrefixRing:
     return PrefixRing(num_kv_heads=K, head_dim=H, dtype=dtype, R=R, Z=Z, sinks=sinks, window=window)

@@ -89,7 +89,7 @@ def coded_attention(
     near: Near | None = None
     if sinks or window:
         keys = FarKeys(scale, sinks, window, implementation)
-        fetched = fetched_near(ring.seen(k), ring.seen(v), keys)
+        fetched = fetched_near(ring.as_read(k), ring.as_read(v), keys)
         # It goes first, as in `sharded_attention`.
         (q, k, v), fetched = jax.lax.optimization_barrier(((q, k, v), fetched))
         near = attend_fetched(q, fetched, keys)
@@ -184,7 +184,7 @@ def _near_state(
     near, H = ring.near(capacity), k.shape[-1]
     both = scattered_ring(jnp.concatenate([k, v], -1), near, positions, end, capacity)
     none = jnp.zeros((both.shape[0], both.shape[1], 1, 0), k.dtype)
-    return ring.held(PrefixRingState(none, none, both[..., :H], both[..., H:], near))
+    return ring.encode_state(PrefixRingState(none, none, both[..., :H], both[..., H:], near))
 
 
 def stored_bytes(spec: LayerCacheSpec) -> int:

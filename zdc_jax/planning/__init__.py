@@ -1,1 +1,1 @@
-"""Offline: what plans cost, which plan to take, and how to measure it. Serving imports none of this."""
+"""Offline planning: predicting, measuring and choosing plans. Serving does not import this package."""

@@ -1,4 +1,8 @@
-"""The error certificate: what a plan loses of scores and outputs, as calibrated, and plans from it (ours)."""
+"""Error certificate of a plan, computed from the calibration, and plans within a limit on these errors.
+
+The certificate is not part of the ZDC paper. It covers far pairs: queries with older keys, outside the recent
+tokens of the plan.
+"""
 
 from dataclasses import dataclass
 
@@ -11,11 +15,15 @@ from zdc_jax.plan import CompressionPlan, LayerRanks, allowed_ranks
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """Relative root-mean-square errors of far pairs, per layer and KV head, float64 [L, K].
+    """Relative root-mean-square errors of far pairs, per layer and KV head.
 
-    score: of the scores q kᵀ; value: of a token's contribution v W_O to the output (of o W_O for the basis
-    `output`). Over all query-key pairs of the calibration text; 1 where a layer sees no distant token, which
-    `far`, bool [L], tells. Near pairs have no error.
+    The errors are those of all query-key pairs of the calibration text. Recent tokens have no error.
+
+    Attributes:
+      score: error of the scores q kᵀ, float64 [L, K]; 1 in layers without far tokens.
+      value: error of a token's contribution v W_O to the output, or of o W_O for the basis `output`;
+        float64 [L, K]; 1 in layers without far tokens.
+      far: whether each layer stores far tokens, bool [L].
     """
 
     score: np.ndarray
@@ -23,9 +31,9 @@ class Certificate:
     far: np.ndarray
 
     def __str__(self) -> str:
-        """Errors of the layers that see distant tokens."""
+        """Return the mean and the largest errors of the layers that store far tokens."""
         if not self.far.any():
-            return "no layer sees distant tokens"
+            return "no layer stores far tokens"
         parts = []
         for name, error in (("score", self.score), ("value", self.value)):
             worst = np.where(self.far, error.max(1), -1)
@@ -37,11 +45,14 @@ class Certificate:
 
 
 def certificate(plan: CompressionPlan, basis: Basis) -> Certificate:
-    """What far pairs lose in `basis` at the ranks of `plan`, per layer and KV head, as calibrated."""
+    """Return the calibrated errors of a basis at the ranks of a plan."""
     qk_ranks, v_ranks = np.array([[ranks.qk, ranks.v] for ranks in plan.layers]).T
     layers = np.arange(len(plan.layers))
-    errors = basis.qk_error[layers, :, qk_ranks], basis.vo_error[layers, :, v_ranks]
-    return Certificate(*errors, far=qk_ranks > 0)
+    return Certificate(
+        score=basis.qk_error[layers, :, qk_ranks],
+        value=basis.vo_error[layers, :, v_ranks],
+        far=qk_ranks > 0,
+    )
 
 
 def plan_from_error(
@@ -52,15 +63,17 @@ def plan_from_error(
     window: int = 0,
     sinks: int = 0,
 ) -> CompressionPlan:
-    """The fewest coordinates within limits on the calibrated relative errors of far pairs (ours).
+    """Return the plan with the fewest coordinates within limits on the calibrated errors of far pairs.
 
     Args:
-      max_score_error: limit for every head's scores (`Certificate.score`), in (0, 1).
-      max_value_error: limit for every head's values; default that of the scores.
-      window, sinks: tokens, as in the plan.
+      basis: calibrated basis.
+      max_score_error: limit for the scores of every head (`Certificate.score`), in (0, 1).
+      max_value_error: limit for the values of every head. Default: `max_score_error`.
+      window: window of the plan, in tokens.
+      sinks: sinks of the plan, in tokens.
 
     Raises:
-      PlanError: a limit outside (0, 1).
+      PlanError: a limit is outside (0, 1).
     """
     limits = {
         "max_score_error": max_score_error,
@@ -78,10 +91,14 @@ def plan_from_error(
 
 
 def least_ranks(errors: np.ndarray, limit: float, allowed: np.ndarray) -> np.ndarray:
-    """The smallest of the `allowed` ranks [L] with which every head of a layer stays within `limit`.
+    """Return the smallest rank [L] with which all heads of a layer stay within a limit.
 
-    errors: [L, K, H + 1] by rank, as a basis has them. The largest rank where none does: rounding leaves a
-    little error at full rank too.
+    If no rank stays within the limit, the largest is returned: even full rank has a small rounding error.
+
+    Args:
+      errors: relative errors by rank, [L, K, H + 1], as in `Basis`.
+      limit: largest relative error.
+      allowed: ranks to choose from, ascending.
     """
     within = errors[:, :, allowed].max(1) <= limit
     first = np.where(within.any(1), within.argmax(1), len(allowed) - 1)

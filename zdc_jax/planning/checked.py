@@ -1,9 +1,9 @@
-"""A predicted plan checked on text: a few plans are measured, each chosen by all measured before it.
+"""Choosing a plan by measuring a few predicted plans on text.
 
-Constrained optimisation by expected improvement (Gardner et al., 2014), with a surrogate of ours. Predictions
-of a regression over other models tell plans that differ little from one another better than they tell what
-a plan costs; so a plan's degradation is expected to be that of the measured plan nearest to it, and what
-prediction says of the layers in which the two differ.
+The method is constrained optimization by expected improvement (Gardner et al., 2014) with another surrogate.
+The predictor of costs is a regression over other models, so it predicts differences between similar plans
+better than costs. The surrogate therefore starts from the measured cost of the most similar measured plan. It
+adds the predicted difference in the layers that differ.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,14 +18,14 @@ from zdc_jax.planning.layer_costs import LayerCosts, build_layer
 from zdc_jax.planning.predictor import check_limit
 
 CHECKS = 12
-"""Plans measured at most."""
+"""Largest number of plans to measure."""
 SPREAD = 0.7
-"""Standard deviation of what one layer costs, as a share of its prediction; from the models of the fit, each
-left out (`benchmarks/LOG.md`)."""
-LEAST_DEVIATION = 5e-4
-"""Nats a token; what text of a few windows cannot tell apart."""
-LEAST_SAVING = 0.005
-"""Share of the bytes that must be expected to be saved for one more measurement."""
+"""Standard deviation of the cost of a layer, relative to its prediction, from leave-one-out fits of the
+predictor (`benchmarks/LOG.md`)."""
+MIN_DEVIATION = 5e-4
+"""Smallest standard deviation of an estimate, in nats per token: the resolution of a few windows of text."""
+MIN_SAVING = 0.005
+"""Smallest expected saving, as a share of the bytes, that justifies another measurement."""
 
 
 def checked_plan(
@@ -35,74 +35,86 @@ def checked_plan(
     max_degradation: float,
     context: int,
 ) -> CompressionPlan | None:
-    """The smallest of at most `CHECKS` plans whose measured degradation is within the limit; None if none is.
+    """Measure at most `CHECKS` plans and return the smallest one within the limit, or None if there is none.
 
     Args:
-      forecast: what plans are expected to cost.
-      measure: the relative increase of perplexity of a plan, on whatever text; NaN is over any limit.
-      context: tokens at which bytes count.
+      forecast: predicted costs of plans.
+      measure: function that returns the relative increase of the perplexity of a plan on some text. NaN
+        exceeds every limit.
+      max_degradation: limit on that increase.
+      context: context length for the cache size, in tokens.
 
     Raises:
-      PlanError: a limit of 0 or below.
+      PlanError: `max_degradation` is not positive.
     """
     check_limit(max_degradation)
     surrogate = Surrogate(forecast, context)
-    allowed, best = float(np.log1p(max_degradation)), forecast.nothing
-    seen = {best: 0.0}
+    allowed, best = float(np.log1p(max_degradation)), forecast.full_draft
+    measured = {best: 0.0}
     for _ in range(CHECKS):
-        draft = surrogate.next_draft(seen, best, allowed)
+        draft = surrogate.next_draft(measured, best, allowed)
         if draft is None:
             break
-        seen[draft] = float(np.nan_to_num(np.log1p(measure(forecast.plan(draft))), nan=np.inf))
-        if seen[draft] <= allowed:
+        measured[draft] = float(np.nan_to_num(np.log1p(measure(forecast.plan(draft))), nan=np.inf))
+        if measured[draft] <= allowed:
             best = draft
-    return None if best == forecast.nothing else forecast.plan(best)
+    return None if best == forecast.full_draft else forecast.plan(best)
 
 
 class Surrogate:
-    """What is expected of plans, from prediction and from plans that were measured."""
+    """Estimates the costs of plans from predictions and measurements.
+
+    Args:
+      forecast: predicted costs of plans.
+      context: context length for the cache size, in tokens.
+    """
 
     def __init__(self, forecast: Forecast, context: int):
         self.forecast, self.context = forecast, context
         self.paths = forecast.paths()
-        self.known = dict[Draft, tuple[Float[np.ndarray, " costs"], int]]()
+        self._predictions = dict[Draft, tuple[Float[np.ndarray, " costs"], int]]()
 
-    def of(self, draft: Draft) -> tuple[Float[np.ndarray, " costs"], int]:
-        """Predicted nats a token of the basis and of each layer; bytes of the cache at `context` tokens."""
-        if draft not in self.known:
-            self.known[draft] = self.forecast.nats(draft), self.forecast.bytes(draft, self.context)
-        return self.known[draft]
+    def predict(self, draft: Draft) -> tuple[Float[np.ndarray, " costs"], int]:
+        """Return the predicted costs of a draft (`Forecast.nats`) and its cache size in bytes."""
+        if draft not in self._predictions:
+            self._predictions[draft] = self.forecast.nats(draft), self.forecast.bytes(draft, self.context)
+        return self._predictions[draft]
 
-    def next_draft(self, seen: dict[Draft, float], best: Draft, allowed: float) -> Draft | None:
-        """Of all paths and of all changes of `best`: what saves most by expectation, if it is worth it.
+    def next_draft(self, measured: dict[Draft, float], best: Draft, allowed: float) -> Draft | None:
+        """Return the draft with the largest expected saving, or None if no saving justifies a measurement.
 
-        seen: measured nats a token. best: the smallest of them within `allowed`.
+        The candidates are the drafts of all paths, and all changes of one layer and the window of `best`.
+
+        Args:
+          measured: measured costs of drafts, in nats per token.
+          best: the smallest measured draft within `allowed`.
+          allowed: limit on the cost, in nats per token.
         """
-        size = self.of(best)[1]
-        changes = self._changed(best) if best.window else ()
-        new = [draft for draft in dict.fromkeys((*self.paths, *changes)) if draft not in seen]
-        drafts = [draft for draft in new if self.of(draft)[1] < (1 - LEAST_SAVING) * size]
+        size = self.predict(best)[1]
+        changes = self._list_changes(best) if best.window else ()
+        new = [draft for draft in dict.fromkeys((*self.paths, *changes)) if draft not in measured]
+        drafts = [draft for draft in new if self.predict(draft)[1] < (1 - MIN_SAVING) * size]
         if not drafts:
             return None
-        predicted, sizes = (np.array(each) for each in zip(*map(self.of, drafts), strict=True))
-        difference = predicted[:, None] - np.array([self.of(draft)[0] for draft in seen])
+        predicted, sizes = (np.array(each) for each in zip(*map(self.predict, drafts), strict=True))
+        difference = predicted[:, None] - np.array([self.predict(draft)[0] for draft in measured])
         distance = np.linalg.norm(difference, axis=-1)
-        near = np.arange(len(drafts)), distance.argmin(1)
-        expected = np.array(list(seen.values()))[near[1]] + difference[near].sum(-1)
-        deviation = np.maximum(SPREAD * distance[near], LEAST_DEVIATION)
+        nearest = np.arange(len(drafts)), distance.argmin(1)
+        expected = np.array(list(measured.values()))[nearest[1]] + difference[nearest].sum(-1)
+        deviation = np.maximum(SPREAD * distance[nearest], MIN_DEVIATION)
         saving = ndtr((allowed - expected) / deviation) * (size - sizes)
-        return drafts[saving.argmax()] if saving.max() > LEAST_SAVING * size else None
+        return drafts[saving.argmax()] if saving.max() > MIN_SAVING * size else None
 
-    def _changed(self, best: Draft) -> Iterator[Draft]:
-        """It with every window, and with each of its layers keeping all else that it may."""
+    def _list_changes(self, best: Draft) -> Iterator[Draft]:
+        """Yield `best` with every window, combined with every choice for one of its layers."""
         for window, costs in self.forecast.costs.items():
-            choices = _choices(costs)
+            choices = _list_choices(costs)
             for layer in range(len(best.layers)):
                 for ranks in choices:
                     layers = (*best.layers[:layer], ranks, *best.layers[layer + 1 :])
                     yield self.forecast.draft(layers, window)
 
 
-def _choices(costs: LayerCosts) -> list[LayerRanks]:
-    """All that a layer may keep."""
+def _list_choices(costs: LayerCosts) -> list[LayerRanks]:
+    """Return everything that a layer can store."""
     return [LayerRanks(0, 0), *(build_layer(keys, values) for keys in costs.keys for values in costs.values)]

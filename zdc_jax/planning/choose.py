@@ -1,4 +1,4 @@
-"""`choose_plan`: the plan of a converted and calibrated folder that keeps a limit on what it costs."""
+"""Choosing a plan for a converted and calibrated folder, within a limit on its error (`choose_plan`)."""
 
 import logging
 import warnings
@@ -30,11 +30,12 @@ from zdc_jax.planning.profile import Profile, stored_profile
 logger = logging.getLogger("zdc_jax")
 
 PlanMethod = Literal["zdc", "coded"]
+"""Methods that `choose_plan` supports."""
 
 CHECK_WINDOWS = 16
-"""Windows of `check_text` on which a predicted plan is measured."""
+"""Largest number of windows of `check_text` on which plans are measured."""
 CHECK_SEED = 2
-"""Chooses them; another than calibration's and the search's."""
+"""Seed that chooses these windows. Calibration and search use other seeds."""
 
 
 def choose_plan(
@@ -50,49 +51,56 @@ def choose_plan(
     weights: WeightPlacement = "replicated",
     payload: Payload = "native",
 ) -> CompressionPlan | None:
-    """A plan within exactly one limit, bound to the model and the basis, for `zdc_jax.load`.
+    """Choose the smallest plan within one limit, bound to the model and the basis, for `zdc_jax.load`.
+
+    Exactly one of `max_score_error` and `max_degradation` must be passed. A prediction of `max_degradation`
+    causes a warning unless it is checked on text.
 
     Args:
-      path: folder written by `zdc convert` and calibrated.
-      max_score_error: the fewest coordinates within this calibrated relative error of scores and values, in
-        (0, 1) (`plan_from_error`).
-      max_degradation: the fewest coordinates predicted to raise perplexity by no more (`Predictor.plan`; 0.02
-        means 2 %). With a warning, unless it is checked.
-      check_text: text files or folders on which a few plans are measured, as they will run; the smallest
-        within the limit is taken (`checked_plan`).
-      method: of the plan; `zdc` keeps fewer coordinates, `coded` also fewer bits. What codes cost is foretold
-        from one model, so a `coded` plan is always checked.
-      basis: basis whose coordinates are chosen; default the one stored by `zdc calibrate`, for which
-        predictions are made.
-      dtype, mesh, weights, payload: of `load`; how the plans of `check_text` are measured, and only with it.
+      path: folder written by `zdc convert` and calibrated by `zdc calibrate`.
+      max_score_error: limit on the calibrated relative error of scores and values, in (0, 1)
+        (`zdc_jax.planning.certificate.plan_from_error`).
+      max_degradation: limit on the predicted relative increase of the perplexity; 0.02 means 2 %
+        (`zdc_jax.planning.predictor.Predictor.plan`).
+      check_text: text files or folders on which a few predicted plans are measured. The smallest plan within
+        `max_degradation` is chosen (`zdc_jax.planning.checked.checked_plan`).
+      method: method of the plan. `zdc` stores fewer coordinates; `coded` also stores fewer bits. The costs of
+        `coded` plans are predicted from a single model, so they always need `check_text`.
+      basis: basis whose coordinates are chosen. Default: the one stored by `zdc calibrate`, which the
+        predictions are made for.
+      dtype: as in `zdc_jax.load`; used to measure plans on `check_text`.
+      mesh: as in `zdc_jax.load`; used to measure plans on `check_text`.
+      weights: as in `zdc_jax.load`; used to measure plans on `check_text`.
+      payload: as in `zdc_jax.load`; used to measure plans on `check_text`.
 
     Returns:
-      None where no plan measured on `check_text` holds the limit, with a warning: load the unmodified model
-      then, and exchange nothing in fewer bits.
+      the plan, or None with a warning if no measured plan is within the limit. In this case load the model
+      without a plan, and with `payload="native"`.
 
     Raises:
-      PlanError: no limit, an impossible one or both; `check_text` without `max_degradation`; another method;
-        `coded` without `check_text`, or on a mesh; `dtype` or `mesh` without `check_text`.
-      CheckpointError: unreadable folder, unknown dtype.
-      CalibrationError: no basis or profile in the folder, or that of another model, or a profile of another
-        basis; `check_text` without a tokenizer; `float8` with a basis too old to give scales.
+      PlanError: not exactly one limit, or a limit out of range; `check_text` without `max_degradation`; an
+        unknown method; `coded` without `check_text` or on a mesh; `dtype` or `mesh` without `check_text`.
+      CheckpointError: the folder is unreadable or `dtype` is unknown.
+      CalibrationError: the basis or the profile is missing or belongs to another model or basis; `check_text`
+        without a tokenizer; `float8` with a basis of an older release.
       TextError: `check_text` is missing, or shorter than one window.
-      MeshError, ValueError: as `load`.
+      MeshError: as in `zdc_jax.load`.
+      ValueError: as in `zdc_jax.load`.
     """
     if check_text is not None and max_degradation is None:
-        raise PlanError(f"{check_text=} checks a prediction; give max_degradation= with it")
+        raise PlanError(f"{check_text=} needs a limit on the perplexity; pass max_degradation= as well")
     if (max_score_error is None) == (max_degradation is None):
         raise PlanError(
-            f"{max_score_error=} and {max_degradation=}: each chooses a plan by itself; give one of them"
+            f"{max_score_error=} and {max_degradation=}: exactly one limit is needed; pass one of them"
         )
     if max_degradation is not None:
         check_limit(max_degradation)
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
     _check_method(method, checked=check_text is not None, on_mesh=mesh is not None)
     check_options(dtype, mesh, weights, payload)
-    for name, value in (("dtype", dtype), ("mesh", mesh)):  # Without a mesh, the others were refused.
+    for name, value in (("dtype", dtype), ("mesh", mesh)):  # `weights` and `payload` need a mesh.
         if check_text is None and value is not None:
-            raise PlanError(f"{name}={value!r} says how plans are measured; give check_text= with it")
+            raise PlanError(f"{name}={value!r} is used only to measure plans; pass check_text= as well")
     checkpoint = Checkpoint.open(path)
     basis = basis or stored_basis(checkpoint)
     basis.check_model(checkpoint.fingerprint, checkpoint.config)
@@ -101,12 +109,13 @@ def choose_plan(
     assert max_degradation is not None
     profile = stored_profile(checkpoint, basis)
     if check_text is None:
-        return _predicted(checkpoint, basis, profile, max_degradation)
+        return _predict_plan(checkpoint, basis, profile, max_degradation)
     check_basis(payload, basis)
-    windows = _check_windows(checkpoint, basis.context_length, check_text)
-    # The folder is read anew for each plan: at no time does the host hold the model.
-    placed = partial(load, path, dtype=dtype, mesh=mesh, weights=weights)
-    measure = _measure(placed, partial(placed, basis=basis, payload=payload), windows)
+    windows = _read_windows(checkpoint, basis.context_length, check_text)
+    # Each plan is loaded from the folder, so that the host never holds all weights in memory.
+    load_dense = partial(load, path, dtype=dtype, mesh=mesh, weights=weights)
+    load_plan = partial(load_dense, basis=basis, payload=payload)
+    measure = _make_measure(load_dense, load_plan, windows)
     forecast = (
         coded_forecast(checkpoint.config, profile, basis)
         if method == "coded"
@@ -116,7 +125,8 @@ def choose_plan(
     plan = checked_plan(forecast, measure, max_degradation=max_degradation, context=context)
     if plan is None:
         warnings.warn(
-            f"no predicted plan holds {max_degradation=} on check_text; nothing is compressed", stacklevel=2
+            f"no measured plan is within {max_degradation=} on check_text; the model is not compressed",
+            stacklevel=2,
         )
         return None
     return plan.for_model(checkpoint.fingerprint, basis.coordinates_hash)
@@ -126,31 +136,32 @@ def _check_method(method: PlanMethod, *, checked: bool, on_mesh: bool) -> None:
     if method not in get_args(PlanMethod):
         raise PlanError(f"{method=} must be one of {get_args(PlanMethod)}")
     if method == "coded" and not checked:
-        raise PlanError("method='coded' plans are measured: give max_degradation= and check_text=")
+        raise PlanError("method='coded' needs text to measure plans; pass max_degradation= and check_text=")
     if method == "coded" and on_mesh:
-        raise PlanError("method='coded': plans are checked on one device, mesh= must be None")
+        raise PlanError("method='coded' does not support a mesh; pass mesh=None")
 
 
-def _predicted(
+def _predict_plan(
     checkpoint: Checkpoint, basis: Basis, profile: Profile, max_degradation: float
 ) -> CompressionPlan:
-    """The plan predicted for a limit on perplexity, unchecked: with a margin, and with a warning."""
+    """Return the predicted plan for a limit on the perplexity, with a safety margin and a warning."""
     plan = Predictor.stored().plan(
         checkpoint.config, profile, max_degradation=max_degradation, context=basis.context_length
     )
     warnings.warn(
-        f"{max_degradation=} was predicted, not measured, from the text of calibration; check it on your own",
+        f"{max_degradation=} is a prediction from the calibration text, not a measurement; "
+        "pass check_text= to measure plans",
         stacklevel=3,
     )
     return plan.for_model(checkpoint.fingerprint, basis.coordinates_hash)
 
 
-def _check_windows(
+def _read_windows(
     checkpoint: Checkpoint, length: int, texts: str | Path | Sequence[str | Path]
 ) -> Int[np.ndarray, "W T"]:
-    """At most `CHECK_WINDOWS` windows of `length` tokens."""
+    """Return at most `CHECK_WINDOWS` windows of `length` tokens."""
     if (tokenizer := checkpoint.tokenizer()) is None:
-        raise CalibrationError(f"{checkpoint.path} has no tokenizer, so check_text cannot be read")
+        raise CalibrationError(f"{checkpoint.path} has no tokenizer, which is needed for check_text")
     windows, _ = token_windows(
         read_documents([texts] if isinstance(texts, str | Path) else texts),
         tokenizer,
@@ -162,12 +173,15 @@ def _check_windows(
     return windows
 
 
-def _measure(
+def _make_measure(
     load_dense: Callable[[], LanguageModel],
     load_plan: Callable[[CompressionPlan], LanguageModel],
     windows: Int[np.ndarray, "W T"],
 ) -> Callable[[CompressionPlan], float]:
-    """Measures the unmodified model; returns what gives a plan's relative increase of perplexity."""
+    """Return a function that measures the relative increase of the perplexity of a plan.
+
+    The unmodified model is measured here, once.
+    """
     dense = load_dense().network
     batch = dense.mesh.shape[DATA] if isinstance(dense, ShardedTransformer) else 1
     dense_nll = window_nll(dense, windows, batch=batch)
@@ -177,7 +191,11 @@ def _measure(
         nll = window_nll(load_plan(plan).network, windows, batch=batch)
         increase = float(np.expm1((nll - dense_nll).mean()))
         share = plan.bytes(context) / full.bytes(context)
-        logger.info("check_text: a plan of %.1f %% of the bytes costs %+.2f %%", 100 * share, 100 * increase)
+        logger.info(
+            "check_text: a plan with %.1f %% of the cache size increases the perplexity by %+.2f %%",
+            100 * share,
+            100 * increase,
+        )
         return increase
 
     return measure

@@ -1,7 +1,8 @@
-"""What codes of a layer's far tokens cost, foretold from calibration: grades of method `coded` (ours).
+"""Costs of method `coded` in single layers, predicted from the calibration.
 
-A *grade* is so many coordinates at so many bits. Calibration tells what a layer costs without far tokens. Of
-that, keys cost a share that goes by the error of scores at their grade, and values by that of their bits.
+The calibration measures the cost of a layer without older tokens (far tokens). The predicted cost of a
+precision is a share of that cost: for keys, by the error of the scores at the precision; for values, by the
+error of their bits. Not part of the ZDC paper.
 """
 
 import itertools
@@ -31,101 +32,124 @@ KEY_PRECISIONS = (
     (1, 6, 8),
     (1, 8, 0),
 )
-"""Share of the head dim that is kept of keys, its bits, and those of its index; 0: there is none. Of their
-sizes these err least on a real model (`expected_error`); fewer coordinates retrieve next to nothing."""
+"""Precisions of keys: stored share of the head dim, bits, and bits of the index (0: no index). Of all
+precisions of similar size, these have the least error on a real model (`expected_error`). With fewer
+coordinates, models retrieve almost nothing."""
 VALUE_BITS = (2, 3, 4, 8)
+"""Bits of values. All coordinates are stored."""
 PREDICTED_KEYS, PREDICTED_VALUES = 0.15, 0.03
-"""Of what a layer costs without far tokens: what its keys, or values, cost in two bits. From single layers of
-a real model (docs/coding.md), where keys stand from 0.12 to 0.21 and most values at nothing."""
+"""Costs of two-bit keys and of two-bit values, as shares of the cost of a layer without older tokens.
+On single layers of a real model (docs/coding.md), keys cost 0.12 to 0.21 and most values nothing."""
 INDEX_SHARE = 1 / 4
-"""Of the head dim."""
+"""Width of the index, as a share of the head dim."""
 
 
 def coded_levels(head_dim: int) -> tuple[tuple[Precision, ...], tuple[Precision, ...]]:
-    """Grades of keys and of values by rising size."""
+    """Return the precisions of keys and of values, by increasing size."""
     index = max(1, round(INDEX_SHARE * head_dim / INDEX_STEP)) * INDEX_STEP
     allowed = np.array(allowed_ranks(head_dim)[1:])
 
-    def nearest(share):
+    def round_rank(share: float) -> int:
         return int(allowed[np.abs(allowed - share * head_dim).argmin()])
 
     keys = {
-        Precision(nearest(share), bits, *((index, first) if first else ()))
-        for share, bits, first in KEY_PRECISIONS
+        Precision(round_rank(share), bits, *((index, bits_index) if bits_index else ()))
+        for share, bits, bits_index in KEY_PRECISIONS
     }
-    return tuple(sorted(keys, key=lambda precision: (precision.size, precision.bits))), tuple(
-        Precision(head_dim, b) for b in VALUE_BITS
-    )
+    values = tuple(Precision(head_dim, bits) for bits in VALUE_BITS)
+    return tuple(sorted(keys, key=lambda precision: (precision.size, precision.bits))), values
 
 
 def expected_error(
     precision: Precision, coded: Float[np.ndarray, "K H"], by: Float[np.ndarray, "K H"]
 ) -> float:
-    """Expected square error of products with vectors at a grade, where the other side is not coded.
+    """Return the expected squared error of inner products of quantized vectors with exact vectors.
 
-    Turns spread what an index, or the rest, errs alike over its coordinates; of those that are dropped all is
-    lost. coded, by: mean squares of the coordinates of both sides.
+    The rotations distribute the error of the index, and that of the other stored coordinates, evenly over
+    their coordinates. The coordinates that are not stored are lost completely.
+
+    Args:
+      precision: precision of the quantized vectors.
+      coded: mean squares of the coordinates of the quantized vectors.
+      by: mean squares of the coordinates of the exact vectors.
     """
     ends = {0, precision.index, precision.rank}
     parts = [slice(*pair) for pair in itertools.pairwise(sorted(ends))]
     bits = (precision.bits_index, precision.bits) if precision.index else (precision.bits,)
     errors = (
-        gaussian_distortion(b) * coded[:, part].mean(-1) * by[:, part].sum(-1)
-        for b, part in zip(bits, parts, strict=True)
+        gaussian_distortion(part_bits) * coded[:, part].mean(-1) * by[:, part].sum(-1)
+        for part_bits, part in zip(bits, parts, strict=True)
     )
     dropped = (coded[:, precision.rank :] * by[:, precision.rank :]).sum(-1)
     return float(sum(errors, start=dropped).sum())
 
 
 def key_shares(basis: Basis, layer: int, levels: Sequence[Precision]) -> Float[np.ndarray, " levels"]:
-    """What keys of a layer cost at their grades, as shares of the first's: as scores err."""
-    alike = np.ones(basis.k_map[layer].shape[:2])  # An old basis does not tell.
+    """Return the predicted costs of the keys of a layer at each precision, relative to the first precision.
 
-    def squares(rms):
-        return alike if rms is None else np.square(rms[layer])
+    The costs are proportional to the expected errors of the scores.
+    """
+    equal = np.ones(basis.k_map[layer].shape[:2])  # For a basis of an older release, without rms.
 
-    k, q = squares(basis.k_rms), squares(basis.q_rms)
-    return _of_the_first([expected_error(precision, k, q) for precision in levels])
+    def mean_squares(rms: np.ndarray | None) -> np.ndarray:
+        return equal if rms is None else np.square(rms[layer])
+
+    k, q = mean_squares(basis.k_rms), mean_squares(basis.q_rms)
+    return _normalize([expected_error(precision, k, q) for precision in levels])
 
 
 def predict_costs(basis: Basis, far_nats: Float[np.ndarray, " L"], head_dim: int) -> LayerCosts:
-    """Of single layers that cost `far_nats` without far tokens, in the same unit."""
+    """Predict the costs of single layers.
+
+    Args:
+      basis: calibrated basis.
+      far_nats: cost of each layer without older tokens, in any unit. The result has the same unit.
+      head_dim: width of a head.
+    """
     keys, values = coded_levels(head_dim)
     far = np.maximum(far_nats, 0)
-    of_keys = np.array([nats * key_shares(basis, layer, keys) for layer, nats in enumerate(far)])
-    of_values = np.outer(far, _of_the_first([gaussian_distortion(precision.bits) for precision in values]))
-    parts = PREDICTED_KEYS * of_keys, PREDICTED_VALUES * of_values
-    return LayerCosts(keys, values, *parts, far).monotone()
+    key_costs = np.array([nats * key_shares(basis, layer, keys) for layer, nats in enumerate(far)])
+    value_shares = _normalize([gaussian_distortion(precision.bits) for precision in values])
+    return LayerCosts(
+        keys=keys,
+        values=values,
+        qk=PREDICTED_KEYS * key_costs,
+        v=PREDICTED_VALUES * np.outer(far, value_shares),
+        cut=far,
+    ).monotone()
 
 
 def coded_plan(config: ModelConfig, ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
-    """The plan whose layers keep so much; far tokens are all read, near ones have eight bits."""
+    """Return a plan of method `coded` that reads all older tokens and stores recent tokens in eight bits."""
     settings = Settings(index=0, read=0, bits_near=CODED_NEAR)
-    near = {"window": window, "sinks": SINKS}
-    return CompressionPlan.of_layers(config, ranks, **near, method="coded", settings=settings)
+    return CompressionPlan.of_layers(
+        config, ranks, window=window, sinks=SINKS, method="coded", settings=settings
+    )
 
 
 def coded_forecast(config: ModelConfig, profile: Profile, basis: Basis) -> Forecast:
-    """Of plans of method `coded`, for each of the profile's windows.
+    """Return the forecast of plans of method `coded`, for each window of the profile.
 
-    A layer that sees no far tokens costs with another window than the measured one as much more as it then
-    writes more.
+    The cost of a layer without older tokens was measured for one window. For other windows it is scaled by
+    `Profile.relative_write`.
     """
-    written = profile.relative_write()
+    relative_write = profile.relative_write()
     costs = {
-        window: predict_costs(basis, profile.far_nats * written[:, index], config.head_dim)
+        window: predict_costs(basis, profile.far_nats * relative_write[:, index], config.head_dim)
         for index, window in enumerate(profile.windows.tolist())
     }
 
-    def named(plan):
-        return plan.for_model(profile.fingerprint)
+    def make_plan(ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
+        return coded_plan(config, ranks, window).for_model(profile.fingerprint)
 
-    def make(ranks, window):
-        return named(coded_plan(config, ranks, window))
+    return Forecast(
+        full=CompressionPlan.full(config).for_model(profile.fingerprint),
+        floor=0.0,
+        costs=costs,
+        make=make_plan,
+    )
 
-    return Forecast(named(CompressionPlan.full(config)), 0.0, costs, make)
 
-
-def _of_the_first(errors: Sequence[float]) -> Float[np.ndarray, " levels"]:
-    """Shares of the first error, with the last taken off."""
+def _normalize(errors: Sequence[float]) -> Float[np.ndarray, " levels"]:
+    """Shift and scale errors so that the first is 1 and the last is 0."""
     return (np.array(errors) - errors[-1]) / (errors[0] - errors[-1])

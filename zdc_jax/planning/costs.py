@@ -1,11 +1,15 @@
-"""Predicted seconds of attention on one H200: a few constants fitted to measured kernels (ours).
+"""Predicted time of attention on one H200, from a few constants fitted to measured kernels.
 
-Prefill costs so much for each pair of a query and a key it may see, more by R and Z; pairs near each other,
-so much again; without far attention near pairs are all there is, at a price of their own. A decode step costs
-a launch, a second pass where there is a ring beside far keys, and the bytes it reads. Projections,
-feed-forward and the rotary epilogue are left out, and so are launches of prefill, which do not show at the
-measured lengths. Ranks that were not measured (below 32) follow the same lines. So do layers of two token
-classes that have a window.
+In layers that store older tokens, prefill pays for every pair of a query and a visible key. The price of such
+a pair increases linearly with R and Z. Near pairs (a query and a recent key) cost an additional amount. In
+the other layers there are only near pairs, which have a price of their own.
+
+A decode step pays for a launch and for the bytes that it reads. If it reads a ring of recent tokens in
+addition to older tokens, it also pays for a second pass.
+
+The prediction leaves out projections, MLP and the rotary epilogue. It also leaves out the launches of
+prefill, which are negligible at the measured lengths. It extrapolates to ranks below 32 and to layers with
+both token classes and a window, which were not measured. Not part of the ZDC paper.
 """
 
 from collections.abc import Sequence
@@ -16,21 +20,28 @@ import numpy as np
 from zdc_jax.plan import CompressionPlan, LayerRanks
 
 ITEMSIZE = 2
-"""Bytes of an element of the measured caches, bfloat16."""
+"""Bytes per element of the measured caches (bfloat16)."""
 BATCH = 16
-"""Rows that `request_seconds` takes to run together."""
+"""Batch size that `request_seconds` assumes."""
 GENERATED = 1 / 8
-"""Tokens that `request_seconds` generates, for each token of the prompt."""
+"""Generated tokens per prompt token that `request_seconds` assumes."""
 
 Parts = Sequence[tuple[float, LayerRanks]]
-"""Shares of a layer's tokens, 1 together, and the ranks they keep."""
+"""Shares of the tokens of a layer, which sum to 1, with their ranks."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One layer's attention for `batch` rows of `tokens` tokens each: N, K and H, window and sinks in tokens.
+    """Shape of the attention of one layer.
 
-    Prefill computes all of the tokens, causally; a decode step one more on a cache of them.
+    Attributes:
+      num_heads: number of query heads (N).
+      num_kv_heads: number of KV heads (K).
+      head_dim: width of a head (H).
+      tokens: tokens per sequence. Prefill computes all of them; a decode step computes one more token.
+      batch: number of sequences.
+      window: window in tokens.
+      sinks: sinks in tokens.
     """
 
     num_heads: int
@@ -42,33 +53,42 @@ class AttentionCall:
     sinks: int = 0
 
     def prefill_terms(self, ranks: LayerRanks) -> np.ndarray:
-        """What prefill is charged for [5]: far pairs, these times R and Z, near pairs beside them, alone."""
-        rows, T = self.batch * self.num_heads, self.tokens
+        """Return the counts that prefill pays for, in the order of the first five fields of `KernelCosts`."""
+        heads, T = self.batch * self.num_heads, self.tokens
         near = min(self.window + self.sinks, T)
-        far_pairs = rows * T * (T + 1) / 2 * (ranks.qk > 0)
-        near_pairs = rows * (T * near - near * (near - 1) / 2) * self._has_near(ranks)
-        beside, alone = (near_pairs, 0) if ranks.qk else (0, near_pairs)
-        return np.array([far_pairs, far_pairs * ranks.qk, far_pairs * ranks.v, beside, alone])
+        pairs = heads * T * (T + 1) / 2 * (ranks.qk > 0)
+        near_pairs = heads * (T * near - near * (near - 1) / 2) * self._has_ring(ranks)
+        with_far, alone = (near_pairs, 0) if ranks.qk else (0, near_pairs)
+        return np.array([pairs, pairs * ranks.qk, pairs * ranks.v, with_far, alone])
 
     def decode_terms(self, ranks: LayerRanks) -> np.ndarray:
-        """What a decode step is charged for [3]: launch, a ring beside far keys, bytes of keys and values."""
-        kept, ring = ranks.qk + ranks.v, 0
-        if self._has_near(ranks):
+        """Return the counts that a decode step pays for: launches, second passes over a ring, and bytes."""
+        stored, ring = ranks.qk + ranks.v, 0
+        if self._has_ring(ranks):
             ring = min(self.window + self.sinks, self.tokens)
-        coordinates = self.tokens * kept + ring * (2 * self.head_dim - kept)
+        coordinates = self.tokens * stored + ring * (2 * self.head_dim - stored)
         nbytes = self.batch * self.num_kv_heads * coordinates * ITEMSIZE
-        return np.array([1, ring > 0 and kept > 0, nbytes])
+        return np.array([1, ring > 0 and stored > 0, nbytes])
 
-    def _has_near(self, ranks: LayerRanks) -> bool:
-        """A layer that keeps everything has nothing to keep apart."""
+    def _has_ring(self, ranks: LayerRanks) -> bool:
+        """Return whether recent tokens are stored in a ring. A layer at full rank has no ring."""
         return self.window + self.sinks > 0 and ranks != LayerRanks(self.head_dim, self.head_dim)
 
 
 @dataclass(frozen=True)
 class KernelCosts:
-    """Seconds: of a far pair (`pair`), more for each coordinate of Q/K and of V, of a near pair beside far
-    ones and where there are none; of a decode step's launch, of its pass over a ring, of a byte. `classes`:
-    factor on prefill with two token classes.
+    """Prices of attention in seconds.
+
+    Attributes:
+      pair: pair of a query and a visible key in a layer that stores older tokens.
+      pair_qk: addition to `pair` for each coordinate of q and k.
+      pair_v: addition to `pair` for each coordinate of v.
+      near_pair: addition to `pair` for a recent key.
+      near_alone: pair in a layer that stores no older tokens.
+      launch: launch of a decode step.
+      ring: second pass of a decode step, over a ring of recent tokens.
+      byte: byte that a decode step reads.
+      classes: factor on the time of prefill with two token classes.
     """
 
     pair: float
@@ -82,20 +102,20 @@ class KernelCosts:
     classes: float
 
     def prefill(self, call: AttentionCall, parts: Parts) -> float:
-        """Seconds of prefill in one layer whose tokens keep these ranks."""
+        """Return the seconds of prefill in one layer."""
         terms = sum(share * call.prefill_terms(ranks) for share, ranks in parts)
         prices = self.pair, self.pair_qk, self.pair_v, self.near_pair, self.near_alone
         seconds = float(terms @ np.array(prices))
         return seconds * (self.classes if len(parts) > 1 else 1)
 
     def decode(self, call: AttentionCall, parts: Parts) -> float:
-        """Seconds of one decode step in one layer whose tokens keep these ranks."""
+        """Return the seconds of one decode step in one layer."""
         terms = sum(share * call.decode_terms(ranks) for share, ranks in parts)
         return float(terms @ np.array([self.launch, self.ring, self.byte]))
 
 
 def layer_parts(plan: CompressionPlan, layer: int) -> Parts:
-    """Ranks of a layer's tokens, by share; important ones first where there are two classes."""
+    """Return the shares and ranks of the tokens of a layer; important tokens come first."""
     if plan.classes is None or not plan.has_classes(layer):
         return [(1.0, plan.layers[layer])]
     share = plan.classes.fraction[plan.classes.group_of(layer)]
@@ -113,20 +133,37 @@ H200 = KernelCosts(
     byte=2.222e-13,
     classes=1.167,
 )
-"""Fitted by `benchmarks/fit_costs.py` to `benchmarks/results/kernels-h200.json` (32 query heads, H = 128,
-4096 to 131072 tokens), within 6 % of every row but decode over two token classes (8 % too low); `classes`
-rests on one row, `near_pair` on two."""
+"""Prices on one H200, fitted by `benchmarks/fit_costs.py` to `benchmarks/results/kernels-h200.json`.
+
+The fit covers 32 query heads of width 128. It is within 6 % of all measurements, except for decode with two
+token classes, which it underestimates by 8 %. `classes` relies on a single measurement, and `near_pair` on
+two.
+"""
 
 
 def request_seconds(plan: CompressionPlan, num_heads: int, tokens: int) -> float:
-    """Attention of all layers for `BATCH` prompts of `tokens` tokens and the tokens generated for them.
+    """Return the seconds of attention in all layers for `BATCH` prompts and their answers.
 
-    Generated tokens are an eighth of the prompt's; each is priced on the prompt's cache.
+    An answer has `GENERATED` times as many tokens as the prompt. Each decode step is priced with the cache of
+    the prompt alone.
+
+    Args:
+      plan: plan to price.
+      num_heads: number of query heads of the model.
+      tokens: tokens per prompt.
     """
     seconds = 0.0
     for layer in range(len(plan.layers)):
         sinks, window = plan.near(layer)
-        call = AttentionCall(num_heads, plan.num_kv_heads, plan.head_dim, tokens, BATCH, window, sinks)
+        call = AttentionCall(
+            num_heads=num_heads,
+            num_kv_heads=plan.num_kv_heads,
+            head_dim=plan.head_dim,
+            tokens=tokens,
+            batch=BATCH,
+            window=window,
+            sinks=sinks,
+        )
         parts = layer_parts(plan, layer)
         seconds += H200.prefill(call, parts) + GENERATED * tokens * H200.decode(call, parts)
     return seconds

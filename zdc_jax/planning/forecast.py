@@ -1,4 +1,4 @@
-"""`Forecast`: what plans are expected to cost before any is measured (ours)."""
+"""Predicted costs of plans before any plan is measured (`Forecast`). Not part of the ZDC paper."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,12 @@ from zdc_jax.planning.layer_costs import LayerCosts, build_layer, cheapest_path
 
 
 class Draft(NamedTuple):
-    """What tells plans of a forecast apart: what layers keep, and the window. Thousands take a second."""
+    """Short form of a plan of a forecast. Drafts are much faster to make than plans.
+
+    Attributes:
+      layers: what each layer stores.
+      window: window in tokens; 0 for the unmodified model.
+    """
 
     layers: tuple[LayerRanks, ...]
     window: int
@@ -20,11 +25,13 @@ class Draft(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """Costs of single layers, which are taken to add up, and the plans that they are of.
+    """Predicted costs of single layers, which are assumed to add up, and the plans that they describe.
 
-    full: the unmodified model's plan, which costs nothing; its draft has window 0. floor: nats a token that
-    any other costs, its layers aside. costs: of single layers in nats a token, for each window that plans may
-    have. make: the plan of what its layers keep and a window.
+    Attributes:
+      full: plan of the unmodified model, which costs nothing.
+      floor: cost of every other plan in addition to its layers, in nats per token.
+      costs: costs of single layers in nats per token, for each window that plans can have.
+      make: function that returns the plan with these layers and this window.
     """
 
     full: CompressionPlan
@@ -34,43 +41,49 @@ class Forecast:
     _sizes: dict[tuple[LayerRanks, int, int], list[int]] = field(default_factory=dict, repr=False)
 
     @property
-    def nothing(self) -> Draft:
-        """Of the unmodified model."""
+    def full_draft(self) -> Draft:
+        """Draft of the unmodified model."""
         return Draft(self.full.layers, 0)
 
     def draft(self, layers: Iterable[LayerRanks], window: int) -> Draft:
-        """Of layers that slide it counts alone whether they keep anything beside the plan's window."""
+        """Make a draft in normal form.
+
+        A sliding-window layer of the model stores either its own window or the plan's window, so all nonzero
+        ranks mean the same for it.
+        """
         most = build_layer(self.costs[window].keys[-1], self.costs[window].values[-1])
         pairs = zip(layers, self.full.layers, strict=True)
         return Draft(tuple(most if ranks.qk and whole.window else ranks for ranks, whole in pairs), window)
 
     def plan(self, draft: Draft) -> CompressionPlan:
-        """What is to be measured."""
+        """Return the plan of a draft."""
         return self.make(draft.layers, draft.window) if draft.window else self.full
 
     def nats(self, draft: Draft) -> Float[np.ndarray, " costs"]:
-        """Of the basis, and of each layer."""
+        """Return the predicted costs of the basis and of each layer, in nats per token."""
         if not draft.window:
             return np.zeros(1 + len(draft.layers))
         costs = self.costs[draft.window]
         return np.array([self.floor, *(costs.of(i, ranks) for i, ranks in enumerate(draft.layers))])
 
     def bytes(self, draft: Draft, context: int) -> int:
-        """Of a cache of `context` tokens in bfloat16, the row's length aside."""
+        """Return the bytes of a bfloat16 cache for `context` tokens, without the length of the sequence."""
         if not draft.window:
             return sum(spec.bytes(context, 1) for spec in self.full.layer_caches("bfloat16"))
-        return sum(self._bytes(ranks, draft.window, context)[i] for i, ranks in enumerate(draft.layers))
+        return sum(
+            self._compute_sizes(ranks, draft.window, context)[i] for i, ranks in enumerate(draft.layers)
+        )
 
     def path(self, window: int) -> list[Draft]:
-        """From all that layers may keep to none of distant tokens."""
+        """Return the drafts of `cheapest_path`, from the largest one to one without far tokens."""
         return list(dict.fromkeys(self.draft(ranks, window) for ranks in cheapest_path(self.costs[window])))
 
     def paths(self) -> list[Draft]:
-        """Those of all windows."""
+        """Return the drafts of the paths of all windows."""
         return [draft for window in self.costs for draft in self.path(window)]
 
-    def _bytes(self, ranks: LayerRanks, window: int, context: int) -> list[int]:
-        """Of each layer, if it keeps so much."""
+    def _compute_sizes(self, ranks: LayerRanks, window: int, context: int) -> list[int]:
+        """Return the bytes of each layer if it stores `ranks`."""
         key = ranks, window, context
         if key not in self._sizes:
             plan = self.make([ranks] * len(self.full.layers), window)

@@ -1,4 +1,7 @@
-"""What single layers cost when they keep less, and the plans that follow where such costs add up (ours)."""
+"""Costs of storing less in single layers, and the plans that follow if these costs add up over layers.
+
+Costs are increases of the mean negative log-likelihood. Not part of the ZDC paper.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,16 +13,20 @@ from zdc_jax.methods.coded import Settings
 from zdc_jax.plan import LayerRanks, allowed_ranks
 
 WHOLE_BITS = 16
-"""Of a coordinate that is kept as it is. A float32 model's has more, and so has each other of its layers."""
+"""Bits of a coordinate that is not quantized. All layers of a float32 model use more by the same factor."""
 CODED_NEAR = 8
-"""Bits of near tokens beside codes: eight lose nothing that was told from noise (docs/coding.md)."""
+"""Bits of recent tokens in plans of method `coded`. Eight bits lose nothing measurable (docs/coding.md)."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """How much a layer keeps of far keys, or of far values: `rank` coordinates a head, in `bits` each.
+    """Precision (rank and bits) at which a layer stores the keys, or the values, of older tokens.
 
-    With fewer than 16 bits they are codes of method `coded`; of keys the first `index` may have other bits.
+    Attributes:
+      rank: coordinates per head.
+      bits: bits per coordinate. Fewer than 16 bits mean quantized values of method `coded`.
+      index: number of leading coordinates of keys that have bits of their own; 0: none.
+      bits_index: bits of these coordinates.
     """
 
     rank: int
@@ -29,14 +36,17 @@ class Precision:
 
     @property
     def size(self) -> float:
-        """Bytes a token and head: codes have a scale of one byte, and one of the index."""
+        """Bytes per token and head. Quantized values have a scale of one byte; an index has another one."""
         scales = 0 if self.bits == WHOLE_BITS else 2 if self.index else 1
         bits = self.index * self.bits_index + (self.rank - self.index) * self.bits
         return bits / 8 + scales
 
 
 def build_layer(keys: Precision, values: Precision) -> LayerRanks:
-    """A layer that keeps its keys and values at these grades, both codes or neither; codes are all read."""
+    """Return a layer that stores keys and values at these precisions, both quantized or neither.
+
+    Attention reads all quantized values.
+    """
     if keys.bits == WHOLE_BITS:
         return LayerRanks(keys.rank, values.rank)
     settings = Settings(bits_k=keys.bits, bits_v=values.bits, index=keys.index, read=0, bits_near=CODED_NEAR)
@@ -46,7 +56,7 @@ def build_layer(keys: Precision, values: Precision) -> LayerRanks:
 
 
 def precisions(ranks: LayerRanks) -> tuple[Precision, Precision]:
-    """Of keys and of values: the inverse of `kept`, where a layer keeps far tokens."""
+    """Return the precisions of keys and values of a layer that stores older tokens; inverts `build_layer`."""
     coded = ranks.settings
     if not isinstance(coded, Settings):
         return Precision(ranks.qk), Precision(ranks.v)
@@ -55,10 +65,14 @@ def precisions(ranks: LayerRanks) -> tuple[Precision, Precision]:
 
 
 class LayerCosts(NamedTuple):
-    """Increase of the mean negative log likelihood when one layer alone keeps less for distant tokens.
+    """Costs of storing less for older tokens in one layer, with all other layers unchanged.
 
-    keys, values: grades by rising size, the last is the most that a layer keeps; qk [L, len(keys)],
-    v [L, len(values)]: costs of these; cut [L]: the layer sees no distant token.
+    Attributes:
+      keys: precisions of keys by increasing size. The last one is the most that a layer stores.
+      values: precisions of values by increasing size.
+      qk: costs of the precisions of keys, [L, len(keys)].
+      v: costs of the precisions of values, [L, len(values)].
+      cut: costs of storing no older tokens, [L].
     """
 
     keys: tuple[Precision, ...]
@@ -68,76 +82,96 @@ class LayerCosts(NamedTuple):
     cut: np.ndarray
 
     def monotone(self) -> "LayerCosts":
-        """Noise taken off: no grade costs less than a larger one, and nothing less than none."""
+        """Return the costs without noise: none is negative, or less than that of a larger precision."""
         return self._replace(
-            qk=_falling(self.qk, self.keys), v=_falling(self.v, self.values), cut=np.maximum(self.cut, 0)
+            qk=_make_decreasing(self.qk, self.keys),
+            v=_make_decreasing(self.v, self.values),
+            cut=np.maximum(self.cut, 0),
         )
 
     def of(self, layer: int, ranks: LayerRanks) -> float:
-        """Cost of a layer at these ranks, which need not be levels: at those next below, or the first."""
+        """Return the cost of a layer.
+
+        A precision that is not listed costs as much as the next smaller one, or as the first.
+        """
         if ranks.qk == 0:
             return float(self.cut[layer])
         keys, values = precisions(ranks)
-        return float(self.qk[layer, _level(self.keys, keys)] + self.v[layer, _level(self.values, values)])
+        key_cost = self.qk[layer, _find_level(self.keys, keys)]
+        return float(key_cost + self.v[layer, _find_level(self.values, values)])
 
 
-def _falling(costs: np.ndarray, levels: Sequence[Precision]) -> np.ndarray:
-    """`costs` [L, levels], each raised to those of all larger grades. Two may have one size."""
+def _make_decreasing(costs: np.ndarray, levels: Sequence[Precision]) -> np.ndarray:
+    """Raise each cost [L, levels] to the largest cost of larger precisions, but not of equally large ones."""
     sizes = np.array([precision.size for precision in levels])
     counts = (sizes > sizes[:, None]) | np.eye(len(sizes), dtype=bool)
     return np.where(counts, np.maximum(costs, 0)[:, None], 0).max(-1)
 
 
-def _level(levels: Sequence[Precision], precision: Precision) -> int:
-    """Index of a grade, or of the largest of those that are no larger, or 0."""
-    found = [
+def _find_level(levels: Sequence[Precision], precision: Precision) -> int:
+    """Return the index of a precision, or of the largest one that is not larger, or 0."""
+    candidates = [
         (each.size, each == precision, i) for i, each in enumerate(levels) if each.size <= precision.size
     ]
-    return max(found, default=(0, False, 0))[-1]
+    return max(candidates, default=(0, False, 0))[-1]
 
 
 def rank_levels(head_dim: int) -> tuple[int, ...]:
-    """Ranks at which single layers are measured: about H/8, H/4, H/2, 3H/4 and H."""
+    """Return the ranks at which single layers are measured: about H/8, H/4, H/2, 3H/4 and H."""
     allowed = np.array(allowed_ranks(head_dim)[1:])
-    wanted = (head_dim * share for share in (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1))
-    return tuple(sorted({int(allowed[np.abs(allowed - rank).argmin()]) for rank in wanted}))
+    targets = (head_dim * share for share in (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1))
+    return tuple(sorted({int(allowed[np.abs(allowed - rank).argmin()]) for rank in targets}))
 
 
 def list_reductions(
     costs: LayerCosts, layers: Sequence[LayerRanks], *, single: bool = False
 ) -> list[tuple[int, LayerRanks]]:
-    """Every layer with every smaller choice of grades (`single`: the next size of one, or cutting it off), by
-    cost for each byte that it saves."""
+    """List all reductions of one layer, by increasing cost per saved byte.
+
+    Args:
+      costs: costs of single layers.
+      layers: what each layer stores now.
+      single: whether to list only single steps: the next smaller size of either keys or values, or storing no
+        older tokens.
+
+    Returns:
+      layer indices and what these layers then store.
+    """
     steps = []
     for layer, now in enumerate(layers):
         if now.qk == 0:
             continue
         keys, values = precisions(now)
-        fewer_keys, fewer_values = _smaller(costs.keys, keys, single), _smaller(costs.values, values, single)
-        both = [] if single else [build_layer(k, v) for k in fewer_keys for v in fewer_values]
-        fewer = [
-            *(build_layer(k, values) for k in fewer_keys),
-            *(build_layer(keys, v) for v in fewer_values),
+        smaller_keys = _list_smaller(costs.keys, keys, single)
+        smaller_values = _list_smaller(costs.values, values, single)
+        both = [] if single else [build_layer(k, v) for k in smaller_keys for v in smaller_values]
+        smaller = [
+            *(build_layer(k, values) for k in smaller_keys),
+            *(build_layer(keys, v) for v in smaller_values),
             *both,
         ]
-        for ranks in [LayerRanks(0, 0), *fewer]:
-            saved = _size(now) - _size(ranks)
+        for ranks in [LayerRanks(0, 0), *smaller]:
+            saved = _compute_size(now) - _compute_size(ranks)
             price = (costs.of(layer, ranks) - costs.of(layer, now)) / saved
             steps.append((price, -saved, layer, ranks))
     return [(layer, ranks) for *_, layer, ranks in sorted(steps, key=lambda step: step[:3])]
 
 
-def _smaller(levels: Sequence[Precision], precision: Precision, single: bool) -> list[Precision]:
+def _list_smaller(levels: Sequence[Precision], precision: Precision, single: bool) -> list[Precision]:
     smaller = [each for each in levels if each.size < precision.size]
     return [each for each in smaller if each.size == smaller[-1].size] if single else smaller
 
 
-def _size(ranks: LayerRanks) -> float:
+def _compute_size(ranks: LayerRanks) -> float:
+    """Return the bytes per older token and head."""
     return sum(precision.size for precision in precisions(ranks)) if ranks.qk else 0.0
 
 
 def cheapest_path(costs: LayerCosts) -> list[tuple[LayerRanks, ...]]:
-    """Ranks of all layers from the most that they keep to none, always the step of least cost per byte."""
+    """Return the layers after each greedy step, from storing the most to storing no older tokens.
+
+    Each step is the reduction of one layer with the least cost per saved byte.
+    """
     layers = [build_layer(costs.keys[-1], costs.values[-1])] * len(costs.cut)
     path = [tuple(layers)]
     while steps := list_reductions(costs, layers):

@@ -1,11 +1,13 @@
-"""Plans without a search: perplexity predicted from calibration, by a regression over models (ZDC §5.2).
+"""Predicting the perplexity of plans from the calibration, by a regression over models (after ZDC §5.2).
 
-The paper's regression goes from model and limit to ratios. Ours goes from what calibration has seen of a
-layer (`Profile`) and what it keeps to its share of the degradation, and is turned around by taking the
-cheapest plan predicted to be within the limit: so it serves any number of layers and heads, and any limit.
+The regression of the paper maps a model and a limit to ratios. The regression here maps the calibrated
+profile of a layer (`Profile`) and its ranks to its share of the degradation. A plan for a limit is the
+smallest plan whose predicted degradation is within the limit. This works for any number of layers and heads,
+and any limit.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -18,22 +20,35 @@ from jaxtyping import Float
 from zdc_jax.axes import Array
 from zdc_jax.config import ModelConfig
 from zdc_jax.errors import PlanError
-from zdc_jax.plan import CompressionPlan
+from zdc_jax.plan import CompressionPlan, LayerRanks
 from zdc_jax.planning.forecast import Forecast
 from zdc_jax.planning.layer_costs import LayerCosts, Precision
 from zdc_jax.planning.profile import SINKS, Profile
 
 TINY_NATS = 2e-4
-"""Below this, costs of single layers are noise."""
+"""Costs of single layers below this number are noise."""
 
 
 class Weights(NamedTuple):
-    """Of the regression; pairs are a constant and what is added to it for rotary models.
+    """Weights of the regression. A weight of shape [2] is a constant and an addition for rotary models.
 
-    A layer that is cut off costs, in nats a token, exp(cut) times powers of what it cost alone (`nats`, not
-    taken below `TINY_NATS`) and of how much more its distant tokens write with another window than the
-    measured one (`window`). A layer that keeps some coordinates costs, of that, exp(qk) · score_error **
-    exp(qk_power) for Q/K, and likewise for V. exp(floor) is what the basis itself costs in 16 bits.
+    The cost of a layer without older tokens, in nats per token, is
+
+        exp(cut) · max(far_nats, TINY_NATS)^nats · relative_write^window
+
+    A layer that stores some coordinates costs a share of that:
+
+        exp(qk) · score_error^exp(qk_power) + exp(v) · value_error^exp(v_power)
+
+    Attributes:
+      cut: logarithm of a factor, [2].
+      nats: exponent of `Profile.far_nats`.
+      window: exponent of `Profile.relative_write`.
+      qk: logarithm of a factor on the error of the scores, [2].
+      qk_power: logarithm of the exponent of that error.
+      v: logarithm of a factor on the error of the values, [2].
+      v_power: logarithm of the exponent of that error.
+      floor: logarithm of the cost of a basis in 16 bits at full rank, [2].
     """
 
     cut: Float[Array, "2"]
@@ -47,10 +62,14 @@ class Weights(NamedTuple):
 
 
 class Features(NamedTuple):
-    """Of layers with plans; all broadcast against each other.
+    """Features of layers under plans. All arrays broadcast against each other.
 
-    far_nats of the `Profile`; window: its `relative_write` at the plan's window; score, value: its errors at
-    the plan's ranks (1: cut off, 0: all coordinates kept). rotary: 0 or 1.
+    Attributes:
+      far_nats: `Profile.far_nats`.
+      window: `Profile.relative_write` at the window of the plan.
+      score: `Profile.score_error` at the rank of q and k; 1: no older tokens, 0: all coordinates.
+      value: `Profile.value_error` at the rank of v, likewise.
+      rotary: 1 for rotary models, 0 for others.
     """
 
     far_nats: Array
@@ -61,32 +80,44 @@ class Features(NamedTuple):
 
 
 def layer_nats(weights: Weights, features: Features) -> Array:
-    """Predicted increase of the mean negative log likelihood that each layer causes, nats a token."""
+    """Return the predicted cost of each layer in nats per token.
+
+    The cost is the increase of the mean negative log-likelihood.
+    """
     far_nats, window, score, value, rotary = features
 
-    def at(pair):
+    def select(pair: Array) -> Array:
         return pair[0] + pair[1] * rotary
 
-    def log(x, least=1e-06):
+    def safe_log(x: Array, least: float = 1e-06) -> Array:
         return jnp.log(jnp.maximum(x, least))
 
-    def part(error, pair, power):
-        return jnp.where(error > 0, jnp.exp(at(pair) + jnp.exp(power) * log(error)), 0.0)
+    def compute_share(error: Array, factor: Array, power: Array) -> Array:
+        return jnp.where(error > 0, jnp.exp(select(factor) + jnp.exp(power) * safe_log(error)), 0.0)
 
-    kept = part(score, weights.qk, weights.qk_power) + part(value, weights.v, weights.v_power)
-    whole = jnp.exp(at(weights.cut) + weights.nats * log(far_nats, TINY_NATS) + weights.window * log(window))
-    return whole * jnp.where((score >= 1) & (value >= 1), 1.0, kept)
+    share = compute_share(score, weights.qk, weights.qk_power) + compute_share(
+        value, weights.v, weights.v_power
+    )
+    cut = jnp.exp(
+        select(weights.cut) + weights.nats * safe_log(far_nats, TINY_NATS) + weights.window * safe_log(window)
+    )
+    return cut * jnp.where((score >= 1) & (value >= 1), 1.0, share)
 
 
 def floor_nats(weights: Weights, rotary: Array) -> Array:
-    """Predicted cost of the basis at full rank, nats a token."""
+    """Return the predicted cost of the basis at full rank, in nats per token."""
     return jnp.exp(weights.floor[0] + weights.floor[1] * rotary)
 
 
 @dataclass(frozen=True, eq=False)
 class Predictor:
-    """A fitted regression. `margin` ≥ 1 is the factor by which unchecked predictions are taken too low;
-    `models` names what it learned from."""
+    """Fitted regression.
+
+    Attributes:
+      weights: weights of the regression.
+      margin: safety factor for predictions that are not checked on text, at least 1.
+      models: names of the models of the fit.
+    """
 
     weights: Weights
     margin: float
@@ -94,12 +125,12 @@ class Predictor:
 
     @classmethod
     def stored(cls) -> Self:
-        """The one that ships with the package."""
-        return cls.from_json(_stored_text())
+        """Load the predictor that is part of the package."""
+        return cls.from_json(_read_stored())
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Inverse of `to_json`; raises `PlanError` where the text is no predictor."""
+        """Build a predictor from the output of `to_json`; raise `PlanError` for any other text."""
         try:
             value = json.loads(text)
             weights = Weights(**{name: jnp.array(x) for name, x in value.pop("weights").items()})
@@ -108,7 +139,7 @@ class Predictor:
             raise PlanError(f"not a predictor: {error!r}") from error
 
     def to_json(self) -> str:
-        """Readable JSON."""
+        """Return the predictor as JSON text."""
         weights = {
             name: np.asarray(x, np.float64).round(4).tolist() for name, x in self.weights._asdict().items()
         }
@@ -116,65 +147,87 @@ class Predictor:
         return json.dumps(value, indent=1) + "\n"
 
     def layer_costs(self, profile: Profile, window: int, head_dim: int, *, rotary: bool) -> LayerCosts:
-        """Predicted costs of single layers at the index `window` of the profile's windows."""
-        layers = profile.far_nats, profile.relative_write()[:, window]
-        whole = np.zeros((len(profile.far_nats), 1))
-        score, value = (np.hstack([e, whole]) for e in (profile.score_error, profile.value_error))
+        """Predict the costs of single layers.
 
-        def nats(score: np.ndarray, value: np.ndarray) -> np.ndarray:
-            columns = (*(x[:, None] for x in layers), score, value, float(rotary))
-            features = Features(*map(jnp.asarray, columns))
+        Args:
+          profile: profile of the model.
+          window: index into `profile.windows`.
+          head_dim: width of a head.
+          rotary: whether the model has a rotary embedding.
+        """
+        full_rank = np.zeros((len(profile.far_nats), 1))
+        score = np.hstack([profile.score_error, full_rank])
+        value = np.hstack([profile.value_error, full_rank])
+
+        def predict_nats(score: np.ndarray, value: np.ndarray) -> np.ndarray:
+            features = Features(
+                far_nats=jnp.asarray(profile.far_nats[:, None]),
+                window=jnp.asarray(profile.relative_write()[:, window, None]),
+                score=jnp.asarray(score),
+                value=jnp.asarray(value),
+                rotary=jnp.asarray(float(rotary)),
+            )
             return np.asarray(layer_nats(self.weights, features), np.float64)
 
-        none, one = np.zeros_like(score), whole + 1
+        exact, cut = np.zeros_like(score), np.ones_like(full_rank)
         levels = tuple(map(Precision, (*profile.ranks.tolist(), head_dim)))
-        cut = nats(one, one)[:, 0]
-        return LayerCosts(levels, levels, nats(score, none), nats(none, value), cut).monotone()
+        return LayerCosts(
+            keys=levels,
+            values=levels,
+            qk=predict_nats(score, exact),
+            v=predict_nats(exact, value),
+            cut=predict_nats(cut, cut)[:, 0],
+        ).monotone()
 
     def forecast(self, config: ModelConfig, profile: Profile) -> Forecast:
-        """Of plans with ranks, for each of the profile's windows."""
+        """Return the forecast of plans of method `zdc`, for each window of the profile."""
         rotary = config.is_rotary
         costs = {
             window: self.layer_costs(profile, index, config.head_dim, rotary=rotary)
             for index, window in enumerate(profile.windows.tolist())
         }
 
-        def named(plan):
+        def make_plan(ranks: Sequence[LayerRanks], window: int) -> CompressionPlan:
+            plan = CompressionPlan.of_layers(config, ranks, window=window, sinks=SINKS)
             return plan.for_model(profile.fingerprint)
 
-        def near(window):
-            return {"window": window, "sinks": SINKS}
-
-        def make(ranks, window):
-            return named(CompressionPlan.of_layers(config, ranks, **near(window)))
-
-        floor = float(floor_nats(self.weights, jnp.array(float(rotary))))
-        return Forecast(named(CompressionPlan.full(config)), floor, costs, make)
+        return Forecast(
+            full=CompressionPlan.full(config).for_model(profile.fingerprint),
+            floor=float(floor_nats(self.weights, jnp.array(float(rotary)))),
+            costs=costs,
+            make=make_plan,
+        )
 
     def plan(
         self, config: ModelConfig, profile: Profile, *, max_degradation: float, context: int
     ) -> CompressionPlan:
-        """The plan of fewest bytes at `context` tokens predicted to raise perplexity by no more, with margin.
+        """Return the smallest plan whose predicted degradation, with the margin, is within a limit.
 
-        All coordinates are kept where nothing less is predicted to hold the limit.
+        If there is none, the plan stores all coordinates.
+
+        Args:
+          config: architecture of the model.
+          profile: profile of the model.
+          max_degradation: limit on the relative increase of the perplexity; 0.02 means 2 %.
+          context: context length for the cache size, in tokens.
 
         Raises:
-          PlanError: a limit of 0 or below.
+          PlanError: `max_degradation` is not positive.
         """
         check_limit(max_degradation)
         forecast = self.forecast(config, profile)
         allowed = np.log1p(max_degradation / self.margin)
-        held = [draft for draft in forecast.paths() if forecast.nats(draft).sum() <= allowed]
-        least = min([forecast.nothing, *held], key=lambda draft: forecast.bytes(draft, context))
-        return forecast.plan(least)
+        within = [draft for draft in forecast.paths() if forecast.nats(draft).sum() <= allowed]
+        smallest = min([forecast.full_draft, *within], key=lambda draft: forecast.bytes(draft, context))
+        return forecast.plan(smallest)
 
 
 def check_limit(max_degradation: float) -> None:
-    """Raises `PlanError` for a limit of 0 or below."""
+    """Raise `PlanError` unless `max_degradation` is positive."""
     if not max_degradation > 0:
         raise PlanError(f"max_degradation={max_degradation} must be > 0 (0.02 means 2 %)")
 
 
 @cache
-def _stored_text() -> str:
+def _read_stored() -> str:
     return (resources.files("zdc_jax.planning") / "predictor.json").read_text()

@@ -1,7 +1,8 @@
-"""Which KV heads retrieve, measured without labels (ours, in the place of DuoAttention's trained gates).
+"""Finding the KV heads that retrieve, for the method `duo`. Replaces the trained gates of DuoAttention.
 
-Random tokens come twice. A head that retrieves finds, at each token of the second time, what followed it the
-first time (induction; Olsson et al. 2022). Nothing but far tokens says that, and no text is needed.
+A sequence of random tokens is repeated. At each token of the repetition, a retrieving head attends to the
+token that followed the first occurrence (induction; Olsson et al., 2022). Only older tokens contain that
+information, so the measurement needs neither text nor labels.
 """
 
 import jax
@@ -18,18 +19,20 @@ from zdc_jax.model.transformer import Transformer
 def retrieving_heads(
     network: Transformer, share: float, *, length: int = 256, sequences: int = 4, seed: int = 0
 ) -> tuple[tuple[int, ...], ...]:
-    """The KV heads of each layer that retrieve, as the settings of the method `duo` take them.
+    """Return the KV heads of each layer that retrieve, in the form of the settings of method `duo`.
 
     Args:
-      network: unmodified, or only rotated.
-      share: of all KV heads of all layers, those that score best, in (0, 1]; layers that slide have none.
-      length: tokens that are repeated. sequences: of them, over which scores are means. seed: draws them.
+      network: unmodified network, or one with a folded basis at full rank.
+      share: share of all KV heads of all layers to return, in (0, 1]. Sliding-window layers have none.
+      length: length of the repeated sequence, in tokens.
+      sequences: number of sequences to average over.
+      seed: seed of the random tokens.
 
     Raises:
-      PlanError: a share outside (0, 1], or twice the length exceeds the model's positions.
+      PlanError: `share` is outside (0, 1], or twice `length` exceeds the positions of the model.
     """
     if not 0 < share <= 1:
-        raise PlanError(f"share={share} must lie in (0, 1], of the KV heads")
+        raise PlanError(f"share={share} must lie in (0, 1]")
     scores = induction_scores(network, length=length, sequences=sequences, seed=seed)
     return best_heads(scores, share, slides=[spec.window is not None for spec in network.config.layers])
 
@@ -37,7 +40,7 @@ def retrieving_heads(
 def induction_scores(
     network: Transformer, *, length: int = 256, sequences: int = 4, seed: int = 0
 ) -> Float[np.ndarray, "L K"]:
-    """How strongly each KV head looks to what followed a token's first occurrence; as `retrieving_heads`."""
+    """Return the mean of `induction` over sequences, for each layer; arguments as in `retrieving_heads`."""
     config = network.config
     if not 2 <= length <= config.max_positions // 2:
         raise PlanError(
@@ -48,9 +51,10 @@ def induction_scores(
 
 
 def induction(seen: Seen) -> Float[Array, " K"]:
-    """Mean attention probability, from tokens of the second half of sequences, of what followed the first.
+    """Return the mean attention probability of the token after the first occurrence, for each KV head.
 
-    Of T tokens, T/2 and a repetition, t ≥ T/2 looks to t - T/2 + 1; over rows, tokens and the query group.
+    A sequence has T/2 tokens and their repetition. A query at t ≥ T/2 is scored by its
+    probability of position t - T/2 + 1. The mean is over sequences, queries and the query heads of a group.
     """
     B, T, K, H = seen.k.shape
     half = T // 2
@@ -64,14 +68,17 @@ def induction(seen: Seen) -> Float[Array, " K"]:
 def best_heads(
     scores: Float[np.ndarray, "L K"], share: float, slides: list[bool]
 ) -> tuple[tuple[int, ...], ...]:
-    """The heads of each layer that are among the best `share` of all L·K, none of layers that slide.
+    """Return the heads of each layer that are among the best of all L·K heads.
 
-    Of equal scores the first.
+    Args:
+      scores: score of each head. The first of equal scores wins.
+      share: share of all heads to return.
+      slides: whether each layer has a sliding window; such layers have no heads.
     """
     K = scores.shape[1]
     order = np.argsort(-scores, axis=None, kind="stable").tolist()
-    seeing = [head for head in order if not slides[head // K]]
-    best = seeing[: round(share * scores.size)]
+    candidates = [head for head in order if not slides[head // K]]
+    best = candidates[: round(share * scores.size)]
     return tuple(
         tuple(sorted(head % K for head in best if head // K == layer)) for layer in range(len(scores))
     )

@@ -1,1 +1,1 @@
-"""Several engines of one model behind one door."""
+"""Several engines of one model, served by one HTTP server."""

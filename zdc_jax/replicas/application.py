@@ -1,7 +1,8 @@
-"""The Ray Serve application: engines, and a front with the HTTP server that asks them.
+"""Ray Serve application: replicas with one engine each, and an HTTP server in front of them.
 
-HAProxy → `Door` (the front: OpenAI's API, answers that outlive their replica) → `Replica` (an engine and its
-GPU), in turn. Ray starts replicas anew where they die. To be imported where the extra `ray` is installed.
+Requests pass through HAProxy, `FrontServer` (the HTTP API, which resumes answers of lost replicas) and a
+`Replica` (an engine and its GPU). Replicas are chosen in turn, and Ray restarts those that die. Importing
+this module needs the extra `ray`.
 """
 
 import os
@@ -19,80 +20,91 @@ from ray.serve.schema import LoggingConfig
 from starlette.applications import Starlette
 
 from zdc_jax.engine.request import EngineRequest, EngineStats, Event, Serving
-from zdc_jax.replicas.front import Front, Lost, stream
+from zdc_jax.replicas.front import Front, ReplicaLostError, stream
 from zdc_jax.replicas.settings import ReplicaSettings
 from zdc_jax.server.app import KEY, make_app
 
 CPUS = 0.1
-"""Of a replica, as Ray counts them: what limits replicas are GPUs."""
+"""CPUs that Ray reserves for a replica, few because GPUs limit the number of replicas."""
 STATS_SECONDS = 5.0
-"""What replicas have to say how they are."""
+"""Seconds that replicas have to report statistics."""
 
 
 class Replica:
-    """An engine in a process of its own."""
+    """Engine in its own process.
+
+    Args:
+      new_engine: function that creates the engine.
+    """
 
     def __init__(self, new_engine: Callable[[], Serving]):
         self._engine = new_engine()
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[Event, None]:
-        """As `zdc_jax.replicas.front.stream`."""
+        """Yield the events of a request (`zdc_jax.replicas.front.stream`)."""
         async with aclosing(stream(self._engine, request)) as events:
             async for event in events:
                 yield event
 
     async def stats(self) -> EngineStats:
-        """Numbers of now."""
+        """Return current statistics."""
         return self._engine.stats()
 
     async def check_health(self) -> None:
-        """Ray ends a replica that cannot go on, and starts another."""
+        """Raise an error if the engine accepts no more requests; Ray then replaces the replica."""
         if self._engine.closing:
-            raise Lost("the engine cannot go on")
+            raise ReplicaLostError("the engine accepts no more requests")
 
 
 class RayFleet:
-    """Replicas of a deployment (`Fleet`)."""
+    """Replicas of a Ray deployment (`Fleet`).
+
+    Args:
+      replicas: handle of the deployment.
+    """
 
     def __init__(self, replicas: DeploymentHandle):
         self._replicas = replicas
-        # The usual serialization takes longer than all else that a token costs here.
-        self._asked = replicas.options(
+        # Ray's default serialization takes longer than everything else that a token costs here.
+        self._streaming = replicas.options(
             stream=True, request_serialization="pickle", response_serialization="pickle"
         )
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[Event, None]:
-        """`Fleet.stream`."""
-        events = self._asked.stream.remote(request)
+        events = self._streaming.stream.remote(request)
         try:
             async for event in events:
                 yield event
         except (RayActorError, DeploymentUnavailableError) as error:
-            raise Lost(str(error).partition("\n")[0]) from error
+            raise ReplicaLostError(str(error).partition("\n")[0]) from error
         finally:
-            events.cancel()  # Of one that has ended it changes nothing.
+            events.cancel()  # No effect on a request that has ended.
 
     def stats(self) -> list[EngineStats]:
-        """`Fleet.stats`."""
         return self._replicas.broadcast("stats").results(timeout_s=STATS_SECONDS)
 
 
-class Door:
-    """The HTTP server; it needs the tokenizer of the model, and none of its weights."""
+class FrontServer:
+    """HTTP server; it loads the model's tokenizer but not its weights.
+
+    Args:
+      replicas: handle of the deployment with the replicas.
+      settings: settings of the application.
+    """
 
     def __init__(self, replicas: DeploymentHandle, settings: ReplicaSettings):
         model, max_model_len = settings.text_side()
-        room = settings.replicas * settings.room
-        self._front = Front(model, max_model_len, RayFleet(replicas), room)
+        max_requests = settings.replicas * settings.max_requests
+        self._front = Front(model, max_model_len, RayFleet(replicas), max_requests)
         self._name = settings.name
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        """What Ray serves."""
+        """Return the ASGI application for Ray Serve."""
         return make_app(self._front, name=self._name, api_key=os.environ.get(KEY) or None)
 
 
 def build(settings: ReplicaSettings) -> serve.Application:
-    """The application of some settings."""
+    """Build the application."""
     common: dict[str, Any] = {
         "graceful_shutdown_timeout_s": settings.drain_seconds,
         "logging_config": LoggingConfig(enable_access_log=False),
@@ -102,24 +114,27 @@ def build(settings: ReplicaSettings) -> serve.Application:
         name="replica",
         num_replicas=settings.replicas,
         ray_actor_options={"num_cpus": CPUS, "num_gpus": settings.gpus},
-        max_ongoing_requests=settings.room,
+        max_ongoing_requests=settings.max_requests,
         request_router_config=RequestRouterConfig(request_router_class=RoundRobinRouter),
         health_check_period_s=2,
         max_constructor_retry_count=2,
         **common,
     )
-    door = serve.deployment(
-        serve.ingress()(Door),
+    front = serve.deployment(
+        serve.ingress()(FrontServer),
         name="door",
         num_replicas=1,
         ray_actor_options={"num_cpus": CPUS},
-        # The front refuses what is too much itself, in words that clients know.
-        max_ongoing_requests=2 * settings.replicas * settings.room,
+        # Above the front's own limit, so that the front refuses requests with an error that clients know.
+        max_ongoing_requests=2 * settings.replicas * settings.max_requests,
         **common,
     )
-    return door.bind(replicas.bind(settings.new_engine), settings)
+    return front.bind(replicas.bind(settings.new_engine), settings)
 
 
 def application(args: dict[str, Any]) -> serve.Application:
-    """What a config file of Ray Serve names as `import_path`; args: fields of `ReplicaSettings`."""
+    """Build the application from the fields of `ReplicaSettings`.
+
+    Config files of Ray Serve name this function as `import_path`.
+    """
     return build(ReplicaSettings(**args))

@@ -1,8 +1,8 @@
-"""Many replicas as one engine: an answer that a dying replica leaves off goes on at another.
+"""Front of several replicas, which acts as one engine and resumes answers of lost replicas.
 
-The front keeps what it has told of each answer. When a replica is lost, the request goes to another with the
-tokens that the answer has already (`EngineRequest.generated`), and the client sees a pause and no more. Which
-replica takes a request, and when a lost one is replaced, is up to the fleet.
+The front records the tokens that it has relayed of each answer. If a replica is lost, the request goes to
+another one with these tokens (`EngineRequest.generated`), and the client sees only a pause. The fleet decides
+which replica takes a request, and when a lost one is replaced.
 """
 
 import asyncio
@@ -21,85 +21,98 @@ from zdc_jax.loading import TextModel
 
 logger = logging.getLogger("zdc_jax")
 
-MOST_LOST = 3
-"""Replicas that one request may lose. It might be what they die of, and should not take all of them."""
+MAX_LOST = 3
+"""Most replicas that one request may lose, in case the request itself makes them fail."""
 PAUSE = 0.1
-"""Seconds before a request that lost its replica goes to another; the fleet may need them to notice."""
+"""Seconds before a request is sent to another replica, in which the fleet may notice the loss."""
 
 
-class Lost(Exception):
-    """A replica died, or cannot go on, before an answer had ended."""
+class ReplicaLostError(Exception):
+    """A replica died or failed before an answer had ended."""
 
 
 class Fleet(Protocol):
-    """Replicas of one model, any of which answers a request in the same way."""
+    """Replicas of one model, any of which gives the same answer to a request."""
 
     def stream(self, request: EngineRequest) -> AsyncGenerator[Event, None]:
-        """The events of a request on one replica, the last with a finish reason; waits while none is there.
+        """Yield the events of a request from one replica; wait while there is no replica.
 
-        Whoever closes it gives the request up, there too. Raises `Lost`.
+        The last event has a finish reason. Closing the generator cancels the request at the replica.
+
+        Raises:
+          ReplicaLostError: the replica was lost.
         """
 
     def stats(self) -> Sequence[EngineStats]:
-        """Of the replicas that live; not for the thread of the event loop, since it waits for them."""
+        """Return statistics of the live replicas; blocks, so it must not run on the event loop's thread."""
 
 
 @dataclass(frozen=True)
-class Passage:
-    """A request under way through the front (`Ticket`)."""
+class RelayedRequest:
+    """Request that a front relays to a fleet (`Ticket`).
+
+    Attributes:
+      task: task that relays its events.
+    """
 
     task: asyncio.Task[None]
 
     def cancel(self) -> None:
-        """`Ticket.cancel`; on the event loop's thread."""
+        """Cancel the request; must run on the event loop's thread."""
         self.task.cancel()
 
 
 class Front:
-    """Serves by a fleet (`Serving`). To be used on one event loop, but for `stats` and `close`."""
+    """Engine that relays requests to a fleet (`Serving`).
 
-    def __init__(self, model: TextModel, max_model_len: int, fleet: Fleet, room: int):
-        """room: requests at once, running or waiting; more are told to come again."""
-        self._model, self._max_model_len, self._fleet, self._room = model, max_model_len, fleet, room
+    It belongs to one event loop, except for `stats` and `close`.
+
+    Args:
+      model: model whose tokenizer and chat template the server uses.
+      max_model_len: most tokens of a prompt and its answer together.
+      fleet: replicas that answer requests.
+      max_requests: most running and waiting requests; further ones are refused.
+    """
+
+    def __init__(self, model: TextModel, max_model_len: int, fleet: Fleet, max_requests: int):
+        self._model, self._max_model_len = model, max_model_len
+        self._fleet, self._max_requests = fleet, max_requests
         self._tasks: dict[asyncio.Task[None], asyncio.AbstractEventLoop] = {}
         self._closing = False
 
     @property
     def model(self) -> TextModel:
-        """`Serving.model`."""
         return self._model
 
     @property
     def max_model_len(self) -> int:
-        """`Serving.max_model_len`."""
         return self._max_model_len
 
     @property
     def closing(self) -> bool:
-        """`Serving.closing`."""
         return self._closing
 
-    def submit(self, request: EngineRequest, notify: Callable[[Event], None]) -> Passage:
-        """`Serving.submit`; `notify` is called on the event loop's thread."""
+    def submit(self, request: EngineRequest, notify: Callable[[Event], None]) -> RelayedRequest:
+        """Forward a request (`Serving.submit`); `notify` is called on the event loop's thread."""
         check_request(self.model, self.max_model_len, request)
         if self._closing:
-            raise Closing("the server is closing")
-        if len(self._tasks) >= self._room:
-            raise Busy(f"{self._room} requests are under way or wait")
+            raise Closing("the server is closing and accepts no more requests")
+        if len(self._tasks) >= self._max_requests:
+            raise Busy(f"the queue is full ({self._max_requests} running or waiting requests); retry later")
         loop = asyncio.get_running_loop()
         task = loop.create_task(self._relay(request, notify))
         self._tasks[task] = loop
-        task.add_done_callback(partial(self._ended, notify))
-        return Passage(task)
+        task.add_done_callback(partial(self._finish, notify))
+        return RelayedRequest(task)
 
     def stats(self) -> EngineStats:
-        """`Serving.stats`: sums over the replicas that live, and of the cache's use the mean."""
-        found = self._fleet.stats()
-        sums = {field.name: sum(getattr(each, field.name) for each in found) for field in fields(EngineStats)}
-        return EngineStats(**sums | {"cache_usage": sums["cache_usage"] / max(1, len(found))})
+        """Return the sums of the live replicas' statistics; cache usage is a mean."""
+        stats = self._fleet.stats()
+        sums = {field.name: sum(getattr(each, field.name) for each in stats) for field in fields(EngineStats)}
+        return EngineStats(**sums | {"cache_usage": sums["cache_usage"] / max(1, len(stats))})
 
     def close(self, *, drain: bool, timeout: float) -> None:
-        """`Serving.close`; on another thread than the event loop's."""
+        """Close the front (`Serving.close`); must not run on the event loop's thread."""
         self._closing = True
         until = time.monotonic() + timeout * drain
         while self._tasks and time.monotonic() < until:
@@ -108,24 +121,30 @@ class Front:
             loop.call_soon_threadsafe(task.cancel)
 
     async def _relay(self, request: EngineRequest, notify: Callable[[Event], None]) -> None:
-        """Tells of an answer from its first token to its end, whichever replicas give it."""
-        told: list[int] = []
-        for lost in range(1, MOST_LOST + 1):
+        """Forward an answer from start to end, from as many replicas as it takes."""
+        relayed: list[int] = []
+        for lost in range(1, MAX_LOST + 1):
             try:
-                rest = replace(request, generated=(*request.generated, *told))
+                rest = replace(request, generated=(*request.generated, *relayed))
                 async with aclosing(self._fleet.stream(rest)) as events:
                     async for event in events:
-                        told += event.tokens
+                        relayed += event.tokens
                         notify(event)
                         if event.finish_reason is not None:
                             return
-            except Lost as error:
-                logger.warning("a request lost its replica after %d tokens (%d): %s", len(told), lost, error)
+            except ReplicaLostError as error:
+                logger.warning(
+                    "a request lost replica %d of at most %d after %d tokens: %s",
+                    lost,
+                    MAX_LOST,
+                    len(relayed),
+                    error,
+                )
             await asyncio.sleep(PAUSE)
-        raise Lost(f"the request lost {MOST_LOST} replicas")
+        raise ReplicaLostError(f"the request lost {MAX_LOST} replicas")
 
-    def _ended(self, notify: Callable[[Event], None], task: asyncio.Task[None]) -> None:
-        """Whatever ends a task, its request has a last event."""
+    def _finish(self, notify: Callable[[Event], None], task: asyncio.Task[None]) -> None:
+        """Send the last event of a request whose task was cancelled or failed."""
         del self._tasks[task]
         if task.cancelled():
             notify(Event(finish_reason="cancelled"))
@@ -135,12 +154,12 @@ class Front:
 
 
 async def stream(engine: Serving, request: EngineRequest) -> AsyncGenerator[Event, None]:
-    """A replica's side: the events of a request as they come.
+    """Yield the events of a request; this is the replica's side of `Fleet.stream`.
 
-    Whoever closes it cancels the request.
+    Closing the generator cancels the request.
 
     Raises:
-      Lost: the engine takes no more requests, or cannot go on.
+      ReplicaLostError: the engine's queue is full, or the engine is closing or failed.
     """
     loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
@@ -150,7 +169,7 @@ async def stream(engine: Serving, request: EngineRequest) -> AsyncGenerator[Even
     try:
         ticket = engine.submit(request, notify)
     except Busy as error:
-        raise Lost(str(error)) from error
+        raise ReplicaLostError(str(error)) from error
     except PromptError as error:
         yield Event(finish_reason="error", error=str(error))
         return
@@ -160,7 +179,7 @@ async def stream(engine: Serving, request: EngineRequest) -> AsyncGenerator[Even
             event = await arrived.get()
             last = event.finish_reason is not None
             if event.finish_reason in ("error", "cancelled") and engine.closing:
-                raise Lost(event.error or "the engine closed")
+                raise ReplicaLostError(event.error or "the engine closed")
             yield event
     finally:
         ticket.cancel()

@@ -1,4 +1,4 @@
-"""`serve_replicas`: several engines and their door on this machine, until it is told to end."""
+"""Server process with replicas: `serve_replicas` runs engines and their HTTP server until a signal."""
 
 import os
 import signal
@@ -7,12 +7,12 @@ import threading
 from contextlib import suppress
 from dataclasses import replace
 
-# Before Ray is imported, for it and all that it starts.
+# Set before Ray is imported, for Ray and all processes that it starts.
 os.environ.setdefault("RAY_SERVE_ENABLE_HA_PROXY", "1")
-os.environ.setdefault("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")  # gRPC: tokens by Ray's objects take far longer.
-os.environ.setdefault(
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "2"
-)  # No other machine has to notice.
+# Sends tokens by gRPC; Ray's object store takes far longer.
+os.environ.setdefault("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")
+# A short drain suffices, because no other machine must notice the end.
+os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "2")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
@@ -24,27 +24,29 @@ from zdc_jax.replicas.settings import ReplicaSettings
 
 
 def serve_replicas(settings: ReplicaSettings, *, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """Serves until SIGTERM or SIGINT; prints a line with the address when clients can come.
+    """Serve until SIGTERM or SIGINT, and print a line with the address once the server is ready.
 
-    Each replica has a GPU of its own, where there are any. After the signal requests under way have
-    `settings.drain_seconds`. To be called on the main thread.
+    Each replica has its own GPU, if the machine has any. After the signal accepted requests have
+    `settings.drain_seconds` to finish. Call this function on the main thread.
 
     Args:
+      settings: settings of the replicas.
       host: address to listen at.
-      port: 0 for any that is free.
+      port: port to listen at; 0 for any free port.
 
     Raises:
-      CheckpointError, PromptError: as `ReplicaSettings.text_side`, before anything is started.
-      PromptError: fewer GPUs than replicas, or replicas that do not start; the log says why.
+      CheckpointError: there is no converted folder at the path.
+      PromptError: `max_model_len` exceeds the model's positions, there are fewer GPUs than replicas, or the
+        replicas do not start; Ray's log says why.
     """
     settings.text_side()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with suppress(KeyboardInterrupt):
             ray.init(address="local", include_dashboard=False, log_to_driver=False)
-            for number in before:  # Behind Ray, which has handlers of its own.
+            for number in before:  # After Ray has installed its own handlers.
                 signal.signal(number, signal.default_int_handler)
-            _serve(settings, host, port or _free_port(host))
+            _serve_until_interrupt(settings, host, port or _find_free_port(host))
     finally:
         serve.shutdown()
         ray.shutdown()
@@ -52,23 +54,24 @@ def serve_replicas(settings: ReplicaSettings, *, host: str = "127.0.0.1", port: 
             signal.signal(number, handler)
 
 
-def _serve(settings: ReplicaSettings, host: str, port: int) -> None:
-    """Until a `KeyboardInterrupt`."""
+def _serve_until_interrupt(settings: ReplicaSettings, host: str, port: int) -> None:
+    """Serve until a `KeyboardInterrupt`."""
     gpus = int(ray.cluster_resources().get("GPU", 0))
     if 0 < gpus < settings.replicas:
-        raise PromptError(f"replicas={settings.replicas} need a GPU each, and this machine has {gpus}")
+        raise PromptError(
+            f"replicas={settings.replicas}: each replica needs a GPU, and this machine has {gpus}; "
+            f"use at most {gpus} replicas"
+        )
     try:
-        with foreign_errors_as(
-            PromptError, "the replicas did not start; Ray's log folder, below serve, says why"
-        ):
+        with foreign_errors_as(PromptError, "the replicas did not start; see the folder serve in Ray's logs"):
             serve.start(http_options={"host": host, "port": port})
             serve.run(build(replace(settings, gpus=min(gpus, 1))), name=settings.name)
         print(f"serving {settings.name} at http://{host}:{port}", flush=True)
         threading.Event().wait()
     finally:
-        serve.delete(settings.name)  # Waits for requests under way.
+        serve.delete(settings.name)  # Waits for accepted requests.
 
 
-def _free_port(host: str) -> int:
+def _find_free_port(host: str) -> int:
     with socket.create_server((host, 0)) as server:
         return server.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What a set of replicas is made of."""
+"""Settings of an application with replicas."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,14 +12,21 @@ from zdc_jax.plan import CompressionPlan
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """Replicas of one model.
+    """Settings of several replicas of one model.
 
-    path: converted folder, the same on all machines. name: what clients call the model. plan: a plan, or the
-    path of its JSON. replicas, gpus: how many, and of each. engine: fields of `EngineConfig`. dtype,
-    max_positions: as `load` takes them. drain_seconds: for requests under way when a replica is to end.
+    Attributes:
+      path: converted folder, at the same path on all machines.
+      name: name of the model in the API.
+      plan: compression plan, or the path of its JSON file; None for no compression.
+      replicas: number of replicas.
+      gpus: GPUs of each replica.
+      engine: fields of `EngineConfig`.
+      dtype: dtype to run in, as in `load`.
+      max_positions: longest context, as in `load`.
+      drain_seconds: seconds that accepted requests have when a replica is shut down.
 
     Raises:
-      PromptError: replicas below 1; engine as `EngineConfig` does.
+      PromptError: there is no replica, or the engine's configuration is invalid.
     """
 
     path: str
@@ -38,22 +45,22 @@ class ReplicaSettings:
         EngineConfig(**self.engine)
 
     @property
-    def room(self) -> int:
-        """Requests that one replica takes at once, running or waiting."""
+    def max_requests(self) -> int:
+        """Most running and waiting requests of one replica."""
         config = EngineConfig(**self.engine)
         return config.max_sequences + config.max_waiting
 
     def new_engine(self) -> Serving:
-        """Loads the model."""
+        """Load the model and start an engine."""
         model = load(self.path, self.plan, dtype=self.dtype, max_positions=self.max_positions)
         return Engine(model, EngineConfig(**self.engine))
 
     def text_side(self) -> tuple[TextModel, int]:
-        """What the front needs of the model, and the tokens that the engines serve at most.
+        """Load the model without weights; return it with the most tokens of a request.
 
         Raises:
-          CheckpointError: no converted folder at the path.
-          PromptError: a max_model_len above the model's positions.
+          CheckpointError: there is no converted folder at the path.
+          PromptError: `max_model_len` exceeds the model's positions.
         """
         model = TextSide.load(self.path, self.max_positions)
         return model, EngineConfig(**self.engine).served_length(model.config.max_positions)

@@ -1,1 +1,1 @@
-"""An HTTP server that OpenAI's clients can talk to, on top of an engine."""
+"""HTTP server with an OpenAI-compatible API, on top of an engine."""

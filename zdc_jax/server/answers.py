@@ -1,4 +1,4 @@
-"""Requests under way in an engine, as a coroutine sees them."""
+"""Asynchronous access to the engine requests of one client."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -10,24 +10,32 @@ from zdc_jax.engine.request import EngineRequest, Event, Serving, Ticket
 from zdc_jax.server.errors import RequestError
 from zdc_jax.server.metrics import Metrics, Stopwatch
 
-Arrival = tuple[int, Event]
-"""Which request of several, and what came of it."""
+IndexedEvent = tuple[int, Event]
+"""Index of a request and one of its events."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What came of all engine requests of one client, in one queue."""
+    """Engine requests of one client, with their events in one queue.
+
+    Attributes:
+      tickets: handles of the requests.
+      arrived: events that were not read yet.
+    """
 
     tickets: list[Ticket] = field(default_factory=list)
-    arrived: asyncio.Queue[Arrival] = field(default_factory=asyncio.Queue)
+    arrived: asyncio.Queue[IndexedEvent] = field(default_factory=asyncio.Queue)
 
     @classmethod
-    def begun(cls, engine: Serving, requests: Sequence[EngineRequest], metrics: Metrics) -> Self:
-        """Submits all requests or none; raises what `Serving.submit` does. Needs a running event loop."""
+    def submit(cls, engine: Serving, requests: Sequence[EngineRequest], metrics: Metrics) -> Self:
+        """Submit all requests, or none if one is refused.
+
+        Raises the errors of `Serving.submit`. Needs a running event loop.
+        """
         answers = cls()
         try:
             for index, request in enumerate(requests):
-                notify = answers._notify(index, Stopwatch(metrics))
+                notify = answers._make_callback(index, Stopwatch(metrics))
                 answers.tickets.append(engine.submit(request, notify))
         except BaseException:
             answers.cancel()
@@ -35,15 +43,15 @@ class Answers:
         return answers
 
     def cancel(self) -> None:
-        """Gives up those that have not ended."""
+        """Cancel the requests that have not ended."""
         for ticket in self.tickets:
             ticket.cancel()
 
-    async def events(self) -> AsyncIterator[Arrival]:
-        """Events as they come, until all have ended.
+    async def events(self) -> AsyncIterator[IndexedEvent]:
+        """Yield events as they arrive, until all requests have ended.
 
         Raises:
-          RequestError: one of them failed, or the engine gave it up.
+          RequestError: a request failed or was cancelled.
         """
         left = len(self.tickets)
         while left:
@@ -55,17 +63,17 @@ class Answers:
             left -= event.finish_reason is not None
             yield index, event
 
-    def _notify(self, index: int, watch: Stopwatch) -> Callable[[Event], None]:
-        """What the engine calls on its own thread: hands events over to this one."""
+    def _make_callback(self, index: int, watch: Stopwatch) -> Callable[[Event], None]:
+        """Return a callback for the engine's thread that passes events to the event loop."""
         loop = asyncio.get_running_loop()
 
-        def take(event: Event) -> None:
-            watch.take(event)
+        def record(event: Event) -> None:
+            watch.record(event)
             self.arrived.put_nowait((index, event))
 
         def notify(event: Event) -> None:
-            # A loop that is closed has nobody who waits, and the engine must not suffer from it.
+            # The loop may be closed already; the engine's thread must not fail then.
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(take, event)
+                loop.call_soon_threadsafe(record, event)
 
         return notify

@@ -1,4 +1,4 @@
-"""The server's routes: OpenAI's completions, chats and models, vLLM's tokenize, health and metrics."""
+"""Routes of the server: OpenAI's completions, chats and models, vLLM's tokenize, health and metrics."""
 
 import asyncio
 import hmac
@@ -27,39 +27,42 @@ from tokenizers import Tokenizer
 from zdc_jax.engine.request import Serving
 from zdc_jax.generation.request import tokenized
 from zdc_jax.server.answers import Answers
-from zdc_jax.server.errors import HANDLERS, RequestError, blaming, response
+from zdc_jax.server.errors import HANDLERS, RequestError, make_response, report_errors_of
 from zdc_jax.server.metrics import Metrics
 from zdc_jax.server.protocol import (
-    Asked,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    GenerationRequest,
+    ModelRequest,
     TokenizeRequest,
-    ToModel,
 )
-from zdc_jax.server.replies import Reply, reply_to
+from zdc_jax.server.replies import Reply, make_reply
 
 KEY = "ZDC_API_KEY"
-"""Environment variable of the key that clients have to show; where it is empty, they need none."""
-MOST_BODY_BYTES = 2**24
+"""Environment variable with the API key that clients must send; empty for no key."""
+MAX_BODY_BYTES = 2**24
+"""Default limit on the size of a request."""
 
 
 def make_app(
-    engine: Serving, *, name: str, api_key: str | None = None, most_body_bytes: int = MOST_BODY_BYTES
+    engine: Serving, *, name: str, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES
 ) -> Starlette:
-    """The server as an ASGI application; `app.state.closing` says that it takes no more requests.
+    """Return the server as an ASGI application.
+
+    Set `app.state.closing` when the server accepts no more requests.
 
     Args:
-      engine: answers requests; closing it is the caller's.
-      name: of the model, as clients ask for it.
-      api_key: that clients have to show, but for health and metrics; None for none.
-      most_body_bytes: of a request; more are refused.
+      engine: engine that answers requests; the caller closes it.
+      name: name of the model in the API.
+      api_key: key that clients must send, except to `/health` and `/metrics`; None for no key.
+      max_body_bytes: largest request; larger ones are refused.
 
     Raises:
-      ValueError: an empty key, which everybody could show.
+      ValueError: the key is empty.
     """
     if api_key == "":
-        raise ValueError("api_key='' must be a key, or None for none")
+        raise ValueError("api_key='' must be a non-empty key, or None for no key")
     api = Api(engine, name, Metrics(engine, name))
     routes = [
         Route("/v1/completions", api.completions, methods=["POST"]),
@@ -68,15 +71,17 @@ def make_app(
         Route("/tokenize", api.tokenize, methods=["POST"]),
         Route("/detokenize", api.detokenize, methods=["POST"]),
     ]
-    guard = [] if api_key is None else [Middleware(AuthenticationMiddleware, ApiKey(api_key), _stranger)]
+    guard = []
+    if api_key is not None:
+        guard = [Middleware(AuthenticationMiddleware, ApiKey(api_key), _on_unauthorized)]
     app = Starlette(
         routes=[
             Route("/health", api.health),
-            Route("/metrics", api.measured),
+            Route("/metrics", api.show_metrics),
             Mount("/", routes=routes, middleware=guard),
         ],
         exception_handlers=HANDLERS,
-        max_body_size=most_body_bytes,
+        max_body_size=max_body_bytes,
     )
     app.state.closing = False
     return app
@@ -84,125 +89,133 @@ def make_app(
 
 @dataclass(frozen=True)
 class ApiKey(AuthenticationBackend):
-    """Lets those in who show a key as `Authorization: Bearer KEY`."""
+    """Authentication by the header `Authorization: Bearer KEY`."""
 
     key: str
 
     async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, SimpleUser]:
-        """Takes the same time however much of the key is right; raises `AuthenticationError`."""
-        scheme, _, given = conn.headers.get("authorization", "").partition(" ")
-        # Headers come as Latin-1, whatever the bytes stand for.
-        same = hmac.compare_digest(given.strip().encode("latin-1"), self.key.encode())
+        """Compare keys in constant time; raise `AuthenticationError` if they differ."""
+        scheme, _, sent_key = conn.headers.get("authorization", "").partition(" ")
+        # Starlette decodes header bytes as Latin-1, whatever their encoding.
+        same = hmac.compare_digest(sent_key.strip().encode("latin-1"), self.key.encode())
         if scheme.lower() != "bearer" or not same:
-            raise AuthenticationError("the API key is missing or wrong")
+            raise AuthenticationError(
+                "the API key is missing or wrong; send the header 'Authorization: Bearer KEY'"
+            )
         return AuthCredentials(), SimpleUser("")
 
 
-def _stranger(conn: HTTPConnection, error: AuthenticationError) -> Response:
+def _on_unauthorized(conn: HTTPConnection, error: AuthenticationError) -> Response:
     refused = RequestError(str(error), status=401, code="invalid_api_key")
-    return response(refused, {"WWW-Authenticate": "Bearer"})
+    return make_response(refused, {"WWW-Authenticate": "Bearer"})
 
 
 @dataclass(frozen=True)
 class Api:
-    """What the routes do."""
+    """Handlers of the routes.
+
+    Attributes:
+      engine: engine that answers requests.
+      name: name of the model in the API.
+      metrics: metrics of the server.
+    """
 
     engine: Serving
     name: str
     metrics: Metrics
 
     async def completions(self, http: Request) -> Response:
-        """Goes on from texts or token ids."""
+        """Continue prompts given as text or token ids."""
         return await self._answer(http, CompletionRequest.model_validate_json(await http.body()))
 
     async def chat_completions(self, http: Request) -> Response:
-        """Replies to messages."""
+        """Answer the messages of a chat."""
         return await self._answer(http, ChatRequest.model_validate_json(await http.body()))
 
     async def models(self, http: Request) -> Response:
-        """The only one."""
+        """List the served model."""
         model = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "zdc-jax"}
         model |= {"max_model_len": self.engine.max_model_len}
         return JSONResponse({"object": "list", "data": [model]})
 
     async def health(self, http: Request) -> Response:
-        """Whether requests are taken."""
+        """Answer 200 while the server accepts requests, otherwise 503."""
         return Response(status_code=503 if http.app.state.closing or self.engine.closing else 200)
 
-    def measured(self, http: Request) -> Response:
-        """Metrics, for Prometheus."""
+    def show_metrics(self, http: Request) -> Response:
+        """Return metrics in the Prometheus format."""
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def tokenize(self, http: Request) -> Response:
-        """Token ids of a text."""
-        asked = TokenizeRequest.model_validate_json(await http.body())
-        special = asked.add_special_tokens
-        with blaming("prompt"):
+        """Convert a text to token ids."""
+        body = TokenizeRequest.model_validate_json(await http.body())
+        special = body.add_special_tokens
+        with report_errors_of("prompt"):
             tokens = await run_in_threadpool(
-                tokenized, self._tokenizer(asked), asked.prompt, add_special_tokens=special
+                tokenized, self._get_tokenizer(body), body.prompt, add_special_tokens=special
             )
         length = self.engine.max_model_len
         return JSONResponse({"count": len(tokens), "max_model_len": length, "tokens": tokens})
 
     async def detokenize(self, http: Request) -> Response:
-        """Text of token ids, special ones included."""
-        asked = DetokenizeRequest.model_validate_json(await http.body())
-        decode = self._tokenizer(asked).decode
+        """Convert token ids, special ones included, to text."""
+        body = DetokenizeRequest.model_validate_json(await http.body())
+        decode = self._get_tokenizer(body).decode
         return JSONResponse(
-            {"prompt": await run_in_threadpool(decode, asked.tokens, skip_special_tokens=False)}
+            {"prompt": await run_in_threadpool(decode, body.tokens, skip_special_tokens=False)}
         )
 
-    def _tokenizer(self, asked: ToModel) -> Tokenizer:
-        self._check_model(asked)
+    def _get_tokenizer(self, body: ModelRequest) -> Tokenizer:
+        self._check_model(body)
         if self.engine.model.tokenizer is None:
-            raise RequestError("this model has no tokenizer")
+            raise RequestError("this model has no tokenizer, which /tokenize and /detokenize need")
         return self.engine.model.tokenizer
 
-    def _check_model(self, asked: ToModel) -> None:
-        if asked.model not in (None, self.name):
-            message = f"model {asked.model!r:.80} is not served here, {self.name!r} is"
+    def _check_model(self, body: ModelRequest) -> None:
+        if body.model not in (None, self.name):
+            message = f"model={body.model!r:.80} is not served here; the only model is {self.name!r}"
             raise RequestError(message, status=404, param="model", code="model_not_found")
 
-    async def _answer(self, http: Request, asked: Asked) -> Response:
-        """Asks the engine for what a client wants."""
-        self._check_model(asked)
-        # Templates and tokenizers may take long, and other clients should not wait for them.
-        requests = await run_in_threadpool(
-            asked.engine_requests, self.engine.model, self.engine.max_model_len
-        )
-        reply = reply_to(asked, self.name, self.engine.model.tokenizer, requests)
-        answers = Answers.begun(self.engine, requests, self.metrics)
-        if asked.stream:
-            return EventStream(answers, reply, asked.stream_options.include_usage)
-        return await _whole(http, answers, reply)
+    async def _answer(self, http: Request, body: GenerationRequest) -> Response:
+        """Submit a request to the engine, and answer whole or as a stream."""
+        self._check_model(body)
+        # Templates and tokenizers may take long, and must not block other clients.
+        requests = await run_in_threadpool(body.engine_requests, self.engine.model, self.engine.max_model_len)
+        reply = make_reply(body, self.name, self.engine.model.tokenizer, requests)
+        answers = Answers.submit(self.engine, requests, self.metrics)
+        if body.stream:
+            return EventStream(answers, reply, body.stream_options.include_usage)
+        return await _answer_whole(http, answers, reply)
 
 
-async def _whole(http: Request, answers: Answers, reply: Reply) -> Response:
-    """The answer when all of it is there; gives up where the client goes before."""
-    watch = asyncio.create_task(_gone(http))
-    # What is given up ends too, so that nobody waits for it. What has ended already is not affected.
+async def _answer_whole(http: Request, answers: Answers, reply: Reply) -> Response:
+    """Return the complete answer; cancel it if the client disconnects before."""
+    watch = asyncio.create_task(_wait_for_disconnect(http))
+    # Cancelled requests end with an event, so the loop below ends, too. Ended requests are unaffected.
     watch.add_done_callback(lambda _: answers.cancel())
     try:
         async for index, event in answers.events():
-            reply.take(index, event)
+            reply.add(index, event)
     finally:
         watch.cancel()
     return JSONResponse(reply.whole())
 
 
-async def _gone(http: Request) -> None:
-    """Ends when the client has gone."""
+async def _wait_for_disconnect(http: Request) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(StreamingResponse):
-    """Answers as server-sent events, as they come. However the stream ends, nothing is left in the engine."""
+    """Response that streams answers as server-sent events.
+
+    However the stream ends, its requests are cancelled in the engine.
+    """
 
     media_type = "text/event-stream"
 
     def __init__(self, answers: Answers, reply: Reply, include_usage: bool):
-        super().__init__(_events(answers, reply, include_usage), headers={"Cache-Control": "no-cache"})
+        super().__init__(_stream_events(answers, reply, include_usage), headers={"Cache-Control": "no-cache"})
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -212,18 +225,21 @@ class EventStream(StreamingResponse):
             self._answers.cancel()
 
 
-async def _events(answers: Answers, reply: Reply, include_usage: bool) -> AsyncIterator[bytes]:
-    """The status went out before, so that an error is an event too, and the last but one."""
+async def _stream_events(answers: Answers, reply: Reply, include_usage: bool) -> AsyncIterator[bytes]:
+    """Yield server-sent events.
+
+    The status has been sent before, so an error is an event, too, followed by the final `[DONE]`.
+    """
     try:
         async for index, event in answers.events():
             if (chunk := reply.chunk(index, event)) is not None:
-                yield _event(to_json(chunk))
+                yield _format_event(to_json(chunk))
         if include_usage:
-            yield _event(to_json(reply.last_chunk()))
+            yield _format_event(to_json(reply.last_chunk()))
     except RequestError as error:
-        yield _event(to_json(error.body))
-    yield _event(b"[DONE]")
+        yield _format_event(to_json(error.body))
+    yield _format_event(b"[DONE]")
 
 
-def _event(data: bytes) -> bytes:
+def _format_event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"

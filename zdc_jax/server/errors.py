@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: a status and `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in OpenAI's format: a status and `{"error": {"message", "type", "param", "code"}}`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,15 +14,20 @@ from zdc_jax.engine.request import Busy, Closing
 from zdc_jax.errors import ChatError, PromptError, ZDCError
 
 RETRY_AFTER = 1
-"""Seconds after which a client that found the queue full may come again."""
+"""Seconds after which a client should retry when the queue was full."""
 CLOSED_REQUEST = 499
-"""Status of a request whose client has gone; nobody sees it."""
+"""Status logged for a request whose client disconnected."""
 
 
 class RequestError(ZDCError):
-    """A request gets no answer. `param`: the field that is to blame; `code`: what happened, in a word.
+    """A request that gets no answer.
 
-    It is no `ValueError`, so that pydantic lets it pass.
+    It is not a `ValueError`, so that pydantic does not wrap it.
+
+    Attributes:
+      status: HTTP status.
+      param: request field that caused the error, or None.
+      code: short machine-readable reason, or None.
     """
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None):
@@ -31,81 +36,81 @@ class RequestError(ZDCError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What the client gets."""
-        described = {"message": str(self), "type": _kind(self.status), "param": self.param, "code": self.code}
-        return {"error": described}
+        """JSON body of the response."""
+        kind = _get_error_type(self.status)
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @contextmanager
-def blaming(param: str) -> Iterator[None]:
-    """Raises a `PromptError` inside as a `RequestError` of this field."""
+def report_errors_of(param: str) -> Iterator[None]:
+    """Convert a `PromptError` inside the context to a `RequestError` of this request field."""
     try:
         yield
     except PromptError as error:
         raise RequestError(str(error), param=param) from error
 
 
-def _kind(status: int) -> str:
+def _get_error_type(status: int) -> str:
     if status >= 500:
         return "server_error"
     return {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
 
 
-def malformed(error: ValidationError) -> RequestError:
-    """The first thing that is wrong with a body."""
+def describe_invalid(error: ValidationError) -> RequestError:
+    """Convert the first finding of pydantic to a `RequestError`."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))
     message = f"{place}: {first['msg']}" if place else first["msg"]
     return RequestError(message, param=str(first["loc"][0]) if place else None)
 
 
-def response(error: RequestError, headers: dict[str, str] | None = None) -> JSONResponse:
-    """An error as an answer."""
+def make_response(error: RequestError, headers: dict[str, str] | None = None) -> JSONResponse:
+    """Return the HTTP response for an error."""
     return JSONResponse(error.body, error.status, headers)
 
 
 async def _on_request_error(request: Request, error: Any) -> JSONResponse:
-    return response(error)
+    return make_response(error)
 
 
-async def _on_malformed(request: Request, error: Any) -> JSONResponse:
-    return response(malformed(error))
+async def _on_invalid(request: Request, error: Any) -> JSONResponse:
+    return make_response(describe_invalid(error))
 
 
 async def _on_refused(request: Request, error: Any) -> JSONResponse:
-    return response(RequestError(str(error)))
+    return make_response(RequestError(str(error)))
 
 
 async def _on_busy(request: Request, error: Any) -> JSONResponse:
-    """The engine is busy for a while, or for good."""
+    """Answer 503 if the server is closing, otherwise 429."""
     closing = request.app.state.closing or isinstance(error, Closing)
     status, code = (503, "closing") if closing else (429, "queue_full")
-    refused = RequestError(str(error) or "too many requests wait", status=status, code=code)
-    return response(refused, {"Retry-After": str(RETRY_AFTER)})
+    refused = RequestError(str(error) or "the queue is full; retry later", status=status, code=code)
+    return make_response(refused, {"Retry-After": str(RETRY_AFTER)})
 
 
 async def _on_http(request: Request, error: Any) -> JSONResponse:
-    """No such path or method."""
-    return response(RequestError(error.detail, status=error.status_code), error.headers)
+    """Answer requests with an unknown path or a wrong method."""
+    return make_response(RequestError(error.detail, status=error.status_code), error.headers)
 
 
-async def _on_gone(request: Request, error: Any) -> JSONResponse:
-    return response(RequestError("the client has gone", status=CLOSED_REQUEST))
+async def _on_disconnect(request: Request, error: Any) -> JSONResponse:
+    return make_response(RequestError("the client disconnected", status=CLOSED_REQUEST))
 
 
 async def _on_bug(request: Request, error: Any) -> JSONResponse:
-    """The log says what happened; the client needs not know."""
-    return response(RequestError("internal error", status=500))
+    """Hide the details of an unexpected error, which are in the log."""
+    return make_response(RequestError("internal error", status=500))
 
 
 HANDLERS: dict[Any, HTTPExceptionHandler] = {
     RequestError: _on_request_error,
-    ValidationError: _on_malformed,
+    ValidationError: _on_invalid,
     PromptError: _on_refused,
     ChatError: _on_refused,
     Busy: _on_busy,
     HTTPException: _on_http,
-    ClientDisconnect: _on_gone,
+    ClientDisconnect: _on_disconnect,
     Exception: _on_bug,
 }
-"""What is answered where an error ends a request."""
+"""Handler of each exception type."""

@@ -1,4 +1,4 @@
-"""What a server measures, for Prometheus, under the names that vLLM gives it."""
+"""Prometheus metrics of a server, under vLLM's names."""
 
 import time
 from collections.abc import Iterator
@@ -34,41 +34,55 @@ FIRST_TOKEN = (
 )
 BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
 WHOLE_REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960, 1920)
-"""Bounds of histograms, in seconds."""
+"""Bucket bounds of the histograms, in seconds."""
 OUTCOMES = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
-"""Reasons to end, as vLLM calls them."""
+"""Names of finish reasons in vLLM's metrics."""
 
 
 class Metrics:
-    """Of one server: what it measures itself, and what its engine says when it is asked."""
+    """Metrics of one server: latencies that it measures, and statistics of its engine.
+
+    Args:
+      engine: engine whose statistics are collected.
+      name: name of the model, a label of every metric.
+
+    Attributes:
+      registry: registry with all metrics.
+      first_token: time to first token (TTFT).
+      between_tokens: time per output token (TPOT).
+      whole_request: time from submission to the end of the answer.
+      ended: counter of ended requests for each finish reason.
+    """
 
     def __init__(self, engine: Serving, name: str):
-        """name: of the model, a label of all."""
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine, name))
-        self.first_token = self._seconds("time_to_first_token", FIRST_TOKEN).labels(name)
-        self.between_tokens = self._seconds("inter_token_latency", BETWEEN_TOKENS).labels(name)
-        self.whole_request = self._seconds("e2e_request_latency", WHOLE_REQUEST).labels(name)
+        self.first_token = self._make_histogram("time_to_first_token", FIRST_TOKEN).labels(name)
+        self.between_tokens = self._make_histogram("inter_token_latency", BETWEEN_TOKENS).labels(name)
+        self.whole_request = self._make_histogram("e2e_request_latency", WHOLE_REQUEST).labels(name)
         ended = Counter(
-            "vllm:request_success", "Requests that ended", [LABEL, "finished_reason"], registry=self.registry
+            "vllm:request_success", "Ended requests", [LABEL, "finished_reason"], registry=self.registry
         )
         self.ended = {reason: ended.labels(name, outcome) for reason, outcome in OUTCOMES.items()}
 
-    def _seconds(self, what: str, bounds: tuple[float, ...]) -> Histogram:
-        meaning = f"{what.replace('_', ' ')}, in seconds"
-        return Histogram(f"vllm:{what}_seconds", meaning, [LABEL], registry=self.registry, buckets=bounds)
+    def _make_histogram(self, quantity: str, bounds: tuple[float, ...]) -> Histogram:
+        meaning = f"{quantity.replace('_', ' ')}, in seconds"
+        return Histogram(f"vllm:{quantity}_seconds", meaning, [LABEL], registry=self.registry, buckets=bounds)
 
 
 class Stopwatch:
-    """Measures one request, from when it was made."""
+    """Timer of one request, started when it is created."""
 
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
         self._begun = time.monotonic()
         self._newest: float | None = None
 
-    def take(self, event: Event) -> None:
-        """Notes an event that comes now; tokens that come together share the time since those before."""
+    def record(self, event: Event) -> None:
+        """Record an event that arrives now.
+
+        Tokens that arrive together share the time since the previous tokens equally.
+        """
         now = time.monotonic()
         if event.tokens:
             if self._newest is None:
@@ -84,28 +98,28 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class EngineCollector(Collector):
-    """Numbers of an engine, read when Prometheus asks."""
+    """Collector that reads an engine's statistics whenever Prometheus scrapes them."""
 
     engine: Serving
     name: str
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """One family for each number."""
+        """Yield one metric family for each statistic."""
         stats = self.engine.stats()
         gauges = {
-            "num_requests_running": ("Requests in steps", stats.running),
-            "num_requests_waiting": ("Requests that wait", stats.waiting),
-            "kv_cache_usage_perc": ("Share of the cache in use, 1 for all", stats.cache_usage),
+            "num_requests_running": ("Running requests", stats.running),
+            "num_requests_waiting": ("Waiting requests", stats.waiting),
+            "kv_cache_usage_perc": ("Share of the cache in use, from 0 to 1", stats.cache_usage),
         }
         counters = {
-            "num_preemptions": ("Requests that were put back", stats.preemptions),
-            "prefix_cache_queries": ("Prompt tokens looked for in the cache", stats.prefix_queries),
-            "prefix_cache_hits": ("Prompt tokens found in the cache", stats.prefix_hits),
-            "prompt_tokens": ("Tokens of prompts", stats.prompt_tokens),
+            "num_preemptions": ("Preempted requests", stats.preemptions),
+            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", stats.prefix_queries),
+            "prefix_cache_hits": ("Prompt tokens found in the prefix cache", stats.prefix_hits),
+            "prompt_tokens": ("Prompt tokens", stats.prompt_tokens),
             "generation_tokens": ("Generated tokens", stats.generation_tokens),
         }
-        for kind, numbers in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, (meaning, value) in numbers.items():
+        for kind, families in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (meaning, value) in families.items():
                 family = kind(f"vllm:{name}", meaning, labels=[LABEL])
                 family.add_metric([self.name], value)
                 yield family

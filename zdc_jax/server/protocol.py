@@ -1,8 +1,8 @@
-"""What clients ask: the bodies of requests, checked, and what they are for the engine.
+"""Bodies of client requests: their validation, and their conversion to engine requests.
 
 Names and defaults are OpenAI's. `top_k`, `ignore_eos`, `min_tokens`, `stop_token_ids`, `priority`,
-`cache_salt` and `chat_template_kwargs` are vLLM's. Fields that are not known here are ignored, for clients
-send many. Those that would change the answer and are not supported are refused by name.
+`cache_salt` and `chat_template_kwargs` are vLLM's. Unknown fields are ignored, since clients send many.
+Unsupported fields that would change the answer are refused by name.
 """
 
 import secrets
@@ -14,23 +14,23 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from zdc_jax.conversation.prompt import chat_prompt, chat_stop_tokens
-from zdc_jax.engine.checks import check_length, stop_ids
-from zdc_jax.engine.request import MOST_LOGPROBS, EngineRequest
+from zdc_jax.engine.checks import check_length, resolve_stop_ids
+from zdc_jax.engine.request import MAX_LOGPROBS, EngineRequest
 from zdc_jax.generation.request import stop_strings, token_ids
 from zdc_jax.generation.row_numbers import MAX_STOP_TOKENS
 from zdc_jax.generation.sampling import SEEDS, Sampling
 from zdc_jax.loading import TextModel
-from zdc_jax.server.errors import RequestError, blaming
+from zdc_jax.server.errors import RequestError, report_errors_of
 
-MOST_ANSWERS = 16
-"""Answers to one prompt."""
-MOST_STOP_STRINGS = 16
-MOST_REQUESTS = 128
-"""Prompts of one body, times their answers."""
+MAX_ANSWERS = 16
+"""Most answers to one prompt (`n`)."""
+MAX_STOP_STRINGS = 16
+MAX_REQUESTS = 128
+"""Most prompts of one body, times `n`."""
 COMPLETION_TOKENS = 16
-"""Tokens of a completion where the client gives no limit."""
+"""Default `max_tokens` of a completion."""
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -53,57 +53,82 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "continue_final_message": (False,),
 }
-"""Fields that are not supported, and the values that ask for nothing, beside null."""
+"""Unsupported fields, with the values that are accepted because they have no effect; null always is."""
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 
 
-def _as_list(prompt: Any) -> Any:
-    """One prompt as a list of one."""
-    several = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
-    return prompt if several else [prompt]
+def _wrap_prompt(prompt: Any) -> Any:
+    """Wrap a single prompt in a list."""
+    is_list = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
+    return prompt if is_list else [prompt]
 
 
-Prompts = Annotated[list[str | list[int]], Field(min_length=1), BeforeValidator(_as_list)]
-"""Each a text or token ids."""
+Prompts = Annotated[list[str | list[int]], Field(min_length=1), BeforeValidator(_wrap_prompt)]
+"""Prompts, each a text or token ids."""
 
 
 class Body(BaseModel):
-    """A body of JSON; null stands for a field that is not there, and a number in quotes is none."""
+    """JSON body of a request. Null means that a field is absent, and numbers in quotes are refused."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {name: value for name, value in given.items() if value is not None}
+    def _drop_nulls(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if value is not None}
 
 
-class ToModel(Body):
-    """model: the one that is served, or none."""
+class ModelRequest(Body):
+    """Body that may name a model.
+
+    Attributes:
+      model: name of the served model, or None.
+    """
 
     model: str | None = None
 
 
 class StreamOptions(Body):
-    """include_usage: a last piece of the stream counts tokens."""
+    """Options of a streamed answer.
+
+    Attributes:
+      include_usage: send a last chunk with token counts.
+    """
 
     include_usage: bool = False
 
 
-class Asked(ToModel, ABC):
-    """What completions and chats have in common."""
+class GenerationRequest(ModelRequest, ABC):
+    """Common fields of completions and chats.
+
+    Attributes:
+      max_tokens: most tokens of an answer.
+      temperature: softmax temperature; 0 is greedy decoding.
+      top_p: probability of the set of most likely tokens to sample from.
+      top_k: number of most likely tokens to sample from; 0 or -1 for all.
+      n: answers to each prompt.
+      seed: seed of the first answer; the others use consecutive seeds. Null for a random seed.
+      stop: string or strings that end an answer.
+      stop_token_ids: token ids that end an answer.
+      ignore_eos: do not stop at the model's end-of-sequence ids.
+      min_tokens: fewest tokens before an answer may end.
+      priority: requests with smaller numbers start first.
+      cache_salt: prefix-cache salt; cached tokens are shared only between requests with the same salt.
+      stream: send the answer as server-sent events.
+      stream_options: options of the stream.
+    """
 
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = 1.0
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
-    n: int = Field(1, ge=1, le=MOST_ANSWERS)
+    n: int = Field(1, ge=1, le=MAX_ANSWERS)
     seed: int | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=MOST_STOP_STRINGS)] = Field(default_factory=list)
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS)] = Field(default_factory=list)
     stop_token_ids: list[Token] = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
@@ -114,36 +139,46 @@ class Asked(ToModel, ABC):
 
     @model_validator(mode="before")
     @classmethod
-    def _supported(cls, given: Any) -> Any:
-        for name in given.keys() & NEUTRAL.keys() if isinstance(given, dict) else ():
-            if given[name] is not None and given[name] not in NEUTRAL[name]:
-                raise RequestError(f"{name}={given[name]!r:.80} is not supported", param=name)
-        return given
+    def _refuse_unsupported(cls, body: Any) -> Any:
+        for name in body.keys() & UNSUPPORTED.keys() if isinstance(body, dict) else ():
+            if body[name] is not None and body[name] not in UNSUPPORTED[name]:
+                raise RequestError(f"{name}={body[name]!r:.80} is not supported; leave it out", param=name)
+        return body
 
     @abstractmethod
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
-        """`n` requests for each prompt, in order; their seeds follow each other.
+        """Return `n` engine requests for each prompt, in order, with consecutive seeds.
+
+        Args:
+          model: model that serves the requests.
+          max_model_len: most tokens of a prompt and its answer together.
 
         Raises:
-          RequestError: fields that contradict each other, or that this model cannot serve; a prompt that is
-            empty, too long, or cannot be encoded.
-          ChatError: the model cannot chat, or its template refuses the messages.
+          RequestError: fields contradict each other or do not suit the model, or a prompt is empty, too long
+            or cannot be encoded.
+          ChatError: the model has no chat template, or the template refuses the messages.
         """
 
     @property
-    def _limit(self) -> str:
-        """The field that says how long an answer may be."""
+    def _limit_field(self) -> str:
+        """Name of the field that limits the answer's tokens."""
         return "max_tokens"
 
-    def _requests(
+    def _build_requests(
         self,
         prompts: Iterable[tuple[Sequence[int], int]],
         stop_tokens: Sequence[int],
         logprobs: int | None,
     ) -> list[EngineRequest]:
-        """prompts: token ids, and how many to generate. stop_tokens: beside those the client names."""
+        """Return `n` engine requests for each prompt.
+
+        Args:
+          prompts: token ids of each prompt, and most tokens to generate.
+          stop_tokens: stop tokens in addition to the client's.
+          logprobs: number of alternatives of each token, or None.
+        """
         seed = secrets.randbelow(SEEDS) if self.seed is None else self.seed
-        with blaming("temperature"):  # The other numbers have been checked.
+        with report_errors_of("temperature"):  # The other parameters have been checked.
             top_k = None if self.top_k < 1 else self.top_k
             samplings = [
                 Sampling(self.temperature, top_k, self.top_p, (seed + i) % SEEDS) for i in range(self.n)
@@ -165,117 +200,150 @@ class Asked(ToModel, ABC):
             for prompt, max_tokens in prompts
             for sampling in samplings
         ]
-        if any(self.min_tokens > request.max_tokens for request in requests):
-            raise RequestError(f"min_tokens={self.min_tokens} exceeds {self._limit}", param="min_tokens")
+        shortest = min(request.max_tokens for request in requests)
+        if self.min_tokens > shortest:
+            message = f"min_tokens={self.min_tokens} must be at most {self._limit_field}={shortest}"
+            raise RequestError(message, param="min_tokens")
         return requests
 
-    def _check(self, requests: Sequence[EngineRequest], model: TextModel, max_model_len: int) -> None:
-        """Raises `RequestError` where the engine would refuse one: it does not know the client's names."""
-        limit = self._limit
+    def _check_requests(
+        self, requests: Sequence[EngineRequest], model: TextModel, max_model_len: int
+    ) -> None:
+        """Raise `RequestError` if the engine would refuse a request.
+
+        The engine's own errors would not use the names of the client's fields.
+        """
+        limit = self._limit_field
         for request in requests:
-            room = limit in self.model_fields_set and len(request.prompt) < max_model_len
-            with blaming(limit if room else "prompt"):
+            limit_is_cause = limit in self.model_fields_set and len(request.prompt) < max_model_len
+            with report_errors_of(limit if limit_is_cause else "prompt"):
                 check_length(len(request.prompt), request.max_tokens, max_model_len, limit)
-        with blaming("stop"):
+        with report_errors_of("stop"):
             stop_strings(model, self.stop)
         vocab, param = model.config.vocab_size, "stop_token_ids"
         if bad := [token for token in self.stop_token_ids if token >= vocab]:
             raise RequestError(
                 f"{param}: token id {bad[0]} lies outside the vocabulary 0…{vocab - 1}", param=param
             )
-        if len(stop_ids(model, requests[0])) > MAX_STOP_TOKENS:
-            message = f"{param}: at most {MAX_STOP_TOKENS} are allowed, the model's own among them"
+        if (count := len(resolve_stop_ids(model, requests[0]))) > MAX_STOP_TOKENS:
+            message = (
+                f"{param} has {count} ids including the model's own; at most {MAX_STOP_TOKENS} are allowed"
+            )
             raise RequestError(message, param=param)
 
 
-class CompletionRequest(Asked):
-    """Body of /v1/completions."""
+class CompletionRequest(GenerationRequest):
+    """Body of /v1/completions.
+
+    Attributes:
+      prompt: one prompt or several, each a text or token ids.
+      echo: start each answer with its prompt.
+      logprobs: number of alternatives of each token; None for no log-probabilities.
+    """
 
     prompt: Prompts
     echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @model_validator(mode="after")
-    def _not_too_many(self) -> Self:
-        if (asked := len(self.prompt) * self.n) > MOST_REQUESTS:
-            raise RequestError(f"{asked} answers asked for, at most {MOST_REQUESTS}", param="prompt")
+    def _check_count(self) -> Self:
+        if len(self.prompt) * self.n > MAX_REQUESTS:
+            message = (
+                f"{len(self.prompt)} prompts with n={self.n}; at most {MAX_REQUESTS} answers are allowed"
+            )
+            raise RequestError(message, param="prompt")
         return self
 
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
-        """Prompts are encoded as `generate` does."""
         limit = self.max_tokens or COMPLETION_TOKENS
-        with blaming("prompt"):
+        with report_errors_of("prompt"):
             prompts = [(token_ids(model, prompt).tolist(), limit) for prompt in self.prompt]
-        requests = self._requests(prompts, (), self.logprobs)
-        self._check(requests, model, max_model_len)
+        requests = self._build_requests(prompts, (), self.logprobs)
+        self._check_requests(requests, model, max_model_len)
         scored = self.echo and self.logprobs is not None
         return [replace(request, prompt_logprobs=scored) for request in requests]
 
 
 class TextPart(Body):
-    """A piece of a message's text."""
+    """Part of a message's text."""
 
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(Body):
-    """One message; `developer` is what some clients call the system."""
+    """Message of a chat.
+
+    Attributes:
+      role: author of the message; `developer` means `system`.
+      content: text, or a list of text parts.
+    """
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
 
-    def plain(self) -> dict[str, str]:
-        """As chat templates take it; parts of a text become lines."""
-        parts = self.content
-        text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+    def to_template(self) -> dict[str, str]:
+        """Convert to the format of chat templates, with one line for each text part."""
+        content = self.content
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
-class ChatRequest(Asked):
-    """Body of /v1/chat/completions."""
+class ChatRequest(GenerationRequest):
+    """Body of /v1/chat/completions.
+
+    Without a token limit, a reply may take all positions that the messages leave.
+
+    Attributes:
+      messages: messages, oldest first.
+      max_completion_tokens: most tokens of a reply; takes precedence over `max_tokens`.
+      logprobs: report log-probabilities of the reply's tokens.
+      top_logprobs: number of alternatives of each token.
+      chat_template_kwargs: further variables of the chat template.
+    """
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _top_of_some(self) -> Self:
+    def _check_top_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs", param="top_logprobs")
+            message = f"top_logprobs={self.top_logprobs} needs logprobs=true"
+            raise RequestError(message, param="top_logprobs")
         return self
 
     @property
-    def _limit(self) -> str:
+    def _limit_field(self) -> str:
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def engine_requests(self, model: TextModel, max_model_len: int) -> list[EngineRequest]:
-        """Without a limit, a reply may take all positions that the messages leave."""
-        messages = [message.plain() for message in self.messages]
-        with blaming("messages"):
+        messages = [message.to_template() for message in self.messages]
+        with report_errors_of("messages"):
             prompt = token_ids(model, chat_prompt(model, messages, self.chat_template_kwargs)).tolist()
         if (room := max_model_len - len(prompt)) < 1:
             raise RequestError(
-                f"the messages take {len(prompt)} tokens, of {max_model_len} with the reply (max_model_len)",
+                f"messages: {len(prompt)} tokens leave no room for a reply within {max_model_len=}; "
+                "shorten the messages",
                 param="messages",
             )
         limit = self.max_completion_tokens or self.max_tokens or room
         logprobs = self.top_logprobs if self.logprobs else None
-        requests = self._requests([(prompt, limit)], chat_stop_tokens(model), logprobs)
-        self._check(requests, model, max_model_len)
+        requests = self._build_requests([(prompt, limit)], chat_stop_tokens(model), logprobs)
+        self._check_requests(requests, model, max_model_len)
         return requests
 
 
-class TokenizeRequest(ToModel):
+class TokenizeRequest(ModelRequest):
     """Body of /tokenize."""
 
     prompt: str
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(ToModel):
+class DetokenizeRequest(ModelRequest):
     """Body of /detokenize."""
 
     tokens: list[Token]

@@ -1,4 +1,4 @@
-"""How answers are written: as OpenAI's completions and chats, whole or in pieces."""
+"""Response bodies: OpenAI's completions and chats, whole or as streamed chunks."""
 
 import secrets
 import time
@@ -10,17 +10,24 @@ from typing import Any, ClassVar
 from tokenizers import Tokenizer
 
 from zdc_jax.engine.request import EndReason, EngineRequest, Event, TokenLogprobs
-from zdc_jax.server.protocol import Asked, ChatRequest, CompletionRequest
+from zdc_jax.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
-LEAST_LOGPROB = -9999.0
-"""JSON has no infinity; vLLM gives this too."""
+MIN_LOGPROB = -9999.0
+"""Smallest log-probability sent, as in vLLM: JSON has no infinity."""
 
 
 @dataclass
 class Answer:
-    """What one engine request has given so far.
+    """Answer to one engine request so far.
 
-    shown: characters of the text that went out in pieces; begun: whether any piece did.
+    Attributes:
+      text: text of the answer.
+      tokens: number of generated tokens.
+      logprobs: log-probabilities of the prompt and the answer.
+      finish_reason: reason why the answer ended; None while it continues.
+      cached_tokens: prompt tokens reused from earlier requests.
+      shown: characters of the text that were streamed.
+      begun: whether a chunk was streamed.
     """
 
     text: str = ""
@@ -31,8 +38,8 @@ class Answer:
     shown: int = 0
     begun: bool = False
 
-    def take(self, event: Event) -> None:
-        """Adds an event."""
+    def add(self, event: Event) -> None:
+        """Add an event."""
         self.text += event.text or ""
         self.tokens += len(event.tokens)
         self.logprobs += [*event.prompt_logprobs, *event.logprobs]
@@ -42,7 +49,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class AnswerDelta:
-    """Part of an answer, or all of it. offset: characters of the answer before it; first: it begins one."""
+    """Part of an answer, or all of it.
+
+    Attributes:
+      text: text of the part.
+      logprobs: log-probabilities of its tokens.
+      finish_reason: reason why the answer ended; None while it continues.
+      offset: characters of the answer before the part.
+      first: whether the part starts the answer.
+    """
 
     text: str
     logprobs: Sequence[TokenLogprobs]
@@ -52,162 +67,177 @@ class AnswerDelta:
 
 
 class Reply(ABC):
-    """The answers to one request of a client; gathers events, and gives what is to be sent."""
+    """Builder of the response to one client request.
+
+    Args:
+      name: name of the model in the API.
+      tokenizer: tokenizer of the model, or None.
+      body: body of the client's request.
+      requests: its engine requests, `body.n` for each prompt, in order.
+    """
 
     prefix: ClassVar[str]
     whole_kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
     def __init__(
-        self, name: str, tokenizer: Tokenizer | None, asked: Asked, requests: Sequence[EngineRequest]
+        self,
+        name: str,
+        tokenizer: Tokenizer | None,
+        body: GenerationRequest,
+        requests: Sequence[EngineRequest],
     ):
-        """name: of the model. requests: `asked.n` for each prompt, in order."""
-        self._name, self._tokenizer, self._asked, self._requests = name, tokenizer, asked, requests
+        self._name, self._tokenizer, self._body, self._requests = name, tokenizer, body, requests
         self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
         self._answers = [Answer() for _ in requests]
 
-    def take(self, index: int, event: Event) -> None:
-        """Adds an event of one of the requests."""
-        self._answers[index].take(event)
+    def add(self, index: int, event: Event) -> None:
+        """Add an event of one of the engine requests."""
+        self._answers[index].add(event)
 
     def whole(self) -> dict[str, Any]:
-        """The body of an answer that has ended."""
+        """Return the body of the complete response."""
         choices = [
-            self._choice(index, AnswerDelta(answer.text, answer.logprobs, answer.finish_reason))
+            self._format_choice(index, AnswerDelta(answer.text, answer.logprobs, answer.finish_reason))
             for index, answer in enumerate(self._answers)
         ]
-        return self._head(self.whole_kind) | {"choices": choices, "usage": self.usage()}
+        return self._format_header(self.whole_kind) | {"choices": choices, "usage": self.usage()}
 
     def chunk(self, index: int, event: Event) -> dict[str, Any] | None:
-        """Adds an event, and gives what it brings; None where that is nothing to see."""
+        """Add an event, and return its streamed chunk, or None if it has nothing to show."""
         answer = self._answers[index]
-        answer.take(event)
+        answer.add(event)
         text, offset = answer.text[answer.shown :], answer.shown
         logprobs = [*event.prompt_logprobs, *event.logprobs]
         if not (text or logprobs or event.finish_reason):
             return None
         delta = AnswerDelta(text, logprobs, event.finish_reason, offset, not answer.begun)
         answer.shown, answer.begun = len(answer.text), True
-        return self._head(self.chunk_kind) | {"choices": [self._chunk_choice(index, delta)]}
+        return self._format_header(self.chunk_kind) | {"choices": [self._format_chunk_choice(index, delta)]}
 
     def last_chunk(self) -> dict[str, Any]:
-        """Counts tokens."""
-        return self._head(self.chunk_kind) | {"choices": [], "usage": self.usage()}
+        """Return the last streamed chunk, with token counts."""
+        return self._format_header(self.chunk_kind) | {"choices": [], "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far; a prompt counts once, however many answers it gets."""
-        prompts = slice(None, None, self._asked.n)
-        read = sum(len(request.prompt) for request in self._requests[prompts])
-        written = sum(answer.tokens for answer in self._answers)
-        cached = sum(answer.cached_tokens for answer in self._answers[prompts])
+        """Count tokens so far; a prompt counts once, however many answers it has."""
+        prompts = slice(None, None, self._body.n)
+        prompt_tokens = sum(len(request.prompt) for request in self._requests[prompts])
+        completion_tokens = sum(answer.tokens for answer in self._answers)
+        cached_tokens = sum(answer.cached_tokens for answer in self._answers[prompts])
         return {
-            "prompt_tokens": read,
-            "completion_tokens": written,
-            "total_tokens": read + written,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _format_header(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._name}
 
     @abstractmethod
-    def _choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
-        """An answer, whole."""
+    def _format_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
+        """Format a complete answer."""
 
     @abstractmethod
-    def _chunk_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
-        """A piece of an answer."""
+    def _format_chunk_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
+        """Format a part of an answer."""
 
-    def _token_text(self, token: int) -> str:
+    def _get_token_text(self, token: int) -> str:
         if self._tokenizer is None:
             return f"token_id:{token}"
         return self._tokenizer.decode([token], skip_special_tokens=False)
 
 
 class CompletionReply(Reply):
-    """Answers of /v1/completions."""
+    """Response of /v1/completions."""
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def echo(self, asked: CompletionRequest) -> None:
-        """Lets each answer begin with its prompt."""
+    def echo(self, body: CompletionRequest) -> None:
+        """Start each answer with its prompt."""
         for index, answer in enumerate(self._answers):
-            prompt = asked.prompt[index // asked.n]
-            answer.text = prompt if isinstance(prompt, str) else self._decoded(prompt)
+            prompt = body.prompt[index // body.n]
+            answer.text = prompt if isinstance(prompt, str) else self._decode(prompt)
 
-    def _decoded(self, tokens: Sequence[int]) -> str:
+    def _decode(self, tokens: Sequence[int]) -> str:
         return "" if self._tokenizer is None else self._tokenizer.decode(tokens)
 
-    def _choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
-        logprobs = self._logprobs(delta) if delta.logprobs else None
+    def _format_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
         return {
             "index": index,
             "text": delta.text,
-            "logprobs": logprobs,
+            "logprobs": self._format_logprobs(delta) if delta.logprobs else None,
             "finish_reason": delta.finish_reason,
         }
 
-    _chunk_choice = _choice
+    _format_chunk_choice = _format_choice
 
-    def _logprobs(self, delta: AnswerDelta) -> dict[str, Any]:
-        texts = [self._token_text(one.token) for one in delta.logprobs]
+    def _format_logprobs(self, delta: AnswerDelta) -> dict[str, Any]:
+        texts = [self._get_token_text(each.token) for each in delta.logprobs]
         offsets = [delta.offset]
         for text in texts[:-1]:
             offsets.append(offsets[-1] + len(text))
         return {
             "tokens": texts,
-            "token_logprobs": [one.logprob and _finite(one.logprob) for one in delta.logprobs],
-            "top_logprobs": [self._top(one) for one in delta.logprobs],
+            "token_logprobs": [each.logprob and _make_finite(each.logprob) for each in delta.logprobs],
+            "top_logprobs": [self._format_top(each) for each in delta.logprobs],
             "text_offset": offsets,
         }
 
-    def _top(self, one: TokenLogprobs) -> dict[str, float] | None:
-        """The likeliest, and the token itself. Of tokens with one text, the likelier counts."""
-        if one.logprob is None:
+    def _format_top(self, token: TokenLogprobs) -> dict[str, float] | None:
+        """Format the most likely tokens and the token itself.
+
+        If several tokens have the same text, the most likely one is reported.
+        """
+        if token.logprob is None:
             return None
-        ranked = sorted([*one.top, (one.token, one.logprob)], key=lambda pair: pair[1])
-        likelier_last = {self._token_text(token): _finite(logprob) for token, logprob in ranked}
+        ascending = sorted([*token.top, (token.token, token.logprob)], key=lambda pair: pair[1])
+        likelier_last = {self._get_token_text(other): _make_finite(logprob) for other, logprob in ascending}
         return dict(reversed(likelier_last.items()))
 
 
 class ChatReply(Reply):
-    """Answers of /v1/chat/completions."""
+    """Response of /v1/chat/completions."""
 
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def _choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
+    def _format_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
         message = {"role": "assistant", "content": delta.text}
-        return self._around(index, delta, "message", message)
+        return self._wrap_message(index, delta, "message", message)
 
-    def _chunk_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
+    def _format_chunk_choice(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
         message = {"role": "assistant"} if delta.first else {}
-        return self._around(index, delta, "delta", message | {"content": delta.text})
+        return self._wrap_message(index, delta, "delta", message | {"content": delta.text})
 
-    def _around(self, index: int, delta: AnswerDelta, key: str, message: dict[str, str]) -> dict[str, Any]:
-        logprobs = {"content": [self._logprobs(one) for one in delta.logprobs]} if delta.logprobs else None
+    def _wrap_message(
+        self, index: int, delta: AnswerDelta, key: str, message: dict[str, str]
+    ) -> dict[str, Any]:
+        content = [self._format_logprobs(each) for each in delta.logprobs]
+        logprobs = {"content": content} if content else None
         return {"index": index, key: message, "logprobs": logprobs, "finish_reason": delta.finish_reason}
 
-    def _logprobs(self, one: TokenLogprobs) -> dict[str, Any]:
-        assert one.logprob is not None  # Chats tell nothing of prompts.
-        top = [self._likely(token, logprob) for token, logprob in one.top]
-        return self._likely(one.token, one.logprob) | {"top_logprobs": top}
+    def _format_logprobs(self, token: TokenLogprobs) -> dict[str, Any]:
+        assert token.logprob is not None  # Chats report no log-probabilities of the prompt.
+        top = [self._format_token(other, logprob) for other, logprob in token.top]
+        return self._format_token(token.token, token.logprob) | {"top_logprobs": top}
 
-    def _likely(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._token_text(token)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
-
-
-def _finite(logprob: float) -> float:
-    return max(LEAST_LOGPROB, logprob)
+    def _format_token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._get_token_text(token)
+        return {"token": text, "logprob": _make_finite(logprob), "bytes": list(text.encode())}
 
 
-def reply_to(
-    asked: Asked, name: str, tokenizer: Tokenizer | None, requests: Sequence[EngineRequest]
+def _make_finite(logprob: float) -> float:
+    return max(MIN_LOGPROB, logprob)
+
+
+def make_reply(
+    body: GenerationRequest, name: str, tokenizer: Tokenizer | None, requests: Sequence[EngineRequest]
 ) -> Reply:
-    """The reply that a body asks for; arguments as `Reply` takes them."""
-    if isinstance(asked, ChatRequest):
-        return ChatReply(name, tokenizer, asked, requests)
-    reply = CompletionReply(name, tokenizer, asked, requests)
-    if isinstance(asked, CompletionRequest) and asked.echo:
-        reply.echo(asked)
+    """Return the builder of the response to a body; arguments are those of `Reply`."""
+    if isinstance(body, ChatRequest):
+        return ChatReply(name, tokenizer, body, requests)
+    reply = CompletionReply(name, tokenizer, body, requests)
+    if isinstance(body, CompletionRequest) and body.echo:
+        reply.echo(body)
     return reply

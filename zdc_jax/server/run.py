@@ -1,4 +1,4 @@
-"""`serve`: the server on a port, until it is told to end."""
+"""HTTP server process: `serve` listens on a port until it receives a signal."""
 
 import asyncio
 import signal
@@ -12,7 +12,7 @@ from zdc_jax.engine.request import Serving
 from zdc_jax.server.app import make_app
 
 FLUSH_SECONDS = 5
-"""What clients have to read the rest of their answers, once the engine has given it."""
+"""Seconds that clients have to read the rest of their answers after the engine has ended."""
 
 
 def serve(
@@ -24,23 +24,25 @@ def serve(
     port: int = 8000,
     drain_seconds: float = 30,
 ) -> None:
-    """Serves until SIGTERM or SIGINT; prints a line with the address when clients can come.
+    """Serve until SIGTERM or SIGINT, and print a line with the address once the server is ready.
 
-    After the signal new requests get 503, those under way may end, and the engine is closed. To be called on
-    the main thread.
+    After the signal new requests get status 503. Accepted requests have `drain_seconds` to finish; then the
+    engine is closed. Call this function on the main thread.
 
     Args:
-      name, api_key: as `make_app` takes them.
-      host: address to listen at; default one that only this machine reaches.
-      port: 0 for any that is free.
-      drain_seconds: for requests under way after the signal; then they are cancelled.
+      engine: engine that answers requests.
+      name: name of the model in the API.
+      api_key: key that clients must send; None for no key.
+      host: address to listen at. Only this machine can reach the default.
+      port: port to listen at; 0 for any free port.
+      drain_seconds: seconds that accepted requests have after the signal; then they are cancelled.
 
     Raises:
-      ValueError: an empty key.
-      SystemExit: the address cannot be listened at; the log says why.
+      ValueError: the key is empty.
+      SystemExit: the server cannot listen at the address; the log says why.
     """
     app = make_app(engine, name=name, api_key=api_key)
-    # uvicorn raises its signals again when it has ended. For the caller both are to be a usual end.
+    # uvicorn raises its signals again after it has ended. For the caller both should be a normal end.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with suppress(KeyboardInterrupt):
@@ -50,12 +52,20 @@ def serve(
 
 
 class Server(uvicorn.Server):
-    """Says when it is ready, and lets an engine end its requests before its own sockets close."""
+    """Server that reports its address, and drains the engine before it closes its sockets.
+
+    Args:
+      app: application from `make_app`.
+      engine: engine of the application.
+      name: name of the model in the API.
+      host: address to listen at.
+      port: port to listen at; 0 for any free port.
+      drain_seconds: seconds that accepted requests have at shutdown.
+    """
 
     def __init__(
         self, app: Starlette, engine: Serving, name: str, host: str, port: int, drain_seconds: float
     ):
-        """Arguments as `serve` takes them; app: of `make_app`."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -71,17 +81,17 @@ class Server(uvicorn.Server):
 
     @property
     def address(self) -> str:
-        """Where a server that has started can be reached, as a URL."""
+        """URL of the server, once it has started."""
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, and tells."""
+        """Start listening, and print the address."""
         await super().startup(sockets)
         print(f"serving {self._name} at {self.address}", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, when the engine has ended; until then clients are told that it does."""
+        """Close the engine, then the sockets; until then clients get status 503."""
         self._app.state.closing = True
         await asyncio.to_thread(self._engine.close, drain=True, timeout=self._drain_seconds)
         await super().shutdown(sockets)

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import sequence_parts
-from benchmarks.bench_sequence_parallel import main
-from benchmarks.on_mesh import OnMesh
-from benchmarks.rivals.partition_search import PieceCost, searched
-from benchmarks.rivals.runahead import RunaheadTransformer
-from benchmarks.sequence_models import SHAPES, Model
+from benchmarks.mesh import attention_parts
+from benchmarks.mesh.bench_sequence_parallel import main
+from benchmarks.mesh.models import Model, OnMesh
+from benchmarks.mesh.rivals.partition import ChunkCost, searched
+from benchmarks.mesh.rivals.runahead import RunaheadTransformer
+from benchmarks.model.models import SHAPES
 from zdc_jax.methods.coded import Settings
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.parallel.transformer import ShardedTransformer
@@ -161,15 +161,15 @@ def test_weights_are_on_each_device_once():
 def test_search_finds_what_times_were_made_of(monkeypatch):
     """Two of 32 layers are measured; the partition is that of all of them."""
     mesh = MeshConfig(sequence=4).create()
-    model, cost = Model(SHAPES["tiny"], mesh), PieceCost(call=0.0, token=3e-5, past=4e-9, own=2e-9)
+    model, cost = Model(SHAPES["tiny"], mesh), ChunkCost(call=0.0, token=3e-5, past=4e-9, own=2e-9)
 
     def times(model, tokens, partitions, **_):
         return {p: sum(cost.seconds(p)) / 16 for p in partitions}
 
-    monkeypatch.setattr(sequence_parts, "measured", times)
-    monkeypatch.setattr(sequence_parts, "link_bandwidth", lambda *devices: 1e15)
+    monkeypatch.setattr(attention_parts, "measure_partitions", times)
+    monkeypatch.setattr(attention_parts, "link_bandwidth", lambda *devices: 1e15)
     plan = CompressionPlan.full(SHAPES["tiny"])
     runahead = RunaheadTransformer(model.on_each(plan), list(mesh.devices.flat))
-    found = sequence_parts.searched_partition(runahead, jnp.zeros((1, 4096), jnp.int32), 32, "xla")
+    found = attention_parts.searched_partition(runahead, jnp.zeros((1, 4096), jnp.int32), 32, "xla")
     expected = searched(4096, 4, cost, layers=32, link=lambda end: 0.0)
     assert found.ends == pytest.approx(expected.ends, abs=2)

@@ -10,8 +10,7 @@ import pytest
 from conftest import LLAMA, OPT, TinyModel
 
 import zdc_jax.ops.attention as ops
-from benchmarks.rivals.methods import ATTENTION
-from benchmarks.rivals.traffic import method_bytes
+from benchmarks.mesh.rivals.methods import ATTENTION, method_bytes
 from zdc_jax import generate
 from zdc_jax.basis import Basis
 from zdc_jax.cache.kv_cache import KVCache

@@ -231,7 +231,9 @@ def test_formula_is_what_is_compiled(monkeypatch, name):
 def test_refusals(tiny):
     _, folder, basis = tiny
     plan = CompressionPlan.full(CONFIG)
-    with pytest.raises(MeshError, match="payload='coded' is exchanged between devices; give mesh="):
+    with pytest.raises(
+        MeshError, match="payload='coded' is a format for the exchange between devices; pass mesh="
+    ):
         load(folder, plan, basis=basis, payload="coded")
     with pytest.raises(CalibrationError, match=r"payload='coded' needs .* a calibrated basis; give plan="):
         load(folder, mesh="sequence=2", payload="coded")

@@ -91,8 +91,8 @@ def test_processes_ask_for_the_same_pieces(ready):
     on_one = replace(model.model(CompressionPlan.full(model.config)), tokenizer=byte_tokenizer(97))
     mesh = MeshConfig(data=2, sequence=4).create()
     on_mesh = replace(on_one, network=ShardedTransformer.of(on_one.network, mesh))
-    asked = SimpleNamespace(made=SimpleNamespace(is_ready=lambda: ready))
-    request = Request.checked(on_mesh, PROMPTS, 20, None, (), (), 32)
+    asked = SimpleNamespace(counts=SimpleNamespace(is_ready=lambda: ready))
+    request = Request.from_arguments(on_mesh, PROMPTS, 20, None, (), (), 32)
     assert Run(on_mesh, request, None)._may_ask_ahead(asked)
     assert Run(on_one, request, None)._may_ask_ahead(asked) == (not ready)
     calls = []
@@ -143,7 +143,7 @@ def test_generate():
     assert got.kv_bytes - lengths == 2 * (expected.kv_bytes - lengths)  # two copies of each KV head
     streamed = [[] for _ in PROMPTS]
     for delta in stream(on_mesh, PROMPTS, 20, **options):
-        streamed[delta.row].extend(delta.tokens)
+        streamed[delta.sequence].extend(delta.tokens)
     assert [tuple(tokens) for tokens in streamed] == [row.tokens for row in expected.completions]
     # One for all tokens and one for pieces: the cache lies after some tokens as after the prompts.
     assert decode._cache_size() == programs + 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import LLAMA, OPT, TinyModel
 
-from benchmarks.rivals.methods import ATTENTION
+from benchmarks.mesh.rivals.methods import ATTENTION
 from zdc_jax.errors import MeshError
 from zdc_jax.fold import fold_attention
 from zdc_jax.model.transformer import Transformer

@@ -58,7 +58,7 @@ def test_plans_are_checked_where_they_will_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr("zdc_jax.planning.choose.window_nll", measured)
     asked = {"check_text": folder / "text", "mesh": MeshConfig(sequence=2), "payload": "float8"}
-    with pytest.warns(UserWarning, match="nothing is compressed"):
+    with pytest.warns(UserWarning, match="the model is not compressed"):
         assert choose_plan(folder / "model", max_degradation=0.5, **asked) is None
     assert [network.payload for network in placed] == ["native", "float8"]
     found = choose_plan(folder / "model", max_degradation=10.0, **asked)

@@ -11,11 +11,10 @@ from conftest import LLAMA
 from jax.sharding import PartitionSpec as P
 
 import zdc_jax.ops.attention as ops
-from benchmarks.rivals.handed_cache import with_slots
-from benchmarks.rivals.methods import ATTENTION
-from benchmarks.rivals.partition import Partition
-from benchmarks.rivals.runahead import _attended
-from benchmarks.rivals.runahead_mesh import piece_layer
+from benchmarks.mesh.rivals.methods import ATTENTION
+from benchmarks.mesh.rivals.partition import Partition
+from benchmarks.mesh.rivals.runahead import _attended, with_slots
+from benchmarks.mesh.rivals.runahead_mesh import chunk_layer
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
@@ -129,7 +128,7 @@ def test_padded_pieces_lower_on_kernels(monkeypatch):
     x = jax.ShapeDtypeStruct((1, 3 * 252, CONFIG.embed_dim), jnp.bfloat16)
     [spec] = plan.layer_caches("bfloat16")
     given = (spec, Partition((252, 200, 48)), 512, mesh, "pallas")
-    traced = piece_layer.trace(network(plan).layers[0], x, jax.ShapeDtypeStruct((1,), jnp.int32), *given)
+    traced = chunk_layer.trace(network(plan).layers[0], x, jax.ShapeDtypeStruct((1,), jnp.int32), *given)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "zdc_prefill" in text
     hops = [line for line in text.splitlines() if "stablehlo.collective_permute" in line]

@@ -6,11 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.exact_attention import exact_rows
-from benchmarks.rivals.methods import padded
-from benchmarks.sequence_models import SHAPES
-from benchmarks.sequence_parts import TOLERANCE, AttentionParts
-from benchmarks.sequence_rows import NUMERICS, ROWS
+from benchmarks.mesh.attention_parts import TOLERANCE, AttentionParts, exact_rows
+from benchmarks.mesh.rivals.methods import padded
+from benchmarks.mesh.rows import NUMERICS, ROWS
+from benchmarks.model.models import SHAPES
 from zdc_jax.ops.attention import self_attention
 from zdc_jax.parallel.mesh import MeshConfig
 from zdc_jax.plan import CompressionPlan, LayerRanks
@@ -52,7 +51,7 @@ def test_a_head_that_is_off_by_a_hundredth(name, monkeypatch):
         return (attend(self, *qkv) * jnp.ones((8, 1)).at[5].set(1.01)).astype(jnp.bfloat16)
 
     monkeypatch.setattr(AttentionParts, "_attention", off)
-    with pytest.raises(ArithmeticError, match=r"head 5 is off by 1\.\d+%, 0\.5% is allowed"):
+    with pytest.raises(ArithmeticError, match=r"head 5 is off by 1\.\d+%; 0\.5% is allowed"):
         parts(name).numerics()
 
 

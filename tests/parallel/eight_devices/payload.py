@@ -9,7 +9,7 @@ import pytest
 from conftest import LLAMA, TinyModel
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.rivals.far import ring_attention
+from benchmarks.mesh.rivals.exchanges import ring_attention
 from zdc_jax import load
 from zdc_jax.cache.prefix_ring import PrefixRing
 from zdc_jax.checkpoint import Checkpoint
@@ -157,9 +157,13 @@ def test_the_cache_holds_what_arrived(tiny):
 def test_refusals(tiny):
     model, folder, options = tiny
     without = {name: value for name, value in options.items() if name != "mesh"}
-    with pytest.raises(MeshError, match="payload='float8' is exchanged between devices; give mesh="):
+    with pytest.raises(
+        MeshError, match="payload='float8' is a format for the exchange between devices; pass mesh="
+    ):
         load(folder, **without, payload="float8")
-    with pytest.raises(MeshError, match="weights='gathered' are divided over devices; give mesh="):
+    with pytest.raises(
+        MeshError, match="weights='gathered' divides the weights over several devices; pass mesh="
+    ):
         load(folder, **without, weights="gathered")
     with pytest.raises(ValueError, match=r"weights='halved' must be one of .*'gathered'"):
         load(folder, **options, weights="halved")

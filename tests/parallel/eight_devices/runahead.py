@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 from conftest import LLAMA, OPT, TinyModel
 
-from benchmarks.rivals.partition import Partition
-from benchmarks.rivals.partition_search import PieceCost, link_bandwidth, measured
-from benchmarks.rivals.runahead import RunaheadTransformer
-from benchmarks.rivals.runahead_mesh import MeshRunahead, by_head, piece_layer
-from benchmarks.rivals.traffic import handed_bytes
+from benchmarks.mesh.rivals.methods import handed_bytes
+from benchmarks.mesh.rivals.partition import ChunkCost, Partition
+from benchmarks.mesh.rivals.runahead import RunaheadTransformer, link_bandwidth, measure_partitions
+from benchmarks.mesh.rivals.runahead_mesh import MeshRunahead, by_head, chunk_layer
 from zdc_jax.basis import Basis
 from zdc_jax.cache.kv_cache import KVCache
 from zdc_jax.errors import CacheMemoryError, MeshError
@@ -142,7 +141,7 @@ def test_formula_is_what_is_compiled():
     handed = exchanged = 0
     for block, spec in zip(network.prompt_layers, network.layer_caches, strict=True):
         given = (spec, partition, CAPACITY, network.mesh, None)
-        lowered = piece_layer.lower(block, x, LENGTHS, *given)
+        lowered = chunk_layer.lower(block, x, LENGTHS, *given)
         handed += hlo_bytes(lowered.compile().as_text())
         kept = by_head.lower(lowered.out_info[1], partition, CAPACITY, network.mesh)
         exchanged += hlo_bytes(kept.compile().as_text())
@@ -158,9 +157,9 @@ def test_measured_and_fitted():
     network, tokens, _ = one_device("llama", "GQA", "full")
     pair = RunaheadTransformer(network, jax.devices()[:1] * 2)
     partitions = [Partition(pieces) for pieces in ((8, 8), (24, 64), (40, 40), (40, 20))]
-    times = measured(pair, tokens, partitions, repeats=1)
+    times = measure_partitions(pair, tokens, partitions, repeats=1)
     assert list(times) == partitions
-    assert min(PieceCost.fit(times).seconds(partitions[0])) >= 0
+    assert min(ChunkCost.fit(times).seconds(partitions[0])) >= 0
     assert link_bandwidth(*jax.devices()[:2], size=1024, repeats=1) > 0
 
 
@@ -193,7 +192,7 @@ def test_refuses():
     with pytest.raises(MeshError, match=r"'data': 2.* must have one device along data and model"):
         MeshRunahead(by_rows)
     gathered = ShardedTransformer.of(network, MeshConfig(sequence=2).create(), weights="gathered")
-    with pytest.raises(NotImplementedError, match="weights='gathered' does not run in pieces"):
+    with pytest.raises(NotImplementedError, match="weights='gathered' does not run in chunks"):
         MeshRunahead(gathered)
     classes = TokenClasses((0,), (0.5,), network.plan.layers)
     model, _ = tiny("llama", "GQA")

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 from conftest import LLAMA
 
-from benchmarks.rivals.methods import ATTENTION
-from benchmarks.rivals.traffic import method_bytes
+from benchmarks.mesh.rivals.methods import ATTENTION, method_bytes
 from zdc_jax.config import ModelConfig
 from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer

@@ -9,9 +9,8 @@ import pytest
 from conftest import LLAMA, OPT, TinyModel
 
 import zdc_jax.ops.attention as ops
-from benchmarks.rivals.methods import ZIGZAG, padded
-from benchmarks.rivals.traffic import method_bytes
-from benchmarks.rivals.zigzag import ZigzagTransformer, zigzag_layer, zigzag_order
+from benchmarks.mesh.rivals.exchanges import ZigzagTransformer, zigzag_layer, zigzag_order
+from benchmarks.mesh.rivals.methods import ZIGZAG, method_bytes, padded
 from zdc_jax.model.params import random_params
 from zdc_jax.model.transformer import Transformer
 from zdc_jax.parallel.mesh import MeshConfig

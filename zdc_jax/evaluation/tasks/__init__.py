@@ -1,8 +1,9 @@
-"""Tasks over long ranges, one file each: what they put into a context, and what they ask about it.
+"""Long-context tasks, one module each, named after the task.
 
-A task is a module here with a function `pose(rng, writer) -> Posed`; its name is that of the module. One with
-`SHARES` asks at distances: `pose` takes a `distance` in tokens, and `copy@1024` is the task `copy` at 1024.
-Without a distance it is asked at these shares of the context.
+A task module defines `pose(rng, writer) -> TaskInstance`: statements to insert into a context, and questions
+about them. Modules that define `SHARES` ask about text at a distance, and their `pose` also accepts a
+`distance` in tokens. The name `copy@1024` selects the task `copy` at a distance of 1024 tokens. Without a
+distance, such a task is posed at each share of the context in `SHARES`.
 """
 
 import importlib
@@ -14,39 +15,46 @@ from types import ModuleType
 import numpy as np
 
 from zdc_jax.errors import EvaluationError
-from zdc_jax.evaluation.questions import Posed, Writer
+from zdc_jax.evaluation.questions import TaskInstance, Writer
 
-Pose = Callable[[np.random.Generator, Writer], Posed]
+Pose = Callable[[np.random.Generator, Writer], TaskInstance]
+"""Function that draws one instance of a task."""
 
 
 @cache
 def names() -> tuple[str, ...]:
-    """All tasks, in alphabetical order."""
+    """Return the names of all tasks, in alphabetical order."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
 def chosen(tasks: Iterable[str], context: int) -> dict[str, Pose]:
-    """What poses each task, by name; those at distances without one are asked at shares of `context` tokens.
+    """Return the `pose` function of each task, by name.
+
+    Args:
+      tasks: names of tasks, with or without a distance.
+      context: length of the contexts in tokens, for tasks with `SHARES`.
 
     Raises:
-      EvaluationError: an unknown task, with those that are known; a distance that is none.
+      EvaluationError: a task is unknown or its distance is not a whole number.
     """
-    found: dict[str, Pose] = {}
+    poses: dict[str, Pose] = {}
     for task in tasks:
         name, at, distance = task.partition("@")
-        module = _named(name, task)
+        module = _import_task(name, task)
         shares = getattr(module, "SHARES", None)
         if at and (shares is None or not distance.isdecimal()):
-            raise EvaluationError(f"task {task!r}: only a whole number of tokens follows copy@")
+            raise EvaluationError(
+                f"task {task!r} must be a task name, or copy@TOKENS with a whole number of tokens"
+            )
         if shares is None:
-            found[name] = module.pose
+            poses[name] = module.pose
             continue
         for tokens in [int(distance)] if at else [int(share * context) for share in shares]:
-            found[f"{name}@{tokens}"] = partial(module.pose, distance=tokens)
-    return found
+            poses[f"{name}@{tokens}"] = partial(module.pose, distance=tokens)
+    return poses
 
 
-def _named(name: str, task: str) -> ModuleType:
+def _import_task(name: str, task: str) -> ModuleType:
     if name not in names():
         raise EvaluationError(f"task {task!r} must be one of {', '.join(names())}")
     return importlib.import_module(f"{__name__}.{name}")

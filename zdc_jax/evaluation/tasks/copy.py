@@ -1,21 +1,21 @@
-"""Text that stood a distance earlier comes again: a model that looks back knows how it goes on."""
+"""Copy task: repeat a passage from a given distance and predict how it continues."""
 
 import numpy as np
 
 from zdc_jax.errors import EvaluationError
-from zdc_jax.evaluation.questions import QUESTION_TOKENS, Posed, Question, Writer
+from zdc_jax.evaluation.questions import QUESTION_TOKENS, Question, TaskInstance, Writer
 
 COPIED, COUNTED = 96, 80
-"""Tokens that come again, and how many of them count, the last."""
+"""Number of repeated tokens, and how many of the last ones count as the answer."""
 SHARES = (1 / 4, 3 / 4)
-"""Distances, where none is named, as shares of the context."""
+"""Default distances, as shares of the context."""
 
 
-def pose(rng: np.random.Generator, writer: Writer, *, distance: int) -> Posed:
-    """No statement, one question: the first `COPIED` of the last `distance` tokens again.
+def pose(rng: np.random.Generator, writer: Writer, *, distance: int) -> TaskInstance:
+    """Pose one question, without a statement: the first `COPIED` of the last `distance` tokens.
 
     Raises:
-      EvaluationError: a distance below `COPIED`; (of `ask`) a context that is shorter.
+      EvaluationError: the distance is less than `COPIED`; `ask` raises it if the context is too short.
     """
     if distance < COPIED:
         raise EvaluationError(f"task copy@{distance}: the distance must be >= {COPIED} tokens")
@@ -23,10 +23,10 @@ def pose(rng: np.random.Generator, writer: Writer, *, distance: int) -> Posed:
     def ask(context: np.ndarray, starts: object) -> tuple[Question, ...]:
         if distance > len(context):
             raise EvaluationError(
-                f"task copy@{distance} needs a context of {distance + QUESTION_TOKENS} tokens, questions "
-                f"included, and has {len(context) + QUESTION_TOKENS}"
+                f"task copy@{distance} needs contexts of {distance + QUESTION_TOKENS} tokens including "
+                f"questions, but they have {len(context) + QUESTION_TOKENS}"
             )
         tokens = context[len(context) - distance :][:COPIED]
         return (Question(tokens, np.arange(COPIED) >= COPIED - COUNTED),)
 
-    return Posed((), ask)
+    return TaskInstance((), ask)

@@ -1,15 +1,21 @@
-"""Random tokens come twice: nothing but looking back tells how they go on (after Olsson et al., 2022)."""
+"""Induction task: repeat a run of random tokens and predict how it continues (after Olsson et al., 2022)."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
-from zdc_jax.evaluation.questions import Posed, Question, Writer
+from zdc_jax.evaluation.questions import Question, TaskInstance, Writer
 
 RUN, FREE = 48, 8
-"""Tokens that are repeated, and how many of them do not count, the first."""
+"""Number of repeated tokens, and how many of the first ones do not count as the answer."""
 
 
-def pose(rng: np.random.Generator, writer: Writer) -> Posed:
-    """One statement of tokens that occur in text, one question: the same again."""
+def pose(rng: np.random.Generator, writer: Writer) -> TaskInstance:
+    """Draw one statement of random tokens from the text, and one question that repeats it."""
     run = rng.choice(writer.ids, RUN, replace=len(writer.ids) < RUN)
-    counts = np.arange(RUN) >= FREE
-    return Posed((run,), lambda context, starts: (Question(run, counts, starts[0] / len(context)),))
+    is_answer = np.arange(RUN) >= FREE
+
+    def ask(context: np.ndarray, starts: Sequence[int]) -> tuple[Question, ...]:
+        return (Question(run, is_answer, starts[0] / len(context)),)
+
+    return TaskInstance((run,), ask)

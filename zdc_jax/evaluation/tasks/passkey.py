@@ -1,18 +1,19 @@
-"""Five digits, said once and asked for at the end (Mohtashami and Jaggi, 2023)."""
+"""Passkey task: recall five digits that the context states once (Mohtashami and Jaggi, 2023)."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
-from zdc_jax.evaluation.questions import Posed, Writer
+from zdc_jax.evaluation.questions import Question, TaskInstance, Writer
 
 
-def pose(rng: np.random.Generator, writer: Writer) -> Posed:
-    """One statement, one question."""
+def pose(rng: np.random.Generator, writer: Writer) -> TaskInstance:
+    """Draw one statement of a key, and one question about it."""
     key = str(rng.integers(10_000, 100_000))
-    statement = writer.tokens(f"\n\nThe pass key is {key}. Remember it.\n\n")
+    statement = writer.tokenize(f"\n\nThe pass key is {key}. Remember it.\n\n")
 
-    return Posed(
-        (statement,),
-        lambda context, starts: (
-            writer.question("\n\nWhat is the pass key? The pass key is ", key, starts[0] / len(context)),
-        ),
-    )
+    def ask(context: np.ndarray, starts: Sequence[int]) -> tuple[Question, ...]:
+        question = "\n\nWhat is the pass key? The pass key is "
+        return (writer.write_question(question, key, starts[0] / len(context)),)
+
+    return TaskInstance((statement,), ask)

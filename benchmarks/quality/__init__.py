@@ -1,1 +1,0 @@
-"""Quality of cache methods on a real model, at equal bytes."""

@@ -1,1 +1,0 @@
-"""Systems that ZDC is compared with; the product imports none of them."""

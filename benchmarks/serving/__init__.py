@@ -1,1 +1,0 @@
-"""Serving under load."""
