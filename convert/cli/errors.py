@@ -1,4 +1,4 @@
-"""Error messages in the words of the command line: flags instead of Python arguments."""
+"""Errors and warnings in the words of the command line: flags instead of Python arguments."""
 
 import re
 import shlex
@@ -10,11 +10,13 @@ from tyro.conf import Positional
 
 from zdc_jax import methods
 
+_OTHER_NAMES = {"texts": "check_text"}
+"""Names that functions have for a flag's argument, where they differ from the flag's."""
 _POSITIONAL_MARKER = get_args(Positional[Any])[1]  # type: ignore[misc]
 
 
 def reword_for_flags(message: str, command: Any) -> str:
-    """Return an error message in the words of the user who typed a command.
+    """Return an error or a warning in the words of the user who typed a command.
 
     An argument becomes a flag only where the message quotes the value that the command has. Values that come
     from files keep their names.
@@ -32,7 +34,7 @@ def reword_for_flags(message: str, command: Any) -> str:
         for quoted, typed in _list_spellings(name, flag, value):
             pattern = rf"(?<![\w-]){re.escape(quoted)}(?!\w|\.\d)"
             message = re.sub(pattern, typed.replace("\\", r"\\"), message)
-        message = re.sub(rf"(?<![\w-]){name}=(?=\s|$)", flag, message)
+        message = re.sub(rf"(?<![\w-])({name}|{_OTHER_NAMES.get(name, name)})=(?=\s|$)", flag, message)
     if (method := values.get("method")) in methods.names():
         for setting in fields(methods.named(method).Settings):
             message = re.sub(
@@ -70,7 +72,8 @@ def _list_spellings(name: str, flag: str, value: Any) -> Iterator[tuple[str, str
             yield f"{name}={value!r}", typed
             yield f"{name}={list(value)!r}", typed
             for item in value:  # A function that handles one of them uses the singular.
-                yield f"{name.removesuffix('s')}={item!r}", shlex.join([flag, str(item)])
+                singular = flag.removesuffix("S")  # Only positional arguments are in upper case.
+                yield f"{name.removesuffix('s')}={item!r}", shlex.join([singular, str(item)])
         case _:
             typed = shlex.join([flag, str(value)])
             yield f"{name}={value!r}", typed

@@ -350,7 +350,7 @@ def _report_savings(plan: CompressionPlan, checkpoint: Checkpoint) -> None:
     cut, layers = sum(ranks.qk == 0 for ranks in plan.layers), config.num_layers
     print(
         f"KV cache: {share:.1%} of the unmodified model's bytes at {config.max_positions:,} tokens; "
-        f"{cut} of {layers} layers keep no tokens outside the window",
+        f"{cut} of {layers} layers drop all tokens outside the window",
         file=sys.stderr,
     )
     read, read_full = (each.bytes_read(config.max_positions, config.dtype) for each in (plan, full))
@@ -391,9 +391,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"zdc {version('zdc-jax')}")
         return 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    command = None
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
-        command = None
+        warnings.showwarning = lambda message, *_: print(
+            f"warning: {reword_for_flags(str(message), command)}", file=sys.stderr
+        )
         try:
             command = tyro.extras.subcommand_cli_from_dict(
                 COMMANDS,

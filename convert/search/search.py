@@ -417,7 +417,7 @@ def _describe_ranks(config: ModelConfig, plan: CompressionPlan) -> str:
     cut = sum(ranks.qk == 0 for ranks in plan.layers)
     return (
         f"mean R={R:.0f} Z={Z:.0f} of {config.head_dim}, "
-        f"{cut} of {config.num_layers} layers without tokens outside the window"
+        f"{cut} of {config.num_layers} layers drop all tokens outside the window"
     )
 
 

@@ -87,7 +87,7 @@ def test_plan_says_what_it_saves(folder, tmp_path, capsys):
     L = len(some.layers)
     share = ((L - 1) * 16 * 160 + 128 * 48 + 16 * 112) / (L * 128 * 160)
     assert f"{share:.1%} of" in saved
-    assert f"{L - 1} of {L} layers keep no tokens outside the window" in saved
+    assert f"{L - 1} of {L} layers drop all tokens outside the window" in saved
     assert f"(layer {L - 1})" in lost
     assert "1.000" not in lost
 

@@ -1,4 +1,4 @@
-"""Errors of functions are worded in the flags that a user typed."""
+"""Tests of errors and warnings in the words of flags."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -23,6 +23,8 @@ class Command:
     top_p: float = 1.0
     overwrite: bool = False
     contexts: tuple[int, ...] = ()
+    prompts: Positional[tuple[str, ...]] = ()
+    texts: tuple[str, ...] = ()
 
 
 @pytest.mark.parametrize(
@@ -35,10 +37,12 @@ class Command:
         ("mesh='': empty", {"mesh": ""}, "--mesh '': empty"),
         ("mesh=None: missing", {}, "no --mesh: missing"),
         ("give mesh= with it", {}, "give --mesh with it"),
+        ("give check_text= with it", {}, "give --texts with it"),
         ("overwrite=False and overwrite=True", {}, "--no-overwrite and overwrite=True"),
         ("context=9: too long", {"contexts": (8, 9)}, "--contexts 9: too long"),
         ("contexts=(8, 9): too long", {"contexts": (8, 9)}, "--contexts 8 9: too long"),
         ("output='a b': exists", {}, "OUTPUT 'a b': exists"),
+        ("prompt='': empty", {"prompts": ("w3", "")}, "PROMPT '': empty"),
         ("layer 0: bits=5: odd", {"flags": Nested(method="kivi")}, "layer 0: --set bits=5: odd"),
         ("layer 0: bits=5: odd", {}, "layer 0: bits=5: odd"),
         ("window=0 must be 1, or None", {}, "--window 0 must be 1"),
