@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import block_diag
 
-from convert.calibration.make_basis import pair_map
+from convert.calibration.make_basis import make_pair_map
 from zdc_jax.basis import Basis
 from zdc_jax.cache.gaussian_codes import turn
 from zdc_jax.config import ModelConfig
@@ -81,7 +81,7 @@ def random_basis(rng, K: int, H: int, center: bool, pairs: bool) -> Basis:
     order = np.stack([rng.permutation(H // 2) for _ in range(K)])[None].astype(np.int32)
     unused = np.zeros((1, K, H))
     return Basis(
-        k_map=pair_map(order) if pairs else draw(),
+        k_map=make_pair_map(order) if pairs else draw(),
         v_map=draw(),
         qk_kind="pairs" if pairs else "balanced",
         vo_kind="balanced",

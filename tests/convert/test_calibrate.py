@@ -249,7 +249,7 @@ def test_an_existing_basis_is_kept_unless_it_may_be_replaced(calibrated, texts, 
     before = stored_basis(Checkpoint.open(calibrated)).coordinates_hash
     monkeypatch.setattr("convert.calibration.calibrate.read_documents", None)
     for given in ([texts], []):
-        with pytest.raises(CheckpointError, match=r"model has a basis.*--overwrite"):
+        with pytest.raises(CheckpointError, match=r"model is already calibrated.*--overwrite"):
             calibrate(calibrated, given, replace(OPTIONS, qk="stacked"), progress=False)
     assert stored_basis(Checkpoint.open(calibrated)).coordinates_hash == before
 
@@ -258,7 +258,7 @@ def test_few_tokens_are_said_before_the_work(model, texts, caplog, monkeypatch):
     monkeypatch.setattr("convert.calibration.calibrate.load", None)
     with pytest.raises(TypeError):
         calibrate(model, [texts], OPTIONS, progress=False)
-    assert "1,024 tokens are few, at least 32,768 are needed" in caplog.text
+    assert "calibrating on 1,024 tokens only; an accurate basis needs at least 32,768" in caplog.text
 
 
 def test_a_new_basis_from_stored_moments(calibrated, tmp_path):
@@ -307,7 +307,7 @@ def test_windows_are_as_long_as_the_model_reads():
     assert CalibrationOptions().window_length(LLAMA) == 256
     assert CalibrationOptions().window_length(replace(LLAMA, max_positions=131_072)) == 8192
     assert CalibrationOptions(context=100).window_length(LLAMA) == 100
-    with pytest.raises(CalibrationError, match="context=257 exceeds the model's 256 positions"):
+    with pytest.raises(CalibrationError, match="context=257: exceeds the model's 256 positions"):
         CalibrationOptions(context=257).window_length(LLAMA)
 
 
@@ -334,7 +334,7 @@ def test_refusals_leave_nothing(model, texts, tmp_path):
 def test_pairs_are_refused_past_norms_of_queries_and_keys(texts, tmp_path):
     model = tmp_path / "model"
     convert(write_variant("qwen3", tmp_path / "hf"), model, progress=False)
-    with pytest.raises(CalibrationError, match="qk='pairs' does not fold past this model's norms of q and k"):
+    with pytest.raises(CalibrationError, match="qk='pairs': cannot be folded past the norms of q and k"):
         calibrate(model, [texts], replace(OPTIONS, qk="pairs"), progress=False)
     assert not (model / "calibration").exists()
 
@@ -373,7 +373,7 @@ def test_plans_need_a_basis_of_the_same_model(calibrated, converted, tmp_path):
     shutil.copytree(calibrated / "calibration", other / "calibration")
     with pytest.raises(CalibrationError, match="calibrated on model"):
         load(other, CompressionPlan.full(config))
-    with pytest.raises(CalibrationError, match="moments are of model"):
+    with pytest.raises(CalibrationError, match="has moments of another model"):
         calibrate(other, [], overwrite=True, progress=False)
     with pytest.raises(PlanError, match="'elsewhere'"):
         load(calibrated, CompressionPlan.full(config).for_model("elsewhere"))

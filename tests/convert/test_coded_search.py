@@ -33,9 +33,9 @@ from convert.search.coded_search import (
     SHORTEST_WINDOW,
     CodedSearch,
     TokenChoice,
-    choices_for,
-    choosing,
-    choosing_on_kernels,
+    limit_reads,
+    limit_reads_on_kernels,
+    list_choices,
 )
 from convert.search.search import Search, SearchOptions, describe
 from convert.search.trials import Trial, TrialBook
@@ -118,7 +118,7 @@ def searched(seed: int, limit: float) -> tuple[FakeBook, Trial, Trial]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.full
 def test_no_layer_of_the_result_can_read_less(seed):
-    limit, choices = 0.8, choices_for(TOKENS)
+    limit, choices = 0.8, list_choices(TOKENS)
     book, best, whole = searched(seed, limit)
     assert best.increase <= limit
     for i, ranks in enumerate(best.plan.layers):
@@ -127,9 +127,11 @@ def test_no_layer_of_the_result_can_read_less(seed):
         codes = ranks.settings
         assert ranks in (
             whole.plan.layers[i],
-            *(choosing(whole.plan.layers[i], each) for each in choices),
+            *(limit_reads(whole.plan.layers[i], each) for each in choices),
         )
-        less = [choosing(whole.plan.layers[i], each) for each in choices if not 0 < codes.read <= each.read]
+        less = [
+            limit_reads(whole.plan.layers[i], each) for each in choices if not 0 < codes.read <= each.read
+        ]
         for other in less:
             layers = (*best.plan.layers[:i], other, *best.plan.layers[i + 1 :])
             plan = replace(best.plan, layers=layers)
@@ -203,16 +205,16 @@ def test_choices_fall_in_both_numbers_and_in_bytes_read():
     assert all(b.index <= a.index and b.read <= a.read for a, b in itertools.pairwise(CHOICES))
     config = replace(CONFIGS["llama"], layers=CONFIGS["llama"].layers[:1], head_dim=H)
     search = CodedSearch(FakeBook(0, config.layers), SearchOptions(0.1))
-    plan = search._plan([layer((64, 4, 0), 3)], 64)
-    plans = [plan, *(replace(plan, layers=(choosing(plan.layers[0], choice),)) for choice in CHOICES)]
+    plan = search._make_plan([layer((64, 4, 0), 3)], 64)
+    plans = [plan, *(replace(plan, layers=(limit_reads(plan.layers[0], choice),)) for choice in CHOICES)]
     read = [each.bytes_read(TOKENS) for each in plans]
     assert all(a > b for a, b in itertools.pairwise(read))
     sizes = {each.bytes(TOKENS) for each in plans[1:]}
     assert sizes == {plan.bytes(TOKENS) + TOKENS * config.num_kv_heads}
-    assert choices_for(8192) == CHOICES
-    assert choices_for(4096) == CHOICES[1:]
-    assert {choice.read for choice in choices_for(1024)} == {256, 128}
-    assert choices_for(256) == ()
+    assert list_choices(8192) == CHOICES
+    assert list_choices(4096) == CHOICES[1:]
+    assert {choice.read for choice in list_choices(1024)} == {256, 128}
+    assert list_choices(256) == ()
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128, 256])
@@ -311,7 +313,7 @@ def test_levels_on_kernels_are_those_that_kernels_read(head_dim):
         layer = build_layer(key, value)
         assert readable(layer)
         for choice in CHOICES:
-            wider = choosing_on_kernels(layer, choice)
+            wider = limit_reads_on_kernels(layer, choice)
             assert readable(wider)
             assert wider == layer or wider.settings.read == choice.read
             assert wider == layer or wider.settings.index >= choice.index
@@ -320,8 +322,8 @@ def test_levels_on_kernels_are_those_that_kernels_read(head_dim):
 
 def test_four_bits_may_choose_on_kernels():
     half, quarter = TokenChoice(24, 512), TokenChoice(32, 512)
-    of_64 = choosing_on_kernels(build_layer(Precision(64, 4), Precision(64, 4)), half).settings
-    of_128 = choosing_on_kernels(build_layer(Precision(128, 4), Precision(128, 4)), quarter).settings
+    of_64 = limit_reads_on_kernels(build_layer(Precision(64, 4), Precision(64, 4)), half).settings
+    of_128 = limit_reads_on_kernels(build_layer(Precision(128, 4), Precision(128, 4)), quarter).settings
     assert [(x.index, x.bits_index, x.read) for x in (of_64, of_128)] == [(32, 4, 512), (32, 4, 512)]
 
 
@@ -336,11 +338,13 @@ def test_a_search_on_kernels_finds_what_they_read(objective):
 
 
 def test_kernels_are_for_codes_of_wide_heads():
-    with pytest.raises(PlanError, match="on_kernels=True: of use to plans of method 'coded' alone"):
+    with pytest.raises(PlanError, match="on_kernels=True: applies to plans of method 'coded' only"):
         Search.check(SearchOptions(0.1, on_kernels=True))
     book = FakeBook(0)
     book.config = replace(book.config, head_dim=80)
-    with pytest.raises(PlanError, match=r"on_kernels=True: kernels decode heads of \(64, 128, 256\)"):
+    with pytest.raises(
+        PlanError, match=r"on_kernels=True: the kernels decode head dimensions \(64, 128, 256\)"
+    ):
         CodedSearch(book, SearchOptions(0.8, on_kernels=True)).run()
 
 
@@ -394,10 +398,10 @@ def test_what_it_has_not_is_named(more, named):
 
 def test_the_result_is_said_in_words():
     book = FakeBook(0)
-    plan = CodedSearch(book, SearchOptions(0.1))._plan(
+    plan = CodedSearch(book, SearchOptions(0.1))._make_plan(
         [layer((64, 4, 0), 3), layer((64, 2, 5), 3), LayerRanks(0, 0)], 64
     )
-    plan = replace(plan, layers=(choosing(plan.layers[0], TokenChoice(16, 256)), *plan.layers[1:]))
+    plan = replace(plan, layers=(limit_reads(plan.layers[0], TokenChoice(16, 256)), *plan.layers[1:]))
     trial = Trial(plan, 0.2, 0.01, (0.0, 0.02), {}, 0.1)
     said = describe(book.config, trial)
     assert "20.0% of the dense KV bytes (a token reads 10.0%) at +1.00%" in said
@@ -425,8 +429,12 @@ def test_trials_are_the_loaded_models(folder):
         build_layer(Precision(64, 2, 16, 5), Precision(80, 3)),
     )
     dense = window_nll(load(folder / "model").network, windows).mean()
-    for layers in ([whole, whole], [choosing(fewer, TokenChoice(16, 32)), whole], [fewer, LayerRanks(0, 0)]):
-        plan = search._plan(layers, 32)
+    for layers in (
+        [whole, whole],
+        [limit_reads(fewer, TokenChoice(16, 32)), whole],
+        [fewer, LayerRanks(0, 0)],
+    ):
+        plan = search._make_plan(layers, 32)
         nll = window_nll(load(folder / "model", plan).network, windows).mean()
         assert book.measure(plan).increase == pytest.approx(np.expm1(nll - dense), rel=1e-5)
 
@@ -483,8 +491,8 @@ def test_user_errors_are_one_line(folder, tmp_path, capsys):
     convert(tmp_path / "hf", tmp_path / "bare", progress=False)
     texts = ["--texts", str(folder / "text"), "--context", str(CONTEXT), "--min-retention", "0"]
     for model, flags, named in (
-        (folder / "model", ["--method", "coded", *texts, "--mode", "uniform"], "mode='uniform'"),
-        (folder / "model", ["--method", "coded", *texts, "--objective", "time"], "objective='time'"),
+        (folder / "model", ["--method", "coded", *texts, "--mode", "uniform"], "--mode uniform"),
+        (folder / "model", ["--method", "coded", *texts, "--objective", "time"], "--objective time"),
         (folder / "model", ["--method", "coded", *texts, "--set", "bits_k=4"], "drop --set"),
         (folder / "model", ["--method", "kivi", *texts], "drop --method"),
         (folder / "model", ["--method", "coded", "--max-degradation", "0.1"], "drop --method"),

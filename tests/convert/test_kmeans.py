@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from convert.calibration import kmeans as module
 from convert.calibration.calibrate import collect_moments
-from convert.calibration.kmeans import kmeans, kmeans_moments, pruned
+from convert.calibration.kmeans import choose_windows, kmeans, kmeans_moments
 from zdc_jax.errors import CalibrationError
 
 clustered = jax.jit(kmeans, static_argnums=2)
@@ -86,17 +86,17 @@ def test_iterations_never_raise_the_cost(monkeypatch):
 )
 def test_pruning_keeps_a_share_of_every_topic(sizes, prune, seed):
     topics = np.random.default_rng(seed).permutation(np.repeat([f"t{i}" for i in range(len(sizes))], sizes))
-    kept = pruned(list(topics), prune, seed)
+    kept = choose_windows(list(topics), prune, seed)
     assert (np.diff(kept) > 0).all()
     for i, size in enumerate(sizes):
         count = np.sum(topics[kept] == f"t{i}")
         assert count >= 1
         assert abs(count - size * (1 - prune)) <= 0.5 or count == 1
-    np.testing.assert_array_equal(kept, pruned(list(topics), prune, seed))
+    np.testing.assert_array_equal(kept, choose_windows(list(topics), prune, seed))
 
 
 def test_pruning_depends_on_the_seed():
-    draws = {tuple(pruned(["a"] * 20, 0.5, seed)) for seed in range(5)}
+    draws = {tuple(choose_windows(["a"] * 20, 0.5, seed)) for seed in range(5)}
     assert len(draws) == 5
 
 
@@ -128,7 +128,7 @@ def test_centroids_converge_to_the_exact_moments(tiny: TinyModel):
 @pytest.mark.full
 def test_pruned_windows_are_left_out(tiny_llama: TinyModel):
     tokens, topics = tiny_llama.tokens(4, 16), ["a", "b", "a", "b"]
-    kept = pruned(topics, 0.5, 3)
+    kept = choose_windows(topics, 0.5, 3)
     cluster = partial(kmeans_moments, clusters=32, seed=3, fingerprint="x")
     half = cluster(tiny_llama.dense, tokens, topics, prune=0.5)
     exact = collect_moments(tiny_llama.dense, tokens[kept], fingerprint="x")
@@ -139,5 +139,5 @@ def test_pruned_windows_are_left_out(tiny_llama: TinyModel):
 
 def test_too_few_tokens_are_refused(tiny_llama: TinyModel):
     tokens = tiny_llama.tokens(2, 32)
-    with pytest.raises(CalibrationError, match="clusters=100 exceeds the 32 tokens"):
+    with pytest.raises(CalibrationError, match="clusters=100: exceeds the 32 tokens"):
         kmeans_moments(tiny_llama.dense, tokens, ["a", "a"], prune=0.5, clusters=100, seed=0, fingerprint="x")

@@ -13,7 +13,7 @@ from conftest import TinyModel, calibrated_folder
 from convert.calibration.calibrate import CalibrationOptions, calibrate
 from convert.calibration.collect_profile import collect_profile, whole_plan
 from convert.conversion import convert
-from convert.search.fit_predictor import Observations, fit, predicted_nats
+from convert.search.fit_predictor import Observations, fit, predict_nats
 from convert.search.trials import TrialBook
 from zdc_jax import Checkpoint, CompressionPlan, choose_plan, load
 from zdc_jax.errors import CalibrationError, CheckpointError, MeshError, PlanError, TextError
@@ -141,7 +141,7 @@ def observations(seed: int, layers: int, *, rotary: bool) -> Observations:
     write = np.ones((layers, 1))
     features = np.array([128]), ranks, write, cost, error(), error()
     empty = Observations(f"m{seed}", rotary, head_dim, *features, plans, np.zeros(60))
-    nats = np.asarray(predicted_nats(TRUE, empty.features())) * np.exp(rng.normal(0, 0.1, 60))
+    nats = np.asarray(predict_nats(TRUE, empty.features())) * np.exp(rng.normal(0, 0.1, 60))
     return replace(empty, nats=nats)
 
 
@@ -149,7 +149,7 @@ def test_the_fit_foretells_plans_of_an_unseen_model(tmp_path):
     models = [observations(seed, 5 + seed, rotary=seed % 2 == 0) for seed in range(4)]
     predictor = fit(models)
     unseen = observations(9, 8, rotary=True)
-    ratio = np.log(np.asarray(predicted_nats(predictor.weights, unseen.features())) / unseen.nats)
+    ratio = np.log(np.asarray(predict_nats(predictor.weights, unseen.features())) / unseen.nats)
     assert np.abs(ratio).mean() < 0.25
     assert 1 <= predictor.margin < 2
     again = Predictor.from_json(predictor.to_json())
@@ -174,7 +174,7 @@ def test_foreign_json_is_refused(tmp_path):
     with pytest.raises(PlanError, match="not a predictor"):
         Predictor.from_json('{"weights": {"cut": [1, 2]}}')
     (tmp_path / "x.json").write_text('{"name": "x"}')
-    with pytest.raises(PlanError, match="no observations"):
+    with pytest.raises(PlanError, match="not a file of observations"):
         Observations.load(tmp_path / "x.json")
 
 
