@@ -5,8 +5,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from zdc_jax.errors import PlanError
 from zdc_jax.evaluation.answers import Answer, answers_on
 from zdc_jax.evaluation.compile_ahead import compile_ahead
 from zdc_jax.evaluation.perplexity import bootstrap_interval, window_nll
-from zdc_jax.evaluation.retention import LEAST_SCORE, log_probability, score
+from zdc_jax.evaluation.retention import keep_counted, log_probability, mark_counted, score
 from zdc_jax.evaluation.sheets import TaskDocument
 from zdc_jax.fold import cast, prepared_layer, prepared_layers
 from zdc_jax.loading import load, stored_basis
@@ -32,6 +32,9 @@ from zdc_jax.plan import CompressionPlan
 from zdc_jax.planning.profile import Profile, stored_profile
 
 logger = logging.getLogger("zdc_jax")
+
+FORMAT = "questions by quarter"
+"""Version of what the journal holds; entries of other versions are ignored."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,15 @@ class Measurement:
 
     Attributes:
       nll: negative log-likelihood of each window, nats per token, [W].
-      logs: mean log-probability of right tokens, per task and document.
-      scores: share of right tokens that the model finds most likely, per task.
+      logs: mean log-probability of right tokens, per task and document, of questions that count.
+      scores: share of right tokens that the model finds most likely, per task, of questions that count.
+      marks: questions of each document that count, per task; of the unmodified model only.
     """
 
     nll: Float[np.ndarray, " W"]
     logs: dict[str, list[float]]
     scores: dict[str, float]
+    marks: dict[str, list[list[bool]]] = field(default_factory=dict)
 
 
 class TrialBook:
@@ -130,7 +135,7 @@ class TrialBook:
         self.key = self._compute_key()
         self.measurements: dict[str, Measurement] = dict(self._read_journal())
         self.dense = self._measure(None)
-        self.counting = [name for name, score in self.dense.scores.items() if score >= LEAST_SCORE]
+        self.counting = [task for task, marks in self.dense.marks.items() if any(map(any, marks))]
 
     @property
     def trials(self) -> list[Trial]:
@@ -182,11 +187,11 @@ class TrialBook:
 
             self.compiled = compile_ahead(network, run_first_batch, self.compiled)
             nll, answers = self._run(network, self.windows, self.documents)
-            self.measurements[name] = Measurement(
-                nll,
-                logs={task: log_probability(of_task).tolist() for task, of_task in answers.items()},
-                scores={task: score(of_task) for task, of_task in answers.items()},
-            )
+            if plan is None:
+                marks = {task: mark_counted(documents) for task, documents in answers.items()}
+                self.measurements[name] = replace(summarize(nll, answers, marks), marks=marks)
+            else:
+                self.measurements[name] = summarize(nll, answers, self.dense.marks)
             self._write_journal(name, time.perf_counter() - began)
         return self.measurements[name]
 
@@ -231,7 +236,7 @@ class TrialBook:
         contexts = (document.context for document in self.documents)
         parts = self.basis.k_map, self.basis.v_map, self.windows, *contexts, *questions
         digest = hashlib.sha256(b"".join(np.ascontiguousarray(x).tobytes() for x in parts))
-        digest.update(f"{self.checkpoint.fingerprint} {self.dtype}".encode())
+        digest.update(f"{self.checkpoint.fingerprint} {self.dtype} {FORMAT}".encode())
         return digest.hexdigest()[:16]
 
     def _read_journal(self) -> Iterator[tuple[str, Measurement]]:
@@ -247,7 +252,9 @@ class TrialBook:
                 key, plan, nll = entry["key"], entry["plan"], np.array(entry["nll"], np.float64)
                 if key != self.key:
                     continue
-                measurement = Measurement(nll, entry.get("logs", {}), entry.get("scores", {}))
+                measurement = Measurement(
+                    nll, entry.get("logs", {}), entry.get("scores", {}), entry.get("marks", {})
+                )
                 # The name comes from a parsed plan, because older releases wrote plans in another form.
                 name = _serialize_plan(
                     None if plan is None else CompressionPlan.from_json(plan, self.journal)
@@ -266,6 +273,20 @@ class TrialBook:
         entry |= {"nll": self.measurements[name].nll.tolist(), "seconds": seconds}
         with self.journal.open("a") as file:
             file.write(json.dumps(entry) + "\n")
+
+
+def summarize(
+    nll: Float[np.ndarray, " W"],
+    answers: Mapping[str, Sequence[Sequence[Answer]]],
+    marks: Mapping[str, Sequence[Sequence[bool]]],
+) -> Measurement:
+    """Summarize answers by task; where no question counts, all do."""
+    counted = {task: keep_counted(documents, marks[task]) or documents for task, documents in answers.items()}
+    return Measurement(
+        nll,
+        logs={task: log_probability(documents).tolist() for task, documents in counted.items()},
+        scores={task: score(documents) for task, documents in counted.items()},
+    )
 
 
 def _serialize_plan(plan: CompressionPlan | None) -> str:
