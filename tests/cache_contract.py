@@ -124,7 +124,6 @@ FAST = (
     "quest of a rank",
     "coded",
     "coded, near tokens too",
-    "coded by layer",
     "kivi of a rank",
     "token classes and window",
 )

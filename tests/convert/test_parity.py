@@ -103,7 +103,7 @@ def test_a_basis_that_no_plan_folds_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", REFERENCES)
 @pytest.mark.usefixtures("optimised")
-@pytest.mark.matrix
+@pytest.mark.full
 def test_reference_models_equal_golden_logits(name, data, tmp_path):
     convert(data / "models" / name, tmp_path / "ours", progress=False)
     network = load(tmp_path / "ours", dtype="float32").network

@@ -157,7 +157,7 @@ def test_tasks_limit_the_search_too(folder, windows, tmp_path, monkeypatch):
         ("window+classes", 7, {"constrained": False}),
     ],
 )
-@pytest.mark.matrix
+@pytest.mark.full
 def test_search_holds_the_limit_and_loses_nothing_when_broken_off(
     folder, windows, tmp_path, monkeypatch, mode, trials, more
 ):

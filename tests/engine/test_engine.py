@@ -473,7 +473,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.matrix
+@pytest.mark.full
 def test_answers_of_other_caches_are_those_of_generate(tiny, name):
     method, settings = PLANS[name]
     plan = CompressionPlan.uniform(TWO_LAYERS, qk=32, v=32, sinks=2, window=16)
