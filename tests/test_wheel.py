@@ -1,4 +1,4 @@
-"""A wheel built from the tree works in a clean environment: the command starts and the demo converts."""
+"""Wheel built from the tree, in a clean environment: the command starts and the demo converts."""
 
 import os
 import shutil

@@ -1,4 +1,7 @@
-"""Bytes of rivals on a well-known shape; `eight_devices/traffic.py` compares them with compiled programs."""
+"""Bytes sent by rival methods on a well-known shape.
+
+`eight_devices/traffic.py` compares these counts with compiled programs.
+"""
 
 import pytest
 
@@ -21,7 +24,7 @@ def test_late_truncation_sends_what_dense_does():
 
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 def test_keys_and_values_come_from_all_other_devices(method):
-    """K and V of each of 32 heads with all 128 coordinates, 2 bytes each, in each of 32 layers."""
+    # K and V of each of 32 heads with all 128 coordinates, 2 bytes each, in each of 32 layers.
     sent = method_bytes(LLAMA_2_7B, CompressionPlan.full(LLAMA_2_7B), method=method, **SIZES)
     assert sent == 32 * 3 * (131072 // 4) * 32 * 2 * 128 * 2
 

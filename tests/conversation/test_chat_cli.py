@@ -40,7 +40,7 @@ def piped(monkeypatch, text: str) -> None:
 
 
 def talk(model: str, messages: list[str], **options) -> list[str]:
-    """The replies by the library."""
+    """Return the library's replies."""
     conversation = zdc_jax.chat(zdc_jax.load(model), max_new_tokens=6, **options)
     return [conversation.say(message) for message in messages]
 
@@ -76,7 +76,7 @@ def test_without_standard_input_there_is_no_chat(model, capsys, monkeypatch):
 
 
 def test_the_chat_takes_plans_and_samplings(model, capsys, monkeypatch):
-    """Also a stop string."""
+    # The command accepts a stop string too.
     piped(monkeypatch, "w3")
     sampling = zdc_jax.Sampling(2.0, top_k=50, top_p=0.99, seed=3)
     flags = ["--temperature", "2", "--top-k", "50", "--top-p", "0.99", "--seed", "3"]
@@ -94,7 +94,7 @@ def test_the_chat_takes_plans_and_samplings(model, capsys, monkeypatch):
 
 @pytest.mark.full
 def test_through_real_pipes(model):
-    """A process of its own: what it prints is the replies alone, and the end of its input ends it."""
+    # A separate process prints only the replies, and exits at the end of its input.
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     run = subprocess.run(
         [sys.executable, "-m", "convert.cli.main", "chat", model, *FEW],
@@ -111,7 +111,7 @@ def test_through_real_pipes(model):
 
 
 class Keyboard(io.StringIO):
-    """Somebody who types."""
+    """A terminal with a user who types."""
 
     def isatty(self) -> bool:
         return True

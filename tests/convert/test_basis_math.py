@@ -1,4 +1,4 @@
-"""The mathematics of the basis against samples, brute force and truncated SVD."""
+"""Mathematics of the basis, compared with samples, brute force and truncated SVD."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ small = settings(max_examples=30, deadline=None)
 
 
 def anisotropic(rng, tokens, H, spread=1.5):
-    """Rows with correlated coordinates of very different energy and a mean that is not zero."""
+    """Return rows with correlated coordinates of very different energy and a nonzero mean."""
     scales = 10.0 ** rng.uniform(-spread, spread, H)
     mixing = np.linalg.qr(rng.normal(size=(H, H))).Q * scales
     return rng.normal(size=(tokens, H)) @ mixing.T + rng.normal(size=H)
@@ -46,14 +46,14 @@ def inverse_transpose(A):
 
 
 def relative_errors(Q, K, A_Q, A_K):
-    """‖QKᵀ − Q_r K_rᵀ‖ / ‖QKᵀ‖ for r = 0…H, from whole score matrices."""
+    """Return ‖QKᵀ − Q_r K_rᵀ‖ / ‖QKᵀ‖ for r = 0…H, from whole score matrices."""
     scores = Q @ K.T
     kept = [(Q @ A_Q[:, :r]) @ (K @ A_K[:, :r]).T for r in range(Q.shape[1] + 1)]
     return np.array([np.linalg.norm(scores - x) for x in kept]) / np.linalg.norm(scores)
 
 
 def sample_moments(seed=0, L=2, K=2, G=2, H=8, tokens=50, spread=0.5):
-    """Moments and the samples x[name] [L, K, heads, tokens, H] they were summed from."""
+    """Return moments and the samples x[name] [L, K, heads, tokens, H] that they sum up."""
     rng = np.random.default_rng(seed)
     x = {
         name: np.stack(
@@ -92,7 +92,7 @@ def test_balanced_maps_are_inverse_and_share_the_energy_equally(seed, H):
     A_K = solve_balanced(gram(Q), gram(K))
     A_Q = inverse_transpose(A_K)
     np.testing.assert_allclose(A_Q @ A_K.T, np.eye(H), atol=1e-8)
-    if np.linalg.cond(gram(Q)) < 1e5 and np.linalg.cond(gram(K)) < 1e5:  # no eigenvalue is raised
+    if np.linalg.cond(gram(Q)) < 1e5 and np.linalg.cond(gram(K)) < 1e5:  # no eigenvalue is clipped
         sigma = np.diag(np.linalg.svd(Q @ K.T, compute_uv=False)[:H])
         np.testing.assert_allclose(A_Q.T @ gram(Q) @ A_Q, sigma, atol=1e-6 * sigma[0, 0])
         np.testing.assert_allclose(A_K.T @ gram(K) @ A_K, sigma, atol=1e-6 * sigma[0, 0])
@@ -160,7 +160,7 @@ def test_stacked_is_the_svd_of_the_stacked_rows(seed, H):
 @small
 @given(seeds, even_dims)
 def test_keys_are_the_principal_components_of_keys(seed, H):
-    """No r orthogonal coordinates hold more of the keys than the first r; queries map as keys do."""
+    # No r orthogonal coordinates hold more of the keys than the first r. Queries map like keys.
     K = qk_sample(seed, H)[1]
     A = solve_keys(gram(K))
     np.testing.assert_allclose(A.T @ A, np.eye(H), atol=1e-10)
@@ -183,7 +183,7 @@ def test_the_basis_of_keys_is_theirs_alone(center):
 
 
 def rope(x, frequencies, *, interleaved):
-    """Rotary embedding of x [T, H] at positions 0…T−1 as multiplication by complex numbers."""
+    """Apply rotary embedding to x [T, H] at positions 0…T−1, as multiplication by complex numbers."""
     turn = np.exp(1j * np.arange(len(x))[:, None] * frequencies)
     half = x.shape[1] // 2
     a, b = (x[:, 0::2], x[:, 1::2]) if interleaved else (x[:, :half], x[:, half:])

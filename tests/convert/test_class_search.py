@@ -1,4 +1,4 @@
-"""Plans of token classes by the paper's numbers: their neighbours, Eq. 6, and the descent through them."""
+"""Plans of token classes by the paper's numbers: their neighbours, Eq. 6, and the descent."""
 
 import itertools
 from dataclasses import replace
@@ -25,7 +25,7 @@ def size(plan) -> float:
 
 
 def wander(seed: int, constrained: bool) -> list[ClassNumbers]:
-    """From the largest, a random neighbour at a time, until there is none."""
+    """Return a path from the largest numbers through random neighbours until none is left."""
     rng = np.random.default_rng(seed)
     path = [ClassNumbers.largest(CONFIG, constrained=constrained, block=512)]
     while steps := path[-1].list_neighbors(CONFIG, size, constrained=constrained):
@@ -96,7 +96,7 @@ def test_one_rank_is_no_classes():
 
 
 def full_greedy(start, list_neighbors, size, increase, limit):
-    """The truth: all neighbours measured at every step."""
+    """Descend greedily, with all neighbours measured at every step."""
     here = start
     while True:
         steps = [n for n in list_neighbors(here).values() if increase(n) <= limit]
@@ -112,7 +112,7 @@ def full_greedy(start, list_neighbors, size, increase, limit):
 @pytest.mark.parametrize("limit", [0.5, 2.0, 5.0])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_descent_is_the_greedy_one_in_a_fraction_of_the_trials(seed, limit):
-    """Where prices rise, as those of convex losses of each number do."""
+    # Prices rise along the path, as for convex losses of each number.
     rng = np.random.default_rng(seed)
     weights = rng.uniform(0.2, 1, 8)
     levels = rank_levels(64)

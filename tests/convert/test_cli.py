@@ -1,4 +1,4 @@
-"""The `zdc` command from end to end on a tiny model, and one line for every user error."""
+"""The `zdc` command end to end on a tiny model, with a one-line message for every user error."""
 
 import io
 import json
@@ -26,7 +26,7 @@ from zdc_jax.plan import TokenClasses
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """hf/, text/, and model/: converted and calibrated by the command."""
+    """Return a folder with hf/, text/ and model/, converted and calibrated by the command."""
     folder = tmp_path_factory.mktemp("cli")
     write_variant("llama-head-dim-80", folder / "hf")
     rng = np.random.default_rng(0)
@@ -67,7 +67,7 @@ def test_plan_and_perplexity(folder, tmp_path, capsys):
 
 
 def test_plan_says_what_it_saves(folder, tmp_path, capsys):
-    """Of 2 x 80 coordinates 16 and 32 are kept; a layer that is cut off keeps its ring of 16."""
+    # The plan keeps 16 and 32 of 2 x 80 coordinates. A layer without far tokens keeps its ring of 16.
     model, plan = str(folder / "model"), tmp_path / "plan.json"
     assert main(["plan", model, str(plan), "--qk", "16", "--v", "32"]) == 0
     saved, lost = capsys.readouterr().err.splitlines()
@@ -93,7 +93,7 @@ def test_plan_says_what_it_saves(folder, tmp_path, capsys):
 
 
 def test_evaluate_prints_what_it_writes(folder, tmp_path, capsys):
-    """The unmodified model beside itself."""
+    # The unmodified model is compared with itself.
     TinyModel(replace(LLAMA, max_positions=320)).write(tmp_path / "model")
     report = tmp_path / "report.json"
     options = [
@@ -194,7 +194,7 @@ def test_generate(folder, capsys, monkeypatch):
 
 
 def test_generated_text_is_printed_as_it_is(folder, capsys, monkeypatch):
-    """No markup, emoji, wrapping or expanded tabs."""
+    # The output has no markup, emoji, wrapping or expanded tabs.
     text = "\t[bold]a[/bold] :heart: " + "word " * 40 + "\nend "
     result = Generation((Completion((3, 4), text, "length"),), 0, 128, Timings(0.0, 0.0, 0.0))
     monkeypatch.setattr("convert.cli.main.generate", lambda *_, **__: result)
@@ -204,7 +204,7 @@ def test_generated_text_is_printed_as_it_is(folder, capsys, monkeypatch):
 
 @pytest.mark.full
 def test_calibrating_while_converting(folder, tmp_path, capsys):
-    """And from a path that would be markup."""
+    # The source path also looks like markup.
     source, output = shutil.copytree(folder / "hf", tmp_path / "[red]hf"), tmp_path / "model"
     arguments = [str(source), str(output), "--dtype", "float16"]
     assert main(["convert", *arguments, "--calibrate", str(folder / "text")]) == 0

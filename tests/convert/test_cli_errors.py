@@ -1,4 +1,4 @@
-"""Tests of errors and warnings in the words of flags."""
+"""Errors and warnings in the words of flags."""
 
 from dataclasses import dataclass, field
 from typing import Annotated

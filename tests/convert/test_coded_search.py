@@ -1,4 +1,4 @@
-"""Search for plans of method `coded`: against brute force where costs add up, and whole on a tiny model."""
+"""Search for plans of method `coded`: brute force where costs add up, and a whole run on a tiny model."""
 
 import itertools
 import json
@@ -59,7 +59,7 @@ from zdc_jax.planning.layer_costs import LayerCosts, Precision, build_layer, pre
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.full
 def test_the_smallest_plan_is_that_of_brute_force(seed, monkeypatch):
-    """At limits that corners of the hull just hold, where the cheapest path is the best there is."""
+    # The limits are those that corners of the hull just meet. There, the cheapest path is optimal.
     monkeypatch.setattr("convert.search.coded_search.CHOICES", ())
     plans = every_plan(FakeBook(seed))
     corners = [point for point in lower_hull(plans) if point[1] > 0.05]
@@ -75,7 +75,7 @@ def test_the_smallest_plan_is_that_of_brute_force(seed, monkeypatch):
 
 
 def fewest_bytes(book: TaskBook, options: SearchOptions) -> float:
-    """A token, of all plans within both limits that read everything."""
+    """Return the least bytes per token of all plans within both limits that read everything."""
     choices = [(0.0, LayerRanks(0, 0)), *((token_bytes(*pair), layer(*pair)) for pair in EVERY)]
     limits = np.log1p(options.max_degradation), -np.log(options.min_retention)
     of = [[(size, book.cost(i, r), book.lost(i, r)) for size, r in choices] for i in range(LAYERS)]
@@ -85,7 +85,8 @@ def fewest_bytes(book: TaskBook, options: SearchOptions) -> float:
 
 @pytest.mark.full
 def test_gains_in_tasks_do_not_pay_for_perplexity(monkeypatch):
-    """Little more is held than by the smallest plan within both limits; at a price of 1 much more."""
+    # The result is little larger than the smallest plan within both limits, but much larger at a price of
+    # 1.
     monkeypatch.setattr("convert.search.coded_search.CHOICES", ())
     options = SearchOptions(0.2, min_retention=0.9)
 
@@ -104,7 +105,7 @@ def test_gains_in_tasks_do_not_pay_for_perplexity(monkeypatch):
 
 
 def searched(seed: int, limit: float) -> tuple[FakeBook, Trial, Trial]:
-    """The result, and the smallest plan on the way that reads everything."""
+    """Return the book, the result, and the smallest plan on the way that reads everything."""
     book, seen = FakeBook(seed), []
     best = CodedSearch(book, SearchOptions(limit), lambda trial, _: seen.append(trial)).run()
 
@@ -142,7 +143,7 @@ def test_no_layer_of_the_result_can_read_less(seed):
 @pytest.mark.parametrize(("objective", "left"), [("bytes", 1 / 5), ("read", 2 / 5)])
 @pytest.mark.full
 def test_time_ends_a_search_and_is_left_for_choices(objective, left, monkeypatch):
-    """A plan takes a second here. The last one may be begun as time ends."""
+    # Here a trial takes one second. The last trial may begin as time ends.
     book, seen = FakeBook(0), []
     monkeypatch.setattr("convert.search.search.time.monotonic", lambda: float(book.measured))
     options = SearchOptions(0.8, objective=objective, minutes=30 / 60)
@@ -154,7 +155,7 @@ def test_time_ends_a_search_and_is_left_for_choices(objective, left, monkeypatch
 
 
 def test_less_is_read_though_single_layers_were_not_all_measured():
-    """There is time for the path that was foretold, for a few layers, and for choices."""
+    # Time suffices for the predicted path, for a few layers, and for choices.
     search = CodedSearch(FakeBook(0), SearchOptions(0.8, trials=12, objective="read"))
     best = search.run()
     assert search.costs is None
@@ -164,7 +165,7 @@ def test_less_is_read_though_single_layers_were_not_all_measured():
 
 @pytest.mark.full
 def test_a_third_of_the_limits_may_be_left_to_what_is_read():
-    """Then less is read in the mean, though more be held, and the limit holds as well."""
+    # On average, less is then read though more may be stored. The limit is met as well.
     shares = []
     for seed in range(3):
         held, read = (
@@ -181,7 +182,7 @@ def test_a_third_of_the_limits_may_be_left_to_what_is_read():
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.full
 def test_reading_less_takes_no_more_bytes_but_the_indexs(seed):
-    """Of the smallest plan that reads everything: scales of a byte, and levels of at least four bits."""
+    # More bytes than the smallest plan's are only scales of one byte, and levels of at least four bits.
     book, best, whole = searched(seed, 0.8)
 
     def levels(rank, each):
@@ -259,14 +260,14 @@ def test_the_last_stage_has_trials_of_its_own():
 
 
 def test_a_prediction_is_measured_before_single_layers():
-    """A few trials give a plan within the limit, and it is one of the foretold path."""
+    # A few trials suffice for a plan within the limit, and the predicted path contains it.
     book, seen = FakeBook(1), []
     search = CodedSearch(book, SearchOptions(0.8, trials=10), lambda trial, _: seen.append(trial))
     best = search.run()
     assert book.measured <= 10
     assert best.increase <= 0.8
     assert best.bytes_share < search.book.share(seen[0].plan) or best is seen[0]
-    # Layers that cost most without far tokens keep most.
+    # Layers that cost most without far tokens store most.
     size = [
         sum(precision.size for precision in precisions(ranks)) if ranks.qk else 0
         for ranks in best.plan.layers
@@ -276,14 +277,14 @@ def test_a_prediction_is_measured_before_single_layers():
 
 
 def test_a_profile_of_short_windows_foretells_nothing():
-    """Calibration on a short context; the search measures layers, as ever."""
+    # Calibration used a short context, and the search measures layers as usual.
     book = FakeBook(1)
     book.profile = replace(book.profile, windows=np.array([64]), far_write=book.profile.far_write[:, :1])
     assert CodedSearch(book, SearchOptions(0.8)).run().increase <= 0.8
 
 
 def readable(ranks):
-    """Whether kernels read all planes of a layer, by what each kernel would refuse."""
+    """Return whether kernels can read all planes of a layer, according to each kernel's refusals."""
     codes = ranks.settings
     index = [(codes.index, codes.bits_index)] if codes.index else []
     keys = [*index, (ranks.qk - codes.index, codes.bits_k)]
@@ -372,7 +373,7 @@ def test_a_context_too_short_for_any_choice_is_read_whole(monkeypatch):
 
 
 def test_costs_are_raised_to_those_of_larger_grades_alone():
-    """Not to those of a grade of the same bytes."""
+    # Precisions of the same size do not raise a cost.
     keys, values = (
         (Precision(64, 3), Precision(48, 4), Precision(64, 4)),
         (Precision(64, 3), Precision(64, 4)),
@@ -414,13 +415,13 @@ CONTEXT = 128
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """model/ converted and calibrated, text/ to search on."""
+    """Return a folder with model/, converted and calibrated, and text/ to search on."""
     return calibrated_folder(tmp_path_factory.mktemp("coded"), CONTEXT)
 
 
 @pytest.mark.full
 def test_trials_are_the_loaded_models(folder):
-    """One after another, of which some share the weights of some layers."""
+    # Trials run one after another, and some share weights of layers.
     windows = np.random.default_rng(1).integers(3, 96, (2, CONTEXT)).astype(np.int32)
     book = TrialBook(folder / "model", windows)
     search = CodedSearch(book, SearchOptions(0.1))
@@ -454,7 +455,7 @@ def test_bytes_are_those_of_the_models_dtype(folder):
 
 @pytest.mark.full
 def test_command(folder, tmp_path, capsys, monkeypatch):
-    """On a model that loses by its far tokens, so that only a price on layers without makes codes of use."""
+    # Far tokens harm this model, so only a price on layers without them makes quantized tokens useful.
     for name, few in (
         ("convert.search.coded_search.CHOICES", (TokenChoice(16, 32), TokenChoice(8, 16))),
         ("zdc_jax.planning.coded_costs.KEY_PRECISIONS", ((1, 4, 0), (1, 8, 0))),

@@ -38,7 +38,7 @@ def all_params(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def write_model(folder: Path, tensors: dict[str, np.ndarray]) -> Path:
-    """The GQA variant with these tensors."""
+    """Write the GQA variant with these tensors."""
     write_variant("llama-gqa", folder)
     save_file(tensors, folder / SINGLE)
     return folder
@@ -292,7 +292,7 @@ print(before, peak())
 
 
 def peak_memory(source: Path, small: Path, output: Path) -> tuple[int, int]:
-    """Bytes of a fresh process at its peak, after converting `small` and after converting `source`."""
+    """Return the peak bytes of a fresh process after converting `small` and after converting `source`."""
     command = [sys.executable, "-c", MEASURED, small, source, output]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     before, after = map(int, done.stdout.split())
@@ -300,7 +300,7 @@ def peak_memory(source: Path, small: Path, output: Path) -> tuple[int, int]:
 
 
 def write_random_llama(folder: Path, config: dict[str, Any], dtype: Any) -> tuple[int, int]:
-    """Writes a Llama one shard a layer; returns the bytes of one layer and of the largest tensor."""
+    """Write a Llama, one shard per layer, and return the bytes of one layer and of the largest tensor."""
     D, F, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     kv = D // config["num_attention_heads"] * config["num_key_value_heads"]
     shapes = {"q_proj": (D, D), "k_proj": (kv, D), "v_proj": (kv, D), "o_proj": (D, D)}
@@ -361,7 +361,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     mebibytes = [round(size / 2**20) for size in (after - before, before, bound, whole)]
     print("{} MiB above {}; bound {}, model {}".format(*mebibytes))
     assert bound < whole / 2
-    assert after - before < bound  # Embeddings as read, turned, and copied once by Orbax.
+    assert after - before < bound  # Embeddings exist as read, transposed, and copied once by Orbax.
 
 
 on_demand = pytest.mark.skipif("ZDC_TEST_7B" not in os.environ, reason="28 GB of disk: set ZDC_TEST_7B")

@@ -1,4 +1,4 @@
-"""GGUF files: the same model as from Hugging Face's folder, and every damage refused by name."""
+"""GGUF files: the same model as from the Hugging Face folder, and damage refused by name."""
 
 import json
 
@@ -42,7 +42,7 @@ SUPPORTED = [kind for kind in Kind if is_supported(kind)]
 @pytest.mark.parametrize("name", VARIANTS_IN_GGUF)
 @pytest.mark.matrix("llama-mha", "granite")
 def test_a_file_is_the_model_of_the_folder(name, tmp_path):
-    """Gemma's norms are rounded once more in files, and Phi-3's attention factor is a float32 there."""
+    # In files, Gemma's norms are rounded once more, and Phi-3's attention factor is a float32.
     folder = write_variant(name, tmp_path / "hf")
     (folder / "config.json").write_text(json.dumps(in_gguf(name).config))
     expected, found = converted(folder), converted(write_variant_gguf(name, tmp_path / "a.gguf"))
@@ -162,7 +162,7 @@ def test_the_command_converts(tmp_path, capsys):
 @pytest.mark.parametrize("kind", SUPPORTED, ids=lambda kind: kind.name)
 @pytest.mark.matrix
 def test_every_type_is_dequantised(kind, tmp_path):
-    """To what the package makes of a whole tensor at once."""
+    # The expected values are the gguf package's for whole tensors.
     tensors = gguf_tensors(WIDE.config, weights(WIDE))
     blocks = {name: (kind, random_blocks(kind, x.shape)) for name, x in tensors.items() if x.ndim > 1}
     path = write_gguf(tmp_path / "a.gguf", "llama", gguf_values(WIDE.config), tensors, blocks=blocks)
@@ -224,7 +224,7 @@ def test_rows_are_read_alone_and_in_pieces(tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_memory_does_not_grow_with_the_model(tmp_path):
-    """Quantised; the largest tensor is counted in float32, as it is dequantised."""
+    # The file is quantized. The largest tensor counts in float32, since it is dequantized.
     config = LLAMA | MIDDLE
     D, F, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     values = gguf_values(config) | {"vocab_size": V}
@@ -257,7 +257,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
 
 @pytest.mark.parametrize(("factor", "theta", "head_dim"), [(8.0, 5e5, 128), (32.0, 5e5, 64)])
 def test_factors_of_the_real_llama_3_give_its_settings(factor, theta, head_dim):
-    """By the formula of transformers, whose products are float32."""
+    # The formula is that of transformers, whose products are float32.
     frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
     waves = 2 * np.pi / frequencies
     smooth = np.clip((8192 / waves - 1) / (4 - 1), 0, 1)

@@ -1,4 +1,4 @@
-"""GGUF files that are damaged or not supported: each is refused by name, and nothing is left behind."""
+"""GGUF files that are damaged or unsupported: each is refused by name and leaves no files."""
 
 import struct
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from zdc_jax.errors import ConversionError
 
 
 def refuse(path: Path, message: str) -> None:
-    """Converting must fail with this, and leave nothing."""
+    """Assert that conversion fails with this message and leaves no files."""
     before = names(path.parent)
     with pytest.raises(ConversionError, match=message):
         convert(path, path.parent / "ours", progress=False)
@@ -44,7 +44,7 @@ def patched(at: int, form: str, value: int) -> Change:
 
 
 def last_offset(data: bytearray, form: str, ahead: int, value: int) -> None:
-    """Writes so many bytes before the offset of the tensor `token_embd.weight`, the last of the header."""
+    """Write a value `ahead` bytes before the offset of the header's last tensor, `token_embd.weight`."""
     name = b"token_embd.weight"
     at = data.rindex(name) + len(name) + 4 + 16 + 4
     struct.pack_into(form, data, at - ahead, value)
@@ -103,7 +103,7 @@ def text(value: str) -> bytes:
 
 
 def raw(values: list[bytes], tensors: list[bytes] | None = None) -> bytes:
-    """A file with these values and tensors, one block of data behind."""
+    """Return a file with these values and tensors, followed by one block of data."""
     start = b"GGUF" + struct.pack("<IQQ", 3, len(tensors or []), len(values))
     header = start + b"".join(values) + b"".join(tensors or [])
     return header + bytes(-len(header) % 32 + 32)
@@ -135,7 +135,7 @@ def test_headers_that_say_what_cannot_be_are_refused(name, tmp_path):
 
 
 def write_with(path: Path, name: str = "llama-gqa", kind: str = "llama", **changes: Any) -> Path:
-    """A variant with metadata of its architecture changed, `__` for a dot; None removes."""
+    """Write a variant with changed metadata of its architecture, `__` for a dot; None removes a key."""
     config = in_gguf(name).config
     values = gguf_values(config) | {key.replace("__", "."): value for key, value in changes.items()}
     values = {key: value for key, value in values.items() if value is not None}

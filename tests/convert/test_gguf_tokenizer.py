@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: the ids of the original, for each kind; and every damage refused by name."""
+"""Tokenizers of GGUF files: the original's ids for each kind, and damage refused by name."""
 
 import json
 import math
@@ -35,7 +35,7 @@ TEXTS = (
 
 
 def file_with(values: dict[str, Any], architecture: str = "llama") -> GGUF:
-    """The header of a file with this tokenizer."""
+    """Return the header of a file with this tokenizer."""
     metadata = {"general.architecture": architecture} | {
         key if key.startswith("tokenizer.") else f"tokenizer.ggml.{key}": value
         for key, value in values.items()
@@ -55,7 +55,7 @@ def ids(tokenizer: Tokenizer, text: str, *, ends: bool = False) -> list[int]:
 
 
 def values_of(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a converter writes of a byte-level tokenizer."""
+    """Return what a converter writes for a byte-level tokenizer."""
     raw = json.loads(tokenizer.to_str())
     by_id = {index: token for token, index in tokenizer.get_vocab().items()}
     special = {token["id"] for token in raw["added_tokens"] if token["special"]}
@@ -132,7 +132,7 @@ LETTERS = "▁abcde"
 
 
 def pieces(seed: int = 0) -> dict[str, Any]:
-    """Bytes, letters, and random words of them with scores all different."""
+    """Return a vocabulary of bytes, letters, and random words whose scores all differ."""
     rng = np.random.Generator(np.random.PCG64(seed))
     words = {"".join(rng.choice(list(LETTERS), rng.integers(2, 6))) for _ in range(400)}
     normal = [*LETTERS, *sorted(words)]
@@ -151,7 +151,7 @@ def pieces(seed: int = 0) -> dict[str, Any]:
 
 
 def merged(text: str, values: dict[str, Any]) -> list[int]:
-    """SentencePiece's BPE by its definition: again and again the pair whose token has the highest score."""
+    """Tokenize by the definition of SentencePiece's BPE: repeatedly merge the pair with the highest score."""
     first = values["tokens"].index("▁")
     score = dict(zip(values["tokens"][first:], values["scores"][first:], strict=True))
     symbols = list("▁" + text.replace(" ", "▁"))
@@ -220,7 +220,7 @@ def test_special_tokens_of_phi_3_take_spaces_along():
     assert ids(phi, "<s>  a") == ids(other, "<s>  a") == [1, *ids(other, "  a")]
 
 
-# --- What else is said -----------------------------------------------------------------------------------
+# --- Other metadata --------------------------------------------------------------------------------------
 
 
 def test_names_of_special_tokens():

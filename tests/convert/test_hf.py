@@ -1,4 +1,4 @@
-"""Hugging Face folders: what their configs mean, and that every departure is refused by name."""
+"""Hugging Face folders: the meaning of their configs, and refusals by name."""
 
 import ast
 import json
@@ -41,7 +41,7 @@ def edit_config(folder: Path, **changes: Any) -> Path:
 
 
 def edit_tensors(folder: Path, **changes: np.ndarray | None) -> Path:
-    """Replaces, adds or (None) removes tensors; `__` stands for a dot."""
+    """Replace, add or (None) remove tensors; `__` stands for a dot."""
     tensors = load_file(folder / SINGLE)
     for name, value in changes.items():
         key = name.replace("__", ".")
@@ -63,10 +63,10 @@ def parse(name: str, folder: Path, **changes: Any) -> Any:
 
 
 def refuse(folder: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Converting raises with this message before a writer is even made."""
+    """Assert that conversion raises this message before a writer exists."""
 
     def no_writer(*_: Any, **__: Any) -> None:
-        raise AssertionError("an error that headers could tell came after writing began")
+        raise AssertionError("an error visible in headers came after writing began")
 
     monkeypatch.setattr(convert.conversion, "CheckpointWriter", no_writer)
     with pytest.raises(ConversionError, match=message):
@@ -87,7 +87,7 @@ def test_key_table_covers_exactly_the_checkpoint(name, tmp_path):
 
 @pytest.mark.parametrize("name", families.list_families())
 def test_families_are_complete(name, tmp_path):
-    """Each has a variant here, and a key for every parameter of some variant, and for no other."""
+    # Each family has a variant here, and a key for exactly the parameters of its variants.
     family = families.get_family(name)
     assert all(vars(family).values())
     assert families.list_architectures()[family.architecture] == name
@@ -128,7 +128,7 @@ def test_entries_transpose_and_split_heads(path, ours, theirs):
     turned = entry.to_ours(source)
     assert turned.shape == ours
     np.testing.assert_array_equal(entry.to_source(turned), source)
-    if path == ("attention", "q"):  # Head n owns rows 3n … 3n + 2 of the source.
+    if path == ("attention", "q"):  # Head n has rows 3n … 3n + 2 of the source.
         np.testing.assert_array_equal(turned[:, 1], source[3:6].T)
     if path == ("attention", "o"):
         np.testing.assert_array_equal(turned[1], source[:, 3:6].T)
@@ -169,7 +169,7 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\
 
 
 def deal(folder: Path, count: int) -> dict[str, np.ndarray]:
-    """Replaces the single file by shards; returns the tensors."""
+    """Replace the single file by shards and return the tensors."""
     tensors = load_file(folder / SINGLE)
     (folder / SINGLE).unlink()
     write_sharded(folder, tensors, count)
@@ -291,7 +291,7 @@ def test_not_finite_weights_are_named_and_leave_nothing(value, stored, tmp_path)
 
 
 def panic(folder: Path) -> None:
-    """A part on which the library panics, which is no `Exception`."""
+    """Write a tokenizer on which the library panics; a panic is not an `Exception`."""
     raw = json.loads((folder / "tokenizer.json").read_text())
     raw["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
     (folder / "tokenizer.json").write_text(json.dumps(raw))
@@ -345,7 +345,7 @@ def test_vocab_and_merges_become_a_tokenizer(tmp_path):
 
 
 def test_added_tokens_past_the_vocabulary_are_left_out(tmp_path, caplog):
-    """As Gemma's for images, which text models have no row for."""
+    # An example is Gemma's tokens for images, for which text models have no row.
     path = write_variant("gemma3", tmp_path / "hf") / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.add_special_tokens(["<image>"])

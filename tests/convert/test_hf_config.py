@@ -1,4 +1,4 @@
-"""`config.json`: what it means, back again, and that every departure is refused by name."""
+"""Meaning of `config.json`, its export, and refusals by name."""
 
 import json
 from math import log, sqrt
@@ -65,7 +65,7 @@ def test_meaning_of_configs(name, tmp_path):
 
 
 LAYERS_THAT_SLIDE = {
-    # No context outgrows 128 positions: plans may cut these layers like any other.
+    # No context exceeds 128 positions, so plans may truncate these layers like any other.
     "mistral-idle-window": [None, None],
     "qwen2-sliding": [None, 8],
     "qwen3-sliding": [8, None],

@@ -1,4 +1,4 @@
-"""K-means: exact on separated clusters, conserving sums, and converging to the exact moments."""
+"""K-means: exact on separated clusters, with sums conserved, and converging to the exact moments."""
 
 from functools import partial
 
@@ -29,7 +29,7 @@ def gram(centroids, sizes) -> np.ndarray:
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1000), spread=st.sampled_from([0.0, 1e-3, 1.0, 100.0]))
 def test_sizes_and_sums_are_conserved(seed, spread):
-    """Also with equal points, whose spare clusters stay empty."""
+    # With equal points, spare clusters stay empty.
     points = spread * normal(200, 8, seed=seed) + 1
     centroids, sizes = clustered(jax.random.key(seed), jnp.asarray(points), 16)
     assert sizes.sum() == 200
@@ -39,7 +39,7 @@ def test_sizes_and_sums_are_conserved(seed, spread):
 @pytest.mark.parametrize("block", [8192, 7])
 @pytest.mark.matrix
 def test_separated_clusters_are_found(monkeypatch, block):
-    """Means and sizes of four far groups, found from one start in each; blocks do not matter."""
+    # The four groups are far apart, and each has one start. The size of blocks does not matter.
     monkeypatch.setattr(module, "_POINTS_PER_BLOCK", block)
     counts = np.array([5, 10, 15, 20])
     groups = [100 * np.eye(4, dtype=np.float32)[i] + normal(n, 4, seed=i) for i, n in enumerate(counts)]
@@ -109,7 +109,7 @@ def test_centroids_converge_to_the_exact_moments(tiny: TinyModel):
     def errors(clusters):
         moments = kmeans_moments(tiny.dense, tokens, ["a"] * 4, clusters=clusters, **options)
         assert (moments.num_tokens, moments.group_size) == (128, tiny.config.group_size)
-        # o is not clustered, and centroids keep every sum.
+        # o is not clustered, and centroids preserve every sum.
         for name in ("o", "o_sum", "q_sum", "k_sum", "v_sum"):
             ours, theirs = getattr(moments, name), getattr(exact, name)
             np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max())

@@ -1,4 +1,4 @@
-"""Profiles against plain attention, the regression against plans of known cost, and `choose_plan`."""
+"""Profiles compared with plain attention, the regression on plans of known cost, and `choose_plan`."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ CONTEXT = 128
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """model/ converted and calibrated, text/ beside it."""
+    """Return a folder with model/, converted and calibrated, and text/."""
     return calibrated_folder(tmp_path_factory.mktemp("predictor"), CONTEXT)
 
 
@@ -43,7 +43,7 @@ def profile_of(tiny: TinyModel, tokens: np.ndarray) -> Profile:
 
 @pytest.mark.full
 def test_the_profile_is_what_far_keys_write(tiny):
-    """The first layer in float64 with plain softmax, in the rotated basis."""
+    # The reference is the first layer in float64 with plain softmax, in the rotated basis.
     tokens = tiny.tokens(2, 96)
     found = profile_of(tiny, tokens)
     network = tiny.model(whole_plan(tiny.dense.config)).network
@@ -80,7 +80,7 @@ def test_the_profile_is_what_far_keys_write(tiny):
 
 @pytest.mark.matrix
 def test_the_profile_is_what_cutting_off_a_layer_costs(tiny):
-    """Against models loaded with plans that keep everything but one layer's distant tokens."""
+    # The reference models keep everything except one layer's far tokens.
     tokens = tiny.tokens(2, 96)
     found = profile_of(tiny, tokens)
     dense = window_nll(tiny.dense, tokens).mean()
@@ -126,7 +126,7 @@ TRUE = Weights(
 
 
 def observations(seed: int, layers: int, *, rotary: bool) -> Observations:
-    """Plans of a made-up model whose costs are those of `TRUE`, with noise."""
+    """Return plans of an invented model whose costs follow `TRUE`, with noise."""
     rng, head_dim = np.random.default_rng(seed), 64
     levels = rank_levels(head_dim)
 
@@ -283,7 +283,7 @@ def test_a_folder_without_profile(folder, tmp_path):
 
 
 def test_a_profile_is_of_its_basis(folder, tmp_path):
-    """One that was written before it kept its basis is of any."""
+    # An old profile without a recorded basis fits any basis.
     checkpoint = Checkpoint.open(folder / "model")
     basis, profile = stored_basis(checkpoint), stored_profile(checkpoint, stored_basis(checkpoint))
     assert profile.basis == basis.coordinates_hash

@@ -1,4 +1,4 @@
-"""Search for plans: its arithmetic against brute force, and the whole of it on a tiny model."""
+"""Search for plans: its arithmetic against brute force, and whole runs on a tiny model."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ CONTEXT = 128
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """model/ converted and calibrated, text/ to search on."""
+    """Return a folder with model/, converted and calibrated, and text/ to search on."""
     return calibrated_folder(tmp_path_factory.mktemp("search"), CONTEXT)
 
 
@@ -54,7 +54,7 @@ def costs_of(rng: np.random.Generator, layers: int, ranks: tuple[int, ...]) -> L
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 10_000), layers=st.integers(1, 4))
 def test_the_path_is_the_lower_hull_of_every_choice(seed, layers):
-    """Where costs add up, no choice of ranks lies below the line through the points of the path."""
+    # Costs add up here, so no choice of ranks lies below the line through the path's points.
     rng, ranks = np.random.default_rng(seed), (16, 32, 48)
     costs = costs_of(rng, layers, ranks)
     choices = [LayerRanks(0, 0), *(LayerRanks(qk, v) for qk in ranks for v in ranks)]
@@ -131,7 +131,7 @@ def documents() -> list[TaskDocument]:
 
 @pytest.mark.full
 def test_tasks_limit_the_search_too(folder, windows, tmp_path, monkeypatch):
-    """Where the limit on perplexity is generous, that on tasks decides; the journal remembers both."""
+    # If the limit on perplexity is generous, the limit on tasks decides. The journal remembers both.
     monkeypatch.setattr("convert.search.trials.LEAST_SCORE", 0.0)  # A tiny model recalls nothing.
     journal = tmp_path / "journal.jsonl"
     book = TrialBook(folder / "model", windows, documents(), journal=journal)
@@ -180,7 +180,7 @@ def test_search_holds_the_limit_and_loses_nothing_when_broken_off(
     with pytest.raises(Broken):
         Search(TrialBook(folder / "model", windows, journal=journal), options, stop).run()
     with journal.open("a") as file:
-        file.write('{"key": "cut o')  # As a crash in the middle of a write leaves it.
+        file.write('{"key": "cut o')  # A crash in the middle of a write leaves such a line.
     before = journal.read_text().splitlines()[:-1]
     book = TrialBook(folder / "model", windows, journal=journal)
     book._make_network = fail_on(before, book._make_network)  # type: ignore[method-assign]
@@ -188,7 +188,7 @@ def test_search_holds_the_limit_and_loses_nothing_when_broken_off(
 
 
 def test_journals_of_version_1_are_read(folder, windows, tmp_path):
-    """Their plans knew no basis; nothing is measured anew."""
+    # Their plans name no basis, and no plan is measured again.
     journal = tmp_path / "journal.jsonl"
     book = TrialBook(folder / "model", windows, journal=journal)
     trial = book.measure(CompressionPlan.uniform(book.config, qk=16, v=32))
@@ -202,7 +202,7 @@ def test_journals_of_version_1_are_read(folder, windows, tmp_path):
 
 
 def fail_on(lines, build):
-    """`build`, but plans that the journal already holds must not come again."""
+    """Wrap `build` so that plans already in the journal fail the test."""
     names = {json.dumps(json.loads(line)["plan"]) for line in lines}
 
     def checked(plan):
@@ -237,7 +237,7 @@ def test_unknown_words_are_named_with_those_allowed(name):
 
 
 class FakeBook:
-    """Measures by a formula: 4096 tokens, eight layers, what is dropped of far tokens costs."""
+    """A trial book that measures by a formula: 4096 tokens, eight layers, a cost per dropped coordinate."""
 
     config = replace(CONFIGS["llama"], layers=CONFIGS["llama"].layers[:1] * 8, head_dim=64)
     windows = np.zeros((1, 4096), np.int32)
@@ -252,7 +252,8 @@ class FakeBook:
 
 
 def test_time_counts_what_bytes_do_not():
-    """V costs prefill more than Q/K; the ring of a window is a second pass, here for more than it saves."""
+    # V costs prefill more time than Q/K. A window's ring is a second pass, which costs more here than it
+    # saves.
     search = Search(FakeBook(), SearchOptions(0.1, "window+classes", objective="time"))
 
     def size(qk, v, **near):
@@ -326,7 +327,7 @@ def test_a_front_is_written_whole_or_not_at_all(windows, tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize(("mode", "length"), [("window", 320), ("classes", 256)])
 def test_questions_begin_where_plans_can_begin_a_piece(folder, monkeypatch, mode, length):
-    """Elsewhere token classes give NaN, which no limit holds."""
+    # At other positions, token classes give NaN, which no limit admits.
     monkeypatch.setattr(TokenClasses, "block", 256)
     monkeypatch.setattr(flags, "names", lambda: ("copy@128",))
     text = np.random.default_rng(0).integers(3, 96, (2, 448)).astype(np.int32)
@@ -377,7 +378,7 @@ def test_command(folder, tmp_path, capsys):
 
 
 def test_minutes_begin_with_the_unmodified_model(folder, tmp_path, monkeypatch, capsys):
-    """It takes more than all of them here, and no plan is begun."""
+    # The unmodified model alone takes longer than the limit, so no plan is begun.
     clock = [0.0]
 
     def slow(*_, **__):
@@ -393,7 +394,10 @@ def test_minutes_begin_with_the_unmodified_model(folder, tmp_path, monkeypatch, 
 
 
 class Line:
-    """Plans 0, 1, … of falling size; the first `within` hold the limit. The best so far is `best`."""
+    """Plans 0, 1, … of falling size, of which the first `within` meet the limit.
+
+    `best` is the best so far.
+    """
 
     allowed = 1.0
 
@@ -418,7 +422,7 @@ class Line:
 
 @given(count=st.integers(0, 200), data=st.data())
 def test_the_last_plan_within_the_limit_is_found_from_any_guess(count, data):
-    """In few trials where the guess is near."""
+    # A close guess needs few trials.
     within = data.draw(st.integers(0, count))
     guess = data.draw(st.none() | st.integers(0, max(count - 1, 0)))
     best = data.draw(st.none() | st.integers(0, max(within - 1, 0))) if within else None

@@ -1,4 +1,4 @@
-"""`zdc serve` as a client sees it: a process of its own, on a model of a converted folder."""
+"""`zdc serve` as a client sees it: a separate process on a converted model."""
 
 import os
 import re
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(folder):
-    """The process and its address."""
+    """Start the server; yield its process and address."""
     command = [sys.executable, "-m", "convert.cli.main", "serve", str(folder), "--port", "0"]
     command += ["--max-sequences", "2", "--chunk", "32", "--max-model-len", "128", "--decode-steps", "2"]
     environment = os.environ | {"ZDC_API_KEY": "sesame", "JAX_PLATFORMS": "cpu"}
@@ -95,7 +95,7 @@ def test_addresses_are_refused_before_the_model_is_loaded(folder, capsys, monkey
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: cannot listen on --host 127.0.0.1 --port {port}: ")
     assert "in use" in line
-    for host in ("192.0.2.1", "no such host", "a" * 64):  # The first is nobody's.
+    for host in ("192.0.2.1", "no such host", "a" * 64):  # The first address belongs to no machine.
         assert main(["serve", str(folder), "--host", host, "--port", "0"]) == 2
         assert f"cannot listen on --host {host} --port 0: " in capsys.readouterr().err
 
