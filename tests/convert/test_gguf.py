@@ -124,7 +124,9 @@ def test_ends_that_are_no_tokens_are_refused(name, token, tmp_path):
 def test_any_part_of_a_split_file_gives_the_whole(parts, tmp_path):
     whole = converted(write_variant_gguf("llama-gqa", tmp_path / "whole.gguf"))
     write_variant_gguf("llama-gqa", tmp_path / "a.gguf", parts=parts)
-    for part in sorted(tmp_path.glob("a-*.gguf")):
+    written = sorted(tmp_path.glob("a-*.gguf"))
+    assert len(written) == parts
+    for part in written:
         assert converted(part).fingerprint == whole.fingerprint
 
 
