@@ -33,6 +33,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.mark.full
 def test_two_processes_give_what_one_gives(tmp_path, capsys):
     TinyModel(replace(LLAMA, layers=LLAMA.layers[:1] * 2, num_heads=8, num_kv_heads=2)).write(
         tmp_path / "model"
